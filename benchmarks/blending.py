@@ -2,11 +2,13 @@
 
 `python benchmarks/blending.py [quality|ttft] [--quick] [--json]`
 
-quality  The recall model of `testbed` (trained at the first run, a minute), on prompts of seeds that nothing was tuned
-         on: right answers, KL and top-1 agreement with a full prefill, for each policy and share. Paired bootstrap.
-ttft     Eight stored documents of 512 tokens in another order each round, and a question, on the model of
-         `pagoda demo`: a full prefill against `generate(documents=...)`, in turns. Seconds on the clock, and of this
-         process's CPU, which other load on the machine changes less.
+quality  The recall model of `testbed` (trained at the first run, a minute), on prompts of seeds
+         that nothing was tuned
+         on: right answers, KL and top-1 agreement with a full prefill, for each policy and share.
+             Paired bootstrap.
+ttft     Eight stored documents of 512 tokens in another order each round, and a question, on the
+         model of `pagoda demo`: a full prefill against `generate(documents=...)`, in turns. Seconds
+         on the clock, and of this process's CPU, which other load on the machine changes less.
 
 The last results: docs/how-to/approximate.md.
 """
@@ -52,20 +54,32 @@ def quality(quick: bool) -> list[Row]:
     torch.set_num_threads(1)
     model = recall_model()
     seeds = SEEDS[:1] if quick else SEEDS
-    prompts = [prompt for seed in seeds for prompt in recall_prompts(seed, PROMPTS)]
+    prompts = [
+        prompt for seed in seeds for prompt in recall_prompts(seed, PROMPTS)
+    ]
     across = np.array([prompt.across for prompt in prompts])
     answers = np.array([prompt.answer for prompt in prompts])
     with torch.no_grad():
         full = torch.stack(
             [
-                model(torch.tensor([prompt.tokens])).logits[0, -1].double().log_softmax(-1)
+                model(torch.tensor([prompt.tokens]))
+                .logits[0, -1]
+                .double()
+                .log_softmax(-1)
                 for prompt in prompts
             ]
         )
     right_full = full.argmax(-1).numpy() == answers
-    rows: list[Row] = [_row("full prefill", 1.0, right_full, right_full, across, full, full, 1.0)]
+    rows: list[Row] = [
+        _row("full prefill", 1.0, right_full, right_full, across, full, full, 1.0)
+    ]
     with CachedModel(
-        model, chunk_tokens=16, host_size="256MiB", host_shared=False, worth_it=False, deadline_seconds=60.0
+        model,
+        chunk_tokens=16,
+        host_size="256MiB",
+        host_shared=False,
+        worth_it=False,
+        deadline_seconds=60.0,
     ) as cached:
         plain: npt.NDArray[np.bool_] | None = None
         for policy in POLICIES:
@@ -76,26 +90,51 @@ def quality(quick: bool) -> list[Row]:
                 computed = 0
                 for prompt in prompts:
                     found = cached.blend(
-                        prompt.documents, prompt.question, recompute=share, policy=policy, unchecked=True
+                        prompt.documents,
+                        prompt.question,
+                        recompute=share,
+                        policy=policy,
+                        unchecked=True,
                     )
                     assert found.blend is not None
                     last = torch.tensor([prompt.tokens[-1:]])
                     with torch.no_grad():
-                        after = model(last, **kv_argument(model, found.past_key_values)).logits[0, -1]
+                        after = model(
+                            last, **kv_argument(model, found.past_key_values)
+                        ).logits[0, -1]
                     logits.append(after.double().log_softmax(-1))
-                    computed += len(prompt.tokens) - found.blend.starts[1] - found.blend.reused_tokens
+                    computed += (
+                        len(prompt.tokens)
+                        - found.blend.starts[1]
+                        - found.blend.reused_tokens
+                    )
                 got = torch.stack(logits)
                 right = got.argmax(-1).numpy() == answers
                 plain = right if plain is None else plain
                 name = "plain reuse" if share == 0.0 else policy
                 total = sum(len(prompt.tokens) for prompt in prompts)
-                rows.append(_row(name, share, right, plain, across, got, full, computed / total))
+                rows.append(
+                    _row(
+                        name,
+                        share,
+                        right,
+                        plain,
+                        across,
+                        got,
+                        full,
+                        computed / total,
+                    )
+                )
                 say(f"{name} {share}: {right.mean():.3f}")
-    rows[0]["above_plain"] = _above(right_full, plain if plain is not None else right_full)
+    rows[0]["above_plain"] = _above(
+        right_full, plain if plain is not None else right_full
+    )
     return rows
 
 
-def _row(name: str, share: float, right, plain, across, got, full, computed: float) -> Row:  # type: ignore[no-untyped-def]
+def _row(
+    name: str, share: float, right, plain, across, got, full, computed: float
+) -> Row:  # type: ignore[no-untyped-def]
     kl = (full.exp() * (full - got)).sum(-1)
     return {
         "method": name,
@@ -107,11 +146,14 @@ def _row(name: str, share: float, right, plain, across, got, full, computed: flo
         "above_plain": _above(right, plain),
         "kl": float(kl.mean()),
         "top1": float((got.argmax(-1) == full.argmax(-1)).double().mean()),
-        "computed": computed,  # share of the prompt's tokens that went through all layers
+        # share of the prompt's tokens that went through all layers
+        "computed": computed,
     }
 
 
-def _above(right: npt.NDArray[np.bool_], plain: npt.NDArray[np.bool_]) -> tuple[float, float]:
+def _above(
+    right: npt.NDArray[np.bool_], plain: npt.NDArray[np.bool_]
+) -> tuple[float, float]:
     """Return the 95 % interval of the difference in right answers."""
     found = difference_interval(right, plain, np.ones(len(right)))
     return found.low, found.high
@@ -133,18 +175,32 @@ def ttft(quick: bool) -> list[Row]:
     question = draw.integers(0, ids, QUESTION).tolist()
     once: dict[str, object] = {"max_new_tokens": 1, "do_sample": False}
     with CachedModel(
-        model, chunk_tokens=256, host_size="1GiB", host_shared=False, worth_it=False, deadline_seconds=600.0
+        model,
+        chunk_tokens=256,
+        host_size="1GiB",
+        host_shared=False,
+        worth_it=False,
+        deadline_seconds=600.0,
     ) as cached:
         cached.blend(documents, question, recompute=0.0, unchecked=True)
 
         def full(order: list[list[int]]) -> None:
-            ids = torch.tensor([[token for piece in (*order, question) for token in piece]])
+            ids = torch.tensor(
+                [[token for piece in (*order, question) for token in piece]]
+            )
             model.generate(ids, attention_mask=torch.ones_like(ids), **once)
 
-        def blended(share: float, policy: str) -> Callable[[list[list[int]]], None]:
+        def blended(
+            share: float, policy: str
+        ) -> Callable[[list[list[int]]], None]:
             def run(order: list[list[int]]) -> None:
                 cached.generate(
-                    documents=order, question=question, recompute=share, policy=policy, unchecked=True, **once
+                    documents=order,
+                    question=question,
+                    recompute=share,
+                    policy=policy,
+                    unchecked=True,
+                    **once,
                 )
                 assert cached.last is not None
                 assert cached.last.blend is not None
@@ -161,7 +217,9 @@ def ttft(quick: bool) -> list[Row]:
         names = list(ways)
         for number in range(4 if quick else 6):
             order = [documents[index] for index in draw.permutation(DOCUMENTS)]
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in (
+                names[number % len(names) :] + names[: number % len(names)]
+            ):
                 began = time.perf_counter()
                 began_cpu = time.process_time()
                 ways[name](order)
@@ -184,18 +242,26 @@ def ttft(quick: bool) -> list[Row]:
 
 
 def _ratio(runs: dict[str, list[float]], name: str) -> float:
-    return statistics.median(a / b for a, b in zip(runs["full prefill"], runs[name], strict=True))
+    return statistics.median(
+        a / b for a, b in zip(runs["full prefill"], runs[name], strict=True)
+    )
 
 
 def table(part: str, rows: list[Row]) -> str:
     """Return the rows as Markdown."""
     heads = [name for name in rows[0] if name not in ("runs", "cpu_runs")]
-    lines = [f"## {part}", "| " + " | ".join(heads) + " |", "| --- |" + " --: |" * (len(heads) - 1)]
+    lines = [
+        f"## {part}",
+        "| " + " | ".join(heads) + " |",
+        "| --- |" + " --: |" * (len(heads) - 1),
+    ]
     for row in rows:
         lines.append("| " + " | ".join(_text(row[name]) for name in heads) + " |")
     for row in rows:
         if "runs" in row:
-            lines.append(f"{row['method']}: {_text(row['runs'])} s; CPU {_text(row['cpu_runs'])} s")
+            lines.append(
+                f"{row['method']}: {_text(row['runs'])} s; CPU {_text(row['cpu_runs'])} s"
+            )
     return "\n".join(lines)
 
 
@@ -210,12 +276,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="?", choices=["quality", "ttft", "all"], default="all")
-    parser.add_argument("--quick", action="store_true", help="fewer prompts and rounds")
+    parser.add_argument(
+        "part", nargs="?", choices=["quality", "ttft", "all"], default="all"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer prompts and rounds"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args()
     parts = {"quality": quality, "ttft": ttft}
-    found = {name: run(options.quick) for name, run in parts.items() if options.part in (name, "all")}
+    found = {
+        name: run(options.quick)
+        for name, run in parts.items()
+        if options.part in (name, "all")
+    }
     if options.json:
         print(json.dumps({"machine": machine(), **found}))
     else:

@@ -1,7 +1,8 @@
 """The speed of `pagoda.blocks`: `python benchmarks/blocks.py [--json] [--quick]`.
 
-The time of the bookkeeping, and a small engine with and without a prefix cache, a host tier and a disk tier; the
-JSON quotes every round under "runs". What each figure means, and the last results: docs/design/benchmarks.md.
+The time of the bookkeeping, and a small engine with and without a prefix cache, a host tier and a
+disk tier; the JSON quotes every round under "runs". What each figure means, and the last results:
+docs/design/benchmarks.md.
 """
 
 from __future__ import annotations

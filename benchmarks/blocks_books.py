@@ -34,7 +34,9 @@ _LAYOUT = KVLayout.opaque(BLOCK_TOKENS, 4096, "benchmark")
 
 
 class Watch:
-    """Seconds of each named step, one list of rounds each: wall time, and the thread's processor time."""
+    """Seconds of each named step, one list of rounds each: wall time, and the thread's processor
+    time.
+    """
 
     def __init__(self) -> None:
         self.wall: Runs = {}
@@ -55,11 +57,19 @@ class Watch:
 
     def figure(self, key: str, target: float, on: str, note: str) -> Figure:
         """Return the figure of one step; its note quotes all other steps."""
-        told = ", ".join(f"{name} {seconds_text(self.median(name))}" for name in self.wall if name != on)
-        note = (
-            f"{note}; processor time {seconds_text(statistics.median(self.processor[on]))}; beside it: {told}"
+        told = ", ".join(
+            f"{name} {seconds_text(self.median(name))}"
+            for name in self.wall
+            if name != on
         )
-        quoted = {"beside_seconds": self.wall, "processor_seconds": self.processor}
+        note = (
+            f"{note}; processor time {seconds_text(statistics.median(self.processor[on]))}; "
+            f"beside it: {told}"
+        )
+        quoted = {
+            "beside_seconds": self.wall,
+            "processor_seconds": self.processor,
+        }
         return seconds_figure(key, target, self.wall[on], note, **quoted)
 
 
@@ -67,7 +77,9 @@ class Watch:
 
 
 def admit_figure(plan: Plan) -> list[Figure]:
-    """Time `match` and `admit` of 131,072 tokens with known keys, all hits: on the device, then in host memory."""
+    """Time `match` and `admit` of 131,072 tokens with known keys, all hits: on the device, then in
+    host memory.
+    """
     watch = Watch()
     with opened(plan, _LAYOUT, HOST_SLOTS * _LAYOUT.slot_bytes) as cache:
         manager = BlockManager(LONG_BLOCKS + 8, BLOCK_TOKENS, cache=cache)
@@ -77,10 +89,13 @@ def admit_figure(plan: Plan) -> list[Figure]:
             for turn in range(1 + max(9, plan.rounds)):
                 if tier == "host":
                     manager.reset()
-                _admit(manager, tokens, tier, watch if turn else Watch())  # the first round warms up
+                # the first round warms up
+                _admit(manager, tokens, tier, watch if turn else Watch())
         manager.check()
     note = f"{LONG_BLOCKS:,} blocks on the device"
-    return [watch.figure("match_admit_128k_seconds", 0.005, "match + admit", note)]
+    return [
+        watch.figure("match_admit_128k_seconds", 0.005, "match + admit", note)
+    ]
 
 
 def _write_down(manager: BlockManager, tokens: Tokens) -> None:
@@ -90,11 +105,15 @@ def _write_down(manager: BlockManager, tokens: Tokens) -> None:
     manager.computed("first", len(tokens))
     copies = manager.finish("first")
     if copies is None or len(copies.copies) != LONG_BLOCKS:
-        raise RuntimeError(f"not all was written back: {copies and len(copies.copies)}")
+        raise RuntimeError(
+            f"not all was written back: {copies and len(copies.copies)}"
+        )
     manager.completed(copies.ticket)
 
 
-def _admit(manager: BlockManager, tokens: Tokens, tier: str, watch: Watch) -> None:
+def _admit(
+    manager: BlockManager, tokens: Tokens, tier: str, watch: Watch
+) -> None:
     """Match, admit and release a prompt that is entirely in `tier`."""
     suffix = "" if tier == "device" else f" ({tier})"
     with watch.on(f"hash{suffix}"):
@@ -102,8 +121,12 @@ def _admit(manager: BlockManager, tokens: Tokens, tier: str, watch: Watch) -> No
     with watch.on(f"match + admit{suffix}"):
         match = manager.match("next")
         admitted = manager.admit("next")
-    hits = (LONG_BLOCKS - 1) * BLOCK_TOKENS  # the last token is always left to compute
-    if not isinstance(admitted, Admitted) or not match.num_tokens == admitted.by_tier.get(tier) == hits:
+    # the last token is always left to compute
+    hits = (LONG_BLOCKS - 1) * BLOCK_TOKENS
+    if (
+        not isinstance(admitted, Admitted)
+        or not match.num_tokens == admitted.by_tier.get(tier) == hits
+    ):
         raise RuntimeError(f"not all was found on {tier}: {match}, {admitted}")
     if admitted.plan is not None:
         with watch.on(f"completed{suffix}"):
@@ -116,7 +139,9 @@ def _admit(manager: BlockManager, tokens: Tokens, tier: str, watch: Watch) -> No
 
 
 def tree_figures(plan: Plan) -> list[Figure]:
-    """Time the eviction of 1,000 of 1,000,000 nodes for two shapes of tree, and measure the memory of a node."""
+    """Time the eviction of 1,000 of 1,000,000 nodes for two shapes of tree, and measure the memory
+    of a node.
+    """
     nodes = 100_000 if plan.quick else 1_000_000
     watch = Watch()
     memory = dict[str, dict[str, float]]()
@@ -127,23 +152,32 @@ def tree_figures(plan: Plan) -> list[Figure]:
             allocator = BlockAllocator(nodes, LowerTiers(cache))
             empty = _traced()
             _fill(allocator, length)
-            memory[shape] = _parts(allocator.tree, _traced() - empty) | {"pool": empty / nodes}
+            memory[shape] = _parts(allocator.tree, _traced() - empty) | {
+                "pool": empty / nodes
+            }
             tracemalloc.stop()
             _use_again(allocator.tree, nodes // 5)
             _evict(plan, allocator, shape, watch)
             allocator.tree.check()
     slower = max(memory, key=watch.median)
     note = f"{slower} of {nodes:,} nodes"
-    return [watch.figure("evict_1000_of_1m_seconds", 0.010, slower, note), _bytes_figure(memory)]
+    return [
+        watch.figure("evict_1000_of_1m_seconds", 0.010, slower, note),
+        _bytes_figure(memory),
+    ]
 
 
 def _fill(allocator: BlockAllocator, length: int) -> None:
-    """Insert prompts of `length` blocks without a common prefix, one after the other, until no block is free."""
+    """Insert prompts of `length` blocks without a common prefix, one after the other, until no
+    block is free.
+    """
     blocks = allocator.pool.allocate(allocator.pool.free) or []
     for first in range(0, len(blocks), length):
         tip = None
         for block in blocks[first : first + length]:
-            tip = allocator.tree.insert(sha256(block.to_bytes(4)).digest(), NAMESPACE.root, tip, block)
+            tip = allocator.tree.insert(
+                sha256(block.to_bytes(4)).digest(), NAMESPACE.root, tip, block
+            )
         if tip is not None:
             allocator.tree.unlock(tip, allocator.tree.now())
 
@@ -157,7 +191,9 @@ def _use_again(tree: Tree, times: int) -> None:
         tree.unlock(end, tree.now())
 
 
-def _evict(plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch) -> None:
+def _evict(
+    plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch
+) -> None:
     """Evict without a copy, then to the host."""
     completion = Completion(allocator, 1)
     for turn in range(1 + max(9, plan.rounds)):
@@ -167,7 +203,9 @@ def _evict(plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch) -> N
         with clock.on(shape):
             copies = allocator.evict(EVICTED)
         if copies is not None or allocator.pool.free != free + EVICTED:
-            raise RuntimeError(f"{allocator.pool.free - free} blocks were evicted")
+            raise RuntimeError(
+                f"{allocator.pool.free - free} blocks were evicted"
+            )
         allocator.lower_tiers.paused = False
         with clock.on(f"{shape} to the host"):
             copies = allocator.evict(EVICTED)
@@ -196,16 +234,28 @@ def _parts(tree: Tree, taken: int) -> dict[str, float]:
         "dict": sys.getsizeof(tree.nodes) / nodes,
     }
     whole = taken / nodes
-    return {"whole": whole, **parts, "numbers and heap entry": whole - sum(parts.values())}
+    return {
+        "whole": whole,
+        **parts,
+        "numbers and heap entry": whole - sum(parts.values()),
+    }
 
 
 def _bytes_figure(memory: Mapping[str, Mapping[str, float]]) -> Figure:
     """Return the figure of the shape that takes more memory."""
     told = (
-        f"{shape} {parts['whole']:.0f} ({', '.join(f'{what} {parts[what]:.0f}' for what in list(parts)[1:-1])})"
+        (
+            f"{shape} {parts['whole']:.0f} "
+            f"({', '.join(f'{what} {parts[what]:.0f}' for what in list(parts)[1:-1])})"
+        )
         for shape, parts in memory.items()
     )
     note = f"{'; '.join(told)}; the pool besides: {memory['leaves']['pool']:.0f} a block"
     return Figure(
-        "bytes_per_node", max(parts["whole"] for parts in memory.values()), None, "bytes", memory, note
+        "bytes_per_node",
+        max(parts["whole"] for parts in memory.values()),
+        None,
+        "bytes",
+        memory,
+        note,
     )

@@ -1,7 +1,9 @@
-"""Conversations through examples/paged_engine whose KV is four times the device pool: what each engine computes.
+"""Conversations through examples/paged_engine whose KV is four times the device pool: what each
+engine computes.
 
-Every request is served by four engines in turn, each with one tier more than the one before. The fourth is restarted
-for every turn, with empty host memory, so that everything that it reuses comes from the disk.
+Every request is served by four engines in turn, each with one tier more than the one before. The
+fourth is restarted for every turn, with empty host memory, so that everything that it reuses comes
+from the disk.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ CASES = ("none", "device", "host", "disk")  # the lowest tier
 
 @dataclass(frozen=True)
 class Talk:
-    """`sessions` conversations, turn by turn, in random order within a turn; one request at a time."""
+    """`sessions` conversations, turn by turn, in random order within a turn; one request at a
+    time.
+    """
 
     sessions: int = 12
     turns: int = 6
@@ -47,7 +51,12 @@ class Talk:
     @property
     def blocks(self) -> int:
         """Blocks that all conversations need at the end."""
-        return self.sessions * self.turns * (self.said + self.answered) // BLOCK_TOKENS
+        return (
+            self.sessions
+            * self.turns
+            * (self.said + self.answered)
+            // BLOCK_TOKENS
+        )
 
 
 @dataclass(frozen=True)
@@ -86,15 +95,27 @@ class _Engine(Protocol):
 
 
 class Desk:
-    """One engine with its tiers. Each tier has space for everything, except the device: for a quarter."""
+    """One engine with its tiers. Each tier has space for everything, except the device: for a
+    quarter.
+    """
 
-    def __init__(self, plan: Plan, talk: Talk, stack: ExitStack, case: str, disk: Path) -> None:
+    def __init__(
+        self, plan: Plan, talk: Talk, stack: ExitStack, case: str, disk: Path
+    ) -> None:
         model, layout = _model(plan.threads)
         room = 2 * talk.blocks * layout.slot_bytes
         below = (disk, room) if case == "disk" else ()
         host = case in ("host", "disk")
-        self._cache: Cache | None = stack.enter_context(opened(plan, layout, room, *below)) if host else None
-        options = {"blocks": talk.blocks // 4, "cache": self._cache, "prefix_caching": case != "none"}
+        self._cache: Cache | None = (
+            stack.enter_context(opened(plan, layout, room, *below))
+            if host
+            else None
+        )
+        options = {
+            "blocks": talk.blocks // 4,
+            "cache": self._cache,
+            "prefix_caching": case != "none",
+        }
         engine = _paged_engine().Engine(model, layout, **options)
         self._engine: _Engine = stack.enter_context(closing(engine))
 
@@ -114,11 +135,15 @@ class Desk:
             self._cache.flush(60)
         wall = time.perf_counter() - began
         prefilled = engine.prompt_tokens_computed - prefilled
-        return Served(first or wall, wall, request.hits, prefilled, request.output)
+        return Served(
+            first or wall, wall, request.hits, prefilled, request.output
+        )
 
 
 def engine_figures(plan: Plan) -> list[Figure]:
-    """Serve the conversations by each of the four engines, and return the figures with their targets."""
+    """Serve the conversations by each of the four engines, and return the figures with their
+    targets.
+    """
     try:
         import_module("transformers")
     except ImportError:
@@ -130,24 +155,41 @@ def engine_figures(plan: Plan) -> list[Figure]:
     dice = random.Random(SEED)
     bound = 0
     with ExitStack() as stack:
-        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk)))
-        lasting = {case: Desk(plan, talk, stack, case, disk) for case in CASES[:-1]}
+        disk = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk)
+            )
+        )
+        lasting = {
+            case: Desk(plan, talk, stack, case, disk) for case in CASES[:-1]
+        }
         for turn in range(talk.turns):
             say(f"  turn {turn + 1} of {talk.turns} ...")
             with ExitStack() as until_restart:
-                desks = lasting | {"disk": Desk(plan, talk, until_restart, "disk", disk)}
+                desks = lasting | {
+                    "disk": Desk(plan, talk, until_restart, "disk", disk)
+                }
                 for case in CASES:
                     runs[case].append([])
-                for number, session in enumerate(dice.sample(range(talk.sessions), talk.sessions)):
+                for number, session in enumerate(
+                    dice.sample(range(talk.sessions), talk.sessions)
+                ):
                     past = histories[session]
                     # the last token has no KV
                     bound += max(0, len(past) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
                     prompt = past + dice.choices(range(VOCABULARY), k=talk.said)
                     for case in _rotated(CASES, number):
-                        served = desks[case].serve(f"{session}.{turn}", prompt, talk.answered)
+                        served = desks[case].serve(
+                            f"{session}.{turn}", prompt, talk.answered
+                        )
                         runs[case][-1].append(served)
-                    histories[session] = prompt + _one_answer([runs[case][-1][-1].answer for case in CASES])
-    told = f"{talk.sessions} sessions, {talk.turns} turns, seed {SEED}, {talk.blocks // 4} device blocks"
+                    histories[session] = prompt + _one_answer(
+                        [runs[case][-1][-1].answer for case in CASES]
+                    )
+    told = (
+        f"{talk.sessions} sessions, {talk.turns} turns, seed {SEED}, {talk.blocks // 4} "
+        "device blocks"
+    )
     return [*_wanted(runs, bound, told), *_beside(runs, bound)]
 
 
@@ -168,10 +210,18 @@ def _model(threads: int) -> tuple[object, KVLayout]:
     torch.set_num_threads(threads)
     transformers = import_module("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=384, num_hidden_layers=6, intermediate_size=1024,
-        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=8192, initializer_range=0.08,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        num_hidden_layers=6,
+        intermediate_size=1024,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     return model, layout_of(model, BLOCK_TOKENS)
@@ -205,20 +255,34 @@ def _wall(turns: Iterable[list[Served]]) -> float:
 
 
 def _wanted(runs: dict[str, Turns], bound: int, told: str) -> list[Figure]:
-    """Return the figures with a target: the host against the bound and the device alone, the disk against the host."""
+    """Return the figures with a target: the host against the bound and the device alone, the disk
+    against the host.
+    """
     device, host, disk = (runs[case] for case in CASES[1:])
     hit = sum(served.hit for served in _all(host))
     # in the first turn there is nothing to reuse
     late = _first(disk[1:]), _first(host[1:])
     note = f"{late[0] * 1e3:.0f} ms against {late[1] * 1e3:.0f} ms from the second turn on"
     return [
-        Figure("hit_share_of_bound", hit / bound, 0.9, "ratio", {}, f"{hit:,} of {bound:,} tokens; {told}"),
+        Figure(
+            "hit_share_of_bound",
+            hit / bound,
+            0.9,
+            "ratio",
+            {},
+            f"{hit:,} of {bound:,} tokens; {told}",
+        ),
         Figure(
             "host_vs_device_wall",
             _wall(host) / _wall(device),
             1.0,
             "times",
-            {"by_turn": [_wall([ours]) / _wall([theirs]) for ours, theirs in zip(host, device, strict=True)]},
+            {
+                "by_turn": [
+                    _wall([ours]) / _wall([theirs])
+                    for ours, theirs in zip(host, device, strict=True)
+                ]
+            },
             f"{_wall(host):.1f} s against {_wall(device):.1f} s",
         ),
         Figure(
@@ -226,7 +290,12 @@ def _wanted(runs: dict[str, Turns], bound: int, told: str) -> list[Figure]:
             late[0] / late[1],
             1.5,
             "times",
-            {"by_turn": [_first([ours]) / _first([theirs]) for ours, theirs in zip(disk, host, strict=True)]},
+            {
+                "by_turn": [
+                    _first([ours]) / _first([theirs])
+                    for ours, theirs in zip(disk, host, strict=True)
+                ]
+            },
             note,
         ),
     ]
@@ -239,20 +308,52 @@ def _beside(runs: dict[str, Turns], bound: int) -> list[Figure]:
         quoted = _by_turn(turns, lambda served: served.first)
         note = "turn by turn "
         note += " ".join(f"{_first([turn]) * 1e3:.0f}" for turn in turns) + " ms"
-        figures.append(Figure(f"ttft_{case}_seconds", _first(turns), None, "seconds", quoted, note))
+        figures.append(
+            Figure(
+                f"ttft_{case}_seconds",
+                _first(turns),
+                None,
+                "seconds",
+                quoted,
+                note,
+            )
+        )
     for case, turns in runs.items():
-        tiers = {tier: sum(served.hits.get(tier, 0) for served in _all(turns)) for tier in CASES[1:]}
-        note = ", ".join(f"{tokens:,} from {tier}" for tier, tokens in tiers.items() if tokens) or "none"
+        tiers = {
+            tier: sum(served.hits.get(tier, 0) for served in _all(turns))
+            for tier in CASES[1:]
+        }
+        note = (
+            ", ".join(
+                f"{tokens:,} from {tier}"
+                for tier, tokens in tiers.items()
+                if tokens
+            )
+            or "none"
+        )
         note = f"hits: {note}; {sum(tiers.values()) / bound:.3f} of the bound"
         prefilled = sum(served.prefilled for served in _all(turns))
         figures.append(
-            Figure(f"prefill_tokens_{case}", prefilled, None, "tokens", {"hit_tokens": tiers}, note)
+            Figure(
+                f"prefill_tokens_{case}",
+                prefilled,
+                None,
+                "tokens",
+                {"hit_tokens": tiers},
+                note,
+            )
         )
     for case, turns in runs.items():
         quoted = _by_turn(turns, lambda served: served.wall)
-        figures.append(Figure(f"wall_{case}_seconds", _wall(turns), None, "seconds", quoted))
+        figures.append(
+            Figure(f"wall_{case}_seconds", _wall(turns), None, "seconds", quoted)
+        )
     return figures
 
 
 def _by_turn(turns: Turns, seconds: Callable[[Served], float]) -> Json:
-    return {"by_turn": [[round(seconds(served), 6) for served in turn] for turn in turns]}
+    return {
+        "by_turn": [
+            [round(seconds(served), 6) for served in turn] for turn in turns
+        ]
+    }

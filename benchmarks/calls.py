@@ -1,9 +1,10 @@
 """What the four calls cost: `python benchmarks/calls.py [--json] [--quick]`.
 
-Processor time of the whole process, so that the threads which write to a disk count, and the time that is spent waiting
-does not. `host`: chunks of 64 KiB in host memory. `tiny`: chunks of 1 KiB that evict others, which is almost only
-bookkeeping. `disk`: chunks of 64 KiB on a disk. Two trees, which is how a change is compared with an earlier commit:
-`python benchmarks/paired.py OLD NEW --scripts NEW --only calls --rounds 7`.
+Processor time of the whole process, so that the threads which write to a disk count, and the time
+that is spent waiting does not. `host`: chunks of 64 KiB in host memory. `tiny`: chunks of 1 KiB
+that evict others, which is almost only bookkeeping. `disk`: chunks of 64 KiB on a disk. Two trees,
+which is how a change is compared with an earlier commit: `python benchmarks/paired.py OLD NEW
+--scripts NEW --only calls --rounds 7`.
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ class Calls:
         for number in range(PROMPTS):
             found = self.cache.lookup(prompt(number)).num_tokens
             if found != CHUNKS * CHUNK_TOKENS:
-                raise RuntimeError(f"prompt {number}: {found} of {CHUNKS * CHUNK_TOKENS} tokens are there")
+                raise RuntimeError(
+                    f"prompt {number}: {found} of {CHUNKS * CHUNK_TOKENS} tokens are there"
+                )
 
     def seconds(self, call: Callable[[int], object]) -> float:
-        """Return the processor time of a call: the mean of the quickest tenth, since others were interrupted."""
+        """Return the processor time of a call: the mean of the quickest tenth, since others were
+        interrupted.
+        """
         spent = []
         for number in range(self.calls):
             began = time.process_time()
@@ -82,9 +87,13 @@ def prompt(number: int) -> NDArray[np.int32]:
 
 
 @contextmanager
-def opened(directory: Path, tier: str, size_bytes: int, chunk_bytes: int) -> Iterator[Cache]:
+def opened(
+    directory: Path, tier: str, size_bytes: int, chunk_bytes: int
+) -> Iterator[Cache]:
     """Open a cache with one tier, `host` or `disk`, in a directory of its own below `directory`."""
-    with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=directory) as root:
+    with tempfile.TemporaryDirectory(
+        prefix="pagoda-bench-", dir=directory
+    ) as root:
         place = Path(root) / "tier"
         if tier == "host":
             tiers = {"host_size": size_bytes, "host_path": place}
@@ -117,13 +126,16 @@ def tiny_figures(plan: Plan) -> list[Figure]:
         calls = Calls(cache, 1 << 10, 50 if plan.quick else 150)
         for _ in range(100):
             calls.store()
-        return [stores_figure("tiny", plan, calls)]  # the other calls evict nothing
+        # the other calls evict nothing
+        return [stores_figure("tiny", plan, calls)]
 
 
 def disk_figures(plan: Plan) -> list[Figure]:
     """Time the calls on a disk, where a store ends when all is written."""
     with opened(plan.disk, "disk", 512 * MIB, 64 << 10) as cache:
-        return figures("disk", plan, Calls(cache, 64 << 10, 30 if plan.quick else 60))
+        return figures(
+            "disk", plan, Calls(cache, 64 << 10, 30 if plan.quick else 60)
+        )
 
 
 def figures(name: str, plan: Plan, calls: Calls) -> list[Figure]:
@@ -136,9 +148,14 @@ def figures(name: str, plan: Plan, calls: Calls) -> list[Figure]:
         "lookup_1": lambda _: calls.cache.lookup(first_chunk),
         "lookup_16": lambda _: calls.cache.lookup(prompt(5)),
         "miss": lambda _: calls.cache.lookup(prompt(999)),
-        "retrieve_16": lambda number: calls.cache.retrieve(prompt(number % PROMPTS), calls.kv),
+        "retrieve_16": lambda number: calls.cache.retrieve(
+            prompt(number % PROMPTS), calls.kv
+        ),
     }
-    return found + [figure(f"{name}_{call}", plan, calls, work) for call, work in timed.items()]
+    return found + [
+        figure(f"{name}_{call}", plan, calls, work)
+        for call, work in timed.items()
+    ]
 
 
 def stores_figure(name: str, plan: Plan, calls: Calls) -> Figure:
@@ -146,14 +163,26 @@ def stores_figure(name: str, plan: Plan, calls: Calls) -> Figure:
     return figure(f"{name}_store_16", plan, calls, lambda _: calls.store())
 
 
-def figure(call: str, plan: Plan, calls: Calls, work: Callable[[int], object]) -> Figure:
+def figure(
+    call: str, plan: Plan, calls: Calls, work: Callable[[int], object]
+) -> Figure:
     """Return the figure of one call. It has no target: it is for pairs of trees."""
     rounds = 1 if plan.quick else 3
     spent = [calls.seconds(work) for _ in range(rounds)]
-    return Figure(f"{call}_processor_seconds", statistics.median(spent), None, "seconds", {"seconds": spent})
+    return Figure(
+        f"{call}_processor_seconds",
+        statistics.median(spent),
+        None,
+        "seconds",
+        {"seconds": spent},
+    )
 
 
-PARTS: dict[str, Part] = {"host": host_figures, "tiny": tiny_figures, "disk": disk_figures}
+PARTS: dict[str, Part] = {
+    "host": host_figures,
+    "tiny": tiny_figures,
+    "disk": disk_figures,
+}
 
 if __name__ == "__main__":
     main(__doc__, PARTS, {}, with_fio=False)

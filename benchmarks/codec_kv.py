@@ -15,7 +15,8 @@ import transformers
 from harness import say
 from tokenizers import ByteLevelBPETokenizer
 
-WORDS = 4096  # tokens of the vocabulary; with bytes as tokens the same KV would repeat often
+# tokens of the vocabulary; with bytes as tokens the same KV would repeat often
+WORDS = 4096
 MOST_STEPS = 150
 LAYERS = 5
 HEADS = 4
@@ -41,8 +42,8 @@ def samples(nbytes: int, seconds: float) -> Iterator[Sample]:
 
     Training takes `seconds` of processor time by one thread, and at most MOST_STEPS.
 
-    Layer 0 is left out: its values depend on one token only, so they repeat more than those of any other layer, and
-    layer 0 is only a small part of a model with more layers.
+    Layer 0 is left out: its values depend on one token only, so they repeat more than those of any
+    other layer, and layer 0 is only a small part of a model with more layers.
     """
     model, tokens, cut = _begun()
     name = f"{_kind(model)}; random weights (held-out loss {_loss(model, tokens[cut:]):.2f})"
@@ -66,12 +67,16 @@ def _begun() -> tuple[transformers.LlamaForCausalLM, Tokens, int]:
 
 def _kind(model: transformers.LlamaForCausalLM) -> str:
     return (
-        f"Llama, {sum(each.numel() for each in model.parameters()) / 1e6:.1f} M parameters, {LAYERS} layers, "
-        f"{HEADS} KV heads of {DIM}, {WORDS} BPE tokens; layers 1-{LAYERS - 1}, computed in fp32, rounded to bf16"
+        f"Llama, {sum(each.numel() for each in model.parameters()) / 1e6:.1f} M parameters, "
+        f"{LAYERS} layers, "
+        f"{HEADS} KV heads of {DIM}, {WORDS} BPE tokens; layers 1-{LAYERS - 1}, computed in "
+        "fp32, rounded to bf16"
     )
 
 
-def _trained(model: transformers.LlamaForCausalLM, tokens: Tokens, cut: int, seconds: float) -> str:
+def _trained(
+    model: transformers.LlamaForCausalLM, tokens: Tokens, cut: int, seconds: float
+) -> str:
     """Train, and say how."""
     began = time.process_time()
     steps = _train(model, tokens[:cut], began + seconds)
@@ -90,7 +95,9 @@ def _tokens(text: list[str]) -> Tokens:
     say("tokens ...")
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text, vocab_size=WORDS, show_progress=False)
-    return np.concatenate([np.asarray(each.ids, np.int64) for each in tokenizer.encode_batch(text)])
+    return np.concatenate(
+        [np.asarray(each.ids, np.int64) for each in tokenizer.encode_batch(text)]
+    )
 
 
 def _model() -> transformers.LlamaForCausalLM:
@@ -111,7 +118,9 @@ def _model() -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def _train(model: transformers.LlamaForCausalLM, tokens: Tokens, until: float) -> int:
+def _train(
+    model: transformers.LlamaForCausalLM, tokens: Tokens, until: float
+) -> int:
     say("training ...")
     draw = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -119,7 +128,9 @@ def _train(model: transformers.LlamaForCausalLM, tokens: Tokens, until: float) -
     steps = 0
     while steps < MOST_STEPS and time.process_time() < until:
         starts = draw.integers(0, len(tokens) - 256, 8)
-        batch = torch.from_numpy(np.stack([tokens[start : start + 256] for start in starts]))
+        batch = torch.from_numpy(
+            np.stack([tokens[start : start + 256] for start in starts])
+        )
         loss = model(batch, labels=batch).loss
         optimizer.zero_grad()
         loss.backward()
@@ -131,21 +142,38 @@ def _train(model: transformers.LlamaForCausalLM, tokens: Tokens, until: float) -
 
 @torch.no_grad()
 def _loss(model: transformers.LlamaForCausalLM, tokens: Tokens) -> float:
-    batch = torch.from_numpy(tokens[: 8 * PROMPT_TOKENS].reshape(8, PROMPT_TOKENS))
+    batch = torch.from_numpy(
+        tokens[: 8 * PROMPT_TOKENS].reshape(8, PROMPT_TOKENS)
+    )
     return float(model(batch, labels=batch).loss)
 
 
 @torch.no_grad()
-def chunks_of(model: transformers.LlamaForCausalLM, tokens: Tokens, nbytes: int) -> list[Bytes]:
-    """Compute chunks in the cache's layout: layer by layer, K then V, each [heads, chunk tokens, dim] in bf16."""
-    shape = (PROMPT_TOKENS // CHUNK_TOKENS, LAYERS - 1, 2, HEADS, CHUNK_TOKENS, DIM)
+def chunks_of(
+    model: transformers.LlamaForCausalLM, tokens: Tokens, nbytes: int
+) -> list[Bytes]:
+    """Compute chunks in the cache's layout: layer by layer, K then V, each [heads, chunk tokens,
+    dim] in bf16.
+    """
+    shape = (
+        PROMPT_TOKENS // CHUNK_TOKENS,
+        LAYERS - 1,
+        2,
+        HEADS,
+        CHUNK_TOKENS,
+        DIM,
+    )
     prompt_bytes = 2 * int(np.prod(shape))
     room = np.empty((nbytes // prompt_bytes, *shape), np.int16)
     for number, place in enumerate(room):
         ids = tokens[number * PROMPT_TOKENS : (number + 1) * PROMPT_TOKENS]
-        layers = model.model(torch.from_numpy(ids)[None], use_cache=True).past_key_values.layers[1:]
+        layers = model.model(
+            torch.from_numpy(ids)[None], use_cache=True
+        ).past_key_values.layers[1:]
         # [layer, K and V, head, ...]
-        pairs = torch.stack([torch.cat((layer.keys, layer.values)) for layer in layers])
+        pairs = torch.stack(
+            [torch.cat((layer.keys, layer.values)) for layer in layers]
+        )
         words = pairs.to(torch.bfloat16).view(torch.int16).numpy()
         split = words.reshape(LAYERS - 1, 2, HEADS, -1, CHUNK_TOKENS, DIM)
         np.copyto(place, np.moveaxis(split, 3, 0))

@@ -21,7 +21,8 @@ THREADS = (1, 2)
 OURS = "zstd (ours)"
 SHUFFLE = "byte shuffle, zstd-1"
 LIMIT = "memcpy"
-BATCH = 4  # chunks of a step: with short turns other load on the machine affects all entrants equally
+# chunks of a step: with short turns other load on the machine affects all entrants equally
+BATCH = 4
 
 
 class Peer(Protocol):
@@ -68,22 +69,40 @@ class Shuffle(Plain):
 
     def encode(self, chunk: Bytes, out: Bytes) -> Bytes:
         """One frame."""
-        return super().encode(np.ascontiguousarray(chunk.reshape(-1, 2).T).reshape(-1), out)
+        return super().encode(
+            np.ascontiguousarray(chunk.reshape(-1, 2).T).reshape(-1), out
+        )
 
     def decode(self, stored: Bytes, out: Bytes) -> None:
         """To where the bytes belong."""
-        np.copyto(out.reshape(-1, 2).T, np.frombuffer(self._decompress(stored.data), np.uint8).reshape(2, -1))
+        np.copyto(
+            out.reshape(-1, 2).T,
+            np.frombuffer(self._decompress(stored.data), np.uint8).reshape(2, -1),
+        )
 
 
-def batches(work: Callable[[int], None], count: int, threads: int, pool: ThreadPoolExecutor) -> Step:
-    """Return a step that does `work` on the next BATCH places of `count`; each thread has a contiguous share."""
+def batches(
+    work: Callable[[int], None],
+    count: int,
+    threads: int,
+    pool: ThreadPoolExecutor,
+) -> Step:
+    """Return a step that does `work` on the next BATCH places of `count`; each thread has a
+    contiguous share.
+    """
 
     def share(first: int, thread: int) -> None:
-        for place in range(first + BATCH * thread // threads, first + BATCH * (thread + 1) // threads):
+        for place in range(
+            first + BATCH * thread // threads,
+            first + BATCH * (thread + 1) // threads,
+        ):
             work(place % count)
 
     def step(number: int) -> None:
-        others = [pool.submit(share, number * BATCH, thread) for thread in range(1, threads)]
+        others = [
+            pool.submit(share, number * BATCH, thread)
+            for thread in range(1, threads)
+        ]
         share(number * BATCH, 0)
         for other in others:
             other.result()
@@ -98,24 +117,37 @@ class Field:
         self.chunks = sample.chunks
         self.peers = peers
         self.nbytes = sum(chunk.nbytes for chunk in self.chunks)
-        self.outs, self.backs = ([np.zeros_like(chunk) for chunk in self.chunks] for _ in range(2))
-        self.processor: dict[tuple[str, str], list[float]] = {}  # (peer, verb): seconds of one thread's steps
+        self.outs, self.backs = (
+            [np.zeros_like(chunk) for chunk in self.chunks] for _ in range(2)
+        )
+        # (peer, verb): seconds of one thread's steps
+        self.processor: dict[tuple[str, str], list[float]] = {}
         self.stored = {
-            name: [peer.encode(chunk, np.empty_like(chunk)) for chunk in self.chunks]
+            name: [
+                peer.encode(chunk, np.empty_like(chunk)) for chunk in self.chunks
+            ]
             for name, peer in peers.items()
         }
 
     def ratio(self, name: str) -> float:
         """Return raw bytes per stored byte."""
-        return self.nbytes / sum(piece.nbytes for piece in self.stored[name]) if name in self.stored else 1.0
+        return (
+            self.nbytes / sum(piece.nbytes for piece in self.stored[name])
+            if name in self.stored
+            else 1.0
+        )
 
     def down(self, name: str) -> Callable[[int], None]:
         """Encode the chunk at a place."""
-        return lambda place: void(self.peers[name].encode(self.chunks[place], self.outs[place]))
+        return lambda place: void(
+            self.peers[name].encode(self.chunks[place], self.outs[place])
+        )
 
     def up(self, name: str) -> Callable[[int], None]:
         """Decode the chunk at a place."""
-        return lambda place: self.peers[name].decode(self.stored[name][place], self.backs[place])
+        return lambda place: self.peers[name].decode(
+            self.stored[name][place], self.backs[place]
+        )
 
     def runs(self, threads: int, rounds: int) -> dict[str, Runs]:
         """Race encoding and decoding, all peers and memcpy in turns."""
@@ -125,10 +157,16 @@ class Field:
         limit = Memcpy(copier, self.chunks, self.outs, 0.5, BATCH).step
         with ThreadPoolExecutor(max(THREADS) - 1) as pool:
             for verb, way in (("encode", self.down), ("decode", self.up)):
-                steps = {name: batches(way(name), count, threads, pool) for name in self.peers}
+                steps = {
+                    name: batches(way(name), count, threads, pool)
+                    for name in self.peers
+                }
                 steps[LIMIT] = limit
                 if threads == 1:
-                    steps = {name: self._clocked(name, verb, step) for name, step in steps.items()}
+                    steps = {
+                        name: self._clocked(name, verb, step)
+                        for name, step in steps.items()
+                    }
                 found[verb] = race(steps, rounds, count // BATCH)
         copier.close()
         return found
@@ -145,8 +183,15 @@ class Field:
         return clocked
 
     def processor_speed(self, name: str, verb: str) -> float:
-        """Return 10^9 raw bytes a second of processor time: the median of all steps of one thread."""
-        return BATCH * self.chunks[0].nbytes / statistics.median(self.processor[name, verb]) / 1e9
+        """Return 10^9 raw bytes a second of processor time: the median of all steps of one
+        thread.
+        """
+        return (
+            BATCH
+            * self.chunks[0].nbytes
+            / statistics.median(self.processor[name, verb])
+            / 1e9
+        )
 
     def check(self) -> None:
         """Raise RuntimeError if a peer returned other bytes than it got."""
@@ -159,22 +204,31 @@ class Field:
 
 
 def parts_figures(field: Field, name: str, rounds: int) -> list[Figure]:
-    """Return numpy's share of the time of encoding and decoding: splitting words into planes and joining them."""
+    """Return numpy's share of the time of encoding and decoding: splitting words into planes and
+    joining them.
+    """
     chunks = field.chunks
     backs = field.backs
     planes = np.empty((2, 1 << zstd.BLOCK_LOG), np.uint8)
     scratch = zstd._Scratch()
 
     def split(number: int) -> None:
-        for words in zstd._blocks(chunks[number % len(chunks)], 2, zstd.BLOCK_LOG):
+        for words in zstd._blocks(
+            chunks[number % len(chunks)], 2, zstd.BLOCK_LOG
+        ):
             for place in (1, 0):
                 zstd._split(words, place, planes[place, : words.size], scratch)
 
     def join(number: int) -> None:
         for words in zstd._blocks(backs[number % len(chunks)], 2, zstd.BLOCK_LOG):
-            joined, widened = (each[: words.nbytes].view("<u2") for each in (scratch.first, scratch.second))
+            joined, widened = (
+                each[: words.nbytes].view("<u2")
+                for each in (scratch.first, scratch.second)
+            )
             for place in (1, 0):
-                zstd._join(planes[place, : words.size], place, words, joined, widened)
+                zstd._join(
+                    planes[place, : words.size], place, words, joined, widened
+                )
 
     down = field.down(OURS)
     up = field.up(OURS)
@@ -187,9 +241,16 @@ def parts_figures(field: Field, name: str, rounds: int) -> list[Figure]:
     runs = race(entrants, rounds, len(chunks))
     found = []
     for part, whole in (("split", "encode"), ("join", "decode")):
-        shares = ratios(runs[part], runs[whole])  # seconds of the part over seconds of the whole
+        # seconds of the part over seconds of the whole
+        shares = ratios(runs[part], runs[whole])
         quoted = {"share": [round(each, 4) for each in shares]}
         found.append(
-            Figure(f"codec_{name}_{part}_share_of_{whole}", statistics.median(shares), None, "ratio", quoted)
+            Figure(
+                f"codec_{name}_{part}_share_of_{whole}",
+                statistics.median(shares),
+                None,
+                "ratio",
+                quoted,
+            )
         )
     return found

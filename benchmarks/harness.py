@@ -1,8 +1,10 @@
-"""Race candidates against limits in turns, and report the results. This module does not import `pagoda`.
+"""Race candidates against limits in turns, and report the results. This module does not import
+`pagoda`.
 
-A machine's speed drifts while a benchmark runs (other tenants, clocks, disk caches), so absolute figures of
-two separate runs cannot be compared. Here each entrant has a turn in every round, the order rotates, and the result
-is the median over rounds of the ratio *within* a round. Every round is quoted.
+A machine's speed drifts while a benchmark runs (other tenants, clocks, disk caches), so absolute
+figures of two separate runs cannot be compared. Here each entrant has a turn in every round, the
+order rotates, and the result is the median over rounds of the ratio *within* a round. Every round
+is quoted.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Keep the tiers of a benchmark out of the user's register, where `pagoda` would search for them for weeks.
+# Keep the tiers of a benchmark out of the user's register, where `pagoda` would search for them for
+# weeks.
 _register = tempfile.TemporaryDirectory(prefix="pagoda-bench-register-")
 os.environ["XDG_STATE_HOME"] = _register.name
 
@@ -31,12 +34,16 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure; `value` must be at least (ratio) or below (seconds, times) `target`, if there is one."""
+    """One figure; `value` must be at least (ratio) or below (seconds, times) `target`, if there is
+    one.
+    """
 
     key: str
     value: float
     target: float | None
-    unit: str  # "ratio": share of the limit; "seconds"; "times": multiple of the other side's time; or a counted thing
+    # "ratio": share of the limit; "seconds"; "times": multiple of the other side's time; or a
+    # counted thing
+    unit: str
     runs: Json = field(default_factory=dict)
     note: str = ""
 
@@ -45,7 +52,11 @@ class Figure:
         """Return whether the target is met."""
         if self.target is None:
             return True
-        return self.value >= self.target if self.unit == "ratio" else self.value < self.target
+        return (
+            self.value >= self.target
+            if self.unit == "ratio"
+            else self.value < self.target
+        )
 
     @property
     def wanted(self) -> str:
@@ -54,14 +65,22 @@ class Figure:
             return ""
         if self.unit == "seconds":
             return f"< {seconds_text(self.target)}"
-        return f">= {self.target:.2f}" if self.unit == "ratio" else f"< {self.target:.2f} x"
+        return (
+            f">= {self.target:.2f}"
+            if self.unit == "ratio"
+            else f"< {self.target:.2f} x"
+        )
 
     @property
     def text(self) -> str:
         """Return the value as text."""
         if self.unit == "seconds":
             return seconds_text(self.value)
-        return f"{self.value:.3f}" if self.unit in ("ratio", "times") else f"{self.value:,.0f}"
+        return (
+            f"{self.value:.3f}"
+            if self.unit in ("ratio", "times")
+            else f"{self.value:,.0f}"
+        )
 
 
 def race(
@@ -74,7 +93,8 @@ def race(
     """Give each entrant `steps` timed calls a round, interleaved step by step in rotating order.
 
     Each call gets a running number (to cycle through memory or keys). Return seconds per round
-    by entrant; the first `warm` rounds are not counted. `before` is called before each round, untimed.
+    by entrant; the first `warm` rounds are not counted. `before` is called before each round,
+    untimed.
     """
     names = list(entrants)
     runs: Runs = {name: [] for name in names}
@@ -98,11 +118,16 @@ def race(
 
 def joined(parts: Sequence[Runs]) -> Runs:
     """Concatenate the rounds of several races of the same entrants."""
-    return {name: [spent for part in parts for spent in part[name]] for name in parts[0]}
+    return {
+        name: [spent for part in parts for spent in part[name]]
+        for name in parts[0]
+    }
 
 
 def ratios(limit: Sequence[float], candidate: Sequence[float]) -> list[float]:
-    """Return the candidate's speed as a share of the limit's, round by round (both given in seconds)."""
+    """Return the candidate's speed as a share of the limit's, round by round (both given in
+    seconds).
+    """
     return [above / below for above, below in zip(limit, candidate, strict=True)]
 
 
@@ -122,7 +147,9 @@ def ratio_figure(
     limit: str = "limit",
     beside: Json | None = None,
 ) -> Figure:
-    """Return a figure from paired rounds of a candidate and a limit that each moved `size_bytes` a round."""
+    """Return a figure from paired rounds of a candidate and a limit that each moved `size_bytes` a
+    round.
+    """
     paired = ratios(runs[limit], runs[candidate])
     ours = gb_per_second(runs[candidate], size_bytes)
     theirs = gb_per_second(runs[limit], size_bytes)
@@ -138,11 +165,17 @@ def ratio_figure(
 
 
 def seconds_figure(
-    key: str, target: float, seconds: Sequence[float], note: str = "", **more: object
+    key: str,
+    target: float,
+    seconds: Sequence[float],
+    note: str = "",
+    **more: object,
 ) -> Figure:
     """Return a figure in seconds: the median over rounds."""
     quoted = {"seconds": [round(each, 9) for each in seconds], **more}
-    return Figure(key, statistics.median(seconds), target, "seconds", quoted, note)
+    return Figure(
+        key, statistics.median(seconds), target, "seconds", quoted, note
+    )
 
 
 def seconds_text(seconds: float) -> str:
@@ -164,21 +197,34 @@ def machine() -> dict[str, object]:
     }
 
 
-def document(figures: Sequence[Figure], beside: Sequence[Figure] = (), extra: Json | None = None) -> Json:
+def document(
+    figures: Sequence[Figure],
+    beside: Sequence[Figure] = (),
+    extra: Json | None = None,
+) -> Json:
     """Return the figures as one JSON object. `beside`: figures whose targets do not count here."""
     wanted = [each for each in figures if each.target is not None]
     everything = [*figures, *beside]
-    values: dict[str, object] = {each.key: round(each.value, 9) for each in everything}
-    values["targets"] = {each.key: {"target": each.target, "ok": each.ok} for each in wanted}
+    values: dict[str, object] = {
+        each.key: round(each.value, 9) for each in everything
+    }
+    values["targets"] = {
+        each.key: {"target": each.target, "ok": each.ok} for each in wanted
+    }
     values["notes"] = {each.key: each.note for each in everything}
     values["runs"] = {each.key: each.runs for each in everything}
     return values | {"machine": machine()} | dict(extra or {})
 
 
 def report(
-    figures: Sequence[Figure], as_json: bool, beside: Sequence[Figure] = (), extra: Json | None = None
+    figures: Sequence[Figure],
+    as_json: bool,
+    beside: Sequence[Figure] = (),
+    extra: Json | None = None,
 ) -> None:
-    """Print one JSON object, or a readable table. `beside`: figures whose targets do not count here."""
+    """Print one JSON object, or a readable table. `beside`: figures whose targets do not count
+    here.
+    """
     if as_json:
         print(json.dumps(document(figures, beside, extra), indent=1))
         return
@@ -188,7 +234,9 @@ def report(
     for each in everything:
         mark = "    " if each not in wanted else "ok  " if each.ok else "MISS"
         target = each.wanted if each in wanted else ""
-        print(f"{each.key:<{width}}  {each.text:>9}  {target:>10}  {mark}  {each.note}")
+        print(
+            f"{each.key:<{width}}  {each.text:>9}  {target:>10}  {mark}  {each.note}"
+        )
     for name, value in (machine() | dict(extra or {})).items():
         print(f"{name}: {value}")
 

@@ -1,8 +1,10 @@
-"""SGLang's storages: PagodaHiCache, SGLang's `file` and Mooncake, called as its controller calls them, beside memcpy.
+"""SGLang's storages: PagodaHiCache, SGLang's `file` and Mooncake, called as its controller calls
+them, beside memcpy.
 
-`make bench-sglang ARGS='--quick --json'`, in .venv-sglang. A page has 8 MiB (64 tokens of an 8 B model in bf16), a call
-moves 16. Mooncake's pool is memory of the same process, so its pages are copied, not sent. "cold": for `file` the page
-cache is dropped; for PagodaHiCache the host tier is empty, and the disk has all.
+`make bench-sglang ARGS='--quick --json'`, in .venv-sglang. A page has 8 MiB (64 tokens of an 8 B
+model in bf16), a call moves 16. Mooncake's pool is memory of the same process, so its pages are
+copied, not sent. "cold": for `file` the page cache is dropped; for PagodaHiCache the host tier is
+empty, and the disk has all.
 """
 
 from __future__ import annotations
@@ -60,34 +62,70 @@ def host_pool(
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     device = MHATokenToKVPool(
-        size=page, page_size=page, dtype=torch.bfloat16, head_num=heads, head_dim=dim, layer_num=layers, device="cpu",
+        size=page,
+        page_size=page,
+        dtype=torch.bfloat16,
+        head_num=heads,
+        head_dim=dim,
+        layer_num=layers,
+        device="cpu",
         enable_memory_saver=False,
-    )  # fmt: skip
+    )
     pool = MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 0.0, 0, page, layout, pin_memory=False,
-        device_capacity_tokens=page, start_layer=0, end_layer=layers, host_token_capacity=pages * page,
-    )  # fmt: skip
+        device.get_device_pool_infos()[0].buffer_info,
+        0.0,
+        0,
+        page,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=page,
+        start_layer=0,
+        end_layer=layers,
+        host_token_capacity=pages * page,
+    )
     pool.kv_buffer.view(torch.uint8).random_(0, 256)
     return pool
 
 
 class Storage:
-    """One storage over a pool, with the controller's way to call it. `at(number)`: pages of the pool, in turns."""
+    """One storage over a pool, with the controller's way to call it. `at(number)`: pages of the
+    pool, in turns.
+    """
 
     def __init__(self, pool: Any, extra: dict[str, Any]) -> None:
-        from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
-        from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+        from sglang.srt.mem_cache.hicache_storage import (
+            HiCacheFile,
+            HiCacheStorageConfig,
+        )
+        from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import (
+            MooncakeStore,
+        )
 
         from pagoda.connectors.sglang import PagodaHiCache
 
         config = HiCacheStorageConfig(
-            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
-            enable_storage_metrics=False, is_page_first_layout=True, model_name="a-model", extra_config=extra,
-        )  # fmt: skip
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=True,
+            model_name="a-model",
+            extra_config=extra,
+        )
         self.pool = pool
         self.is_file = "file_storage_path" in extra
         is_mooncake = "master_server_address" in extra
-        kind = HiCacheFile if self.is_file else MooncakeStore if is_mooncake else PagodaHiCache
+        kind = (
+            HiCacheFile
+            if self.is_file
+            else MooncakeStore
+            if is_mooncake
+            else PagodaHiCache
+        )
         self.made: Any = kind(config, pool) if is_mooncake else kind(config)
         self.made.register_mem_pool_host(pool)
         self.made.on_host_pools_registered()
@@ -104,7 +142,11 @@ class Storage:
         slots = self._slots(at)
         if self.is_file:
             done = self.made.batch_set(
-                keys, [self.pool.get_data_page(slots[i * PAGE_TOKENS]) for i in range(len(keys))]
+                keys,
+                [
+                    self.pool.get_data_page(slots[i * PAGE_TOKENS])
+                    for i in range(len(keys))
+                ],
             )
         else:
             done = all(self.made.batch_set_v1(keys, slots))
@@ -117,7 +159,9 @@ class Storage:
         if not self.is_file:
             assert all(self.made.batch_get_v1(keys, slots))
             return
-        found = self.made.batch_get(keys, [self.pool.get_dummy_flat_data_page() for _ in keys])
+        found = self.made.batch_get(
+            keys, [self.pool.get_dummy_flat_data_page() for _ in keys]
+        )
         for i, page in enumerate(found):
             self.pool.set_from_flat_data_page(int(slots[i * PAGE_TOKENS]), page)
 
@@ -132,17 +176,29 @@ def places(plan: Plan) -> Iterator[SimpleNamespace]:
     """Directories for one part, removed afterwards."""
     with (
         tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.shm) as shm,
-        tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk) as disk,
+        tempfile.TemporaryDirectory(
+            prefix="pagoda-bench-", dir=plan.disk
+        ) as disk,
     ):
         yield SimpleNamespace(shm=Path(shm), disk=Path(disk))
 
 
-def ours(root: SimpleNamespace, name: str = "host", disk: bool = False) -> dict[str, Any]:
+def ours(
+    root: SimpleNamespace, name: str = "host", disk: bool = False
+) -> dict[str, Any]:
     """The options of PagodaHiCache."""
     extra: dict[str, Any] = {
-        "weights": "w", "host_path": str(root.shm / name), "host_size": "1GiB", "policy": "lru", "deadline_seconds": 30,
-    }  # fmt: skip
-    return {**extra, "disk_path": str(root.disk / "ours"), "disk_size": "2GiB"} if disk else extra
+        "weights": "w",
+        "host_path": str(root.shm / name),
+        "host_size": "1GiB",
+        "policy": "lru",
+        "deadline_seconds": 30,
+    }
+    return (
+        {**extra, "disk_path": str(root.disk / "ours"), "disk_size": "2GiB"}
+        if disk
+        else extra
+    )
 
 
 def theirs(root: SimpleNamespace) -> dict[str, Any]:
@@ -153,26 +209,36 @@ def theirs(root: SimpleNamespace) -> dict[str, Any]:
 def mooncakes(port: int) -> dict[str, Any]:
     """The options of SGLang's storage for Mooncake, whose master is at this port of the machine."""
     return {
-        "master_server_address": f"127.0.0.1:{port}", "local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE",
-        "global_segment_size": "4gb", "protocol": "tcp", "device_name": "",
-    }  # fmt: skip
+        "master_server_address": f"127.0.0.1:{port}",
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": "4gb",
+        "protocol": "tcp",
+        "device_name": "",
+    }
 
 
 def from_host_memory(plan: Plan, layout: str = "page_first") -> list[Figure]:
-    """Set and get against memcpy by all cores, against `file` from the page cache, and against Mooncake."""
+    """Set and get against memcpy by all cores, against `file` from the page cache, and against
+    Mooncake.
+    """
     from testbed.servers import mooncake_master
 
     with places(plan) as root, mooncake_master() as master:
         pool = host_pool(layout)
         own, file, pooled = (
-            Storage(pool, extra) for extra in (ours(root), theirs(root), mooncakes(master.port))
+            Storage(pool, extra)
+            for extra in (ours(root), theirs(root), mooncakes(master.port))
         )
         calls = POOL_PAGES // CALL_PAGES
         for number in range(calls):
             for storage in (own, file, pooled):
                 storage.set(number, number)
         copier = Copier(CORES)
-        memory = pieces(PAGE_BYTES, POOL_PAGES, 1, root.shm), pieces(PAGE_BYTES, POOL_PAGES, 2)
+        memory = (
+            pieces(PAGE_BYTES, POOL_PAGES, 1, root.shm),
+            pieces(PAGE_BYTES, POOL_PAGES, 2),
+        )
         memcpy = Memcpy(copier, *memory, batch=CALL_PAGES)
         entrants: dict[str, Step] = {
             "limit": memcpy.step,
@@ -202,10 +268,20 @@ def from_host_memory(plan: Plan, layout: str = "page_first") -> list[Figure]:
 
 
 def _beside(key: str, target: float, runs: Runs, size_bytes: int) -> Figure:
-    times = {name: statistics.median(ratios(runs[name], runs["candidate"])) for name in ("file", "mooncake")}
+    times = {
+        name: statistics.median(ratios(runs[name], runs["candidate"]))
+        for name in ("file", "mooncake")
+    }
     beside = {f"times_{name}": round(each, 3) for name, each in times.items()}
-    threads = ", ".join([f"{CORES} threads", *(f"{each:.1f} x {name}" for name, each in times.items())])
-    return ratio_figure(key, target, runs, size_bytes=size_bytes, threads=threads, beside=beside)
+    threads = ", ".join(
+        [
+            f"{CORES} threads",
+            *(f"{each:.1f} x {name}" for name, each in times.items()),
+        ]
+    )
+    return ratio_figure(
+        key, target, runs, size_bytes=size_bytes, threads=threads, beside=beside
+    )
 
 
 def cold(plan: Plan) -> list[Figure]:
@@ -251,15 +327,29 @@ def cold(plan: Plan) -> list[Figure]:
         def write_file(number: int) -> None:
             file.set(calls + number, number)
             for key in keys_of(calls + number):
-                _sync(root.disk / "file" / f"{file.made._get_suffixed_key(key)}.bin")
+                _sync(
+                    root.disk / "file" / f"{file.made._get_suffixed_key(key)}.bin"
+                )
 
-        sets = race({"limit": write_file, "candidate": write}, plan.rounds, steps=1)
+        sets = race(
+            {"limit": write_file, "candidate": write}, plan.rounds, steps=1
+        )
         if own is not None:
             own.close()
         return [
-            ratio_figure("cold_get", 1.0, got, size_bytes=CALL_BYTES, threads="limit: SGLang's file"),
             ratio_figure(
-                "set_to_disk", 1.0, sets, size_bytes=CALL_BYTES, threads="limit: SGLang's file, synced"
+                "cold_get",
+                1.0,
+                got,
+                size_bytes=CALL_BYTES,
+                threads="limit: SGLang's file",
+            ),
+            ratio_figure(
+                "set_to_disk",
+                1.0,
+                sets,
+                size_bytes=CALL_BYTES,
+                threads="limit: SGLang's file, synced",
             ),
         ]
 
@@ -282,7 +372,10 @@ def exists(plan: Plan) -> list[Figure]:
     with places(plan) as root, mooncake_master() as master:
         pool = host_pool("page_first", 16, 2, 32, 3, 24)
         extra = ours(root)
-        own, file, pooled = (Storage(pool, each) for each in (extra, theirs(root), mooncakes(master.port)))
+        own, file, pooled = (
+            Storage(pool, each)
+            for each in (extra, theirs(root), mooncakes(master.port))
+        )
         keys = keys_of(0, LOOK_PAGES)
         import torch
 
@@ -293,20 +386,39 @@ def exists(plan: Plan) -> list[Figure]:
             file.made.batch_set([key], [pool.get_data_page(0)])
         looks: dict[str, Callable[[], object]] = {
             name: partial(storage.made.batch_exists, keys)
-            for name, storage in (("candidate", own), ("limit", file), ("mooncake", pooled))
+            for name, storage in (
+                ("candidate", own),
+                ("limit", file),
+                ("mooncake", pooled),
+            )
         }
         assert [look() for look in looks.values()] == 3 * [LOOK_PAGES]
-        entrants: dict[str, Step] = {name: lambda _, look=look: look() for name, look in looks.items()}  # type: ignore[misc]
+        entrants: dict[str, Step] = {
+            name: lambda _, look=look: look() for name, look in looks.items()
+        }  # type: ignore[misc]
         runs = race(entrants, plan.rounds, steps=50)
         own.close()
         pooled.close()
         paired = ratios(runs["limit"], runs["candidate"])
-        rate = {name: 50 * LOOK_PAGES / statistics.median(spent) for name, spent in runs.items()}
+        rate = {
+            name: 50 * LOOK_PAGES / statistics.median(spent)
+            for name, spent in runs.items()
+        }
         note = (
-            f"{rate['candidate']:,.0f} pages/s, file {rate['limit']:,.0f}, mooncake {rate['mooncake']:,.0f}"
+            f"{rate['candidate']:,.0f} pages/s, file {rate['limit']:,.0f}, mooncake "
+            f"{rate['mooncake']:,.0f}"
         )
-        quoted = {"pages_per_second": {name: round(each) for name, each in rate.items()}, "ratio": paired}
-        return [Figure("exists", statistics.median(paired), 1.0, "ratio", quoted, note)]
+        quoted = {
+            "pages_per_second": {
+                name: round(each) for name, each in rate.items()
+            },
+            "ratio": paired,
+        }
+        return [
+            Figure(
+                "exists", statistics.median(paired), 1.0, "ratio", quoted, note
+            )
+        ]
 
 
 def layer_first(plan: Plan) -> Sequence[Figure]:
@@ -315,4 +427,8 @@ def layer_first(plan: Plan) -> Sequence[Figure]:
 
 
 if __name__ == "__main__":
-    main(__doc__, {"host": from_host_memory, "cold": cold, "exists": exists}, {"layer_first": layer_first})
+    main(
+        __doc__,
+        {"host": from_host_memory, "cold": cold, "exists": exists},
+        {"layer_first": layer_first},
+    )

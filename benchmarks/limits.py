@@ -1,7 +1,7 @@
 """The limits of this machine, without `pagoda`: copying memory, direct disk I/O, keyed hashing.
 
-Run alone (`python benchmarks/limits.py`) it prints the limits in absolute units with their thread counts. The
-other benchmarks race its parts against the product, turn by turn.
+Run alone (`python benchmarks/limits.py`) it prints the limits in absolute units with their thread
+counts. The other benchmarks race its parts against the product, turn by turn.
 """
 
 from __future__ import annotations
@@ -28,20 +28,26 @@ from harness import MIB, Runs, Step, gb_per_second, machine, race, say
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int32]
 
-SPREAD_BYTES = 256 * MIB  # what each side cycles through: several times a common last-level cache
+# what each side cycles through: several times a common last-level cache
+SPREAD_BYTES = 256 * MIB
 THREADS = (1, 2, 4)
 PIECES = (1 * MIB, 8 * MIB, 32 * MIB)
 Combination = tuple[int, int]  # (threads, bytes of one call)
-COMBINATIONS: tuple[Combination, ...] = tuple((threads, piece) for threads in THREADS for piece in PIECES)
+COMBINATIONS: tuple[Combination, ...] = tuple(
+    (threads, piece) for threads in THREADS for piece in PIECES
+)
 
 
 def touched(nbytes: int, seed: int = 0, shared: Path | None = None) -> Bytes:
-    """Return page-aligned random bytes, every page populated: private (with huge pages, as numpy asks) or shared.
+    """Return page-aligned random bytes, every page populated: private (with huge pages, as numpy
+    asks) or shared.
 
     `shared` is a directory of a memory filesystem: the memory is then an unnamed mapped file in it.
     """
     if shared is None:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(
+            -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     else:
@@ -49,7 +55,9 @@ def touched(nbytes: int, seed: int = 0, shared: Path | None = None) -> Bytes:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             memory = mmap.mmap(file.fileno(), nbytes)
     array = np.frombuffer(memory, np.uint8)
-    block = np.random.default_rng(seed).integers(0, 256, min(nbytes, 4 * MIB), np.uint8)
+    block = np.random.default_rng(seed).integers(
+        0, 256, min(nbytes, 4 * MIB), np.uint8
+    )
     for start in range(0, nbytes, block.size):
         part = array[start : start + block.size]
         np.copyto(part, block[: part.size])
@@ -57,26 +65,34 @@ def touched(nbytes: int, seed: int = 0, shared: Path | None = None) -> Bytes:
 
 
 def mapped(path: Path, nbytes: int, count: int) -> list[Bytes]:
-    """Return `count` arrays of `nbytes` over a second mapping of an existing file in memory, populated."""
+    """Return `count` arrays of `nbytes` over a second mapping of an existing file in memory,
+    populated.
+    """
     with path.open("r+b") as file:
         memory = np.frombuffer(mmap.mmap(file.fileno(), nbytes * count), np.uint8)
     memory[::4096].max()  # maps the pages into this process
     return [memory[i * nbytes : (i + 1) * nbytes] for i in range(count)]
 
 
-def pieces(nbytes: int, count: int, seed: int = 0, shared: Path | None = None) -> list[Bytes]:
+def pieces(
+    nbytes: int, count: int, seed: int = 0, shared: Path | None = None
+) -> list[Bytes]:
     """Return `count` touched arrays of `nbytes`, consecutive in one piece of memory."""
     memory = touched(nbytes * count, seed, shared)
     return [memory[i * nbytes : (i + 1) * nbytes] for i in range(count)]
 
 
 def spread(nbytes: int) -> int:
-    """Return how many chunks of `nbytes` each side cycles through, more than fit into a processor cache."""
+    """Return how many chunks of `nbytes` each side cycles through, more than fit into a processor
+    cache.
+    """
     return max(4, SPREAD_BYTES // nbytes)
 
 
 class Copier:
-    """np.copyto by `threads` threads, a contiguous share each. Thread-safe; `close` ends the threads."""
+    """np.copyto by `threads` threads, a contiguous share each. Thread-safe; `close` ends the
+    threads.
+    """
 
     def __init__(self, threads: int = 1) -> None:
         self.threads = threads
@@ -89,7 +105,10 @@ class Copier:
             return
         cuts = [source.size * i // self.threads for i in range(self.threads + 1)]
         shares = [slice(a, b) for a, b in itertools.pairwise(cuts)]
-        others = [self._pool.submit(np.copyto, destination[share], source[share]) for share in shares[1:]]
+        others = [
+            self._pool.submit(np.copyto, destination[share], source[share])
+            for share in shares[1:]
+        ]
         np.copyto(destination[shares[0]], source[shares[0]])
         for other in others:
             other.result()
@@ -103,8 +122,9 @@ class Copier:
 class Memcpy:
     """The limit of host memory: np.copyto between touched arrays, SPREAD_BYTES on each side.
 
-    `ahead` (a share of the cycle) keeps entrants of one race that read the same sources, or write the same
-    destinations, far apart, so that no entrant finds in a processor cache what another has just used.
+    `ahead` (a share of the cycle) keeps entrants of one race that read the same sources, or write
+    the same destinations, far apart, so that no entrant finds in a processor cache what another has
+    just used.
     """
 
     def __init__(
@@ -126,14 +146,17 @@ class Memcpy:
         first = number * self._batch + self._ahead
         for place in range(first, first + self._batch):
             source = self._sources[place % len(self._sources)]
-            self._copier.copy(self._destinations[place % len(self._destinations)], source)
+            self._copier.copy(
+                self._destinations[place % len(self._destinations)], source
+            )
 
 
 class DirectFile:
     """The limit of a disk: a preallocated file of `nbytes`, moved with O_DIRECT by several threads.
 
-    The file is written once at creation, because unwritten extents are read as zeros without any I/O and their first
-    write costs more. `direct` says whether the filesystem granted O_DIRECT. One turn at a time.
+    The file is written once at creation, because unwritten extents are read as zeros without any
+    I/O and their first write costs more. `direct` says whether the filesystem granted O_DIRECT. One
+    turn at a time.
     """
 
     def __init__(self, path: Path, nbytes: int, turn_bytes: int) -> None:
@@ -149,7 +172,9 @@ class DirectFile:
             self.direct = False
         os.posix_fallocate(self._file, 0, nbytes)
         self._buffer = touched(turn_bytes, 3).data
-        self._pools = {threads: ThreadPoolExecutor(threads) for threads in THREADS}
+        self._pools = {
+            threads: ThreadPoolExecutor(threads) for threads in THREADS
+        }
         for number in range(nbytes // turn_bytes):
             self.write((2, 8 * MIB), number)
         os.fsync(self._file)
@@ -162,11 +187,18 @@ class DirectFile:
         """Read `turn_bytes` from the number's place, without the page cache."""
         self._turn(self._read, combination, number)
 
-    def _turn(self, move: Callable[[int, int, int], None], combination: Combination, number: int) -> None:
+    def _turn(
+        self,
+        move: Callable[[int, int, int], None],
+        combination: Combination,
+        number: int,
+    ) -> None:
         threads, piece = combination
         base = number * self.turn_bytes % self.nbytes
         starts = range(0, self.turn_bytes, piece)
-        for _ in self._pools[threads].map(lambda start: move(base, start, piece), starts):
+        for _ in self._pools[threads].map(
+            lambda start: move(base, start, piece), starts
+        ):
             pass
 
     def _write(self, base: int, start: int, size: int) -> None:
@@ -177,16 +209,25 @@ class DirectFile:
     def _read(self, base: int, start: int, size: int) -> None:
         stop = min(start + size, self.turn_bytes)
         while start < stop:
-            start += os.preadv(self._file, [self._buffer[start:stop]], base + start)
+            start += os.preadv(
+                self._file, [self._buffer[start:stop]], base + start
+            )
 
-    def entrants(self, kind: str, combinations: Sequence[Combination] = COMBINATIONS) -> dict[str, Step]:
-        """Return an entrant for each combination, each at a separate place; `kind` is "write" or "read"."""
+    def entrants(
+        self, kind: str, combinations: Sequence[Combination] = COMBINATIONS
+    ) -> dict[str, Step]:
+        """Return an entrant for each combination, each at a separate place; `kind` is "write" or
+        "read".
+        """
         turn = self.write if kind == "write" else self.read
 
         def entrant(combination: Combination, ahead: int) -> Step:
             return lambda number: turn(combination, number + ahead)
 
-        return {combination_name(each): entrant(each, ahead) for ahead, each in enumerate(combinations)}
+        return {
+            combination_name(each): entrant(each, ahead)
+            for ahead, each in enumerate(combinations)
+        }
 
     def close(self) -> None:
         """End the threads and remove the file."""
@@ -202,12 +243,16 @@ def combination_name(combination: Combination) -> str:
 
 
 def fastest(runs: Runs, names: Sequence[str]) -> str:
-    """Return the entrant with the smallest median time over all rounds: this one is the limit in each round."""
+    """Return the entrant with the smallest median time over all rounds: this one is the limit in
+    each round.
+    """
     return min(names, key=lambda name: statistics.median(runs[name]))
 
 
 def hash_chain(tokens: Ids, chunk_tokens: int, root: bytes) -> list[bytes]:
-    """Hash in a bare loop: one keyed blake3 call a chunk, chained. `tokens` is contiguous little-endian int32."""
+    """Hash in a bare loop: one keyed blake3 call a chunk, chained. `tokens` is contiguous
+    little-endian int32.
+    """
     view = tokens.data.cast("B")
     step = chunk_tokens * 4
     key = root
@@ -218,15 +263,25 @@ def hash_chain(tokens: Ids, chunk_tokens: int, root: bytes) -> list[bytes]:
     return chain
 
 
-def fio(directory: Path, kind: str, nbytes: int, seconds: int = 3) -> dict[str, object] | None:
-    """Measure fio (O_DIRECT, 8 MiB calls, 4 in flight by io_uring, else by psync); None where it is not installed."""
+def fio(
+    directory: Path, kind: str, nbytes: int, seconds: int = 3
+) -> dict[str, object] | None:
+    """Measure fio (O_DIRECT, 8 MiB calls, 4 in flight by io_uring, else by psync); None where it is
+    not installed.
+    """
     program = shutil.which("fio")
     if program is None:
         return None
     path = directory / "fio.bin"
-    common = f"--name=limit --filename={path} --size={nbytes} --direct=1 --bs=8M --output-format=json"
+    common = (
+        f"--name=limit --filename={path} --size={nbytes} --direct=1 --bs=8M "
+        "--output-format=json"
+    )
     try:
-        for engine in ("--ioengine=io_uring --iodepth=4", "--ioengine=psync --numjobs=4 --group_reporting"):
+        for engine in (
+            "--ioengine=io_uring --iodepth=4",
+            "--ioengine=psync --numjobs=4 --group_reporting",
+        ):
             command = [
                 program,
                 *common.split(),
@@ -235,11 +290,20 @@ def fio(directory: Path, kind: str, nbytes: int, seconds: int = 3) -> dict[str, 
                 f"--rw={kind}",
                 *engine.split(),
             ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60 + seconds, check=False)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=60 + seconds,
+                check=False,
+            )
             if done.returncode == 0:
                 found = json.loads(done.stdout[done.stdout.index("{") :])
                 speed = found["jobs"][0][kind]["bw_bytes"] / 1e9
-                return {"gb_per_second": round(speed, 3), "how": f"{kind} --bs=8M {engine}"}
+                return {
+                    "gb_per_second": round(speed, 3),
+                    "how": f"{kind} --bs=8M {engine}",
+                }
     except (OSError, ValueError, KeyError, IndexError, subprocess.TimeoutExpired):
         pass
     finally:
@@ -251,24 +315,32 @@ def memory_limits(rounds: int) -> dict[str, object]:
     """Measure np.copyto by 1 thread and by one thread per core, at 32 MiB and 1 MiB."""
     found: dict[str, object] = {}
     for nbytes in (32 * MIB, MIB):
-        copiers = [Copier(threads) for threads in sorted({1, len(os.sched_getaffinity(0))})]
+        copiers = [
+            Copier(threads)
+            for threads in sorted({1, len(os.sched_getaffinity(0))})
+        ]
         steps = spread(nbytes)
         sources = pieces(nbytes, steps, 1)
         destinations = pieces(nbytes, steps, 2)
         entrants = {
-            f"{each.threads} threads": Memcpy(each, sources, destinations, place / len(copiers)).step
+            f"{each.threads} threads": Memcpy(
+                each, sources, destinations, place / len(copiers)
+            ).step
             for place, each in enumerate(copiers)
         }
         runs = race(entrants, rounds, steps)
         found[f"memcpy_{nbytes // MIB}mib_gb_per_second"] = {
-            name: gb_per_second(spent, nbytes * steps) for name, spent in runs.items()
+            name: gb_per_second(spent, nbytes * steps)
+            for name, spent in runs.items()
         }
         for each in copiers:
             each.close()
     return found
 
 
-def disk_limits(directory: Path, rounds: int, nbytes: int, turn_bytes: int) -> dict[str, object]:
+def disk_limits(
+    directory: Path, rounds: int, nbytes: int, turn_bytes: int
+) -> dict[str, object]:
     """Measure direct writes and reads of every combination, and fio's if it is installed."""
     file = DirectFile(directory / "limit.bin", nbytes, turn_bytes)
     found: dict[str, object] = {"o_direct": file.direct}
@@ -287,8 +359,14 @@ def disk_limits(directory: Path, rounds: int, nbytes: int, turn_bytes: int) -> d
 def hash_limits(rounds: int) -> dict[str, object]:
     """Measure the milliseconds of the bare loop over 128k tokens in chunks of 256."""
     tokens = np.arange(128 * 1024, dtype="<i4")
-    runs = race({"loop": lambda _: void(hash_chain(tokens, 256, bytes(32)))}, rounds, 5)
-    return {"blake3_loop_128k_ms": [round(spent / 5 * 1e3, 4) for spent in runs["loop"]]}
+    runs = race(
+        {"loop": lambda _: void(hash_chain(tokens, 256, bytes(32)))}, rounds, 5
+    )
+    return {
+        "blake3_loop_128k_ms": [
+            round(spent / 5 * 1e3, 4) for spent in runs["loop"]
+        ]
+    }
 
 
 def void(_: object) -> None:
@@ -298,13 +376,21 @@ def void(_: object) -> None:
 def main() -> None:
     """Measure and print the limits."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="(always JSON; accepted for symmetry)")
+    parser.add_argument(
+        "--json", action="store_true", help="(always JSON; accepted for symmetry)"
+    )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--disk-dir", default="/var/tmp", help="a directory on the filesystem to measure")
+    parser.add_argument(
+        "--disk-dir",
+        default="/var/tmp",
+        help="a directory on the filesystem to measure",
+    )
     options = parser.parse_args()
     rounds = 3 if options.quick else 7
     found = memory_limits(rounds) | hash_limits(rounds)
-    with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=options.disk_dir) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="pagoda-bench-", dir=options.disk_dir
+    ) as directory:
         say("disk ...")
         turn = (32 if options.quick else 128) * MIB
         found |= disk_limits(Path(directory), rounds, 4 * turn, turn)

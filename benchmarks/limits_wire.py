@@ -1,4 +1,5 @@
-"""The limits of a connection: a bare socket to a second process, and a bare loop of a server's own commands.
+"""The limits of a connection: a bare socket to a second process, and a bare loop of a server's own
+commands.
 
 This module does not import `pagoda`. As a program it is that second process.
 """
@@ -16,9 +17,12 @@ from types import TracebackType
 from harness import MIB
 from limits import SPREAD_BYTES, Bytes, touched
 
-PIECE_BYTES = MIB  # Redis stores values of this size without new memory from the system for each
-IN_FLIGHT = 8  # pieces requested ahead: 32 MiB at once cost Redis 2.5 times the processor time
-_REQUEST = 9  # bytes: "p" (put) or "g" (get), then the number of bytes in big-endian order
+# Redis stores values of this size without new memory from the system for each
+PIECE_BYTES = MIB
+# pieces requested ahead: 32 MiB at once cost Redis 2.5 times the processor time
+IN_FLIGHT = 8
+# bytes: "p" (put) or "g" (get), then the number of bytes in big-endian order
+_REQUEST = 9
 _LOOPBACK = "127.0.0.1"
 _SET = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n"
 _GET = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n"
@@ -27,7 +31,8 @@ _GET = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n"
 def cpu_seconds(pid: int) -> float:
     """Return the processor time of a process with all of its threads; 0 if it has ended."""
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) computes it
+        # as clock_getcpuclockid(3) computes it
+        return time.clock_gettime((~pid << 3) | 2)
     except OSError:
         return 0.0
 
@@ -61,7 +66,8 @@ def receive(link: socket.socket, into: memoryview) -> None:
 
 
 class SocketPair:
-    """The limit of one connection: a second process on loopback, with separate memory, without any protocol.
+    """The limit of one connection: a second process on loopback, with separate memory, without any
+    protocol.
 
     One turn at a time. Use as a context manager: the process ends with the connection.
     """
@@ -69,14 +75,18 @@ class SocketPair:
     threads = "2 processes, 1 connection"
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdout=subprocess.PIPE
+        )
         assert self._process.stdout is not None
         self.pid = self._process.pid
         self._link = connected(int(self._process.stdout.readline()))
 
     def put(self, source: Bytes) -> None:
         """Send `source` to the other process and wait for its confirmation."""
-        send_all(self._link, [b"p" + source.nbytes.to_bytes(8, "big"), source.data])
+        send_all(
+            self._link, [b"p" + source.nbytes.to_bytes(8, "big"), source.data]
+        )
         receive(self._link, memoryview(bytearray(1)))
 
     def get(self, into: Bytes) -> None:
@@ -88,7 +98,10 @@ class SocketPair:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._link.close()
         self._process.wait(timeout=10)
@@ -99,8 +112,8 @@ class SocketPair:
 class RespLoop:
     """The limit of a client of Redis: pipelined SET and GET of 1 MiB strings, and nothing else.
 
-    It checks that each answer is the expected one, and does nothing else: no names, no claim, no header, no deadline.
-    One turn at a time.
+    It checks that each answer is the expected one, and does nothing else: no names, no claim, no
+    header, no deadline. One turn at a time.
     """
 
     threads = "1 connection"
@@ -125,9 +138,14 @@ class RespLoop:
             raise RuntimeError(f"SET was refused: {bytes(answers)!r}")
 
     def get(self, key: bytes, into: Bytes) -> None:
-        """Send GET of each piece, IN_FLIGHT of them ahead, and read each answer directly into its place."""
+        """Send GET of each piece, IN_FLIGHT of them ahead, and read each answer directly into its
+        place.
+        """
         places = _pieces(into)
-        asked = [_GET % (len(name), name) for name in (b"%b:%d" % (key, i) for i in range(len(places)))]
+        asked = [
+            _GET % (len(name), name)
+            for name in (b"%b:%d" % (key, i) for i in range(len(places)))
+        ]
         send_all(self._link, asked[:IN_FLIGHT])
         before = b""
         for piece, ask in itertools.zip_longest(places, asked[IN_FLIGHT:]):
@@ -148,7 +166,10 @@ class RespLoop:
 
 
 def _pieces(array: Bytes) -> list[memoryview]:
-    return [array.data[start : start + PIECE_BYTES] for start in range(0, array.nbytes, PIECE_BYTES)]
+    return [
+        array.data[start : start + PIECE_BYTES]
+        for start in range(0, array.nbytes, PIECE_BYTES)
+    ]
 
 
 def serve() -> None:

@@ -21,7 +21,9 @@ from pagoda.tiers import Chunk, DiskTier
 class DiskSteps:
     """Save and load `turn` chunks a call through a DiskTier, with verification. Single-threaded."""
 
-    def __init__(self, tier: DiskTier, sources: Sequence[Bytes], buffers: Sequence[Bytes]) -> None:
+    def __init__(
+        self, tier: DiskTier, sources: Sequence[Bytes], buffers: Sequence[Bytes]
+    ) -> None:
         self._tier = tier
         self._sources = sources
         self._buffers = buffers
@@ -31,7 +33,9 @@ class DiskSteps:
         parents = [None, *keys[:-1]]
         chunks = [
             Chunk(key, place, 256, source, parent, _always)
-            for place, (key, source, parent) in enumerate(zip(keys, self._sources, parents, strict=True))
+            for place, (key, source, parent) in enumerate(
+                zip(keys, self._sources, parents, strict=True)
+            )
         ]
         for future in self._tier.save(chunks, NAMESPACE.root):
             if not (done := future.result(60)).ok:
@@ -39,7 +43,9 @@ class DiskSteps:
 
     def read(self, keys: Sequence[bytes]) -> None:
         """Load into the buffers and wait until every byte is verified."""
-        for future in self._tier.load(keys, self._buffers, namespace=NAMESPACE.root):
+        for future in self._tier.load(
+            keys, self._buffers, namespace=NAMESPACE.root
+        ):
             if not (done := future.result(60)).ok:
                 raise RuntimeError(f"a chunk was not loaded: {done.reason}")
 
@@ -49,10 +55,14 @@ def _always() -> bool:
 
 
 def open_disk(root: Path, nbytes: int, chunks: int) -> DiskTier:
-    """Open a disk tier for `chunks` chunks of `nbytes`, with default options except the length of its queue."""
+    """Open a disk tier for `chunks` chunks of `nbytes`, with default options except the length of
+    its queue.
+    """
     layout = KVLayout.opaque(256, nbytes, "benchmark")
     size_bytes = chunks * (HEADER_BYTES + layout.slot_bytes)
-    tier = DiskTier.open(layout, root / "tier", size_bytes, queue_chunks=max(64, chunks))
+    tier = DiskTier.open(
+        layout, root / "tier", size_bytes, queue_chunks=max(64, chunks)
+    )
     tier.register(NAMESPACE)
     return tier
 
@@ -68,16 +78,24 @@ def host_slots(directory: Path, nbytes: int, count: int) -> list[Bytes]:
 
 
 def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
-    """Race chunks of `nbytes` to and from the disk tier against the best direct I/O of the same filesystem."""
+    """Race chunks of `nbytes` to and from the disk tier against the best direct I/O of the same
+    filesystem.
+    """
     turn_bytes = (64 if plan.quick else 256) * MIB
     turn = turn_bytes // nbytes
     turns = 6
     figures = []
     with (
-        tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk) as directory,
-        tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.shm) as memory,
+        tempfile.TemporaryDirectory(
+            prefix="pagoda-bench-", dir=plan.disk
+        ) as directory,
+        tempfile.TemporaryDirectory(
+            prefix="pagoda-bench-", dir=plan.shm
+        ) as memory,
     ):
-        file = DirectFile(Path(directory) / "limit.bin", turns * turn_bytes, turn_bytes)
+        file = DirectFile(
+            Path(directory) / "limit.bin", turns * turn_bytes, turn_bytes
+        )
         tier = open_disk(Path(directory), nbytes, turns * turn)
         host = host_slots(Path(memory), nbytes, 2 * turn)
         sources = host[:turn]
@@ -90,19 +108,38 @@ def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
         def ours(number: int) -> list[bytes]:
             return keys[number * turn : (number + 1) * turn]
 
-        for number in range(turns):  # write every slot once, like the limit's file
+        # write every slot once, like the limit's file
+        for number in range(turns):
             rig.write(ours(plan.rounds + 1 + number))
         write = race(
-            {"candidate": lambda number: rig.write(ours(number))} | file.entrants("write"), plan.rounds
+            {"candidate": lambda number: rig.write(ours(number))}
+            | file.entrants("write"),
+            plan.rounds,
         )
-        figures.append(_disk_figure(f"disk_write_vs_limit{suffix}", 0.85, write, turn_bytes, file))
+        figures.append(
+            _disk_figure(
+                f"disk_write_vs_limit{suffix}", 0.85, write, turn_bytes, file
+            )
+        )
         tier.close()
-        tier = open_disk(Path(directory), nbytes, turns * turn)  # "readable after a restart"
+        # "readable after a restart"
+        tier = open_disk(Path(directory), nbytes, turns * turn)
         rig = DiskSteps(tier, sources, buffers)
-        whole = [n for n in range(plan.rounds + 1 + turns) if tier.find(ours(n)) == turn]  # the policy chose
-        steps = {"candidate": lambda number: rig.read(ours(whole[number % len(whole)]))}
+        # the policy chose
+        whole = [
+            n
+            for n in range(plan.rounds + 1 + turns)
+            if tier.find(ours(n)) == turn
+        ]
+        steps = {
+            "candidate": lambda number: rig.read(ours(whole[number % len(whole)]))
+        }
         read = race(steps | file.entrants("read"), plan.rounds)
-        figures.append(_disk_figure(f"disk_read_cold_vs_limit{suffix}", 0.90, read, turn_bytes, file))
+        figures.append(
+            _disk_figure(
+                f"disk_read_cold_vs_limit{suffix}", 0.90, read, turn_bytes, file
+            )
+        )
         if not all(map(np.array_equal, buffers, sources)):
             raise RuntimeError("the bytes of a loaded chunk are wrong")
         tier.close()
@@ -110,7 +147,11 @@ def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
     return figures
 
 
-def _disk_figure(key: str, target: float, runs: Runs, nbytes: int, file: DirectFile) -> Figure:
+def _disk_figure(
+    key: str, target: float, runs: Runs, nbytes: int, file: DirectFile
+) -> Figure:
     best = fastest(runs, [name for name in runs if name != "candidate"])
     threads = f"limit: {best}" + ("" if file.direct else ", NO O_DIRECT HERE")
-    return ratio_figure(key, target, runs, size_bytes=nbytes, threads=threads, limit=best)
+    return ratio_figure(
+        key, target, runs, size_bytes=nbytes, threads=threads, limit=best
+    )

@@ -18,7 +18,9 @@ from pagoda.ledger import Ledger, Reserved
 
 
 def keys_figure(plan: Plan) -> Figure:
-    """Race the keys of 128k tokens (an int32 array, chunks of 256) against a bare loop of keyed blake3 calls."""
+    """Race the keys of 128k tokens (an int32 array, chunks of 256) against a bare loop of keyed
+    blake3 calls.
+    """
     tokens = np.random.default_rng(0).integers(0, 150_000, 128 * 1024, np.int32)
     root = NAMESPACE.root
     if chunk_keys(tokens, root, 256) != hash_chain(tokens, 256, root):
@@ -31,7 +33,13 @@ def keys_figure(plan: Plan) -> Figure:
         max(plan.rounds, 15),
         20,
     )
-    return ratio_figure("keys_vs_blake3_loop", 0.80, runs, size_bytes=tokens.nbytes * 20, threads="1 thread")
+    return ratio_figure(
+        "keys_vs_blake3_loop",
+        0.80,
+        runs,
+        size_bytes=tokens.nbytes * 20,
+        threads="1 thread",
+    )
 
 
 class Spent(NamedTuple):
@@ -64,7 +72,13 @@ def fill(ledger: Ledger, keys: Sequence[bytes]) -> None:
     for start in range(0, len(keys), step):
         position = start % 512
         stamp = stamp if position else ledger.stamp()
-        put(ledger, keys[start : start + step], position, keys[start - 1] if position else None, stamp)
+        put(
+            ledger,
+            keys[start : start + step],
+            position,
+            keys[start - 1] if position else None,
+            stamp,
+        )
 
 
 def put(
@@ -77,7 +91,12 @@ def put(
     """Reserve and commit; return the time of the reserve."""
     began = Spent.now()
     outcomes = ledger.reserve(
-        keys, namespace=NAMESPACE.root, start=position, parent=parent, tokens=256, stamp=stamp
+        keys,
+        namespace=NAMESPACE.root,
+        start=position,
+        parent=parent,
+        tokens=256,
+        stamp=stamp,
     )
     spent = Spent.now().since(began)
     mine = [each for each in outcomes if isinstance(each, Reserved)]
@@ -86,13 +105,21 @@ def put(
     return spent
 
 
-def _rounds(rounds: int, steps: int, work: Callable[[int], object]) -> tuple[list[float], list[float]]:
-    """Return the mean seconds of a step in each round, wall and processor time, after one round that does not count."""
+def _rounds(
+    rounds: int, steps: int, work: Callable[[int], object]
+) -> tuple[list[float], list[float]]:
+    """Return the mean seconds of a step in each round, wall and processor time, after one round
+    that does not count.
+    """
     found = [
-        spent_by(lambda: void([work(turn * steps + step) for step in range(steps)]))  # noqa: B023
+        spent_by(
+            lambda: void([work(turn * steps + step) for step in range(steps)])  # noqa: B023
+        )
         for turn in range(rounds + 1)
     ][1:]
-    return [each.wall / steps for each in found], [each.cpu / steps for each in found]
+    return [each.wall / steps for each in found], [
+        each.cpu / steps for each in found
+    ]
 
 
 def match_figure(plan: Plan) -> Figure:
@@ -100,9 +127,13 @@ def match_figure(plan: Plan) -> Figure:
     keys = keys_of("match", 20_000)
     with opened(plan, "match", 20_480, 0) as ledger:
         fill(ledger, keys)
-        wall, cpu = _rounds(plan.rounds, 20, lambda number: _match(ledger, keys, number))
+        wall, cpu = _rounds(
+            plan.rounds, 20, lambda number: _match(ledger, keys, number)
+        )
     note = f"processor time {np.median(cpu) * 1e6:.0f} us"
-    return seconds_figure("match_512_seconds", 0.0015, wall, note, processor_seconds=cpu)
+    return seconds_figure(
+        "match_512_seconds", 0.0015, wall, note, processor_seconds=cpu
+    )
 
 
 def _match(ledger: Ledger, keys: Sequence[bytes], number: int) -> None:
@@ -112,7 +143,9 @@ def _match(ledger: Ledger, keys: Sequence[bytes], number: int) -> None:
 
 
 def overhead_figure(plan: Plan) -> Figure:
-    """Time reserve + commit, and match + validate, per chunk without the copy: batches of 64, 20,000 slots."""
+    """Time reserve + commit, and match + validate, per chunk without the copy: batches of 64,
+    20,000 slots.
+    """
     slots = 20_000
     batches = 50
     keys = keys_of("overhead", slots + (plan.rounds + 1) * batches * 64)
@@ -120,19 +153,33 @@ def overhead_figure(plan: Plan) -> Figure:
     last = fresh[-(slots // 64) :]
     with opened(plan, "overhead", slots, 0) as ledger:
         filling = spent_by(lambda: fill(ledger, keys[:slots]))
-        write = _rounds(plan.rounds, batches, lambda number: put(ledger, fresh[number]))
-        read = _rounds(plan.rounds, batches, lambda number: _validate(ledger, last[number % len(last)]))
+        write = _rounds(
+            plan.rounds, batches, lambda number: put(ledger, fresh[number])
+        )
+        read = _rounds(
+            plan.rounds,
+            batches,
+            lambda number: _validate(ledger, last[number % len(last)]),
+        )
     wall, _ = max(write, read, key=lambda each: np.median(each[0]))
     quoted = {
-        "write_evicting": {"seconds": _each(write[0]), "processor_seconds": _each(write[1])},
+        "write_evicting": {
+            "seconds": _each(write[0]),
+            "processor_seconds": _each(write[1]),
+        },
         "read": {"seconds": _each(read[0]), "processor_seconds": _each(read[1])},
-        "write_filling": {"seconds": filling.wall / slots, "processor_seconds": filling.cpu / slots},
+        "write_filling": {
+            "seconds": filling.wall / slots,
+            "processor_seconds": filling.cpu / slots,
+        },
     }
     note = (
         f"processor time: write {np.median(write[1]) / 64 * 1e6:.1f} us with eviction, "
         f"{filling.cpu / slots * 1e6:.1f} us without, read {np.median(read[1]) / 64 * 1e6:.1f} us"
     )
-    return seconds_figure("chunk_overhead_seconds", 0.00003, _each(wall), note, **quoted)
+    return seconds_figure(
+        "chunk_overhead_seconds", 0.00003, _each(wall), note, **quoted
+    )
 
 
 def _each(batches: Sequence[float]) -> list[float]:
@@ -142,12 +189,17 @@ def _each(batches: Sequence[float]) -> list[float]:
 def _validate(ledger: Ledger, keys: Sequence[bytes]) -> None:
     """Match and validate 64 keys that are present."""
     found = ledger.match_prefix(keys)
-    if len(found.slots) != 64 or not ledger.still_valid(found.slots, found.generations).all():
+    if (
+        len(found.slots) != 64
+        or not ledger.still_valid(found.slots, found.generations).all()
+    ):
         raise RuntimeError("not all of the keys were found")
 
 
 def evict_figure(plan: Plan) -> Figure:
-    """Time a reserve of 64 with eviction among 1,000,000 slots, mean of 1,000 calls (a tenth with --quick)."""
+    """Time a reserve of 64 with eviction among 1,000,000 slots, mean of 1,000 calls (a tenth with
+    --quick).
+    """
     slots = 100_000 if plan.quick else 1_000_000
     calls = 100 if plan.quick else 1_000
     say(f"filling {slots} slots ...")
@@ -158,24 +210,48 @@ def evict_figure(plan: Plan) -> Figure:
     wall = [each.wall for each in spent]
     cpu = [each.cpu for each in spent]
     quoted = {
-        "mean_of_each_tenth_seconds": [float(np.mean(part)) for part in np.array_split(wall, 10)],
-        "mean_of_each_tenth_processor_seconds": [float(np.mean(part)) for part in np.array_split(cpu, 10)],
+        "mean_of_each_tenth_seconds": [
+            float(np.mean(part)) for part in np.array_split(wall, 10)
+        ],
+        "mean_of_each_tenth_processor_seconds": [
+            float(np.mean(part)) for part in np.array_split(cpu, 10)
+        ],
         "slowest_seconds": max(wall),
         "slots": slots,
         "calls": calls,
     }
-    note = f"mean of {calls} calls, {slots} slots; processor time {np.mean(cpu) * 1e3:.2f} ms; slowest "
+    note = (
+        f"mean of {calls} calls, {slots} slots; processor time {np.mean(cpu) * 1e3:.2f} ms; "
+        "slowest "
+    )
     note += f"{max(wall) * 1e3:.1f} ms"
-    return Figure("reserve_evict_1m_seconds", float(np.mean(wall)), 0.003, "seconds", quoted, note)
+    return Figure(
+        "reserve_evict_1m_seconds",
+        float(np.mean(wall)),
+        0.003,
+        "seconds",
+        quoted,
+        note,
+    )
 
 
 def import_figure(plan: Plan) -> Figure:
-    """Time `import pagoda` in a new interpreter, minus the time of an interpreter that imports nothing."""
+    """Time `import pagoda` in a new interpreter, minus the time of an interpreter that imports
+    nothing.
+    """
     runs = race(
-        {"with": lambda _: _python("import pagoda"), "bare": lambda _: _python("pass")}, max(plan.rounds, 9)
+        {
+            "with": lambda _: _python("import pagoda"),
+            "bare": lambda _: _python("pass"),
+        },
+        max(plan.rounds, 9),
     )
-    beyond = [ours - bare for ours, bare in zip(runs["with"], runs["bare"], strict=True)]
-    return seconds_figure("import_seconds", 0.05, beyond, bare_seconds=runs["bare"])
+    beyond = [
+        ours - bare for ours, bare in zip(runs["with"], runs["bare"], strict=True)
+    ]
+    return seconds_figure(
+        "import_seconds", 0.05, beyond, bare_seconds=runs["bare"]
+    )
 
 
 def _python(code: str) -> None:

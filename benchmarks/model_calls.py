@@ -1,8 +1,9 @@
 """What `CachedModel` adds to a call: `python benchmarks/model_calls.py [--json] [--quick]`.
 
-Processor time of the calling thread, with a model of 32 small layers: `prefix` of a prompt that no tier has, which is
-almost only what is asked about the model before each call, and `generate` beyond `model.generate`. Two trees:
-`python benchmarks/paired.py OLD NEW --scripts . --only model_calls --rounds 7`.
+Processor time of the calling thread, with a model of 32 small layers: `prefix` of a prompt that no
+tier has, which is almost only what is asked about the model before each call, and `generate` beyond
+`model.generate`. Two trees: `python benchmarks/paired.py OLD NEW --scripts . --only model_calls
+--rounds 7`.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ def prefix_figure(plan: Plan) -> list[Figure]:
 
     with _opened() as cached:
         ids = torch.arange(1, 17)[None]
-        rounds = [_quickest(lambda: cached.prefix(ids)) for _ in range(plan.rounds)]
+        rounds = [
+            _quickest(lambda: cached.prefix(ids)) for _ in range(plan.rounds)
+        ]
     return [seconds_figure("model_prefix_processor_seconds", 0.01, rounds)]
 
 
 def generate_figure(plan: Plan) -> list[Figure]:
-    """Time `generate` of one token from a prompt shorter than a chunk, less the time of `model.generate`."""
+    """Time `generate` of one token from a prompt shorter than a chunk, less the time of
+    `model.generate`.
+    """
     import torch
 
     with _opened() as cached:
@@ -40,10 +45,16 @@ def generate_figure(plan: Plan) -> list[Figure]:
         more = {"max_new_tokens": 1, "do_sample": False}
         rounds = []
         for _ in range(plan.rounds):
-            alone = _quickest(lambda: cached.model.generate(ids, attention_mask=mask, **more))
-            ours = _quickest(lambda: cached.generate(ids, attention_mask=mask, **more))
+            alone = _quickest(
+                lambda: cached.model.generate(ids, attention_mask=mask, **more)
+            )
+            ours = _quickest(
+                lambda: cached.generate(ids, attention_mask=mask, **more)
+            )
             rounds.append(ours - alone)
-    return [seconds_figure("model_generate_added_processor_seconds", 0.03, rounds)]
+    return [
+        seconds_figure("model_generate_added_processor_seconds", 0.03, rounds)
+    ]
 
 
 def _opened() -> CachedModel:
@@ -54,9 +65,15 @@ def _opened() -> CachedModel:
 
     torch.set_num_threads(1)
     config = LlamaConfig(
-        hidden_size=32, num_hidden_layers=32, num_attention_heads=2, intermediate_size=64, vocab_size=512
+        hidden_size=32,
+        num_hidden_layers=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=512,
     )
-    return CachedModel(LlamaForCausalLM(config).eval(), host_size="16MiB", host_shared=False)
+    return CachedModel(
+        LlamaForCausalLM(config).eval(), host_size="16MiB", host_shared=False
+    )
 
 
 def _quickest(call: Callable[[], object]) -> float:

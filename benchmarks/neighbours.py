@@ -1,8 +1,9 @@
-"""The speed of neighbours (`peers`) on loopback: `python benchmarks/neighbours.py [--json] [--quick] [--only get,...]`.
+"""The speed of neighbours (`peers`) on loopback: `python benchmarks/neighbours.py [--json]
+[--quick] [--only get,...]`.
 
-Gets of 8 MiB chunks from a real `pagoda serve` against a bare socket to a second process, in turns; a look-up of 512
-keys on four neighbours; what a dead or a stopped neighbour costs; what it costs to prove that the token is known,
-against sending it. The servers share the cores with us.
+Gets of 8 MiB chunks from a real `pagoda serve` against a bare socket to a second process, in turns;
+a look-up of 512 keys on four neighbours; what a dead or a stopped neighbour costs; what it costs to
+prove that the token is known, against sending it. The servers share the cores with us.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import GetRequest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # testbed.servers starts the servers
+# testbed.servers starts the servers
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from testbed.servers import Server, pagoda_server
 
 PATIENCE_SECONDS = 60.0
-LOOK_SECONDS = 5.0  # by default 50 ms: here a busy machine must not change the answer
+# by default 50 ms: here a busy machine must not change the answer
+LOOK_SECONDS = 5.0
 CHUNK_BYTES = 8 * MIB
 SMALL_BYTES = 16 << 10
 KEYS = 512
@@ -46,7 +49,9 @@ def machine(plan: Plan, size: str) -> Iterator[Server]:
     """Another machine, whose host tier is made for what is put there."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-bench-", dir=plan.shm))
     try:
-        with pagoda_server(root, "--host-size", size, PAGODA_POLICY="lru") as server:
+        with pagoda_server(
+            root, "--host-size", size, PAGODA_POLICY="lru"
+        ) as server:
             yield server
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -59,13 +64,24 @@ def url_of(server: Server) -> str:
 
 def client_of(servers: Sequence[Server]) -> PeersClient:
     """Return the neighbours as one store."""
-    return PeersClient([PeerUrl(url_of(server), False) for server in servers], look_seconds=LOOK_SECONDS)
+    return PeersClient(
+        [PeerUrl(url_of(server), False) for server in servers],
+        look_seconds=LOOK_SECONDS,
+    )
 
 
-def tier_of(client: PeersClient | PagodaServerClient, chunk_bytes: int, **options: float) -> RemoteTier:
+def tier_of(
+    client: PeersClient | PagodaServerClient, chunk_bytes: int, **options: float
+) -> RemoteTier:
     """Return a tier over a client."""
     layout = KVLayout.opaque(256, chunk_bytes, "benchmark")
-    tier = RemoteTier(layout, client, deadline_seconds=PATIENCE_SECONDS, queue_chunks=4096, **options)  # type: ignore[arg-type]
+    tier = RemoteTier(
+        layout,
+        client,
+        deadline_seconds=PATIENCE_SECONDS,
+        queue_chunks=4096,
+        **options,
+    )  # type: ignore[arg-type]
     tier.register(NAMESPACE)
     return tier
 
@@ -73,15 +89,22 @@ def tier_of(client: PeersClient | PagodaServerClient, chunk_bytes: int, **option
 def give(server: Server, keys: Sequence[bytes], chunk_bytes: int) -> None:
     """Store a chain on one machine."""
     sources = pieces(chunk_bytes, 4, 1)
-    with closing(tier_of(PagodaServerClient(url_of(server)), chunk_bytes)) as tier:
-        chunks = [Chunk(key, n, 256, sources[n % 4], None, lambda: True) for n, key in enumerate(keys)]
+    with closing(
+        tier_of(PagodaServerClient(url_of(server)), chunk_bytes)
+    ) as tier:
+        chunks = [
+            Chunk(key, n, 256, sources[n % 4], None, lambda: True)
+            for n, key in enumerate(keys)
+        ]
         for future in tier.save(chunks, NAMESPACE.root):
             if not (done := future.result(PATIENCE_SECONDS)).ok:
                 raise RuntimeError(f"a chunk was not stored: {done.reason}")
 
 
 def get_figures(plan: Plan) -> list[Figure]:
-    """Race gets of 8 MiB chunks: one connection, and the whole tier with its verification, against a bare socket."""
+    """Race gets of 8 MiB chunks: one connection, and the whole tier with its verification, against
+    a bare socket.
+    """
     count = 4 if plan.quick else 16
     keys = keys_of("neighbours", count)
     slots = pieces(CHUNK_BYTES, 4, 2)
@@ -92,14 +115,21 @@ def get_figures(plan: Plan) -> list[Figure]:
         give(servers[0], keys, CHUNK_BYTES)
         pair = stack.enter_context(SocketPair())
         connection = stack.enter_context(closing(client_of(servers).connection()))
-        tier = stack.enter_context(closing(tier_of(client_of(servers), CHUNK_BYTES)))
+        tier = stack.enter_context(
+            closing(tier_of(client_of(servers), CHUNK_BYTES))
+        )
 
         def peer(_: int) -> None:
             for n, key in enumerate(keys):
                 until = time.monotonic() + PATIENCE_SECONDS
                 slot = slots[n % 4]
                 if (
-                    connection.get(GetRequest(NAMESPACE.root, key, page, lambda slot=slot: slot), until)
+                    connection.get(
+                        GetRequest(
+                            NAMESPACE.root, key, page, lambda slot=slot: slot
+                        ),
+                        until,
+                    )
                     != CHUNK_BYTES
                 ):  # type: ignore[misc]
                     raise RuntimeError("a chunk was not found")
@@ -111,25 +141,54 @@ def get_figures(plan: Plan) -> list[Figure]:
         def whole_tier(_: int) -> None:
             for begin in range(0, count, 4):
                 for future in tier.load(
-                    keys[begin : begin + 4], slots, start=begin, namespace=NAMESPACE.root
+                    keys[begin : begin + 4],
+                    slots,
+                    start=begin,
+                    namespace=NAMESPACE.root,
                 ):
                     if not (done := future.result(PATIENCE_SECONDS)).ok:
-                        raise RuntimeError(f"a chunk was not loaded: {done.reason}")
+                        raise RuntimeError(
+                            f"a chunk was not loaded: {done.reason}"
+                        )
 
         whole_tier(0)
-        if not all(np.array_equal(slot, source) for slot, source in zip(slots, sources, strict=True)):
+        if not all(
+            np.array_equal(slot, source)
+            for slot, source in zip(slots, sources, strict=True)
+        ):
             raise RuntimeError("the returned bytes are wrong")
-        runs = race({"peer": peer, "socket": socket, "tier": whole_tier}, 2 * plan.rounds)
+        runs = race(
+            {"peer": peer, "socket": socket, "tier": whole_tier}, 2 * plan.rounds
+        )
     nbytes = count * CHUNK_BYTES
-    one = ratio_figure("peer_get_8mib_vs_socket", 0.8, runs, size_bytes=nbytes, threads="1 connection each",
-                       candidate="peer", limit="socket")  # fmt: skip
-    all_ = ratio_figure("peers_tier_load_8mib_vs_socket", 0.0, runs, size_bytes=nbytes,
-                        threads="4 connections, verified", candidate="tier", limit="socket")  # fmt: skip
-    return [one, Figure(all_.key, all_.value, None, all_.unit, all_.runs, all_.note)]
+    one = ratio_figure(
+        "peer_get_8mib_vs_socket",
+        0.8,
+        runs,
+        size_bytes=nbytes,
+        threads="1 connection each",
+        candidate="peer",
+        limit="socket",
+    )
+    all_ = ratio_figure(
+        "peers_tier_load_8mib_vs_socket",
+        0.0,
+        runs,
+        size_bytes=nbytes,
+        threads="4 connections, verified",
+        candidate="tier",
+        limit="socket",
+    )
+    return [
+        one,
+        Figure(all_.key, all_.value, None, all_.unit, all_.runs, all_.note),
+    ]
 
 
 def proof_figures(plan: Plan) -> list[Figure]:
-    """Get small chunks, and ask on new connections: with proofs, against sending the token. Processor time of both."""
+    """Get small chunks, and ask on new connections: with proofs, against sending the token.
+    Processor time of both.
+    """
     gets = 20
     asks = 5
     turns = (2 if plan.quick else 20) * plan.rounds
@@ -150,7 +209,9 @@ def proof_figures(plan: Plan) -> list[Figure]:
                 began = used()
                 for n in range(gets):
                     until = time.monotonic() + PATIENCE_SECONDS
-                    request = GetRequest(NAMESPACE.root, keys[n % 16], page, lambda: slot)
+                    request = GetRequest(
+                        NAMESPACE.root, keys[n % 16], page, lambda: slot
+                    )
                     if connection.get(request, until) != SMALL_BYTES:
                         raise RuntimeError("a chunk was not found")
                 return (used() - began) / gets
@@ -173,38 +234,79 @@ def proof_figures(plan: Plan) -> list[Figure]:
                     if turn:  # the first is to warm up
                         spent.setdefault(f"{what} {name}", []).append(seconds)
     figures = []
-    for what, key in (("get", "proof_vs_token_get_16kib"), ("new", "proof_vs_token_new_connection")):
+    for what, key in (
+        ("get", "proof_vs_token_get_16kib"),
+        ("new", "proof_vs_token_new_connection"),
+    ):
         ours = spent[f"{what} proof"]
         theirs = spent[f"{what} token"]
         times = ratios(ours, theirs)
-        kind = "processor time of a get, both sides" if what == "get" else "a new connection that is ready"
-        values = f"{statistics.median(ours) * 1e6:.0f} against {statistics.median(theirs) * 1e6:.0f} us"
+        kind = (
+            "processor time of a get, both sides"
+            if what == "get"
+            else "a new connection that is ready"
+        )
+        values = (
+            f"{statistics.median(ours) * 1e6:.0f} against "
+            f"{statistics.median(theirs) * 1e6:.0f} us"
+        )
         runs = {"times": [round(each, 4) for each in times]}
-        figures.append(Figure(key, statistics.median(times), None, "times", runs, f"{kind}: {values}"))
+        figures.append(
+            Figure(
+                key,
+                statistics.median(times),
+                None,
+                "times",
+                runs,
+                f"{kind}: {values}",
+            )
+        )
     return figures
 
 
 def look_figures(plan: Plan) -> list[Figure]:
-    """Look up 512 keys that the last of four neighbours has, through the whole tier; and through one connection."""
+    """Look up 512 keys that the last of four neighbours has, through the whole tier; and through
+    one connection.
+    """
     keys = keys_of("neighbours", KEYS)
     with ExitStack() as stack:
         servers = [stack.enter_context(machine(plan, "32MiB")) for _ in range(4)]
         for n, server in enumerate(servers, 1):
             give(server, keys[: KEYS * n // 4], SMALL_BYTES)
         tier = stack.enter_context(
-            closing(tier_of(client_of(servers), SMALL_BYTES, look_seconds=LOOK_SECONDS))
+            closing(
+                tier_of(
+                    client_of(servers), SMALL_BYTES, look_seconds=LOOK_SECONDS
+                )
+            )
         )
         connection = stack.enter_context(closing(client_of(servers).connection()))
-        looks = {"tier": _look_up(tier, keys, KEYS), "connection": _ask(connection.find, keys)}
+        looks = {
+            "tier": _look_up(tier, keys, KEYS),
+            "connection": _ask(connection.find, keys),
+        }
         runs = race(looks, 3 * plan.rounds, steps=10)
-    each = {name: [spent / 10 for spent in seconds] for name, seconds in runs.items()}
-    note = f"{KEYS} keys, 4 neighbours; one connection alone {statistics.median(each['connection']) * 1e3:.2f} ms"
+    each = {
+        name: [spent / 10 for spent in seconds] for name, seconds in runs.items()
+    }
+    note = (
+        f"{KEYS} keys, 4 neighbours; one connection alone "
+        f"{statistics.median(each['connection']) * 1e3:.2f} ms"
+    )
     return [
-        seconds_figure("look_up_512_keys_4_peers", 5e-3, each["tier"], note, connection=each["connection"])
+        seconds_figure(
+            "look_up_512_keys_4_peers",
+            5e-3,
+            each["tier"],
+            note,
+            connection=each["connection"],
+        )
     ]
 
 
-def _look_up(tier: RemoteTier, keys: Sequence[bytes], wanted: int) -> Callable[[int], None]:
+def _look_up(
+    tier: RemoteTier, keys: Sequence[bytes], wanted: int
+) -> Callable[[int], None]:
     def step(_: int) -> None:
         tier._store.presence.clear()  # a look-up of what is known asks nobody
         if (found := tier.find(keys, namespace=NAMESPACE.root)) != wanted:
@@ -217,14 +319,18 @@ def _ask(
     find: Callable[[bytes, Sequence[bytes], float], int], keys: Sequence[bytes]
 ) -> Callable[[int], None]:
     def step(_: int) -> None:
-        if find(NAMESPACE.root, keys, time.monotonic() + PATIENCE_SECONDS) != len(keys):
+        if find(NAMESPACE.root, keys, time.monotonic() + PATIENCE_SECONDS) != len(
+            keys
+        ):
             raise RuntimeError("keys were not found")
 
     return step
 
 
 def dead_figures(plan: Plan) -> list[Figure]:
-    """Look up and load with three neighbours, and with the same three and a fourth that is killed, or stopped."""
+    """Look up and load with three neighbours, and with the same three and a fourth that is killed,
+    or stopped.
+    """
     keys = keys_of("neighbours", 64)
     slots = pieces(MIB, 64, 2)
     with ExitStack() as stack:
@@ -250,36 +356,61 @@ def dead_figures(plan: Plan) -> list[Figure]:
             for tier in tiers.values():
                 _work(tier, keys, slots, must=False)(0)
         runs = race(
-            {name: _work(tier, keys, slots) for name, tier in tiers.items()}, 3 * plan.rounds, steps=3
+            {name: _work(tier, keys, slots) for name, tier in tiers.items()},
+            3 * plan.rounds,
+            steps=3,
         )
-    return [_times(f"{how}_peer_vs_none", 1.1, runs["without"], runs[how]) for how in ("killed", "stopped")]
+    return [
+        _times(f"{how}_peer_vs_none", 1.1, runs["without"], runs[how])
+        for how in ("killed", "stopped")
+    ]
 
 
 def _work(
-    tier: RemoteTier, keys: Sequence[bytes], slots: Sequence[np.ndarray], must: bool = True
+    tier: RemoteTier,
+    keys: Sequence[bytes],
+    slots: Sequence[np.ndarray],
+    must: bool = True,
 ) -> Callable[[int], None]:
     def step(_: int) -> None:
         tier._store.presence.clear()
         tier.find(keys, namespace=NAMESPACE.root)
         ended = [
-            future.result(PATIENCE_SECONDS) for future in tier.load(keys, slots, namespace=NAMESPACE.root)
+            future.result(PATIENCE_SECONDS)
+            for future in tier.load(keys, slots, namespace=NAMESPACE.root)
         ]
         if must and not all(done.ok for done in ended):
-            raise RuntimeError(f"not loaded: {[done.reason for done in ended if not done.ok][:1]}")
+            raise RuntimeError(
+                f"not loaded: {[done.reason for done in ended if not done.ok][:1]}"
+            )
 
     return step
 
 
-def _times(key: str, target: float, without: Sequence[float], with_it: Sequence[float]) -> Figure:
+def _times(
+    key: str, target: float, without: Sequence[float], with_it: Sequence[float]
+) -> Figure:
     """Return how many times as long it takes, the median of paired rounds."""
     times = ratios(with_it, without)
-    ours, theirs = (statistics.median(seconds) * 1e3 for seconds in (with_it, without))
+    ours, theirs = (
+        statistics.median(seconds) * 1e3 for seconds in (with_it, without)
+    )
     note = f"3 look-ups and 192 MiB: {ours:.0f} against {theirs:.0f} ms"
     return Figure(
-        key, statistics.median(times), target, "times", {"times": [round(each, 4) for each in times]}, note
+        key,
+        statistics.median(times),
+        target,
+        "times",
+        {"times": [round(each, 4) for each in times]},
+        note,
     )
 
 
 if __name__ == "__main__":
-    figures = {"get": get_figures, "look": look_figures, "dead": dead_figures, "proof": proof_figures}
+    figures = {
+        "get": get_figures,
+        "look": look_figures,
+        "dead": dead_figures,
+        "proof": proof_figures,
+    }
     main(__doc__, figures, {})

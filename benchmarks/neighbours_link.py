@@ -1,9 +1,11 @@
-"""Time to first token from a neighbour over 10 Gbit/s: `python benchmarks/neighbours_link.py [--json] [--quick]`.
+"""Time to first token from a neighbour over 10 Gbit/s: `python benchmarks/neighbours_link.py
+[--json] [--quick]`.
 
-Two machines are network namespaces, joined by a cable that `tc ... tbf` shapes; needs root and iproute2. On one of them
-the model of `pagoda demo` stores its prompt, and `pagoda serve` gives it away. On the other one the same model answers
-the same prompt in turns: computed, and with KV from the neighbour, in an empty host tier. For comparison a bare socket
-moves as many bytes as the KV has over the same link.
+Two machines are network namespaces, joined by a cable that `tc ... tbf` shapes; needs root and
+iproute2. On one of them the model of `pagoda demo` stores its prompt, and `pagoda serve` gives it
+away. On the other one the same model answers the same prompt in turns: computed, and with KV from
+the neighbour, in an empty host tier. For comparison a bare socket moves as many bytes as the KV has
+over the same link.
 """
 
 from __future__ import annotations
@@ -73,16 +75,26 @@ def store(work: Work) -> Said:
         tokens = cached.cache.lookup(ids[0].tolist()).num_tokens
     layout = layout_of(asker.model, asker.task.size.chunk_tokens)
     kv_bytes = tokens // layout.chunk_tokens * layout.chunk_bytes
-    return {"first": first, "prompt_tokens": ids.shape[1], "tokens": tokens, "kv_bytes": kv_bytes}
+    return {
+        "first": first,
+        "prompt_tokens": ids.shape[1],
+        "tokens": tokens,
+        "kv_bytes": kv_bytes,
+    }
 
 
 def ask(work: Work) -> Said:
-    """Race computing against the neighbour; return the seconds and how many tokens each turn reused."""
+    """Race computing against the neighbour; return the seconds and how many tokens each turn
+    reused.
+    """
     asker = _asker(work)
     ids = asker.prompts[0]
     first: list[list[int]] = []
     reused: list[int] = []
-    with _opened(asker, work) as cached, closing(Wire(work.address, work.kv_bytes)) as wire:
+    with (
+        _opened(asker, work) as cached,
+        closing(Wire(work.address, work.kv_bytes)) as wire,
+    ):
 
         def computed(_: int) -> None:
             first.append(asker.ask(ids, asker.empty(), new_tokens=1).tokens)
@@ -93,7 +105,9 @@ def ask(work: Work) -> Said:
             reused.append(answer.by_tier.get("peers", 0))
 
         turns = {"computed": computed, "peer": peer, "wire": wire.step}
-        runs: Runs = race(turns, work.rounds, before=lambda: cached.cache.clear() and None)
+        runs: Runs = race(
+            turns, work.rounds, before=lambda: cached.cache.clear() and None
+        )
     return {"runs": runs, "first": first, "reused": reused[-work.rounds :]}
 
 
@@ -115,7 +129,10 @@ def _opened(asker: _Asker, work: Work) -> CachedModel:
 
 def measured(rounds: int, shm: Path) -> list[Figure]:
     """Return the figure. NotPermittedError where namespaces are not permitted."""
-    with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=shm) as root, network() as net:
+    with (
+        tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=shm) as root,
+        network() as net,
+    ):
         near = net.place("asks")
         far = net.place("computes")
         cable = net.cable(near, far)
@@ -137,15 +154,22 @@ def measured(rounds: int, shm: Path) -> list[Figure]:
         ]
         environment = {**os.environ, "PAGODA_SERVE_TOKEN": TOKEN}
         server = far.start(*command, env=environment, stdout=subprocess.PIPE)
-        bare = far.start(sys.executable, str(Path(__file__).with_name("remote_links_engine.py")), "serve", cable.far,
-                         stdout=subprocess.PIPE)  # fmt: skip
+        bare = far.start(
+            sys.executable,
+            str(Path(__file__).with_name("remote_links_engine.py")),
+            "serve",
+            cable.far,
+            stdout=subprocess.PIPE,
+        )
         if not (server.stdout.readline() and bare.stdout.readline()):
             raise RuntimeError("a server did not start")
         say("in turns: computed, and from the neighbour ...")
         work = Work(f"{root}/near", peer, cable.far, stored["kv_bytes"], rounds)
         found = _answer(near, work)
     if any(tokens != stored["first"] for tokens in found["first"]):
-        raise RuntimeError("the first token from the neighbour's KV differs from the computed one")
+        raise RuntimeError(
+            "the first token from the neighbour's KV differs from the computed one"
+        )
     runs = found["runs"]
     paired = ratios(runs["peer"], runs["computed"])
     seconds = {name: statistics.median(each) for name, each in runs.items()}
@@ -153,21 +177,41 @@ def measured(rounds: int, shm: Path) -> list[Figure]:
     mbytes = stored["kv_bytes"] / 1e6
     gbits = stored["kv_bytes"] * 8 / seconds["wire"] / 1e9
     note = (
-        f"{seconds['peer']:.3f} against {seconds['computed']:.3f} s; {hits} of {rounds} turns reused "
-        f"{stored['tokens']:,} of {stored['prompt_tokens']:,} tokens: {mbytes:.0f} MB, for which a bare socket took "
+        f"{seconds['peer']:.3f} against {seconds['computed']:.3f} s; {hits} of {rounds} turns "
+        "reused "
+        f"{stored['tokens']:,} of {stored['prompt_tokens']:,} tokens: {mbytes:.0f} MB, for which "
+        "a bare socket took "
         f"{seconds['wire']:.3f} s ({gbits:.1f} Gbit/s)"
     )
     times = [round(each, 4) for each in paired]
-    quoted = {"times": times, "seconds": runs, "stored": stored, "reused": found["reused"]}
-    return [Figure("peer_ttft_vs_cold_10gbit", statistics.median(paired), LIMIT, "times", quoted, note)]
+    quoted = {
+        "times": times,
+        "seconds": runs,
+        "stored": stored,
+        "reused": found["reused"],
+    }
+    return [
+        Figure(
+            "peer_ttft_vs_cold_10gbit",
+            statistics.median(paired),
+            LIMIT,
+            "times",
+            quoted,
+            note,
+        )
+    ]
 
 
 def _answer(place: Place, work: Work) -> Said:
     """Run one machine's part to its end."""
     process = place.start(
-        sys.executable, __file__, "--work", json.dumps(asdict(work)), stdout=subprocess.PIPE,
+        sys.executable,
+        __file__,
+        "--work",
+        json.dumps(asdict(work)),
+        stdout=subprocess.PIPE,
         env={"OMP_WAIT_POLICY": "passive", **os.environ},
-    )  # fmt: skip
+    )
     late = threading.Timer(ANSWER_SECONDS, process.kill)
     late.start()
     try:
@@ -184,7 +228,9 @@ def _answer(place: Place, work: Work) -> Said:
 def main() -> int:
     """Measure and print. Exit code 2: not permitted on this machine."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--shm-dir", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--work", help=argparse.SUPPRESS)

@@ -1,4 +1,6 @@
-"""The streams of the policy benchmarks: traces, generated streams that no policy was tuned on, and random streams."""
+"""The streams of the policy benchmarks: traces, generated streams that no policy was tuned on, and
+random streams.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,24 @@ GENERATED: dict[str, Callable[[], Stream]] = {
     "agents, many tools": lambda: streams.agents(
         _SEED + 1, 4_000, rate=10.0, tools=150, turns=15.0, think_seconds=25.0
     ),
-    "agents, slow": lambda: streams.agents(_SEED + 2, 6_000, rate=3.0, turns=6.0, think_seconds=150.0),
+    "agents, slow": lambda: streams.agents(
+        _SEED + 2, 6_000, rate=3.0, turns=6.0, think_seconds=150.0
+    ),
     "agents, bursts": lambda: streams.overloaded(
         streams.agents(_SEED + 3, 5_000, turns=10.0, think_seconds=15.0), 500
     ),
     "documents": lambda: streams.documents(_SEED + 4, 4_000, 400),
     "rag": lambda: streams.rag(_SEED + 5, 8_000, 500),
-    "chat, day and night": lambda: streams.chat(_SEED + 6, 8_000, day_seconds=3_600.0),
+    "chat, day and night": lambda: streams.chat(
+        _SEED + 6, 8_000, day_seconds=3_600.0
+    ),
     "zipf": lambda: streams.zipf(_SEED + 7, 30_000, 20_000, 0.8),
-    "zipf, shifting": lambda: streams.zipf(_SEED + 8, 30_000, 4_000, 0.9, every=3_000),
-    "zipf and scans": lambda: streams.scan_zipf(_SEED + 9, 30_000, 6_000, 0.9, 3_000),
+    "zipf, shifting": lambda: streams.zipf(
+        _SEED + 8, 30_000, 4_000, 0.9, every=3_000
+    ),
+    "zipf and scans": lambda: streams.scan_zipf(
+        _SEED + 9, 30_000, 6_000, 0.9, 3_000
+    ),
     "regimes": lambda: streams.alternating(_SEED + 10, 6, 1_000),
     "late agents": lambda: streams.late(_SEED + 20, 12_000),
     "slow and fast": lambda: streams.slow_and_fast(_SEED + 30, 6, 1_000),
@@ -55,20 +65,32 @@ class Cell(NamedTuple):
 
 
 def cells(traces: Path, only: str, quick: bool) -> list[Cell]:
-    """Return the cells of the tables; without the traces the shipped sample replaces the first one."""
+    """Return the cells of the tables; without the traces the shipped sample replaces the first
+    one.
+    """
     if only == "cost":
         return []
     found = (traces / "mooncake_conversation.jsonl").exists()
     if not found:
-        print(f"no traces in {traces}: the shipped sample is used instead", file=sys.stderr)
+        print(
+            f"no traces in {traces}: the shipped sample is used instead",
+            file=sys.stderr,
+        )
     designed = "mooncake_conversation" if found else SAMPLE
     listed: list[Cell] = []
     if only != "generated":
-        listed += [Cell("designed", designed, size) for size in (_SIZES if found else _SIZES[:3])]
+        listed += [
+            Cell("designed", designed, size)
+            for size in (_SIZES if found else _SIZES[:3])
+        ]
     if only != "generated" and found:
         listed += [Cell("unseen", "mooncake_synthetic", size) for size in _SIZES]
     if only != "traces":
-        listed += [Cell("unseen", name, size) for name in GENERATED for size in (1_000, 5_000)]
+        listed += [
+            Cell("unseen", name, size)
+            for name in GENERATED
+            for size in (1_000, 5_000)
+        ]
     return [each for each in listed if each.chunks <= 2_000] if quick else listed
 
 
@@ -78,7 +100,9 @@ def stream(name: str, traces: Path) -> list[Request]:
     if name in GENERATED:
         return GENERATED[name]()
     if name == SAMPLE:
-        with resources.as_file(resources.files("pagoda.replay") / "sample.jsonl.gz") as path:
+        with resources.as_file(
+            resources.files("pagoda.replay") / "sample.jsonl.gz"
+        ) as path:
             return list(read_trace(path))
     return list(read_trace(traces / f"{name}.jsonl"))
 
@@ -93,16 +117,29 @@ class Drawn(NamedTuple):
 
 
 def drawn(seed: int, number: int, requests: int = 5_000) -> Drawn:
-    """Return the `number`-th random stream of a seed: one kind, or several: at once, in sequence or alternating."""
+    """Return the `number`-th random stream of a seed: one kind, or several: at once, in sequence or
+    alternating.
+    """
     random = np.random.default_rng([seed, number])
-    how = str(random.choice(["one", "one", "mixed", "mixed", "after", "after", "turns"]))
+    how = str(
+        random.choice(["one", "one", "mixed", "mixed", "after", "after", "turns"])
+    )
     kinds = {"one": 1, "turns": 2}.get(how) or int(random.integers(2, 4))
     turns = int(random.choice([4, 6])) if how == "turns" else kinds
     share = requests if kinds == 1 else 2 * requests // turns
     seeds = [int(random.integers(1 << 30)) for _ in range(kinds)]
-    parts = [_part(np.random.default_rng(seeds[i % kinds]), share) for i in range(turns)]
+    parts = [
+        _part(np.random.default_rng(seeds[i % kinds]), share)
+        for i in range(turns)
+    ]
     made = [part for _, part in parts]
-    result = streams.mixed(*made) if how == "mixed" else streams.after(*made) if turns > 1 else made[0]
+    result = (
+        streams.mixed(*made)
+        if how == "mixed"
+        else streams.after(*made)
+        if turns > 1
+        else made[0]
+    )
     texts = [text for text, _ in parts[:kinds]]
     if random.random() < 0.25:
         result = streams.overloaded(result, _log(random, 50, 1_000))
@@ -112,7 +149,13 @@ def drawn(seed: int, number: int, requests: int = 5_000) -> Drawn:
         texts.append(str(random.choice(list(odd))))
         result = odd[texts[-1]]
     working_set = streams.chunks_asked(result)
-    size = int(np.clip(working_set * np.exp(random.uniform(np.log(0.004), np.log(0.7))), 32, 20_000))
+    size = int(
+        np.clip(
+            working_set * np.exp(random.uniform(np.log(0.004), np.log(0.7))),
+            32,
+            20_000,
+        )
+    )
     return Drawn(f"{how}: {' + '.join(texts)}", result, size, working_set)
 
 
@@ -169,7 +212,15 @@ def _rag(random: Generator, seed: int, requests: int) -> Stream:
     passages = _log(random, 20, 2_000)
     exponent = random.uniform(0.5, 1.4)
     each = int(random.integers(1, 6))
-    return streams.rag(seed, requests, passages, exponent, each, _log(random, 1, 5), _spread(random, 0.3, 20))
+    return streams.rag(
+        seed,
+        requests,
+        passages,
+        exponent,
+        each,
+        _log(random, 1, 5),
+        _spread(random, 0.3, 20),
+    )
 
 
 def _zipf(random: Generator, seed: int, requests: int) -> Stream:
@@ -183,7 +234,12 @@ def _scan_zipf(random: Generator, seed: int, requests: int) -> Stream:
     items = _log(random, 100, 10_000)
     exponent = random.uniform(0.5, 1.3)
     return streams.scan_zipf(
-        seed, requests, items, exponent, _log(random, 50, requests // 2), *_plain(random)
+        seed,
+        requests,
+        items,
+        exponent,
+        _log(random, 50, requests // 2),
+        *_plain(random),
     )
 
 
@@ -203,4 +259,5 @@ _PARTS: dict[str, Callable[[Generator, int, int], Stream]] = {
     "loop": lambda r, _, n: streams.loop(n, _log(r, 20, n // 3), *_plain(r)),
     "twice": lambda r, _, n: streams.twice(n, _log(r, 5, n // 4), *_plain(r)),
 }
-_KINDS = [*_PARTS, "agents", "agents", "chat"]  # the most common requests to engines
+# the most common requests to engines
+_KINDS = [*_PARTS, "agents", "agents", "chat"]

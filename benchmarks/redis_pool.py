@@ -1,15 +1,17 @@
-"""What a pool of Redis still hits when a node is lost: `python benchmarks/redis_pool.py TRACE [--away N] [--json]`.
+"""What a pool of Redis still hits when a node is lost: `python benchmarks/redis_pool.py TRACE
+[--away N] [--json]`.
 
-A trace of requests (`pagoda record` writes one) is looked up and stored, request by request, on three
-real servers. Then a node is killed, and comes back empty after N requests. Each figure is the hits of some requests
-divided by the hits that the same requests have on three nodes that are never lost. `runs`: what a request
-stores is kept together; `places`: each chunk is at its own place, as in a pool that has no mark, and is
-read wherever it is.
+A trace of requests (`pagoda record` writes one) is looked up and stored, request by request, on
+three real servers. Then a node is killed, and comes back empty after N requests. Each figure is the
+hits of some requests divided by the hits that the same requests have on three nodes that are never
+lost. `runs`: what a request stores is kept together; `places`: each chunk is at its own place, as
+in a pool that has no mark, and is read wherever it is.
 
-What was lost and not asked for since then cannot hit, and that depends on how long the node is away. So beside the
-figures of the next requests stands what any placement without copies can expect: chunks that were last asked for
-before the loss survive on two of three nodes. The servers have other ports in each run, thus chunks other places: how
-much of what is asked for next was on the lost node differs from run to run.
+What was lost and not asked for since then cannot hit, and that depends on how long the node is
+away. So beside the figures of the next requests stands what any placement without copies can
+expect: chunks that were last asked for before the loss survive on two of three nodes. The servers
+have other ports in each run, thus chunks other places: how much of what is asked for next was on
+the lost node differs from run to run.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from pagoda.replay.trace import Request, read_trace
 from pagoda.tiers.remote.redis_pool import RedisPoolClient, RedisPoolConnection
 from pagoda.tiers.remote.store_client import PutRequest, PutResult
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # testbed.servers starts the servers
+# testbed.servers starts the servers
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from testbed.servers import Server, redis_server
 
 NODES = 3
@@ -53,7 +56,8 @@ class Fleet:
     servers: list[Server]
     keeps_runs: bool
     connection: RedisPoolConnection = field(init=False)
-    hits: list[int] = field(default_factory=list)  # leading chunks found, by request
+    # leading chunks found, by request
+    hits: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)  # of look-ups, in seconds
 
     def __post_init__(self) -> None:
@@ -61,7 +65,9 @@ class Fleet:
         if not self.keeps_runs:  # a pool that had values before gets no mark
             for server in self.servers:
                 server.call("SET", "another:program", "1")
-        self.client = RedisPoolClient(f"redis+pool://{places}", look_seconds=SECONDS)
+        self.client = RedisPoolClient(
+            f"redis+pool://{places}", look_seconds=SECONDS
+        )
         self.connection = self.client.connection()
         self.connection.open(time.monotonic() + SECONDS)
 
@@ -72,32 +78,47 @@ class Fleet:
         self.hits.append(self.connection.find(ROOT, keys, until))
         self.times.append(time.perf_counter() - begun)
         present = self.connection.touch(ROOT, keys, until)
-        new = [key for key, is_here in zip(keys, present, strict=True) if not is_here]
+        new = [
+            key for key, is_here in zip(keys, present, strict=True) if not is_here
+        ]
         self.client.begin_run(new, stamp)
         claims = self.connection.claim(ROOT, new, until)
         for key, claim in zip(new, claims, strict=True):
             if claim is None:
-                self.connection.put(PutRequest(ROOT, key, PAGE, PAGE[:1], lambda: True), until)
+                self.connection.put(
+                    PutRequest(ROOT, key, PAGE, PAGE[:1], lambda: True), until
+                )
             elif claim is not PutResult.PRESENT:
                 raise RuntimeError(f"one machine alone was told {claim}")
 
     def found_again(self, prompts: Sequence[Sequence[bytes]]) -> int:
-        """Return how many leading chunks of these prompts are found now, all together; store nothing."""
-        return sum(self.connection.find(ROOT, keys, time.monotonic() + SECONDS) for keys in prompts)
+        """Return how many leading chunks of these prompts are found now, all together; store
+        nothing.
+        """
+        return sum(
+            self.connection.find(ROOT, keys, time.monotonic() + SECONDS)
+            for keys in prompts
+        )
 
     def wait_for(self, nodes: int) -> None:
         """Wait until the machine has noticed how many nodes there are."""
         until = time.monotonic() + SECONDS
         while len(self.client.in_use()) != nodes:
             with contextlib.suppress(Exception):
-                self.connection.find(ROOT, [bytes(32)], time.monotonic() + SECONDS)
+                self.connection.find(
+                    ROOT, [bytes(32)], time.monotonic() + SECONDS
+                )
             if time.monotonic() > until:
-                raise RuntimeError(f"{len(self.client.in_use())} of {nodes} nodes are used")
+                raise RuntimeError(
+                    f"{len(self.client.in_use())} of {nodes} nodes are used"
+                )
             time.sleep(0.05)
 
     def busiest(self) -> float:
         """Return the chunks of the busiest node, divided by the mean."""
-        counts = [int(server.call("DBSIZE").strip(":\r\n")) for server in self.servers]
+        counts = [
+            int(server.call("DBSIZE").strip(":\r\n")) for server in self.servers
+        ]
         return max(counts) / statistics.mean(counts)
 
 
@@ -114,12 +135,20 @@ def fleet(keeps_runs: bool) -> Iterator[Fleet]:
 def keys_of(request: Request, shared: bool) -> list[bytes]:
     """Return the keys of a request's chunks; `shared`: after two chunks that all prompts share."""
     names = [*(SHARED if shared else []), *map(str, request.hash_ids)]
-    return derive_keys([hashlib.blake2b(name.encode(), digest_size=32).digest() for name in names], ROOT)
+    return derive_keys(
+        [
+            hashlib.blake2b(name.encode(), digest_size=32).digest()
+            for name in names
+        ],
+        ROOT,
+    )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """When the node is lost and when it is back, in requests, and how many requests a figure counts."""
+    """When the node is lost and when it is back, in requests, and how many requests a figure
+    counts.
+    """
 
     before: int
     away: int
@@ -143,8 +172,11 @@ class Plan:
         return slice(self.back_at, self.end)
 
 
-def expected(prompts: Sequence[Sequence[bytes]], lost_at: int, counted: slice) -> float:
-    """Return the share of the hits of some requests that any placement without copies can expect to keep.
+def expected(
+    prompts: Sequence[Sequence[bytes]], lost_at: int, counted: slice
+) -> float:
+    """Return the share of the hits of some requests that any placement without copies can expect to
+    keep.
 
     It is a bound of the mean over placements: one placement may have more luck.
     """
@@ -162,7 +194,9 @@ def expected(prompts: Sequence[Sequence[bytes]], lost_at: int, counted: slice) -
     return 1 - endangered / NODES / max(1, hits)
 
 
-def figures(prompts: Sequence[Sequence[bytes]], keeps_runs: bool, plan: Plan) -> dict[str, float]:
+def figures(
+    prompts: Sequence[Sequence[bytes]], keeps_runs: bool, plan: Plan
+) -> dict[str, float]:
     """Drive one fleet that loses a node and one that does not."""
     asked_again = prompts[plan.before_return()]
     with fleet(keeps_runs) as whole:
@@ -187,27 +221,43 @@ def figures(prompts: Sequence[Sequence[bytes]], keeps_runs: bool, plan: Plan) ->
 
     return {
         "hits with a node lost": share(plan.after_loss()),
-        "any placement, a node lost": expected(prompts, plan.before, plan.after_loss()),
+        "any placement, a node lost": expected(
+            prompts, plan.before, plan.after_loss()
+        ),
         "the same requests again, the node back empty": again,
         "the next requests, the node back empty": share(plan.after_return()),
-        "any placement, the node back empty": expected(prompts, plan.before, plan.after_return()),
+        "any placement, the node back empty": expected(
+            prompts, plan.before, plan.after_return()
+        ),
         "busiest node / mean": busiest,
         "look-up, median us": statistics.median(whole.times) * 1e6,
     }
 
 
 def main() -> None:
-    """Print the figures of both ways to place chunks, of the trace and of one whose prompts share two chunks."""
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print the figures of both ways to place chunks, of the trace and of one whose prompts share
+    two chunks.
+    """
+    ask = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ask.add_argument("trace")
     ask.add_argument(
-        "--before", type=int, default=BEFORE, help="requests before the loss (default %(default)s)"
+        "--before",
+        type=int,
+        default=BEFORE,
+        help="requests before the loss (default %(default)s)",
     )
     ask.add_argument(
-        "--away", type=int, help="requests while the node is away (default: as many as are counted)"
+        "--away",
+        type=int,
+        help="requests while the node is away (default: as many as are counted)",
     )
     ask.add_argument(
-        "--counted", type=int, default=COUNTED, help="requests of which each figure is (default %(default)s)"
+        "--counted",
+        type=int,
+        default=COUNTED,
+        help="requests of which each figure is (default %(default)s)",
     )
     ask.add_argument("--json", action="store_true")
     want = ask.parse_args()
@@ -216,7 +266,9 @@ def main() -> None:
         ask.error(f"--away {plan.away}: give at least --counted ({plan.counted})")
     requests = list(islice(read_trace(want.trace), plan.end))
     if len(requests) < plan.end:
-        sys.exit(f"{want.trace} has {len(requests)} requests: {plan.end} are needed")
+        sys.exit(
+            f"{want.trace} has {len(requests)} requests: {plan.end} are needed"
+        )
     found = {}
     for shared in (False, True):
         prompts = [keys_of(request, shared) for request in requests]
@@ -224,7 +276,9 @@ def main() -> None:
             label = f"{way}, all prompts share two chunks" if shared else way
             found[label] = figures(prompts, keeps_runs, plan)
             if not want.json:
-                said = ", ".join(f"{name} {value:.3f}" for name, value in found[label].items())
+                said = ", ".join(
+                    f"{name} {value:.3f}" for name, value in found[label].items()
+                )
                 print(f"{label}: {said}", flush=True)
     if want.json:
         print(json.dumps(found, indent=1))

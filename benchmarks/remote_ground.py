@@ -1,4 +1,6 @@
-"""Common parts of the benchmarks of remote tiers: entrants that count processor time, turns, figures, servers."""
+"""Common parts of the benchmarks of remote tiers: entrants that count processor time, turns,
+figures, servers.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,31 @@ from pagoda.layout import KVLayout
 from pagoda.tiers import Chunk
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
-from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, StoreClient, StoreConnection
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    PutRequest,
+    PutResult,
+    StoreClient,
+    StoreConnection,
+)
 
 CONNECTIONS = 4  # of a tier by default
 PATIENCE_SECONDS = 60.0
-Move = Callable[[int, bytes, Bytes], None]  # the number of a chunk, its key, its bytes
-# of the server, of several, or what returns them: processes of ours that start meanwhile count as servers
+# the number of a chunk, its key, its bytes
+Move = Callable[[int, bytes, Bytes], None]
+# of the server, of several, or what returns them: processes of ours that start meanwhile count as
+# servers
 Pids = int | tuple[int, ...] | Callable[[], tuple[int, ...]]
 ROOM_TURNS = 4  # capacity of a store that evicts
-Made = Callable[[str, str, str, float | None], Figure]  # of key, candidate, limit, target
+# of key, candidate, limit, target
+Made = Callable[[str, str, str, float | None], Figure]
 
 
 @dataclass
 class Entrant:
-    """One side of a race; counts the processor time of this process and of the server during its turns."""
+    """One side of a race; counts the processor time of this process and of the server during its
+    turns.
+    """
 
     step: Step
     pid: Pids
@@ -115,12 +128,17 @@ class Turns:
                 slot[:] = 0
             step(number)
             wanted = self.numbers(self.kept + number)
-            if not all(np.array_equal(self.slot(chunk), self.source(chunk)) for chunk in wanted):
+            if not all(
+                np.array_equal(self.slot(chunk), self.source(chunk))
+                for chunk in wanted
+            ):
                 raise RuntimeError(f"{name}: the returned bytes are wrong")
 
 
 class LinkMoves:
-    """Put and get chunks through one StoreConnection; reconnect after a long turn of others. Single-threaded."""
+    """Put and get chunks through one StoreConnection; reconnect after a long turn of others.
+    Single-threaded.
+    """
 
     def __init__(self, remote: StoreClient) -> None:
         self._remote = remote
@@ -139,14 +157,19 @@ class LinkMoves:
         """Put a chunk that is not in the store."""
         connection = self._ready()
         (claim,) = connection.claim(NAMESPACE.root, [key], _until())
-        done = claim or connection.put(PutRequest(NAMESPACE.root, key, self._page, source, _always), _until())
+        done = claim or connection.put(
+            PutRequest(NAMESPACE.root, key, self._page, source, _always), _until()
+        )
         if done is not PutResult.STORED:
             raise RuntimeError(f"a chunk was not stored: {done}")
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
         """Get a chunk that is in the store."""
         if (
-            self._ready().get(GetRequest(NAMESPACE.root, key, self._page, lambda: slot), _until())
+            self._ready().get(
+                GetRequest(NAMESPACE.root, key, self._page, lambda: slot),
+                _until(),
+            )
             != slot.nbytes
         ):
             raise RuntimeError("a chunk was not found")
@@ -159,7 +182,9 @@ class LinkMoves:
 class TierMoves:
     """Save and load whole turns through a RemoteTier, with verification."""
 
-    def __init__(self, turns: Turns, remote: StoreClient, connections: int = CONNECTIONS) -> None:
+    def __init__(
+        self, turns: Turns, remote: StoreClient, connections: int = CONNECTIONS
+    ) -> None:
         layout = KVLayout.opaque(256, turns.chunk_bytes, "benchmark")
         self._turns = turns
         self.tier = RemoteTier(
@@ -175,7 +200,14 @@ class TierMoves:
     def save(self, number: int) -> None:
         """Save one turn and wait until all of it is stored."""
         chunks = [
-            Chunk(self._turns.keys[chunk], place, 256, self._turns.source(chunk), None, _always)
+            Chunk(
+                self._turns.keys[chunk],
+                place,
+                256,
+                self._turns.source(chunk),
+                None,
+                _always,
+            )
             for place, chunk in enumerate(self._turns.numbers(number))
         ]
         for future in self.tier.save(chunks, NAMESPACE.root):
@@ -203,19 +235,35 @@ class Side(NamedTuple):
     get: Step
     pid: Pids  # of the other end
     how: str
-    fill: Step | None = None  # puts a turn as earlier users of the store would; None: same as `put`
+    # puts a turn as earlier users of the store would; None: same as `put`
+    fill: Step | None = None
 
 
-def link_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids) -> Side:
-    """Return one StoreConnection, to a store that was filled by as many parallel connections as a tier has."""
+def link_side(
+    stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids
+) -> Side:
+    """Return one StoreConnection, to a store that was filled by as many parallel connections as a
+    tier has.
+    """
     move = stack.enter_context(closing(LinkMoves(remote)))
     fill = links_side(stack, turns, remote, pid).put
-    return Side(turns.putting(move.put), turns.getting(move.get), pid, "1 connection", fill)
+    return Side(
+        turns.putting(move.put),
+        turns.getting(move.get),
+        pid,
+        "1 connection",
+        fill,
+    )
 
 
-def links_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids) -> Side:
+def links_side(
+    stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids
+) -> Side:
     """Return as many StoreConnections as a tier has, on a thread each, without verification."""
-    moves = [stack.enter_context(closing(LinkMoves(remote))) for _ in range(CONNECTIONS)]
+    moves = [
+        stack.enter_context(closing(LinkMoves(remote)))
+        for _ in range(CONNECTIONS)
+    ]
     threads = stack.enter_context(ThreadPoolExecutor(CONNECTIONS))
 
     def parallel(step: Callable[[LinkMoves, int], None], numbers: range) -> None:
@@ -227,16 +275,23 @@ def links_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids) -
             pass
 
     def put(number: int) -> None:
-        parallel(lambda link, n: link.put(n, turns.keys[n], turns.source(n)), turns.numbers(number))
+        parallel(
+            lambda link, n: link.put(n, turns.keys[n], turns.source(n)),
+            turns.numbers(number),
+        )
 
     def get(number: int) -> None:
         numbers = turns.numbers(turns.kept + number % 2)
-        parallel(lambda link, n: link.get(n, turns.keys[n], turns.slot(n)), numbers)
+        parallel(
+            lambda link, n: link.get(n, turns.keys[n], turns.slot(n)), numbers
+        )
 
     return Side(put, get, pid, f"{CONNECTIONS} connections, unverified")
 
 
-def tier_side(stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids) -> Side:
+def tier_side(
+    stack: ExitStack, turns: Turns, remote: StoreClient, pid: Pids
+) -> Side:
     """Return a complete RemoteTier."""
     moves = stack.enter_context(closing(TierMoves(turns, remote)))
     return Side(moves.save, moves.load, pid, moves.how)
@@ -246,7 +301,12 @@ def socket_side(stack: ExitStack, turns: Turns) -> Side:
     """Return a bare socket to a second process, which keeps nothing."""
     pair = stack.enter_context(SocketPair())
     put = turns.putting(lambda _, __, source: pair.put(source))
-    return Side(put, turns.getting(lambda _, __, slot: pair.get(slot)), pair.pid, pair.threads)
+    return Side(
+        put,
+        turns.getting(lambda _, __, slot: pair.get(slot)),
+        pair.pid,
+        pair.threads,
+    )
 
 
 Field = Callable[[ExitStack], Mapping[str, Side]]
@@ -260,14 +320,18 @@ def both_ways(
     empty: Callable[[], None],
     figures: Figures,
 ) -> list[Figure]:
-    """Race the puts, with an untimed call of `before` before each round; then race gets from newly filled stores."""
+    """Race the puts, with an untimed call of `before` before each round; then race gets from newly
+    filled stores.
+    """
     found = raced_puts(turns, sides, before, figures)
     empty()
     return found + raced_gets(turns, sides, figures)
 
 
 def raced_gets(turns: Turns, sides: Field, figures: Figures) -> list[Figure]:
-    """Race the gets of what is put first, on new sides: a tier that remembers its puts would not put it again."""
+    """Race the gets of what is put first, on new sides: a tier that remembers its puts would not
+    put it again.
+    """
     with ExitStack() as stack:
         field = sides(stack)
         for name, each in field.items():
@@ -275,11 +339,16 @@ def raced_gets(turns: Turns, sides: Field, figures: Figures) -> list[Figure]:
                 each.put(turns.kept)
                 each.put(turns.kept + 1)
                 turns.proven(name, each.get)
-        gets = {name: Entrant(each.get, each.pid, each.how) for name, each in field.items()}
+        gets = {
+            name: Entrant(each.get, each.pid, each.how)
+            for name, each in field.items()
+        }
         return figures("get", contest(turns, gets))
 
 
-def raced_puts(turns: Turns, sides: Field, before: Callable[[], None], figures: Figures) -> list[Figure]:
+def raced_puts(
+    turns: Turns, sides: Field, before: Callable[[], None], figures: Figures
+) -> list[Figure]:
     """Race the puts, after enough turns to fill a store with a capacity of ROOM_TURNS."""
     with ExitStack() as stack:
         field = sides(stack)
@@ -287,24 +356,48 @@ def raced_puts(turns: Turns, sides: Field, before: Callable[[], None], figures: 
             before()
             for each in field.values():
                 (each.fill or each.put)(number)
-        puts = {name: Entrant(each.put, each.pid, each.how) for name, each in field.items()}
+        puts = {
+            name: Entrant(each.put, each.pid, each.how)
+            for name, each in field.items()
+        }
         return figures("put", contest(turns, puts, before))
 
 
-def contest(turns: Turns, entrants: Mapping[str, Entrant], before: Callable[[], None] | None = None) -> Made:
+def contest(
+    turns: Turns,
+    entrants: Mapping[str, Entrant],
+    before: Callable[[], None] | None = None,
+) -> Made:
     """Race the entrants; return a function that makes figures from the rounds."""
     runs: Runs = race(entrants, turns.rounds, before=before)
 
-    def figure(key: str, candidate: str, limit: str, target: float | None) -> Figure:
+    def figure(
+        key: str, candidate: str, limit: str, target: float | None
+    ) -> Figure:
         both = {"candidate": entrants[candidate], "limit": entrants[limit]}
-        cpu = {side: entrant.cpu(turns.turn_bytes) for side, entrant in both.items()}
+        cpu = {
+            side: entrant.cpu(turns.turn_bytes) for side, entrant in both.items()
+        }
         how = {side: entrant.how for side, entrant in both.items()}
         made = ratio_figure(
-            key, 0.0, runs, size_bytes=turns.turn_bytes, threads=f"{how['candidate']} against {how['limit']}",
-            candidate=candidate, limit=limit, beside={"how": how, "cpu_seconds_per_gb": cpu},
-        )  # fmt: skip
-        spent = " against ".join(f"{each['client']:.2f} + {each['server']:.2f}" for each in cpu.values())
-        return replace(made, target=target, note=f"{made.note}; CPU s/GB, client + server: {spent}")
+            key,
+            0.0,
+            runs,
+            size_bytes=turns.turn_bytes,
+            threads=f"{how['candidate']} against {how['limit']}",
+            candidate=candidate,
+            limit=limit,
+            beside={"how": how, "cpu_seconds_per_gb": cpu},
+        )
+        spent = " against ".join(
+            f"{each['client']:.2f} + {each['server']:.2f}"
+            for each in cpu.values()
+        )
+        return replace(
+            made,
+            target=target,
+            note=f"{made.note}; CPU s/GB, client + server: {spent}",
+        )
 
     return figure
 

@@ -1,4 +1,6 @@
-"""Race chunks to and from a Mooncake pool: our link and the whole tier against its library here, without copies."""
+"""Race chunks to and from a Mooncake pool: our link and the whole tier against its library here,
+without copies.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +13,66 @@ import numpy as np
 from ground import Plan
 from harness import MIB, Figure, say
 from limits import Bytes
-from remote_ground import Made, Side, Turns, both_ways, link_side, socket_side, tier_side
+from remote_ground import (
+    Made,
+    Side,
+    Turns,
+    both_ways,
+    link_side,
+    socket_side,
+    tier_side,
+)
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.remote.mooncake import MooncakeClient
-from testbed.servers import LIBRARIES, Server, lacking, mooncake_master, mooncake_peer
+from testbed.servers import (
+    LIBRARIES,
+    Server,
+    lacking,
+    mooncake_master,
+    mooncake_peer,
+)
 
 _SIDES = 3  # that put into the pool
 
 
 class PlainMooncake:
-    """Mooncake's library in this process, without deadlines: chunks go from and to registered memory of ours."""
+    """Mooncake's library in this process, without deadlines: chunks go from and to registered
+    memory of ours.
+    """
 
     def __init__(self, master: Server, turns: Turns) -> None:
         from mooncake.store import MooncakeDistributedStore
 
         self.store = MooncakeDistributedStore()
         place = f"127.0.0.1:{master.port}"
-        self._need(self.store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", place))
+        self._need(
+            self.store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", place)
+        )
         self._page = np.zeros(HEADER_BYTES, np.uint8)
         for buffer in (self._page, *turns.sources, *turns.slots):
-            self._need(self.store.register_buffer(buffer.ctypes.data, buffer.nbytes))
+            self._need(
+                self.store.register_buffer(buffer.ctypes.data, buffer.nbytes)
+            )
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
         """Put page and chunk as one value."""
-        (code,) = self.store.batch_put_from_multi_buffers([f"plain/{key.hex()}"], *self._buffers(source))
+        (code,) = self.store.batch_put_from_multi_buffers(
+            [f"plain/{key.hex()}"], *self._buffers(source)
+        )
         self._need(code)
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
         """Get page and chunk into their places."""
-        (code,) = self.store.batch_get_into_multi_buffers([f"plain/{key.hex()}"], *self._buffers(slot))
+        (code,) = self.store.batch_get_into_multi_buffers(
+            [f"plain/{key.hex()}"], *self._buffers(slot)
+        )
         self._need(code - HEADER_BYTES - slot.nbytes)
 
     def _buffers(self, chunk: Bytes) -> tuple[list[list[int]], list[list[int]]]:
-        return [[self._page.ctypes.data, chunk.ctypes.data]], [[HEADER_BYTES, chunk.nbytes]]
+        return [[self._page.ctypes.data, chunk.ctypes.data]], [
+            [HEADER_BYTES, chunk.nbytes]
+        ]
 
     def _need(self, code: int) -> None:
         if code:
@@ -66,10 +94,19 @@ def mooncake_figures(plan: Plan, nbytes: int) -> list[Figure]:
 
         def sides(stack: ExitStack) -> Mapping[str, Side]:
             return {
-                "link": link_side(stack, turns, MooncakeClient(master.url, prefix="link"), pids),
-                "tier": tier_side(stack, turns, MooncakeClient(master.url, prefix="tier"), pids),
+                "link": link_side(
+                    stack, turns, MooncakeClient(master.url, prefix="link"), pids
+                ),
+                "tier": tier_side(
+                    stack, turns, MooncakeClient(master.url, prefix="tier"), pids
+                ),
                 "socket": socket_side(stack, turns),
-                "library": Side(turns.putting(plain.put), turns.getting(plain.get), pids, "1 call, no copy"),
+                "library": Side(
+                    turns.putting(plain.put),
+                    turns.getting(plain.get),
+                    pids,
+                    "1 call, no copy",
+                ),
             }
 
         def empty() -> None:

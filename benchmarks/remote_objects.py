@@ -1,4 +1,6 @@
-"""Race chunks to and from object stores (S3, WebDAV): our link and the whole tier against obstore and a socket."""
+"""Race chunks to and from object stores (S3, WebDAV): our link and the whole tier against obstore
+and a socket.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,25 @@ from ground import Plan
 from harness import MIB, Figure, say
 from limits import Bytes
 from obstore.store import HTTPStore, ObjectStore, S3Store
-from remote_ground import Made, Side, Turns, both_ways, link_side, socket_side, tier_side
+from remote_ground import (
+    Made,
+    Side,
+    Turns,
+    both_ways,
+    link_side,
+    socket_side,
+    tier_side,
+)
 
 from pagoda.tiers.remote.object_store import ObjectStoreClient
-from testbed.servers import BUCKET, DAV_MODULE, Server, lacking, moto_s3, nginx_dav
+from testbed.servers import (
+    BUCKET,
+    DAV_MODULE,
+    Server,
+    lacking,
+    moto_s3,
+    nginx_dav,
+)
 
 
 @dataclass(frozen=True)
@@ -30,19 +47,31 @@ class Engine:
     plain: Callable[[Server], ObjectStore]
     clear: Callable[[Server, ObjectStore], None]
     turn_bytes: int
-    multipart: bool | None  # None: as obstore decides (above 5 MiB); otherwise what the server supports
+    # None: as obstore decides (above 5 MiB); otherwise what the server supports
+    multipart: bool | None
 
 
-_ANYBODY = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
+_ANYBODY = {
+    "access_key_id": "any",
+    "secret_access_key": "any",
+    "region": "us-east-1",
+}
 
 
 def _s3_remote(server: Server, prefix: str) -> ObjectStoreClient:
     options = {"endpoint": server.url, "allow_http": "true"}
-    return ObjectStoreClient(f"s3://{BUCKET}", prefix=prefix, name="s3", options=options | _ANYBODY)
+    return ObjectStoreClient(
+        f"s3://{BUCKET}", prefix=prefix, name="s3", options=options | _ANYBODY
+    )
 
 
 def _s3_plain(server: Server) -> ObjectStore:
-    return S3Store(BUCKET, endpoint=server.url, client_options={"allow_http": True}, **_ANYBODY)
+    return S3Store(
+        BUCKET,
+        endpoint=server.url,
+        client_options={"allow_http": True},
+        **_ANYBODY,
+    )
 
 
 def _s3_clear(_: Server, store: ObjectStore) -> None:
@@ -95,11 +124,18 @@ class PlainObjects:
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
         """Put a copy as `bytes`."""
-        obstore.put(self.store, f"plain/{key.hex()}", source.tobytes(), use_multipart=self.multipart)
+        obstore.put(
+            self.store,
+            f"plain/{key.hex()}",
+            source.tobytes(),
+            use_multipart=self.multipart,
+        )
 
     def get(self, _: int, key: bytes, slot: Bytes) -> None:
         """Get, and copy to the destination."""
-        slot[:] = np.frombuffer(obstore.get(self.store, f"plain/{key.hex()}").bytes(), np.uint8)
+        slot[:] = np.frombuffer(
+            obstore.get(self.store, f"plain/{key.hex()}").bytes(), np.uint8
+        )
 
 
 def object_figures(plan: Plan, engine: Engine, nbytes: int) -> list[Figure]:
@@ -107,17 +143,30 @@ def object_figures(plan: Plan, engine: Engine, nbytes: int) -> list[Figure]:
     if missing := lacking(*engine.needs):
         say(f"{missing}; the figures of {engine.name} are skipped")
         return []
-    turns = Turns(plan, nbytes, min(engine.turn_bytes, 32 * MIB) if plan.quick else engine.turn_bytes)
+    turns = Turns(
+        plan,
+        nbytes,
+        min(engine.turn_bytes, 32 * MIB) if plan.quick else engine.turn_bytes,
+    )
     with engine.serve() as server:
         store = engine.plain(server)
         plain = PlainObjects(store, engine.multipart)
 
         def sides(stack: ExitStack) -> Mapping[str, Side]:
             return {
-                "link": link_side(stack, turns, engine.remote(server, "link"), server.pid),
-                "tier": tier_side(stack, turns, engine.remote(server, "tier"), server.pid),
+                "link": link_side(
+                    stack, turns, engine.remote(server, "link"), server.pid
+                ),
+                "tier": tier_side(
+                    stack, turns, engine.remote(server, "tier"), server.pid
+                ),
                 "socket": socket_side(stack, turns),
-                "obstore": Side(turns.putting(plain.put), turns.getting(plain.get), server.pid, plain.how),
+                "obstore": Side(
+                    turns.putting(plain.put),
+                    turns.getting(plain.get),
+                    server.pid,
+                    plain.how,
+                ),
             }
 
         def clear() -> None:
@@ -128,7 +177,12 @@ def object_figures(plan: Plan, engine: Engine, nbytes: int) -> list[Figure]:
             return [
                 made(f"{engine.name}_{size}_vs_obstore", "link", "obstore", 1.5),
                 made(f"{engine.name}_{size}_vs_socket", "link", "socket", None),
-                made(f"{engine.name}_tier_{size}_vs_obstore", "tier", "obstore", 1.5),
+                made(
+                    f"{engine.name}_tier_{size}_vs_obstore",
+                    "tier",
+                    "obstore",
+                    1.5,
+                ),
             ]
 
         return both_ways(turns, sides, clear, clear, figures)

@@ -1,4 +1,6 @@
-"""Race chunks to and from a real Redis: our link and the whole tier against a bare loop, a bare socket and redis-py."""
+"""Race chunks to and from a real Redis: our link and the whole tier against a bare loop, a bare
+socket and redis-py.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class PlainRedis:
     def __init__(self, url: str) -> None:
         self.client = redis.Redis.from_url(url)
         names = ("redis", "hiredis") if HIREDIS else ("redis",)
-        self.how = "1 connection, " + " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+        self.how = "1 connection, " + " ".join(
+            f"{name} {importlib.metadata.version(name)}" for name in names
+        )
 
     def put(self, _: int, key: bytes, source: Bytes) -> None:
         """SET."""
@@ -63,7 +67,8 @@ class PlainRedis:
 def redis_figures(plan: Plan, nbytes: int) -> list[Figure]:
     """Race puts and gets of chunks of `nbytes`, with servers that are full and evict.
 
-    Each side has a separate Redis, so that no side gets memory that another has warmed or fragmented.
+    Each side has a separate Redis, so that no side gets memory that another has warmed or
+    fragmented.
     """
     with _field(plan, nbytes) as field:
         if field is None:
@@ -88,13 +93,23 @@ def one_writer_figures(plan: Plan, nbytes: int) -> list[Figure]:
             return []
 
         def sides(stack: ExitStack) -> dict[str, Side]:
-            return {name: side._replace(fill=None) for name, side in field.sides(stack).items()}
+            return {
+                name: side._replace(fill=None)
+                for name, side in field.sides(stack).items()
+            }
 
-        return raced_puts(field.turns, sides, _rest, partial(_figures, f"{nbytes // MIB}mib_one_writer"))
+        return raced_puts(
+            field.turns,
+            sides,
+            _rest,
+            partial(_figures, f"{nbytes // MIB}mib_one_writer"),
+        )
 
 
 def cluster_figures(plan: Plan, nbytes: int) -> list[Figure]:
-    """Race gets from a cluster of three masters against gets from one Redis: what all connections move together."""
+    """Race gets from a cluster of three masters against gets from one Redis: what all connections
+    move together.
+    """
     if missing := lacking("redis-server"):
         say(f"{missing}; its figures are skipped")
         return []
@@ -105,15 +120,23 @@ def cluster_figures(plan: Plan, nbytes: int) -> list[Figure]:
         clusters = [servers.enter_context(redis_cluster(3)) for _ in range(2)]
 
         def sides(stack: ExitStack) -> dict[str, Side]:
-            def cluster(masters: Sequence[Server]) -> tuple[RedisClusterClient, tuple[int, ...]]:
+            def cluster(
+                masters: Sequence[Server],
+            ) -> tuple[RedisClusterClient, tuple[int, ...]]:
                 url = f"redis+cluster://127.0.0.1:{masters[0].port}"
-                return RedisClusterClient(url, look_seconds=60.0), tuple(each.pid for each in masters)
+                return RedisClusterClient(url, look_seconds=60.0), tuple(
+                    each.pid for each in masters
+                )
 
             return {
                 "links": links_side(stack, turns, *cluster(clusters[0])),
-                "one_links": links_side(stack, turns, RedisClient(ones[0].url), ones[0].pid),
+                "one_links": links_side(
+                    stack, turns, RedisClient(ones[0].url), ones[0].pid
+                ),
                 "tier": tier_side(stack, turns, *cluster(clusters[1])),
-                "one_tier": tier_side(stack, turns, RedisClient(ones[1].url), ones[1].pid),
+                "one_tier": tier_side(
+                    stack, turns, RedisClient(ones[1].url), ones[1].pid
+                ),
             }
 
         def figures(verb: str, made: Made) -> list[Figure]:
@@ -133,7 +156,10 @@ def lookup_figures(plan: Plan, count: int) -> list[Figure]:
         return []
     keys = keys_of("look-up", count)
     seconds = dict[str, list[float]](few=[], each=[])
-    with redis_server() as server, closing(RedisClient(server.url).connection()) as connection:
+    with (
+        redis_server() as server,
+        closing(RedisClient(server.url).connection()) as connection,
+    ):
         connection.open(time.monotonic() + PATIENCE_SECONDS)
         page = np.zeros(HEADER_BYTES, np.uint8)
         for key in keys:
@@ -141,13 +167,19 @@ def lookup_figures(plan: Plan, count: int) -> list[Figure]:
             connection.put(mark, time.monotonic() + PATIENCE_SECONDS)
         parts = {
             "few": [keys],
-            "each": [keys[start : start + EXACT_KEYS] for start in range(0, count, EXACT_KEYS)],
+            "each": [
+                keys[start : start + EXACT_KEYS]
+                for start in range(0, count, EXACT_KEYS)
+            ],
         }
 
         def look_up(name: str) -> None:
             began = time.perf_counter()
             until = time.monotonic() + PATIENCE_SECONDS
-            found = sum(connection.find(NAMESPACE.root, part, until) for part in parts[name])
+            found = sum(
+                connection.find(NAMESPACE.root, part, until)
+                for part in parts[name]
+            )
             seconds[name].append(time.perf_counter() - began)
             if found != count:
                 raise RuntimeError(f"{found} of {count} keys were found")
@@ -155,8 +187,13 @@ def lookup_figures(plan: Plan, count: int) -> list[Figure]:
         for _ in range(3 * plan.rounds):
             for name in parts:
                 look_up(name)
-    times = [few / each for few, each in zip(seconds["few"], seconds["each"], strict=True)]
-    few_ms, each_ms = (1e3 * statistics.median(seconds[name]) for name in ("few", "each"))
+    times = [
+        few / each
+        for few, each in zip(seconds["few"], seconds["each"], strict=True)
+    ]
+    few_ms, each_ms = (
+        1e3 * statistics.median(seconds[name]) for name in ("few", "each")
+    )
     note = f"{few_ms:.2f} ms against {each_ms:.2f} ms"
     quoted = {"times": [round(one, 4) for one in times]}
     figure = f"look_up_{count}_keys_vs_each_key"
@@ -186,11 +223,20 @@ class Field:
         get = turns.getting(lambda _, key, slot: loop.get(key, slot))
         plain = PlainRedis(urls[PLAIN])
         return {
-            "link": link_side(stack, turns, RedisClient(urls["link"]), pids["link"]),
-            "tier": tier_side(stack, turns, RedisClient(urls["tier"]), pids["tier"]),
+            "link": link_side(
+                stack, turns, RedisClient(urls["link"]), pids["link"]
+            ),
+            "tier": tier_side(
+                stack, turns, RedisClient(urls["tier"]), pids["tier"]
+            ),
             "raw": Side(put, get, pids["raw"], loop.threads),
             "socket": socket_side(stack, turns),
-            PLAIN: Side(turns.putting(plain.put), turns.getting(plain.get), pids[PLAIN], plain.how),
+            PLAIN: Side(
+                turns.putting(plain.put),
+                turns.getting(plain.get),
+                pids[PLAIN],
+                plain.how,
+            ),
         }
 
 
@@ -202,10 +248,17 @@ def _field(plan: Plan, nbytes: int) -> Iterator[Field | None]:
         return
     turns = Turns(plan, nbytes, (32 if plan.quick else 128) * MIB)
     room = (
-        f"--maxmemory {ROOM_TURNS * turns.turn_bytes} --maxmemory-policy allkeys-lru --maxmemory-samples 64"
+        f"--maxmemory {ROOM_TURNS * turns.turn_bytes} --maxmemory-policy allkeys-lru "
+        "--maxmemory-samples 64"
     )
     with ExitStack() as stack:
-        yield Field(turns, {name: stack.enter_context(redis_server(*room.split())) for name in _SIDES})
+        yield Field(
+            turns,
+            {
+                name: stack.enter_context(redis_server(*room.split()))
+                for name in _SIDES
+            },
+        )
 
 
 def _rest() -> None:

@@ -1,8 +1,9 @@
-"""How often machines that compute one prompt send it: `python benchmarks/remote_writes.py [--json] [--quick]`.
+"""How often machines that compute one prompt send it: `python benchmarks/remote_writes.py [--json]
+[--quick]`.
 
-Each machine is a process with its own host tier over one Redis on loopback. All store the same new prompt at the same
-moment, and the bytes that Redis receives, questions included, are compared with the bytes of the prompt's chunks and
-their header pages. `--machines 1,10` says how many machines.
+Each machine is a process with its own host tier over one Redis on loopback. All store the same new
+prompt at the same moment, and the bytes that Redis receives, questions included, are compared with
+the bytes of the prompt's chunks and their header pages. `--machines 1,10` says how many machines.
 """
 
 from __future__ import annotations
@@ -44,30 +45,50 @@ def chunks_of(chunk_bytes: int) -> int:
     return max(FEWEST_CHUNKS, min(MOST_CHUNKS, PROMPT_BYTES // chunk_bytes))
 
 
-def store_as_one_machine(url: str, chunk_bytes: int, shm: Path, rounds: int, gate: Barrier) -> None:
-    """Open a cache over the store; store each round's prompt with all others, and end when it is in the store."""
+def store_as_one_machine(
+    url: str, chunk_bytes: int, shm: Path, rounds: int, gate: Barrier
+) -> None:
+    """Open a cache over the store; store each round's prompt with all others, and end when it is in
+    the store.
+    """
     layout = KVLayout.opaque(CHUNK_TOKENS, chunk_bytes, "benchmark")
     chunks = chunks_of(chunk_bytes)
     place = pieces(chunk_bytes, chunks, 1)
-    whole = np.lib.stride_tricks.as_strided(place[0], (chunks, chunk_bytes), (chunk_bytes, 1))
+    whole = np.lib.stride_tricks.as_strided(
+        place[0], (chunks, chunk_bytes), (chunk_bytes, 1)
+    )
     config = Config(chunk_tokens=layout.chunk_tokens, worth_it=False)
     with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=shm) as root:
-        host = HostTier.open(layout, Path(root), 2 * chunks * layout.slot_bytes, populate=False)
+        host = HostTier.open(
+            layout, Path(root), 2 * chunks * layout.slot_bytes, populate=False
+        )
         host.slab.populate(background=False)
         tier = RemoteTier(layout, RedisClient(url))
-        with Cache(config, namespace=NAMESPACE, layout=layout, tiers=[host, tier]) as cache:
+        with Cache(
+            config, namespace=NAMESPACE, layout=layout, tiers=[host, tier]
+        ) as cache:
             for number in range(rounds):
                 gate.wait(PATIENCE_SECONDS)
-                if cache.store(tokens_of(number, chunks), BlockKV(whole, layout)).num_chunks != chunks:
+                if (
+                    cache.store(
+                        tokens_of(number, chunks), BlockKV(whole, layout)
+                    ).num_chunks
+                    != chunks
+                ):
                     raise RuntimeError("not all was stored")
                 if not cache.flush(PATIENCE_SECONDS):
                     raise RuntimeError("the writes have not ended")
                 gate.wait(PATIENCE_SECONDS)
-                gate.wait(PATIENCE_SECONDS)  # meanwhile it is read how much was received
+                # meanwhile it is read how much was received
+                gate.wait(PATIENCE_SECONDS)
 
 
-def sent_figure(chunk_bytes: int, machines: int, rounds: int, shm: Path) -> Figure:
-    """Return the bytes that Redis received over those of the prompt's chunks and pages; the median over rounds."""
+def sent_figure(
+    chunk_bytes: int, machines: int, rounds: int, shm: Path
+) -> Figure:
+    """Return the bytes that Redis received over those of the prompt's chunks and pages; the median
+    over rounds.
+    """
     from testbed.servers import redis_server
 
     gate = SPAWN.Barrier(machines + 1)
@@ -77,7 +98,10 @@ def sent_figure(chunk_bytes: int, machines: int, rounds: int, shm: Path) -> Figu
     with redis_server() as server, redis.Redis.from_url(server.url) as client:
         arguments = (server.url, chunk_bytes, shm, rounds, gate)
         children = [
-            SPAWN.Process(target=store_as_one_machine, args=arguments, daemon=True) for _ in range(machines)
+            SPAWN.Process(
+                target=store_as_one_machine, args=arguments, daemon=True
+            )
+            for _ in range(machines)
         ]
         for child in children:
             child.start()
@@ -87,11 +111,16 @@ def sent_figure(chunk_bytes: int, machines: int, rounds: int, shm: Path) -> Figu
             began = time.perf_counter()
             gate.wait(PATIENCE_SECONDS)
             seconds.append(time.perf_counter() - began)
-            times.append((client.info("stats")["total_net_input_bytes"] - before) / prompt_bytes)
+            times.append(
+                (client.info("stats")["total_net_input_bytes"] - before)
+                / prompt_bytes
+            )
             kept = client.dbsize()
             gate.wait(PATIENCE_SECONDS)
             if kept != chunks_of(chunk_bytes):
-                raise RuntimeError(f"the store has {kept} names, not one for each chunk")
+                raise RuntimeError(
+                    f"the store has {kept} names, not one for each chunk"
+                )
             client.flushall()
         for child in children:
             child.join(PATIENCE_SECONDS)
@@ -99,26 +128,42 @@ def sent_figure(chunk_bytes: int, machines: int, rounds: int, shm: Path) -> Figu
                 raise RuntimeError("a machine has failed")
     times.sort()
     note = (
-        f"{chunks_of(chunk_bytes)} chunks; {1e3 * min(seconds):.0f} ms until all machines know it is stored"
+        f"{chunks_of(chunk_bytes)} chunks; {1e3 * min(seconds):.0f} ms until all machines "
+        "know it is stored"
     )
-    runs = {"times": [round(each, 4) for each in times], "seconds": [round(each, 4) for each in seconds]}
+    runs = {
+        "times": [round(each, 4) for each in times],
+        "seconds": [round(each, 4) for each in seconds],
+    }
     key = f"sent_vs_computed_{chunk_bytes >> 10}kib_{machines}_machines"
     return Figure(key, times[len(times) // 2], TARGET, "times", runs, note)
 
 
 def main() -> int:
-    """Read the command line, measure and print. Exit code 2: nothing can be measured on this machine."""
+    """Read the command line, measure and print. Exit code 2: nothing can be measured on this
+    machine.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--machines", default=",".join(map(str, MACHINES)), help="how many, as in 1,2,10")
     parser.add_argument(
-        "--shm-dir", type=Path, default=Path("/dev/shm"), help="directory of the machines' files"
+        "--json", action="store_true", help="print one JSON object"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument(
+        "--machines",
+        default=",".join(map(str, MACHINES)),
+        help="how many, as in 1,2,10",
+    )
+    parser.add_argument(
+        "--shm-dir",
+        type=Path,
+        default=Path("/dev/shm"),
+        help="directory of the machines' files",
     )
     options = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # testbed.servers starts the servers
+    # testbed.servers starts the servers
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from testbed.servers import lacking
 
     if missing := lacking("redis-server"):

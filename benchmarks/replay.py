@@ -1,8 +1,10 @@
-"""The real cache against the simulator: `python benchmarks/replay.py [--json] [--trace NAME] [--host N] [--disk N]`.
+"""The real cache against the simulator: `python benchmarks/replay.py [--json] [--trace NAME]
+[--host N] [--disk N]`.
 
-Replays traces with `pagoda.Cache` and tiny chunks, on the clock of the trace, and with the simulator of `pagoda replay`
-and as many slots. Host tiers that are smaller than a prompt, over one disk tier, must reach the hit rate of the
-simulator, and at least that of the disk tier alone. Exit code 1 if one does not.
+Replays traces with `pagoda.Cache` and tiny chunks, on the clock of the trace, and with the
+simulator of `pagoda replay` and as many slots. Host tiers that are smaller than a prompt, over one
+disk tier, must reach the hit rate of the simulator, and at least that of the disk tier alone. Exit
+code 1 if one does not.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ _GIB_64_MIB = 16  # chunks of 64 MiB (llama-3-8b, 512 tokens) in a GiB
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one trace with one pair of tiers (in chunks; host 0: the disk tier alone), of one or more runs.
+    """The results of one trace with one pair of tiers (in chunks; host 0: the disk tier alone), of
+    one or more runs.
 
-    Each run has other keys. Learning policies are sensitive to that, so one run does not resolve a tenth of a point.
+    Each run has other keys. Learning policies are sensitive to that, so one run does not resolve a
+    tenth of a point.
     """
 
     trace: str
@@ -78,14 +82,25 @@ class Row:
     @property
     def texts(self) -> tuple[str, ...]:
         """Return the cells of the table's row."""
-        rates = (f"{100 * mean(self.hit_rates):.3f} %", f"{100 * mean(self.simulated):.3f} %")
+        rates = (
+            f"{100 * mean(self.hit_rates):.3f} %",
+            f"{100 * mean(self.simulated):.3f} %",
+        )
         over = f"{self.over_alone:+.3f}" if self.host_chunks else ""
-        sizes = (f"{self.requests:,}", f"{self.host_chunks:,}", f"{self.disk_chunks:,}")
+        sizes = (
+            f"{self.requests:,}",
+            f"{self.host_chunks:,}",
+            f"{self.disk_chunks:,}",
+        )
         return (self.trace, *sizes, *rates, f"{self.apart:+.3f}", over)
 
 
 def rows(
-    trace: str, runs: Sequence[Sequence[Request]], hosts: Sequence[int], disk: int, policy: str
+    trace: str,
+    runs: Sequence[Sequence[Request]],
+    hosts: Sequence[int],
+    disk: int,
+    policy: str,
 ) -> Iterator[Row]:
     """Replay with the disk tier alone, then with each of the host tiers above it."""
     alone: list[float] = []
@@ -102,8 +117,18 @@ def rows(
         alone = alone or played
         seconds = time.monotonic() - began
         row = Row(
-            trace, len(runs[0]), host, disk, policy, played, simulated, alone, by_tier, drops, seconds
-        )  # fmt: skip
+            trace,
+            len(runs[0]),
+            host,
+            disk,
+            policy,
+            played,
+            simulated,
+            alone,
+            by_tier,
+            drops,
+            seconds,
+        )
         say(f"{' '.join(row.texts)} ({seconds:.0f} s)")
         yield row
 
@@ -111,22 +136,36 @@ def rows(
 def _live(
     requests: Sequence[Request], host: int, disk: int, policy: str
 ) -> tuple[float, dict[str, float], dict[str, int]]:
-    """Replay with the real cache; return its hit rate, that of each tier, and the number of drops by reason."""
+    """Replay with the real cache; return its hit rate, that of each tier, and the number of drops
+    by reason.
+    """
     from testbed.live_cache import CHUNK, Live
 
-    with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
+    with tempfile.TemporaryDirectory(
+        prefix="pagoda-bench-", dir="/dev/shm"
+    ) as root:
         live = Live(Path(root), policy, host=host, disk=disk)
         rate = live.play(requests)
         counters = admin.counters(live.ledgers[0])
         live.close()
-    by_tier = {name: counters[f"hit_tokens_{name}"] / CHUNK / rate.accesses for name in ("host", "disk")}
-    drops = {name: count for name, count in counters.items() if name.startswith("drop_") and count}
+    by_tier = {
+        name: counters[f"hit_tokens_{name}"] / CHUNK / rate.accesses
+        for name in ("host", "disk")
+    }
+    drops = {
+        name: count
+        for name, count in counters.items()
+        if name.startswith("drop_") and count
+    }
     return rate.share, by_tier, drops
 
 
 def renamed(requests: Sequence[Request], run: int) -> list[Request]:
     """Return the same requests with other ids, and therefore other keys."""
-    return [replace(each, hash_ids=tuple(one + (run << 44) for one in each.hash_ids)) for each in requests]
+    return [
+        replace(each, hash_ids=tuple(one + (run << 44) for one in each.hash_ids))
+        for each in requests
+    ]
 
 
 def main() -> int:
@@ -134,8 +173,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--markdown", action="store_true", help="print a table for docs/design/benchmarks.md")
-    parser.add_argument("--traces", type=Path, default=TRACES, help="directory of mooncake_*.jsonl")
+    form.add_argument(
+        "--markdown",
+        action="store_true",
+        help="print a table for docs/design/benchmarks.md",
+    )
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        default=TRACES,
+        help="directory of mooncake_*.jsonl",
+    )
     parser.add_argument(
         "--trace",
         nargs="+",
@@ -148,17 +196,32 @@ def main() -> int:
         default=[2 * _GIB_64_MIB, 4 * _GIB_64_MIB, 8 * _GIB_64_MIB],
         help="sizes of the host tier in chunks",
     )
-    parser.add_argument("--disk", type=int, default=120 * _GIB_64_MIB, help="size of the disk tier in chunks")
-    parser.add_argument("--policy", default="hindsight")
-    parser.add_argument("--requests", type=int, help="use only the first N requests of each trace")
     parser.add_argument(
-        "--runs", type=int, default=1, help="runs of each trace, with other keys; the result is their mean"
+        "--disk",
+        type=int,
+        default=120 * _GIB_64_MIB,
+        help="size of the disk tier in chunks",
+    )
+    parser.add_argument("--policy", default="hindsight")
+    parser.add_argument(
+        "--requests", type=int, help="use only the first N requests of each trace"
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=1,
+        help="runs of each trace, with other keys; the result is their mean",
     )
     parser.add_argument("--quick", action="store_true", help="300 requests")
     options = parser.parse_args()
-    sys.path.append(str(Path(__file__).parents[1]))  # testbed.live_cache drives the cache
+    # testbed.live_cache drives the cache
+    sys.path.append(str(Path(__file__).parents[1]))
     count = options.requests or (300 if options.quick else None)
-    names = options.trace or sorted(path.stem for path in options.traces.glob("mooncake_*.jsonl")) or [SAMPLE]
+    names = (
+        options.trace
+        or sorted(path.stem for path in options.traces.glob("mooncake_*.jsonl"))
+        or [SAMPLE]
+    )
     found: list[Row] = []
     for name in names:
         requests = stream(name, options.traces)[:count]
@@ -166,7 +229,12 @@ def main() -> int:
         found += rows(name, runs, options.host, options.disk, options.policy)
     if options.json:
         values = [
-            asdict(row) | {"points_apart": row.apart, "points_over_disk_alone": row.over_alone, "ok": row.ok}
+            asdict(row)
+            | {
+                "points_apart": row.apart,
+                "points_over_disk_alone": row.over_alone,
+                "ok": row.ok,
+            }
             for row in found
         ]
         print(json.dumps({"rows": values, "machine": machine()}, indent=1))

@@ -1,7 +1,8 @@
-"""Second sight against write-through, by replay: `python benchmarks/second_sight.py TRACE... [--json]`.
+"""Second sight against write-through, by replay: `python benchmarks/second_sight.py TRACE...
+[--json]`.
 
-Machines with a host tier of one 32nd of the trace's different chunks each share a remote tier of some sizes. Exact, and
-the same in every run. The last results: docs/design/benchmarks/writes.md.
+Machines with a host tier of one 32nd of the trace's different chunks each share a remote tier of
+some sizes. Exact, and the same in every run. The last results: docs/design/benchmarks/writes.md.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from pathlib import Path
 
 from harness import machine, say
 
-from pagoda.replay import WRITE_POLICIES, FleetSpec, TierSpec, read_trace, simulate_fleet
+from pagoda.replay import (
+    WRITE_POLICIES,
+    FleetSpec,
+    TierSpec,
+    read_trace,
+    simulate_fleet,
+)
 
 MACHINES = (1, 2, 10)
-SHARES = (16, 8, 4, 2, 1)  # the remote tier has room for one such part of the different chunks
+# the remote tier has room for one such part of the different chunks
+SHARES = (16, 8, 4, 2, 1)
 HOST_SHARE = 32
 # where second sight is recommended
 MOST_WRITES = 0.5
@@ -40,7 +48,9 @@ _HEADS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One fleet with both write policies. `share`: 1/share of the trace's chunks fit into the remote tier."""
+    """One fleet with both write policies. `share`: 1/share of the trace's chunks fit into the
+    remote tier.
+    """
 
     trace: str
     machines: int
@@ -89,12 +99,22 @@ def compare(trace: Path, machines: int, share: int) -> Row:
     own = [TierSpec("host", max(1, different // HOST_SHARE), "hindsight")]
     remote = TierSpec("remote", max(1, different // share), "lru")
     through, sight = (
-        simulate_fleet(requests, FleetSpec(machines, own, remote, write_policy=policy))
+        simulate_fleet(
+            requests, FleetSpec(machines, own, remote, write_policy=policy)
+        )
         for policy in WRITE_POLICIES
     )
     written = through.tiers[-1].chunks_written, sight.tiers[-1].chunks_written
     say(f"{trace.stem}, {machines} machines, 1/{share}: done")
-    return Row(trace.stem, machines, share, remote.chunks, through.hit_rate, sight.hit_rate, *written)
+    return Row(
+        trace.stem,
+        machines,
+        share,
+        remote.chunks,
+        through.hit_rate,
+        sight.hit_rate,
+        *written,
+    )
 
 
 def main() -> int:
@@ -103,19 +123,39 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "traces", nargs="+", type=Path, metavar="TRACE", help="recorded requests, as JSON lines"
+        "traces",
+        nargs="+",
+        type=Path,
+        metavar="TRACE",
+        help="recorded requests, as JSON lines",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes"
+    )
     options = parser.parse_args()
-    cells = [(trace, number, share) for trace in options.traces for number in MACHINES for share in SHARES]
+    cells = [
+        (trace, number, share)
+        for trace in options.traces
+        for number in MACHINES
+        for share in SHARES
+    ]
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         rows = list(pool.map(compare, *zip(*cells, strict=True)))
     if options.json:
-        found = [asdict(row) | {"points": row.points, "writes": row.writes} for row in rows]
+        found = [
+            asdict(row) | {"points": row.points, "writes": row.writes}
+            for row in rows
+        ]
         print(json.dumps({"rows": found, "machine": machine()}, indent=1))
     else:
-        for cells_of_row in (_HEADS, ["---", *["--:"] * (len(_HEADS) - 1)], *(row.texts for row in rows)):
+        for cells_of_row in (
+            _HEADS,
+            ["---", *["--:"] * (len(_HEADS) - 1)],
+            *(row.texts for row in rows),
+        ):
             print("| " + " | ".join(cells_of_row) + " |")
     return 0
 

@@ -1,8 +1,10 @@
-"""What `pagoda serve` and one open page cost an engine: its CPU seconds a token, with and without them beside it.
+"""What `pagoda serve` and one open page cost an engine: its CPU seconds a token, with and without
+them beside it.
 
-An engine (a `Cache` in a process) stores and retrieves prompts and measures its own CPU time, in pairs of phases: one
-with a server and a reader of its stream of events, one without, the order changing from pair to pair. The engine
-computes nothing between its calls, so the share of what the server costs is the largest that it can be.
+An engine (a `Cache` in a process) stores and retrieves prompts and measures its own CPU time, in
+pairs of phases: one with a server and a reader of its stream of events, one without, the order
+changing from pair to pair. The engine computes nothing between its calls, so the share of what the
+server costs is the largest that it can be.
 
     python benchmarks/serve_beside.py [--quick] [--json]
 """
@@ -87,17 +89,34 @@ class Engine:
 
 @contextmanager
 def watched(root: Path) -> Iterator[list[int]]:
-    """Run `pagoda serve` and read its events on a thread; yields the list that the size of each event is added to."""
+    """Run `pagoda serve` and read its events on a thread; yields the list that the size of each
+    event is added to.
+    """
     code = "import sys; from pagoda.cli import main; sys.exit(main())"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "serve", str(root), "--listen", "127.0.0.1:0", "--json"],
-        env={**os.environ, "PAGODA_SERVE_TOKEN": TOKEN}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            code,
+            "serve",
+            str(root),
+            "--listen",
+            "127.0.0.1:0",
+            "--json",
+        ],
+        env={**os.environ, "PAGODA_SERVE_TOKEN": TOKEN},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
-        address = json.loads(process.stdout.readline())["url"].removeprefix("http://")
+        address = json.loads(process.stdout.readline())["url"].removeprefix(
+            "http://"
+        )
         connection = http.client.HTTPConnection(address, timeout=30)
-        connection.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
+        connection.request(
+            "GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
         stream = connection.getresponse()
         events = list[int]()
         assert stream.status == 200
@@ -124,7 +143,9 @@ def measure(pairs: int, prompts: int) -> Figure:
     without = list[float]()
     beside = list[float]()
     seen = 0
-    with tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir="/dev/shm") as root:
+    with tempfile.TemporaryDirectory(
+        prefix="pagoda-bench-", dir="/dev/shm"
+    ) as root:
         engine = Engine(Path(root))
         engine.run(prompts)  # warm
         for pair in range(pairs):
@@ -145,16 +166,25 @@ def measure(pairs: int, prompts: int) -> Figure:
         "beside_microseconds": [1e6 * one for one in beside],
     }
     note = f"{seen} events were read meanwhile"
-    return Figure("serve_beside_cpu", statistics.median(ratios), TARGET, "times", runs, note)
+    return Figure(
+        "serve_beside_cpu", statistics.median(ratios), TARGET, "times", runs, note
+    )
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="few and short pairs: that it runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few and short pairs: that it runs"
+    )
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    report([measure(2, 200) if given.quick else measure(10, 8000)], as_json=given.json)
+    report(
+        [measure(2, 200) if given.quick else measure(10, 8000)],
+        as_json=given.json,
+    )
     return 0
 
 

@@ -1,14 +1,16 @@
 """The speed of the vLLM connector: `.venv-vllm/bin/python benchmarks/vllm.py [--json] [--quick]`.
 
-Real engines on the CPU with a small random Llama, each in a separate process, take turns. The JSON quotes every run
-under "runs". What each figure means, and the last results: docs/design/benchmarks.md.
+Real engines on the CPU with a small random Llama, each in a separate process, take turns. The JSON
+quotes every run under "runs". What each figure means, and the last results:
+docs/design/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import sys
 
-sys.path.append(sys.path.pop(0))  # search this folder last, or this file would be imported as vLLM
+# search this folder last, or this file would be imported as vLLM
+sys.path.append(sys.path.pop(0))
 
 from ground import main
 from vllm_figures import PARTS

@@ -1,16 +1,18 @@
 """What an engine's steps wait for Python's lock while routers are told of all that a tier holds.
 
-A store of `--chunks` chunks with notes is made. Then the main thread takes steps, as vLLM's scheduler does: it waits
-for the device, then runs Python with calls in between that give the lock up. Meanwhile the thread of KV events tells of
-all chunks through vLLM's own publisher to a subscriber, another process. It does so in turns: between them are turns in
-which nothing is told, and turns in which another process uses the processor as much as telling does.
+A store of `--chunks` chunks with notes is made. Then the main thread takes steps, as vLLM's
+scheduler does: it waits for the device, then runs Python with calls in between that give the lock
+up. Meanwhile the thread of KV events tells of all chunks through vLLM's own publisher to a
+subscriber, another process. It does so in turns: between them are turns in which nothing is told,
+and turns in which another process uses the processor as much as telling does.
 
-A step waits for the lock where its thread gives the processor up of itself (voluntary context switches) although it has
-nothing else to wait for: so other work on the machine, which takes the processor from it, is not counted. That which
-takes the processor from the thread that has the lock is: so `held` is what the other threads of this process used of
-the processor meanwhile, about what the wait would be on a machine with nothing else to do. Printed are percentiles of
-each kind of turn, how many steps were held for more than 1 ms, and chunks told a second of the turns in which they are.
-Needs vLLM (make setup-vllm) and about 9 KiB of shared memory a chunk:
+A step waits for the lock where its thread gives the processor up of itself (voluntary context
+switches) although it has nothing else to wait for: so other work on the machine, which takes the
+processor from it, is not counted. That which takes the processor from the thread that has the lock
+is: so `held` is what the other threads of this process used of the processor meanwhile, about what
+the wait would be on a machine with nothing else to do. Printed are percentiles of each kind of
+turn, how many steps were held for more than 1 ms, and chunks told a second of the turns in which
+they are. Needs vLLM (make setup-vllm) and about 9 KiB of shared memory a chunk:
 
     .venv-vllm/bin/python -P benchmarks/vllm_events.py --chunks 100000 [--json]
 """
@@ -64,7 +66,9 @@ LOAD_SECONDS = 0.0005  # of the other process's stretches
 
 
 def fill(cache: Cache, chunks: int) -> bytes:
-    """Store that many chunks with notes, as an engine that ran before would have left them; return their namespace."""
+    """Store that many chunks with notes, as an engine that ran before would have left them; return
+    their namespace.
+    """
     slots = cache.slots
     random = np.random.default_rng(0)
     assert slots is not None
@@ -83,7 +87,9 @@ def fill(cache: Cache, chunks: int) -> bytes:
             written.append((item.slot, item.key, msgspec.msgpack.encode(note)))
         notes.write(written)
         refs = [
-            ChunkRef(one.key, n, keys[n - 1] if n else None, one.slot, one.generation)
+            ChunkRef(
+                one.key, n, keys[n - 1] if n else None, one.slot, one.generation
+            )
             for n, one in enumerate(done)
         ]
         slots.commit({root: refs})
@@ -94,7 +100,8 @@ class Step(NamedTuple):
     """Seconds of one step."""
 
     wait: float  # for the lock
-    held: float  # what other threads of this process used of the processor meanwhile
+    # what other threads of this process used of the processor meanwhile
+    held: float
     whole: float
 
 
@@ -105,7 +112,8 @@ def step() -> Step:
     began = time.perf_counter()
     time.sleep(DEVICE_SECONDS)
     now = time.perf_counter()
-    wait = now - began - DEVICE_SECONDS if _switches() > before + 1 else 0.0  # one for the device
+    # one for the device
+    wait = now - began - DEVICE_SECONDS if _switches() > before + 1 else 0.0
     held = min(wait, _others() - others)
     switches = _switches()
     ran = time.thread_time()
@@ -129,7 +137,9 @@ def step() -> Step:
 
 
 def _switches() -> int:
-    """Return how often this thread gave the processor up to wait for something: here, for the lock or the device."""
+    """Return how often this thread gave the processor up to wait for something: here, for the lock
+    or the device.
+    """
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
@@ -204,9 +214,13 @@ def processes(address: str, share: Synchronized[float]) -> Iterator[None]:
 
 
 def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
-    """Take steps while all chunks are told, in turns with steps beside nothing and beside as much load."""
+    """Take steps while all chunks are told, in turns with steps beside nothing and beside as much
+    load.
+    """
     assert cache.slots is not None
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://127.0.0.1:*")
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://127.0.0.1:*"
+    )
     outlet = Turns(config)
     publisher = EventPublisherFactory.create(config)
     address = publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -215,7 +229,8 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
     stored = StoredEvents(cache.slots.ledgers, lambda: root, groups, form, outlet)
     taken: dict[str, list[Step]] = {turn: [] for turn in TURNS}
     share = multiprocessing.get_context("spawn").Value("d", 0.0)
-    used = dict.fromkeys(TURNS, 0.0)  # seconds of the processor by other threads than the steps'
+    # seconds of the processor by other threads than the steps'
+    used = dict.fromkeys(TURNS, 0.0)
     seconds = dict.fromkeys(TURNS, 0.0)
     enable_envs_cache()  # as vLLM's engine does before its first step
     gc.collect()
@@ -224,16 +239,22 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
         outlet.told.set()
         stored.start()
         began = time.perf_counter()
-        while told(stored) < chunks and time.perf_counter() < began + LONGEST_SECONDS:
+        while (
+            told(stored) < chunks
+            and time.perf_counter() < began + LONGEST_SECONDS
+        ):
             for turn, length in TURNS.items():
                 (outlet.told.set if turn == "told" else outlet.told.clear)()
-                share.value = used["told"] / seconds["told"] if turn == "load" else 0.0
+                share.value = (
+                    used["told"] / seconds["told"] if turn == "load" else 0.0
+                )
                 at = time.perf_counter()
                 others = _others()
                 taken[turn] += steps(at + length)
                 seconds[turn] += time.perf_counter() - at
                 used[turn] += _others() - others
-                gc.freeze()  # of a million chunks there are so many steps that collecting them would take 10 ms
+                # of a million chunks there are so many steps that collecting them would take 10 ms
+                gc.freeze()
         outlet.told.set()
         heard = told(stored)
         stored.close()
@@ -247,9 +268,18 @@ def measure(cache: Cache, root: bytes, chunks: int) -> dict[str, float]:
         figures[f"steps_{turn}"] = len(each)
         for what in Step._fields:
             times = sorted(getattr(step, what) for step in each)
-            for name, part in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999), ("max", 1.0)):
-                figures[f"{what}_ms_{turn}_{name}"] = times[int(part * (len(times) - 1))] * 1e3
-        figures[f"held_above_1_ms_{turn}"] = sum(step.held > 0.001 for step in each)
+            for name, part in (
+                ("p50", 0.5),
+                ("p99", 0.99),
+                ("p999", 0.999),
+                ("max", 1.0),
+            ):
+                figures[f"{what}_ms_{turn}_{name}"] = (
+                    times[int(part * (len(times) - 1))] * 1e3
+                )
+        figures[f"held_above_1_ms_{turn}"] = sum(
+            step.held > 0.001 for step in each
+        )
     return figures
 
 
@@ -264,9 +294,13 @@ def main() -> None:
     chunks = options.chunks // PROMPT * PROMPT
     root = Path(tempfile.mkdtemp(prefix="pagoda-bench-", dir="/dev/shm"))
     try:
-        layout = KVLayout.dense(layers=1, kv_heads=1, head_dim=1, dtype="uint8", chunk_tokens=TOKENS)
+        layout = KVLayout.dense(
+            layers=1, kv_heads=1, head_dim=1, dtype="uint8", chunk_tokens=TOKENS
+        )
         config = Config(host_path=str(root), host_size=layout.slot_bytes * chunks)
-        with Cache(config=config, layout=layout, namespace=Namespace(model="bench")) as cache:
+        with Cache(
+            config=config, layout=layout, namespace=Namespace(model="bench")
+        ) as cache:
             figures = measure(cache, fill(cache, chunks), chunks)
         if options.json:
             print(json.dumps(figures))

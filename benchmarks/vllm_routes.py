@@ -2,9 +2,9 @@
 
     .venv-vllm/bin/python benchmarks/vllm_routes.py [--json] [--quick]
 
-`PagodaConnector` serves plain models by itself, and hybrid ones through vLLM's offloading. Could the second serve all
-models? Engines take turns: without a connector, with the first way, and with the second, which is named directly.
-Decision 0039.
+`PagodaConnector` serves plain models by itself, and hybrid ones through vLLM's offloading. Could
+the second serve all models? Engines take turns: without a connector, with the first way, and with
+the second, which is named directly. Decision 0039.
 """
 
 from __future__ import annotations
@@ -34,16 +34,27 @@ _OFFLOADING = {
 
 
 def route_figures(plan: Plan) -> list[Figure]:
-    """Measure processor time of prompts that never hit, and first tokens of those in host memory."""
+    """Measure processor time of prompts that never hit, and first tokens of those in host
+    memory.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.shm) as shm,
-        tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=plan.disk) as disk,
+        tempfile.TemporaryDirectory(
+            prefix="pagoda-bench-", dir=plan.disk
+        ) as disk,
     ):
         model = Path(disk, "model")
         wait_for_model(model)
-        given = {name: _connector(Path(shm, name), name) for name in ("own", "offloading")}
+        given = {
+            name: _connector(Path(shm, name), name)
+            for name in ("own", "offloading")
+        }
         engines = {
-            name: Engine(name, Path(disk, f"{name}.log"), **options(model, **given.get(name, {})))
+            name: Engine(
+                name,
+                Path(disk, f"{name}.log"),
+                **options(model, **given.get(name, {})),
+            )
             for name in ("without", "own", "offloading")
         }
         try:
@@ -56,7 +67,12 @@ def route_figures(plan: Plan) -> list[Figure]:
 
 
 def _connector(host: Path, name: str) -> dict[str, object]:
-    made = connector(host_path=str(host), host_size="256MiB", worth_it=False, deadline_seconds=20.0)
+    made = connector(
+        host_path=str(host),
+        host_size="256MiB",
+        worth_it=False,
+        deadline_seconds=20.0,
+    )
     if name == "offloading":
         made["kv_transfer_config"] |= _OFFLOADING
     return made
@@ -85,11 +101,28 @@ def _figures(engines: dict[str, Engine], rounds: int) -> list[Figure]:
             firsts[name].append(seconds)
             hits[name].add(cached)
     return [
-        _of("processor_time_own_vs_without", processor["own"], processor["without"]),
-        _of("processor_time_offloading_vs_without", processor["offloading"], processor["without"]),
-        _of("processor_time_offloading_vs_own", processor["offloading"], processor["own"]),
+        _of(
+            "processor_time_own_vs_without",
+            processor["own"],
+            processor["without"],
+        ),
+        _of(
+            "processor_time_offloading_vs_without",
+            processor["offloading"],
+            processor["without"],
+        ),
+        _of(
+            "processor_time_offloading_vs_own",
+            processor["offloading"],
+            processor["own"],
+        ),
         _of("turn_offloading_vs_own", wall["offloading"], wall["own"]),
-        _of("first_token_own_vs_device", firsts["own"], firsts["without"], _hit(hits["own"])),
+        _of(
+            "first_token_own_vs_device",
+            firsts["own"],
+            firsts["without"],
+            _hit(hits["own"]),
+        ),
         _of(
             "first_token_offloading_vs_device",
             firsts["offloading"],
@@ -103,7 +136,9 @@ def _hit(tokens: set[int]) -> str:
     return f"hits {sorted(tokens)} of {PROMPT} tokens"
 
 
-def _of(key: str, ours: Sequence[float], limit: Sequence[float], note: str = "") -> Figure:
+def _of(
+    key: str, ours: Sequence[float], limit: Sequence[float], note: str = ""
+) -> Figure:
     ratios = [a / b for a, b in list(zip(ours, limit, strict=True))[1:]]
     medians = [statistics.median(each[1:]) * 1e3 for each in (ours, limit)]
     note = f"{medians[0]:.1f} ms against {medians[1]:.1f} ms; {note}".rstrip("; ")

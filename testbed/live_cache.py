@@ -45,7 +45,9 @@ class Rate(NamedTuple):
 
 
 class Live:
-    """The cache of one process: a host tier, a disk tier, a remote tier, on a clock that only the trace advances."""
+    """The cache of one process: a host tier, a disk tier, a remote tier, on a clock that only the
+    trace advances.
+    """
 
     def __init__(
         self,
@@ -63,7 +65,11 @@ class Live:
         if host:
             self._tiers.append(
                 HostTier.open(
-                    LAYOUT, root / "host", host * LAYOUT.slot_bytes, policy=policy, clock=self.clock
+                    LAYOUT,
+                    root / "host",
+                    host * LAYOUT.slot_bytes,
+                    policy=policy,
+                    clock=self.clock,
                 )
             )
         if disk:
@@ -73,7 +79,8 @@ class Live:
                     LAYOUT,
                     root / "disk",
                     size,
-                    direct=False,  # as fast as possible: the disk is not under test
+                    # as fast as possible: the disk is not under test
+                    direct=False,
                     policy=policy,
                     queue_chunks=1 << 16,
                     clock=self.clock,
@@ -109,24 +116,39 @@ class Live:
     @property
     def ledgers(self) -> list[Ledger]:
         """Return the ledgers of the tiers."""
-        return [tier.ledger for tier in self._tiers if not isinstance(tier, RemoteTier)]
+        return [
+            tier.ledger
+            for tier in self._tiers
+            if not isinstance(tier, RemoteTier)
+        ]
 
     def ask(self, request: Request) -> Rate:
-        """Retrieve a prompt and store it at its time; all writes to lower tiers are done on return."""
+        """Retrieve a prompt and store it at its time; all writes to lower tiers are done on
+        return.
+        """
         self.clock.advance(max(0.0, request.timestamp_ms - self._now_ms) / 1e3)
         self._now_ms = max(self._now_ms, request.timestamp_ms)
         self._keep_up()
         tokens = tokens_of(request.hash_ids)
-        kv = BlockKV(np.zeros((max(1, len(request.hash_ids)), LAYOUT.chunk_bytes), np.uint8), LAYOUT)
+        kv = BlockKV(
+            np.zeros(
+                (max(1, len(request.hash_ids)), LAYOUT.chunk_bytes), np.uint8
+            ),
+            LAYOUT,
+        )
         hit = self.cache.retrieve(tokens, kv)
         self.cache.store(tokens, kv)
-        self.hits.update({tier: tokens // CHUNK for tier, tokens in hit.by_tier.items()})
+        self.hits.update(
+            {tier: tokens // CHUNK for tier, tokens in hit.by_tier.items()}
+        )
         if len(self._tiers) > 1 or not isinstance(self._tiers[0], HostTier):
             assert self.cache.flush(100)
         return Rate(len(request.hash_ids), hit.num_tokens // CHUNK)
 
     def _keep_up(self) -> None:
-        """Let the policies learn as often as the ledgers' threads would, and as the simulator does."""
+        """Let the policies learn as often as the ledgers' threads would, and as the simulator
+        does.
+        """
         if self._now_ms - self._shared_ms >= _SHARE_MS:
             self._shared_ms = self._now_ms
             for ledger in self.ledgers:
@@ -139,7 +161,9 @@ class Live:
     def play(self, requests: Iterable[Request]) -> Rate:
         """Request one prompt after the other."""
         rates = [self.ask(request) for request in requests]
-        return Rate(sum(rate.accesses for rate in rates), sum(rate.hits for rate in rates))
+        return Rate(
+            sum(rate.accesses for rate in rates), sum(rate.hits for rate in rates)
+        )
 
     def close(self) -> None:
         """Close the cache, as at the end of a process."""
@@ -149,7 +173,11 @@ class Live:
 def tokens_of(ids: tuple[int, ...]) -> npt.NDArray[np.int32]:
     """Return a prompt whose chunks differ exactly where these ids do."""
     wide = np.array(ids, np.int64)
-    return np.stack([wide // _HALF, wide % _HALF], axis=1).astype(np.int32).reshape(-1)
+    return (
+        np.stack([wide // _HALF, wide % _HALF], axis=1)
+        .astype(np.int32)
+        .reshape(-1)
+    )
 
 
 def simulated(requests: Iterable[Request], chunks: int, policy: str) -> float:

@@ -1,4 +1,5 @@
-"""Network namespaces as machines: joined by virtual cables that are shaped, cut and mended. Linux, root, iproute2.
+"""Network namespaces as machines: joined by virtual cables that are shaped, cut and mended. Linux,
+root, iproute2.
 
     with network() as net:
         engine, store = net.place("engine"), net.place("store")
@@ -7,8 +8,9 @@
         cable.shape(1e9)
         cable.cut()
 
-A namespace lives as long as the processes in it. Processes that are started here end with this process, however it
-ends, so even a `kill -9` leaves nothing. Nothing outside the new namespaces is changed.
+A namespace lives as long as the processes in it. Processes that are started here end with this
+process, however it ends, so even a `kill -9` leaves nothing. Nothing outside the new namespaces is
+changed.
 """
 
 from __future__ import annotations
@@ -21,20 +23,26 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any  # noqa: TID251  # what Popen takes
+from typing import Any  # what Popen takes  # noqa: TID251
 
 from testbed.servers import skip
 
 _COMMAND_SECONDS = 10.0
-_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+_PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+}
 _PROGRAMS |= {"setpriv": "util-linux", "cat": "coreutils"}
-_LEAST_BURST_BYTES = (
-    256 << 10
-)  # several of the largest packets (64 KiB): with less the link does not reach its rate
+# several of the largest packets (64 KiB): with less the link does not reach its rate
+_LEAST_BURST_BYTES = 256 << 10
 
 
 class NotPermittedError(OSError):
-    """Namespaces, cables or shaping are not available on this machine; the message says why and what to do."""
+    """Namespaces, cables or shaping are not available on this machine; the message says why and
+    what to do.
+    """
 
 
 def why_not() -> str | None:
@@ -60,7 +68,8 @@ class Place:
     def __init__(self, name: str) -> None:
         self.name = name
         self._started: list[subprocess.Popen[Any]] = []
-        command = ["unshare", "--net", "cat"]  # cat ends with its stdin, and so with this process
+        # cat ends with its stdin, and so with this process
+        command = ["unshare", "--net", "cat"]
         self._holder = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -81,9 +90,15 @@ class Place:
         return self._holder.pid
 
     def run(self, *command: str) -> str:
-        """Run a short command inside and return its output. Raise NotPermittedError with its last line of output."""
+        """Run a short command inside and return its output. Raise NotPermittedError with its last
+        line of output.
+        """
         done = subprocess.run(
-            self._inside(command), capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
+            self._inside(command),
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_SECONDS,
+            check=False,
         )
         if done.returncode:
             raise NotPermittedError(
@@ -92,20 +107,32 @@ class Place:
         return done.stdout
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
-        """Start a process inside, in a new session; it is killed at `close`, or when this process ends."""
+        """Start a process inside, in a new session; it is killed at `close`, or when this process
+        ends.
+        """
         unless_orphaned = [
             "sh",
             "-c",
             'test $PPID = "$0" && exec "$@"',
             str(os.getpid()),
         ]  # before setpriv ran
-        guarded = ["setpriv", "--pdeathsig", "KILL", *unless_orphaned, *self._inside(command)]
-        process = subprocess.Popen(guarded, **{"start_new_session": True, **options})
+        guarded = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            *unless_orphaned,
+            *self._inside(command),
+        ]
+        process = subprocess.Popen(
+            guarded, **{"start_new_session": True, **options}
+        )
         self._started.append(process)
         return process
 
     def close(self) -> None:
-        """End all processes that were started here, and with them the namespace. Idempotent, takes seconds at most."""
+        """End all processes that were started here, and with them the namespace. Idempotent, takes
+        seconds at most.
+        """
         for process in (*self._started, self._holder):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -131,7 +158,9 @@ class Place:
             holder.stdin.flush()
         waiting = select.poll()
         waiting.register(holder.stdout, select.POLLIN)
-        if not waiting.poll(1000 * _COMMAND_SECONDS) or not os.read(holder.stdout.fileno(), 1):
+        if not waiting.poll(1000 * _COMMAND_SECONDS) or not os.read(
+            holder.stdout.fileno(), 1
+        ):
             holder.kill()
             said = _last(holder.stderr.read().decode(errors="replace"))
             raise NotPermittedError(
@@ -140,24 +169,42 @@ class Place:
 
 
 class Cable:
-    """Two places joined by a veth pair: `near` and `far` are the addresses of its ends. Not thread-safe."""
+    """Two places joined by a veth pair: `near` and `far` are the addresses of its ends. Not
+    thread-safe.
+    """
 
     def __init__(self, near: Place, far: Place, number: int) -> None:
         self.near = f"10.77.{number}.1"
         self.far = f"10.77.{number}.2"
-        self._ends = [(near, f"to-{far.name}"[:15], self.near), (far, f"to-{near.name}"[:15], self.far)]
+        self._ends = [
+            (near, f"to-{far.name}"[:15], self.near),
+            (far, f"to-{near.name}"[:15], self.far),
+        ]
         names = [name for _, name, _ in self._ends]
         near.run(
-            "ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1], "netns", str(far.pid)
+            "ip",
+            "link",
+            "add",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            names[1],
+            "netns",
+            str(far.pid),
         )
         for place, name, address in self._ends:
             place.run("ip", "address", "add", f"{address}/24", "dev", name)
             place.run("ip", "link", "set", name, "up")
 
-    def shape(self, bits_per_second: float | None, queue_seconds: float = 0.05) -> None:
+    def shape(
+        self, bits_per_second: float | None, queue_seconds: float = 0.05
+    ) -> None:
         """Limit the rate in each direction; None: as fast as the machine can.
 
-        `queue_seconds`: how long a packet may wait for its turn. A long queue delays, a short one loses packets.
+        `queue_seconds`: how long a packet may wait for its turn. A long queue delays, a short one
+        loses packets.
         """
         for place, name, _ in self._ends:
             if bits_per_second is None:
@@ -170,14 +217,20 @@ class Cable:
             place.run("tc", "qdisc", "replace", "dev", name, "root", "tbf", *rate)
 
     def traffic(self) -> tuple[int, int]:
-        """Return how many bytes have arrived at the near end, and how many packets were lost on the way to it."""
+        """Return how many bytes have arrived at the near end, and how many packets were lost on the
+        way to it.
+        """
         (near, at, _), (far, to, _) = self._ends
         link = json.loads(near.run("ip", "-s", "-j", "link", "show", "dev", at))
         queue = json.loads(far.run("tc", "-s", "-j", "qdisc", "show", "dev", to))
-        return int(link[0]["stats64"]["rx"]["bytes"]), sum(each.get("drops", 0) for each in queue)
+        return int(link[0]["stats64"]["rx"]["bytes"]), sum(
+            each.get("drops", 0) for each in queue
+        )
 
     def cut(self) -> None:
-        """Cut the cable at the far end: everything that either side sends is lost without an error."""
+        """Cut the cable at the far end: everything that either side sends is lost without an
+        error.
+        """
         self._far_end("down")
 
     def mend(self) -> None:
@@ -209,9 +262,17 @@ class Network:
 @contextmanager
 def network() -> Iterator[Network]:
     """Open a network for places; remove all of it afterwards. Raise NotPermittedError."""
-    missing = sorted({package for name, package in _PROGRAMS.items() if shutil.which(name) is None})
+    missing = sorted(
+        {
+            package
+            for name, package in _PROGRAMS.items()
+            if shutil.which(name) is None
+        }
+    )
     if missing:
-        raise NotPermittedError(f"network namespaces need {' and '.join(missing)}: install them")
+        raise NotPermittedError(
+            f"network namespaces need {' and '.join(missing)}: install them"
+        )
     with ExitStack() as opened:
         yield Network(opened)
 

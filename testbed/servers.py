@@ -38,16 +38,21 @@ __all__ = [
     "skip",
 ]
 
-START_SECONDS = 60.0  # moto takes longest: seconds for its imports on a busy machine
+# moto takes longest: seconds for its imports on a busy machine
+START_SECONDS = 60.0
 BUCKET = "pagoda"
-DAV_MODULE = Path("/usr/lib/nginx/modules/ngx_http_dav_ext_module.so")  # PROPFIND: nginx alone lists nothing
+# PROPFIND: nginx alone lists nothing
+DAV_MODULE = Path("/usr/lib/nginx/modules/ngx_http_dav_ext_module.so")
 LIBRARIES = {
     "libibverbs.so.1": "libibverbs1",
     "libnuma.so.1": "libnuma1",
     "libcurl.so.4": "libcurl4",
 }  # of Mooncake
 PACKAGES = {
-    **{library: f"the package {package}" for library, package in LIBRARIES.items()},
+    **{
+        library: f"the package {package}"
+        for library, package in LIBRARIES.items()
+    },
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "redis-server": "the package redis-server",
     "nginx": "the package nginx",
@@ -60,7 +65,8 @@ def need(program: str) -> str:
     """Return the path of a program, or of Python where `program` is a module.
 
     Raises:
-        unittest.SkipTest: it is missing. pytest skips the test that this ends. Where CI is set it is a RuntimeError.
+        unittest.SkipTest: it is missing. pytest skips the test that this ends. Where CI is set it
+            is a RuntimeError.
     """
     path = _path_of(program)
     if path is None:
@@ -69,14 +75,24 @@ def need(program: str) -> str:
 
 
 def skip(message: str) -> Exception:
-    """Return the exception of a test that cannot run here: an error where CI is set, because CI has everything."""
-    return RuntimeError(message) if os.environ.get("CI") else unittest.SkipTest(message)
+    """Return the exception of a test that cannot run here: an error where CI is set, because CI has
+    everything.
+    """
+    return (
+        RuntimeError(message)
+        if os.environ.get("CI")
+        else unittest.SkipTest(message)
+    )
 
 
 def lacking(*programs: str) -> str:
     """Return which of these programs or modules is missing, and what to install; empty: none."""
     missing = next((each for each in programs if _path_of(each) is None), None)
-    return "" if missing is None else f"{missing} is missing: install {PACKAGES.get(missing, missing)}"
+    return (
+        ""
+        if missing is None
+        else f"{missing} is missing: install {PACKAGES.get(missing, missing)}"
+    )
 
 
 def _path_of(program: str) -> str | None:
@@ -92,7 +108,9 @@ def _path_of(program: str) -> str | None:
 
 
 def free_port() -> int:
-    """Return a loopback port without a listener, of those that the system gives to no connection by itself."""
+    """Return a loopback port without a listener, of those that the system gives to no connection by
+    itself.
+    """
     while True:
         port = 10000 + secrets.randbelow(20000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -116,11 +134,14 @@ class Server:
         self._scheme = scheme
         self._process: subprocess.Popen[bytes] | None = None
         self.port = 0
-        for _ in range(5):  # another process may take the port before the server does
+        # another process may take the port before the server does
+        for _ in range(5):
             self.port = free_port()
             if self._start():
                 return
-        raise RuntimeError(f"{command(0)[0]} does not start: {self.log()[-2000:]}")
+        raise RuntimeError(
+            f"{command(0)[0]} does not start: {self.log()[-2000:]}"
+        )
 
     @property
     def url(self) -> str:
@@ -164,9 +185,11 @@ class Server:
             self._process.wait(timeout=10)
 
     def stop(self) -> None:
-        """Send SIGSTOP: connections stay open and the kernel accepts new ones, but there are no answers.
+        """Send SIGSTOP: connections stay open and the kernel accepts new ones, but there are no
+        answers.
 
-        Returns when all its threads have stopped: one that runs on another processor may answer until then.
+        Returns when all its threads have stopped: one that runs on another processor may answer
+        until then.
         """
         os.killpg(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -181,7 +204,9 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while not self._start():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not restart: {self.log()[-2000:]}")
+                raise RuntimeError(
+                    f"the server did not restart: {self.log()[-2000:]}"
+                )
 
     def _start(self) -> bool:
         """Wait until it answers. Return False if it ended."""
@@ -202,7 +227,9 @@ class Server:
                 return False
             time.sleep(0.02)
         self.kill()
-        raise RuntimeError(f"the server does not answer in {START_SECONDS} s: {self.log()[-2000:]}")
+        raise RuntimeError(
+            f"the server does not answer in {START_SECONDS} s: {self.log()[-2000:]}"
+        )
 
 
 @contextlib.contextmanager
@@ -219,11 +246,14 @@ def _running(make: Callable[[Path], Server]) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def redis_server(*args: str, password: str | None = None, tls: bool | Path = False) -> Iterator[Server]:
-    """Start a Redis without persistence. `args` are more options: "--maxmemory", "64mb", "--replicaof", host, port.
+def redis_server(
+    *args: str, password: str | None = None, tls: bool | Path = False
+) -> Iterator[Server]:
+    """Start a Redis without persistence. `args` are more options: "--maxmemory", "64mb",
+    "--replicaof", host, port.
 
-    It also listens on `server.socket`. With `tls` its port speaks only TLS, with a certificate signed by `server.ca`;
-    with the root of another server, with that one's.
+    It also listens on `server.socket`. With `tls` its port speaks only TLS, with a certificate
+    signed by `server.ca`; with the root of another server, with that one's.
     """
     program = need("redis-server")
     options = [*args, *(["--requirepass", password] if password else [])]
@@ -261,7 +291,11 @@ def redis_server(*args: str, password: str | None = None, tls: bool | Path = Fal
         yield server
 
 
-_TLS_FILES = {"tls-ca-cert-file": "ca.crt", "tls-cert-file": "server.crt", "tls-key-file": "server.key"}
+_TLS_FILES = {
+    "tls-ca-cert-file": "ca.crt",
+    "tls-cert-file": "server.crt",
+    "tls-key-file": "server.key",
+}
 
 
 def _certified(root: Path, tls: bool | Path) -> None:
@@ -276,16 +310,23 @@ def _certified(root: Path, tls: bool | Path) -> None:
 def redis_cluster(
     masters: int = 3, *args: str, replicas: int = 0, tls: bool = False
 ) -> Iterator[list[Server]]:
-    """Start a Redis Cluster; return its masters, in the order of their slots, and then their replicas.
+    """Start a Redis Cluster; return its masters, in the order of their slots, and then their
+    replicas.
 
-    `args` are more options of each; `replicas`: of each master. With some, a node that is silent for a second has
-    failed. With `tls` all ports speak only TLS, with a certificate signed by `servers[0].ca`.
+    `args` are more options of each; `replicas`: of each master. With some, a node that is silent
+    for a second has failed. With `tls` all ports speak only TLS, with a certificate signed by
+    `servers[0].ca`.
     """
     with contextlib.ExitStack() as stack:
         servers = list[Server]()
         for _ in range(masters * (1 + replicas)):
             patience = "1000" if replicas else "15000"
-            bus = ["--cluster-port", str(free_port()), "--cluster-node-timeout", patience]
+            bus = [
+                "--cluster-port",
+                str(free_port()),
+                "--cluster-node-timeout",
+                patience,
+            ]
             quick = ["--repl-diskless-sync-delay", "0"]
             options = [
                 "--cluster-enabled",
@@ -296,21 +337,34 @@ def redis_cluster(
                 *args,
             ]
             certified = servers[0].root if tls and servers else tls
-            servers.append(stack.enter_context(redis_server(*options, tls=certified)))
+            servers.append(
+                stack.enter_context(redis_server(*options, tls=certified))
+            )
         first = servers[0]
         for number, server in enumerate(servers):
             server.call("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
             if number < masters:
-                ends = (16384 * number // masters, 16384 * (number + 1) // masters - 1)
+                ends = (
+                    16384 * number // masters,
+                    16384 * (number + 1) // masters - 1,
+                )
                 server.call("CLUSTER", "ADDSLOTSRANGE", *map(str, ends))
 
         def meet() -> bool:
-            """Introduce all nodes to the first; again, because a busy node gives up after a second."""
+            """Introduce all nodes to the first; again, because a busy node gives up after a
+            second.
+            """
             for server in servers[1:]:
-                bus_port = server.call("CONFIG", "GET", "cluster-port").split()[-1]
-                first.call("CLUSTER", "MEET", "127.0.0.1", str(server.port), bus_port)
+                bus_port = server.call("CONFIG", "GET", "cluster-port").split()[
+                    -1
+                ]
+                first.call(
+                    "CLUSTER", "MEET", "127.0.0.1", str(server.port), bus_port
+                )
             until = time.monotonic() + 3.0
-            while not (done := all(_known(server) == len(servers) for server in servers)):
+            while not (
+                done := all(_known(server) == len(servers) for server in servers)
+            ):
                 if time.monotonic() > until:
                     break
                 time.sleep(0.02)
@@ -318,11 +372,21 @@ def redis_cluster(
 
         _wait_for(meet, "the nodes do not meet")
         for number, server in enumerate(servers[masters:]):
-            server.call("CLUSTER", "REPLICATE", servers[number % masters].call("CLUSTER", "MYID").split()[-1])
+            server.call(
+                "CLUSTER",
+                "REPLICATE",
+                servers[number % masters].call("CLUSTER", "MYID").split()[-1],
+            )
         _wait_for(
             lambda: (
-                all("cluster_state:ok" in server.call("CLUSTER", "INFO") for server in servers)
-                and all("master_link_status:up" in each.call("INFO") for each in servers[masters:])
+                all(
+                    "cluster_state:ok" in server.call("CLUSTER", "INFO")
+                    for server in servers
+                )
+                and all(
+                    "master_link_status:up" in each.call("INFO")
+                    for each in servers[masters:]
+                )
             ),
             "the cluster does not become ready",
         )
@@ -344,12 +408,18 @@ def _wait_for(true: Callable[[], bool], trouble: str) -> None:
 
 @contextlib.contextmanager
 def redis_sentinel(
-    master: Server, service: str, quorum: int = 2, *, password: str = "", tls: bool = False
+    master: Server,
+    service: str,
+    quorum: int = 2,
+    *,
+    password: str = "",
+    tls: bool = False,
 ) -> Iterator[Server]:
-    """Start a Sentinel that watches a master; after half a second without an answer that has failed.
+    """Start a Sentinel that watches a master; after half a second without an answer that has
+    failed.
 
-    With `password` it wants that of its clients, and the master wants it too. With `tls` it and the master speak only
-    TLS, with the certificate of the master.
+    With `password` it wants that of its clients, and the master wants it too. With `tls` it and the
+    master speak only TLS, with the certificate of the master.
     """
     program = need("redis-server")
 
@@ -357,8 +427,13 @@ def redis_sentinel(
         (root / "sentinel.conf").write_text(
             f"port {port}\nbind 127.0.0.1\ndir {root}\nunixsocket {root}/unix.sock\n"
             f"sentinel monitor {service} 127.0.0.1 {master.port} {quorum}\n"
-            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout {service} 3000\n"
-            + (f"requirepass {password}\nsentinel auth-pass {service} {password}\n" if password else "")
+            f"sentinel down-after-milliseconds {service} 500\nsentinel failover-timeout "
+            f"{service} 3000\n"
+            + (
+                f"requirepass {password}\nsentinel auth-pass {service} {password}\n"
+                if password
+                else ""
+            )
             + (_tls_lines(root, port) if tls else "")
         )
         return [program, str(root / "sentinel.conf"), "--sentinel"]
@@ -366,14 +441,21 @@ def redis_sentinel(
     def make(root: Path) -> Server:
         if tls:
             _certified(root, master.root)
-        return Server(root, lambda port: command(root, port), lambda _: _pongs(root / "unix.sock"), "redis")
+        return Server(
+            root,
+            lambda port: command(root, port),
+            lambda _: _pongs(root / "unix.sock"),
+            "redis",
+        )
 
     with _running(make) as server:
         yield server
 
 
 def _tls_lines(root: Path, port: int) -> str:
-    files = "".join(f"{option} {root / file}\n" for option, file in _TLS_FILES.items())
+    files = "".join(
+        f"{option} {root / file}\n" for option, file in _TLS_FILES.items()
+    )
     return f"port 0\ntls-port {port}\ntls-auth-clients no\ntls-replication yes\n{files}"
 
 
@@ -396,7 +478,9 @@ def _said(path: Path, line: bytes) -> bytes:
 
 @contextlib.contextmanager
 def moto_s3() -> Iterator[Server]:
-    """Start an S3 server with an empty bucket `BUCKET` (also after a restart); it accepts any credentials."""
+    """Start an S3 server with an empty bucket `BUCKET` (also after a restart); it accepts any
+    credentials.
+    """
     program = need("moto")
 
     def answers(port: int) -> bool:
@@ -420,27 +504,42 @@ def emptied_s3(server: Server) -> Server:
 def _moto_status(port: int, method: str, path: str) -> int:
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        client.request(method, path, headers={"Authorization": _ANYBODY, "Content-Length": "0"})
+        client.request(
+            method,
+            path,
+            headers={"Authorization": _ANYBODY, "Content-Length": "0"},
+        )
         return client.getresponse().status
     finally:
         client.close()
 
 
 _ANYBODY = (
-    "AWS4-HMAC-SHA256 Credential=any/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+    "AWS4-HMAC-SHA256 Credential=any/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, "
+    "Signature=0"
 )
 
 
 @contextlib.contextmanager
 def nginx_dav() -> Iterator[Server]:
-    """Start an nginx for PUT, GET, DELETE and PROPFIND below `url`; its files are in `server.root / "files"`."""
+    """Start an nginx for PUT, GET, DELETE and PROPFIND below `url`; its files are in `server.root /
+    "files"`.
+    """
     program = need("nginx")
     need(DAV_MODULE.name)
 
     def command(root: Path, port: int) -> list[str]:
         config = root / "nginx.conf"
         config.write_text(_NGINX.format(root=root, port=port, module=DAV_MODULE))
-        return [program, "-p", str(root), "-c", str(config), "-e", str(root / "log")]
+        return [
+            program,
+            "-p",
+            str(root),
+            "-c",
+            str(config),
+            "-e",
+            str(root / "log"),
+        ]
 
     def answers(port: int) -> bool:
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
@@ -459,8 +558,11 @@ def nginx_dav() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def pagoda_server(host_path: Path, *args: str, **variables: str) -> Iterator[Server]:
-    """Start `pagoda serve` for the stores under `host_path`, with its token in `server.root / "token"`.
+def pagoda_server(
+    host_path: Path, *args: str, **variables: str
+) -> Iterator[Server]:
+    """Start `pagoda serve` for the stores under `host_path`, with its token in `server.root /
+    "token"`.
 
     `args` are more options, such as "--host-size", "64MiB"; `variables` are for its environment.
     """
@@ -472,8 +574,18 @@ def pagoda_server(host_path: Path, *args: str, **variables: str) -> Iterator[Ser
             "XDG_STATE_HOME": str(root),
             "HOME": str(root),
         } | variables
-        environment = ["env", "-u", "PAGODA_CONFIG", *(f"{name}={value}" for name, value in known.items())]
-        listen = ["--listen", f"127.0.0.1:{port}", "--token-file", str(root / "token")]
+        environment = [
+            "env",
+            "-u",
+            "PAGODA_CONFIG",
+            *(f"{name}={value}" for name, value in known.items()),
+        ]
+        listen = [
+            "--listen",
+            f"127.0.0.1:{port}",
+            "--token-file",
+            str(root / "token"),
+        ]
         return [*environment, str(program), "serve", *listen, *args]
 
     def answers(port: int) -> bool:
@@ -523,7 +635,8 @@ http {{
 
 
 def authority(root: Path) -> Path:
-    """Create an authority in `root` and a certificate for 127.0.0.1; return the authority's certificate.
+    """Create an authority in `root` and a certificate for 127.0.0.1; return the authority's
+    certificate.
 
     Files: ca.crt, ca.key, server.crt, server.key.
     """
@@ -531,28 +644,86 @@ def authority(root: Path) -> Path:
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
 
     def openssl(*args: str) -> None:
-        subprocess.run([program, *args], cwd=root, check=True, capture_output=True, timeout=60)
+        subprocess.run(
+            [program, *args],
+            cwd=root,
+            check=True,
+            capture_output=True,
+            timeout=60,
+        )
 
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.crt", "-days", "2", "-subj", "/CN=test authority",
-            "-addext", "keyUsage=critical,keyCertSign")  # fmt: skip
-    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost")
+    openssl(
+        "req",
+        "-x509",
+        *key,
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.crt",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test authority",
+        "-addext",
+        "keyUsage=critical,keyCertSign",
+    )
+    openssl(
+        "req",
+        *key,
+        "-keyout",
+        "server.key",
+        "-out",
+        "server.csr",
+        "-subj",
+        "/CN=localhost",
+    )
     (root / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    openssl("x509", "-req", "-in", "server.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
-            "-out", "server.crt", "-days", "2", "-extfile", "names")  # fmt: skip
-    ssl.create_default_context(cafile=str(root / "ca.crt"))  # raises if it must not be used
+    openssl(
+        "x509",
+        "-req",
+        "-in",
+        "server.csr",
+        "-CA",
+        "ca.crt",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-out",
+        "server.crt",
+        "-days",
+        "2",
+        "-extfile",
+        "names",
+    )
+    # raises if it must not be used
+    ssl.create_default_context(cafile=str(root / "ca.crt"))
     return root / "ca.crt"
 
 
 @contextlib.contextmanager
 def mooncake_master(*args: str) -> Iterator[Server]:
-    """Start the master of a Mooncake pool; it has no memory. `args` are more options, such as "-client_ttl=2"."""
+    """Start the master of a Mooncake pool; it has no memory. `args` are more options, such as
+    "-client_ttl=2".
+    """
     program = _mooncake("mooncake_master")
 
     def command(port: int) -> list[str]:
-        own = ["-rpc_address=127.0.0.1", f"-rpc_port={port}", "-metrics_host=127.0.0.1"]
-        return [program, *own, f"-metrics_port={free_port()}", "-logtostderr", *args]
+        own = [
+            "-rpc_address=127.0.0.1",
+            f"-rpc_port={port}",
+            "-metrics_host=127.0.0.1",
+        ]
+        return [
+            program,
+            *own,
+            f"-metrics_port={free_port()}",
+            "-logtostderr",
+            *args,
+        ]
 
-    with _running(lambda root: Server(root, command, _accepts, "mooncake")) as server:
+    with _running(
+        lambda root: Server(root, command, _accepts, "mooncake")
+    ) as server:
         yield server
 
 
@@ -562,7 +733,10 @@ def mooncake_peer(master: Server, size: str = "256MB") -> Iterator[Server]:
     program = _mooncake("mooncake_client")
 
     def command(port: int) -> list[str]:
-        pool = [f"-master_server_address=127.0.0.1:{master.port}", "-metadata_server=P2PHANDSHAKE"]
+        pool = [
+            f"-master_server_address=127.0.0.1:{master.port}",
+            "-metadata_server=P2PHANDSHAKE",
+        ]
         return [
             program,
             "-host=127.0.0.1",
@@ -572,7 +746,9 @@ def mooncake_peer(master: Server, size: str = "256MB") -> Iterator[Server]:
             *pool,
         ]
 
-    with _running(lambda root: Server(root, command, _accepts, "mooncake")) as server:
+    with _running(
+        lambda root: Server(root, command, _accepts, "mooncake")
+    ) as server:
         yield server
 
 

@@ -1,6 +1,8 @@
-"""What SGLang has for GPUs only, so that its HiCache runs here: copies between its device and host pools by indexing.
+"""What SGLang has for GPUs only, so that its HiCache runs here: copies between its device and host
+pools by indexing.
 
-Import this before anything of SGLang. None of it is part of what is tested: PagodaHiCache sees host pools only.
+Import this before anything of SGLang. None of it is part of what is tested: PagodaHiCache sees host
+pools only.
 """
 
 from __future__ import annotations
@@ -14,20 +16,25 @@ from types import ModuleType
 from typing import Any
 
 if find_spec("sglang") is None:
-    raise unittest.SkipTest("SGLang is not here: `make test-sglang` installs it into .venv-sglang")
+    raise unittest.SkipTest(
+        "SGLang is not here: `make test-sglang` installs it into .venv-sglang"
+    )
 
 import torch
 
 
 class _MissingParts(importlib.abc.MetaPathFinder):
-    """Gives what is missing at imports: of torchvision's operators, which are built for CUDA, the names."""
+    """Gives what is missing at imports: of torchvision's operators, which are built for CUDA, the
+    names.
+    """
 
     library: Any = None
     whole = False  # install the copies as soon as there is a cache
     names = (
         "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
         "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-        "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
+        "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt "
+        "pooled_width, "
         "int sampling_ratio, bool aligned) -> Tensor",
     )
 
@@ -68,21 +75,38 @@ def _pages(indices: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _copy_layers(
-    src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
+    src_layers: Any,
+    dst_layers: Any,
+    src_indices: Any,
+    dst_indices: Any,
+    page_size: int,
 ) -> None:
     for source, to in zip(src_layers, dst_layers, strict=True):
         to[dst_indices] = source[src_indices]
 
 
-def _copy_to_pages(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+def _copy_to_pages(
+    src_ptrs: Any,
+    dst_ptrs: Any,
+    src_indices: Any,
+    dst_indices: Any,
+    page_size: int,
+) -> None:
     half = len(src_ptrs) // 2
     to = _pages(dst_indices, page_size)
     for number, source in enumerate(src_ptrs):
-        dst_ptrs[number // half][to, number % half] = _rows(source, page_size)[_pages(src_indices, page_size)]
+        dst_ptrs[number // half][to, number % half] = _rows(source, page_size)[
+            _pages(src_indices, page_size)
+        ]
 
 
 def _copy_from_pages(
-    src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int
+    src_ptrs: Any,
+    dst_ptrs: Any,
+    src_indices: Any,
+    dst_indices: Any,
+    layer_id: int,
+    page_size: int,
 ) -> None:
     for source, to in zip(src_ptrs, dst_ptrs, strict=True):
         _rows(to, page_size)[_pages(dst_indices, page_size)] = source[
@@ -91,10 +115,11 @@ def _copy_from_pages(
 
 
 def install() -> None:
-    """Give SGLang these copies; pinning memory does nothing, and no 10 GB of the machine must stay free.
+    """Give SGLang these copies; pinning memory does nothing, and no 10 GB of the machine must stay
+    free.
 
-    Also builds SGLang's hash of pages, which needs a C++ compiler: at the first use on a machine, that takes longer
-    than its threads have time to end.
+    Also builds SGLang's hash of pages, which needs a C++ compiler: at the first use on a machine,
+    that takes longer than its threads have time to end.
     """
     from sglang.srt.mem_cache.pool_host import base, common, mamba, mha
     from sglang.srt.mem_cache.utils import get_hash_str

@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Callable
 
 SPAWN = multiprocessing.get_context("spawn")
-SECONDS = 240  # then a child has hung; less than the deadline of a test, for its stack to be seen
+# then a child has hung; less than the deadline of a test, for its stack to be seen
+SECONDS = 240
 
 
 def child(work: Callable[[], object]) -> int:
@@ -19,12 +20,13 @@ def child(work: Callable[[], object]) -> int:
     if pid == 0:
         status = 1
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it, after its stack was printed
+            # ends it, after its stack was printed
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             faulthandler.register(signal.SIGALRM, file=2, chain=True)
             signal.alarm(SECONDS)
             work()
             status = 0
-        except BaseException:  # noqa: BLE001 - told by the exit status
+        except BaseException:  # noqa: BLE001
             traceback.print_exc()
         finally:
             os._exit(status)
@@ -32,7 +34,9 @@ def child(work: Callable[[], object]) -> int:
 
 
 def wait(pid: int) -> int:
-    """Return the exit code of a child; if a signal killed it, the negative number of that signal."""
+    """Return the exit code of a child; if a signal killed it, the negative number of that
+    signal.
+    """
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -42,10 +46,11 @@ def in_child(work: Callable[[], object], code: int = 0) -> None:
 
 
 def in_light_process(work: Callable[..., object], *arguments: object) -> None:
-    """Run a module's function in a new process, which must end with 0: for tests that fork hundreds of times.
+    """Run a module's function in a new process, which must end with 0: for tests that fork hundreds
+    of times.
 
-    It has imported that module only. A process of the tests has imported torch, and takes three times as long for each
-    fork and for what follows it.
+    It has imported that module only. A process of the tests has imported torch, and takes three
+    times as long for each fork and for what follows it.
     """
     process = SPAWN.Process(target=work, args=arguments)
     process.start()

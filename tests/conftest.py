@@ -14,13 +14,20 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-# Each test has a deadline (pytest-timeout); hypothesis's own deadline would only measure the load of the machine.
+# Each test has a deadline (pytest-timeout); hypothesis's own deadline would only measure the load
+# of the machine.
 _quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 # `quick` has the same examples in every run of the same code; `thorough` generates new ones.
 settings.register_profile(
-    "quick", max_examples=50, deadline=None, suppress_health_check=_quiet, derandomize=True
+    "quick",
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=_quiet,
+    derandomize=True,
 )
-settings.register_profile("thorough", max_examples=2000, deadline=None, suppress_health_check=_quiet)
+settings.register_profile(
+    "thorough", max_examples=2000, deadline=None, suppress_health_check=_quiet
+)
 # For mutants: one failure is enough, so there is no shrinking.
 settings.register_profile(
     "mutants",
@@ -39,13 +46,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     dict.fromkeys(filter(None, [SOURCES, os.environ.get("PYTHONPATH")]))
 )
 
-# A shell that starts the tests in the background makes them ignore Ctrl-C, and their child processes inherit that.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, and their child
+# processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)  # after what is not chosen has gone
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let each worker begin with its share of the slow tests: one that begins late runs alone at the end."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Let each worker begin with its share of the slow tests: one that begins late runs alone at
+    the end.
+    """
     workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
     slow = list[pytest.Item]()
     others = list[pytest.Item]()
@@ -55,7 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item
         for at in range(workers)
         for part in (slow, others)
-        for item in part[at * len(part) // workers : (at + 1) * len(part) // workers]
+        for item in part[
+            at * len(part) // workers : (at + 1) * len(part) // workers
+        ]
     ]
 
 
@@ -63,7 +77,9 @@ gc.disable()  # until all tests are collected: a fifth of that time otherwise
 
 
 def pytest_collection_finish() -> None:
-    """Leave all modules out of garbage collections, each of which takes half a second in a child process."""
+    """Leave all modules out of garbage collections, each of which takes half a second in a child
+    process.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -91,13 +107,17 @@ def shm_module_root() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def registers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create the directory of all registers of tiers: `mktemp` for each would look through all that it made before."""
+    """Create the directory of all registers of tiers: `mktemp` for each would look through all that
+    it made before.
+    """
     return tmp_path_factory.mktemp("registers")
 
 
 @pytest.fixture(autouse=True)
 def register_of_tiers(registers: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test a separate register of tiers, so that its tiers are in no register of the user or another test."""
+    """Give each test a separate register of tiers, so that its tiers are in no register of the user
+    or another test.
+    """
     directory = Path(tempfile.mkdtemp(dir=registers))
     monkeypatch.setenv("XDG_STATE_HOME", str(directory))
     return directory

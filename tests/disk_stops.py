@@ -1,12 +1,16 @@
-"""`python tests/disk_stops.py --runs 20`: how often an engine dies when the file system of its disk tier stops.
+"""`python tests/disk_stops.py --runs 20`: how often an engine dies when the file system of its disk
+tier stops.
 
-As root, on XFS in a loop device. Each run: a process stores and loads through a cache with a disk tier, without a
-pause; meanwhile the file system is shut down, as an I/O error of its device does. Prints a line for each kind of run:
+As root, on XFS in a loop device. Each run: a process stores and loads through a cache with a disk
+tier, without a pause; meanwhile the file system is shut down, as an I/O error of its device does.
+Prints a line for each kind of run:
 
     resident   nothing else happens
-    reclaim    before and after, memory is reclaimed as far as possible (drop_caches, and the cgroup of the process)
+    reclaim    before and after, memory is reclaimed as far as possible (drop_caches, and the cgroup
+               of the process)
     unlocked   as reclaim, and the process may not lock the pages of the tables
-    bare       as unlocked, and nothing asks the file system before the tables are read: what the guards are worth
+    bare       as unlocked, and nothing asks the file system before the tables are read: what the
+               guards are worth
 
 Exit code 1 if a chunk was wrong, or a process died that could lock its pages.
 """
@@ -124,7 +128,8 @@ def reclaim(group: Path | None) -> None:
         ("memory.force_empty", "0"),
     ):  # of version 2 and of version 1
         if group is not None and (group / name).exists():
-            with contextlib.suppress(OSError):  # less than asked for was reclaimed
+            # less than asked for was reclaimed
+            with contextlib.suppress(OSError):
                 (group / name).write_text(request)
 
 
@@ -132,7 +137,9 @@ def reclaim(group: Path | None) -> None:
 def memory_group() -> Iterator[Path | None]:
     """Make a cgroup of its own for a process; None where that is not possible."""
     top = Path("/sys/fs/cgroup")
-    group = (top / "memory" if (top / "memory").is_dir() else top) / f"pagoda-stops-{os.getpid()}"
+    group = (
+        top / "memory" if (top / "memory").is_dir() else top
+    ) / f"pagoda-stops-{os.getpid()}"
     try:
         group.mkdir()
     except OSError:
@@ -156,9 +163,11 @@ def once(kind: str, after_seconds: float) -> int:
     try:
         with file_system(work) as mount, memory_group() as group:
             engine = subprocess.Popen(
-                [sys.executable, "-c", _ENGINE, mount, host, kind, str(_SECONDS)], stdout=subprocess.PIPE, text=True,
+                [sys.executable, "-c", _ENGINE, mount, host, kind, str(_SECONDS)],
+                stdout=subprocess.PIPE,
+                text=True,
                 stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+            )
             assert engine.stdout is not None
             if group is not None:
                 (group / "cgroup.procs").write_text(str(engine.pid))
@@ -166,9 +175,15 @@ def once(kind: str, after_seconds: float) -> int:
                 time.sleep(after_seconds)
                 if kind != "resident":
                     reclaim(group)
-                subprocess.run(["xfs_io", "-x", "-c", "shutdown", mount], check=True)
+                subprocess.run(
+                    ["xfs_io", "-x", "-c", "shutdown", mount], check=True
+                )
                 until = time.monotonic() + _SECONDS
-                while kind != "resident" and engine.poll() is None and time.monotonic() < until:
+                while (
+                    kind != "resident"
+                    and engine.poll() is None
+                    and time.monotonic() < until
+                ):
                     reclaim(group)
                     time.sleep(0.05)
             return engine.wait(timeout=120)
@@ -181,7 +196,11 @@ def measured(kind: str, runs: int) -> Stops:
     """Repeat one kind of run; the file system stops at another moment each time."""
     codes = [once(kind, 0.1 + 0.037 * number % 0.9) for number in range(runs)]
     died = sum(code in (-signal.SIGBUS, -signal.SIGSEGV) for code in codes)
-    others = [code for code in codes if code not in (0, 3, -signal.SIGBUS, -signal.SIGSEGV)]
+    others = [
+        code
+        for code in codes
+        if code not in (0, 3, -signal.SIGBUS, -signal.SIGSEGV)
+    ]
     return Stops(runs, died, codes.count(3), others)
 
 
@@ -196,9 +215,12 @@ def main() -> int:
     failed = False
     for kind in options.kinds:
         found = measured(kind, options.runs)
-        failed |= bool(found.wrong or found.others or (found.died and kind in SAFE))
+        failed |= bool(
+            found.wrong or found.others or (found.died and kind in SAFE)
+        )
         print(
-            f"{kind:<9} {found.runs} shutdowns: {found.died} died by a signal, {found.wrong} wrong, "
+            f"{kind:<9} {found.runs} shutdowns: {found.died} died by a signal, {found.wrong} "
+            "wrong, "
             f"other ends: {found.others or 'none'}",
             flush=True,
         )

@@ -18,13 +18,17 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def interrupts(
-    seed: int, seconds: tuple[float, float] = (-4.5, -2.3), again_seconds: float = 0.02
+    seed: int,
+    seconds: tuple[float, float] = (-4.5, -2.3),
+    again_seconds: float = 0.02,
 ) -> Iterator[Callable[[Callable[[], object]], bool]]:
-    """Yield a function that repeats a call until an exception is raised at a random moment, and then returns True.
+    """Yield a function that repeats a call until an exception is raised at a random moment, and
+    then returns True.
 
-    `seconds`: the range of that moment, as powers of ten. If the exception is lost in a finalizer of an object that is
-    collected at that moment, another one is raised `again_seconds` later. Tests that use it need
-    `pytest.mark.timeout(method="thread")`: the other method uses the same timer as this function.
+    `seconds`: the range of that moment, as powers of ten. If the exception is lost in a finalizer
+    of an object that is collected at that moment, another one is raised `again_seconds` later.
+    Tests that use it need `pytest.mark.timeout(method="thread")`: the other method uses the same
+    timer as this function.
     """
     chance = random.Random(seed)
     before = signal.getsignal(signal.SIGALRM)
@@ -39,7 +43,9 @@ def interrupts(
         nonlocal armed
         try:
             armed = True
-            signal.setitimer(signal.ITIMER_REAL, 10 ** chance.uniform(*seconds), again_seconds)
+            signal.setitimer(
+                signal.ITIMER_REAL, 10 ** chance.uniform(*seconds), again_seconds
+            )
             while True:
                 work()
         except Interrupted:
@@ -64,9 +70,13 @@ def interrupts(
 def release_logging() -> None:
     """Release the locks of Python's logging that an exception in `acquire` left taken.
 
-    Every other thread would wait at its next log line, in this test and in all that follow in this process.
+    Every other thread would wait at its next log line, in this test and in all that follow in this
+    process.
     """
-    handlers = [*logging.getLogger().handlers, *logging.getLogger("pagoda").handlers]
+    handlers = [
+        *logging.getLogger().handlers,
+        *logging.getLogger("pagoda").handlers,
+    ]
     locks = [logging._lock, *(handler.lock for handler in handlers)]  # type: ignore[attr-defined]
     for lock in locks:
         while lock is not None and lock._is_owned():

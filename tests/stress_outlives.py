@@ -1,10 +1,11 @@
 """Caches with faults of every kind in files, locks, signal handlers and threads.
 
-Run as a program it is one process of the run: it opens caches of two layouts over one host and one disk directory, in
-sizes that change each time, for many tenants, and drops some of them in reference cycles. Meanwhile a signal handler
-raises in the middle of calls, one thread start in a hundred fails, `locks` is opened and closed, directories are
-removed and created again while others use them, and the process forks. The parent kills some of these processes and
-fills the disk. The surroundings change as well (`stress_surroundings`). All of it happens after a number of operations,
+Run as a program it is one process of the run: it opens caches of two layouts over one host and one
+disk directory, in sizes that change each time, for many tenants, and drops some of them in
+reference cycles. Meanwhile a signal handler raises in the middle of calls, one thread start in a
+hundred fails, `locks` is opened and closed, directories are removed and created again while others
+use them, and the process forks. The parent kills some of these processes and fills the disk. The
+surroundings change as well (`stress_surroundings`). All of it happens after a number of operations,
 not after a time.
 """
 
@@ -48,19 +49,33 @@ from tests.interrupts import Interrupted, release_logging
 from tests.stress_surroundings import Identities, Mounts, SpoiledFiles, WallClock
 
 CHUNK = 16
-LAYOUTS = [KVLayout.opaque(CHUNK, 8192, "one"), KVLayout.opaque(CHUNK, 12288, "two")]
+LAYOUTS = [
+    KVLayout.opaque(CHUNK, 8192, "one"),
+    KVLayout.opaque(CHUNK, 12288, "two"),
+]
 HOST_SLOTS = (32, 64, 96)
 DISK_SLOTS = (64, 128, 256)
 TENANTS = 5000
 OPENINGS = 40  # operations of one cache
-REPORTS = 20  # operations between two reports, after which a process may be killed, or the disk filled
+# operations between two reports, after which a process may be killed, or the disk filled
+REPORTS = 20
 MOST_DESCRIPTORS = 400  # of one process: a leak reaches this limit
 CHILD_SECONDS = 60  # for the few operations of a forked child
 SILENT_SECONDS = 240.0  # without a report: a hang
 LEASED_SECONDS = 90.0  # leases of dead processes last a minute at most
 DISK_BYTES = 32 << 20
 MOUNTED = 0.03  # after this share of the reports a mount changes
-COUNTS = ("operations", "stored", "served", "wrong", "interrupted", "refused", "forks", "removed", "spoiled")
+COUNTS = (
+    "operations",
+    "stored",
+    "served",
+    "wrong",
+    "interrupted",
+    "refused",
+    "forks",
+    "removed",
+    "spoiled",
+)
 FAILURES = ("wrong", "hangs", "leaks", "dead")
 
 
@@ -68,7 +83,9 @@ FAILURES = ("wrong", "hangs", "leaks", "dead")
 class Outcome:
     """The result of a run. Without `violations` every guarantee held."""
 
-    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS + FAILURES, 0)))
+    counts: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(COUNTS + FAILURES, 0))
+    )
     violations: list[str] = field(default_factory=list)
     full_disk: str = ""  # why the disk was never full; empty if it was full
 
@@ -78,7 +95,10 @@ class Outcome:
         self.violations.append(f"{what}: {text}")
 
     def __str__(self) -> str:
-        return ", ".join(f"{self.counts[name]:,} {name}" for name in ("operations", "served", *FAILURES))
+        return ", ".join(
+            f"{self.counts[name]:,} {name}"
+            for name in ("operations", "served", *FAILURES)
+        )
 
 
 class Places:
@@ -88,18 +108,25 @@ class Places:
         self.root = root
         self.host = root / "host"
         self.small = root / "small"
-        self.disk = self.small / "disk"  # on a separate small disk, if that can be mounted
+        # on a separate small disk, if that can be mounted
+        self.disk = self.small / "disk"
 
-    def config(self, layout: KVLayout, host_slots: int, disk_slots: int) -> Config:
+    def config(
+        self, layout: KVLayout, host_slots: int, disk_slots: int
+    ) -> Config:
         """A host and a disk tier."""
         return Config(
-            chunk_tokens=CHUNK, host_path=str(self.host), disk_path=str(self.disk),
-            host_size=host_slots * layout.slot_bytes, disk_size=disk_slots * (layout.slot_bytes + 4096),
-            worth_it=False, deadline_seconds=5.0,
-        )  # fmt: skip
+            chunk_tokens=CHUNK,
+            host_path=str(self.host),
+            disk_path=str(self.disk),
+            host_size=host_slots * layout.slot_bytes,
+            disk_size=disk_slots * (layout.slot_bytes + 4096),
+            worth_it=False,
+            deadline_seconds=5.0,
+        )
 
 
-# ---- one process of the run ----------------------------------------------------------------------------------------
+# ---- one process of the run ----------------------------------------------------------------------
 
 
 class Worker:
@@ -111,7 +138,9 @@ class Worker:
         self.counts = Counter[str]()
         self.children: list[tuple[int, int]] = []
         self.armed = False
-        self.files = SpoiledFiles(root, self.places.host, self.places.disk, self.random)
+        self.files = SpoiledFiles(
+            root, self.places.host, self.places.disk, self.random
+        )
         self.clock = WallClock(self.random)
 
     def run(self, operations: int) -> None:
@@ -126,8 +155,13 @@ class Worker:
             layout = self.random.choice(LAYOUTS)
             sizes = self.random.choice(HOST_SLOTS), self.random.choice(DISK_SLOTS)
             try:
-                cache = Cache(self.places.config(layout, *sizes), namespace=Namespace("m"), layout=layout)
-            except StoreError:  # removed during the opening, a full disk, or no thread available
+                cache = Cache(
+                    self.places.config(layout, *sizes),
+                    namespace=Namespace("m"),
+                    layout=layout,
+                )
+            except StoreError:
+                # removed during the opening, a full disk, or no thread available
                 self.did("refused")
                 self.did("operations")
                 continue
@@ -173,7 +207,9 @@ class Worker:
         try:
             if self.random.random() < 0.2:
                 self.armed = True
-                signal.setitimer(signal.ITIMER_REAL, 10 ** self.random.uniform(-4.5, -2.5))
+                signal.setitimer(
+                    signal.ITIMER_REAL, 10 ** self.random.uniform(-4.5, -2.5)
+                )
             self.use(cache, layout)
             self.armed = False
         except BaseException as trouble:
@@ -195,15 +231,27 @@ class Worker:
             0, 50_000, 4 * CHUNK, dtype=np.int32
         )
         blocks = np.zeros((4, layout.chunk_bytes), np.uint8)
-        right = np.stack([_bytes(layout, salt, key) for key in chunk_keys(tokens, bytes(32), CHUNK)])
+        right = np.stack(
+            [
+                _bytes(layout, salt, key)
+                for key in chunk_keys(tokens, bytes(32), CHUNK)
+            ]
+        )
         if self.random.random() < 0.5:
             blocks[:] = right
-            self.did("stored", cache.store(tokens, BlockKV(blocks, layout), salt=salt).num_chunks)
+            self.did(
+                "stored",
+                cache.store(
+                    tokens, BlockKV(blocks, layout), salt=salt
+                ).num_chunks,
+            )
             return
         hit = cache.retrieve(tokens, BlockKV(blocks, layout), salt=salt)
         served = hit.stop_tokens // CHUNK
         self.did("served", served)
-        self.did("wrong", int((blocks[:served] != right[:served]).any(axis=1).sum()))
+        self.did(
+            "wrong", int((blocks[:served] != right[:served]).any(axis=1).sum())
+        )
 
     def end(self, cache: Cache) -> None:
         """Close a cache, or drop it in a cycle."""
@@ -214,7 +262,9 @@ class Worker:
             cycle.append(cycle)
 
     def remove(self) -> None:
-        """Remove a tier's directory, or one store in it, while processes have it open; the next opening creates it."""
+        """Remove a tier's directory, or one store in it, while processes have it open; the next
+        opening creates it.
+        """
         directory = self.random.choice((self.places.host, self.places.disk))
         stores = sorted(directory.glob("*/state"))
         if stores and self.random.random() < 0.5:
@@ -249,13 +299,16 @@ class Worker:
                 cache.close(5.0)
             os.write(write, json.dumps(self.counts).encode())
             code = 0
-        except BaseException:  # noqa: BLE001  # a border: it is in the log, and in the exit code
+        except BaseException:  # noqa: BLE001
+            # a border: it is in the log, and in the exit code
             traceback.print_exc()
         finally:
             os._exit(code)
 
     def collect(self) -> None:
-        """Wait for the forked children, and add their counts. Print the threads of a child that hangs, and end it."""
+        """Wait for the forked children, and add their counts. Print the threads of a child that
+        hangs, and end it.
+        """
         for pid, read in self.children:
             if not select.select([read], [], [], CHILD_SECONDS)[0]:
                 os.kill(pid, signal.SIGABRT)
@@ -265,8 +318,16 @@ class Worker:
             if code == 0:
                 self.counts.update(json.loads(said))
             else:
-                print(f"a forked child ended with {code}", file=sys.stderr, flush=True)
-                self.did("hangs" if code in (-signal.SIGALRM, -signal.SIGABRT) else "dead")
+                print(
+                    f"a forked child ended with {code}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self.did(
+                    "hangs"
+                    if code in (-signal.SIGALRM, -signal.SIGABRT)
+                    else "dead"
+                )
         self.children.clear()
 
     def leaks(self) -> list[str]:
@@ -279,7 +340,9 @@ class Worker:
         return left
 
     def left(self) -> list[str]:
-        """Return the present descriptors and mappings of files of the run, and threads of caches."""
+        """Return the present descriptors and mappings of files of the run, and threads of
+        caches.
+        """
         found = []
         root = f"{self.places.root}/"
         for descriptor in os.listdir("/proc/self/fd"):
@@ -287,17 +350,27 @@ class Worker:
                 path = os.readlink(f"/proc/self/fd/{descriptor}")
             except OSError:  # the descriptor of the listing
                 continue
-            found += [f"descriptor of {path}"] if path.startswith(root) and ".log" not in path else []
+            found += (
+                [f"descriptor of {path}"]
+                if path.startswith(root) and ".log" not in path
+                else []
+            )
         for line in Path("/proc/self/maps").read_text().splitlines():
-            found += [f"mapping of {line.split(None, 5)[5]}"] if root in line else []
+            found += (
+                [f"mapping of {line.split(None, 5)[5]}"] if root in line else []
+            )
         names = [thread.name for thread in threading.enumerate()]
         return found + [
-            f"thread {name}" for name in names if name.startswith("pagoda") and name != "pagoda-dropped"
+            f"thread {name}"
+            for name in names
+            if name.startswith("pagoda") and name != "pagoda-dropped"
         ]
 
 
 def _is_interrupt(trouble: BaseException | None) -> bool:
-    """Return whether the signal handler raised it: Python's conditions may turn it into another error."""
+    """Return whether the signal handler raised it: Python's conditions may turn it into another
+    error.
+    """
     while trouble is not None and not isinstance(trouble, Interrupted):
         trouble = trouble.__cause__ or trouble.__context__
     return trouble is not None
@@ -306,13 +379,19 @@ def _is_interrupt(trouble: BaseException | None) -> bool:
 def _bytes(layout: KVLayout, salt: str, key: bytes) -> np.ndarray:
     """Return the bytes that belong only to this chunk of this tenant in this layout."""
     seed = [*key[:8], *salt.encode(), layout.chunk_bytes]
-    return np.random.default_rng(seed).integers(0, 256, layout.chunk_bytes, dtype=np.uint8)
+    return np.random.default_rng(seed).integers(
+        0, 256, layout.chunk_bytes, dtype=np.uint8
+    )
 
 
 def main(root: str, seed: str, operations: str) -> None:
-    """Run one process: it prints its counts from time to time, and at the end what it still holds."""
+    """Run one process: it prints its counts from time to time, and at the end what it still
+    holds.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it ends with its parent
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_DESCRIPTORS, MOST_DESCRIPTORS))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (MOST_DESCRIPTORS, MOST_DESCRIPTORS)
+    )
     logging.basicConfig(format="%(asctime)s %(message)s")
     worker = Worker(Path(root), int(seed))
     worker.run(int(operations))
@@ -324,14 +403,19 @@ def main(root: str, seed: str, operations: str) -> None:
     print(json.dumps(leaks), flush=True)
 
 
-# ---- the parent of the processes -----------------------------------------------------------------------------------
+# ---- the parent of the processes -----------------------------------------------------------------
 
 
 class Running:
     """A process of the run, and the thread that reads its reports."""
 
     def __init__(
-        self, root: Path, seed: int, operations: int, heard: queue.SimpleQueue[Running], before: Sequence[str]
+        self,
+        root: Path,
+        seed: int,
+        operations: int,
+        heard: queue.SimpleQueue[Running],
+        before: Sequence[str],
     ) -> None:
         """`before`: the words before the command."""
         self.operations = operations
@@ -341,10 +425,22 @@ class Running:
         self.log = root / f"{seed}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*before, sys.executable, "-X", "faulthandler", __file__, str(root), str(seed), str(operations)],
-                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+                [
+                    *before,
+                    sys.executable,
+                    "-X",
+                    "faulthandler",
+                    __file__,
+                    str(root),
+                    str(seed),
+                    str(operations),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
                 env={**os.environ, "XDG_STATE_HOME": str(root / "registers")},
-            )  # fmt: skip
+            )
         threading.Thread(target=self._hear, args=(heard,), daemon=True).start()
 
     leaks: list[str] | None
@@ -380,11 +476,15 @@ class Run:
         self.running: list[Running] = []
         self.groups: list[int] = []
         places = self.places
-        self.mounts = Mounts(root, places.host, places.disk, places.small, self.random)
+        self.mounts = Mounts(
+            root, places.host, places.disk, places.small, self.random
+        )
         self.identities = Identities(root, self.random)
 
     def go(self, operations: int, workers: int, killed: float) -> Outcome:
-        """Run operations in parallel processes; after a share `killed` of the reports the process is killed."""
+        """Run operations in parallel processes; after a share `killed` of the reports the process
+        is killed.
+        """
         mounted = self.mount()
         try:
             for _ in range(workers):
@@ -400,13 +500,23 @@ class Run:
             self.mounts.end()
             self.outcome.counts.update(self.mounts.counts)
             if mounted:
-                subprocess.run(["umount", "-l", str(self.places.small)], check=False)
+                subprocess.run(
+                    ["umount", "-l", str(self.places.small)], check=False
+                )
         return self.outcome
 
     def mount(self) -> bool:
         """Mount a small disk, which can be full."""
         self.places.small.mkdir(exist_ok=True)
-        options = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.places.small)]
+        options = [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            f"size={DISK_BYTES}",
+            "tmpfs",
+            str(self.places.small),
+        ]
         try:
             done = subprocess.run(options, capture_output=True, text=True)
             self.outcome.full_disk = done.stderr.strip()
@@ -428,15 +538,23 @@ class Run:
         try:
             one = self.heard.get(timeout=5.0)
         except queue.Empty:
-            for one in [one for one in self.running if one.process.poll() is not None]:
+            for one in [
+                one for one in self.running if one.process.poll() is not None
+            ]:
                 self.ended(one)  # a forked child keeps its pipe open
             now = time.monotonic()
-            return not any(now > min(one.heard_at + SILENT_SECONDS, self.until) for one in self.running)
+            return not any(
+                now > min(one.heard_at + SILENT_SECONDS, self.until)
+                for one in self.running
+            )
         if one not in self.running:
             return True
         if one.leaks is not None or one.process.poll() is not None:
             self.ended(one)
-        elif self.random.random() < killed and one.counts["operations"] < one.operations:
+        elif (
+            self.random.random() < killed
+            and one.counts["operations"] < one.operations
+        ):
             one.process.kill()
             one.process.wait()
             self.outcome.counts["killed"] += 1
@@ -475,14 +593,18 @@ class Run:
         code = 0 if killed else one.process.wait(SILENT_SECONDS)
         self.outcome.counts.update(one.counts)
         if code or (one.leaks is None and not killed):
-            self.outcome.fail("dead", f"a process ended with {code}:{one.trace()}")
+            self.outcome.fail(
+                "dead", f"a process ended with {code}:{one.trace()}"
+            )
         for leak in one.leaks or []:
             self.outcome.fail("leaks", leak)
         if one.leaks:
             self.outcome.violations[-1] += one.trace()
         for what in FAILURES:
             if one.counts[what]:
-                self.outcome.violations.append(f"{what}: {one.counts[what]}:{one.trace()}")
+                self.outcome.violations.append(
+                    f"{what}: {one.counts[what]}:{one.trace()}"
+                )
 
     def end(self) -> None:
         """Check that no process remains; print the threads of a remaining one."""
@@ -491,7 +613,10 @@ class Run:
             one.process.wait()
             self.running.remove(one)
             self.outcome.counts.update(one.counts)
-            self.outcome.fail("hangs", f"no report for {time.monotonic() - one.heard_at:.0f} s:{one.trace()}")
+            self.outcome.fail(
+                "hangs",
+                f"no report for {time.monotonic() - one.heard_at:.0f} s:{one.trace()}",
+            )
         (self.places.small / "filler").unlink(missing_ok=True)
         until = time.monotonic() + 3 * CHILD_SECONDS
         while any(map(_is_alive, self.groups)):  # orphans of killed processes
@@ -500,7 +625,9 @@ class Run:
                     _kill_group(group, signal.SIGABRT)
                 time.sleep(1.0)  # until their threads are shown
                 logs = "".join(map(_tail, sorted(self.places.root.glob("*.log"))))
-                return self.outcome.fail("hangs", f"a forked child did not end:{logs}")
+                return self.outcome.fail(
+                    "hangs", f"a forked child did not end:{logs}"
+                )
             time.sleep(0.05)
 
     def judge(self) -> None:
@@ -521,16 +648,25 @@ class Run:
                 self.outcome.fail("leaks", f"{path} is left")
 
     def next_one(self) -> str:
-        """Open caches of the smallest sizes, one after the other; note a failure, or memory beyond the size."""
+        """Open caches of the smallest sizes, one after the other; note a failure, or memory beyond
+        the size.
+        """
         for layout in LAYOUTS:
             config = self.places.config(layout, HOST_SLOTS[0], DISK_SLOTS[0])
             try:
                 Cache(config, namespace=Namespace("m"), layout=layout).close(60.0)
             except StoreError as trouble:
                 return f"the next process cannot open its cache: {trouble}"
-        held = sum(slab.stat().st_blocks * 512 for slab in self.places.host.glob("*/slab"))
+        held = sum(
+            slab.stat().st_blocks * 512
+            for slab in self.places.host.glob("*/slab")
+        )
         most = HOST_SLOTS[0] * LAYOUTS[-1].slot_bytes
-        return f"{held:,} bytes of host memory are held, {most:,} may be" if held > most else ""
+        return (
+            f"{held:,} bytes of host memory are held, {most:,} may be"
+            if held > most
+            else ""
+        )
 
     def check(self, directory: Path) -> None:
         """Check that nothing of a store is reserved or held."""
@@ -538,9 +674,13 @@ class Run:
         try:
             admin.reap(ledger)
             gauges = admin.check(ledger).gauges
-            holds = ledger.session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30)
+            holds = ledger.session.read(
+                lambda txn, tables: list(tables.rows(txn, tables.holds)), 30
+            )
             if gauges["reserved"] or gauges["members"] != 1 or holds:
-                self.outcome.fail("leaks", f"{directory}: {gauges}, holds {holds}")
+                self.outcome.fail(
+                    "leaks", f"{directory}: {gauges}, holds {holds}"
+                )
         finally:
             ledger.close()
 
@@ -565,7 +705,12 @@ def _kill_group(group: int, number: int = signal.SIGKILL) -> None:
 
 
 def run(
-    root: Path, operations: int, seed: int, limit_seconds: float, workers: int = 3, killed: float = 0.02
+    root: Path,
+    operations: int,
+    seed: int,
+    limit_seconds: float,
+    workers: int = 3,
+    killed: float = 0.02,
 ) -> Outcome:
     """Run parallel processes with faults of every kind, and check the result."""
     return Run(root, seed, limit_seconds).go(operations, workers, killed)

@@ -1,8 +1,9 @@
-"""What changes around the caches of `stress_outlives` while they run: files, mounts, clocks, the machine's identity.
+"""What changes around the caches of `stress_outlives` while they run: files, mounts, clocks, the
+machine's identity.
 
-The processes of the run change files and their wall clock themselves; its parent mounts file systems over the
-directories, and starts some processes with another boot id, another monotonic clock or another host name, as they have
-beside each other in containers.
+The processes of the run change files and their wall clock themselves; its parent mounts file
+systems over the directories, and starts some processes with another boot id, another monotonic
+clock or another host name, as they have beside each other in containers.
 """
 
 from __future__ import annotations
@@ -24,28 +25,45 @@ OVER_BYTES = 8 << 20  # of a file system that is mounted over another one
 
 
 class SpoiledFiles:
-    """Keep copies of files, and remove files, put older copies back, cut them or change their age."""
+    """Keep copies of files, and remove files, put older copies back, cut them or change their
+    age.
+    """
 
-    def __init__(self, root: Path, host: Path, disk: Path, chance: random.Random) -> None:
+    def __init__(
+        self, root: Path, host: Path, disk: Path, chance: random.Random
+    ) -> None:
         self._copies = root / COPIES
         self._host = host
         self._disk = disk
         self._random = chance
 
     def spoil(self) -> str:
-        """Do one of these to a file of a store or of a root; return what was done, "" if there was no file."""
+        """Do one of these to a file of a store or of a root; return what was done, "" if there was
+        no file.
+        """
         kind = self._random.choice(("host", "disk"))
         root = self._host if kind == "host" else self._disk
         with contextlib.suppress(OSError):  # removed meanwhile, or a full disk
-            files = sorted(path for path in (*root.glob("*"), *root.glob("*/*")) if path.is_file())
+            files = sorted(
+                path
+                for path in (*root.glob("*"), *root.glob("*/*"))
+                if path.is_file()
+            )
             if files:
                 return self._spoil(kind, self._random.choice(files), root)
         return ""
 
     def _spoil(self, kind: str, path: Path, root: Path) -> str:
         copy = self._copies / kind / path.relative_to(root)
-        # a file of host memory that is cut kills the processes that have it mapped, whatever they do
-        actions = ("keep", "remove", "put back", "age", *(["cut"] if kind == "disk" else []))
+        # a file of host memory that is cut kills the processes that have it mapped, whatever they
+        # do
+        actions = (
+            "keep",
+            "remove",
+            "put back",
+            "age",
+            *(["cut"] if kind == "disk" else []),
+        )
         action = self._random.choice(actions)
         if action == "keep":
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +108,9 @@ class WallClock:
 
 
 class Identities:
-    """How processes are started that see another machine: each with the words before its command."""
+    """How processes are started that see another machine: each with the words before its
+    command.
+    """
 
     def __init__(self, root: Path, chance: random.Random) -> None:
         self._random = chance
@@ -99,7 +119,13 @@ class Identities:
         bound = f"mount --bind '{self._boot}' /proc/sys/kernel/random/boot_id"
         apart = ["unshare", "--mount", "--propagation", "slave"]
         ways = {
-            "another boot id": [*apart, "sh", "-c", f'{bound} && exec "$@"', "sh"],
+            "another boot id": [
+                *apart,
+                "sh",
+                "-c",
+                f'{bound} && exec "$@"',
+                "sh",
+            ],
             "another clock": [
                 "unshare",
                 "--time",
@@ -108,9 +134,20 @@ class Identities:
                 "--fork",
                 "--kill-child",
             ],
-            "another host": ["unshare", "--uts", "sh", "-c", 'hostname another && exec "$@"', "sh"],
+            "another host": [
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                'hostname another && exec "$@"',
+                "sh",
+            ],
         }
-        self.ways = {name: words for name, words in ways.items() if _works([*words, "true"])}
+        self.ways = {
+            name: words
+            for name, words in ways.items()
+            if _works([*words, "true"])
+        }
 
     def choose(self) -> tuple[str, Sequence[str]]:
         """Return a way for one process: mostly none."""
@@ -121,9 +158,18 @@ class Identities:
 
 
 class Mounts:
-    """File systems that are mounted over the directories of a run, and made read-only, and all that undone."""
+    """File systems that are mounted over the directories of a run, and made read-only, and all that
+    undone.
+    """
 
-    def __init__(self, root: Path, host: Path, disk: Path, small: Path, chance: random.Random) -> None:
+    def __init__(
+        self,
+        root: Path,
+        host: Path,
+        disk: Path,
+        small: Path,
+        chance: random.Random,
+    ) -> None:
         self._other = root / "other"
         self._host = host
         self._disk = disk
@@ -136,11 +182,15 @@ class Mounts:
     def change(self) -> None:
         """Mount something, or undo that."""
         if self._is_read_only:
-            self._is_read_only = not _works(["mount", "-o", "remount,rw", str(self._small)])
+            self._is_read_only = not _works(
+                ["mount", "-o", "remount,rw", str(self._small)]
+            )
         elif self._over:
             self._unmount()
         elif self._random.random() < 0.3:
-            self._is_read_only = _works(["mount", "-o", "remount,ro", str(self._small)])
+            self._is_read_only = _works(
+                ["mount", "-o", "remount,ro", str(self._small)]
+            )
             self.counts["read-only mounts"] += self._is_read_only
         else:
             self._mount(self._random.choice((self._host, self._disk)))
@@ -148,7 +198,15 @@ class Mounts:
     def _mount(self, over: Path) -> None:
         with contextlib.suppress(OSError):
             over.mkdir(mode=0o700, parents=True, exist_ok=True)
-        words = ["mount", "-t", "tmpfs", "-o", f"size={OVER_BYTES},mode=0700", "tmpfs", str(over)]
+        words = [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            f"size={OVER_BYTES},mode=0700",
+            "tmpfs",
+            str(over),
+        ]
         if self._random.random() < 0.5:
             self._other.mkdir(mode=0o700, exist_ok=True)
             words = ["mount", "--bind", str(self._other), str(over)]
@@ -157,7 +215,11 @@ class Mounts:
             self.counts["mounts"] += 1
 
     def _unmount(self) -> None:
-        subprocess.run(["umount", "-l", str(self._over.pop())], capture_output=True, check=False)
+        subprocess.run(
+            ["umount", "-l", str(self._over.pop())],
+            capture_output=True,
+            check=False,
+        )
 
     def end(self) -> None:
         """Undo everything."""
@@ -170,6 +232,9 @@ class Mounts:
 
 def _works(words: Sequence[str]) -> bool:
     try:
-        return subprocess.run(words, capture_output=True, check=False).returncode == 0
+        return (
+            subprocess.run(words, capture_output=True, check=False).returncode
+            == 0
+        )
     except OSError:
         return False

@@ -1,8 +1,9 @@
-"""One process of the stress test: stores, reads, clears, pins, holds, leases and forks at random on a shared host slab.
+"""One process of the stress test: stores, reads, clears, pins, holds, leases and forks at random on
+a shared host slab.
 
-Started by `stress.py` as `python stress_worker.py PLAN.json ROW SEED`. Every byte that is read and found
-valid is compared with a function of its key; whatever is wrong goes to `violations.log`, and counts go to a mapped file
-that survives a `kill -9`.
+Started by `stress.py` as `python stress_worker.py PLAN.json ROW SEED`. Every byte that is read and
+found valid is compared with a function of its key; whatever is wrong goes to `violations.log`, and
+counts go to a mapped file that survives a `kill -9`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,24 @@ T = TypeVar("T")
 CHUNK_TOKENS = 4
 ROWS_PER_WORKER = 6  # one a thread, the rest for forked children
 FIELDS = (
-    "ops", "stops", "pid", "stored", "hits", "misses", "checked", "overtaken", "wrong", "late", "errors", "refused",
-    "forks",     "slowest_us", "disk_saved", "disk_hits", "disk_misses",
-)  # fmt: skip
+    "ops",
+    "stops",
+    "pid",
+    "stored",
+    "hits",
+    "misses",
+    "checked",
+    "overtaken",
+    "wrong",
+    "late",
+    "errors",
+    "refused",
+    "forks",
+    "slowest_us",
+    "disk_saved",
+    "disk_hits",
+    "disk_misses",
+)
 
 
 @dataclass(frozen=True)
@@ -75,15 +91,20 @@ class Plan:
 
 
 class Tally:
-    """Counts of all processes in one mapped file. A row has one writer (a thread), so a kill loses no counts."""
+    """Counts of all processes in one mapped file. A row has one writer (a thread), so a kill loses
+    no counts.
+    """
 
     def __init__(self, directory: Path, rows: int) -> None:
         path = directory / "tally"
         if not path.exists():
             path.write_bytes(b"\0" * (8 * rows * len(FIELDS)))
-        self.array = np.memmap(path, dtype=np.int64, mode="r+", shape=(rows, len(FIELDS)))
+        self.array = np.memmap(
+            path, dtype=np.int64, mode="r+", shape=(rows, len(FIELDS))
+        )
         self._log = directory / "violations.log"
-        self.goes_on = directory / "goes-on"  # the run continues as long as this file exists
+        # the run continues as long as this file exists
+        self.goes_on = directory / "goes-on"
 
     def add(self, row: int, field: str, n: int = 1) -> None:
         """Add to one count of one row."""
@@ -116,20 +137,31 @@ class Chain(NamedTuple):
 
 
 def chains_of(plan: Plan) -> list[Chain]:
-    """Return all prompts of a run: two namespaces, and every four prompts share their first `trunk` chunks."""
+    """Return all prompts of a run: two namespaces, and every four prompts share their first `trunk`
+    chunks.
+    """
     found = []
     for index in range(plan.chains):
         namespace = Namespace(model=f"model-{index % 2}")
         trunk = np.full(plan.trunk * CHUNK_TOKENS, index // 4, np.int32)
-        rest = np.full((plan.depth - plan.trunk) * CHUNK_TOKENS, 1000 + index, np.int32)
+        rest = np.full(
+            (plan.depth - plan.trunk) * CHUNK_TOKENS, 1000 + index, np.int32
+        )
         found.append(
-            Chain(namespace, chunk_keys(np.concatenate([trunk, rest]), namespace.root, CHUNK_TOKENS))
+            Chain(
+                namespace,
+                chunk_keys(
+                    np.concatenate([trunk, rest]), namespace.root, CHUNK_TOKENS
+                ),
+            )
         )
     return found
 
 
 class Payloads:
-    """The expected bytes of a key: every 8-byte word depends on the key and on its place. Thread-safe (pure)."""
+    """The expected bytes of a key: every 8-byte word depends on the key and on its place.
+    Thread-safe (pure).
+    """
 
     def __init__(self, payload_bytes: int) -> None:
         self._ramp = np.arange(payload_bytes // 8, dtype=np.uint64)
@@ -148,12 +180,15 @@ class Payloads:
             return ""
         bad = np.flatnonzero(want != got)
         return (
-            f"{len(bad)} of {len(want)} words wrong, first at {bad[0]}, first word found {int(got[0]):016x}"
+            f"{len(bad)} of {len(want)} words wrong, first at {bad[0]}, first word found "
+            f"{int(got[0]):016x}"
         )
 
 
 class Worker:
-    """The random steps of one thread. Not thread-safe; the threads of a process share the ledger and the slab."""
+    """The random steps of one thread. Not thread-safe; the threads of a process share the ledger
+    and the slab.
+    """
 
     def __init__(self, plan: Plan, tally: Tally, row: int, seed: int) -> None:
         self.plan = plan
@@ -172,9 +207,13 @@ class Worker:
     def open(self) -> None:
         """Open the ledger (shared with the other threads) and map the slab."""
         self.ledger = Ledger.open(self.plan.spec(), deadline_seconds=30.0)
-        self.slab = MemorySlab(self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes)
+        self.slab = MemorySlab(
+            self.ledger.slab_path, self.ledger.slots, self.ledger.slot_bytes
+        )
         for chain in self.chains:
-            self.ledger.namespaces.register(chain.namespace.root, chain.namespace.fields())
+            self.ledger.namespaces.register(
+                chain.namespace.root, chain.namespace.fields()
+            )
         self.disk = DiskSide(self) if self.plan.disk_root else None
 
     def close(self) -> None:
@@ -184,20 +223,33 @@ class Worker:
             self.disk.close()
         self.ledger.close()
 
-    def timed(self, what: str, call: Callable[[], T], allowed_seconds: float | None = None) -> T:
-        """Make one call; more than its deadline and slack is a violation, unless this process was stopped."""
+    def timed(
+        self,
+        what: str,
+        call: Callable[[], T],
+        allowed_seconds: float | None = None,
+    ) -> T:
+        """Make one call; more than its deadline and slack is a violation, unless this process was
+        stopped.
+        """
         stops = self.tally.get(self.stop_row, "stops")
         began = time.monotonic()
         result = call()
         seconds = time.monotonic() - began
         if stops % 2 == 0 and stops == self.tally.get(self.stop_row, "stops"):
-            limit = (allowed_seconds or self.plan.deadline_seconds) + self.plan.slack_seconds
+            limit = (
+                allowed_seconds or self.plan.deadline_seconds
+            ) + self.plan.slack_seconds
             self.tally.set(
-                self.row, "slowest_us", max(self.tally.get(self.row, "slowest_us"), int(seconds * 1e6))
+                self.row,
+                "slowest_us",
+                max(self.tally.get(self.row, "slowest_us"), int(seconds * 1e6)),
             )
             if seconds > limit:
                 self.tally.add(self.row, "late")
-                self.tally.violation(f"late: {what} took {seconds:.2f} s, allowed {limit:.2f} s")
+                self.tally.violation(
+                    f"late: {what} took {seconds:.2f} s, allowed {limit:.2f} s"
+                )
         return result
 
     def pick(self) -> tuple[Chain, int]:
@@ -210,20 +262,32 @@ class Worker:
         self.tally.add(self.row, "checked")
         if differs := self.payloads.differs(key, copy):
             self.tally.add(self.row, "wrong")
-            self.tally.violation(f"wrong bytes: {where} key {key.hex()[:12]}: {differs}")
+            self.tally.violation(
+                f"wrong bytes: {where} key {key.hex()[:12]}: {differs}"
+            )
 
     def read(
-        self, keys: Sequence[bytes], slots: Sequence[int], generations: Sequence[int], where: str
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        generations: Sequence[int],
+        where: str,
     ) -> None:
         """Copy slots out, validate, and check the valid ones."""
         copies = [self.slab.view(int(slot)).copy() for slot in slots]
         if self.random.random() < 0.05:
             time.sleep(0.002)
             copies = [self.slab.view(int(slot)).copy() for slot in slots]
-        valid = self.ledger.still_valid(np.asarray(slots, np.int64), np.asarray(generations, np.uint64))
-        for key, copy, slot, generation, good in zip(keys, copies, slots, generations, valid, strict=True):
+        valid = self.ledger.still_valid(
+            np.asarray(slots, np.int64), np.asarray(generations, np.uint64)
+        )
+        for key, copy, slot, generation, good in zip(
+            keys, copies, slots, generations, valid, strict=True
+        ):
             if good:
-                self.judge(key, copy, f"{where} slot {slot} generation {generation}")
+                self.judge(
+                    key, copy, f"{where} slot {slot} generation {generation}"
+                )
             else:
                 self.tally.add(self.row, "overtaken")
 
@@ -235,21 +299,34 @@ class Worker:
             pieces = self.random.choice((1, 1, 2, 4))
             step = -(-len(payload) // pieces)
             for begin in range(0, len(payload), step):
-                slot[begin : begin + step][: len(payload) - begin] = payload[begin : begin + step]
+                slot[begin : begin + step][: len(payload) - begin] = payload[
+                    begin : begin + step
+                ]
                 if pieces > 1 and self.random.random() < 0.2:
                     time.sleep(0.001)
 
     def reserve(
-        self, chain: Chain, keys: Sequence[bytes], start: int, parts: int, stamp: int
+        self,
+        chain: Chain,
+        keys: Sequence[bytes],
+        start: int,
+        parts: int,
+        stamp: int,
     ) -> list[Reserved]:
         """Reserve one window; read and check the chunks that are Present."""
         outcomes = self.timed(
             "reserve",
             lambda: self.ledger.reserve(
-                keys, namespace=chain.namespace.root, start=start, parent=chain.keys[start - 1] if start else None,
-                tokens=CHUNK_TOKENS, parts=parts, stamp=stamp, deadline_seconds=self.plan.deadline_seconds,
+                keys,
+                namespace=chain.namespace.root,
+                start=start,
+                parent=chain.keys[start - 1] if start else None,
+                tokens=CHUNK_TOKENS,
+                parts=parts,
+                stamp=stamp,
+                deadline_seconds=self.plan.deadline_seconds,
             ),
-        )  # fmt: skip
+        )
         present = [one for one in outcomes if isinstance(one, Present)]
         if present and self.random.random() < 0.3:
             self.read(
@@ -259,11 +336,15 @@ class Worker:
                 "present",
             )
         reserved = [one for one in outcomes if isinstance(one, Reserved)]
-        self.tally.add(self.row, "refused", len(outcomes) - len(present) - len(reserved))
+        self.tally.add(
+            self.row, "refused", len(outcomes) - len(present) - len(reserved)
+        )
         return reserved
 
     def store(self) -> None:
-        """Store a prompt in windows with one stamp; sometimes abort, be slow, or share the work with a child."""
+        """Store a prompt in windows with one stamp; sometimes abort, be slow, or share the work
+        with a child.
+        """
         chain, length = self.pick()
         stamp = self.ledger.stamp()
         for start in range(0, length, self.ledger.window):
@@ -277,28 +358,57 @@ class Worker:
                 time.sleep(self.random.random() * 0.05)
             if self.random.random() < 0.08:
                 self.timed(
-                    "abort", partial(self.ledger.abort, reserved, deadline_seconds=self.plan.deadline_seconds)
+                    "abort",
+                    partial(
+                        self.ledger.abort,
+                        reserved,
+                        deadline_seconds=self.plan.deadline_seconds,
+                    ),
                 )
                 continue
             if parts == 2:
                 self.second_part(reserved)
-            commit = partial(self.ledger.commit, reserved, 0, deadline_seconds=self.plan.deadline_seconds)
+            commit = partial(
+                self.ledger.commit,
+                reserved,
+                0,
+                deadline_seconds=self.plan.deadline_seconds,
+            )
             done = self.timed("commit", commit)
             self.tally.add(self.row, "stored", sum(done))
             if self.disk:
-                self.disk.save(chain, start, [one for one, ok in zip(reserved, done, strict=True) if ok])
+                self.disk.save(
+                    chain,
+                    start,
+                    [one for one, ok in zip(reserved, done, strict=True) if ok],
+                )
 
     def second_part(self, reserved: Sequence[Reserved]) -> None:
-        """Write part 1 in this member or, sometimes, in a forked child that adopts it or dies before."""
-        if self.random.random() < 0.3 and (row := self.free_row()) is not None and not self.fork(row):
+        """Write part 1 in this member or, sometimes, in a forked child that adopts it or dies
+        before.
+        """
+        if (
+            self.random.random() < 0.3
+            and (row := self.free_row()) is not None
+            and not self.fork(row)
+        ):
             if self.random.random() < 0.7:
-                taken = self.ledger.adopt(reserved, 1, deadline_seconds=self.plan.deadline_seconds)
-                mine = [one for one, ok in zip(reserved, taken, strict=True) if ok]
-                self.ledger.commit(mine, 1, deadline_seconds=self.plan.deadline_seconds)
+                taken = self.ledger.adopt(
+                    reserved, 1, deadline_seconds=self.plan.deadline_seconds
+                )
+                mine = [
+                    one for one, ok in zip(reserved, taken, strict=True) if ok
+                ]
+                self.ledger.commit(
+                    mine, 1, deadline_seconds=self.plan.deadline_seconds
+                )
             self.leave()
         elif self.random.random() < 0.9:
             self.timed(
-                "commit", lambda: self.ledger.commit(reserved, 1, deadline_seconds=self.plan.deadline_seconds)
+                "commit",
+                lambda: self.ledger.commit(
+                    reserved, 1, deadline_seconds=self.plan.deadline_seconds
+                ),
             )
 
     def retrieve(self) -> None:
@@ -309,17 +419,27 @@ class Worker:
         match = self.timed(
             "match",
             lambda: self.ledger.match_prefix(
-                keys, lease_seconds=lease, deadline_seconds=self.plan.deadline_seconds
+                keys,
+                lease_seconds=lease,
+                deadline_seconds=self.plan.deadline_seconds,
             ),
         )
         run = len(match.slots)
         self.tally.add(self.row, "hits" if run else "misses")
         if run and self.random.random() < 0.1:
-            held = self.timed("hold", lambda: self.ledger.hold(match.slots, match.generations))
+            held = self.timed(
+                "hold", lambda: self.ledger.hold(match.slots, match.generations)
+            )
             self.held += [
-                (int(s), int(g)) for s, g, ok in zip(match.slots, match.generations, held, strict=True) if ok
+                (int(s), int(g))
+                for s, g, ok in zip(
+                    match.slots, match.generations, held, strict=True
+                )
+                if ok
             ]
-        self.read(keys[:run], match.slots.tolist(), match.generations.tolist(), "match")
+        self.read(
+            keys[:run], match.slots.tolist(), match.generations.tolist(), "match"
+        )
 
     def release(self) -> None:
         """Release everything that is held."""
@@ -328,11 +448,15 @@ class Worker:
             self.held = []
             self.timed(
                 "release",
-                lambda: self.ledger.release(np.array(slots, np.int64), np.array(generations, np.uint64)),
+                lambda: self.ledger.release(
+                    np.array(slots, np.int64), np.array(generations, np.uint64)
+                ),
             )
 
     def tidy(self) -> None:
-        """Make one of the less frequent calls: pin, unpin, remove, clear, lease, rows, gauges, why, reap."""
+        """Make one of the less frequent calls: pin, unpin, remove, clear, lease, rows, gauges, why,
+        reap.
+        """
         chain, length = self.pick()
         keys = self.random.sample(chain.keys, k=min(3, length))
         owner = f"owner-{self.row}"
@@ -341,7 +465,12 @@ class Worker:
         if roll < 0.25:
             self.timed("pin", lambda: admin.pin(ledger, keys, owner))
         elif roll < 0.5:
-            self.timed("unpin", lambda: admin.unpin(ledger, self.random.choice((None, keys)), owner))
+            self.timed(
+                "unpin",
+                lambda: admin.unpin(
+                    ledger, self.random.choice((None, keys)), owner
+                ),
+            )
         elif roll < 0.7:
             self.timed("remove", lambda: admin.remove(ledger, keys))
         elif roll < 0.73:
@@ -350,13 +479,21 @@ class Worker:
             self.timed("clear all", lambda: admin.clear(ledger))
         elif roll < 0.85:
             match = self.timed(
-                "match", lambda: ledger.match_prefix(keys[:1], deadline_seconds=self.plan.deadline_seconds)
+                "match",
+                lambda: ledger.match_prefix(
+                    keys[:1], deadline_seconds=self.plan.deadline_seconds
+                ),
             )
-            self.timed("lease", lambda: ledger.lease(match.slots, match.generations, 0.1))
+            self.timed(
+                "lease", lambda: ledger.lease(match.slots, match.generations, 0.1)
+            )
         elif roll < 0.93:
             self.timed("gauges", lambda: admin.gauges(ledger))
         elif roll < 0.96:
-            self.timed("rows", lambda: [row.key for row in admin.list_chunks(ledger, limit=10)])
+            self.timed(
+                "rows",
+                lambda: [row.key for row in admin.list_chunks(ledger, limit=10)],
+            )
         elif roll < 0.98:
             self.timed("why", lambda: ledger.explain_miss(keys[0]))
         else:
@@ -369,9 +506,16 @@ class Worker:
                 if os.waitpid(pid, os.WNOHANG)[0] == 0:
                     continue
             del self.children[pid]
-        rows = range(self.row + self.plan.threads, self.stop_row + ROWS_PER_WORKER, self.plan.threads)
+        rows = range(
+            self.row + self.plan.threads,
+            self.stop_row + ROWS_PER_WORKER,
+            self.plan.threads,
+        )
         free = [
-            row for row in rows if row not in self.children.values() and not alive(self.tally.get(row, "pid"))
+            row
+            for row in rows
+            if row not in self.children.values()
+            and not alive(self.tally.get(row, "pid"))
         ]
         return free[0] if free and self.may_fork else None
 
@@ -402,7 +546,9 @@ class Worker:
         os._exit(0)
 
     def branch(self) -> None:
-        """Fork a child that continues with the same objects for a while and may outlive its parent."""
+        """Fork a child that continues with the same objects for a while and may outlive its
+        parent.
+        """
         if (row := self.free_row()) is None or self.fork(row):
             return
         for _ in range(self.random.randint(5, 60)):
@@ -412,13 +558,20 @@ class Worker:
         self.leave()
 
     def reopen(self) -> None:
-        """Close this thread's share of the ledger and open it again; with the last share the member leaves."""
+        """Close this thread's share of the ledger and open it again; with the last share the member
+        leaves.
+        """
         self.close()
         self.open()
 
     def finished(self) -> bool:
-        """Return whether all processes together have done enough operations, with enough kills and stops."""
-        return self.tally.total("ops") >= self.plan.target_ops and not self.tally.goes_on.exists()
+        """Return whether all processes together have done enough operations, with enough kills and
+        stops.
+        """
+        return (
+            self.tally.total("ops") >= self.plan.target_ops
+            and not self.tally.goes_on.exists()
+        )
 
     def step(self) -> None:
         """Do one random operation."""
@@ -462,7 +615,10 @@ def alive(pid: int) -> bool:
     if pid <= 0:
         return False
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except OSError:
         return False
 
@@ -471,8 +627,13 @@ def main(plan_path: str, row: str, seed: str) -> None:
     """Run one process of the stress test with its threads."""
     plan = Plan(**json.loads(Path(plan_path).read_text()))
     tally = Tally(Path(plan_path).parent, plan.workers * ROWS_PER_WORKER)
-    workers = [Worker(plan, tally, int(row) + index, int(seed) * 31 + index) for index in range(plan.threads)]
-    threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers[1:]]
+    workers = [
+        Worker(plan, tally, int(row) + index, int(seed) * 31 + index)
+        for index in range(plan.threads)
+    ]
+    threads = [
+        threading.Thread(target=worker.run, daemon=True) for worker in workers[1:]
+    ]
     for thread in threads:
         thread.start()
     workers[0].run()

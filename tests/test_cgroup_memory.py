@@ -14,7 +14,9 @@ def group(path: Path, limit: str, used: int, droppable: int = 0) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / "memory.max").write_text(f"{limit}\n")
     (path / "memory.current").write_text(f"{used}\n")
-    (path / "memory.stat").write_text(f"anon 5\ninactive_file {droppable}\nshmem 7\n")
+    (path / "memory.stat").write_text(
+        f"anon 5\ninactive_file {droppable}\nshmem 7\n"
+    )
 
 
 def test_without_cgroups_nothing_is_limited(tmp_path: Path) -> None:
@@ -34,7 +36,9 @@ def test_the_tightest_group_above_this_process_counts(tmp_path: Path) -> None:
     assert cgroup_free_bytes(tmp_path, process) == 0
 
 
-def test_the_limit_above_which_processes_are_slowed_counts(tmp_path: Path) -> None:
+def test_the_limit_above_which_processes_are_slowed_counts(
+    tmp_path: Path,
+) -> None:
     process = tmp_path / "cgroup"
     process.write_text("0::/pod\n")
     group(tmp_path / "pod", str(100 * MIB), 60 * MIB)
@@ -45,7 +49,9 @@ def test_the_limit_above_which_processes_are_slowed_counts(tmp_path: Path) -> No
     assert cgroup_free_bytes(tmp_path, process) == 40 * MIB
 
 
-def test_where_the_own_group_is_hidden_the_roots_of_both_versions_count(tmp_path: Path) -> None:
+def test_where_the_own_group_is_hidden_the_roots_of_both_versions_count(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / "memory.limit_in_bytes").write_text(f"{20 * MIB}\n")
     assert memory_limit_bytes(tmp_path, tmp_path / "none") == 20 * MIB
@@ -60,8 +66,13 @@ def test_groups_of_version_1_count_as_well(tmp_path: Path) -> None:
     box.mkdir(parents=True)
     (box / "memory.limit_in_bytes").write_text(f"{20 * MIB}\n")
     (box / "memory.usage_in_bytes").write_text(f"{15 * MIB}\n")
-    (box / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {MIB}\n")
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # unlimited
+    (box / "memory.stat").write_text(
+        f"inactive_file 7\ntotal_inactive_file {MIB}\n"
+    )
+    # unlimited
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text(
+        "9223372036854771712\n"
+    )
     assert cgroup_free_bytes(tmp_path, process) == 6 * MIB
     (box / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert cgroup_free_bytes(tmp_path, process) is None
@@ -82,7 +93,9 @@ def test_cgroup_version_1_and_no_cgroup(tmp_path: Path) -> None:
     proc = tmp_path / "cgroup"
     proc.write_text("7:cpu,cpuacct:/x\n5:memory:/box\n")
     (tmp_path / "memory" / "box").mkdir(parents=True)
-    (tmp_path / "memory" / "box" / "memory.limit_in_bytes").write_text("2000000\n")
+    (tmp_path / "memory" / "box" / "memory.limit_in_bytes").write_text(
+        "2000000\n"
+    )
     assert memory_limit_bytes(tmp_path, proc) == 2_000_000
 
 

@@ -25,9 +25,23 @@ HEADERS = st.builds(
     fingerprint=st.text("0123456789abcdef", max_size=32),
     sequence=U64,
     stored_bytes=U64,
-    parent=st.one_of(st.just(b""), st.binary(min_size=32, max_size=32).filter(any)),
+    parent=st.one_of(
+        st.just(b""), st.binary(min_size=32, max_size=32).filter(any)
+    ),
 )
-HEADER = Header(b"s" * 16, 3, b"n" * 32, 2, b"k" * 32, 7, 5000, 256, "raw", "0123456789abcdef", 99)
+HEADER = Header(
+    b"s" * 16,
+    3,
+    b"n" * 32,
+    2,
+    b"k" * 32,
+    7,
+    5000,
+    256,
+    "raw",
+    "0123456789abcdef",
+    99,
+)
 
 
 def payload_of(nbytes: int, seed: int = 0) -> np.ndarray:
@@ -45,7 +59,10 @@ def test_round_trip(header: Header, seed: int, slack: int) -> None:
     assert verify(page, payload, header) is None
     assert verify(page, payload, Expected()) is None
     payload[header.length :] ^= 0xFF  # bytes after the length are not part of it
-    assert verify(page, payload, Expected(key=header.key, sequence=header.sequence)) is None
+    assert (
+        verify(page, payload, Expected(key=header.key, sequence=header.sequence))
+        is None
+    )
 
 
 def test_every_flipped_byte_of_the_header_is_detected() -> None:
@@ -71,7 +88,9 @@ def test_every_flipped_byte_of_the_payload_is_detected() -> None:
 
 @settings(max_examples=200)
 @given(stored=HEADERS, asked=HEADERS, seed=st.integers(0, 100))
-def test_every_field_is_compared(stored: Header, asked: Header, seed: int) -> None:
+def test_every_field_is_compared(
+    stored: Header, asked: Header, seed: int
+) -> None:
     payload = payload_of(stored.length, seed)
     page = seal(stored, payload)
     for name, value in asdict(asked).items():
@@ -89,13 +108,16 @@ def test_swapped_payload_is_detected(header: Header) -> None:
 
 
 def test_payload_checksum_covers_the_header() -> None:
-    """Two good headers with one payload: the payload's checksum of one does not pass under the other."""
+    """Two good headers with one payload: the payload's checksum of one does not pass under the
+    other.
+    """
     payload = payload_of(5000)
     one = seal(HEADER, payload)
     two = seal(replace(HEADER, slot=4), payload)
     assert not np.array_equal(one[:400], two[:400])
     differing = np.flatnonzero(one != two)
-    assert len(differing) >= 1 + 12 + 6  # the slot, nearly all of the 16 and of the 8 checksum bytes
+    # the slot, nearly all of the 16 and of the 8 checksum bytes
+    assert len(differing) >= 1 + 12 + 6
 
 
 def test_unknown_codec_and_missing_bytes_fail() -> None:
@@ -109,7 +131,10 @@ def test_unknown_codec_and_missing_bytes_fail() -> None:
     assert verify(page, payload[:4999], Expected()) is Reason.FAILED_CHECK
 
 
-@given(st.binary(max_size=64) | st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+@given(
+    st.binary(max_size=64)
+    | st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)
+)
 def test_foreign_pages_are_not_ours(page: bytes) -> None:
     assert parse(page) is None
 
@@ -128,10 +153,17 @@ def test_out_is_used_and_cleaned() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"key": b"short"}, {"store_id": b""}, {"namespace": b"n" * 33}, {"slot": -1}, {"sequence": 2**64},
-        {"codec": "c" * 17}, {"fingerprint": "f" * 33}, {"fingerprint": "a\0"}, {"length": 5001},
+        {"key": b"short"},
+        {"store_id": b""},
+        {"namespace": b"n" * 33},
+        {"slot": -1},
+        {"sequence": 2**64},
+        {"codec": "c" * 17},
+        {"fingerprint": "f" * 33},
+        {"fingerprint": "a\0"},
+        {"length": 5001},
     ],
-)  # fmt: skip
+)
 def test_fields_that_do_not_fit_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         seal(replace(HEADER, **change), payload_of(5000))

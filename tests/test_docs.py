@@ -1,4 +1,6 @@
-"""The documentation: the generated pages are current, the examples run, every link leads somewhere."""
+"""The documentation: the generated pages are current, the examples run, every link leads
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 TOPS = ("src", "tests", "tools", "benchmarks", "examples", "testbed")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.rglob("*.md")),
+]
 
 
 def test_the_generated_pages_are_current() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "reference.py", "--check"], capture_output=True, text=True
+        [sys.executable, ROOT / "tools" / "reference.py", "--check"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -42,8 +50,14 @@ def test_the_examples_of_a_public_class_run(module: str) -> None:
     assert not found.failed
 
 
-def test_the_example_of_coming_from_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = re.search(r"```python\n(.*?)```", (DOCS / "start" / "coming-from.md").read_text(), re.DOTALL)
+def test_the_example_of_coming_from_runs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = re.search(
+        r"```python\n(.*?)```",
+        (DOCS / "start" / "coming-from.md").read_text(),
+        re.DOTALL,
+    )
     assert found is not None
     exec(compile(found[1], "coming-from.md", "exec"), {})
     assert capsys.readouterr().out.splitlines() == [
@@ -63,14 +77,28 @@ def test_the_example_of_coming_from_runs(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_every_module_that_a_page_names_exists(page: Path) -> None:
     named = set(re.findall(r"`([\w./-]+\.py)\b", page.read_text()))
-    files = [str(each.relative_to(ROOT)) for top in TOPS for each in (ROOT / top).rglob("*.py")]
-    assert not [name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in files)]
+    files = [
+        str(each.relative_to(ROOT))
+        for top in TOPS
+        for each in (ROOT / top).rglob("*.py")
+    ]
+    assert not [
+        name
+        for name in named
+        if not any(f"/{each}".endswith(f"/{name}") for each in files)
+    ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    missing = [
+        link
+        for link in links
+        if "://" not in link and not (page.parent / link).exists()
+    ]
     assert not missing
 
 
@@ -90,13 +118,23 @@ def test_the_rows_of_a_table_have_as_many_cells_as_its_head(page: Path) -> None:
 def test_every_page_is_on_the_index() -> None:
     linked = set(re.findall(r"\]\(([^)#\s]+)", (DOCS / "index.md").read_text()))
     assert [page.name for page in DOCS.glob("*.md")] == ["index.md"]
-    assert {f"{page.parent.name}/{page.name}" for page in DOCS.glob("*/*.md")} <= linked
+    assert {
+        f"{page.parent.name}/{page.name}" for page in DOCS.glob("*/*.md")
+    } <= linked
 
 
 @pytest.mark.parametrize(
-    "package", sorted({page.parent for page in (ROOT / "src").rglob("*.py")}), ids=lambda each: each.name
+    "package",
+    sorted({page.parent for page in (ROOT / "src").rglob("*.py")}),
+    ids=lambda each: each.name,
 )
 def test_a_package_names_its_modules(package: Path) -> None:
-    said = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
-    modules = {page.stem for page in package.glob("*.py") if not page.stem.startswith("__")}
+    said = (
+        ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    )
+    modules = {
+        page.stem
+        for page in package.glob("*.py")
+        if not page.stem.startswith("__")
+    }
     assert not {name for name in modules if not re.search(rf"\b{name}\b", said)}

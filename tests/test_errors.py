@@ -39,9 +39,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_the_tree() -> None:
-    found = {name: cls.__mro__[1:-1] for name, cls in inspect.getmembers(errors, inspect.isclass)}
+    found = {
+        name: cls.__mro__[1:-1]
+        for name, cls in inspect.getmembers(errors, inspect.isclass)
+    }
     tree = {
-        name: [base.__name__ for base in bases if base.__module__ == errors.__name__]
+        name: [
+            base.__name__ for base in bases if base.__module__ == errors.__name__
+        ]
         for name, bases in found.items()
     }
     assert tree == {

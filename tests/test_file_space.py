@@ -14,7 +14,10 @@ def test_ranges_with_data_end_where_they_are_asked_to_end(tmp_path: Path) -> Non
         file.truncate(1024 * KIB)
         file.seek(256 * KIB)
         file.write(bytes([1]) * (256 * KIB))
-        found = data_ranges(file.fileno(), 0, 384 * KIB)  # the data goes on behind that
+        # the data goes on behind that
+        found = data_ranges(file.fileno(), 0, 384 * KIB)
         assert found == [(256 * KIB, 384 * KIB)]
-        assert data_ranges(file.fileno(), 0, 1024 * KIB) == [(256 * KIB, 512 * KIB)]
+        assert data_ranges(file.fileno(), 0, 1024 * KIB) == [
+            (256 * KIB, 512 * KIB)
+        ]
         assert data_ranges(file.fileno(), 600 * KIB, 1024 * KIB) == []

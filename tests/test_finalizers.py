@@ -94,9 +94,15 @@ for number, owner in enumerate(owners):
     close_when_dropped(owner, lambda number=number: print(number, threading.current_thread().name))
 """
     run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
-    assert run.stdout == "2 MainThread\n1 MainThread\n0 MainThread\nlibraries end\n"
+    assert (
+        run.stdout == "2 MainThread\n1 MainThread\n0 MainThread\nlibraries end\n"
+    )
     assert not run.stderr
 
 
@@ -133,4 +139,10 @@ def test_no_other_finalizer_does_anything() -> None:
         )
 
 
-__all__ = ["Owner", "close_dropped", "close_when_dropped", "no_threads", "threading"]
+__all__ = [
+    "Owner",
+    "close_dropped",
+    "close_when_dropped",
+    "no_threads",
+    "threading",
+]

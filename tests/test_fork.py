@@ -22,7 +22,13 @@ class Thing:
 
 
 def test_a_reset_that_fails_keeps_no_other_from_being_reset() -> None:
-    things = [Thing(), Thing(KeyboardInterrupt()), Thing(), Thing(MemoryError()), Thing()]
+    things = [
+        Thing(),
+        Thing(KeyboardInterrupt()),
+        Thing(),
+        Thing(MemoryError()),
+        Thing(),
+    ]
     pid = os.fork()
     if pid == 0:
         os._exit(0 if all(thing.was_reset for thing in things) else 1)
@@ -59,5 +65,12 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_functions_are_called_after_the_objects_in_the_order_of_their_registration() -> None:
-    subprocess.run([sys.executable, "-c", FUNCTIONS_LAST], check=True, timeout=60, capture_output=True)
+def test_functions_are_called_after_the_objects_in_the_order_of_their_registration() -> (
+    None
+):
+    subprocess.run(
+        [sys.executable, "-c", FUNCTIONS_LAST],
+        check=True,
+        timeout=60,
+        capture_output=True,
+    )

@@ -31,7 +31,11 @@ def modules_after(code: str) -> set[str]:
     """The modules that a fresh interpreter has after `code`."""
     code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -49,8 +53,17 @@ def test_errors_are_light() -> None:
 
 
 def test_keys_and_layouts_need_no_engine() -> None:
-    after = modules_after("from pagoda import KVLayout, Namespace; Namespace('m').root")
-    assert not after & {"lmdb", "torch", "pydantic", "typer", "rich", "transformers"}
+    after = modules_after(
+        "from pagoda import KVLayout, Namespace; Namespace('m').root"
+    )
+    assert not after & {
+        "lmdb",
+        "torch",
+        "pydantic",
+        "typer",
+        "rich",
+        "transformers",
+    }
 
 
 def test_metrics_are_pure_python() -> None:
@@ -79,37 +92,62 @@ with Cache(namespace=Namespace("m"), layout=layout, **sizes, remote=sys.argv[2])
     assert cache.retrieve([400] * 40, kv) and cache.retrieve([400] * 40, kv, tiers=["disk"])
     cache.lookup([1] * 48), cache.prefetch([400] * 40).result(), cache.pin([400] * 40), cache.clear()
     print(*sorted({*sys.modules} - before))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
     "remote",
     [
         "",
-        pytest.param("redis://127.0.0.1:1", marks=pytest.mark.slow),  # nobody listens there
+        # nobody listens there
+        pytest.param("redis://127.0.0.1:1", marks=pytest.mark.slow),
         pytest.param("http://127.0.0.1:1/", marks=pytest.mark.slow),
     ],
 )
-def test_the_calls_of_an_engine_import_nothing(tmp_path: Path, remote: str) -> None:
+def test_the_calls_of_an_engine_import_nothing(
+    tmp_path: Path, remote: str
+) -> None:
     """Another thread may fork during an import: the child would wait for its lock for ever."""
     if remote:
         pytest.importorskip("redis" if remote.startswith("redis") else "obstore")
     command = [sys.executable, "-c", CALLS, str(tmp_path / "disk"), remote]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.split() == []
 
 
 def test_the_names_of_loggers_are_pinned() -> None:
-    """Users name them in their logging configuration: a module that moves keeps its logger's name."""
+    """Users name them in their logging configuration: a module that moves keeps its logger's
+    name.
+    """
     source = Path(__file__).resolve().parents[1] / "src" / "pagoda"
     named = re.compile(r'(?:getLogger|guarded_logger)\("(.*?)"\)')
-    found = {name for path in source.rglob("*.py") for name in named.findall(path.read_text())}
+    found = {
+        name
+        for path in source.rglob("*.py")
+        for name in named.findall(path.read_text())
+    }
     assert found == {
-        "pagoda", "pagoda.cache", "pagoda.connectors", "pagoda.events", "pagoda.ledger.clears", "pagoda.ledger.epochs",
+        "pagoda",
+        "pagoda.cache",
+        "pagoda.connectors",
+        "pagoda.events",
+        "pagoda.ledger.clears",
+        "pagoda.ledger.epochs",
         "pagoda.ledger.spaces",
-        "pagoda.ledger.store_directory", "pagoda.serve", "pagoda.slab", "pagoda.tiers.disk", "pagoda.tiers.register",
-        "pagoda.quality", "pagoda.sglang", "pagoda.tiers.remote", "pagoda.transfer", "pagoda.vllm", "vllm",
-    }  # fmt: skip
+        "pagoda.ledger.store_directory",
+        "pagoda.serve",
+        "pagoda.slab",
+        "pagoda.tiers.disk",
+        "pagoda.tiers.register",
+        "pagoda.quality",
+        "pagoda.sglang",
+        "pagoda.tiers.remote",
+        "pagoda.transfer",
+        "pagoda.vllm",
+        "vllm",
+    }
 
 
 def test_each_class_name_is_used_once() -> None:
@@ -119,6 +157,8 @@ def test_each_class_name_is_used_once() -> None:
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(str(path.relative_to(package)))
+                places.setdefault(node.name, []).append(
+                    str(path.relative_to(package))
+                )
     assert len(places) > 100
     assert {name: where for name, where in places.items() if len(where) > 1} == {}

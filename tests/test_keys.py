@@ -1,4 +1,6 @@
-"""Keys: which inputs are one prompt and which are not; keys never change between processes or versions."""
+"""Keys: which inputs are one prompt and which are not; keys never change between processes or
+versions.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def reference(tokens: list[int], root: bytes, chunk_tokens: int) -> list[bytes]:
     found = []
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
         root = blake3(
-            struct.pack(f"<{chunk_tokens}i", *tokens[start : start + chunk_tokens]), key=root
+            struct.pack(
+                f"<{chunk_tokens}i", *tokens[start : start + chunk_tokens]
+            ),
+            key=root,
         ).digest()
         found.append(root)
     return found
@@ -50,7 +55,9 @@ def reference(tokens: list[int], root: bytes, chunk_tokens: int) -> list[bytes]:
 # ---- token ids
 
 
-@pytest.mark.parametrize("dtype", ["i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", ">i4", ">i8"])
+@pytest.mark.parametrize(
+    "dtype", ["i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", ">i4", ">i8"]
+)
 def test_every_integer_type_names_the_same_tokens(dtype: str) -> None:
     ids = as_token_ids(np.arange(100).astype(dtype))
     assert ids.dtype == np.dtype("<i4")
@@ -81,7 +88,10 @@ def test_torch_tensors() -> None:
 
     ids = torch.arange(8)
     assert as_token_ids(ids).tolist() == list(range(8))
-    assert np.shares_memory(as_token_ids(ids.int()), as_token_ids(ids.int())) is False
+    assert (
+        np.shares_memory(as_token_ids(ids.int()), as_token_ids(ids.int()))
+        is False
+    )
     own = ids.int()
     assert np.shares_memory(as_token_ids(own), own.numpy())
     for wrong in (ids.float(), ids.bool(), ids.reshape(2, 4), ids.to("meta")):
@@ -105,7 +115,8 @@ def test_int32_memory_is_wrapped_not_copied() -> None:
         (np.array([2**63], np.uint64), "over 2147483647"),
         ([1, 2.0], "pass plain ints"),
         ([1, True], "pass plain ints"),
-        ([True, 0.5], "pass plain ints"),  # as marshal writes them, as long as two ints
+        # as marshal writes them, as long as two ints
+        ([True, 0.5], "pass plain ints"),
         ([0, False, None, 2**40], "pass plain ints"),
         (["1"], "pass plain ints"),
         ([None], "pass plain ints"),
@@ -131,8 +142,17 @@ def test_bad_ids_say_what_to_do(tokens: object, says: str) -> None:
         chunk_keys(tokens, ROOT, 1)  # type: ignore[arg-type]
 
 
-@given(st.lists(st.integers(0, 2**31 - 1) | st.integers(-(2**70), 2**70) | st.booleans() | st.floats()))
-def test_the_fast_path_of_lists_differs_from_the_slow_one_in_nothing(tokens: list[int]) -> None:
+@given(
+    st.lists(
+        st.integers(0, 2**31 - 1)
+        | st.integers(-(2**70), 2**70)
+        | st.booleans()
+        | st.floats()
+    )
+)
+def test_the_fast_path_of_lists_differs_from_the_slow_one_in_nothing(
+    tokens: list[int],
+) -> None:
     for made in (tokens, tuple(tokens)):
         assert _answer(_from_items, made) == _answer(_from_mixed_items, made)
 
@@ -149,11 +169,15 @@ def _answer(convert: object, tokens: object) -> object:
 
 @given(token_lists, st.integers(1, 9))
 def test_keys_are_the_chained_hash(tokens: list[int], chunk_tokens: int) -> None:
-    assert chunk_keys(tokens, ROOT, chunk_tokens) == reference(tokens, ROOT, chunk_tokens)
+    assert chunk_keys(tokens, ROOT, chunk_tokens) == reference(
+        tokens, ROOT, chunk_tokens
+    )
 
 
 @given(token_lists, st.integers(0, 39), st.integers(0, 2**31 - 1))
-def test_a_changed_token_changes_its_chunk_and_all_after_it(tokens: list[int], at: int, token: int) -> None:
+def test_a_changed_token_changes_its_chunk_and_all_after_it(
+    tokens: list[int], at: int, token: int
+) -> None:
     if at >= len(tokens) or tokens[at] == token:
         return
     before = chunk_keys(tokens, ROOT, CHUNK)
@@ -168,7 +192,9 @@ def test_equal_chunks_at_two_places_have_two_keys() -> None:
     assert len(set(found)) == 3
 
 
-@pytest.mark.parametrize(("root", "chunk_tokens"), [(b"short", 4), (ROOT, 0), (ROOT, -1)])
+@pytest.mark.parametrize(
+    ("root", "chunk_tokens"), [(b"short", 4), (ROOT, 0), (ROOT, -1)]
+)
 def test_bad_root_or_chunk(root: bytes, chunk_tokens: int) -> None:
     with pytest.raises(ValueError):
         chunk_keys([1], root, chunk_tokens)
@@ -183,7 +209,10 @@ def test_bad_root_or_chunk(root: bytes, chunk_tokens: int) -> None:
 def prompts(draw: st.DrawFn) -> tuple[list[int], list[Item]]:
     tokens = draw(st.lists(st.integers(0, 3), min_size=1, max_size=40))
     starts = draw(st.lists(st.integers(0, len(tokens) - 1), max_size=4))
-    return tokens, [Item(s, s + draw(st.integers(1, 12)), draw(st.sampled_from([A, B]))) for s in starts]
+    return tokens, [
+        Item(s, s + draw(st.integers(1, 12)), draw(st.sampled_from([A, B])))
+        for s in starts
+    ]
 
 
 @given(prompts(), prompts())
@@ -192,12 +221,17 @@ def test_two_prompts_share_exactly_the_chunks_that_are_the_same(
 ) -> None:
     def prefixes(tokens: list[int], items: list[Item]) -> list[object]:
         ends = range(CHUNK, len(tokens) + 1, CHUNK)
-        return [(tokens[:end], sorted(i for i in items if i.start < end)) for end in ends]
+        return [
+            (tokens[:end], sorted(i for i in items if i.start < end))
+            for end in ends
+        ]
 
     a = chunk_keys(one[0], ROOT, CHUNK, one[1])
     b = chunk_keys(other[0], ROOT, CHUNK, other[1])
     for (x, seen_x), (y, seen_y) in zip(
-        zip(a, prefixes(*one), strict=True), zip(b, prefixes(*other), strict=True), strict=False
+        zip(a, prefixes(*one), strict=True),
+        zip(b, prefixes(*other), strict=True),
+        strict=False,
     ):
         assert (x == y) == (seen_x == seen_y)
 
@@ -223,10 +257,15 @@ def test_only_chunks_from_the_item_on_change() -> None:
 )
 def test_items_that_differ_in_anything_differ(items: list[Item]) -> None:
     tokens = list(range(16))
-    assert chunk_keys(tokens, ROOT, CHUNK, items)[1] != chunk_keys(tokens, ROOT, CHUNK, [Item(4, 12, A)])[1]
+    assert (
+        chunk_keys(tokens, ROOT, CHUNK, items)[1]
+        != chunk_keys(tokens, ROOT, CHUNK, [Item(4, 12, A)])[1]
+    )
 
 
-def test_the_order_of_items_does_not_matter_and_a_cut_prompt_keeps_its_keys() -> None:
+def test_the_order_of_items_does_not_matter_and_a_cut_prompt_keeps_its_keys() -> (
+    None
+):
     tokens = list(range(16))
     items = [Item(2, 14, A), Item(3, 5, B)]
     whole = chunk_keys(tokens, ROOT, CHUNK, items)
@@ -235,10 +274,19 @@ def test_the_order_of_items_does_not_matter_and_a_cut_prompt_keeps_its_keys() ->
 
 
 def test_tokens_cannot_imitate_an_item() -> None:
-    """12 tokens and an item have the length of 25 tokens: no chunk length makes one message of both."""
+    """12 tokens and an item have the length of 25 tokens: no chunk length makes one message of
+    both.
+    """
     tokens = list(range(12))
-    message = struct.pack("<12i", *tokens) + struct.pack("<i", -1) + struct.pack("<qq", 0, 1) + A
-    assert chunk_keys(tokens, ROOT, 12, [Item(0, 1, A)]) == [blake3(message, key=ROOT).digest()]
+    message = (
+        struct.pack("<12i", *tokens)
+        + struct.pack("<i", -1)
+        + struct.pack("<qq", 0, 1)
+        + A
+    )
+    assert chunk_keys(tokens, ROOT, 12, [Item(0, 1, A)]) == [
+        blake3(message, key=ROOT).digest()
+    ]
     with pytest.raises(ValueError, match="negative"):
         chunk_keys(np.frombuffer(message, "<i4"), ROOT, len(message) // 4)
 
@@ -262,7 +310,11 @@ def test_bad_items_say_what_to_do(item: Item, says: str) -> None:
 # ---- growing
 
 
-@given(prompts(), st.lists(st.integers(0, 40), max_size=5), st.sampled_from([1, 3, 4]))
+@given(
+    prompts(),
+    st.lists(st.integers(0, 40), max_size=5),
+    st.sampled_from([1, 3, 4]),
+)
 def test_a_chain_grows_to_the_same_keys(
     prompt: tuple[list[int], list[Item]], cuts: list[int], chunk_tokens: int
 ) -> None:
@@ -271,7 +323,9 @@ def test_a_chain_grows_to_the_same_keys(
     bounds = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     grown: list[bytes] = []
     for start, stop in pairwise(bounds):
-        grown += chain.extend(tokens[start:stop], [i for i in items if start <= i.start < stop])
+        grown += chain.extend(
+            tokens[start:stop], [i for i in items if start <= i.start < stop]
+        )
         assert chain.num_tokens == stop
     assert grown == chain.keys == chunk_keys(tokens, ROOT, chunk_tokens, items)
 
@@ -289,7 +343,11 @@ def test_a_chain_keeps_its_own_copy_of_the_tail() -> None:
 def test_a_refused_extension_changes_nothing() -> None:
     chain = KeyChain(ROOT, CHUNK)
     chain.extend(range(6))
-    for tokens, items in [([-1], []), ([6, 7], [Item(3, 9, A)]), ([6, 7], [Item(8, 9, A)])]:
+    for tokens, items in [
+        ([-1], []),
+        ([6, 7], [Item(3, 9, A)]),
+        ([6, 7], [Item(8, 9, A)]),
+    ]:
         with pytest.raises(ValueError):
             chain.extend(tokens, items)
     assert chain.num_tokens == 6
@@ -338,7 +396,9 @@ def test_every_field_changes_every_key(name: str) -> None:
     one = Namespace("model")
     other = one.with_(**{name: OTHER[name]})
     assert one.root != other.root
-    assert not set(chunk_keys(range(8), one.root, CHUNK)) & set(chunk_keys(range(8), other.root, CHUNK))
+    assert not set(chunk_keys(range(8), one.root, CHUNK)) & set(
+        chunk_keys(range(8), other.root, CHUNK)
+    )
     assert Namespace.differing(one.fields(), other.fields()) == [name]
 
 
@@ -352,24 +412,42 @@ def test_exact_kv_has_the_keys_and_labels_of_versions_without_the_field() -> Non
 
 
 def test_the_format_changes_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys_module, "FORMAT_VERSION", keys_module.FORMAT_VERSION + 1)
+    monkeypatch.setattr(
+        keys_module, "FORMAT_VERSION", keys_module.FORMAT_VERSION + 1
+    )
     other = Namespace("model")
     assert other.root != ROOT
     assert other.fields()["format"] == str(keys_module.FORMAT_VERSION)
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
-namespaces = st.builds(Namespace, texts.filter(bool), texts, texts, st.integers(0, 3), lora=texts, salt=texts)
+namespaces = st.builds(
+    Namespace,
+    texts.filter(bool),
+    texts,
+    texts,
+    st.integers(0, 3),
+    lora=texts,
+    salt=texts,
+)
 
 
 @given(namespaces, namespaces)
-def test_two_namespaces_never_encode_alike(one: Namespace, other: Namespace) -> None:
+def test_two_namespaces_never_encode_alike(
+    one: Namespace, other: Namespace
+) -> None:
     assert (one == other) == (one.root == other.root)
-    assert (one == other) == (not Namespace.differing(one.fields(), other.fields()))
+    assert (one == other) == (
+        not Namespace.differing(one.fields(), other.fields())
+    )
 
 
 def test_text_cannot_move_between_fields() -> None:
-    roots = {Namespace("ab", "c").root, Namespace("a", "bc").root, Namespace("abc").root}
+    roots = {
+        Namespace("ab", "c").root,
+        Namespace("a", "bc").root,
+        Namespace("abc").root,
+    }
     assert len(roots) == 3
 
 
@@ -381,7 +459,10 @@ def test_the_salt_is_never_shown() -> None:
 
 
 def test_a_field_unknown_to_one_side_differs() -> None:
-    assert Namespace.differing({"a": "1", "b": "2"}, {"a": "1", "c": "3"}) == ["b", "c"]
+    assert Namespace.differing({"a": "1", "b": "2"}, {"a": "1", "c": "3"}) == [
+        "b",
+        "c",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +485,17 @@ def test_bad_fields(wrong: dict[str, object]) -> None:
 
 # ---- pinned
 
-FULL = Namespace("model", "rev", "weights", 3, "bfloat16", "0123456789abcdef", 2, "lora", "salt")
+FULL = Namespace(
+    "model",
+    "rev",
+    "weights",
+    3,
+    "bfloat16",
+    "0123456789abcdef",
+    2,
+    "lora",
+    "salt",
+)
 GOLDEN = {
     "root": "455c5464af06c66e1aab82ffbb9897650759c51a008ac3be1ffaa34d3b774cab",
     "full_root": "286e1b5b859de38af1873bf5d8d02e278f9cbcfd72257b28eec1b4fa62da4c55",
@@ -420,13 +511,17 @@ def computed() -> dict[str, str]:
         "root": ROOT.hex(),
         "full_root": FULL.root.hex(),
         "last_key": chunk_keys(tokens, FULL.root, CHUNK)[-1].hex(),
-        "item_key": chunk_keys(tokens, FULL.root, CHUNK, [Item(2, 6, A), Item(5, 9, B)])[-1].hex(),
+        "item_key": chunk_keys(
+            tokens, FULL.root, CHUNK, [Item(2, 6, A), Item(5, 9, B)]
+        )[-1].hex(),
         "derived_key": derive_keys([A], FULL.root)[0].hex(),
     }
 
 
 def test_pinned_keys() -> None:
-    """A change here makes all stored chunks unreachable: raise FORMAT_VERSION, say so in the changelog."""
+    """A change here makes all stored chunks unreachable: raise FORMAT_VERSION, say so in the
+    changelog.
+    """
     assert computed() == GOLDEN
 
 
@@ -436,6 +531,11 @@ def test_keys_are_the_same_in_another_process(seed: str) -> None:
     paths = os.pathsep.join([os.environ["PYTHONPATH"], os.getcwd()])
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert done.stdout.strip() == str(GOLDEN)

@@ -48,7 +48,9 @@ def test_no_v() -> None:
 
 
 def test_tokens_first() -> None:
-    layout = KVLayout.dense(1, 2, 64, "float32", chunk_tokens=16, token_order="tokens_first")
+    layout = KVLayout.dense(
+        1, 2, 64, "float32", chunk_tokens=16, token_order="tokens_first"
+    )
     assert layout.plane_shape(0) == (16, 2, 64)
 
 
@@ -59,22 +61,41 @@ def test_latent_attention_is_one_plane() -> None:
 
 
 def test_quantised_kv_travels_with_its_scales() -> None:
-    layout = KVLayout.dense(2, 4, 64, "float8_e4m3fn", chunk_tokens=16, scales="float32")
-    assert layout.planes == (*[Plane(4, 64, "float8_e4m3fn")] * 2, *[Plane(4, 1, "float32")] * 2)
+    layout = KVLayout.dense(
+        2, 4, 64, "float8_e4m3fn", chunk_tokens=16, scales="float32"
+    )
+    assert layout.planes == (
+        *[Plane(4, 64, "float8_e4m3fn")] * 2,
+        *[Plane(4, 1, "float32")] * 2,
+    )
     assert layout.plane_offset(1, 2) == layout.layer_bytes + 2 * 4 * 64 * 16
     assert layout.layer_bytes == 2 * 4 * 64 * 16 + 2 * 4 * 16 * 4
 
 
 def test_an_odd_chunk_of_mixed_types_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
-        KVLayout.of(2, [Plane(1, 1, "int8"), Plane(1, 1, "float32")], chunk_tokens=3)
-    with pytest.raises(ValueError, match="multiple of 8"):  # the second layer would be odd
-        KVLayout.of(2, [Plane(1, 1, "float32"), Plane(1, 1, "int8")], chunk_tokens=3)
+        KVLayout.of(
+            2, [Plane(1, 1, "int8"), Plane(1, 1, "float32")], chunk_tokens=3
+        )
+    # the second layer would be odd
+    with pytest.raises(ValueError, match="multiple of 8"):
+        KVLayout.of(
+            2, [Plane(1, 1, "float32"), Plane(1, 1, "int8")], chunk_tokens=3
+        )
 
 
 def test_itemsizes() -> None:
     assert itemsize("bfloat16") == 2
-    for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"):
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+    ):
         assert itemsize(name) == np.dtype(name).itemsize
     import torch
 
@@ -85,11 +106,18 @@ def test_itemsizes() -> None:
 
 
 planes = st.lists(
-    st.builds(Plane, st.integers(1, 4), st.integers(1, 9), st.sampled_from(sorted(ITEMSIZE))),
+    st.builds(
+        Plane,
+        st.integers(1, 4),
+        st.integers(1, 9),
+        st.sampled_from(sorted(ITEMSIZE)),
+    ),
     min_size=1,
     max_size=4,
 )
-orders: st.SearchStrategy[TokenOrder] = st.sampled_from(["heads_first", "tokens_first"])
+orders: st.SearchStrategy[TokenOrder] = st.sampled_from(
+    ["heads_first", "tokens_first"]
+)
 
 
 @given(st.integers(1, 5), planes, st.sampled_from([8, 16, 256]), orders)
@@ -103,7 +131,9 @@ def test_planes_cover_the_chunk_exactly_once(
             assert layout.plane_offset(layer, plane) == at
             assert at % itemsize(part.dtype) == 0
             shape = layout.plane_shape(plane)
-            assert int(np.prod(shape)) * itemsize(part.dtype) == layout.plane_bytes(plane)
+            assert int(np.prod(shape)) * itemsize(
+                part.dtype
+            ) == layout.plane_bytes(plane)
             at += layout.plane_bytes(plane)
     assert at == layout.chunk_bytes <= layout.slot_bytes < at + 4096
 
@@ -140,8 +170,23 @@ def test_a_layout_may_name_the_rotary_embedding() -> None:
     assert named.rotary == rotary
     assert plain.rotary is None
     assert replace(named, fingerprint=plain.fingerprint, rotary=None) == plain
-    others = [rotary._replace(theta=5e5), rotary._replace(dims=32), rotary._replace(scaling="yarn")]
-    assert len({plain.fingerprint, *(plain.with_rotary(one).fingerprint for one in (rotary, *others))}) == 5
+    others = [
+        rotary._replace(theta=5e5),
+        rotary._replace(dims=32),
+        rotary._replace(scaling="yarn"),
+    ]
+    assert (
+        len(
+            {
+                plain.fingerprint,
+                *(
+                    plain.with_rotary(one).fingerprint
+                    for one in (rotary, *others)
+                ),
+            }
+        )
+        == 5
+    )
     for dims in (0, 63, 66):
         with pytest.raises(ValueError, match="even number of at most 64"):
             plain.with_rotary(rotary._replace(dims=dims))
@@ -151,7 +196,9 @@ def test_a_layout_may_name_the_rotary_embedding() -> None:
 
 def test_pinned_fingerprints() -> None:
     """A change here makes every store on disk another layout's: say so in the changelog."""
-    assert KVLayout.dense(32, 8, 128, "bfloat16").fingerprint == "32a24c7522255041"
+    assert (
+        KVLayout.dense(32, 8, 128, "bfloat16").fingerprint == "32a24c7522255041"
+    )
     assert KVLayout.opaque(16, 4096, "a").fingerprint == "5c775bd62c6dcc04"
 
 

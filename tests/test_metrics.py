@@ -47,8 +47,12 @@ def test_a_reason_is_its_lower_case_name() -> None:
 @pytest.mark.parametrize("prefix", ["miss_", "drop_"])
 def test_any_reason_may_end_a_load_and_a_store(prefix: str) -> None:
     counters = {name: number for number, name in enumerate(COUNTERS, 1)}
-    assert by_reason(counters, prefix) == {str(reason): counters[prefix + reason] for reason in Reason}
-    assert by_reason({f"{prefix}busy": 3, f"{prefix}full": 0}, prefix) == {"busy": 3}
+    assert by_reason(counters, prefix) == {
+        str(reason): counters[prefix + reason] for reason in Reason
+    }
+    assert by_reason({f"{prefix}busy": 3, f"{prefix}full": 0}, prefix) == {
+        "busy": 3
+    }
 
 
 def test_counters_have_a_column_each() -> None:
@@ -83,7 +87,10 @@ def test_one_line_a_reason_and_interval(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_many_threads_write_one_line(caplog: pytest.LogCaptureFixture) -> None:
     log = RateLimitedLog()
-    threads = [threading.Thread(target=log.warn, args=(logger, Reason.BUSY, "busy")) for _ in range(8)]
+    threads = [
+        threading.Thread(target=log.warn, args=(logger, Reason.BUSY, "busy"))
+        for _ in range(8)
+    ]
     with caplog.at_level(logging.WARNING):
         for thread in threads:
             thread.start()

@@ -14,7 +14,14 @@ import pytest
 
 from pagoda.errors import ConfigError
 from pagoda.quality.write_verdict import check_place, write_verdict
-from pagoda.quality_bounds import Bounds, Figures, Interval, is_surely_noticed, objections, too_loose
+from pagoda.quality_bounds import (
+    Bounds,
+    Figures,
+    Interval,
+    is_surely_noticed,
+    objections,
+    too_loose,
+)
 from pagoda.quality_verdict import (
     VERSION,
     Result,
@@ -72,15 +79,27 @@ def result(
     )
 
 
-def written(place: Path, *results: Result, weights: tuple[str, ...] = ("w1",)) -> Path:
-    return write_verdict(place, model="a model", weights=weights, pagoda="0.1.0", results=results)
+def written(
+    place: Path, *results: Result, weights: tuple[str, ...] = ("w1",)
+) -> Path:
+    return write_verdict(
+        place, model="a model", weights=weights, pagoda="0.1.0", results=results
+    )
 
 
-def refusal(setting: Setting, place: Path, weights: str = "w1", weights_epoch: int = 0) -> str:
+def refusal(
+    setting: Setting, place: Path, weights: str = "w1", weights_epoch: int = 0
+) -> str:
     with pytest.raises(ConfigError) as raised:
-        require_quality(setting, weights=weights, weights_epoch=weights_epoch, verdicts=place)
+        require_quality(
+            setting, weights=weights, weights_epoch=weights_epoch, verdicts=place
+        )
     state = require_quality(
-        setting, weights=weights, weights_epoch=weights_epoch, verdicts=place, unchecked=True
+        setting,
+        weights=weights,
+        weights_epoch=weights_epoch,
+        verdicts=place,
+        unchecked=True,
     )
     assert state.checked == "unchecked"
     assert state.as_stats()["detail"] in {state.detail}
@@ -99,7 +118,9 @@ def test_a_passing_verdict_lets_the_feature_start(tmp_path: Path) -> None:
     assert path == tmp_path / "w1.json"
     for place in (tmp_path, path):
         for unchecked in (False, True):
-            state = require_quality(BLEND, weights="w1", verdicts=place, unchecked=unchecked)
+            state = require_quality(
+                BLEND, weights="w1", verdicts=place, unchecked=unchecked
+            )
             assert state.checked == "passed"
             assert state.as_stats() == {
                 "setting": "blend policy=deviation recompute=0.15",
@@ -110,9 +131,15 @@ def test_a_passing_verdict_lets_the_feature_start(tmp_path: Path) -> None:
 
 def test_round_trip(tmp_path: Path) -> None:
     wrote = [result(), result(CODEC, figures(answers=None))]
-    found = read_verdict(written(tmp_path / "sub" / "v.json", *wrote, weights=("w1", "engine's")))
+    found = read_verdict(
+        written(tmp_path / "sub" / "v.json", *wrote, weights=("w1", "engine's"))
+    )
     assert found.results == wrote
-    assert (found.model, found.weights, found.version) == ("a model", ["w1", "engine's"], VERSION)
+    assert (found.model, found.weights, found.version) == (
+        "a model",
+        ["w1", "engine's"],
+        VERSION,
+    )
 
 
 def test_without_a_verdict_the_error_says_what_to_run(tmp_path: Path) -> None:
@@ -121,11 +148,16 @@ def test_without_a_verdict_the_error_says_what_to_run(tmp_path: Path) -> None:
     assert "pagoda quality MODEL PROMPTS.jsonl --blend deviation:0.15" in said
     assert "unchecked = true" in said
     assert "--codec q8 --chunk-tokens 64 " in refusal(CODEC, tmp_path / "absent")
-    layered = Setting("blend", {"version": 1, "policy": "deviation", "recompute": 0.15, "layer": 2})
+    layered = Setting(
+        "blend",
+        {"version": 1, "policy": "deviation", "recompute": 0.15, "layer": 2},
+    )
     assert layered.flag == "--blend deviation:0.15:layer=2"
 
 
-def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=str(tmp_path / "pagoda" / "quality")):
         require_quality(BLEND, weights="w1", verdicts="")
@@ -134,9 +166,14 @@ def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("mode", [0o606, 0o662, 0o660])
-def test_a_verdict_that_others_could_have_written_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_verdict_that_others_could_have_written_is_refused(
+    tmp_path: Path, mode: int
+) -> None:
     file = written(tmp_path, result())
-    assert require_quality(BLEND, weights="w1", verdicts=tmp_path).checked == "passed"
+    assert (
+        require_quality(BLEND, weights="w1", verdicts=tmp_path).checked
+        == "passed"
+    )
     file.chmod(mode)
     assert "others can write it (mode 0" in refusal(BLEND, tmp_path)
     file.chmod(0o644)
@@ -145,7 +182,9 @@ def test_a_verdict_that_others_could_have_written_is_refused(tmp_path: Path, mod
     assert require_quality(BLEND, weights="w1", verdicts=file).checked == "passed"
 
 
-@pytest.mark.parametrize("variables", [{"XDG_CONFIG_HOME": "."}, {"HOME": "."}, {"HOME": "~"}])
+@pytest.mark.parametrize(
+    "variables", [{"XDG_CONFIG_HOME": "."}, {"HOME": "."}, {"HOME": "~"}]
+)
 def test_the_default_place_is_never_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
@@ -163,53 +202,94 @@ def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
 
 def test_another_models_verdict_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, result())
-    assert "there is no verdict for the weights w2" in refusal(BLEND, tmp_path, weights="w2")
-    assert "is about other weights (w1), not w2" in refusal(BLEND, path, weights="w2")
+    assert "there is no verdict for the weights w2" in refusal(
+        BLEND, tmp_path, weights="w2"
+    )
+    assert "is about other weights (w1), not w2" in refusal(
+        BLEND, path, weights="w2"
+    )
     path.rename(tmp_path / "w2.json")
-    assert "is about other weights (w1), not w2" in refusal(BLEND, tmp_path, weights="w2")
+    assert "is about other weights (w1), not w2" in refusal(
+        BLEND, tmp_path, weights="w2"
+    )
 
 
 def test_weights_updated_in_place_are_others(tmp_path: Path) -> None:
     written(tmp_path, result())
     assert "w1+epoch3" in refusal(BLEND, tmp_path, weights_epoch=3)
     written(tmp_path, result(), weights=("w1", weights_name("w1", 3)))
-    assert require_quality(BLEND, weights="w1", weights_epoch=3, verdicts=tmp_path).checked == "passed"
+    assert (
+        require_quality(
+            BLEND, weights="w1", weights_epoch=3, verdicts=tmp_path
+        ).checked
+        == "passed"
+    )
 
 
 def test_weights_with_an_adapter_are_others(tmp_path: Path) -> None:
     written(tmp_path, result())
     for epoch, name in ((0, "w1+adapters a b"), (3, "w1+epoch3+adapters a b")):
         with pytest.raises(ConfigError) as raised:
-            require_quality(BLEND, weights="w1", weights_epoch=epoch, adapters="a b", verdicts=tmp_path)
+            require_quality(
+                BLEND,
+                weights="w1",
+                weights_epoch=epoch,
+                adapters="a b",
+                verdicts=tmp_path,
+            )
         said = str(raised.value)
         assert f"no verdict for the weights {name} " in said
-        assert f"--blend deviation:0.15 --weights '{name}', where MODEL has the adapter merged" in said
+        assert (
+            f"--blend deviation:0.15 --weights '{name}', where MODEL has the adapter merged"
+            in said
+        )
         assert "if the engine" not in said
-        written(tmp_path, result(), weights=("another", weights_name("w1", epoch, "a b")))
-        found = require_quality(BLEND, weights="w1", weights_epoch=epoch, adapters="a b", verdicts=tmp_path)
+        written(
+            tmp_path,
+            result(),
+            weights=("another", weights_name("w1", epoch, "a b")),
+        )
+        found = require_quality(
+            BLEND,
+            weights="w1",
+            weights_epoch=epoch,
+            adapters="a b",
+            verdicts=tmp_path,
+        )
         assert found.checked == "passed"
     assert weights_name("", 3, "a b") == ""
 
 
-def test_a_further_name_of_the_weights_is_found_in_a_directory(tmp_path: Path) -> None:
+def test_a_further_name_of_the_weights_is_found_in_a_directory(
+    tmp_path: Path,
+) -> None:
     written(tmp_path, result(), weights=("w1", "org/model as vLLM names it"))
     (tmp_path / "zzz.json").write_text("{}")
-    found = require_quality(BLEND, weights="org/model as vLLM names it", verdicts=tmp_path)
+    found = require_quality(
+        BLEND, weights="org/model as vLLM names it", verdicts=tmp_path
+    )
     assert found.checked == "passed"
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     written(tmp_path, result())
     other = Setting("blend", {**BLEND.options, "recompute": 0.05})
-    assert "is about other settings: blend policy=deviation recompute=0.15" in refusal(other, tmp_path)
+    assert (
+        "is about other settings: blend policy=deviation recompute=0.15"
+        in refusal(other, tmp_path)
+    )
     newer = Setting("blend", {**BLEND.options, "version": 2})
-    assert "blend policy=deviation recompute=0.15 version 1" in refusal(newer, tmp_path)
+    assert "blend policy=deviation recompute=0.15 version 1" in refusal(
+        newer, tmp_path
+    )
     assert "is about other settings" in refusal(CODEC, tmp_path)
     longer = Setting("blend", {**BLEND.options, "min_tokens": 64})
     assert "is about other settings" in refusal(longer, tmp_path)
     assert "--blend deviation:0.15:min_tokens=64 " in refusal(longer, tmp_path)
     same = Setting("blend", {**BLEND.options, "recompute": 0.1 + 0.05})
-    assert require_quality(same, weights="w1", verdicts=tmp_path).checked == "passed"
+    assert (
+        require_quality(same, weights="w1", verdicts=tmp_path).checked == "passed"
+    )
 
 
 def test_a_failed_setting_is_refused_with_its_reasons(tmp_path: Path) -> None:
@@ -222,34 +302,73 @@ def test_a_failed_setting_is_refused_with_its_reasons(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("passed", lambda file: file["results"][0].update(passed=True, reasons=[]), "checksum"),
-        ("figures", lambda file: file["results"][0]["figures"]["kl"].update(high=0.01), "checksum"),
+        (
+            "passed",
+            lambda file: file["results"][0].update(passed=True, reasons=[]),
+            "checksum",
+        ),
+        (
+            "figures",
+            lambda file: file["results"][0]["figures"]["kl"].update(high=0.01),
+            "checksum",
+        ),
         ("weights", lambda file: file["weights"].append("w2"), "checksum"),
-        ("older", lambda file: file.update(version=VERSION - 1), "an older version"),
-        ("newer", lambda file: file.update(version=VERSION + 1, surprise={}), "a newer version"),
+        (
+            "older",
+            lambda file: file.update(version=VERSION - 1),
+            "an older version",
+        ),
+        (
+            "newer",
+            lambda file: file.update(version=VERSION + 1, surprise={}),
+            "a newer version",
+        ),
         ("format", lambda file: file.update(format="recipe"), "is not a verdict"),
-        ("field", lambda file: file["results"][0].pop("bounds"), "is not a verdict"),
-        ("null", lambda file: file["results"][0]["figures"]["kl"].update(high=None), "is not a verdict"),
+        (
+            "field",
+            lambda file: file["results"][0].pop("bounds"),
+            "is not a verdict",
+        ),
+        (
+            "null",
+            lambda file: file["results"][0]["figures"]["kl"].update(high=None),
+            "is not a verdict",
+        ),
     ],
 )
-def test_a_changed_file_is_refused(tmp_path: Path, name: str, change: Edit, said: str) -> None:
-    edited(written(tmp_path, result(found=figures(kl=Interval(0.2, 0.1, 0.3)))), change)
+def test_a_changed_file_is_refused(
+    tmp_path: Path, name: str, change: Edit, said: str
+) -> None:
+    edited(
+        written(tmp_path, result(found=figures(kl=Interval(0.2, 0.1, 0.3)))),
+        change,
+    )
     assert said in refusal(BLEND, tmp_path)
 
 
-def test_a_verdict_that_its_own_figures_contradict_is_refused(tmp_path: Path) -> None:
+def test_a_verdict_that_its_own_figures_contradict_is_refused(
+    tmp_path: Path,
+) -> None:
     bad = result(found=figures(kl=Interval(0.2, 0.1, 0.3)))
-    written(tmp_path, msgspec.structs.replace(bad, passed=True, reasons=[]))  # with a right checksum
+    # with a right checksum
+    written(tmp_path, msgspec.structs.replace(bad, passed=True, reasons=[]))
     assert "contradicts itself" in refusal(BLEND, tmp_path)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"null", b"[1]", b"{", b"\xff\xfe", b'{"format": 3}', b"{" * 100_000,
-        b'{"format": "\xff"}', b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"",
+        b"null",
+        b"[1]",
+        b"{",
+        b"\xff\xfe",
+        b'{"format": 3}',
+        b"{" * 100_000,
+        b'{"format": "\xff"}',
+        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
-)  # fmt: skip
+)
 def test_bytes_that_are_no_verdict(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "w1.json").write_bytes(content)
     assert "is not a verdict of pagoda quality" in refusal(BLEND, tmp_path)
@@ -259,19 +378,26 @@ def test_a_verdict_about_no_weights(tmp_path: Path) -> None:
     path = written(tmp_path, result())
     nobody = msgspec.structs.replace(read_verdict(path), weights=[], checksum="")
     path.write_bytes(
-        msgspec.json.encode(msgspec.structs.replace(nobody, checksum=nobody.digest()), order="sorted")
+        msgspec.json.encode(
+            msgspec.structs.replace(nobody, checksum=nobody.digest()),
+            order="sorted",
+        )
     )
     assert "is about other weights" in refusal(BLEND, tmp_path)
 
 
 def test_places_that_have_no_verdict(tmp_path: Path) -> None:
-    """None of them waits, or raises anything else; with `unchecked` the feature starts all the same."""
+    """None of them waits, or raises anything else; with `unchecked` the feature starts all the
+    same.
+    """
     os.mkfifo(tmp_path / "w1.json")
     os.mkfifo(tmp_path / "other.json")
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
     (tmp_path / "device.json").symlink_to("/dev/zero")
     (tmp_path / "directory.json").mkdir()
-    assert "w1.json: is not a verdict of pagoda quality: not a file" in refusal(BLEND, tmp_path)
+    assert "w1.json: is not a verdict of pagoda quality: not a file" in refusal(
+        BLEND, tmp_path
+    )
     for place, why in {
         "w1.json": "which cannot be read: Not a directory",
         "long" * 100: "which cannot be read: File name too long",
@@ -280,11 +406,19 @@ def test_places_that_have_no_verdict(tmp_path: Path) -> None:
         "absent": "",
     }.items():
         said = refusal(BLEND, tmp_path / place)
-        assert f"there is no verdict for the weights w1 in {tmp_path / place}" in said
+        assert (
+            f"there is no verdict for the weights w1 in {tmp_path / place}"
+            in said
+        )
         assert ("cannot be read" in said) is bool(why)
         assert why in said
     for place in (tmp_path, tmp_path / "w1.json"):
-        assert require_quality(BLEND, weights="w1", verdicts=place, unchecked=True).checked == "unchecked"
+        assert (
+            require_quality(
+                BLEND, weights="w1", verdicts=place, unchecked=True
+            ).checked
+            == "unchecked"
+        )
     with pytest.raises(ConfigError, match="is not a verdict"):
         read_verdict(tmp_path / "w1.json")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -301,7 +435,9 @@ def test_a_new_run_keeps_the_results_of_other_settings(tmp_path: Path) -> None:
     assert "FAILED" in refusal(BLEND, tmp_path)
 
 
-def test_another_models_file_and_an_older_version_are_replaced(tmp_path: Path) -> None:
+def test_another_models_file_and_an_older_version_are_replaced(
+    tmp_path: Path,
+) -> None:
     path = written(tmp_path / "v.json", result(CODEC), weights=("w2",))
     assert read_verdict(written(path, result())).results == [result()]
     edited(path, lambda file: file.update(version=0))
@@ -321,7 +457,9 @@ def test_a_file_that_is_no_verdict_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(b'{"format": "\xff"}')
-    (tmp_path / "deep.json").write_bytes(b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    (tmp_path / "deep.json").write_bytes(
+        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    )
     for name in ("bytes.json", "deep.json"):
         with pytest.raises(ConfigError, match="name another file"):
             check_place(tmp_path / name)
@@ -342,16 +480,23 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
         ({"answers": Interval(math.nan, math.nan, math.nan)}, "right answers"),
     ],
 )
-def test_the_worse_end_of_an_interval_decides(changes: dict[str, Interval], said: str) -> None:
+def test_the_worse_end_of_an_interval_decides(
+    changes: dict[str, Interval], said: str
+) -> None:
     (reason,) = objections(figures(**changes), BOUNDS, CAUGHT, 50, 0.95)
     assert said in reason
 
 
 def test_too_few_prompts_and_controls_that_pass() -> None:
     assert objections(figures(answers=None), BOUNDS, CAUGHT, 50, 0.95) == []
-    assert "49 prompts are too few" in objections(figures(), BOUNDS, CAUGHT, 49, 0.95)[0]
+    assert (
+        "49 prompts are too few"
+        in objections(figures(), BOUNDS, CAUGHT, 49, 0.95)[0]
+    )
     assert "no control was run" in objections(figures(), BOUNDS, {}, 50, 0.95)[0]
-    (reason,) = objections(figures(), BOUNDS, {**CAUGHT, "swapped": False}, 50, 0.95)
+    (reason,) = objections(
+        figures(), BOUNDS, {**CAUGHT, "swapped": False}, 50, 0.95
+    )
     assert "swapped keeps the bounds too" in reason
 
 
@@ -359,24 +504,32 @@ def test_bounds_that_are_looser_than_the_usual_ones_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worse = figures(kl=Interval(0.3, 0.2, 0.4))
-    written(tmp_path, result(found=worse, bounds=LOOSE, prompts=30, confidence=0.9))
+    written(
+        tmp_path, result(found=worse, bounds=LOOSE, prompts=30, confidence=0.9)
+    )
     state = require_quality(BLEND, weights="w1", verdicts=tmp_path)
     said = (
-        "passed loosened bounds: KL at most 0.5 instead of 0.095, same tokens at least 80.0 % instead of 93.0 %, "
+        "passed loosened bounds: KL at most 0.5 instead of 0.095, same tokens at least 80.0 % "
+        "instead of 93.0 %, "
         "30 prompts instead of 50, intervals of 90.0 % instead of 95.0 %"
     )
     assert state.checked == "loosened"
     assert state.detail.startswith(f"{said}; measured: {tmp_path}")
     (line,) = caplog.messages
     assert line == f"{BLEND} {state.detail}"
-    assert result(CODEC, bounds=LOOSE).loosened.startswith("KL at most 0.5 instead of 0.01, ")
+    assert result(CODEC, bounds=LOOSE).loosened.startswith(
+        "KL at most 0.5 instead of 0.01, "
+    )
     for usual in (
         result(),
         result(bounds=BOUNDS, prompts=50),
         result(bounds=msgspec.structs.replace(BOUNDS, prompts=5)),
     ):
         assert usual.loosened == ""
-    no_answers = result(found=figures(answers=None), bounds=msgspec.structs.replace(BOUNDS, answers=0.6))
+    no_answers = result(
+        found=figures(answers=None),
+        bounds=msgspec.structs.replace(BOUNDS, answers=0.6),
+    )
     assert no_answers.loosened == ""
 
 
@@ -393,20 +546,28 @@ def test_bounds_that_are_looser_than_the_usual_ones_are_said(
         ({"prompts": 3}, "3 prompts, at least 4"),
     ],
 )
-def test_bounds_that_anything_keeps_are_none(tmp_path: Path, changes: dict[str, float], said: str) -> None:
+def test_bounds_that_anything_keeps_are_none(
+    tmp_path: Path, changes: dict[str, float], said: str
+) -> None:
     bounds = msgspec.structs.replace(BOUNDS, **changes)
     (reason,) = too_loose(bounds, 0.95)
     assert said in reason
     assert reason in objections(figures(), bounds, CAUGHT, 60, 0.95)
-    loose = msgspec.structs.replace(result(bounds=bounds), passed=True, reasons=[])
-    if all(math.isfinite(value) for value in changes.values()):  # JSON has no other numbers
+    loose = msgspec.structs.replace(
+        result(bounds=bounds), passed=True, reasons=[]
+    )
+    # JSON has no other numbers
+    if all(math.isfinite(value) for value in changes.values()):
         written(tmp_path, loose)
         assert "contradicts itself" in refusal(BLEND, tmp_path)
 
 
 @pytest.mark.parametrize("confidence", [0.4, 0.0, math.nan])
 def test_intervals_of_no_confidence_tell_nothing(confidence: float) -> None:
-    assert any("intervals of" in reason for reason in objections(figures(), BOUNDS, CAUGHT, 60, confidence))
+    assert any(
+        "intervals of" in reason
+        for reason in objections(figures(), BOUNDS, CAUGHT, 60, confidence)
+    )
 
 
 @pytest.mark.parametrize(
@@ -433,7 +594,10 @@ def test_a_file_has_one_result_for_a_setting(tmp_path: Path) -> None:
     assert read_verdict(path).results == both[:1]
     whole = msgspec.structs.replace(read_verdict(path), results=both, checksum="")
     path.write_bytes(
-        msgspec.json.encode(msgspec.structs.replace(whole, checksum=whole.digest()), order="sorted")
+        msgspec.json.encode(
+            msgspec.structs.replace(whole, checksum=whole.digest()),
+            order="sorted",
+        )
     )
     assert "two results for blend" in refusal(BLEND, tmp_path)
 
@@ -447,11 +611,17 @@ def test_in_a_directory_a_result_that_failed_counts(tmp_path: Path) -> None:
     bad = result(found=figures(kl=Interval(0.2, 0.1, 0.3)))
     for passing, failing in (("w1.json", "a.json"), ("a.json", "w1.json")):
         written(tmp_path / passing, result())
-        assert require_quality(BLEND, weights="w1", verdicts=tmp_path).checked == "passed"
+        assert (
+            require_quality(BLEND, weights="w1", verdicts=tmp_path).checked
+            == "passed"
+        )
         written(tmp_path / failing, bad)
         assert f"FAILED ({tmp_path / failing})" in refusal(BLEND, tmp_path)
         written(tmp_path / failing, bad, weights=("w2",))  # of other weights
-        assert require_quality(BLEND, weights="w1", verdicts=tmp_path).checked == "passed"
+        assert (
+            require_quality(BLEND, weights="w1", verdicts=tmp_path).checked
+            == "passed"
+        )
         (tmp_path / passing).unlink()
 
 
@@ -471,18 +641,22 @@ print("ready", flush=True)
 sys.stdin.readline()
 for share in range(10):
     written(place, result(Setting("blend", {"version": 1, "policy": f"p{number}", "recompute": share / 10})))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
-def test_processes_that_write_one_file_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_processes_that_write_one_file_at_once_lose_nothing(
+    tmp_path: Path,
+) -> None:
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(tmp_path), str(number)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for number in range(3)
-    ]  # fmt: skip
+    ]
     for writer in writers:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
@@ -526,7 +700,9 @@ def test_a_link_to_a_verdict_stays_one(tmp_path: Path) -> None:
 def test_names_that_no_verdict_can_have(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="is not a name of weights"):
         written(tmp_path, result(), weights=("w1", name))
-    path = write_verdict(tmp_path, model="\udcff", weights=["w1"], pagoda="0", results=[result()])
+    path = write_verdict(
+        tmp_path, model="\udcff", weights=["w1"], pagoda="0", results=[result()]
+    )
     assert read_verdict(path).model == "?"
 
 

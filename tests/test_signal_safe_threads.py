@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 import pagoda
-from pagoda.signal_safe_threads import Answer, Condition, Event, Pool, complete, wait
+from pagoda.signal_safe_threads import (
+    Answer,
+    Condition,
+    Event,
+    Pool,
+    complete,
+    wait,
+)
 from tests.interrupts import interrupts
 
 
@@ -34,7 +41,8 @@ def free(condition: Condition) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300, method="thread")  # the other method has the timer that this test uses
+# the other method has the timer that this test uses
+@pytest.mark.timeout(300, method="thread")
 def test_no_exception_of_a_signal_handler_leaves_a_condition_taken() -> None:
     condition = Condition()
     event = Event()
@@ -96,7 +104,9 @@ def test_nor_does_one_that_ends_a_wait() -> None:
         time.sleep(0.01)
     assert not pool.under_way
     answered: list[int] = []
-    thread = threading.Thread(target=lambda: answered.append(pool.submit(len, "abc").result(60)))
+    thread = threading.Thread(
+        target=lambda: answered.append(pool.submit(len, "abc").result(60))
+    )
     thread.start()
     thread.join(60)
     assert answered == [3]
@@ -112,7 +122,9 @@ def test_a_condition_wakes_one_who_waits_for_each_notice() -> None:
             if condition.wait(60):
                 woken.append(number)
 
-    threads = [threading.Thread(target=sleep, args=(number,)) for number in range(3)]
+    threads = [
+        threading.Thread(target=sleep, args=(number,)) for number in range(3)
+    ]
     for thread in threads:
         thread.start()
     while len(condition._waiters) < 3:
@@ -180,7 +192,11 @@ def test_the_threads_of_a_dropped_pool_end() -> None:
     pool.later(len, "abc")
     del pool
     until = time.monotonic() + 10
-    while [thread for thread in threading.enumerate() if thread.name.startswith("dropped-pool")]:
+    while [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("dropped-pool")
+    ]:
         gc.collect()
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -209,14 +225,17 @@ def test_calls_one_after_the_other_need_one_thread() -> None:
     pool.shutdown()
 
 
-@pytest.mark.parametrize("call", [lambda: 3, lambda: len(3)], ids=["result", "error"])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "call", [lambda: 3, lambda: len(3)], ids=["result", "error"]
+)  # type: ignore[arg-type]
 def test_who_has_a_result_finds_its_thread_free(call: Callable[[], int]) -> None:
     """A pool that is asked again at once does not grow to its limit."""
     pool = Pool(4, "idle-pool")
     begin = threading.Event()
     end = threading.Event()
     first = pool.submit(lambda: (begin.wait(60), call()))
-    first.add_done_callback(lambda _: end.wait(60))  # between its result and what its thread does next
+    # between its result and what its thread does next
+    first.add_done_callback(lambda _: end.wait(60))
     begin.set()
     concurrent.futures.wait([first], 60)
     second = pool.submit(len, "abc")
@@ -226,7 +245,9 @@ def test_who_has_a_result_finds_its_thread_free(call: Callable[[], int]) -> None
     pool.shutdown()
 
 
-def test_a_pool_that_is_shut_down_takes_no_call_and_wakes_who_waits_for_those_it_cancels() -> None:
+def test_a_pool_that_is_shut_down_takes_no_call_and_wakes_who_waits_for_those_it_cancels() -> (
+    None
+):
     pool = Pool(1, "shut-pool")
     begun = threading.Event()
     busy = threading.Event()
@@ -249,7 +270,9 @@ def test_a_pool_that_is_shut_down_cancels_without_its_lock() -> None:
     told: list[bool] = []
 
     def tell(future: Future[int]) -> None:
-        other = threading.Thread(target=lambda: told.append(pool._lock.acquire(timeout=10)))
+        other = threading.Thread(
+            target=lambda: told.append(pool._lock.acquire(timeout=10))
+        )
         other.start()
         other.join()
 
@@ -263,9 +286,13 @@ def test_no_other_conditions_are_used() -> None:
     """What `pagoda.testing` has may be in a caller's hands too, but not while an engine runs."""
     source = Path(pagoda.__file__).parent
     futures = re.compile(r"concurrent\.futures import .*\b(wait|as_completed)\b")
-    assert not [path for path in source.rglob("*.py") if futures.search(path.read_text())]
-    mine = {path for path in source.rglob("*.py") if "testing" not in path.parts} - {
-        source / "signal_safe_threads.py"
-    }
-    made = re.compile(r"threading\.(Condition|Event|Semaphore|BoundedSemaphore|Barrier)\(")
+    assert not [
+        path for path in source.rglob("*.py") if futures.search(path.read_text())
+    ]
+    mine = {
+        path for path in source.rglob("*.py") if "testing" not in path.parts
+    } - {source / "signal_safe_threads.py"}
+    made = re.compile(
+        r"threading\.(Condition|Event|Semaphore|BoundedSemaphore|Barrier)\("
+    )
     assert not [path for path in mine if made.search(path.read_text())]

@@ -16,12 +16,17 @@ from pagoda.json_log import JsonFormatter, StderrHandler
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("formatter", [None, JsonFormatter()])
 def test_a_line_that_nobody_reads_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, formatter: logging.Formatter | None, encoding: str, letter: str
+    monkeypatch: pytest.MonkeyPatch,
+    formatter: logging.Formatter | None,
+    encoding: str,
+    letter: str,
 ) -> None:
     reading, writing = os.pipe()
     with (
         open(reading, "rb") as pipe,
-        open(writing, "w", encoding=encoding, errors="backslashreplace") as stderr,
+        open(
+            writing, "w", encoding=encoding, errors="backslashreplace"
+        ) as stderr,
     ):
         monkeypatch.setattr(sys, "stderr", stderr)
         handler = StderrHandler()
@@ -47,7 +52,9 @@ def test_a_line_that_nobody_reads_is_dropped(
         assert len(read) > 10_000
 
 
-def test_a_stream_that_is_no_file_gets_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_no_file_gets_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Lines(list[str]):
         write = list.append
 

@@ -47,29 +47,43 @@ def test_more_than_the_machine_has_left_is_refused_in_memory_only(
     meminfo.write_text("MemTotal:  24 kB\nMemAvailable:        10 kB\n")
     assert store_place._machine_free_bytes(shm_root, meminfo) == 10240
     assert store_place._machine_free_bytes(Path("/proc"), meminfo) is None
-    monkeypatch.setattr(store_place, "_machine_free_bytes", lambda directory: 10240)
-    assert free_bytes(shm_root, in_memory=True) == 10240 < free_bytes(shm_root, in_memory=False)
+    monkeypatch.setattr(
+        store_place, "_machine_free_bytes", lambda directory: 10240
+    )
+    assert (
+        free_bytes(shm_root, in_memory=True)
+        == 10240
+        < free_bytes(shm_root, in_memory=False)
+    )
     require_free(shm_root, 10240, in_memory=True)
     require_free(shm_root, 10241, in_memory=False)
     with pytest.raises(NoRoomError, match="memory left"):
         require_free(shm_root, 10241, in_memory=True)
 
 
-@pytest.mark.parametrize("text", ["", "MemAvailable: many kB\n", "MemFree: 1 kB\n"])
-def test_a_machine_that_does_not_tell_limits_nothing(shm_root: Path, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "MemAvailable: many kB\n", "MemFree: 1 kB\n"]
+)
+def test_a_machine_that_does_not_tell_limits_nothing(
+    shm_root: Path, tmp_path: Path, text: str
+) -> None:
     (tmp_path / "meminfo").write_text(text)
     assert store_place._machine_free_bytes(shm_root, tmp_path / "meminfo") is None
     assert store_place._machine_free_bytes(shm_root, tmp_path / "none") is None
 
 
-def test_more_than_the_file_system_has_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_more_than_the_file_system_has_is_refused_with_the_remedy(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(NoRoomError, match="free some space"):
         require_free(tmp_path, 1 << 60, in_memory=False)
     with pytest.raises(NoRoomError, match="shm-size"):
         require_free(Path("/dev/shm"), 1 << 60, in_memory=True)
 
 
-def test_a_place_without_stores_needs_all_the_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_without_stores_needs_all_the_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tier with existing stores works with their space, whatever size was requested."""
     monkeypatch.setattr(store_place, "cgroup_free_bytes", lambda: MIB)
     store = tmp_path / "root" / "layout"
@@ -100,7 +114,9 @@ def test_an_allocated_file_has_its_blocks(shm_root: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.EPERM, errno.EINVAL, errno.ENOSYS])
-def test_without_the_call_blocks_are_written_and_what_the_file_has_stays(shm_root: Path, error: int) -> None:
+def test_without_the_call_blocks_are_written_and_what_the_file_has_stays(
+    shm_root: Path, error: int
+) -> None:
     (shm_root / "file").write_bytes(b"x" * 4096 + bytes(4096) + b"\0\0y")
 
     def inside() -> None:
@@ -112,7 +128,9 @@ def test_without_the_call_blocks_are_written_and_what_the_file_has_stays(shm_roo
 
     in_child(inside)
     content = (shm_root / "file").read_bytes()
-    assert content == (b"x" * 4096 + bytes(4096) + b"\0\0y").ljust(9 * 4096, b"\0")
+    assert content == (b"x" * 4096 + bytes(4096) + b"\0\0y").ljust(
+        9 * 4096, b"\0"
+    )
     assert (shm_root / "file").stat().st_blocks * 512 == 7 * 4096
 
 
@@ -128,11 +146,18 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
 
 def mounts(monkeypatch: pytest.MonkeyPatch, *lines: tuple[int, str, str]) -> None:
     """Let these be the mounts: for each its number, its point and its type of file system."""
-    text = "".join(f"{number} 2 0:3 / {point} rw shared:5 - {kind} src rw\n" for number, point, kind in lines)
+    text = "".join(
+        f"{number} 2 0:3 / {point} rw shared:5 - {kind} src rw\n"
+        for number, point, kind in lines
+    )
     real = Path.read_text
 
     def read(path: Path, *more: str, **options: str) -> str:
-        return text if str(path) == "/proc/self/mountinfo" else real(path, *more, **options)  # type: ignore[arg-type]
+        return (
+            text
+            if str(path) == "/proc/self/mountinfo"
+            else real(path, *more, **options)
+        )  # type: ignore[arg-type]
 
     monkeypatch.setattr(Path, "read_text", read)
 
@@ -147,7 +172,9 @@ def mount_of(path: Path) -> int:
     return int(dict(line.split(":\t", 1) for line in lines)["mnt_id"])
 
 
-@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p"])
+@pytest.mark.parametrize(
+    "kind", ["nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "lustre", "9p"]
+)
 def test_a_network_file_system_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -160,7 +187,11 @@ def test_a_mount_that_a_later_one_hides_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hidden one has the longer path, and is not what an open reaches."""
-    mounts(monkeypatch, (0, str(tmp_path / "a" / "b"), "fuse"), (mount_of(tmp_path), str(tmp_path), "tmpfs"))
+    mounts(
+        monkeypatch,
+        (0, str(tmp_path / "a" / "b"), "fuse"),
+        (mount_of(tmp_path), str(tmp_path), "tmpfs"),
+    )
     (tmp_path / "a" / "b").mkdir(parents=True)
     require_local(tmp_path / "a" / "b")
 
@@ -169,7 +200,11 @@ def test_a_link_to_a_network_file_system_is_followed(
     tmp_path: Path, shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shm_root / "link").symlink_to(tmp_path)
-    mounts(monkeypatch, (mount_of(tmp_path), str(tmp_path), "nfs"), (mount_of(shm_root), "/dev/shm", "tmpfs"))
+    mounts(
+        monkeypatch,
+        (mount_of(tmp_path), str(tmp_path), "nfs"),
+        (mount_of(shm_root), "/dev/shm", "tmpfs"),
+    )
     if mount_of(tmp_path) == mount_of(shm_root):
         pytest.skip("the temporary directory is in shared memory")
     with pytest.raises(StoreError):
@@ -193,7 +228,14 @@ def mounted(kind: str, options: str, at: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to mount")
     at.mkdir(exist_ok=True)
-    command = ["mount", "-t", kind, *(["-o", options] if options else []), "none", str(at)]
+    command = [
+        "mount",
+        "-t",
+        kind,
+        *(["-o", options] if options else []),
+        "none",
+        str(at),
+    ]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip(f"cannot mount {kind} here")
 
@@ -219,14 +261,26 @@ def test_a_tmpfs_without_a_size_has_the_machines_memory(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path / "free")], check=True)
 
 
-def test_a_sandbox_without_locks_is_refused_with_the_reason(shm_root: Path, tmp_path: Path) -> None:
+def test_a_sandbox_without_locks_is_refused_with_the_reason(
+    shm_root: Path, tmp_path: Path
+) -> None:
     require_locks(shm_root)
 
     def inside() -> None:
         seccomp.refuse("fcntl", errno.EINVAL, 1, seccomp.OFD_LOCKS)
         for root in (shm_root, tmp_path):
-            with pytest.raises(StoreError, match=r"lock an open file .*Invalid argument.*sandbox"):
-                Ledger.open(StoreSpec(root=root, name="store", kind="memory", slots=4, slot_bytes=4096))
+            with pytest.raises(
+                StoreError, match=r"lock an open file .*Invalid argument.*sandbox"
+            ):
+                Ledger.open(
+                    StoreSpec(
+                        root=root,
+                        name="store",
+                        kind="memory",
+                        slots=4,
+                        slot_bytes=4096,
+                    )
+                )
 
     in_child(inside)
 

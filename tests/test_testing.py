@@ -20,7 +20,19 @@ from pagoda.testing import FakeClock, Fault, FaultySlab
 
 SLOTS = 4
 SLOT_BYTES = 4 * PAGE_BYTES
-HEADER = Header(b"s" * 16, 1, b"n" * 32, 0, b"k" * 32, 0, 3 * PAGE_BYTES, 256, "raw", "f" * 16, 1)
+HEADER = Header(
+    b"s" * 16,
+    1,
+    b"n" * 32,
+    0,
+    b"k" * 32,
+    0,
+    3 * PAGE_BYTES,
+    256,
+    "raw",
+    "f" * 16,
+    1,
+)
 
 
 @pytest.fixture(params=[None, False], ids=["direct", "buffered"])
@@ -36,7 +48,9 @@ def slab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FaultySlab]
 
 def filled(nbytes: int, seed: int = 1) -> np.ndarray:
     buffer = aligned(nbytes)
-    buffer[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    buffer[:] = np.random.default_rng(seed).integers(
+        0, 256, nbytes, dtype=np.uint8
+    )
     return buffer
 
 
@@ -63,7 +77,9 @@ def test_without_faults_it_is_a_file_slab(slab: FaultySlab) -> None:
     assert not slab.struck
 
 
-@pytest.mark.parametrize(("fault", "number"), [(Fault.EIO, errno.EIO), (Fault.ENOSPC, errno.ENOSPC)])
+@pytest.mark.parametrize(
+    ("fault", "number"), [(Fault.EIO, errno.EIO), (Fault.ENOSPC, errno.ENOSPC)]
+)
 def test_errors_move_nothing(slab: FaultySlab, fault: Fault, number: int) -> None:
     for call in ("read", "write", "read_headers", "sync"):
         slab.fail_next(call, fault)
@@ -82,10 +98,15 @@ def test_errors_move_nothing(slab: FaultySlab, fault: Fault, number: int) -> Non
 
 def test_torn_write_leaves_the_first_half(slab: FaultySlab) -> None:
     slab.fail_next("write", Fault.TORN)
-    fails_with(errno.EIO, lambda: slab.write(1, [filled(PAGE_BYTES, 1), filled(3 * PAGE_BYTES, 2)]))
+    fails_with(
+        errno.EIO,
+        lambda: slab.write(1, [filled(PAGE_BYTES, 1), filled(3 * PAGE_BYTES, 2)]),
+    )
     found = stored(slab)
     assert np.array_equal(found[:PAGE_BYTES], filled(PAGE_BYTES, 1))
-    assert np.array_equal(found[PAGE_BYTES : 2 * PAGE_BYTES], filled(3 * PAGE_BYTES, 2)[:PAGE_BYTES])
+    assert np.array_equal(
+        found[PAGE_BYTES : 2 * PAGE_BYTES], filled(3 * PAGE_BYTES, 2)[:PAGE_BYTES]
+    )
     assert not found[2 * PAGE_BYTES :].any()
 
 
@@ -114,7 +135,8 @@ def test_bit_flips_in_the_file_and_on_the_way(slab: FaultySlab) -> None:
     mine = filled(SLOT_BYTES)
     slab.fail_next("write", Fault.BIT_FLIP, at=PAGE_BYTES + 5)
     slab.write(1, [mine])
-    assert np.array_equal(mine, filled(SLOT_BYTES))  # the caller's bytes stay as they are
+    # the caller's bytes stay as they are
+    assert np.array_equal(mine, filled(SLOT_BYTES))
     assert np.flatnonzero(stored(slab) != mine).tolist() == [PAGE_BYTES + 5]
     back = aligned(SLOT_BYTES)
     slab.write(1, [mine])
@@ -160,7 +182,9 @@ def test_delay(slab: FaultySlab) -> None:
 
 def test_hang_until_released(slab: FaultySlab) -> None:
     slab.fail_next("write", Fault.HANG)
-    writer = threading.Thread(target=slab.write, args=(1, [filled(SLOT_BYTES)]), daemon=True)
+    writer = threading.Thread(
+        target=slab.write, args=(1, [filled(SLOT_BYTES)]), daemon=True
+    )
     writer.start()
     assert slab.hanging.wait(20)
     slab.write(2, [filled(SLOT_BYTES, 2)])  # the others go on
@@ -214,7 +238,8 @@ def test_sleeping_takes_no_time() -> None:
 
 def test_needs_no_test_framework() -> None:
     code = (
-        "import sys; from pagoda.testing import FakeClock, FaultySlab, PolicyConformance, TierConformance; "
+        "import sys; from pagoda.testing import FakeClock, FaultySlab, PolicyConformance, "
+        "TierConformance; "
     )
     code += "assert not {'pytest', 'hypothesis', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -222,9 +247,14 @@ def test_needs_no_test_framework() -> None:
 
 def test_names_resolve_late() -> None:
     assert set(testing.__all__) == {
-        name for name in testing.__all__ if getattr(testing, name).__name__ == name
+        name
+        for name in testing.__all__
+        if getattr(testing, name).__name__ == name
     }
     with pytest.raises(AttributeError, match="Nothing"):
         testing.__getattr__("Nothing")
-    code = "import sys; from pagoda.testing import FakeClock; assert not {'numpy', 'lmdb'} & set(sys.modules)"
+    code = (
+        "import sys; from pagoda.testing import FakeClock; assert not {'numpy', 'lmdb'} & "
+        "set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -26,7 +26,13 @@ from pagoda.cache import Cache
 from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.signal_safe_threads import DeferredCall, Pool, begin, require_real_threads, start_thread
+from pagoda.signal_safe_threads import (
+    DeferredCall,
+    Pool,
+    begin,
+    require_real_threads,
+    start_thread,
+)
 from tests.cache.kit import wait_until
 from tests.interrupts import Interrupted
 from tests.thread_limits import interrupted_once, no_threads
@@ -38,10 +44,14 @@ SOURCE = Path(pagoda.__file__).parent
 def test_a_start_that_fails_is_told_and_logged_with_the_remedy(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signal_safe_threads, "_lines", signal_safe_threads.RateLimitedLog())
+    monkeypatch.setattr(
+        signal_safe_threads, "_lines", signal_safe_threads.RateLimitedLog()
+    )
     with no_threads(), caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert not begin(threading.Thread(target=print, name="pagoda-example"))
+            assert not begin(
+                threading.Thread(target=print, name="pagoda-example")
+            )
     (line,) = caplog.records
     assert "pagoda-example" in line.getMessage()
     assert "ulimit -u" in line.getMessage()
@@ -78,7 +88,9 @@ def test_a_deferred_call_is_not_made_again_without_a_request() -> None:
     call.close(SECONDS)
 
 
-def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -> None:
+def test_a_deferred_call_is_done_once_for_all_requests_and_when_it_is_closed() -> (
+    None
+):
     class Counter:
         number = 0
 
@@ -138,13 +150,19 @@ def test_a_thread_that_an_exception_kept_from_being_recorded_ends_with_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for number in range(20):
-        monkeypatch.setattr(signal_safe_threads, "start_thread", interrupted_once(start_thread))
+        monkeypatch.setattr(
+            signal_safe_threads, "start_thread", interrupted_once(start_thread)
+        )
         call = DeferredCall(threading.Event().set, f"deferred-{number}", 0.0)
         with pytest.raises(Interrupted):
             call.request()
         call.request()
         assert call.close(SECONDS)
-        wait_until(lambda name=f"deferred-{number}": name not in {one.name for one in threading.enumerate()})
+        wait_until(
+            lambda name=f"deferred-{number}": (
+                name not in {one.name for one in threading.enumerate()}
+            )
+        )
 
 
 def test_a_pool_goes_on_with_the_threads_that_it_has() -> None:
@@ -172,7 +190,9 @@ def test_what_is_to_be_done_later_is_done_when_there_is_a_thread_again() -> None
     assert done == [1, 2]
 
 
-def test_a_pool_tells_what_its_work_raised_and_keeps_nothing_alive_by_it() -> None:
+def test_a_pool_tells_what_its_work_raised_and_keeps_nothing_alive_by_it() -> (
+    None
+):
     class Memory:
         pass
 
@@ -186,22 +206,34 @@ def test_a_pool_tells_what_its_work_raised_and_keeps_nothing_alive_by_it() -> No
         with pytest.raises(ValueError, match="no"):
             future.result(SECONDS)
         del memory, future
-        pool.submit(print).result(SECONDS)  # the thread has let go of its last work
+        # the thread has let go of its last work
+        pool.submit(print).result(SECONDS)
         assert alive() is None
 
 
 def in_a_process(code: str) -> str:
     """What a program prints that has the pool; it ends well, and soon."""
-    program = "import os, threading, time\nfrom pagoda.signal_safe_threads import Pool\n" + code
+    program = (
+        "import os, threading, time\nfrom pagoda.signal_safe_threads import Pool\n"
+        + code
+    )
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=SECONDS / 2
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=SECONDS / 2,
     )
     assert not run.stderr, run.stderr
     return run.stdout
 
 
-def test_a_submit_that_an_exception_breaks_off_runs_nothing_and_keeps_no_process() -> None:
-    """The thread exists but is not registered: an exception of a signal handler was raised before that."""
+def test_a_submit_that_an_exception_breaks_off_runs_nothing_and_keeps_no_process() -> (
+    None
+):
+    """The thread exists but is not registered: an exception of a signal handler was raised before
+    that.
+    """
     said = in_a_process("""
 start = threading.Thread.start
 def interrupted(thread):
@@ -217,7 +249,9 @@ except KeyboardInterrupt:
     assert said == "raised\n"
 
 
-def test_signals_that_come_again_do_not_end_a_submit_before_the_work_that_has_begun() -> None:
+def test_signals_that_come_again_do_not_end_a_submit_before_the_work_that_has_begun() -> (
+    None
+):
     """The caller does not get its future, and may free the memory that the work uses."""
     said = in_a_process("""
 import signal
@@ -285,7 +319,12 @@ def test_the_child_of_a_fork_has_threads_of_its_own() -> None:
         child = os.fork()
         if child == 0:
             signal.alarm(20)  # instead of a hang
-            os._exit(0 if pool.under_way == 0 and pool.submit(lambda: 3).result(SECONDS) == 3 else 1)
+            os._exit(
+                0
+                if pool.under_way == 0
+                and pool.submit(lambda: 3).result(SECONDS) == 3
+                else 1
+            )
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         under_way = pool.under_way
         leave.set()
@@ -310,7 +349,9 @@ def test_what_waits_at_the_end_of_a_pool_is_cancelled() -> None:
 
 
 def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
-    """Else one that cannot be started would be an exception out of an engine's call, or work that runs too late."""
+    """Else one that cannot be started would be an exception out of an engine's call, or work that
+    runs too late.
+    """
     allowed = {
         "signal_safe_threads.py",
         "cli/demo/demo_child.py",
@@ -320,16 +361,20 @@ def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
     for path in SOURCE.rglob("*.py"):
         if str(path.relative_to(SOURCE)) not in allowed:
             text = path.read_text()
-            assert "ThreadPoolExecutor" not in text, f"{path}: take pagoda.signal_safe_threads.Pool"
-            assert not re.search(r"\bthread\.start\(\)|Thread\([^)]*\)\.start\(\)", text), (
-                f"{path}: take begin"
+            assert "ThreadPoolExecutor" not in text, (
+                f"{path}: take pagoda.signal_safe_threads.Pool"
             )
+            assert not re.search(
+                r"\bthread\.start\(\)|Thread\([^)]*\)\.start\(\)", text
+            ), f"{path}: take begin"
 
 
 def test_a_thread_that_ends_before_it_has_begun_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(signal_safe_threads, "_lines", signal_safe_threads.RateLimitedLog())
+    monkeypatch.setattr(
+        signal_safe_threads, "_lines", signal_safe_threads.RateLimitedLog()
+    )
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
     def no_memory() -> None:
@@ -346,12 +391,19 @@ def test_a_thread_that_ends_before_it_has_begun_is_not_waited_for(
     assert done.wait(SECONDS)
 
 
-def test_a_thread_that_begins_too_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_begins_too_late_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its caller has gone on without it."""
     late = list[Callable[[], None]]()
-    monkeypatch.setattr(threading, "_start_new_thread", lambda function, *_: late.append(function))
     monkeypatch.setattr(
-        threading, "_start_joinable_thread", lambda function, **_: late.append(function), raising=False
+        threading, "_start_new_thread", lambda function, *_: late.append(function)
+    )
+    monkeypatch.setattr(
+        threading,
+        "_start_joinable_thread",
+        lambda function, **_: late.append(function),
+        raising=False,
     )
     did = list[int]()
     thread = threading.Thread(target=lambda: did.append(1), name="pagoda-example")
@@ -386,9 +438,14 @@ print("all came back", flush=True)
 
 
 def test_with_hardly_any_memory_each_start_comes_back() -> None:
-    """For some limits the system starts the thread, and the thread has no memory for its first step."""
+    """For some limits the system starts the thread, and the thread has no memory for its first
+    step.
+    """
     ended = subprocess.run(
-        [sys.executable, "-c", _HARDLY_ANY_MEMORY], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _HARDLY_ANY_MEMORY],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "all came back" in ended.stdout, ended.stderr
 
@@ -398,14 +455,28 @@ class Cooperative:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(threading, "Lock"), (threading, "RLock"), (queue, "SimpleQueue")]
+    ("module", "name"),
+    [(threading, "Lock"), (threading, "RLock"), (queue, "SimpleQueue")],
 )
 def test_a_process_with_cooperative_threads_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str
 ) -> None:
-    """As gevent makes one. Before, a cache ended in an AttributeError, or its futures never came."""
+    """As gevent makes one. Before, a cache ended in an AttributeError, or its futures never
+    came.
+    """
     require_real_threads()
-    replaced = type("Taken", (Cooperative,), {"__class_getitem__": classmethod(lambda cls, _: cls)})
+    replaced = type(
+        "Taken",
+        (Cooperative,),
+        {"__class_getitem__": classmethod(lambda cls, _: cls)},
+    )
     monkeypatch.setattr(module, name, replaced)
-    with pytest.raises(StoreError, match=r"Taken instead of.*patch_all\(thread=False, queue=False\)"):
-        Cache(namespace=Namespace("m"), layout=KVLayout.opaque(4, 4096, "any"), host_size="1MiB")
+    with pytest.raises(
+        StoreError,
+        match=r"Taken instead of.*patch_all\(thread=False, queue=False\)",
+    ):
+        Cache(
+            namespace=Namespace("m"),
+            layout=KVLayout.opaque(4, 4096, "any"),
+            host_size="1MiB",
+        )

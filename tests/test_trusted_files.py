@@ -1,4 +1,6 @@
-"""Which files are believed: named ones, the user's own, allowed ones, and those that are only found."""
+"""Which files are believed: named ones, the user's own, allowed ones, and those that are only
+found.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,20 @@ from pagoda import trusted_files
 from pagoda.config import option_names
 from pagoda.config.sources import load
 from pagoda.errors import ConfigError
-from pagoda.trusted_files import FOUND_OPTIONS, BelievedFile, FileClass, Unbelieved, read_found, read_named
+from pagoda.trusted_files import (
+    FOUND_OPTIONS,
+    BelievedFile,
+    FileClass,
+    Unbelieved,
+    read_found,
+    read_named,
+)
 from tests.cli.shelf import done_here, refused
 
 OTHER_USER = 65534
 as_root = pytest.mark.skipif(
-    os.geteuid() != 0, reason="only root can make files of another user: run as root"
+    os.geteuid() != 0,
+    reason="only root can make files of another user: run as root",
 )
 
 
@@ -45,7 +55,9 @@ def file(home: Path) -> Path:
     return found
 
 
-def test_what_a_file_that_is_only_found_may_set_names_no_place_and_no_check() -> None:
+def test_what_a_file_that_is_only_found_may_set_names_no_place_and_no_check() -> (
+    None
+):
     assert set(option_names()) >= FOUND_OPTIONS
     for word in (
         "path",
@@ -59,14 +71,21 @@ def test_what_a_file_that_is_only_found_may_set_names_no_place_and_no_check() ->
         "epoch",
         "log_",
     ):
-        assert [name for name in FOUND_OPTIONS if word in name] == (["log_format"] if word == "log_" else [])
+        assert [name for name in FOUND_OPTIONS if word in name] == (
+            ["log_format"] if word == "log_" else []
+        )
 
 
-@pytest.mark.parametrize("name", [name for name in option_names() if name not in FOUND_OPTIONS])
-def test_every_other_option_is_refused_even_with_its_default(file: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in option_names() if name not in FOUND_OPTIONS]
+)
+def test_every_other_option_is_refused_even_with_its_default(
+    file: Path, name: str
+) -> None:
     file.write_text(f"chunk_tokens = 64\n{name} = false\n")
     with pytest.raises(
-        ConfigError, match=rf"pagoda.toml: {name}: refused.*pagoda config allow .*--config"
+        ConfigError,
+        match=rf"pagoda.toml: {name}: refused.*pagoda config allow .*--config",
     ) as caught:
         load()
     assert "\n" not in str(caught.value)
@@ -76,11 +95,14 @@ def test_every_other_option_is_refused_even_with_its_default(file: Path, name: s
 
 
 @pytest.mark.parametrize("mode", [0o602, 0o620, 0o666, 0o664, 0o777])
-def test_a_named_file_that_others_can_write_is_refused(file: Path, mode: int) -> None:
+def test_a_named_file_that_others_can_write_is_refused(
+    file: Path, mode: int
+) -> None:
     file.chmod(mode)
     for given in ({"file": file}, {"environ": {"PAGODA_CONFIG": str(file)}}):
         with pytest.raises(
-            ConfigError, match=rf"others can write it \(mode 0{mode:o}\).*chmod go-w .*--config"
+            ConfigError,
+            match=rf"others can write it \(mode 0{mode:o}\).*chmod go-w .*--config",
         ):
             load(**given)  # type: ignore[arg-type]
 
@@ -92,7 +114,9 @@ def test_a_named_file_of_another_user_is_refused(file: Path) -> None:
         load(file=file)
 
 
-def test_a_mounted_file_behind_links_is_read_in_a_directory_that_all_can_write(home: Path) -> None:
+def test_a_mounted_file_behind_links_is_read_in_a_directory_that_all_can_write(
+    home: Path,
+) -> None:
     """A ConfigMap: root's, two links, in a directory of mode 0777."""
     mount = home / "config"
     version = mount / "..2026_11_28"
@@ -105,13 +129,17 @@ def test_a_mounted_file_behind_links_is_read_in_a_directory_that_all_can_write(h
     assert read_named(mount / "pagoda.toml").kind is FileClass.NAMED
 
 
-def test_the_users_own_file_may_set_everything_unless_others_can_write_it(home: Path) -> None:
+def test_the_users_own_file_may_set_everything_unless_others_can_write_it(
+    home: Path,
+) -> None:
     own = home / ".config" / "pagoda" / "config.toml"
     own.parent.mkdir(parents=True)
     own.write_text("unchecked = true\n")
     assert load().config.unchecked
     own.chmod(0o666)
-    with pytest.raises(ConfigError, match=r"config.toml is refused.*others can write it"):
+    with pytest.raises(
+        ConfigError, match=r"config.toml is refused.*others can write it"
+    ):
         load()
     if os.geteuid() == 0:
         own.chmod(0o644)
@@ -125,25 +153,42 @@ def test_a_found_file_does_not_hide_the_users_own(home: Path, file: Path) -> Non
     own.parent.mkdir(parents=True)
     own.write_text("chunk_tokens = 32\nprompt_log = false\nweights_epoch = 3\n")
     config, origins = load()
-    assert (config.chunk_tokens, config.prompt_log, config.weights_epoch) == (64, False, 3)
+    assert (config.chunk_tokens, config.prompt_log, config.weights_epoch) == (
+        64,
+        False,
+        3,
+    )
     assert origins["chunk_tokens"] == f"file {file}"
     assert origins["prompt_log"] == f"file {own}"
 
 
 @pytest.mark.parametrize(
     "variables",
-    [{"XDG_CONFIG_HOME": "conf"}, {"XDG_CONFIG_HOME": "."}, {"HOME": "conf"}, {"HOME": "~"}, {"HOME": "."}],
+    [
+        {"XDG_CONFIG_HOME": "conf"},
+        {"XDG_CONFIG_HOME": "."},
+        {"HOME": "conf"},
+        {"HOME": "~"},
+        {"HOME": "."},
+    ],
 )
 def test_nothing_in_the_working_directory_is_the_users_own(
     home: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
 ) -> None:
-    for base in ("conf/pagoda", "pagoda", "conf/.config/pagoda", "~/.config/pagoda", ".config/pagoda"):
+    for base in (
+        "conf/pagoda",
+        "pagoda",
+        "conf/.config/pagoda",
+        "~/.config/pagoda",
+        ".config/pagoda",
+    ):
         Path(base).mkdir(parents=True)
         Path(base, "config.toml").write_text("unchecked = true\n")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert not load().config.unchecked
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without an account
+    # a user without an account
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert not load(environ={**variables, "HOME": ""}).config.unchecked
 
 
@@ -167,14 +212,15 @@ try:
     print(read_named(sys.argv[1]).kind)
 except ConfigError as refusal:
     print(refusal)
-"""
+"""  # noqa: E501
 
 
 @as_root
 @pytest.mark.parametrize(
     ("mode", "group", "members", "said"),
     [
-        ("0664", 1500, "", "named"),  # many systems give each user a group, and files this mode
+        # many systems give each user a group, and files this mode
+        ("0664", 1500, "", "named"),
         ("0664", 1500, "alice", "named"),
         ("0664", 1500, "alice bob", "others can write it"),
         ("0664", 1500, "", "others can write it, by an ACL"),
@@ -190,7 +236,15 @@ def test_the_private_group_of_a_user_is_no_other(
     named = shm_root / "pagoda.toml"
     named.write_text("")
     os.chown(named, 1500, group)
-    arguments = [sys.executable, "-c", _AS_USER, str(named), mode, members, "acl" if "ACL" in said else ""]
+    arguments = [
+        sys.executable,
+        "-c",
+        _AS_USER,
+        str(named),
+        mode,
+        members,
+        "acl" if "ACL" in said else "",
+    ]
     said = said.partition(", ")[0]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert said in done.stdout, done.stdout + done.stderr
@@ -199,7 +253,9 @@ def test_the_private_group_of_a_user_is_no_other(
 # ---- the file in the working directory
 
 
-def test_a_link_is_followed_as_long_as_it_stays_in_the_directory(file: Path) -> None:
+def test_a_link_is_followed_as_long_as_it_stays_in_the_directory(
+    file: Path,
+) -> None:
     below = file.parent / "conf"
     below.mkdir()
     file.rename(below / "dev.toml")
@@ -209,7 +265,12 @@ def test_a_link_is_followed_as_long_as_it_stays_in_the_directory(file: Path) -> 
     below.chmod(0o777)
     assert "not yours alone" in str(read_found())
     below.chmod(0o755)
-    for target in ("../work/conf/dev.toml", str(below / "dev.toml"), "conf/../conf/dev.toml", "conf/link"):
+    for target in (
+        "../work/conf/dev.toml",
+        str(below / "dev.toml"),
+        "conf/../conf/dev.toml",
+        "conf/link",
+    ):
         file.unlink()
         file.symlink_to(target)
         (below / "link").unlink(missing_ok=True)
@@ -225,7 +286,9 @@ def test_a_sticky_directory_above_is_enough(file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "socket", "unreadable"])
-def test_what_is_no_file_is_not_read_and_never_waited_for(file: Path, kind: str) -> None:
+def test_what_is_no_file_is_not_read_and_never_waited_for(
+    file: Path, kind: str
+) -> None:
     file.unlink()
     if kind == "pipe":
         os.mkfifo(file)
@@ -240,7 +303,9 @@ def test_what_is_no_file_is_not_read_and_never_waited_for(file: Path, kind: str)
     assert "\n" not in str(found)
 
 
-def test_a_name_that_a_stranger_chose_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_a_stranger_chose_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evil = tmp_path / "a\n\x1b[31mb\udcff"
     evil.mkdir()
     monkeypatch.chdir(evil)
@@ -274,27 +339,39 @@ def test_what_is_checked_is_what_is_read(file: Path, home: Path) -> None:
     thread = threading.Thread(target=exchange)
     thread.start()
     try:
-        seen = {type(found) for found in (checked(read_found()) for _ in range(2000))}
+        seen = {
+            type(found) for found in (checked(read_found()) for _ in range(2000))
+        }
     finally:
         over.set()
         thread.join()
     assert BelievedFile in seen
 
 
-def checked(found: BelievedFile | Unbelieved | None) -> BelievedFile | Unbelieved | None:
-    assert not isinstance(found, BelievedFile) or b"unchecked" not in found.content
+def checked(
+    found: BelievedFile | Unbelieved | None,
+) -> BelievedFile | Unbelieved | None:
+    assert (
+        not isinstance(found, BelievedFile) or b"unchecked" not in found.content
+    )
     return found
 
 
 # ---- what is allowed
 
 
-def test_a_note_that_others_could_have_written_allows_nothing(file: Path, home: Path) -> None:
+def test_a_note_that_others_could_have_written_allows_nothing(
+    file: Path, home: Path
+) -> None:
     file.write_text("unchecked = true\n")
     trusted_files.allow(trusted_files.read_to_allow(file))
     assert load().config.unchecked
     (note,) = (home / ".config" / "pagoda" / "allowed").iterdir()
-    for path, mode in ((note, 0o666), (note.parent, 0o777), (note.parent.parent, 0o775)):
+    for path, mode in (
+        (note, 0o666),
+        (note.parent, 0o777),
+        (note.parent.parent, 0o775),
+    ):
         before = path.stat().st_mode
         path.chmod(mode)
         with pytest.raises(ConfigError, match="unchecked: refused"):
@@ -325,11 +402,17 @@ def test_a_permission_is_for_one_directory_and_one_content(
     assert load().config.chunk_tokens == 32
 
 
-def test_only_a_valid_file_of_that_name_can_be_allowed(file: Path, home: Path) -> None:
+def test_only_a_valid_file_of_that_name_can_be_allowed(
+    file: Path, home: Path
+) -> None:
     variables = {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config")}
     (home / "other.toml").write_text("unchecked = true\n")
-    assert "--config" in refused("config", "allow", home / "other.toml", **variables)
-    assert "cannot be read" in refused("config", "allow", home / "pagoda.toml", **variables)
+    assert "--config" in refused(
+        "config", "allow", home / "other.toml", **variables
+    )
+    assert "cannot be read" in refused(
+        "config", "allow", home / "pagoda.toml", **variables
+    )
     wrong = {
         "unchekd = 1": "did you mean",
         "= 1": "TOML",
@@ -341,7 +424,9 @@ def test_only_a_valid_file_of_that_name_can_be_allowed(file: Path, home: Path) -
         assert said in refused("config", "allow", file, **variables)
     assert not (home / ".config").exists()
     file.write_text('remote = "redis://u:hunter2@h"\n')
-    assert "no home" in refused("config", "allow", file, HOME="relative", XDG_CONFIG_HOME="")
+    assert "no home" in refused(
+        "config", "allow", file, HOME="relative", XDG_CONFIG_HOME=""
+    )
     done = done_here("config", "allow", file, **variables)
     assert done.returncode == 0
     assert "redis://u:***@h" in done.stdout

@@ -1,4 +1,6 @@
-"""Starts of threads that the system refuses, because the stack size is too large, or that a signal interrupts."""
+"""Starts of threads that the system refuses, because the stack size is too large, or that a signal
+interrupts.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def no_threads(after: int = 0) -> Iterator[None]:
 
 
 def interrupted_once(start: Callable[..., object]) -> Callable[..., object]:
-    """Return a `start` after whose first call a signal handler raises: the thread runs, unknown to its caller."""
+    """Return a `start` after whose first call a signal handler raises: the thread runs, unknown to
+    its caller.
+    """
     calls = iter([True])
 
     def started(*arguments: object) -> object:

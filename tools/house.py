@@ -3,10 +3,10 @@
 
     python tools/house.py [TREE ...] [--json]
 
-By default of `src/pagoda`, `tests` and `benchmarks`. Lines of code are without blank lines, comments and docstrings.
-What counts is tokens: they stay the same however the lines are broken. Per 1,000 lines of code: packed assignments
-(`a, b = x, y`), conditional expressions, comprehensions, and lines over 100 columns. The rooms are the packages of the
-first tree.
+By default of `src/pagoda`, `tests` and `benchmarks`. Lines of code are without blank lines,
+comments and docstrings. What counts is tokens: they stay the same however the lines are broken. Per
+1,000 lines of code: packed assignments (`a, b = x, y`), conditional expressions, comprehensions,
+and lines over 100 columns. The rooms are the packages of the first tree.
 """
 
 import argparse
@@ -77,7 +77,9 @@ def docstring_lines(tree):
         body = getattr(node, "body", None)
         for part in body if isinstance(body, list) else ():
             value = getattr(part, "value", None)
-            is_text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+            is_text = isinstance(value, ast.Constant) and isinstance(
+                value.value, str
+            )
             if isinstance(part, ast.Expr) and is_text:
                 found.update(range(part.lineno, part.end_lineno + 1))
     return found
@@ -87,7 +89,9 @@ def is_packed(node):
     """Return whether a node is an assignment such as `a, b = x, y`."""
     if not isinstance(node, ast.Assign):
         return False
-    return isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+    return isinstance(node.value, ast.Tuple) and isinstance(
+        node.targets[0], ast.Tuple
+    )
 
 
 def size_of(path):
@@ -126,8 +130,12 @@ def sizes(root):
 
 def main():
     """Read the command line and print."""
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ask.add_argument("trees", nargs="*", type=Path, default=[Path(tree) for tree in TREES])
+    ask = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ask.add_argument(
+        "trees", nargs="*", type=Path, default=[Path(tree) for tree in TREES]
+    )
     ask.add_argument("--json", action="store_true")
     want = ask.parse_args()
     trees = {}
@@ -135,17 +143,24 @@ def main():
     for root in want.trees:
         whole, of_root = sizes(root)
         trees[str(root)] = whole.figures()
-        rooms[str(root)] = {name: size.figures() for name, size in of_root.items()}
+        rooms[str(root)] = {
+            name: size.figures() for name, size in of_root.items()
+        }
     if want.json:
         print(json.dumps({"trees": trees, "rooms": rooms}, indent=1))
         return
-    head = f"{'':14} {'files':>5} {'lines':>6} {'tokens':>7} {'a line':>6} {'packed':>6} {'cond.':>6} {'compr.':>6} {'>100':>5}"
+    head = (
+        f"{'':14} {'files':>5} {'lines':>6} {'tokens':>7} {'a line':>6} {'packed':>6} "
+        f"{'cond.':>6} {'compr.':>6} {'>100':>5}"
+    )
     print(head)
     first = next(iter(rooms))
     for name, at in {**dict(sorted(rooms[first].items())), **trees}.items():
         print(
-            f"{name:14} {at['files']:5} {at['lines']:6} {at['tokens']:7} {at['tokens_a_line']:6.2f} "
-            f"{at['packed']:6.1f} {at['conditional']:6.1f} {at['comprehensions']:6.1f} {at['long']:5.1f}"
+            f"{name:14} {at['files']:5} {at['lines']:6} {at['tokens']:7} "
+            f"{at['tokens_a_line']:6.2f} "
+            f"{at['packed']:6.1f} {at['conditional']:6.1f} {at['comprehensions']:6.1f} "
+            f"{at['long']:5.1f}"
         )
 
 

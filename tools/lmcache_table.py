@@ -1,7 +1,10 @@
-"""Write the table of LMCache's fields from an installed LMCache: `PYTHON_WITH_LMCACHE tools/lmcache_table.py > src/pagoda/migrate/lmcache_table.json`.
+"""Write the table of LMCache's fields from an installed LMCache: `PYTHON_WITH_LMCACHE
+tools/lmcache_table.py > src/pagoda/migrate/lmcache_table.json`.
 
-`fields`: name -> [type, default]; `renamed`: an older name that LMCache still reads -> the present name;
-`extra`: names that its code reads from extra_config; `variables`: LMCACHE_ variables that are no fields.
+`fields`: name -> [type, default]; `renamed`: an older name that LMCache still reads -> the present
+name;
+`extra`: names that its code reads from extra_config; `variables`: LMCACHE_ variables that are no
+fields.
 """
 
 import json
@@ -10,7 +13,11 @@ import sys
 from pathlib import Path
 
 import lmcache
-from lmcache.v1.config import _CONFIG_ALIASES, _CONFIG_DEFINITIONS, _DEPRECATED_CONFIGS
+from lmcache.v1.config import (
+    _CONFIG_ALIASES,
+    _CONFIG_DEFINITIONS,
+    _DEPRECATED_CONFIGS,
+)
 
 TYPES = {
     "int": "int",
@@ -24,8 +31,12 @@ TYPES = {
     "_to_hidden_states_retrieve_mode": "mode",
 }
 SPECIAL = {"extra_config": "mapping", "runtime_plugin_locations": "one or more"}
-EXTRA = re.compile(r"""(?:extra_config|extra)(?:\.get)?[\[(]\s*["']([A-Za-z0-9_.]+)["']""")
-EXTRA_VALUE = re.compile(r"""get_extra_config_value\(\s*["']([A-Za-z0-9_.]+)["']""")
+EXTRA = re.compile(
+    r"""(?:extra_config|extra)(?:\.get)?[\[(]\s*["']([A-Za-z0-9_.]+)["']"""
+)
+EXTRA_VALUE = re.compile(
+    r"""get_extra_config_value\(\s*["']([A-Za-z0-9_.]+)["']"""
+)
 VARIABLE = re.compile(r"LMCACHE_[A-Z0-9_]+")
 READ = re.compile(
     r"""environ(?:\.get)?[\[(]\s*["'](LMCACHE_[A-Z0-9_]+)|getenv\(\s*["'](LMCACHE_[A-Z0-9_]+)"""
@@ -37,11 +48,18 @@ def type_of(name: str, converter: object) -> str:
 
 
 def plain(value: object) -> object:
-    return repr(value) if isinstance(value, float) and value == float("inf") else value
+    return (
+        repr(value)
+        if isinstance(value, float) and value == float("inf")
+        else value
+    )
 
 
 def main() -> None:
-    sources = [path.read_text(encoding="utf-8") for path in Path(lmcache.__file__).parent.rglob("*.py")]
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in Path(lmcache.__file__).parent.rglob("*.py")
+    ]
     extra: set[str] = set()
     variables: set[str] = set()
     for source in sources:
@@ -54,9 +72,17 @@ def main() -> None:
     table = {
         "version": "0.5.6",
         "fields": fields,
-        "renamed": {old: new for old, new in sorted(_CONFIG_ALIASES.items()) if old in _DEPRECATED_CONFIGS},
+        "renamed": {
+            old: new
+            for old, new in sorted(_CONFIG_ALIASES.items())
+            if old in _DEPRECATED_CONFIGS
+        },
         "extra": sorted(extra - {"chunk_size"}),
-        "variables": sorted(one for one in variables if one.removeprefix("LMCACHE_").lower() not in fields),
+        "variables": sorted(
+            one
+            for one in variables
+            if one.removeprefix("LMCACHE_").lower() not in fields
+        ),
     }
     json.dump(table, sys.stdout, indent=0)
     print()

@@ -3,10 +3,10 @@
 
     python tools/path_modules.py [--json] [--order]
 
-Uses only the public interface, so it still works after a rename. For each call: modules entered, distinct functions,
-tokens of those functions, transfers of control from one module to another, and the depth of frames; for the caller's
-thread alone and for all threads. `--order` prints the modules in the order of first entry. A warm-up call of another
-prompt comes first.
+Uses only the public interface, so it still works after a rename. For each call: modules entered,
+distinct functions, tokens of those functions, transfers of control from one module to another, and
+the depth of frames; for the caller's thread alone and for all threads. `--order` prints the modules
+in the order of first entry. A warm-up call of another prompt comes first.
 """
 
 import argparse
@@ -46,7 +46,9 @@ def note(frame, event, _):
     if not watching or event not in ("call", "return"):
         return
     code = frame.f_code
-    if not code.co_filename.startswith(ROOT) or code.co_name.endswith(("comp>", "genexpr>")):
+    if not code.co_filename.startswith(ROOT) or code.co_name.endswith(
+        ("comp>", "genexpr>")
+    ):
         return
     module = code.co_filename[len(ROOT) :]
     entry = (event, module, code.co_qualname, code.co_firstlineno)
@@ -54,7 +56,9 @@ def note(frame, event, _):
 
 
 def walked(of_thread):
-    """Return the modules in the order in which control went through them, the functions, and the greatest depth."""
+    """Return the modules in the order in which control went through them, the functions, and the
+    greatest depth.
+    """
     stack = []
     path = []
     functions = set()
@@ -73,7 +77,9 @@ def walked(of_thread):
 
 @functools.cache
 def tokens_by_line(module):
-    """Return the number of tokens of each function of a module, by its first line; a decorator's line counts too."""
+    """Return the number of tokens of each function of a module, by its first line; a decorator's
+    line counts too.
+    """
     source = Path(ROOT + module).read_text()
     tokens = [
         token.start[0]
@@ -83,10 +89,18 @@ def tokens_by_line(module):
     found = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            first = min(
+                [node.lineno, *(one.lineno for one in node.decorator_list)]
+            )
             body = node.body
-            start = body[0].end_lineno + 1 if ast.get_docstring(node) and len(body) > 1 else body[0].lineno
-            found[first] = sum(start <= line <= node.end_lineno for line in tokens)
+            start = (
+                body[0].end_lineno + 1
+                if ast.get_docstring(node) and len(body) > 1
+                else body[0].lineno
+            )
+            found[first] = sum(
+                start <= line <= node.end_lineno for line in tokens
+            )
     return found
 
 
@@ -116,7 +130,10 @@ def figures(call, after=lambda: None):
         found[where] = {
             "modules": len(order),
             "functions": len(functions),
-            "tokens": sum(tokens_by_line(module).get(line, 0) for module, _, line in functions),
+            "tokens": sum(
+                tokens_by_line(module).get(line, 0)
+                for module, _, line in functions
+            ),
             "transfers": transfers,
             "depth": deepest,
             "order": list(order),
@@ -144,7 +161,10 @@ def measured():
 
     def kv():
         rng = np.random.default_rng(0)
-        planes = [[rng.random((2, TOKENS, 16), dtype=np.float32) for _ in range(2)] for _ in range(2)]
+        planes = [
+            [rng.random((2, TOKENS, 16), dtype=np.float32) for _ in range(2)]
+            for _ in range(2)
+        ]
         return DenseKV(planes, layout)
 
     ids = np.arange(TOKENS, dtype=np.int32)
@@ -174,7 +194,9 @@ def measured():
 
 def main():
     """Read the command line and print."""
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ask.add_argument("--json", action="store_true")
     ask.add_argument("--order", action="store_true")
     want = ask.parse_args()

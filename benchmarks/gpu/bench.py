@@ -1,4 +1,6 @@
-"""The benchmark of GPU transfers: its parts, the device, the measurements, and the skipped cells with the reason."""
+"""The benchmark of GPU transfers: its parts, the device, the measurements, and the skipped cells
+with the reason.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,27 @@ import torch
 
 from benchmarks.gpu.beside import Stream, beside, turns
 from benchmarks.gpu.crossing import Field, crossing, median_ratio
-from benchmarks.gpu.entrants import CHOSEN, Entrant, Ours, OurWay, TorchSelect, entrants
+from benchmarks.gpu.entrants import (
+    CHOSEN,
+    Entrant,
+    Ours,
+    OurWay,
+    TorchSelect,
+    entrants,
+)
 from benchmarks.gpu.layers import layered
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.registering import Register, registering
 from benchmarks.gpu.room import Room
 from benchmarks.gpu.stock import FORMS, Form, Shape, Stock
 from benchmarks.harness import Figure, say
-from benchmarks.limits_cuda import Direction, Link, Products, about, register_by_runtime
+from benchmarks.limits_cuda import (
+    Direction,
+    Link,
+    Products,
+    about,
+    register_by_runtime,
+)
 from pagoda.slab.pinned import pin
 from pagoda.transfer.gpu.device import Device
 
@@ -37,15 +52,26 @@ _SPARE = 1.25  # blocks of a stock, as a multiple of those that one call moves
 class Bench:
     """One run on one device. `figures` and `found` grow part by part. One thread at a time."""
 
-    def __init__(self, plan: Plan, device: torch.device, device_of: Callable[[int | None], Device], seed: int,
-                 shm: Path | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        device_of: Callable[[int | None], Device],
+        seed: int,
+        shm: Path | None,
+    ) -> None:
         self.plan = plan
         self.device = device
         self.seed = seed
         self.shm = shm
         self.ours = Ours(device_of)
         self.figures: list[Figure] = []
-        self.found: dict[str, list[Cell]] = {"crossing": [], "beside": [], "layers": [], "register": []}
+        self.found: dict[str, list[Cell]] = {
+            "crossing": [],
+            "beside": [],
+            "layers": [],
+            "register": [],
+        }
         self.left_out: list[Cell] = []
         self.errors: list[Cell] = []
         self.wanted: list[str] = []  # parts; empty: all
@@ -62,13 +88,17 @@ class Bench:
 
     def leave_out(self, name: str) -> None:
         """Note that a cell or a part was skipped because the time was used up."""
-        self.left_out.append({"cell": name, "why": f"{self.plan.budget_seconds:.0f} s were over"})
+        self.left_out.append(
+            {"cell": name, "why": f"{self.plan.budget_seconds:.0f} s were over"}
+        )
 
     @property
     def parts(self) -> dict[str, Callable[[], None]]:
         """Return the parts by name, the most important first."""
         *first, last = self.plan.shapes
-        found = {f"cross_{shape.key}": self._crossing_of(shape) for shape in first}
+        found = {
+            f"cross_{shape.key}": self._crossing_of(shape) for shape in first
+        }
         found["beside"] = self._beside
         found["layers"] = self._layers
         found["register"] = self._register
@@ -85,7 +115,8 @@ class Bench:
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "seed": self.seed,
             "seconds": round(time.monotonic() - self._began, 1),
-            "gpu": self._about | {"triton": _triton_version(), "programs": self.ours.programs},
+            "gpu": self._about
+            | {"triton": _triton_version(), "programs": self.ours.programs},
             "host_memory": self._rooms,
             **self.found,
             "left_out": self.left_out,
@@ -95,7 +126,9 @@ class Bench:
     def close(self) -> None:
         """Raise RuntimeError if the limit's own copies are wrong."""
         if self._link is not None and not self._link.same():
-            raise RuntimeError("the limit's own copies differ between the two sides")
+            raise RuntimeError(
+                "the limit's own copies differ between the two sides"
+            )
 
     # ---- the parts
 
@@ -106,16 +139,26 @@ class Bench:
                     stock = self._stock(shape, form, self.plan.most_chunks)
                     for chunks in self.plan.chunks:
                         for direction in DIRECTIONS:
-                            field = Field(stock, room, self._limit(), direction, chunks, self.plan.rounds)
+                            field = Field(
+                                stock,
+                                room,
+                                self._limit(),
+                                direction,
+                                chunks,
+                                self.plan.rounds,
+                            )
                             name = f"{direction} {shape.key} {form} {chunks}"
-                            self._cell("crossing", name, partial(self._cross, field))
+                            self._cell(
+                                "crossing", name, partial(self._cross, field)
+                            )
 
         return part
 
     def _cross(self, field: Field) -> Cell:
         cell = crossing(field, entrants(self.ours), self.ours)
         if not self.found["crossing"]:
-            self._about = about(self.device)  # again, because an idle link may run slower
+            # again, because an idle link may run slower
+            self._about = about(self.device)
         key = f"{field.direction}_{field.stock.shape.key}_{field.stock.form}_{field.chunks}"
         note = f"{_speed(cell, CHOSEN)} of {_link_speed(cell)} GB/s by {cell['chosen']}, 1 thread"
         self.figures.append(
@@ -132,7 +175,9 @@ class Bench:
 
     def _beside(self) -> None:
         shape = self.plan.shapes[0]
-        products = Products(self.device, self.plan.product_size, self.plan.product_seconds)
+        products = Products(
+            self.device, self.plan.product_size, self.plan.product_seconds
+        )
         ways = [(CHOSEN, self.ours.programs)]
         for way in self.ours.ways:
             caps = (self.ours.programs,) if way == "runs" else self.plan.programs
@@ -143,14 +188,33 @@ class Bench:
                 for direction in DIRECTIONS:
                     for way, programs in ways if form == "pools" else ways[:1]:
                         name = f"beside {direction} {shape.key} {form} {way} {programs}"
-                        work = partial(self._stream, stock, room, direction, way, programs, products)
+                        work = partial(
+                            self._stream,
+                            stock,
+                            room,
+                            direction,
+                            way,
+                            programs,
+                            products,
+                        )
                         self._cell("beside", name, work)
 
-    def _stream(self, stock: Stock, room: Room, direction: Direction, way: str, programs: int,
-                products: Products) -> Cell:  # fmt: skip
+    def _stream(
+        self,
+        stock: Stock,
+        room: Room,
+        direction: Direction,
+        way: str,
+        programs: int,
+        products: Products,
+    ) -> Cell:
         racer = OurWay(way, self.ours.engine(way, programs))
-        stream = Stream(stock, turns(stock, room, self.plan.beside_chunks), racer, direction)
-        cell = beside(stream, products, self.plan.beside_rounds, self.plan.alone_calls)
+        stream = Stream(
+            stock, turns(stock, room, self.plan.beside_chunks), racer, direction
+        )
+        cell = beside(
+            stream, products, self.plan.beside_rounds, self.plan.alone_calls
+        )
         cell |= {
             "way": way,
             "programs": programs,
@@ -163,7 +227,16 @@ class Bench:
         speed = statistics.median(_floats(cell["gb_per_second_beside"]))
         note = f"{cell['teraflops_alone']} TFLOP/s alone; {speed:.1f} GB/s beside"
         target = BESIDE_TARGET if way == CHOSEN else None
-        self.figures.append(Figure(key, statistics.median(times), target, "times", {"times": times}, note))
+        self.figures.append(
+            Figure(
+                key,
+                statistics.median(times),
+                target,
+                "times",
+                {"times": times},
+                note,
+            )
+        )
         return cell
 
     def _layers(self) -> None:
@@ -174,27 +247,49 @@ class Bench:
             stock = self._stock(shape, "pools", chunks)
             with self._room(shape, 2 * chunks) as room:
                 for way in (CHOSEN, *self.ours.ways):
-                    field = Field(stock, room, self._limit(), "up", chunks, self.plan.rounds)
-                    self._cell("layers", f"layers {key} {chunks} {way}", partial(self._layered, field, way))
+                    field = Field(
+                        stock, room, self._limit(), "up", chunks, self.plan.rounds
+                    )
+                    self._cell(
+                        "layers",
+                        f"layers {key} {chunks} {way}",
+                        partial(self._layered, field, way),
+                    )
 
     def _layered(self, field: Field, way: str) -> Cell:
         cell = layered(field, way, self.ours.engine(way), self.ours.device)
         shares = _floats(cell["share"])
         key = f"layer0_{field.stock.shape.key}_{field.chunks}_{way}"
         first, whole = (
-            statistics.median(_floats(cell[name])) * 1e3 for name in ("first_seconds", "whole_seconds")
+            statistics.median(_floats(cell[name])) * 1e3
+            for name in ("first_seconds", "whole_seconds")
         )
         target = LAYER_TARGET if way == CHOSEN else None
         note = f"{first:.3f} of {whole:.3f} ms"
-        self.figures.append(Figure(key, statistics.median(shares), target, "times", {"share": shares}, note))
+        self.figures.append(
+            Figure(
+                key,
+                statistics.median(shares),
+                target,
+                "times",
+                {"share": shares},
+                note,
+            )
+        )
         return cell
 
     def _register(self) -> None:
         for shm in dict.fromkeys((self.shm, None)):
-            room = Room(self.device, self.plan.register_bytes, shm=shm, registered=False)
+            room = Room(
+                self.device, self.plan.register_bytes, shm=shm, registered=False
+            )
             try:
                 if shm is None or room.kind != "private memory":
-                    self._cell("register", f"register {room.kind}", partial(self._registered, room))
+                    self._cell(
+                        "register",
+                        f"register {room.kind}",
+                        partial(self._registered, room),
+                    )
             finally:
                 room.close()
 
@@ -205,11 +300,15 @@ class Bench:
         def ours() -> Callable[[], None]:
             pinned = pin(array, index, background=False)
             if pinned is None or pinned.nbytes < array.nbytes:
-                raise RuntimeError(f"not registered: {'no driver' if pinned is None else pinned.trouble}")
+                raise RuntimeError(
+                    f"not registered: {'no driver' if pinned is None else pinned.trouble}"
+                )
 
             def undo() -> None:
                 if not pinned.close(30.0):
-                    raise RuntimeError(f"not unregistered in 30 s: {pinned.trouble}")
+                    raise RuntimeError(
+                        f"not unregistered in 30 s: {pinned.trouble}"
+                    )
 
             return undo
 
@@ -218,20 +317,38 @@ class Bench:
 
         nothing: Register = lambda: lambda: None  # noqa: E731
         on_gpu = self.device.type == "cuda"
-        ways = {"pagoda": ours, "cudaHostRegister": runtime} if on_gpu else {"pagoda": nothing}
+        ways = (
+            {"pagoda": ours, "cudaHostRegister": runtime}
+            if on_gpu
+            else {"pagoda": nothing}
+        )
         return registering(room, ways, min(3, self.plan.rounds))
 
     def _bounce(self) -> None:
-        """Measure slots that are not registered, as on a machine that refuses to register memory."""
+        """Measure slots that are not registered, as on a machine that refuses to register
+        memory.
+        """
         shape = self.plan.shapes[0]
         chunks = min(8, self.plan.most_chunks)
         stock = self._stock(shape, "pools", chunks)
         with self._room(shape, chunks, registered=False) as room:
             for direction in DIRECTIONS:
-                field = Field(stock, room, self._limit(), direction, chunks, self.plan.rounds)
-                racers: list[Entrant] = [OurWay(CHOSEN, self.ours.engine(CHOSEN)), TorchSelect()]
+                field = Field(
+                    stock,
+                    room,
+                    self._limit(),
+                    direction,
+                    chunks,
+                    self.plan.rounds,
+                )
+                racers: list[Entrant] = [
+                    OurWay(CHOSEN, self.ours.engine(CHOSEN)),
+                    TorchSelect(),
+                ]
                 name = f"bounce {direction} {shape.key} {chunks}"
-                self._cell("crossing", name, partial(crossing, field, racers, self.ours))
+                self._cell(
+                    "crossing", name, partial(crossing, field, racers, self.ours)
+                )
 
     # ---- common parts
 
@@ -243,9 +360,11 @@ class Bench:
         say(f"{name} ... ({time.monotonic() - self._began:.0f} s)")
         try:
             self.found[kind].append(work())
-        except Exception as error:  # noqa: BLE001 - the boundary of a cell: keep the rest of an hour on a GPU
+        except Exception as error:  # noqa: BLE001
             traceback.print_exc()
-            self.errors.append({"cell": name, "error": f"{type(error).__name__}: {error}"})
+            self.errors.append(
+                {"cell": name, "error": f"{type(error).__name__}: {error}"}
+            )
 
     def _limit(self) -> Link:
         if self._link is None:
@@ -254,12 +373,22 @@ class Bench:
 
     def _stock(self, shape: Shape, form: Form, chunks: int) -> Stock:
         """Return a stock with more blocks than `chunks` need, so that tables have random blocks."""
-        return Stock(shape, form, int(chunks * shape.blocks_a_chunk * _SPARE) + 1, self.device, self.seed)
+        return Stock(
+            shape,
+            form,
+            int(chunks * shape.blocks_a_chunk * _SPARE) + 1,
+            self.device,
+            self.seed,
+        )
 
     @contextmanager
-    def _room(self, shape: Shape, chunks: int, registered: bool = True) -> Iterator[Room]:
+    def _room(
+        self, shape: Shape, chunks: int, registered: bool = True
+    ) -> Iterator[Room]:
         slot_bytes = -(-shape.chunk_bytes // 4096) * 4096
-        room = Room(self.device, chunks * slot_bytes, shm=self.shm, registered=registered)
+        room = Room(
+            self.device, chunks * slot_bytes, shm=self.shm, registered=registered
+        )
         self._rooms.append(room.about())
         try:
             yield room

@@ -1,4 +1,6 @@
-"""A compute stream with a concurrent transfer: how much longer its products take, and the transfer's speed."""
+"""A compute stream with a concurrent transfer: how much longer its products take, and the
+transfer's speed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Stream:
         """Raise WrongBytes unless both turns were copied bit for bit."""
         settle(self.stock.device)
         if not all(self.stock.same(turn) for turn in self.turns):
-            raise WrongBytes(f"{self.racer.name} beside a compute stream, {self.stock.shape.name}")
+            raise WrongBytes(
+                f"{self.racer.name} beside a compute stream, {self.stock.shape.name}"
+            )
 
     def spoil(self) -> None:
         """Overwrite the destinations of both turns."""
@@ -66,14 +70,21 @@ class Mover:
         self._go.set()
 
     def stop(self) -> float:
-        """Stop after the current call, at least two calls; return GB/s of all calls. Raise what a call raised."""
+        """Stop after the current call, at least two calls; return GB/s of all calls. Raise what a
+        call raised.
+        """
         self._stop.set()
         self._thread.join(60.0)
         if self._thread.is_alive():
             raise RuntimeError("a transfer did not end within a minute")
         if self._trouble is not None:
             raise self._trouble
-        return len(self._ends) * self._stream.nbytes / (self._ends[-1] - self._began) / 1e9
+        return (
+            len(self._ends)
+            * self._stream.nbytes
+            / (self._ends[-1] - self._began)
+            / 1e9
+        )
 
     def _run(self) -> None:
         self._go.wait()
@@ -82,12 +93,16 @@ class Mover:
             while len(self._ends) < 2 or not self._stop.is_set():
                 self._stream.call(len(self._ends))
                 self._ends.append(time.perf_counter())
-        except BaseException as trouble:  # noqa: BLE001 - the boundary of a thread: `stop` raises it
+        except BaseException as trouble:  # noqa: BLE001
             self._trouble = trouble
 
 
-def beside(stream: Stream, products: Products, rounds: int, alone_calls: int = 8) -> dict[str, object]:
-    """Race products alone against products with the stream, and measure the stream alone. Return the results."""
+def beside(
+    stream: Stream, products: Products, rounds: int, alone_calls: int = 8
+) -> dict[str, object]:
+    """Race products alone against products with the stream, and measure the stream alone. Return
+    the results.
+    """
     stream.spoil()
     stream.call(0)
     stream.call(1)
@@ -96,7 +111,9 @@ def beside(stream: Stream, products: Products, rounds: int, alone_calls: int = 8
     began = time.perf_counter()
     for number in range(alone_calls):
         stream.call(number)
-    alone_speed = alone_calls * stream.nbytes / (time.perf_counter() - began) / 1e9
+    alone_speed = (
+        alone_calls * stream.nbytes / (time.perf_counter() - began) / 1e9
+    )
     stream.spoil()
     alone: list[float] = []
     busy: list[float] = []
@@ -119,12 +136,19 @@ def beside(stream: Stream, products: Products, rounds: int, alone_calls: int = 8
         "products_seconds_alone": [round(each, 6) for each in alone],
         "products_seconds_beside": [round(each, 6) for each in busy],
         "teraflops_alone": round(products.teraflops(statistics.median(alone)), 1),
-        "times": [round(with_us / without, 4) for with_us, without in zip(busy, alone, strict=True)],
+        "times": [
+            round(with_us / without, 4)
+            for with_us, without in zip(busy, alone, strict=True)
+        ],
     }
 
 
-def _with(stream: Stream, products: Products, busy: list[float], speeds: list[float]) -> None:
-    """Run one concurrent round. The products are queued before the transfer begins, so no launch delays them."""
+def _with(
+    stream: Stream, products: Products, busy: list[float], speeds: list[float]
+) -> None:
+    """Run one concurrent round. The products are queued before the transfer begins, so no launch
+    delays them.
+    """
     mover = Mover(stream)
     try:
         watch = products.queue()
@@ -141,4 +165,6 @@ def turns(stock: Stock, room: Room, chunks: int) -> tuple[Turn, Turn]:
     slots = room.slots(stock.layout.slot_bytes)
     stock.fill_slots(slots[: 2 * chunks])
     half = len(table) // 2
-    return Turn(table[:half], slots[:chunks]), Turn(table[half:], slots[chunks : 2 * chunks])
+    return Turn(table[:half], slots[:chunks]), Turn(
+        table[half:], slots[chunks : 2 * chunks]
+    )

@@ -1,6 +1,7 @@
 """Race chunks across the link, all entrants in turns.
 
-Each timed call has random blocks. Its destination is overwritten before the call and compared completely after it.
+Each timed call has random blocks. Its destination is overwritten before the call and compared
+completely after it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ class Lap:
     nbytes: int = 0  # of one call
     chunks: int = 0
     seconds: list[float] = field(default_factory=list)
-    made_seconds: list[float] = field(default_factory=list)  # before the call: transfer, views, buffers
-    ratio: list[float] = field(default_factory=list)  # speed as a share of the link's, within the round
+    # before the call: transfer, views, buffers
+    made_seconds: list[float] = field(default_factory=list)
+    # speed as a share of the link's, within the round
+    ratio: list[float] = field(default_factory=list)
 
     def json(self) -> dict[str, object]:
         """Return the values for the JSON."""
         return {
             "chunks": self.chunks,
-            "gb_per_second": [round(self.nbytes / each / 1e9, 3) for each in self.seconds],
+            "gb_per_second": [
+                round(self.nbytes / each / 1e9, 3) for each in self.seconds
+            ],
             "ratio": [round(each, 4) for each in self.ratio],
             "seconds": [round(each, 7) for each in self.seconds],
             "made_seconds": [round(each, 7) for each in self.made_seconds],
@@ -45,7 +50,9 @@ class Lap:
 
 @dataclass(frozen=True)
 class Field:
-    """One cell of the table: the chunks and their number, the direction, and the memory on both sides."""
+    """One cell of the table: the chunks and their number, the direction, and the memory on both
+    sides.
+    """
 
     stock: Stock
     room: Room
@@ -55,7 +62,9 @@ class Field:
     rounds: int
 
     def turn(self, number: int, chunks: int) -> Turn:
-        """Return the work of a call: new random blocks, and the slots after those of the previous call."""
+        """Return the work of a call: new random blocks, and the slots after those of the previous
+        call.
+        """
         slots = self.room.slots(self.stock.layout.slot_bytes)
         first = number * chunks % (len(slots) - chunks + 1)
         return Turn(self.stock.table(chunks), slots[first : first + chunks])
@@ -68,10 +77,13 @@ class Field:
             self.stock.spoil_blocks(turn)
 
 
-def crossing(place: Field, racers: Sequence[Entrant], ours: Ours) -> dict[str, object]:
+def crossing(
+    place: Field, racers: Sequence[Entrant], ours: Ours
+) -> dict[str, object]:
     """Race the entrants and the link, and return the results. Changes pools and slots.
 
-    A first round, which does not count, compiles, measures and warms up. Raise WrongBytes where a copy is not exact.
+    A first round, which does not count, compiles, measures and warms up. Raise WrongBytes where a
+    copy is not exact.
     """
     shape = place.stock.shape
     if place.direction == "up":
@@ -109,7 +121,9 @@ def crossing(place: Field, racers: Sequence[Entrant], ours: Ours) -> dict[str, o
         "chosen": ours.chosen(place.stock, place.direction),
         "link": {
             "gb_per_second": [round(nbytes / each / 1e9, 3) for each in events],
-            "wall_gb_per_second": [round(nbytes / each / 1e9, 3) for each in walls],
+            "wall_gb_per_second": [
+                round(nbytes / each / 1e9, 3) for each in walls
+            ],
         },
         "entrants": {name: lap.json() for name, lap in laps.items()},
     }
@@ -127,14 +141,17 @@ def _go(place: Field, racer: Entrant, number: int) -> tuple[float, float, int]:
     chunks = min(place.chunks, racer.most_chunks)
     turn = place.turn(number, chunks)
     place.spoil(turn)
-    settle(place.stock.device)  # our copies wait for everything that was launched before them
+    # our copies wait for everything that was launched before them
+    settle(place.stock.device)
     began = time.perf_counter()
     move = racer.prepare(place.stock, turn, place.direction)
     made = time.perf_counter()
     move()
     ended = time.perf_counter()
     if not place.stock.same(turn):
-        raise WrongBytes(f"{racer.name}, {place.stock.shape.name} {place.stock.form} {place.direction}")
+        raise WrongBytes(
+            f"{racer.name}, {place.stock.shape.name} {place.stock.form} {place.direction}"
+        )
     return made - began, ended - made, chunks
 
 

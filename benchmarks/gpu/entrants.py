@@ -1,4 +1,6 @@
-"""The entrants: our three copy methods and the chosen one, torch in plain use, and one copy per block."""
+"""The entrants: our three copy methods and the chosen one, torch in plain use, and one copy per
+block.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,24 @@ from pagoda.transfer.run_table import page_run_table
 Move = Callable[[], None]
 
 CHOSEN = "chosen"
-BLOCK_CHUNKS = 8  # most chunks for one copy per block: 64 chunks of 80 layers are 164,000 calls
+# most chunks for one copy per block: 64 chunks of 80 layers are 164,000 calls
+BLOCK_CHUNKS = 8
 
 
 class Ours:
-    """Our copy engines of one device, by method and number of programs, each created once. One thread at a time."""
+    """Our copy engines of one device, by method and number of programs, each created once. One
+    thread at a time.
+    """
 
     def __init__(self, device_of: Callable[[int | None], Device]) -> None:
         self.device = device_of(None)
-        self.programs = inspect.signature(CudaDevice.__init__).parameters["programs"].default
+        self.programs = (
+            inspect.signature(CudaDevice.__init__).parameters["programs"].default
+        )
         self._devices = cache(
-            lambda programs: self.device if programs == self.programs else device_of(programs)
+            lambda programs: (
+                self.device if programs == self.programs else device_of(programs)
+            )
         )
         self._made: dict[tuple[str, int], CopyEngine] = {}
 
@@ -42,12 +51,17 @@ class Ours:
         """Return the copy engine of one method, or of `CHOSEN`, the default."""
         kind = (way, self.programs if programs is None else programs)
         if kind not in self._made:
-            self._made[kind] = CopyEngine(self._devices(kind[1]), way=None if way == CHOSEN else way)
+            self._made[kind] = CopyEngine(
+                self._devices(kind[1]), way=None if way == CHOSEN else way
+            )
         return self._made[kind]
 
     def chosen(self, stock: Stock, direction: Direction) -> str:
         """Return the method that is chosen for such a stock; measure first if necessary."""
-        planes = [page_plane(plane.view(torch.uint8), "planes") for plane in stock.planes]
+        planes = [
+            page_plane(plane.view(torch.uint8), "planes")
+            for plane in stock.planes
+        ]
         table = page_run_table(planes, stock.shape.blocks_a_chunk, 0)
         return self.engine(CHOSEN).way_of(table, direction == "down")
 
@@ -59,7 +73,9 @@ class Entrant(Protocol):
     most_chunks: int
 
     def prepare(self, stock: Stock, turn: Turn, direction: Direction) -> Move:
-        """Return the timed call, which moves the chunks of a turn and returns when all are complete."""
+        """Return the timed call, which moves the chunks of a turn and returns when all are
+        complete.
+        """
         ...
 
 
@@ -81,16 +97,20 @@ class OurWay:
 
 
 class TorchSelect:
-    """torch: one index_select per plane gathers a chunk into a device buffer, and one pinned copy moves the buffer.
+    """torch: one index_select per plane gathers a chunk into a device buffer, and one pinned copy
+    moves the buffer.
 
-    The way up is the reverse, with index_copy. Two buffers alternate; one stream has all of it, with a single wait.
+    The way up is the reverse, with index_copy. Two buffers alternate; one stream has all of it,
+    with a single wait.
     """
 
     name = "torch"
     most_chunks = 1 << 20
 
     def prepare(self, stock: Stock, turn: Turn, direction: Direction) -> Move:
-        buffers = torch.empty((2, stock.shape.chunk_bytes), dtype=torch.uint8, device=stock.device)
+        buffers = torch.empty(
+            (2, stock.shape.chunk_bytes), dtype=torch.uint8, device=stock.device
+        )
         parts = [stock.parts(buffer) for buffer in buffers]
         ids = stock.ids(turn)
         slots = [stock.host(slot) for slot in turn.slots]
@@ -112,7 +132,9 @@ class TorchSelect:
 
 
 class BlockLoop:
-    """One pinned copy per block of each plane, queued on one stream with a single wait. The views exist before."""
+    """One pinned copy per block of each plane, queued on one stream with a single wait. The views
+    exist before.
+    """
 
     name = "per block"
     most_chunks = BLOCK_CHUNKS
@@ -122,8 +144,14 @@ class BlockLoop:
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for number, slot in enumerate(turn.slots):
             blocks = turn.table[number * count : (number + 1) * count].tolist()
-            for plane, part in zip(stock.planes, stock.parts(stock.host(slot)), strict=True):
-                pairs += zip(part.unbind(0), [plane[block] for block in blocks], strict=True)
+            for plane, part in zip(
+                stock.planes, stock.parts(stock.host(slot)), strict=True
+            ):
+                pairs += zip(
+                    part.unbind(0),
+                    [plane[block] for block in blocks],
+                    strict=True,
+                )
         if direction == "up":
             pairs = [(there, here) for here, there in pairs]
         settle(stock.device)
@@ -138,5 +166,7 @@ class BlockLoop:
 
 def entrants(ours: Ours) -> list[Entrant]:
     """Return all entrants of the race."""
-    ways: list[Entrant] = [OurWay(way, ours.engine(way)) for way in (CHOSEN, *ours.ways)]
+    ways: list[Entrant] = [
+        OurWay(way, ours.engine(way)) for way in (CHOSEN, *ours.ways)
+    ]
     return [*ways, TorchSelect(), BlockLoop()]

@@ -12,7 +12,9 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes and rounds. After `budget_seconds` no further cell begins, and the JSON lists the skipped ones."""
+    """Sizes and rounds. After `budget_seconds` no further cell begins, and the JSON lists the
+    skipped ones.
+    """
 
     name: str
     shapes: tuple[Shape, ...]
@@ -73,12 +75,22 @@ QUICK = Plan(
     budget_seconds=60.0,
 )
 
-# Every function once or twice, on shapes that are fast in Triton's interpreter: its figures are meaningless.
+# Every function once or twice, on shapes that are fast in Triton's interpreter: its figures are
+# meaningless.
 TINY = Plan(
     name="tiny",
     shapes=(
         Shape("8b", "tiny, two planes", 3, 2, 4, block_tokens=2, chunk_tokens=4),
-        Shape("mla", "tiny, one plane", 3, 1, 12, planes=1, block_tokens=2, chunk_tokens=4),
+        Shape(
+            "mla",
+            "tiny, one plane",
+            3,
+            1,
+            12,
+            planes=1,
+            block_tokens=2,
+            chunk_tokens=4,
+        ),
     ),
     chunks=(1, 2),
     rounds=1,

@@ -11,12 +11,15 @@ import sys
 from typing import NamedTuple
 
 SKIPPED = "skipped: {why} ; on a machine with an NVIDIA GPU: make bench-gpu"
-BENCHMARK = ("triton", "numpy", "blake3", "msgspec")  # by pagoda.transfer and pagoda.slab.memory
+# by pagoda.transfer and pagoda.slab.memory
+BENCHMARK = ("triton", "numpy", "blake3", "msgspec")
 TESTS = (*BENCHMARK, "lmdb", "xxhash")  # by the ledger and the codec too
 
 
 class Trouble(NamedTuple):
-    """The reason why it cannot run. `code` 0: there is no GPU, which is no error; 2: something must be installed."""
+    """The reason why it cannot run. `code` 0: there is no GPU, which is no error; 2: something must
+    be installed.
+    """
 
     code: int
     why: str
@@ -31,9 +34,13 @@ def trouble() -> Trouble | None:
     if not torch.cuda.is_available():
         return Trouble(0, _no_gpu(torch.__version__, torch.version.cuda))
     if torch.version.cuda is None:
-        return Trouble(0, f"torch {torch.__version__} is not built for NVIDIA GPUs")
+        return Trouble(
+            0, f"torch {torch.__version__} is not built for NVIDIA GPUs"
+        )
     missing = absent(BENCHMARK)
-    return Trouble(2, f"there is a GPU, but {remedy(missing)}") if missing else None
+    return (
+        Trouble(2, f"there is a GPU, but {remedy(missing)}") if missing else None
+    )
 
 
 def absent(names: tuple[str, ...]) -> list[str]:

@@ -1,4 +1,6 @@
-"""The cost of registering host memory with the device: ours against one cudaHostRegister, in turns."""
+"""The cost of registering host memory with the device: ours against one cudaHostRegister, in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,13 @@ from collections.abc import Callable
 from benchmarks.gpu.room import Room
 
 Undo = Callable[[], None]
-Register = Callable[[], Undo]  # registers all of a room and returns the function that undoes it
+# registers all of a room and returns the function that undoes it
+Register = Callable[[], Undo]
 
 
-def registering(room: Room, ways: dict[str, Register], rounds: int) -> dict[str, object]:
+def registering(
+    room: Room, ways: dict[str, Register], rounds: int
+) -> dict[str, object]:
     """Register and unregister all of a room with each method, in turns. Return the results."""
     register: dict[str, list[float]] = {name: [] for name in ways}
     unregister: dict[str, list[float]] = {name: [] for name in ways}
@@ -34,4 +39,7 @@ def registering(room: Room, ways: dict[str, Register], rounds: int) -> dict[str,
 
 
 def _speeds(spent: dict[str, list[float]], nbytes: int) -> dict[str, list[float]]:
-    return {name: [round(nbytes / each / 1e9, 3) for each in seconds] for name, seconds in spent.items()}
+    return {
+        name: [round(nbytes / each / 1e9, 3) for each in seconds]
+        for name, seconds in spent.items()
+    }

@@ -20,19 +20,29 @@ SHM = Path("/dev/shm")
 
 
 class Room:
-    """Host memory of `nbytes`: a slab over a file in `shm`, or over private memory where `shm` lacks the space.
+    """Host memory of `nbytes`: a slab over a file in `shm`, or over private memory where `shm`
+    lacks the space.
 
     All pages are populated. `registered`: with the device, as in a host tier. One thread at a time.
     """
 
     def __init__(
-        self, device: torch.device, nbytes: int, *, shm: Path | None = SHM, registered: bool = True
+        self,
+        device: torch.device,
+        nbytes: int,
+        *,
+        shm: Path | None = SHM,
+        registered: bool = True,
     ) -> None:
         self.nbytes = nbytes
         self._directory = _directory(shm, nbytes)
-        self.kind = "private memory" if self._directory is None else f"a file in {shm}"
+        self.kind = (
+            "private memory" if self._directory is None else f"a file in {shm}"
+        )
         self._slab = MemorySlab(self._file(), 1, nbytes)
-        self._slab.populate(threads=min(8, len(os.sched_getaffinity(0))), background=False)
+        self._slab.populate(
+            threads=min(8, len(os.sched_getaffinity(0))), background=False
+        )
         self.array = self._slab.view(0)
         self.array[::4096] = 0  # populates where the kernel cannot
         self._pinned: PinnedMemory | None = None
@@ -76,8 +86,14 @@ class Room:
         return path
 
 
-def _directory(shm: Path | None, nbytes: int) -> tempfile.TemporaryDirectory[str] | None:
+def _directory(
+    shm: Path | None, nbytes: int
+) -> tempfile.TemporaryDirectory[str] | None:
     """Return a directory for the slab; None where less than 110 % of `nbytes` is free in `shm`."""
-    if shm is None or not shm.is_dir() or shutil.disk_usage(shm).free < nbytes * 1.1:
+    if (
+        shm is None
+        or not shm.is_dir()
+        or shutil.disk_usage(shm).free < nbytes * 1.1
+    ):
         return None
     return tempfile.TemporaryDirectory(prefix="pagoda-bench-", dir=shm)

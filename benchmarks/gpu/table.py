@@ -1,6 +1,8 @@
-"""Tables of the records of `transfer.py`: `benchmarks/gpu/table.py docs/design/benchmarks/gpu-*.json [--write FILE]`.
+"""Tables of the records of `transfer.py`: `benchmarks/gpu/table.py
+docs/design/benchmarks/gpu-*.json [--write FILE]`.
 
-docs/design/benchmarks/gpu.md is exactly the output for all records in that directory: never edit it by hand.
+docs/design/benchmarks/gpu.md is exactly the output for all records in that directory: never edit it
+by hand.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ Json = Mapping[str, object]
 
 HEAD = """# GPU transfers: what was measured
 
-Written by `benchmarks/gpu/table.py` from the JSON beside it, never by hand. What it means: [README.md](README.md)."""
-NOTHING = "Nothing has been measured on a GPU yet: `make bench-gpu` on a machine with an H100 or H200."
+Written by `benchmarks/gpu/table.py` from the JSON beside it, never by hand. What it means: [README.md](README.md)."""  # noqa: E501
+NOTHING = (
+    "Nothing has been measured on a GPU yet: `make bench-gpu` on a machine with an H100 or "
+    "H200."
+)
 ARROWS = {"down": "device -> host", "up": "host -> device"}
 FORMS = {"pools": "a pool a layer", "blocks": "blocks outermost"}
 _OTHERS = ("direct", "staged", "runs", "torch", "per block")
@@ -25,7 +30,10 @@ _OTHERS = ("direct", "staged", "runs", "torch", "per block")
 
 def page(documents: Sequence[Json]) -> str:
     """Return the whole page for these documents."""
-    return "\n\n".join([HEAD, *([tables(each) for each in documents] or [NOTHING])]) + "\n"
+    return (
+        "\n\n".join([HEAD, *([tables(each) for each in documents] or [NOTHING])])
+        + "\n"
+    )
 
 
 def tables(found: Json) -> str:
@@ -53,7 +61,9 @@ def _heading(found: Json) -> str:
     plan = found["plan"]
     said = [] if plan == "full" else [f"{plan} run"]
     if found.get("parts"):
-        said.append(f"only {', '.join(str(each) for each in _sequence(found['parts']))}")
+        said.append(
+            f"only {', '.join(str(each) for each in _sequence(found['parts']))}"
+        )
     if not found.get("complete", True):
         said.append("stopped before its end")
     return f"## {', '.join([str(gpu.get('name', 'unknown')), str(found['date']), *said])}"
@@ -63,7 +73,9 @@ def _machine(found: Json) -> str:
     gpu = _mapping(found["gpu"])
     host = _mapping(found["machine"])
     link = " x".join(
-        str(gpu[key]) for key in ("pcie_link_gen_current", "pcie_link_width_current") if key in gpu
+        str(gpu[key])
+        for key in ("pcie_link_gen_current", "pcie_link_width_current")
+        if key in gpu
     )
     said = {
         "driver": gpu.get("driver_version"),
@@ -87,12 +99,20 @@ def _machine(found: Json) -> str:
     rooms = [_mapping(each) for each in _sequence(found.get("host_memory", []))]
     kinds = dict.fromkeys(_room(each) for each in rooms)
     said["slots"] = "; ".join(kinds) or None
-    return ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+    return ", ".join(
+        f"{name} {value}" for name, value in said.items() if value is not None
+    )
 
 
 def _room(room: Json) -> str:
-    whole = "registered" if room["registered_bytes"] == room["nbytes"] else "not registered"
-    return f"{room['kind']}, {whole}" + (f" ({room['trouble']})" if room.get("trouble") else "")
+    whole = (
+        "registered"
+        if room["registered_bytes"] == room["nbytes"]
+        else "not registered"
+    )
+    return f"{room['kind']}, {whole}" + (
+        f" ({room['trouble']})" if room.get("trouble") else ""
+    )
 
 
 def _crossing(found: Json) -> str:
@@ -110,23 +130,27 @@ def _crossing(found: Json) -> str:
     )
     lines = []
     for each in _cells(found, "crossing"):
-        key = f"{each['direction']}_{each['shape']}_{each['form']}_{each['chunks']}"
+        key = (
+            f"{each['direction']}_{each['shape']}_{each['form']}_{each['chunks']}"
+        )
         laps = _mapping(each["entrants"])
         ours = _mapping(laps["chosen"])
         registered = each["registered"]
         memory = f"{FORMS[str(each['form'])]}, runs of {_bytes(_number(each['run_bytes']))}"
-        lines.append((
-            str(each["shape"]),
-            memory if registered else f"{memory}, slots not registered",
-            str(each["chunks"]),
-            ARROWS[str(each["direction"])],
-            f"{_median(_mapping(each['link'])['gb_per_second']):.2f}",
-            f"{_median(ours['gb_per_second']):.2f}",
-            f"{_median(ours['ratio']):.3f}",
-            _goal(found, key) if registered else "",
-            str(each["chosen"]) if registered else "a bounce buffer",
-            *(_speed(laps, name) for name in _OTHERS),
-        ))  # fmt: skip
+        lines.append(
+            (
+                str(each["shape"]),
+                memory if registered else f"{memory}, slots not registered",
+                str(each["chunks"]),
+                ARROWS[str(each["direction"])],
+                f"{_median(_mapping(each['link'])['gb_per_second']):.2f}",
+                f"{_median(ours['gb_per_second']):.2f}",
+                f"{_median(ours['ratio']):.3f}",
+                _goal(found, key) if registered else "",
+                str(each["chosen"]) if registered else "a bounce buffer",
+                *(_speed(laps, name) for name in _OTHERS),
+            )
+        )
     return _table(heads, lines)
 
 
@@ -148,18 +172,20 @@ def _beside(found: Json) -> str:
         chosen = each["way"] == "chosen"
         way = f"chosen ({each['took']})" if chosen else str(each["way"])
         key = f"beside_{each['direction']}_{each['shape']}_{each['form']}_chosen"
-        lines.append((
-            str(each["shape"]),
-            FORMS[str(each["form"])],
-            ARROWS[str(each["direction"])],
-            way,
-            "" if each["took"] == "runs" else str(each["programs"]),
-            f"{_number(each['gb_per_second_alone']):.2f}",
-            f"{_median(each['gb_per_second_beside']):.2f}",
-            f"{_median(each['times']):.3f} x",
-            _goal(found, key) if chosen else "",
-            f"{_number(each['teraflops_alone']):.0f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                str(each["shape"]),
+                FORMS[str(each["form"])],
+                ARROWS[str(each["direction"])],
+                way,
+                "" if each["took"] == "runs" else str(each["programs"]),
+                f"{_number(each['gb_per_second_alone']):.2f}",
+                f"{_median(each['gb_per_second_beside']):.2f}",
+                f"{_median(each['times']):.3f} x",
+                _goal(found, key) if chosen else "",
+                f"{_number(each['teraflops_alone']):.0f}",
+            )
+        )
     return _table(heads, lines)
 
 
@@ -182,15 +208,17 @@ def _layers(found: Json) -> str:
             f"{_median(each[name]) * 1e3:.3f}"
             for name in ("first_seconds", "middle_seconds", "whole_seconds")
         ]
-        lines.append((
-            str(each["shape"]),
-            str(each["chunks"]),
-            str(each["way"]),
-            *times,
-            f"{_median(each['share']):.3f}",
-            _goal(found, key),
-            f"{_median(each['without_gate_seconds']) * 1e3:.3f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                str(each["shape"]),
+                str(each["chunks"]),
+                str(each["way"]),
+                *times,
+                f"{_median(each['share']):.3f}",
+                _goal(found, key),
+                f"{_median(each['without_gate_seconds']) * 1e3:.3f}",
+            )
+        )
     return _table(heads, lines)
 
 
@@ -200,10 +228,18 @@ def _register(found: Json) -> str:
         back = _mapping(each["unregister_gb_per_second"])
         for name, speeds in _mapping(each["register_gb_per_second"]).items():
             size = _bytes(_number(each["nbytes"]))
-            lines.append((
-                str(each["memory"]), size, name, f"{_median(speeds):.2f}", f"{_median(back[name]):.2f}",
-            ))  # fmt: skip
-    return _table(("memory", "size", "by", "register GB/s", "unregister GB/s"), lines)
+            lines.append(
+                (
+                    str(each["memory"]),
+                    size,
+                    name,
+                    f"{_median(speeds):.2f}",
+                    f"{_median(back[name]):.2f}",
+                )
+            )
+    return _table(
+        ("memory", "size", "by", "register GB/s", "unregister GB/s"), lines
+    )
 
 
 def _speed(laps: Json, name: str) -> str:
@@ -225,7 +261,10 @@ def _goal(found: Json, key: str) -> str:
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     if not lines:
         return ""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
+    return "\n".join(
+        "| " + " | ".join(line) + " |"
+        for line in (heads, ["---"] * len(heads), *lines)
+    )
 
 
 def _section(title: str, text: str) -> list[str]:
@@ -233,7 +272,9 @@ def _section(title: str, text: str) -> list[str]:
 
 
 def _list(found: Json, name: str, what: str) -> str:
-    return "\n".join(f"- {each['cell']}: {each[what]}" for each in _cells(found, name))
+    return "\n".join(
+        f"- {each['cell']}: {each[what]}" for each in _cells(found, name)
+    )
 
 
 def _of(found: Json, group: str, name: str) -> object:
@@ -272,12 +313,16 @@ def _number(value: object) -> float:
 
 def read(paths: Iterable[Path]) -> list[Json]:
     """Read the documents in these files, in the order of their names."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)]
+    return [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)
+    ]
 
 
 def write(directory: Path) -> None:
     """Write gpu.md beside the gpu-*.json of a directory, from all of them."""
-    (directory / "gpu.md").write_text(page(read(directory.glob("gpu-*.json"))), encoding="utf-8")
+    (directory / "gpu.md").write_text(
+        page(read(directory.glob("gpu-*.json"))), encoding="utf-8"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -287,7 +332,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="*", type=Path, help="recorded JSON")
     parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the page to FILE instead of printing it"
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the page to FILE instead of printing it",
     )
     options = parser.parse_args(arguments)
     try:

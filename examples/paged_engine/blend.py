@@ -1,4 +1,5 @@
-"""Documents wherever they are in a prompt, from the KV that each has alone. Approximate: the answer says where.
+"""Documents wherever they are in a prompt, from the KV that each has alone. Approximate: the answer
+says where.
 
     tokens   | first       | second     | third      | question |
     load     | a prefix    | its chain  | its chain  |          |   each as if it began a prompt
@@ -6,9 +7,10 @@
     move     |             | K          | K          |          |   to its place
     compute  |             |    x   x   |      x     | x x x x  |   the chosen tokens, over all that is before them
 
-`engine` calls this. It does the copies and the forward passes in blocks; the rest is in `pagoda.blend`. The first
-document is found and kept by the block manager, as every prefix. Blocks after it are approximate, so they have no keys.
-"""
+`engine` calls this. It does the copies and the forward passes in blocks; the rest is in
+`pagoda.blend`. The first document is found and kept by the block manager, as every prefix. Blocks
+after it are approximate, so they have no keys.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -63,14 +65,25 @@ class Load(NamedTuple):
     document: Document
     kv: torch.Tensor  # [layers, 2, kv_heads, whole chunks, head_dim]
     hit: Future[Hit]
-    weights: Namespace  # that were present: what they compute is not stored once others are
+    # that were present: what they compute is not stored once others are
+    weights: Namespace
 
 
 class Documents:
-    """The documents of one engine: their cache, and the way into the blocks of a request. Not thread-safe."""
+    """The documents of one engine: their cache, and the way into the blocks of a request. Not
+    thread-safe.
+    """
 
-    def __init__(self, model: PreTrainedModel, paged: PreTrainedModel, pool: KVPool, prompts: Cache) -> None:
-        """Open the cache of documents beside that of prompts. Raises ValueError if K of the model cannot be moved."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        paged: PreTrainedModel,
+        pool: KVPool,
+        prompts: Cache,
+    ) -> None:
+        """Open the cache of documents beside that of prompts. Raises ValueError if K of the model
+        cannot be moved.
+        """
         self._paged = paged
         self._pool = pool
         self._prompts = prompts
@@ -85,9 +98,13 @@ class Documents:
         self.cache.close()
 
     def prepare(self, seq: Request) -> None:
-        """Check a request with documents, and set its tokens. ConfigError: its setting has no passing verdict."""
+        """Check a request with documents, and set its tokens. ConfigError: its setting has no
+        passing verdict.
+        """
         if seq.tokens:
-            raise ValueError(f"request {seq.id!r}: give tokens, or documents and a question")
+            raise ValueError(
+                f"request {seq.id!r}: give tokens, or documents and a question"
+            )
         _, *documents, _ = pieces = as_documents(seq.documents, seq.question)
         policy = policy_named(seq.policy)
         starts = starts_of(pieces)
@@ -96,45 +113,68 @@ class Documents:
         seq.tokens = np.concatenate(pieces).tolist()
         seq.starts = starts
         seq.policy = policy
-        seq.chains = [Document.of(document, self._pool.block_tokens) for document in documents]
+        seq.chains = [
+            Document.of(document, self._pool.block_tokens)
+            for document in documents
+        ]
 
     def _quality(self, seq: Request) -> QualityState:
-        return self.gate.state_of(blend_setting(seq.policy, seq.recompute), seq.unchecked)
+        return self.gate.state_of(
+            blend_setting(seq.policy, seq.recompute), seq.unchecked
+        )
 
     def prefetch(self, seq: Request) -> list[Future[Hit]]:
         """Begin to bring what lower tiers have of the documents to the host."""
-        return [self.cache.prefetch(one.tokens, items=one.items, salt=seq.salt) for one in seq.chains]
+        return [
+            self.cache.prefetch(one.tokens, items=one.items, salt=seq.salt)
+            for one in seq.chains
+        ]
 
     def load(self, seq: Request) -> list[Load]:
-        """Begin to load the documents after the first. Blocks are not touched: the request may lose its own."""
+        """Begin to load the documents after the first. Blocks are not touched: the request may lose
+        its own.
+        """
         heads, dim, _ = self.cache.layout.planes[0]
         loads = []
         weights = self.cache.present_namespace()
         for one in seq.chains:
             shape = (self.cache.layout.layers, 2, heads, len(one.tokens), dim)
-            kv = torch.empty(shape, dtype=self._pool.kv.dtype, device=self._pool.kv.device)
-            hit = self.cache.retrieve_future(one.tokens, self._transfer(kv), items=one.items, salt=seq.salt)
+            kv = torch.empty(
+                shape, dtype=self._pool.kv.dtype, device=self._pool.kv.device
+            )
+            hit = self.cache.retrieve_future(
+                one.tokens, self._transfer(kv), items=one.items, salt=seq.salt
+            )
             loads.append(Load(one, kv, hit, weights))
         return loads
 
     def blend(self, seq: Request) -> Iterator[Span]:
-        """Yield what to compute, in order, once all has been loaded; it was when the next span is asked for."""
+        """Yield what to compute, in order, once all has been loaded; it was when the next span is
+        asked for.
+        """
         try:  # again: the weights may have changed while it waited
             seq.quality = self._quality(seq)
         except ConfigError:
             seq.recompute = 1.0  # exact: an engine that runs is not stopped
             seq.quality = self._quality(seq)
         from_prompts = seq.computed
-        yield Span(range(from_prompts, seq.starts[1]))  # the first document: no KV in it is approximate
+        # the first document: no KV in it is approximate
+        yield Span(range(from_prompts, seq.starts[1]))
         for start, load in zip(seq.starts[1:], seq.loads, strict=False):
             hit = load.document.without_padding(load.hit.result())
             known = start + hit.num_tokens
             stop = start + load.document.num_tokens
-            self._pool.write(seq.table, range(start, known), load.kv[..., : hit.num_tokens, :])
+            self._pool.write(
+                seq.table, range(start, known), load.kv[..., : hit.num_tokens, :]
+            )
             if known < stop:
                 yield Span(range(known, stop), origin=start)
                 if self.cache.present_namespace() == load.weights:
-                    self._store(load, self._pool.read(seq.table, range(start, stop)), seq.salt)
+                    self._store(
+                        load,
+                        self._pool.read(seq.table, range(start, stop)),
+                        seq.salt,
+                    )
             kv = self._pool.read(seq.table, range(start, stop))
             self._rotary.move(kv[:, 0], start)
             self._pool.write(seq.table, range(start, stop), kv)
@@ -142,13 +182,22 @@ class Documents:
                 seq.hits = dict(Counter(seq.hits) + Counter(hit.by_tier))
         layers = self.cache.layout.layers
         look = partial(self._deviation, seq)
-        chosen = choose_positions(seq.policy, seq.recompute, seq.starts, layers, look)
-        is_exact = not (from_prompts and self._prompts.namespace.approximate)  # a tier may have a lossy codec
+        chosen = choose_positions(
+            seq.policy, seq.recompute, seq.starts, layers, look
+        )
+        # a tier may have a lossy codec
+        is_exact = not (from_prompts and self._prompts.namespace.approximate)
         masks = TokenMasks.of(seq.starts, seq.prompt_tokens, chosen, is_exact)
-        seq.blended = BlendedPrompt(np.array(seq.tokens[: seq.prompt_tokens], np.int32), seq.starts, *masks)
+        seq.blended = BlendedPrompt(
+            np.array(seq.tokens[: seq.prompt_tokens], np.int32),
+            seq.starts,
+            *masks,
+        )
         yield Span([*chosen.tolist(), *range(seq.starts[-1], len(seq.tokens))])
 
-    def _deviation(self, seq: Request, layer: int, candidates: range) -> npt.NDArray[np.float32]:
+    def _deviation(
+        self, seq: Request, layer: int, candidates: range
+    ) -> npt.NDArray[np.float32]:
         part = Part([seq.tokens[at] for at in candidates], candidates, seq.table)
         return deviation(self._paged, batch_of([part], self._pool), layer)
 
@@ -158,7 +207,9 @@ class Documents:
         load.kv[..., : load.document.num_tokens, :] = kv
         document = load.document
         transfer = self._transfer(load.kv)
-        store = self.cache.store_future(document.tokens, transfer, items=document.items, salt=salt)
+        store = self.cache.store_future(
+            document.tokens, transfer, items=document.items, salt=salt
+        )
         self.stores.add(store)
         store.add_done_callback(self.stores.discard)
 

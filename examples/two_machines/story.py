@@ -23,7 +23,9 @@ Expected = str | tuple[str, ...]
 
 @dataclass
 class Turn:
-    """One prompt that is sent to one machine. `wrong` says what differs from the expectation; empty: nothing."""
+    """One prompt that is sent to one machine. `wrong` says what differs from the expectation;
+    empty: nothing.
+    """
 
     what: str
     machine: str
@@ -40,7 +42,9 @@ class Turn:
 class Story:
     """The turns, in order. `told` is called with each turn and each event when it has ended."""
 
-    def __init__(self, house: House, told: Callable[[Turn | str], object]) -> None:
+    def __init__(
+        self, house: House, told: Callable[[Turn | str], object]
+    ) -> None:
         self._house = house
         self._told = told
         self._text = documents()[0].encode()
@@ -66,13 +70,23 @@ class Story:
         self._told("the link of B is cut")
         self._ask("still has document 1", b, 1, "host")
         for document in (2, 3):
-            self._ask(f"computes and stores document {document}", a, document, ("absent",))
+            self._ask(
+                f"computes and stores document {document}",
+                a,
+                document,
+                ("absent",),
+            )
         self._written(a)
         self._ask("computes document 2 itself", b, 2, CUT_REASONS)
         for document in range(100, 100 + MOST_TRIES):
-            if self._ask("computes another", b, document, CUT_REASONS).reason == "tier_skipped":
+            if (
+                self._ask("computes another", b, document, CUT_REASONS).reason
+                == "tier_skipped"
+            ):
                 return
-        self.wrong.append(f"B still asks the store after {MOST_TRIES} prompts without an answer")
+        self.wrong.append(
+            f"B still asks the store after {MOST_TRIES} prompts without an answer"
+        )
 
     def _mended(self) -> None:
         a, b = self._house
@@ -84,14 +98,17 @@ class Story:
             time.sleep(0.05)
         seconds = time.monotonic() - began
         self._told(
-            f"the link is mended; {seconds:.1f} s later B {'has' if found else 'HAS NOT'} found the store again"
+            f"the link is mended; {seconds:.1f} s later B {'has' if found else 'HAS NOT'} found "
+            "the store again"
         )
         self._ask("is asked about document 3", b, 3, "redis")
         self._ask("computes and stores document 4", b, 4, ("absent",))
         self._written(b)
         self._ask("is asked about it", a, 4, "redis")
 
-    def _ask(self, what: str, machine: Machine, document: int, expected: Expected) -> Turn:
+    def _ask(
+        self, what: str, machine: Machine, document: int, expected: Expected
+    ) -> Turn:
         answer = machine.say(ask=self._prompt(document), new=NEW_TOKENS)
         turn = Turn(what, machine.name, **answer)
         turn.wrong = wrong_with(turn, expected)
@@ -101,7 +118,9 @@ class Story:
 
     def _written(self, machine: Machine) -> None:
         if not machine.say(flush=20.0)["flushed"]:
-            self.wrong.append(f"the store did not take what {machine.name} computed within 20 s")
+            self.wrong.append(
+                f"the store did not take what {machine.name} computed within 20 s"
+            )
 
     def _prompt(self, document: int) -> list[int]:
         at = document * DOCUMENT_TOKENS
@@ -115,7 +134,11 @@ def wrong_with(turn: Turn, expected: Expected) -> list[str]:
         if turn.by_tier != {expected: DOCUMENT_TOKENS}:
             wrong.append(f"{DOCUMENT_TOKENS} tokens were to come from {expected}")
     elif turn.by_tier or turn.reason not in expected:
-        wrong.append(f"nothing was to come, for the reason {' or '.join(expected)}")
+        wrong.append(
+            f"nothing was to come, for the reason {' or '.join(expected)}"
+        )
     if turn.load_seconds > 2 * DEADLINE_SECONDS:
-        wrong.append(f"the cache took {turn.load_seconds:.1f} s with a deadline of {DEADLINE_SECONDS:g} s")
+        wrong.append(
+            f"the cache took {turn.load_seconds:.1f} s with a deadline of {DEADLINE_SECONDS:g} s"
+        )
     return wrong

@@ -1,7 +1,7 @@
 """PagodaKV: a KV cache in tiers for the attention keys and values that an LLM engine has computed.
 
-Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch. Packages, in the order in which
-data reaches them:
+Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch. Packages, in
+the order in which data reaches them:
 
     connectors      Transformers, vLLM and SGLang
     blend           reuse of documents at any position of a prompt
@@ -11,13 +11,15 @@ data reaches them:
     kv_events       reports to routers of requests what the tiers hold
     ledger, slab    which chunk is in which slot of a local tier; the slots
     codec, policy   the header and checksum of a chunk; which chunk is evicted first
-    blocks, config, replay, migrate, serve, cli, testing    the surroundings, and what users and operators call
+    blocks, config, replay, migrate, serve, cli, testing    the surroundings, and what users and
+                                                            operators call
 
-and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk), `metrics` (reasons,
-counters, loggers), `errors`, `clock`, `boot_identity`, `signal_safe_threads`, `fork`, `finalizers`, `store_place`,
-`file_space`, `file_systems`, `file_lock`, `cgroup_memory`, `json_log`, `url_hosts`, `serve_token_file`, `serve_proof`,
-`quality_verdict` (may an approximate feature start), `quality_bounds` (what it must keep), `trusted_files` (which files
-are believed, and for what).
+and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk),
+`metrics` (reasons, counters, loggers), `errors`, `clock`, `boot_identity`, `signal_safe_threads`,
+`fork`, `finalizers`, `store_place`, `file_space`, `file_systems`, `file_lock`, `cgroup_memory`,
+`json_log`, `url_hosts`, `serve_token_file`, `serve_proof`, `quality_verdict` (may an approximate
+feature start), `quality_bounds` (what it must keep), `trusted_files` (which files are believed, and
+for what).
 """
 
 from __future__ import annotations
@@ -29,7 +31,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagoda.cache import Cache, Hit
     from pagoda.config import Config
-    from pagoda.errors import ClosedError, ConfigError, LedgerCorrupt, NoRoomError, PagodaError, StoreError
+    from pagoda.errors import (
+        ClosedError,
+        ConfigError,
+        LedgerCorrupt,
+        NoRoomError,
+        PagodaError,
+        StoreError,
+    )
     from pagoda.keys import Namespace
     from pagoda.layout import KVLayout
 

@@ -1,4 +1,6 @@
-"""How much memory the cgroups of this process allow it. Called by `store_place` and the configuration."""
+"""How much memory the cgroups of this process allow it. Called by `store_place` and the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _UNLIMITED = 1 << 62
 
 
 class _GroupFiles(NamedTuple):
-    """The files with a cgroup's limits and use, and the line of memory.stat that counts droppable pages."""
+    """The files with a cgroup's limits and use, and the line of memory.stat that counts droppable
+    pages.
+    """
 
     limits: tuple[str, ...]
     used: str
@@ -22,20 +26,34 @@ class _GroupFiles(NamedTuple):
 
 
 # above memory.high, each of the group's processes is slowed down until it needs less
-_VERSION_2 = _GroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
-_VERSION_1 = _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _GroupFiles(
+    ("memory.max", "memory.high"), "memory.current", "inactive_file"
+)
+_VERSION_1 = _GroupFiles(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+)
 
 
 def memory_limit_bytes(root: Path = _CGROUP, process: Path = _OWN_CGROUPS) -> int:
-    """Return the bytes that this process may use: the tightest limit of its cgroup and its parents, else the RAM."""
-    limits = [_limit_bytes(group, files) for group, files in _groups(root, process)]
+    """Return the bytes that this process may use: the tightest limit of its cgroup and its parents,
+    else the RAM.
+    """
+    limits = [
+        _limit_bytes(group, files) for group, files in _groups(root, process)
+    ]
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([ram, *(limit for limit in limits if limit is not None)])
 
 
-def cgroup_free_bytes(root: Path = _CGROUP, process: Path = _OWN_CGROUPS) -> int | None:
-    """Return the bytes that this cgroup may still take; None if unlimited. Clean page cache counts as free."""
-    left = [_group_free_bytes(group, files) for group, files in _groups(root, process)]
+def cgroup_free_bytes(
+    root: Path = _CGROUP, process: Path = _OWN_CGROUPS
+) -> int | None:
+    """Return the bytes that this cgroup may still take; None if unlimited. Clean page cache counts
+    as free.
+    """
+    left = [
+        _group_free_bytes(group, files) for group, files in _groups(root, process)
+    ]
     return min((free for free in left if free is not None), default=None)
 
 
@@ -45,7 +63,10 @@ def _group_free_bytes(group: Path, files: _GroupFiles) -> int | None:
         return None
     try:
         used = int((group / files.used).read_text())
-        lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        lines = dict(
+            line.split()
+            for line in (group / "memory.stat").read_text().splitlines()
+        )
         return max(0, limit - used + int(lines.get(files.droppable, 0)))
     except (OSError, ValueError):
         return None
@@ -66,7 +87,9 @@ def _read_limit(file: Path) -> int | None:
 
 
 def _groups(root: Path, process: Path) -> Iterator[tuple[Path, _GroupFiles]]:
-    """Yield this process's cgroups and their parents, of both versions; the root's if its own are not known."""
+    """Yield this process's cgroups and their parents, of both versions; the root's if its own are
+    not known.
+    """
     try:
         lines = process.read_text().splitlines()
     except OSError:

@@ -41,15 +41,20 @@ def seconds_of(name: str, value: object) -> float:
 class Clock:
     """The machine's own clock. Stateless, so safe to share between threads and across fork.
 
-    Monotonic times are comparable only within one boot: store `boot_id()` with every monotonic time.
+    Monotonic times are comparable only within one boot: store `boot_id()` with every monotonic
+    time.
     """
 
     def monotonic_ns(self) -> int:
-        """Return CLOCK_MONOTONIC in nanoseconds: one clock for all processes and containers of this boot."""
+        """Return CLOCK_MONOTONIC in nanoseconds: one clock for all processes and containers of this
+        boot.
+        """
         return time.monotonic_ns() - _AHEAD_NS
 
     def time(self) -> float:
-        """Return the wall clock in seconds since the epoch. For people to read, never for deadlines."""
+        """Return the wall clock in seconds since the epoch. For people to read, never for
+        deadlines.
+        """
         return time.time()
 
     def sleep(self, seconds: float) -> None:
@@ -67,12 +72,16 @@ _MACHINE = Clock()
 class Deadline:
     """A limit for the waits of one call. Thread-safe: any thread may call `cancel`.
 
-    A call may wait `patience_seconds` without progress, and `limit_seconds` in total (None: no total limit while there
-    is progress). If progress is never noted, `Deadline(seconds)` is simply that many seconds from now.
+    A call may wait `patience_seconds` without progress, and `limit_seconds` in total (None: no
+    total limit while there is progress). If progress is never noted, `Deadline(seconds)` is simply
+    that many seconds from now.
     """
 
     def __init__(
-        self, patience_seconds: float, limit_seconds: float | None = None, clock: Clock = _MACHINE
+        self,
+        patience_seconds: float,
+        limit_seconds: float | None = None,
+        clock: Clock = _MACHINE,
     ) -> None:
         self._clock = clock
         self.patience_seconds = patience_seconds
@@ -80,14 +89,21 @@ class Deadline:
         now = clock.monotonic_ns()
         self._patience_ns = int(patience_seconds * 1e9)
         self._next_ns = now + self._patience_ns
-        self._end_ns = _NEVER_NS if limit_seconds is None else now + int(limit_seconds * 1e9)
+        self._end_ns = (
+            _NEVER_NS if limit_seconds is None else now + int(limit_seconds * 1e9)
+        )
 
     def remaining(self) -> float:
         """Return the seconds that a wait beginning now may take; 0 after the deadline."""
-        return max(0, min(self._end_ns, self._next_ns) - self._clock.monotonic_ns()) / 1e9
+        return (
+            max(0, min(self._end_ns, self._next_ns) - self._clock.monotonic_ns())
+            / 1e9
+        )
 
     def last(self) -> float:
-        """Return the seconds for a last step, never 0: without that step the bytes already moved would be wasted."""
+        """Return the seconds for a last step, never 0: without that step the bytes already moved
+        would be wasted.
+        """
         return max(self.remaining(), _LAST_SECONDS)
 
     @property
@@ -105,7 +121,9 @@ class Deadline:
         self._end_ns = 0
 
     def wait(self, future: Future[T]) -> T | None:
-        """Return the result of `future`, None if it is not ready in time. Raises what the future raises."""
+        """Return the result of `future`, None if it is not ready in time. Raises what the future
+        raises.
+        """
         while not future.done():
             if self.passed:
                 return None

@@ -1,4 +1,5 @@
-"""The space of a file: make its directory, reserve its blocks, free them again, find those with data.
+"""The space of a file: make its directory, reserve its blocks, free them again, find those with
+data.
 
 Called by all that make files; calls the operating system only.
 """
@@ -27,7 +28,12 @@ _NO_COPY = 0x00800000
 _FLAGS = Struct("<q")
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_libc.fallocate.argtypes = [
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_int64,
+]
 
 
 @contextlib.contextmanager
@@ -41,7 +47,9 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def make_directory(path: Path, mode: int = 0o700) -> None:
-    """Make a directory, and its parents for all to read, whatever the umask: others never write there. OSError."""
+    """Make a directory, and its parents for all to read, whatever the umask: others never write
+    there. OSError.
+    """
     try:
         path.mkdir(mode, exist_ok=True)
     except FileNotFoundError:
@@ -50,26 +58,34 @@ def make_directory(path: Path, mode: int = 0o700) -> None:
 
 
 def write_in_place(directory: Path) -> None:
-    """Let files that are made in a directory from now on be written in place, where a file system would copy (btrfs).
+    """Let files that are made in a directory from now on be written in place, where a file system
+    would copy (btrfs).
 
-    Otherwise a write into a file whose blocks are all allocated still needs a new block, and fails on a full disk.
-    Where that is not possible, nothing changes.
+    Otherwise a write into a file whose blocks are all allocated still needs a new block, and fails
+    on a full disk. Where that is not possible, nothing changes.
     """
-    with contextlib.suppress(OSError), opened(directory, os.O_RDONLY | os.O_DIRECTORY) as fd:
+    with (
+        contextlib.suppress(OSError),
+        opened(directory, os.O_RDONLY | os.O_DIRECTORY) as fd,
+    ):
         flags = _FLAGS.unpack(fcntl.ioctl(fd, _GET_FLAGS, bytes(_FLAGS.size)))[0]
         if not flags & _NO_COPY:
             fcntl.ioctl(fd, _SET_FLAGS, _FLAGS.pack(flags | _NO_COPY))
 
 
 def lengthen(path: Path, nbytes: int) -> None:
-    """Make the file at least `nbytes` long; the added part is a hole. Never shortens it, because it may be mapped."""
+    """Make the file at least `nbytes` long; the added part is a hole. Never shortens it, because it
+    may be mapped.
+    """
     with opened(path, os.O_RDWR | os.O_CREAT) as fd:
         if os.fstat(fd).st_size < nbytes:
             os.ftruncate(fd, nbytes)
 
 
 def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
-    """Reserve the blocks of a part of a file; return False, and reserve nothing, if the file system is full."""
+    """Reserve the blocks of a part of a file; return False, and reserve nothing, if the file system
+    is full.
+    """
     try:
         _reserve(fd, offset, nbytes)
     except OSError:
@@ -82,8 +98,8 @@ def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
 def _reserve(fd: int, offset: int, nbytes: int) -> None:
     """Reserve blocks, and lengthen the file as far as needed; what the file has stays. OSError.
 
-    Without the call for it (a C library that does not replace it, a sandbox), a byte of each block is written. No
-    other process may write to this part of the file meanwhile.
+    Without the call for it (a C library that does not replace it, a sandbox), a byte of each block
+    is written. No other process may write to this part of the file meanwhile.
     """
     try:
         os.posix_fallocate(fd, offset, nbytes)
@@ -108,7 +124,9 @@ def punch(fd: int, offset: int, nbytes: int) -> None:
 
 
 def reserve_beyond(fd: int, nbytes: int) -> None:
-    """Reserve the first bytes of a file without making it longer, so that appends need no more space. OSError."""
+    """Reserve the first bytes of a file without making it longer, so that appends need no more
+    space. OSError.
+    """
     _fallocate(fd, _KEEP_SIZE, 0, nbytes)
 
 
@@ -120,7 +138,9 @@ def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
 
 
 def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
-    """Return the ranges with data between two offsets. Blocks that were never written may count as a hole."""
+    """Return the ranges with data between two offsets. Blocks that were never written may count as
+    a hole.
+    """
     found: list[tuple[int, int]] = []
     while start < stop:
         try:
@@ -136,7 +156,9 @@ def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def allocate(path: Path, nbytes: int) -> None:
-    """Make the file `nbytes` long with all blocks reserved: NoRoomError with the remedy, never a later SIGBUS."""
+    """Make the file `nbytes` long with all blocks reserved: NoRoomError with the remedy, never a
+    later SIGBUS.
+    """
     with opened(path, os.O_RDWR | os.O_CREAT) as fd:
         try:
             _reserve(fd, 0, nbytes)

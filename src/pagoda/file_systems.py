@@ -37,11 +37,14 @@ _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 def filesystem(path: Path) -> str:
-    """Return the type of the file system of `path`, or of its nearest parent that exists; "" if it is unknown.
+    """Return the type of the file system of `path`, or of its nearest parent that exists; "" if it
+    is unknown.
 
     It is the one that an open reaches, whatever is mounted below or above it. Changes nothing.
     """
-    there = next(one for one in (path, *path.absolute().parents) if os.path.exists(one))
+    there = next(
+        one for one in (path, *path.absolute().parents) if os.path.exists(one)
+    )
     fd = os.open(there, os.O_PATH | os.O_CLOEXEC)
     try:
         return filesystem_of(fd)
@@ -50,15 +53,25 @@ def filesystem(path: Path) -> str:
 
 
 def filesystem_of(fd: int) -> str:
-    """Return the type of the file system that an open descriptor is on; "" if it is unknown. Changes nothing."""
+    """Return the type of the file system that an open descriptor is on; "" if it is unknown.
+    Changes nothing.
+    """
     return _mounted_as(fd) or _MAGIC.get(_magic(fd), "")
 
 
 def _mounted_as(fd: int) -> str:
-    """Return the type in the mount table of the mount that a descriptor is in; "" if /proc does not tell."""
+    """Return the type in the mount table of the mount that a descriptor is in; "" if /proc does not
+    tell.
+    """
     try:
-        known = re.search(r"^mnt_id:\s*(\d+)$", Path(f"/proc/self/fdinfo/{fd}").read_text(), re.MULTILINE)
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        known = re.search(
+            r"^mnt_id:\s*(\d+)$",
+            Path(f"/proc/self/fdinfo/{fd}").read_text(),
+            re.MULTILINE,
+        )
+        lines = (
+            Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+        )
     except OSError:
         return ""
     for fields in map(str.split, lines):

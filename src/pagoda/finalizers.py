@@ -1,9 +1,10 @@
 """Close objects that were garbage-collected without a close, on a separate thread.
 
-A garbage collection runs finalizers on the thread that allocates next, at any line, also inside a lock. So a finalizer
-must not take a lock, do I/O or wait. It must not be a Python function either: if a signal handler raises an exception
-inside it, the exception and the work are lost. Our finalizers only put themselves into a queue. Used by the cache, the
-tiers and the ledger; calls `signal_safe_threads`.
+A garbage collection runs finalizers on the thread that allocates next, at any line, also inside a
+lock. So a finalizer must not take a lock, do I/O or wait. It must not be a Python function either:
+if a signal handler raises an exception inside it, the exception and the work are lost. Our
+finalizers only put themselves into a queue. Used by the cache, the tiers and the ledger; calls
+`signal_safe_threads`.
 """
 
 from __future__ import annotations
@@ -61,21 +62,25 @@ class Finalizer(weakref.ref[object]):
 
 
 def close_when_dropped(owner: object, close: Callable[[], object]) -> Finalizer:
-    """Call `close` on another thread after `owner` was collected, or at exit. `detach()` cancels it.
+    """Call `close` on another thread after `owner` was collected, or at exit. `detach()` cancels
+    it.
 
     `close` must not refer to `owner`. Thread-safe.
     """
     watched = Finalizer(owner, close)
     _watched[id(watched)] = watched
     atexit.unregister(_at_exit)
-    atexit.register(_at_exit)  # runs before older hooks, which may belong to the libraries of a tier
+    # runs before older hooks, which may belong to the libraries of a tier
+    atexit.register(_at_exit)
     return watched
 
 
 def close_dropped(timeout: float) -> bool:
-    """Wait until all collected objects are closed; return False if `timeout` seconds were not enough.
+    """Wait until all collected objects are closed; return False if `timeout` seconds were not
+    enough.
 
-    For a caller that needs what such an object may still hold. Do not call it in a finalizer or with a lock held.
+    For a caller that needs what such an object may still hold. Do not call it in a finalizer or
+    with a lock held.
     """
     gc.collect()  # collects objects that only a cycle keeps
     _start()
@@ -105,8 +110,10 @@ def _close_all() -> None:
 def _close(close: Callable[[], object]) -> None:
     try:
         close()
-    except Exception:  # noqa: BLE001  # the next object must be closed too
-        _log.exception("an object that was dropped without a close could not be closed")
+    except Exception:  # the next object must be closed too  # noqa: BLE001
+        _log.exception(
+            "an object that was dropped without a close could not be closed"
+        )
 
 
 def _at_exit() -> None:

@@ -1,15 +1,18 @@
-"""One registry of what a forked child resets: the parent's threads do not exist there, and may have held any lock.
+"""One registry of what a forked child resets: the parent's threads do not exist there, and may have
+held any lock.
 
 In a child, the order is:
 
-1. the hooks of `metrics`, `signal_safe_threads` and `finalizers`, which are below this module: any reset may use them
+1. the hooks of `metrics`, `signal_safe_threads` and `finalizers`, which are below this module: any
+  reset may use them
 2. the objects of `reset_in_child`, in any order
-3. the functions of `call_in_child`, in the order in which their modules were imported. In the ledger this is `locks`,
-   `session`, `ledger`: no lock is tried before the child has given up its parent's locks, and a store that a thread of
-   the parent was closing is closed last
+3. the functions of `call_in_child`, in the order in which their modules were imported. In the
+   ledger this is `locks`,
+   `session`, `ledger`: no lock is tried before the child has given up its parent's locks, and a
+   store that a thread of the parent was closing is closed last
 
-Steps before a fork or in the parent (`ledger.session` closes its tables, `ledger.locks` counts) are not resets:
-these modules have separate hooks for them.
+Steps before a fork or in the parent (`ledger.session` closes its tables, `ledger.locks` counts) are
+not resets: these modules have separate hooks for them.
 """
 
 from __future__ import annotations
@@ -19,16 +22,19 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-import pagoda.finalizers  # noqa: F401  # these hooks, and those of `signal_safe_threads`, come first: a reset may use both
+# these hooks, and those of `signal_safe_threads`, come first: a reset may use both
+import pagoda.finalizers  # noqa: F401
 
 
 class Resettable(Protocol):
     """Something with locks or threads."""
 
     def reset(self) -> None:
-        """Create the locks, with no threads and no work in progress. In a child it is called once, by its only thread.
+        """Create the locks, with no threads and no work in progress. In a child it is called once,
+        by its only thread.
 
-        The order is arbitrary, and the ledger is reset later: a reset uses neither a slab nor the ledger.
+        The order is arbitrary, and the ledger is reset later: a reset uses neither a slab nor the
+        ledger.
         """
 
 
@@ -48,7 +54,9 @@ def reset_now_and_in_child(thing: Resettable) -> None:
 
 
 def call_in_child(function: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a function that resets the state of a module: every child calls it after the resets of objects."""
+    """Decorate a function that resets the state of a module: every child calls it after the resets
+    of objects.
+    """
     _functions.append(function)
     return function
 
@@ -58,7 +66,8 @@ def _reset_all() -> None:
     for reset in [*(thing.reset for thing in list(_things)), *_functions]:
         try:
             reset()
-        except BaseException as error:  # noqa: BLE001  # of a signal handler too: the others are still to be reset
+        except BaseException as error:  # noqa: BLE001
+            # of a signal handler too: the others are still to be reset
             errors.append(error)
     if errors:
         raise errors[0]

@@ -1,4 +1,6 @@
-"""PagodaKV's log lines on stderr: as JSON for log collectors (`log_format = "json"`), and without ever waiting."""
+"""PagodaKV's log lines on stderr: as JSON for log collectors (`log_format = "json"`), and without
+ever waiting.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import time
 from typing import TextIO
 
 FIELDS = "pagoda"
-"""The attribute of a log record, a mapping, whose entries become keys: `log.info(text, extra={FIELDS: {...}})`."""
+"""The attribute of a log record, a mapping, whose entries become keys: `log.info(text,
+extra={FIELDS: {...}})`.
+"""
 
 _KEYS = ("time", "level", "logger", "process", "message")
 _MOST_BYTES = 4000  # a line of this size fits into a pipe that has any room
@@ -18,7 +22,9 @@ _MOST_OF_EXCEPTION = 3000
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr and never waits: a line is dropped if the pipe is full because no process reads it."""
+    """Writes to stderr and never waits: a line is dropped if the pipe is full because no process
+    reads it.
+    """
 
     def __init__(self) -> None:
         """Write to the present `sys.stderr`."""
@@ -35,13 +41,16 @@ class StderrHandler(logging.StreamHandler[TextIO]):
         try:
             if not select.select([], [self.stream], [], 0)[1]:
                 return
-        except (OSError, TypeError, ValueError):  # `sys.stderr` was replaced by an object that is not a file
+        except (OSError, TypeError, ValueError):
+            # `sys.stderr` was replaced by an object that is not a file
             pass
         super().emit(record)
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line: time (UTC), level, logger, process, message, and the fields that it has."""
+    """Formats a record as one line: time (UTC), level, logger, process, message, and the fields
+    that it has.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return one JSON object without a line break."""
@@ -53,20 +62,28 @@ class JsonFormatter(logging.Formatter):
             record.process,
             record.getMessage(),
         )
-        line = {**getattr(record, FIELDS, {}), **dict(zip(_KEYS, values, strict=True))}
+        line = {
+            **getattr(record, FIELDS, {}),
+            **dict(zip(_KEYS, values, strict=True)),
+        }
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)[-_MOST_OF_EXCEPTION:]
+            line["exception"] = self.formatException(record.exc_info)[
+                -_MOST_OF_EXCEPTION:
+            ]
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
 def log_json() -> bool:
-    """Write the lines of the loggers "pagoda..." to stderr as JSON, from INFO on, instead of to other handlers.
+    """Write the lines of the loggers "pagoda..." to stderr as JSON, from INFO on, instead of to
+    other handlers.
 
-    A level that was set for the logger "pagoda" stays. Idempotent; other loggers are left alone. Returns whether this
-    is new.
+    A level that was set for the logger "pagoda" stays. Idempotent; other loggers are left alone.
+    Returns whether this is new.
     """
     ours = logging.getLogger("pagoda")
-    if any(isinstance(handler.formatter, JsonFormatter) for handler in ours.handlers):
+    if any(
+        isinstance(handler.formatter, JsonFormatter) for handler in ours.handlers
+    ):
         return False
     handler = StderrHandler()
     handler.setFormatter(JsonFormatter())

@@ -3,8 +3,8 @@
     root   = blake3(canonical encoding of the Namespace)                      32 bytes
     key[i] = blake3(token bytes of chunk i + its multimodal items, key=key[i-1]), key[-1] = root
 
-Key i therefore names the whole prefix up to chunk i, on every machine and in every process. The hash is
-cryptographic because users choose the token ids of their prompts.
+Key i therefore names the whole prefix up to chunk i, on every machine and in every process. The
+hash is cryptographic because users choose the token ids of their prompts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ __all__ = [
     "derive_keys",
 ]
 
-FORMAT_VERSION = 1  # part of every root: raised when the meaning of a key or of stored bytes changes
+# part of every root: raised when the meaning of a key or of stored bytes changes
+FORMAT_VERSION = 1
 KEY_BYTES = 32
 
 Int32s: TypeAlias = npt.NDArray[np.int32]
-TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | array[int] | memoryview | torch.Tensor"
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer] | array[int] | memoryview | torch.Tensor"  # noqa: E501
 
 _INT32_MAX = 2**31 - 1
-# Token ids are never negative, so a negative int32 ends the tokens of a message whatever the chunk length is.
+# Token ids are never negative, so a negative int32 ends the tokens of a message whatever the chunk
+# length is.
 _ITEMS_FOLLOW = struct.pack("<i", -1)
 _DERIVED = struct.pack("<i", -2)
 
@@ -52,15 +54,18 @@ _DERIVED = struct.pack("<i", -2)
 def as_token_ids(tokens: TokenIds) -> Int32s:
     """Return token ids as a contiguous 1-D little-endian int32 array; changes nothing.
 
-    An int32 array (numpy, torch on the CPU, array.array, any typed buffer) is wrapped without a copy, other
-    integer types are converted by one call; only a list or tuple is walked, once. Raises ValueError for anything else.
+    An int32 array (numpy, torch on the CPU, array.array, any typed buffer) is wrapped without a
+    copy, other integer types are converted by one call; only a list or tuple is walked, once.
+    Raises ValueError for anything else.
     """
     if isinstance(tokens, list | tuple | range):
         found = _from_items(list(tokens) if isinstance(tokens, range) else tokens)
     else:
         found = _from_buffer(tokens)
     if found.ndim != 1:
-        raise ValueError(f"token ids must be 1-D, got shape {found.shape}: pass one sequence, e.g. ids[0]")
+        raise ValueError(
+            f"token ids must be 1-D, got shape {found.shape}: pass one sequence, e.g. ids[0]"
+        )
     if found.dtype.kind not in "iu":
         raise ValueError(
             f"token ids must be integers, got {found.dtype}: convert them, e.g. ids.astype('int32')"
@@ -69,9 +74,15 @@ def as_token_ids(tokens: TokenIds) -> Int32s:
         raise ValueError(
             f"token id {found.min()} is negative: remove padding and placeholder ids before calling"
         )
-    if found.size and found.dtype.itemsize >= 4 and found.dtype != np.int32 and found.max() > _INT32_MAX:
+    if (
+        found.size
+        and found.dtype.itemsize >= 4
+        and found.dtype != np.int32
+        and found.max() > _INT32_MAX
+    ):
         raise ValueError(
-            f"token id {found.max()} is over {_INT32_MAX}: ids are int32, map them to the model's vocabulary"
+            f"token id {found.max()} is over {_INT32_MAX}: ids are int32, map them to the "
+            "model's vocabulary"
         )
     return np.ascontiguousarray(found, dtype="<i4")
 
@@ -84,25 +95,38 @@ _MARSHALLED_HEADER_BYTES = 5  # the type code of the list, and its length
 def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.generic]:
     """Turn a list into an array.
 
-    `marshal` writes all items and their types in one call, in a third of the time that numpy takes for both. Any item
-    that it does not write as an int of 32 bits takes the slow path, which handles numpy's integers and errors.
+    `marshal` writes all items and their types in one call, in a third of the time that numpy takes
+    for both. Any item that it does not write as an int of 32 bits takes the slow path, which
+    handles numpy's integers and errors.
     """
     try:
         written = marshal.dumps(tokens, 2)  # the last version without references
     except ValueError:  # numpy's integers, or items that are not token ids
         return _from_mixed_items(tokens)
-    if len(written) != _MARSHALLED_HEADER_BYTES + len(tokens) * _MARSHALLED_INT.itemsize:
+    if (
+        len(written)
+        != _MARSHALLED_HEADER_BYTES + len(tokens) * _MARSHALLED_INT.itemsize
+    ):
         return _from_mixed_items(tokens)
-    items = np.frombuffer(written, _MARSHALLED_INT, offset=_MARSHALLED_HEADER_BYTES)
-    if (items["code"] != ord("i")).any():  # True is written as "T"; numpy would read it as 1
+    items = np.frombuffer(
+        written, _MARSHALLED_INT, offset=_MARSHALLED_HEADER_BYTES
+    )
+    # True is written as "T"; numpy would read it as 1
+    if (items["code"] != ord("i")).any():
         return _from_mixed_items(tokens)
     return items["number"]
 
 
 def _from_mixed_items(tokens: Sequence[int]) -> npt.NDArray[np.generic]:
-    """Turn any list into an array. The types are checked first, because numpy would read True as 1."""
+    """Turn any list into an array. The types are checked first, because numpy would read True as
+    1.
+    """
     kinds = set(map(type, tokens))
-    wrong = [kind for kind in kinds if kind is not int and not issubclass(kind, np.integer)]
+    wrong = [
+        kind
+        for kind in kinds
+        if kind is not int and not issubclass(kind, np.integer)
+    ]
     if wrong:
         what = ", ".join(sorted(kind.__name__ for kind in wrong))
         raise ValueError(
@@ -120,39 +144,55 @@ def _from_buffer(tokens: object) -> npt.NDArray[np.generic]:
     """Wrap an array, tensor or typed buffer without a copy."""
     if isinstance(tokens, bytes | bytearray | str):
         raise ValueError(
-            f"token ids as {type(tokens).__name__} have no item size: pass memoryview(data).cast('i') "
+            f"token ids as {type(tokens).__name__} have no item size: pass "
+            "memoryview(data).cast('i') "
             "for int32 ids, or numpy.frombuffer(data, 'uint8') for byte-level ids"
         )
     try:
         found: npt.NDArray[np.generic] = np.asarray(tokens)
-    except (TypeError, ValueError, RuntimeError) as error:  # e.g. a tensor on a GPU
-        raise ValueError(f"token ids must be readable by the CPU, e.g. ids.cpu(): {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        # e.g. a tensor on a GPU
+        raise ValueError(
+            f"token ids must be readable by the CPU, e.g. ids.cpu(): {error}"
+        ) from None
     if found.dtype == object:
-        raise ValueError(f"token ids must be an integer array or a list of int, got {type(tokens).__name__}")
+        raise ValueError(
+            f"token ids must be an integer array or a list of int, got {type(tokens).__name__}"
+        )
     return found
 
 
 class Item(NamedTuple):
-    """A multimodal item (an image, a sound) whose embeddings are at token positions [start, stop)."""
+    """A multimodal item (an image, a sound) whose embeddings are at token positions [start,
+    stop).
+    """
 
     start: int
     stop: int
-    digest: bytes  # 32 bytes: a cryptographic hash of the content and of how it was processed
+    # 32 bytes: a cryptographic hash of the content and of how it was processed
+    digest: bytes
 
 
-def chunk_keys(tokens: TokenIds, root: bytes, chunk_tokens: int, items: Iterable[Item] = ()) -> list[bytes]:
-    """Return the 32-byte keys of the whole chunks of `tokens` (a last, partial chunk has no key). Changes nothing.
+def chunk_keys(
+    tokens: TokenIds, root: bytes, chunk_tokens: int, items: Iterable[Item] = ()
+) -> list[bytes]:
+    """Return the 32-byte keys of the whole chunks of `tokens` (a last, partial chunk has no key).
+    Changes nothing.
 
-    Items may overlap each other and reach past the end of the tokens. Raises ValueError for bad ids or items.
+    Items may overlap each other and reach past the end of the tokens. Raises ValueError for bad ids
+    or items.
     """
     _check_chain(root, chunk_tokens)
     ids = as_token_ids(tokens)
-    trailers = _trailers(_checked(items, 0, len(ids)), 0, len(ids) // chunk_tokens, chunk_tokens)
+    trailers = _trailers(
+        _checked(items, 0, len(ids)), 0, len(ids) // chunk_tokens, chunk_tokens
+    )
     return _chain(ids, root, chunk_tokens, trailers)
 
 
 class KeyChain:
-    """The keys of a growing conversation: only new tokens are hashed. Not thread-safe: one chain, one thread.
+    """The keys of a growing conversation: only new tokens are hashed. Not thread-safe: one chain,
+    one thread.
 
     `keys` and `num_tokens` cover all tokens so far; the tokens of the last, partial chunk are kept.
     """
@@ -162,7 +202,8 @@ class KeyChain:
         self.root = root
         self.chunk_tokens = chunk_tokens
         self._keys: list[bytes] = []
-        self._tail: Int32s = np.empty(0, dtype="<i4")  # always a private copy, always shorter than a chunk
+        # always a private copy, always shorter than a chunk
+        self._tail: Int32s = np.empty(0, dtype="<i4")
         self._items: list[Item] = []  # items that reach past the last whole chunk
 
     @property
@@ -176,9 +217,11 @@ class KeyChain:
         return len(self._keys) * self.chunk_tokens + len(self._tail)
 
     def extend(self, tokens: TokenIds, items: Iterable[Item] = ()) -> list[bytes]:
-        """Append `tokens` and return the keys of the chunks that they complete; items count from the first token.
+        """Append `tokens` and return the keys of the chunks that they complete; items count from
+        the first token.
 
-        Raises ValueError, and changes nothing, for bad ids or items, or for an item in a chunk that is already hashed.
+        Raises ValueError, and changes nothing, for bad ids or items, or for an item in a chunk that
+        is already hashed.
         """
         ids = as_token_ids(tokens)
         first = len(self._keys)
@@ -188,29 +231,44 @@ class KeyChain:
         count = len(pending) // self.chunk_tokens
         known = sorted(self._items + new)
         trailers = _trailers(known, first, first + count, self.chunk_tokens)
-        keys = _chain(pending, self._keys[-1] if self._keys else self.root, self.chunk_tokens, trailers)
+        keys = _chain(
+            pending,
+            self._keys[-1] if self._keys else self.root,
+            self.chunk_tokens,
+            trailers,
+        )
         self._tail = pending[count * self.chunk_tokens :].copy()
         self._keys += keys
-        self._items = [item for item in known if item.stop > len(self._keys) * self.chunk_tokens]
+        self._items = [
+            item
+            for item in known
+            if item.stop > len(self._keys) * self.chunk_tokens
+        ]
         return keys
 
 
 def derive_keys(digests: Sequence[bytes], root: bytes) -> list[bytes]:
     """Return one key for each of an engine's own chained digests, under `root`; changes nothing.
 
-    A digest must already name the whole prefix up to its block. Raises ValueError if one is under 16 bytes.
+    A digest must already name the whole prefix up to its block. Raises ValueError if one is under
+    16 bytes.
     """
     _check_chain(root, 1)
     short = [len(digest) for digest in digests if len(digest) < 16]
     if short:
         raise ValueError(
-            f"a digest of {short[0]} bytes cannot name a prefix: set the engine's hash to a 32-byte one"
+            f"a digest of {short[0]} bytes cannot name a prefix: set the engine's hash to a "
+            "32-byte one"
         )
     return [blake3(_DERIVED + digest, key=root).digest() for digest in digests]
 
 
-def _chain(ids: Int32s, parent: bytes, chunk_tokens: int, trailers: Mapping[int, bytes]) -> list[bytes]:
-    """Hash the whole chunks of `ids`; `trailers`: chunk (0 = first of `ids`) -> bytes that follow its tokens."""
+def _chain(
+    ids: Int32s, parent: bytes, chunk_tokens: int, trailers: Mapping[int, bytes]
+) -> list[bytes]:
+    """Hash the whole chunks of `ids`; `trailers`: chunk (0 = first of `ids`) -> bytes that follow
+    its tokens.
+    """
     view = ids.data.cast("B") if len(ids) else memoryview(b"")
     step = chunk_tokens * 4
     keys: list[bytes] = []
@@ -224,61 +282,83 @@ def _chain(ids: Int32s, parent: bytes, chunk_tokens: int, trailers: Mapping[int,
     return keys
 
 
-def _trailers(items: Sequence[Item], first: int, last: int, chunk_tokens: int) -> dict[int, bytes]:
-    """Return, for chunks [first, last) that items overlap, the bytes that follow their tokens (0 = `first`).
+def _trailers(
+    items: Sequence[Item], first: int, last: int, chunk_tokens: int
+) -> dict[int, bytes]:
+    """Return, for chunks [first, last) that items overlap, the bytes that follow their tokens (0 =
+    `first`).
 
-    One record per item: start and stop relative to the chunk's first token as signed 64-bit, then the digest.
-    They are not clipped to the chunk: one long item differs from two short ones, and a prefix keeps its keys.
+    One record per item: start and stop relative to the chunk's first token as signed 64-bit, then
+    the digest. They are not clipped to the chunk: one long item differs from two short ones, and a
+    prefix keeps its keys.
     """
     found: dict[int, bytes] = {}
     for item in items:
-        for chunk in range(max(item.start // chunk_tokens, first), min(-(-item.stop // chunk_tokens), last)):
+        for chunk in range(
+            max(item.start // chunk_tokens, first),
+            min(-(-item.stop // chunk_tokens), last),
+        ):
             origin = chunk * chunk_tokens
-            record = struct.pack("<qq", item.start - origin, item.stop - origin) + item.digest
-            found[chunk - first] = found.get(chunk - first, _ITEMS_FOLLOW) + record
+            record = (
+                struct.pack("<qq", item.start - origin, item.stop - origin)
+                + item.digest
+            )
+            found[chunk - first] = (
+                found.get(chunk - first, _ITEMS_FOLLOW) + record
+            )
     return found
 
 
 def _checked(items: Iterable[Item], hashed: int, num_tokens: int) -> list[Item]:
-    """Return the items in canonical order. Raises ValueError unless they begin in [hashed, num_tokens)."""
+    """Return the items in canonical order. Raises ValueError unless they begin in [hashed,
+    num_tokens).
+    """
     checked = sorted(Item(*item) for item in items)
     for start, stop, digest in checked:
         if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
             raise ValueError(
-                f"digest of item [{start}, {stop}) must be {KEY_BYTES} bytes, e.g. blake3(pixels).digest()"
+                f"digest of item [{start}, {stop}) must be {KEY_BYTES} bytes, e.g. "
+                "blake3(pixels).digest()"
             )
         if not 0 <= start < stop < 2**62:
             raise ValueError(
-                f"item [{start}, {stop}) must be a half-open range of token positions with start < stop"
+                f"item [{start}, {stop}) must be a half-open range of token positions with start "
+                "< stop"
             )
         if start >= num_tokens:
             raise ValueError(
-                f"item [{start}, {stop}) begins past the {num_tokens} tokens: pass it with its tokens"
+                f"item [{start}, {stop}) begins past the {num_tokens} tokens: pass it with its "
+                "tokens"
             )
         if start < hashed:
             raise ValueError(
-                f"item [{start}, {stop}) begins in tokens hashed already (up to {hashed}): pass it with them"
+                f"item [{start}, {stop}) begins in tokens hashed already (up to {hashed}): pass "
+                "it with them"
             )
     return checked
 
 
 def _check_chain(root: bytes, chunk_tokens: int) -> None:
     if len(root) != KEY_BYTES:
-        raise ValueError(f"a root is {KEY_BYTES} bytes, got {len(root)}: use Namespace(...).root")
+        raise ValueError(
+            f"a root is {KEY_BYTES} bytes, got {len(root)}: use Namespace(...).root"
+        )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """Everything that KV depends on besides the tokens: a different value is a different key space. Immutable.
+    """Everything that KV depends on besides the tokens: a different value is a different key space.
+    Immutable.
 
-    `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts updates in place,
-    `kv_dtype` is the dtype of KV, `layout` a layout's fingerprint (`Cache` fills it in), `world_size` the number of
-    ranks that computed it, `lora` names the adapter's content (not its path), `salt` keeps tenants apart. `approximate`
-    says what makes KV approximate ("q4"); "" is exact KV. `numerics` says which settings make the engine compute other
-    numbers with the same weights ("autocast=bfloat16"); "" is its defaults. Raises ValueError for a field of the wrong
-    type.
+    `revision` is the model's version, `weights` a digest of its weights, `weights_epoch` counts
+    updates in place, `kv_dtype` is the dtype of KV, `layout` a layout's fingerprint (`Cache` fills
+    it in), `world_size` the number of ranks that computed it, `lora` names the adapter's content
+    (not its path), `salt` keeps tenants apart. `approximate` says what makes KV approximate ("q4");
+    "" is exact KV. `numerics` says which settings make the engine compute other numbers with the
+    same weights ("autocast=bfloat16"); "" is its defaults. Raises ValueError for a field of the
+    wrong type.
 
     Example:
         >>> mine = Namespace(model="meta-llama/Llama-3.1-8B", revision="d04e592", salt="tenant A")
@@ -308,50 +388,93 @@ class Namespace:
                 )
         if not self.model:
             raise ValueError(
-                "Namespace.model must not be empty: give the model's name or a digest of its weights"
+                "Namespace.model must not be empty: give the model's name or a digest of its "
+                "weights"
             )
-        if not 0 <= self.weights_epoch < 2**63 or not 1 <= self.world_size < 2**31:
-            raise ValueError("Namespace.weights_epoch must be at least 0 and world_size at least 1")
+        if (
+            not 0 <= self.weights_epoch < 2**63
+            or not 1 <= self.world_size < 2**31
+        ):
+            raise ValueError(
+                "Namespace.weights_epoch must be at least 0 and world_size at least 1"
+            )
 
     @cached_property
     def root(self) -> bytes:
         """The 32-byte parent of every first key: a hash of all fields and of FORMAT_VERSION."""
-        # pairs in MessagePack are length-prefixed and typed: two namespaces never have the same encoding
-        pairs = [("format", FORMAT_VERSION), *((name, getattr(self, name)) for name in self._named())]
+        # pairs in MessagePack are length-prefixed and typed: two namespaces never have the same
+        # encoding
+        pairs = [
+            ("format", FORMAT_VERSION),
+            *((name, getattr(self, name)) for name in self._named()),
+        ]
         encoded = msgspec.msgpack.encode(pairs)
-        return blake3(encoded, derive_key_context="PagodaKV namespace root").digest()
+        return blake3(
+            encoded, derive_key_context="PagodaKV namespace root"
+        ).digest()
 
     def fields(self) -> dict[str, str]:
-        """Return every field as text for people to read, but only the start of a digest of the salt."""
+        """Return every field as text for people to read, but only the start of a digest of the
+        salt.
+        """
         texts = {name: str(getattr(self, name)) for name in self._named()}
         if self.salt:
-            digest = blake3(self.salt.encode(), derive_key_context="PagodaKV salt label")
+            digest = blake3(
+                self.salt.encode(), derive_key_context="PagodaKV salt label"
+            )
             texts["salt"] = digest.hexdigest(8)
         return {"format": str(FORMAT_VERSION), **texts}
 
     def _named(self) -> list[str]:
-        """Return the names of the fields; later ones only if they are set, so that ordinary KV keeps its old keys."""
-        return [f.name for f in fields(self) if f.name not in _LATER_FIELDS or getattr(self, f.name)]
+        """Return the names of the fields; later ones only if they are set, so that ordinary KV
+        keeps its old keys.
+        """
+        return [
+            f.name
+            for f in fields(self)
+            if f.name not in _LATER_FIELDS or getattr(self, f.name)
+        ]
 
     @staticmethod
-    def differing(a_fields: Mapping[str, str], b_fields: Mapping[str, str]) -> list[str]:
-        """Return the names of the fields (as `fields()` gives them) in which two namespaces differ."""
-        return [name for name in {**a_fields, **b_fields} if a_fields.get(name) != b_fields.get(name)]
+    def differing(
+        a_fields: Mapping[str, str], b_fields: Mapping[str, str]
+    ) -> list[str]:
+        """Return the names of the fields (as `fields()` gives them) in which two namespaces
+        differ.
+        """
+        return [
+            name
+            for name in {**a_fields, **b_fields}
+            if a_fields.get(name) != b_fields.get(name)
+        ]
 
     def with_(self, **changes: str | int) -> Namespace:
-        """Return a changed copy. Raises ValueError for a bad value, TypeError for an unknown field."""
+        """Return a changed copy. Raises ValueError for a bad value, TypeError for an unknown
+        field.
+        """
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def of_version(self, version: str) -> Namespace:
-        """Return the namespace of a named version of these weights; "" is these weights themselves. Pure."""
-        return self.with_(weights=json.dumps([self.weights, version])) if version else self
+        """Return the namespace of a named version of these weights; "" is these weights themselves.
+        Pure.
+        """
+        return (
+            self.with_(weights=json.dumps([self.weights, version]))
+            if version
+            else self
+        )
 
     def of_change(self, nonce: int) -> Namespace:
-        """Return the namespace of these weights after a change in place; 0 is these weights themselves. Pure.
+        """Return the namespace of these weights after a change in place; 0 is these weights
+        themselves. Pure.
 
         `nonce`: a random number that no other change has.
         """
-        return self.with_(weights=json.dumps([self.weights, "", f"{nonce:016x}"])) if nonce else self
+        return (
+            self.with_(weights=json.dumps([self.weights, "", f"{nonce:016x}"]))
+            if nonce
+            else self
+        )
 
 
 _INT_FIELDS = frozenset({"weights_epoch", "world_size"})

@@ -1,9 +1,11 @@
-"""The bytes of a chunk: their number and, if the engine's format is known, the place of each plane. Pure.
+"""The bytes of a chunk: their number and, if the engine's format is known, the place of each plane.
+Pure.
 
-A chunk is one contiguous run, layer by layer, plane by plane; each plane is contiguous in `token_order`:
+A chunk is one contiguous run, layer by layer, plane by plane; each plane is contiguous in
+`token_order`:
 
     | layer 0: K | V | K scales | V scales | layer 1: K | V | ... |      slot = chunk rounded up to 4096 bytes
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import msgspec
 from blake3 import blake3
 
-__all__ = ["ITEMSIZE", "SLOT_ALIGN", "KVLayout", "Plane", "Rotary", "TokenOrder", "itemsize"]
+__all__ = [
+    "ITEMSIZE",
+    "SLOT_ALIGN",
+    "KVLayout",
+    "Plane",
+    "Rotary",
+    "TokenOrder",
+    "itemsize",
+]
 
 SLOT_ALIGN = 4096  # a page; O_DIRECT needs it
 TokenOrder: TypeAlias = Literal["heads_first", "tokens_first"]
@@ -40,16 +50,22 @@ ITEMSIZE = {
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element of `dtype` ("bfloat16"). Raises ValueError for an unknown name."""
+    """Return the bytes of one element of `dtype` ("bfloat16"). Raises ValueError for an unknown
+    name.
+    """
     try:
         return ITEMSIZE[dtype]
     except KeyError:
         known = ", ".join(ITEMSIZE)
-        raise ValueError(f"unknown dtype {dtype!r}: one of {known}; pack sub-byte types as uint8") from None
+        raise ValueError(
+            f"unknown dtype {dtype!r}: one of {known}; pack sub-byte types as uint8"
+        ) from None
 
 
 class Plane(NamedTuple):
-    """One array of a layer: `heads` x chunk_tokens x `dim` elements (K, or V, or the scales of one)."""
+    """One array of a layer: `heads` x chunk_tokens x `dim` elements (K, or V, or the scales of
+    one).
+    """
 
     heads: int
     dim: int
@@ -57,7 +73,9 @@ class Plane(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """The rotary embedding that K was given: it allows K to be moved to another position. V has none."""
+    """The rotary embedding that K was given: it allows K to be moved to another position. V has
+    none.
+    """
 
     theta: float  # the base of the frequencies
     dims: int  # how many leading dims of a head are rotated, in two halves
@@ -66,10 +84,12 @@ class Rotary(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The memory layout of the KV of one chunk. Immutable; create it with `dense`, `mla`, `of` or `opaque`.
+    """The memory layout of the KV of one chunk. Immutable; create it with `dense`, `mla`, `of` or
+    `opaque`.
 
     `fingerprint` (16 hex characters) names the layout: equal fingerprints mean equal bytes.
-    `planes` describes one layer; it is empty if the bytes are opaque. Raises ValueError if the numbers disagree.
+    `planes` describes one layer; it is empty if the bytes are opaque. Raises ValueError if the
+    numbers disagree.
 
     Example:
         >>> layout = KVLayout.dense(layers=32, kv_heads=8, head_dim=128, dtype="bfloat16")
@@ -89,17 +109,22 @@ class KVLayout:
         _positive(chunk_tokens=self.chunk_tokens, chunk_bytes=self.chunk_bytes)
         if not re.fullmatch(r"[0-9a-f]{16}", self.fingerprint):
             raise ValueError(
-                f"a fingerprint is 16 hex characters, got {self.fingerprint!r}: use KVLayout.opaque(...)"
+                f"a fingerprint is 16 hex characters, got {self.fingerprint!r}: use "
+                "KVLayout.opaque(...)"
             )
         if self.token_order not in get_args(TokenOrder):
             raise ValueError(
-                f"token_order must be one of {', '.join(get_args(TokenOrder))}, got {self.token_order!r}"
+                f"token_order must be one of {', '.join(get_args(TokenOrder))}, got "
+                f"{self.token_order!r}"
             )
         if bool(self.planes) != bool(self.layers):
-            raise ValueError("layers and planes come together: give both, or neither for opaque bytes")
+            raise ValueError(
+                "layers and planes come together: give both, or neither for opaque bytes"
+            )
         if self.planes and self.chunk_bytes != self.layers * self.layer_bytes:
             raise ValueError(
-                f"chunk_bytes is {self.chunk_bytes}, the planes make {self.layers * self.layer_bytes}"
+                f"chunk_bytes is {self.chunk_bytes}, the planes make "
+                f"{self.layers * self.layer_bytes}"
             )
 
     @classmethod
@@ -138,55 +163,78 @@ class KVLayout:
         token_order: TokenOrder = "heads_first",
         scales: str | None = None,
     ) -> KVLayout:
-        """Return the layout of K and V per layer, each [kv_heads, chunk_tokens, head_dim] (or tokens first).
+        """Return the layout of K and V per layer, each [kv_heads, chunk_tokens, head_dim] (or
+        tokens first).
 
         Args:
             layers: layers that keep KV.
-            kv_heads: heads of K and V, fewer than those of the queries in models with grouped attention.
+            kv_heads: heads of K and V, fewer than those of the queries in models with grouped
+                attention.
             head_dim: numbers of a head.
             dtype: of K and V, such as "bfloat16".
             chunk_tokens: tokens in one chunk.
             v_head_dim: that of V, if it differs.
             has_v: False: K alone.
             token_order: "heads_first" or "tokens_first".
-            scales: the dtype of scales, one per head and token; they follow K and V, first those of K. For other shapes
-                use `of`.
+            scales: the dtype of scales, one per head and token; they follow K and V, first those of
+                K. For other shapes use `of`.
         """
-        dims = [head_dim, head_dim if v_head_dim is None else v_head_dim] if has_v else [head_dim]
+        dims = (
+            [head_dim, head_dim if v_head_dim is None else v_head_dim]
+            if has_v
+            else [head_dim]
+        )
         planes = [Plane(kv_heads, dim, dtype) for dim in dims]
         if scales is not None:
             planes += [Plane(kv_heads, 1, scales) for _ in dims]
         return cls.of(layers, planes, chunk_tokens, token_order)
 
     @classmethod
-    def mla(cls, layers: int, latent_dim: int, dtype: str, chunk_tokens: int = 256) -> KVLayout:
-        """Return the layout of multi-head latent attention: one plane [chunk_tokens, latent_dim] per layer."""
+    def mla(
+        cls, layers: int, latent_dim: int, dtype: str, chunk_tokens: int = 256
+    ) -> KVLayout:
+        """Return the layout of multi-head latent attention: one plane [chunk_tokens, latent_dim]
+        per layer.
+        """
         return cls.of(layers, [Plane(1, latent_dim, dtype)], chunk_tokens)
 
     @classmethod
-    def opaque(cls, chunk_tokens: int, chunk_bytes: int, description: str) -> KVLayout:
-        """Return a layout whose bytes only the engine understands. A new format needs a new `description`."""
+    def opaque(
+        cls, chunk_tokens: int, chunk_bytes: int, description: str
+    ) -> KVLayout:
+        """Return a layout whose bytes only the engine understands. A new format needs a new
+        `description`.
+        """
         _positive(chunk_tokens=chunk_tokens, chunk_bytes=chunk_bytes)
         if not description:
             raise ValueError(
-                "description must say what the bytes are, so that another format gets another fingerprint"
+                "description must say what the bytes are, so that another format gets another "
+                "fingerprint"
             )
         return cls(
-            chunk_tokens, chunk_bytes, _fingerprint("opaque", chunk_tokens, [chunk_bytes, description])
+            chunk_tokens,
+            chunk_bytes,
+            _fingerprint("opaque", chunk_tokens, [chunk_bytes, description]),
         )
 
     def with_rotary(self, rotary: Rotary) -> KVLayout:
-        """Return this layout for KV that may be moved to other positions: same bytes, another fingerprint. Pure.
+        """Return this layout for KV that may be moved to other positions: same bytes, another
+        fingerprint. Pure.
 
         The fingerprint names the embedding, so that KV is never moved by the angles of another one.
         """
         if not self.planes:
-            raise ValueError("the bytes are opaque: only K of a layout with planes can be moved")
+            raise ValueError(
+                "the bytes are opaque: only K of a layout with planes can be moved"
+            )
         if not 0 < rotary.dims <= self.planes[0].dim or rotary.dims % 2:
             raise ValueError(
-                f"rotary.dims is {rotary.dims}: an even number of at most {self.planes[0].dim}, the dim of K"
+                f"rotary.dims is {rotary.dims}: an even number of at most {self.planes[0].dim}, "
+                "the dim of K"
             )
-        fingerprint = _fingerprint("rotary", self.chunk_tokens, [self.fingerprint, *rotary])
+        fingerprint = _fingerprint(
+            "rotary", self.chunk_tokens, [self.fingerprint, *rotary]
+        )
         return replace(self, fingerprint=fingerprint, rotary=rotary)
 
     @property
@@ -197,7 +245,9 @@ class KVLayout:
     @property
     def layer_bytes(self) -> int:
         """Return the bytes of one layer of a chunk; 0 if the bytes are opaque."""
-        return sum(_plane_bytes(plane, self.chunk_tokens) for plane in self.planes)
+        return sum(
+            _plane_bytes(plane, self.chunk_tokens) for plane in self.planes
+        )
 
     def slots_in(self, size_bytes: int) -> int:
         """Return how many whole slots fit in `size_bytes`."""
@@ -211,9 +261,13 @@ class KVLayout:
         """Return the byte of the chunk at which a plane begins. ValueError if it does not exist."""
         self._plane(plane)
         if not 0 <= layer < self.layers:
-            raise ValueError(f"layer {layer} is not one of the {self.layers} of this layout")
+            raise ValueError(
+                f"layer {layer} is not one of the {self.layers} of this layout"
+            )
         before = self.planes[:plane]
-        return layer * self.layer_bytes + sum(_plane_bytes(p, self.chunk_tokens) for p in before)
+        return layer * self.layer_bytes + sum(
+            _plane_bytes(p, self.chunk_tokens) for p in before
+        )
 
     def plane_bytes(self, plane: int) -> int:
         """Return the bytes of a plane in one layer of one chunk."""
@@ -228,7 +282,9 @@ class KVLayout:
 
     def _plane(self, plane: int) -> Plane:
         if not 0 <= plane < len(self.planes):
-            raise ValueError(f"plane {plane} is not one of the {len(self.planes)} of this layout")
+            raise ValueError(
+                f"plane {plane} is not one of the {len(self.planes)} of this layout"
+            )
         return self.planes[plane]
 
 
@@ -250,10 +306,14 @@ def _check_aligned(planes: tuple[Plane, ...], sizes: list[int]) -> None:
 
 def _fingerprint(kind: str, chunk_tokens: int, shape: list[object]) -> str:
     described = msgspec.msgpack.encode([kind, chunk_tokens, shape])
-    return blake3(described, derive_key_context="PagodaKV layout fingerprint").hexdigest(8)
+    return blake3(
+        described, derive_key_context="PagodaKV layout fingerprint"
+    ).hexdigest(8)
 
 
 def _positive(**numbers: int) -> None:
     for name, number in numbers.items():
         if type(number) is not int or number < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {number!r}")
+            raise ValueError(
+                f"{name} must be an int of at least 1, got {number!r}"
+            )

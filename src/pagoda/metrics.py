@@ -1,7 +1,7 @@
 """The names of all reasons and counters, the loggers, and a rate-limited log.
 
-Pure Python; the ledger stores the counters (one row for each member, in a mapped file), and `serve.exposition` shows
-them to Prometheus.
+Pure Python; the ledger stores the counters (one row for each member, in a mapped file), and
+`serve.exposition` shows them to Prometheus.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pagoda.clock import Clock
 
 
 class Reason(StrEnum):
-    """Why a chunk was not served (a miss) or not stored (a drop). The value is the lower-case name."""
+    """Why a chunk was not served (a miss) or not stored (a drop). The value is the lower-case
+    name.
+    """
 
     # mostly for misses
     ABSENT = auto()
@@ -37,7 +39,8 @@ class Reason(StrEnum):
     DEADLINE = auto()
     IO_ERROR = auto()
     SHORT_PROMPT = auto()
-    NOT_ASKED = auto()  # of a request that may read nothing: it counts as no lookup
+    # of a request that may read nothing: it counts as no lookup
+    NOT_ASKED = auto()
     TIER_SKIPPED = auto()
     # mostly for drops
     FULL = auto()
@@ -49,20 +52,26 @@ class Reason(StrEnum):
     CLOSED = auto()
     PIN_LIMIT = auto()
     REBUILDING = auto()
-    NOT_CACHEABLE = auto()  # mostly a miss; the last, because the numbers of the others stay
+    # mostly a miss; the last, because the numbers of the others stay
+    NOT_CACHEABLE = auto()
 
 
-TIER_KINDS = ("host", "disk", "remote")  # every tier except the first two kinds counts as remote
+# every tier except the first two kinds counts as remote
+TIER_KINDS = ("host", "disk", "remote")
 # upper edges of the buckets; one more bucket has no upper edge
 LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 # by kind of tier: upper edge in seconds -> the counter of calls that loaded from it in that time
 LOAD_BUCKETS: Mapping[str, Mapping[str, str]] = {
-    kind: {edge: f"loads_{kind}_le_{edge}" for edge in (*map(str, LOAD_SECONDS), "inf")}
+    kind: {
+        edge: f"loads_{kind}_le_{edge}"
+        for edge in (*map(str, LOAD_SECONDS), "inf")
+    }
     for kind in TIER_KINDS
 }
 
-# Stores keep them by name: a new one does not change the format, and a name is never reused with another meaning.
-# Every reason has both a miss_ and a drop_ column, because a BUSY may end either a load or a store.
+# Stores keep them by name: a new one does not change the format, and a name is never reused with
+# another meaning. Every reason has both a miss_ and a drop_ column, because a BUSY may end either a
+# load or a store.
 COUNTERS: tuple[str, ...] = (
     "lookups",
     "hits",
@@ -89,22 +98,33 @@ COUNTERS: tuple[str, ...] = (
 
 
 def by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
-    """Return the counters of all reasons with that prefix ("miss_", "drop_") that are above 0, by reason."""
-    return {str(reason): count for reason in Reason if (count := counters.get(f"{prefix}{reason}", 0))}
+    """Return the counters of all reasons with that prefix ("miss_", "drop_") that are above 0, by
+    reason.
+    """
+    return {
+        str(reason): count
+        for reason in Reason
+        if (count := counters.get(f"{prefix}{reason}", 0))
+    }
 
 
 def guarded_logger(name: str) -> logging.Logger:
-    """Return the logger of this name, which never raises, whatever its filters and handlers do. Thread-safe."""
+    """Return the logger of this name, which never raises, whatever its filters and handlers do.
+    Thread-safe.
+    """
     found = logging.getLogger(name)
     if "handle" not in vars(found):
         found.handle = partial(_handle, found.handle)  # type: ignore[method-assign]
     return found
 
 
-def _handle(handle: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
+def _handle(
+    handle: Callable[[logging.LogRecord], None], record: logging.LogRecord
+) -> None:
     try:
         handle(record)
-    except Exception:  # noqa: BLE001  # a boundary: nothing fails because its log line does
+    except Exception:  # noqa: BLE001
+        # a boundary: nothing fails because its log line does
         if logging.raiseExceptions and sys.stderr is not None:
             with suppress(Exception):
                 traceback.print_exc()
@@ -116,7 +136,9 @@ class RateLimitedLog:
     Thread-safe; may be used in a forked child.
     """
 
-    def __init__(self, clock: Clock | None = None, every_seconds: float = 10.0) -> None:
+    def __init__(
+        self, clock: Clock | None = None, every_seconds: float = 10.0
+    ) -> None:
         self._clock = clock or Clock()
         self._every_ns = int(every_seconds * 1e9)
         # reason -> (monotonic ns of its last line, suppressed since)
@@ -129,7 +151,9 @@ class RateLimitedLog:
         self._lock = threading.Lock()
 
     def warn(self, logger: logging.Logger, reason: Reason, message: str) -> None:
-        """Log `message` as a warning, or only count it if this reason had a line less than `every_seconds` ago."""
+        """Log `message` as a warning, or only count it if this reason had a line less than
+        `every_seconds` ago.
+        """
         now = self._clock.monotonic_ns()
         with self._lock:
             last = self._seen.get(reason)
@@ -138,7 +162,11 @@ class RateLimitedLog:
                 return
             self._seen[reason] = (now, 0)
         suppressed = last[1] if last is not None else 0
-        more = f" ({suppressed} more of this reason since the last line)" if suppressed else ""
+        more = (
+            f" ({suppressed} more of this reason since the last line)"
+            if suppressed
+            else ""
+        )
         logger.warning("%s: %s%s", reason.value, message, more)
 
 

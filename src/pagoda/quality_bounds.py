@@ -1,15 +1,21 @@
-"""The bounds that a setting of an approximate feature must keep, and the reasons why it does not pass. Pure.
+"""The bounds that a setting of an approximate feature must keep, and the reasons why it does not
+pass. Pure.
 
 Called by `pagoda quality`, which measures, and by `quality_verdict`, which reads the results.
 
 The usual bounds, and what each one limits:
 
-    kl        nats per token; the perplexity of the model's own text rises by exp(kl). Blending: 10 %. Codecs: 1 %
-    top1      tokens that stay the same. Codecs: 99 %, the bar that papers on KV quantisation set. Blending: 93 %
-    answers   right answers, compared with exact KV. Blending: 93 %, as measured for CacheBlend. Codecs: 99 %
-    prompts   50: if none of n prompts fails, 3 / n may still fail (the rule of three, 95 %): 6 % of 50
+    kl        nats per token; the perplexity of the model's own text rises by exp(kl). Blending: 10
+              %. Codecs: 1 %
+    top1      tokens that stay the same. Codecs: 99 %, the bar that papers on KV quantisation set.
+              Blending: 93 %
+    answers   right answers, compared with exact KV. Blending: 93 %, as measured for CacheBlend.
+              Codecs: 99 %
+    prompts   50: if none of n prompts fails, 3 / n may still fail (the rule of three, 95 %): 6 % of
+              50
 
-Users may loosen them; a start then logs that. Beyond `LOOSEST` nothing passes, because such bounds exclude nothing.
+Users may loosen them; a start then logs that. Beyond `LOOSEST` nothing passes, because such bounds
+exclude nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +34,13 @@ class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The bounds that a setting must keep. An interval keeps a bound if its worse end does."""
 
-    # at most; nats per token: the log of the factor by which the perplexity of the model's own text rises
+    # at most; nats per token: the log of the factor by which the perplexity of the model's own text
+    # rises
     kl: float
-    top1: float  # at least; share of tokens whose most likely successor is the same
-    answers: float  # at least; right answers as a share of those with exact KV. Needs expected answers
+    # at least; share of tokens whose most likely successor is the same
+    top1: float
+    # at least; right answers as a share of those with exact KV. Needs expected answers
+    answers: float
     prompts: int  # at least; fewer prompts show nothing
 
 
@@ -39,7 +48,8 @@ DEFAULT_BOUNDS = {
     "blend": Bounds(kl=0.095, top1=0.93, answers=0.93, prompts=50),
     "codec": Bounds(kl=0.01, top1=0.99, answers=0.99, prompts=50),
 }
-LOOSEST = Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)  # even if none of 3 prompts fails, all others may
+# even if none of 3 prompts fails, all others may
+LOOSEST = Bounds(kl=1.0, top1=0.5, answers=0.5, prompts=4)
 _CONFIDENCE = 0.95
 _LEAST_CONFIDENCE = 0.5
 
@@ -52,21 +62,33 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     same_text: Interval  # share of prompts whose greedy text is the same
     # right answers as a share of those with exact KV; None if no answers were expected
     answers: Interval | None
-    ttft: Interval  # time to first token, as a share of the time with computed exact KV
+    # time to first token, as a share of the time with computed exact KV
+    ttft: Interval
     bytes: float  # bytes of the stored KV, as a share of exact KV
 
 
 def objections(
-    figures: Figures, bounds: Bounds, controls: dict[str, bool], prompts: int, confidence: float
+    figures: Figures,
+    bounds: Bounds,
+    controls: dict[str, bool],
+    prompts: int,
+    confidence: float,
 ) -> list[str]:
     """Return in plain words why a setting does not pass; empty: it passes. Pure."""
     found = too_loose(bounds, confidence)
     if prompts < bounds.prompts:
-        found.append(f"{prompts} prompts are too few to tell: at least {bounds.prompts} are needed")
+        found.append(
+            f"{prompts} prompts are too few to tell: at least {bounds.prompts} are needed"
+        )
     if not controls:
-        found.append("nothing shows that wrong KV would have been noticed: no control was run")
+        found.append(
+            "nothing shows that wrong KV would have been noticed: no control was run"
+        )
     found += [
-        f"the control was not noticed: {name} keeps the bounds too, so these prompts do not depend on the KV"
+        (
+            f"the control was not noticed: {name} keeps the bounds too, so these prompts do not "
+            "depend on the KV"
+        )
         for name, noticed in controls.items()
         if not noticed
     ]
@@ -74,15 +96,19 @@ def objections(
 
 
 def too_loose(bounds: Bounds, confidence: float) -> list[str]:
-    """Return in plain words which bounds exclude nothing, including bounds that are not numbers. Pure."""
+    """Return in plain words which bounds exclude nothing, including bounds that are not numbers.
+    Pure.
+    """
     limits = {
-        f"a KL divergence of {bounds.kl:g} nats a token, at most {LOOSEST.kl:g}": bounds.kl <= LOOSEST.kl,
+        f"a KL divergence of {bounds.kl:g} nats a token, at most {LOOSEST.kl:g}": bounds.kl
+        <= LOOSEST.kl,
         f"{_percent(bounds.top1)} same tokens, at least {_percent(LOOSEST.top1)}": bounds.top1
         >= LOOSEST.top1,
         f"{_percent(bounds.answers)} right answers, at least {_percent(LOOSEST.answers)}": (
             bounds.answers >= LOOSEST.answers
         ),
-        f"{bounds.prompts} prompts, at least {LOOSEST.prompts}": bounds.prompts >= LOOSEST.prompts,
+        f"{bounds.prompts} prompts, at least {LOOSEST.prompts}": bounds.prompts
+        >= LOOSEST.prompts,
         f"intervals of {_percent(confidence)}, at least {_percent(_LEAST_CONFIDENCE)}": (
             confidence >= _LEAST_CONFIDENCE
         ),
@@ -94,7 +120,14 @@ def too_loose(bounds: Bounds, confidence: float) -> list[str]:
     ]
 
 
-def loosened(mine: Bounds, usual: Bounds, prompts: int, confidence: float, *, has_answers: bool) -> str:
+def loosened(
+    mine: Bounds,
+    usual: Bounds,
+    prompts: int,
+    confidence: float,
+    *,
+    has_answers: bool,
+) -> str:
     """Return which bounds are looser than the usual ones, in plain words; empty if none are. Pure.
 
     Args:
@@ -111,14 +144,20 @@ def loosened(mine: Bounds, usual: Bounds, prompts: int, confidence: float, *, ha
         f"right answers at least {_percent(mine.answers)} instead of {_percent(usual.answers)}": (
             has_answers and mine.answers < usual.answers
         ),
-        f"{prompts} prompts instead of {usual.prompts}": max(mine.prompts, prompts) < usual.prompts,
-        f"intervals of {_percent(confidence)} instead of {_percent(_CONFIDENCE)}": confidence < _CONFIDENCE,
+        f"{prompts} prompts instead of {usual.prompts}": max(
+            mine.prompts, prompts
+        )
+        < usual.prompts,
+        f"intervals of {_percent(confidence)} instead of {_percent(_CONFIDENCE)}": confidence
+        < _CONFIDENCE,
     }
     return ", ".join(said for said, holds in looser.items() if holds)
 
 
 def is_surely_noticed(control: Figures, bounds: Bounds) -> bool:
-    """Return whether a control surely breaks a bound, that is, with the better end of an interval. Pure."""
+    """Return whether a control surely breaks a bound, that is, with the better end of an interval.
+    Pure.
+    """
     return (
         control.kl.low > bounds.kl
         or control.top1.high < bounds.top1
@@ -140,12 +179,14 @@ def _broken(figures: Figures, bounds: Bounds, confidence: float) -> list[str]:
         )
     if not top1.low >= bounds.top1:
         found.append(
-            f"{_percent(top1.value)} of the tokens are the same, and {sure} begins at {_percent(top1.low)}: "
+            f"{_percent(top1.value)} of the tokens are the same, and {sure} begins at "
+            f"{_percent(top1.low)}: "
             f"at least {_percent(bounds.top1)} are needed{_unsure(top1.value >= bounds.top1)}"
         )
     if answers is not None and not answers.low >= bounds.answers:
         found.append(
-            f"right answers are {_percent(answers.value)} of those with exact KV, and {sure} begins at "
+            f"right answers are {_percent(answers.value)} of those with exact KV, and {sure} "
+            "begins at "
             f"{_percent(answers.low)}: at least {_percent(bounds.answers)} are needed"
             f"{_unsure(answers.value >= bounds.answers)}"
         )

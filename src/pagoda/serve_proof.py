@@ -1,13 +1,16 @@
-"""How a client and a `pagoda serve` show each other that they know the token, which itself is never sent.
+"""How a client and a `pagoda serve` show each other that they know the token, which itself is never
+sent.
 
 `serve.access` and `tiers.remote.proving_connection` call this.
 
     1. on a new connection the client asks            Authorization: Pagoda
     2. the server answers 401 with a random number    WWW-Authenticate: Pagoda nonce=NONCE
-    3. each request then has a proof                  Authorization: Pagoda NONCE:SALT:NUMBER:WHERE:MAC
+    3. each request then has a proof                  Authorization: Pagoda
+                                                      NONCE:SALT:NUMBER:WHERE:MAC
     4. and so has each answer to a right one          Pagoda-Proof: MAC
 
-MAC is an HMAC-SHA256 under a key made of the token. What it covers decides what a proof is worth to somebody else:
+MAC is an HMAC-SHA256 under a key made of the token. What it covers decides what a proof is worth to
+somebody else:
 
     NONCE      of the server: nothing on another connection or at another server
     NUMBER     rises: nothing a second time
@@ -36,7 +39,9 @@ HERE = "here"
 ANYWHERE = "any"
 """The proof holds at a server that is called by any name."""
 ELSEWHERE = "error=connection"
-"""Follows the nonce if a proof was of another connection: something between passes requests on over others."""
+"""Follows the nonce if a proof was of another connection: something between passes requests on over
+others.
+"""
 
 _VERSION = "pagoda-serve-1"
 _RANDOM_BYTES = 16
@@ -45,7 +50,9 @@ _KEY_ROUNDS = 10_000
 _FEW_KEYS = 64
 _MAC = "[0-9a-f]{64}"
 _RANDOM = "[0-9a-f]{32}"
-_CREDENTIALS = re.compile(rf"({_RANDOM}):({_RANDOM}):(\d{{1,18}}):({HERE}|{ANYWHERE}):({_MAC})")
+_CREDENTIALS = re.compile(
+    rf"({_RANDOM}):({_RANDOM}):(\d{{1,18}}):({HERE}|{ANYWHERE}):({_MAC})"
+)
 _CHALLENGE = re.compile(rf"\b{SCHEME} nonce=({_RANDOM})\b", re.IGNORECASE)
 
 
@@ -54,7 +61,8 @@ class ProofKey:
 
     def __init__(self, key: bytes) -> None:
         """`key`: secret bytes."""
-        self._begun = hmac.new(key, digestmod="sha256")  # a copy costs a tenth of a new one
+        # a copy costs a tenth of a new one
+        self._begun = hmac.new(key, digestmod="sha256")
 
     def mac(self, text: str) -> str:
         """Return the MAC of a text."""
@@ -65,7 +73,9 @@ class ProofKey:
 
 
 class Proof(NamedTuple):
-    """The proof of one request. `number`: its number on the connection. `where`: HERE or ANYWHERE."""
+    """The proof of one request. `number`: its number on the connection. `where`: HERE or
+    ANYWHERE.
+    """
 
     nonce: str
     salt: str
@@ -74,8 +84,19 @@ class Proof(NamedTuple):
     mac: str = ""
 
     def signed(self, key: ProofKey, method: str, target: str, host: str) -> Proof:
-        """Return the proof with its MAC for a request. `target`: path and query; `host`: the Host header. Pure."""
-        covered = (_VERSION, self.nonce, self.salt, str(self.number), self.where, method, target, host)
+        """Return the proof with its MAC for a request. `target`: path and query; `host`: the Host
+        header. Pure.
+        """
+        covered = (
+            _VERSION,
+            self.nonce,
+            self.salt,
+            str(self.number),
+            self.where,
+            method,
+            target,
+            host,
+        )
         return self._replace(mac=key.mac("\n".join(covered)))
 
     @property
@@ -86,8 +107,14 @@ class Proof(NamedTuple):
 
 @lru_cache(_FEW_KEYS)
 def key_of(token: str) -> ProofKey:
-    """Return the key that is made of a token. Takes some milliseconds the first time. Thread-safe."""
-    return ProofKey(hashlib.pbkdf2_hmac("sha256", token.encode(), _VERSION.encode(), _KEY_ROUNDS))
+    """Return the key that is made of a token. Takes some milliseconds the first time.
+    Thread-safe.
+    """
+    return ProofKey(
+        hashlib.pbkdf2_hmac(
+            "sha256", token.encode(), _VERSION.encode(), _KEY_ROUNDS
+        )
+    )
 
 
 def unknown_key() -> ProofKey:
@@ -102,7 +129,9 @@ def random_number() -> str:
 
 def challenge(nonce: str, note: str = "") -> str:
     """Return the value of the header WWW-Authenticate. `note`: ELSEWHERE or nothing. Pure."""
-    return f"{SCHEME} nonce={nonce}, {note}" if note else f"{SCHEME} nonce={nonce}"
+    return (
+        f"{SCHEME} nonce={nonce}, {note}" if note else f"{SCHEME} nonce={nonce}"
+    )
 
 
 def nonce_in(text: str) -> str:
@@ -112,7 +141,9 @@ def nonce_in(text: str) -> str:
 
 
 def proof_in(credentials: str) -> Proof | None:
-    """Return the proof in a header Authorization, after the scheme; None if it has another form. Pure."""
+    """Return the proof in a header Authorization, after the scheme; None if it has another form.
+    Pure.
+    """
     found = _CREDENTIALS.fullmatch(credentials)
     if found is None:
         return None

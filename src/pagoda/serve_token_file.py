@@ -1,4 +1,6 @@
-"""The file with the token of `pagoda serve`: the server makes it at its first start, this user's clients send it."""
+"""The file with the token of `pagoda serve`: the server makes it at its first start, this user's
+clients send it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ _LONGEST_BYTES = 4096
 def default_token_file() -> Path:
     """Return the path of this user's token file."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~"), ".local", "state")
+    base = (
+        Path(state)
+        if os.path.isabs(state)
+        else Path(os.path.expanduser("~"), ".local", "state")
+    )
     return base / "pagoda" / "serve-token"
 
 
@@ -22,7 +28,9 @@ def is_own(status: os.stat_result) -> bool:
 
 
 def own_token() -> str:
-    """Return this user's token, from the variable or else from the file; empty if there is none. Changes nothing."""
+    """Return this user's token, from the variable or else from the file; empty if there is none.
+    Changes nothing.
+    """
     given = os.environ.get(TOKEN_VARIABLE)
     if given is not None:
         return given.strip()

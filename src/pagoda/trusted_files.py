@@ -1,4 +1,5 @@
-"""Decides which files are believed, and for what: configuration files, and the verdicts of `pagoda quality`.
+"""Decides which files are believed, and for what: configuration files, and the verdicts of `pagoda
+quality`.
 
 Who may write a file that is believed decides where prompts go, which files are written, and which
 checks are done.
@@ -15,9 +16,11 @@ read only if nobody else can have put it there, and even then its author may be 
 sets nothing that names a place or switches a check off. `pagoda config allow` notes the path and a
 digest of the content, so that an edit ends the permission.
 
-What is checked is what is read: a file is opened once, checked by its descriptor, and read through it.
+What is checked is what is read: a file is opened once, checked by its descriptor, and read through
+it.
 
-Called by `pagoda.config.sources`, `pagoda config` and `pagoda.quality_verdict`; calls the operating system only.
+Called by `pagoda.config.sources`, `pagoda config` and `pagoda.quality_verdict`; calls the operating
+system only.
 """
 
 from __future__ import annotations
@@ -54,16 +57,20 @@ FOUND_OPTIONS = frozenset(
         "write_policy",
     }
 )
-"""What a file that is only found may set. Everything else is refused, an option that is new here too."""
+"""What a file that is only found may set. Everything else is refused, an option that is new here
+too.
+"""
 MOST_BYTES = 64 << 10
 """The size of a file that is found or allowed, at most."""
 
 _NOTES = (
-    "allowed"  # the directory of the notes of `pagoda config allow`, in the user's configuration directory
+    # the directory of the notes of `pagoda config allow`, in the user's configuration directory
+    "allowed"
 )
 _MOST_NOTE_BYTES = 16 << 10
 _MOST_NAMED = 8  # options in one message
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a pipe without a writer must not block
+# a pipe without a writer must not block
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 _ACL = "system.posix_acl_access"
 _OUTSIDE = "it is a link out of its directory"
@@ -79,7 +86,9 @@ class FileClass(StrEnum):
 
 
 class BelievedFile(NamedTuple):
-    """A file and the bytes of it that were checked. `was_allowed`: an earlier content of it was allowed."""
+    """A file and the bytes of it that were checked. `was_allowed`: an earlier content of it was
+    allowed.
+    """
 
     path: str
     kind: FileClass
@@ -87,8 +96,12 @@ class BelievedFile(NamedTuple):
     was_allowed: bool = False
 
     def refusal(self, options: list[str]) -> str:
-        """Return why the file may not set these options, with the remedies, in one line; "" if it may."""
-        refused = [one_line(name) for name in options if name not in FOUND_OPTIONS]
+        """Return why the file may not set these options, with the remedies, in one line; "" if it
+        may.
+        """
+        refused = [
+            one_line(name) for name in options if name not in FOUND_OPTIONS
+        ]
         if self.kind is not FileClass.FOUND or not refused:
             return ""
         if len(refused) > _MOST_NAMED:
@@ -96,11 +109,16 @@ class BelievedFile(NamedTuple):
         why = "is only found in the working directory, and such a file sets sizes and limits only"
         if self.was_allowed:
             why = "was changed since it was allowed"
-        return f"{one_line(self.path)}: {', '.join(refused)}: refused, because this file {why}; {remedies(self.path)}"
+        return (
+            f"{one_line(self.path)}: {', '.join(refused)}: refused, because this file {why}; "
+            f"{remedies(self.path)}"
+        )
 
 
 class Unbelieved(NamedTuple):
-    """A file in the working directory that is not read. `was_allowed`: an earlier content of it was allowed."""
+    """A file in the working directory that is not read. `was_allowed`: an earlier content of it was
+    allowed.
+    """
 
     path: str
     why: str
@@ -114,23 +132,30 @@ def remedies(path: str) -> str:
     """Return the two ways to have a file believed that is only found. Pure."""
     word = one_line(shlex.quote(path))
     return (
-        f"look at it, then allow it with: pagoda config allow {word}, or name a file that only you can write "
+        f"look at it, then allow it with: pagoda config allow {word}, or name a file that only "
+        "you can write "
         "(--config FILE or PAGODA_CONFIG, or ~/.config/pagoda/config.toml)"
     )
 
 
 def one_line(text: str | os.PathLike[str]) -> str:
-    """Return a path or a name that a stranger may have chosen, as it can be printed in one line of moderate length."""
+    """Return a path or a name that a stranger may have chosen, as it can be printed in one line of
+    moderate length.
+    """
     plain = os.fspath(text)
     if not plain.isprintable():
         plain = ascii(plain)[1:-1]
     return plain if len(plain) <= 4096 else f"{plain[:100]}..."
 
 
-def user_config_directory(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return this user's directory of PagodaKV's configuration; None if no home is known. It need not exist.
+def user_config_directory(
+    environ: Mapping[str, str] | None = None,
+) -> Path | None:
+    """Return this user's directory of PagodaKV's configuration; None if no home is known. It need
+    not exist.
 
-    A relative XDG_CONFIG_HOME or HOME counts as not set: it would name something in the working directory.
+    A relative XDG_CONFIG_HOME or HOME counts as not set: it would name something in the working
+    directory.
 
     Args:
         environ: instead of `os.environ`.
@@ -145,10 +170,14 @@ def user_config_directory(environ: Mapping[str, str] | None = None) -> Path | No
     return Path(base, "pagoda") if os.path.isabs(base) else None
 
 
-def writable_by_others(status: os.stat_result, fd: int, any_owner: bool = False) -> str:
-    """Return why others than this user and root can change a file or directory, in a few words; "" if they cannot.
+def writable_by_others(
+    status: os.stat_result, fd: int, any_owner: bool = False
+) -> str:
+    """Return why others than this user and root can change a file or directory, in a few words; ""
+    if they cannot.
 
-    The group of an ordinary user that has his name and no other members is no other: many systems give each user one.
+    The group of an ordinary user that has his name and no other members is no other: many systems
+    give each user one.
 
     Args:
         status: what `os.fstat` says of it.
@@ -158,7 +187,11 @@ def writable_by_others(status: os.stat_result, fd: int, any_owner: bool = False)
     if not any_owner and status.st_uid not in (0, os.geteuid()):
         return f"it belongs to user {status.st_uid}"
     writers = stat.S_IWGRP | stat.S_IWOTH
-    if status.st_mode & writers == stat.S_IWGRP and _is_private(status.st_gid) and not _has_acl(fd):
+    if (
+        status.st_mode & writers == stat.S_IWGRP
+        and _is_private(status.st_gid)
+        and not _has_acl(fd)
+    ):
         return ""
     if status.st_mode & writers:
         return f"others can write it (mode {stat.S_IMODE(status.st_mode):04o})"
@@ -166,16 +199,23 @@ def writable_by_others(status: os.stat_result, fd: int, any_owner: bool = False)
 
 
 def _is_private(gid: int) -> bool:
-    """Return whether a group is this user's own: its name is the user's, and it has no other members."""
+    """Return whether a group is this user's own: its name is the user's, and it has no other
+    members.
+    """
     uid = os.geteuid()
     if uid == 0:
-        return False  # root's group is shared in some places: containers run their users in it
+        # root's group is shared in some places: containers run their users in it
+        return False
     try:
         user = pwd.getpwuid(uid)
         group = grp.getgrgid(gid)
     except (KeyError, OSError):
         return False
-    return user.pw_gid == gid and group.gr_name == user.pw_name and not set(group.gr_mem) - {user.pw_name}
+    return (
+        user.pw_gid == gid
+        and group.gr_name == user.pw_name
+        and not set(group.gr_mem) - {user.pw_name}
+    )
 
 
 def _has_acl(fd: int) -> bool:
@@ -190,7 +230,9 @@ def _has_acl(fd: int) -> bool:
 # ---- files that somebody named
 
 
-def read_named(path: str | os.PathLike[str], kind: FileClass = FileClass.NAMED) -> BelievedFile:
+def read_named(
+    path: str | os.PathLike[str], kind: FileClass = FileClass.NAMED
+) -> BelievedFile:
     """Return a file that the user named, or the user's own. Links are followed. Changes nothing.
 
     Raises:
@@ -201,11 +243,15 @@ def read_named(path: str | os.PathLike[str], kind: FileClass = FileClass.NAMED) 
     with _descriptor(place) as fd:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{one_line(place)}: is not a regular file: name a configuration file")
+            raise ConfigError(
+                f"{one_line(place)}: is not a regular file: name a configuration file"
+            )
         if why := writable_by_others(status, fd):
             raise ConfigError(
-                f"{one_line(place)} is refused, because others could have written it: {why}; after a look at it: "
-                f"{_own_it(place, status)}, or name a copy that only you can write (--config FILE or PAGODA_CONFIG)"
+                f"{one_line(place)} is refused, because others could have written it: {why}; "
+                "after a look at it: "
+                f"{_own_it(place, status)}, or name a copy that only you can write (--config "
+                "FILE or PAGODA_CONFIG)"
             )
         return BelievedFile(place, kind, _content(fd))
 
@@ -235,7 +281,9 @@ def _content(fd: int, most_bytes: int | None = None) -> bytes:
 # ---- the file in the working directory
 
 
-def read_found(environ: Mapping[str, str] | None = None) -> BelievedFile | Unbelieved | None:
+def read_found(
+    environ: Mapping[str, str] | None = None,
+) -> BelievedFile | Unbelieved | None:
     """Return ./pagoda.toml, or why it is not read; None if there is none. Changes nothing.
 
     Args:
@@ -280,7 +328,11 @@ def _checked(top: int, path: str, was_allowed: bool) -> BelievedFile | Unbelieve
     except FileNotFoundError:
         raise
     except OSError as trouble:
-        why = _OUTSIDE if trouble.errno == errno.ELOOP else f"it cannot be read: {trouble.strerror}"
+        why = (
+            _OUTSIDE
+            if trouble.errno == errno.ELOOP
+            else f"it cannot be read: {trouble.strerror}"
+        )
         return Unbelieved(path, why, was_allowed)
     try:
         status = os.fstat(fd)
@@ -323,7 +375,10 @@ def _why_not_there(top: int, path: str) -> str:
             if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
                 return ""
             where = where.parent
-            is_shared = found.st_mode & stat.S_ISVTX and found.st_uid in (0, os.geteuid())
+            is_shared = found.st_mode & stat.S_ISVTX and found.st_uid in (
+                0,
+                os.geteuid(),
+            )
             if not is_shared and (why := writable_by_others(found, above)):
                 return f"{one_line(where)}, above it, is not yours alone: {why}"
     except OSError as trouble:
@@ -353,7 +408,10 @@ def _opened_inside(top: int) -> int:
             os.close(here)
             here = below
             if why := writable_by_others(os.fstat(here), here):
-                raise OSError(errno.EACCES, f"a directory on the way is not yours alone: {why}")
+                raise OSError(
+                    errno.EACCES,
+                    f"a directory on the way is not yours alone: {why}",
+                )
         return os.open(name, _READ | os.O_NOFOLLOW, dir_fd=here)
     finally:
         os.close(here)
@@ -363,7 +421,8 @@ def _opened_inside(top: int) -> int:
 
 
 def allow(file: BelievedFile, environ: Mapping[str, str] | None = None) -> None:
-    """Note that a file is believed as long as it has this content, for `read_found`. Replaces an earlier note.
+    """Note that a file is believed as long as it has this content, for `read_found`. Replaces an
+    earlier note.
 
     Raises:
         ConfigError: there is no place for the note that only this user can write.
@@ -374,26 +433,39 @@ def allow(file: BelievedFile, environ: Mapping[str, str] | None = None) -> None:
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".", delete=False) as note:
-            note.write(json.dumps({"file": one_line(file.path), "sha256": _digest(file.content)}).encode())
+        with tempfile.NamedTemporaryFile(
+            dir=directory, prefix=".", delete=False
+        ) as note:
+            note.write(
+                json.dumps(
+                    {"file": one_line(file.path), "sha256": _digest(file.content)}
+                ).encode()
+            )
         os.replace(note.name, directory / _note_name(file.path))
     except OSError as trouble:
-        raise ConfigError(f"{one_line(directory)}: cannot be written: {trouble.strerror}") from None
+        raise ConfigError(
+            f"{one_line(directory)}: cannot be written: {trouble.strerror}"
+        ) from None
     if _allowed_digest(file.path, environ) is None:
         raise ConfigError(
-            f"{one_line(directory)}: others can write there: chmod -R go-w {one_line(directory.parent)}"
+            f"{one_line(directory)}: others can write there: chmod -R go-w "
+            f"{one_line(directory.parent)}"
         )
 
 
 def revoke(path: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Remove the note of `allow`; return whether there was one. ConfigError: it cannot be removed."""
+    """Remove the note of `allow`; return whether there was one. ConfigError: it cannot be
+    removed.
+    """
     note = _notes(environ) / _note_name(path)
     try:
         note.unlink()
     except FileNotFoundError:
         return False
     except OSError as trouble:
-        raise ConfigError(f"{one_line(note)}: cannot be removed: {trouble.strerror}") from None
+        raise ConfigError(
+            f"{one_line(note)}: cannot be removed: {trouble.strerror}"
+        ) from None
     return True
 
 
@@ -407,21 +479,31 @@ def read_to_allow(path: str | os.PathLike[str]) -> BelievedFile:
     try:
         return BelievedFile(place, FileClass.ALLOWED, _any_content(place))
     except OSError as trouble:
-        raise ConfigError(f"{one_line(place)}: cannot be read: {trouble.strerror}") from None
+        raise ConfigError(
+            f"{one_line(place)}: cannot be read: {trouble.strerror}"
+        ) from None
 
 
 def place_of(path: str | os.PathLike[str]) -> str:
-    """Return the path of a ./pagoda.toml as `read_found` has it. ConfigError: no file of that name is ever found."""
+    """Return the path of a ./pagoda.toml as `read_found` has it. ConfigError: no file of that name
+    is ever found.
+    """
     directory, name = os.path.split(os.path.abspath(path))
     if name != FOUND_NAME:
         raise ConfigError(
-            f"{one_line(path)}: only a file called {FOUND_NAME} is found by itself; name this one with --config"
+            f"{one_line(path)}: only a file called {FOUND_NAME} is found by itself; name this "
+            "one with --config"
         )
-    return os.path.join(os.path.realpath(directory), name)  # the working directory has no links in its name
+    # the working directory has no links in its name
+    return os.path.join(os.path.realpath(directory), name)
 
 
-def read_allowed(path: str, environ: Mapping[str, str] | None = None) -> BelievedFile | None:
-    """Return a file if `pagoda config allow` was run for it with the content that it has now. Changes nothing."""
+def read_allowed(
+    path: str, environ: Mapping[str, str] | None = None
+) -> BelievedFile | None:
+    """Return a file if `pagoda config allow` was run for it with the content that it has now.
+    Changes nothing.
+    """
     allowed = _allowed_digest(path, environ)
     if allowed is None:
         return None
@@ -429,13 +511,19 @@ def read_allowed(path: str, environ: Mapping[str, str] | None = None) -> Believe
         content = _any_content(path)
     except (OSError, ConfigError):
         return None
-    return BelievedFile(path, FileClass.ALLOWED, content) if _digest(content) == allowed else None
+    return (
+        BelievedFile(path, FileClass.ALLOWED, content)
+        if _digest(content) == allowed
+        else None
+    )
 
 
 def _notes(environ: Mapping[str, str] | None) -> Path:
     own = user_config_directory(environ)
     if own is None:
-        raise ConfigError("no home directory is known: set HOME or XDG_CONFIG_HOME")
+        raise ConfigError(
+            "no home directory is known: set HOME or XDG_CONFIG_HOME"
+        )
     return own / _NOTES
 
 
@@ -448,7 +536,9 @@ def _digest(content: bytes) -> str:
 
 
 def _allowed_digest(path: str, environ: Mapping[str, str] | None) -> str | None:
-    """Return the digest of the content that was allowed for a path; None without a note that only this user writes."""
+    """Return the digest of the content that was allowed for a path; None without a note that only
+    this user writes.
+    """
     try:
         directory = _notes(environ)
         for place in (directory, directory.parent):

@@ -39,8 +39,16 @@ def tree(root: Path, name: str, share: float, seconds: float) -> Path:
 
 
 def paired(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / "paired.py"), *map(str, words), "--only", "cache"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "paired.py"),
+        *map(str, words),
+        "--only",
+        "cache",
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,9 +79,12 @@ def test_one_slow_round_is_not_worse(tmp_path: Path) -> None:
     old = tree(tmp_path, "old", 0.9, 1.0)
     new = tree(tmp_path, "new", 0.9, 0.99)
     slow_at_first = TURN.replace(
-        "share, seconds = ", "first = len((home.parent / 'turns').read_text().split()) < 3\nshare, seconds = "
+        "share, seconds = ",
+        "first = len((home.parent / 'turns').read_text().split()) < 3\nshare, seconds = ",
     )
-    slow_at_first = slow_at_first.replace('"look_seconds": seconds', '"look_seconds": seconds + first')
+    slow_at_first = slow_at_first.replace(
+        '"look_seconds": seconds', '"look_seconds": seconds + first'
+    )
     (new / "benchmarks" / "cache.py").write_text(slow_at_first)
     done = paired(old, new, "--rounds", 2, "--json")
     look = json.loads(done.stdout)["figures"]["look_seconds"]
@@ -100,7 +111,12 @@ def test_what_is_no_source_tree_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_benchmark_without_its_servers_says_what_to_install() -> None:
-    command = [sys.executable, str(BENCHMARKS / "remote.py"), "--quick", "--only=redis_8mib,webdav_8mib"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "remote.py"),
+        "--quick",
+        "--only=redis_8mib,webdav_8mib",
+    ]
     done = subprocess.run(
         command,
         env={"PATH": "/nowhere", "PYTHONPATH": os.environ["PYTHONPATH"]},
@@ -115,7 +131,9 @@ def test_a_benchmark_without_its_servers_says_what_to_install() -> None:
     assert "nginx is missing: install" in done.stderr
 
 
-def test_nginx_without_its_module_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nginx_without_its_module_is_not_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "DAV_MODULE", tmp_path / servers.DAV_MODULE.name)
     assert "libnginx-mod-http-dav-ext" in servers.lacking(
         servers.DAV_MODULE.name
@@ -123,8 +141,13 @@ def test_nginx_without_its_module_is_not_enough(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_benchmark_needs_neither_the_tests_nor_pytest() -> None:
-    for script in [*BENCHMARKS.rglob("*.py"), *(BENCHMARKS.parent / "testbed").glob("*.py")]:
+    for script in [
+        *BENCHMARKS.rglob("*.py"),
+        *(BENCHMARKS.parent / "testbed").glob("*.py"),
+    ]:
         taken = re.findall(
-            r"^\s*(?:from|import) ((?:tests|pytest|_pytest)\b.*)", script.read_text(), re.MULTILINE
+            r"^\s*(?:from|import) ((?:tests|pytest|_pytest)\b.*)",
+            script.read_text(),
+            re.MULTILINE,
         )
         assert not taken, f"{script}: {taken}"

@@ -21,9 +21,13 @@ LACKS_REDIS = lacking("redis-server")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}  # not the folder that testbed is in
+    # not the folder that testbed is in
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], env=environment, capture_output=True, text=True
+        [sys.executable, str(SCRIPT), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -32,9 +36,16 @@ def trace(path: Path) -> Path:
     lines = []
     for turn in range(1, TURNS + 1):
         for conversation in range(CONVERSATIONS):
-            chunks = [conversation * 1000 + chunk for chunk in range(turn * CHUNKS)]
+            chunks = [
+                conversation * 1000 + chunk for chunk in range(turn * CHUNKS)
+            ]
             tokens = 512 * len(chunks)
-            request = {"timestamp": 0, "input_length": tokens, "output_length": 1, "hash_ids": chunks}
+            request = {
+                "timestamp": 0,
+                "input_length": tokens,
+                "output_length": 1,
+                "hash_ids": chunks,
+            }
             lines.append(json.dumps(request))
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -55,9 +66,12 @@ def test_what_was_stored_again_hits_when_the_node_is_back(tmp_path: Path) -> Non
     }
     for figures in found.values():
         assert figures["the same requests again, the node back empty"] == 1.0
-        # each conversation was asked for while the node was away: nothing that hits is older than the loss
+        # each conversation was asked for while the node was away: nothing that hits is older than
+        # the loss
         assert figures["any placement, the node back empty"] == 1.0
-    assert found["runs"]["any placement, a node lost"] == pytest.approx(2 / 3, abs=0.01)
+    assert found["runs"]["any placement, a node lost"] == pytest.approx(
+        2 / 3, abs=0.01
+    )
 
 
 def test_a_trace_that_is_too_short_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from pagoda.blend import (
 )
 from pagoda.cache.results import Hit
 
-STARTS = [0, 5, 8, 18, 28]  # documents of 5, 3, 10 and 10 tokens, then the question
+# documents of 5, 3, 10 and 10 tokens, then the question
+STARTS = [0, 5, 8, 18, 28]
 LATER = range(5, 28)
 LAYERS = 3
 
@@ -28,8 +29,12 @@ def moved(layer: int, candidates: range) -> np.ndarray:
     return np.array([100.0, 100, 100, *range(10), *range(10)], np.float32)
 
 
-def chosen(policy: FirstK | Deviation, recompute: float, min_tokens: int = 0) -> list[int]:
-    return choose_positions(policy, recompute, STARTS, LAYERS, moved, min_tokens).tolist()
+def chosen(
+    policy: FirstK | Deviation, recompute: float, min_tokens: int = 0
+) -> list[int]:
+    return choose_positions(
+        policy, recompute, STARTS, LAYERS, moved, min_tokens
+    ).tolist()
 
 
 def test_those_of_the_largest_deviation_are_chosen() -> None:
@@ -58,18 +63,31 @@ def test_short_documents_are_computed_beside_the_share_of_the_others() -> None:
 
 def test_a_model_has_the_layer_that_is_compared() -> None:
     assert compared_layer(Deviation(2), 0.5, STARTS, 3) == 2
-    with pytest.raises(ValueError, match="compares K at layer 3, the model has 3"):
+    with pytest.raises(
+        ValueError, match="compares K at layer 3, the model has 3"
+    ):
         compared_layer(Deviation(3), 0.5, STARTS, 3)
-    assert compared_layer(Deviation(3), 1.0, STARTS, 3) == compared_layer(Deviation(3), 0.5, [0, 5], 3) == 0
+    assert (
+        compared_layer(Deviation(3), 1.0, STARTS, 3)
+        == compared_layer(Deviation(3), 0.5, [0, 5], 3)
+        == 0
+    )
 
 
 def test_settings_that_compute_something_else_have_other_names() -> None:
     different = [
-        blend_setting(), blend_setting("first_k"), blend_setting(recompute=0.2), blend_setting(min_tokens=1),
-        blend_setting(min_tokens=2), blend_setting(Deviation(2)), blend_setting(Deviation(3)),
-    ]  # fmt: skip
+        blend_setting(),
+        blend_setting("first_k"),
+        blend_setting(recompute=0.2),
+        blend_setting(min_tokens=1),
+        blend_setting(min_tokens=2),
+        blend_setting(Deviation(2)),
+        blend_setting(Deviation(3)),
+    ]
     for number, one in enumerate(different):
-        assert [one.is_same(other) for other in different].count(True) == 1, number
+        assert [one.is_same(other) for other in different].count(True) == 1, (
+            number
+        )
         assert [str(other) for other in different].count(str(one)) == 1
     assert blend_setting(Deviation(1)).is_same(blend_setting())
 
@@ -82,8 +100,13 @@ def test_masks_of_each_token() -> None:
         assert masks.exact.sum() == exact
         assert masks.exact[:exact].all()
         assert np.flatnonzero(masks.recomputed).tolist() == [
-            *([5] if not exact else []), 8, 9, 18, 28, 29,
-        ]  # fmt: skip
+            *([5] if not exact else []),
+            8,
+            9,
+            18,
+            28,
+            29,
+        ]
     assert TokenMasks.of(STARTS, 30, np.array(LATER)).exact.all()
 
 
@@ -95,11 +118,15 @@ def test_masks_of_each_token() -> None:
         (0, {}, {}),
     ],
 )
-def test_padding_is_no_hit(tokens: int, by_tier: dict[str, int], own: dict[str, int]) -> None:
+def test_padding_is_no_hit(
+    tokens: int, by_tier: dict[str, int], own: dict[str, int]
+) -> None:
     document = Document.of(list(range(1, 11)), 8)
     assert document.tokens.tolist() == [*range(1, 11), *[0] * 6]
     assert document.num_tokens == 10
-    hit = document.without_padding(Hit(tokens, by_tier, np.arange(16) < tokens, None))
+    hit = document.without_padding(
+        Hit(tokens, by_tier, np.arange(16) < tokens, None)
+    )
     assert hit.by_tier == own
     assert hit.num_tokens == sum(own.values()) == hit.mask.sum()
     assert len(hit.mask) == 10

@@ -16,11 +16,18 @@ def checked(gate: BlendGate) -> list[tuple[str, str]]:
     return [(str(state.setting), state.checked) for state in gate.states]
 
 
-def test_each_setting_is_named_once_with_the_adapters_and_for_the_present_weights(tmp_path: Path) -> None:
+def test_each_setting_is_named_once_with_the_adapters_and_for_the_present_weights(
+    tmp_path: Path,
+) -> None:
     named = NAMESPACE.with_(weights="w1")
     with Cache(
-        layout=LAYOUT, namespace=named, chunk_tokens=16, host_size="1MiB", host_shared=False, quality_verdicts=tmp_path,
-    ) as cache:  # fmt: skip
+        layout=LAYOUT,
+        namespace=named,
+        chunk_tokens=16,
+        host_size="1MiB",
+        host_shared=False,
+        quality_verdicts=tmp_path,
+    ) as cache:
         gate = BlendGate(cache)
         setting = blend_setting()
         everything = blend_setting(recompute=1.0)

@@ -1,4 +1,6 @@
-"""A small engine for the tests of the block manager: its memory holds KV whose bytes are a function of the tokens."""
+"""A small engine for the tests of the block manager: its memory holds KV whose bytes are a function
+of the tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from pagoda.blocks import Admitted, BlockManager, Direction, Plan, Settled, Waiting
+from pagoda.blocks import (
+    Admitted,
+    BlockManager,
+    Direction,
+    Plan,
+    Settled,
+    Waiting,
+)
 from pagoda.cache import Cache
 from pagoda.clock import Clock
 from pagoda.config import Config
@@ -30,7 +39,12 @@ Bytes = npt.NDArray[np.uint8]
 
 @contextmanager
 def cache_at(
-    host: Path, disk: Path | None = None, *, slots: int = 64, clock: Clock | None = None, **options: object
+    host: Path,
+    disk: Path | None = None,
+    *,
+    slots: int = 64,
+    clock: Clock | None = None,
+    **options: object,
 ) -> Iterator[Cache]:
     """An open cache of `slots` host slots (and 256 on the disk), closed afterwards."""
     wanted: dict[str, object] = {
@@ -38,11 +52,15 @@ def cache_at(
         "host_path": str(host / "host"),
         "host_size": slots * LAYOUT.slot_bytes,
         "worth_it": False,
-        "policy": "lru",  # which admits every chunk, whatever a test has requested before
+        # which admits every chunk, whatever a test has requested before
+        "policy": "lru",
         "deadline_seconds": 20.0,  # a long deadline: the machine may be busy
     }
     if disk is not None:
-        wanted |= {"disk_path": str(disk / "disk"), "disk_size": 256 * (LAYOUT.slot_bytes + 4096)}
+        wanted |= {
+            "disk_path": str(disk / "disk"),
+            "disk_size": 256 * (LAYOUT.slot_bytes + 4096),
+        }
     config = Config(**{**wanted, **options})  # type: ignore[arg-type]
     cache = Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock)
     try:
@@ -53,17 +71,28 @@ def cache_at(
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
     """Return token ids; with another seed the prompt differs from the first token on."""
-    return [int(token) for token in np.random.default_rng(seed).integers(0, 50_000, tokens)]
+    return [
+        int(token)
+        for token in np.random.default_rng(seed).integers(0, 50_000, tokens)
+    ]
 
 
 def truth(
-    tokens: Sequence[int], items: Iterable[Item] = (), lora: str | None = None, salt: str | None = None
+    tokens: Sequence[int],
+    items: Iterable[Item] = (),
+    lora: str | None = None,
+    salt: str | None = None,
 ) -> list[Bytes]:
-    """Return the KV that the model computes for the whole blocks of a prompt: each a function of all tokens before."""
+    """Return the KV that the model computes for the whole blocks of a prompt: each a function of
+    all tokens before.
+    """
     root = blake3(repr((lora, salt)).encode()).digest()
     keys = chunk_keys(list(tokens), root, BLOCK, items)
     return [
-        np.random.default_rng(list(key)).integers(0, 256, LAYOUT.chunk_bytes, dtype=np.uint8) for key in keys
+        np.random.default_rng(list(key)).integers(
+            0, 256, LAYOUT.chunk_bytes, dtype=np.uint8
+        )
+        for key in keys
     ]
 
 
@@ -97,10 +126,19 @@ class Request:
 class Engine:
     """Device memory and a block manager over it. Checks the manager's state after every step."""
 
-    def __init__(self, blocks: int, cache: Cache | None = None, *, ranks: int = 1, **options: object) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        cache: Cache | None = None,
+        *,
+        ranks: int = 1,
+        **options: object,
+    ) -> None:
         self.cache = cache
         self.ranks = ranks
-        self.manager = BlockManager(blocks, BLOCK, cache=cache, ranks=ranks, **options)  # type: ignore[arg-type]
+        self.manager = BlockManager(
+            blocks, BLOCK, cache=cache, ranks=ranks, **options
+        )  # type: ignore[arg-type]
         self.kv: Bytes = np.zeros((blocks, LAYOUT.chunk_bytes), np.uint8)
         self.requests: dict[str, Request] = {}
 
@@ -111,7 +149,11 @@ class Engine:
         assert self.cache is not None
         assert self.cache.slots is not None
         share = LAYOUT.chunk_bytes // self.ranks
-        mine = slice(None) if rank is None else slice(rank * share, (rank + 1) * share)
+        mine = (
+            slice(None)
+            if rank is None
+            else slice(rank * share, (rank + 1) * share)
+        )
         for block, slot, _ in plan.copies:
             row = self.cache.slots.view(slot)[: LAYOUT.chunk_bytes]
             if plan.direction is Direction.DOWN:
@@ -120,12 +162,16 @@ class Engine:
                 self.kv[block][mine] = row[mine]
 
     def end(self, plan: Plan | None, blocks: int | None = None) -> Settled:
-        """Execute a plan, if there is one, and report its end on all ranks: the first `blocks` copies succeeded."""
+        """Execute a plan, if there is one, and report its end on all ranks: the first `blocks`
+        copies succeeded.
+        """
         settled = Settled()
         if plan is not None:
             self.copy(plan)
             for rank in range(self.ranks):
-                settled = self.manager.completed(plan.ticket, rank=rank, blocks=blocks)
+                settled = self.manager.completed(
+                    plan.ticket, rank=rank, blocks=blocks
+                )
             self.manager.check()
         return settled
 
@@ -155,13 +201,19 @@ class Engine:
         table = self.manager.table(name)
         count = len(request.tokens) if num_tokens is None else num_tokens
         blocks = request.truth()
-        for i in range(self.manager._requests[name].computed_tokens // BLOCK, count // BLOCK):
+        for i in range(
+            self.manager._requests[name].computed_tokens // BLOCK, count // BLOCK
+        ):
             self.kv[table[i]] = blocks[i]
         self.manager.computed(name, count)
         self.manager.check()
 
-    def start(self, name: str, tokens: Sequence[int], **options: object) -> Admitted:
-        """Add, admit, load and compute a request: it has the KV of all its tokens, and all of it is right."""
+    def start(
+        self, name: str, tokens: Sequence[int], **options: object
+    ) -> Admitted:
+        """Add, admit, load and compute a request: it has the KV of all its tokens, and all of it is
+        right.
+        """
         self.add(name, tokens, **options)
         return self.resume(name)
 
@@ -180,7 +232,9 @@ class Engine:
         """Generate tokens, with blocks for them."""
         self.requests[name].tokens += tokens
         self.manager.append(name, tokens)
-        assert isinstance(self.manager.extend(name, len(self.requests[name].tokens)), tuple)
+        assert isinstance(
+            self.manager.extend(name, len(self.requests[name].tokens)), tuple
+        )
 
     def finish(self, name: str, **options: bool) -> Settled:
         """Finish a request and do its write-back."""
@@ -195,7 +249,9 @@ class Engine:
         table = self.manager.table(name)
         count = len(request.tokens) if num_tokens is None else num_tokens
         for i, block in enumerate(request.truth()[: count // BLOCK]):
-            assert (self.kv[table[i]] == block).all(), f"block {i} of {name} is not its KV"
+            assert (self.kv[table[i]] == block).all(), (
+                f"block {i} of {name} is not its KV"
+            )
 
     def leave(self, name: str, tokens: Sequence[int], **options: object) -> None:
         """Run a request from beginning to end: its KV stays cached."""
@@ -204,9 +260,16 @@ class Engine:
 
     # ---- what is where
 
-    def keys(self, tokens: Sequence[int], items: Iterable[Item] = (), salt: str | None = None) -> list[bytes]:
+    def keys(
+        self,
+        tokens: Sequence[int],
+        items: Iterable[Item] = (),
+        salt: str | None = None,
+    ) -> list[bytes]:
         """Return the keys of the whole blocks of a prompt."""
-        return chunk_keys(list(tokens), self.manager._lower_tiers.root(None, salt), BLOCK, items)
+        return chunk_keys(
+            list(tokens), self.manager._lower_tiers.root(None, salt), BLOCK, items
+        )
 
     def places(self, tokens: Sequence[int]) -> list[str]:
         """Return where the whole blocks of a prompt are."""
@@ -223,11 +286,17 @@ class Engine:
 
 
 def retrieved(cache: Cache, tokens: Sequence[int]) -> tuple[int, bool]:
-    """Retrieve a prompt as an engine of whole prompts does; return the tokens, and whether their KV is right."""
-    blocks = np.zeros((max(1, len(tokens) // BLOCK), LAYOUT.chunk_bytes), np.uint8)
+    """Retrieve a prompt as an engine of whole prompts does; return the tokens, and whether their KV
+    is right.
+    """
+    blocks = np.zeros(
+        (max(1, len(tokens) // BLOCK), LAYOUT.chunk_bytes), np.uint8
+    )
     hit = cache.retrieve(list(tokens), BlockKV(blocks, LAYOUT))
     right = truth(tokens)[: hit.num_tokens // BLOCK]
-    return hit.num_tokens, all((a == b).all() for a, b in zip(blocks, right, strict=False))
+    return hit.num_tokens, all(
+        (a == b).all() for a, b in zip(blocks, right, strict=False)
+    )
 
 
 def stored(cache: Cache, tokens: Sequence[int]) -> None:
@@ -250,9 +319,16 @@ def workers_stopped(cache: Cache) -> threading.Event:
             super().to_slots(*args)  # type: ignore[arg-type]
 
     seeds = range(1000, 1020)
-    busy = [cache.store_future(prompt(4, n), Slow(np.stack(truth(prompt(4, n))), LAYOUT)) for n in seeds]
+    busy = [
+        cache.store_future(
+            prompt(4, n), Slow(np.stack(truth(prompt(4, n))), LAYOUT)
+        )
+        for n in seeds
+    ]
     assert inside.acquire(timeout=60)
-    assert not busy[-1].running() and not busy[-1].done(), "there are more threads than expected"
+    assert not busy[-1].running() and not busy[-1].done(), (
+        "there are more threads than expected"
+    )
     return goes_on
 
 
@@ -260,12 +336,30 @@ def everything(engine: Engine) -> object:
     """Return all state that a refusal must not change."""
     manager = engine.manager
     nodes = {
-        key: (node.block, node.place, node.locks, node.children, node.last_use, node.entry, node.ticket)
+        key: (
+            node.block,
+            node.place,
+            node.locks,
+            node.children,
+            node.last_use,
+            node.entry,
+            node.ticket,
+        )
         for key, node in manager._tree.nodes.items()
     }
-    stats = {name: n for name, n in manager.stats().items() if not name.endswith("seconds")}
+    stats = {
+        name: n
+        for name, n in manager.stats().items()
+        if not name.endswith("seconds")
+    }
     records = {
         name: (list(r.table), r.num_in_tree, set(r.waits), r.last_node)
         for name, r in manager._requests.items()
     }
-    return nodes, stats, records, list(manager._pool._free), sorted(e[:2] for e in manager._tree._heap)
+    return (
+        nodes,
+        stats,
+        records,
+        list(manager._pool._free),
+        sorted(e[:2] for e in manager._tree._heap),
+    )

@@ -1,4 +1,6 @@
-"""The pool: blocks are allocated, freed and allocated again; a wrong free is reported and changes nothing."""
+"""The pool: blocks are allocated, freed and allocated again; a wrong free is reported and changes
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ def test_blocks_are_taken_lowest_first_and_come_back() -> None:
     assert numbers(pool) == (5, 0, 5)
     pool.release([3, 0])
     assert numbers(pool) == (5, 2, 3)
-    assert [pool.is_free(block) for block in range(5)] == [True, False, False, True, False]
+    assert [pool.is_free(block) for block in range(5)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     again = pool.allocate(2)
     assert again is not None
     assert sorted(again) == [0, 3]
@@ -51,7 +59,9 @@ def test_more_than_there_is_takes_nothing_at_all() -> None:
         ([4, -1], r"\[-1\] are not of this pool"),
     ],
 )
-def test_a_wrong_free_is_named_by_id_and_frees_nothing(wrong: list[int], named: str) -> None:
+def test_a_wrong_free_is_named_by_id_and_frees_nothing(
+    wrong: list[int], named: str
+) -> None:
     pool = BlockPool(6)
     taken = pool.allocate(6)
     assert taken is not None
@@ -88,7 +98,12 @@ def test_it_is_resized_as_long_as_what_goes_is_free() -> None:
             BlockPool(size)
 
 
-@given(st.lists(st.one_of(st.integers(0, 5), st.lists(st.integers(-1, 9), max_size=4)), max_size=40))
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 5), st.lists(st.integers(-1, 9), max_size=4)),
+        max_size=40,
+    )
+)
 def test_no_block_is_ever_had_twice(steps: list[int | list[int]]) -> None:
     pool = BlockPool(9)
     ours = set[int]()

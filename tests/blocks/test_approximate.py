@@ -1,4 +1,6 @@
-"""Requests whose KV is approximate after a part that is exact: their blocks have no keys, in no tier."""
+"""Requests whose KV is approximate after a part that is exact: their blocks have no keys, in no
+tier.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ EXACT = 10  # tokens: two whole blocks and a half
 KEPT = EXACT // BLOCK * BLOCK
 
 
-def blend(engine: Engine, name: str, tokens: list[int], exact_tokens: int = EXACT) -> None:
+def blend(
+    engine: Engine, name: str, tokens: list[int], exact_tokens: int = EXACT
+) -> None:
     """Run a request up to its fourth generated token."""
     manager = engine.manager
     manager.add(name, tokens, exact_tokens=exact_tokens)
@@ -33,7 +37,9 @@ def found(engine: Engine, tokens: list[int]) -> tuple[int, int, int]:
     return match
 
 
-def test_blocks_after_the_exact_tokens_are_found_by_no_request(shm_root: Path) -> None:
+def test_blocks_after_the_exact_tokens_are_found_by_no_request(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root) as cache:
         engine = Engine(24, cache)
         tokens = prompt(24)
@@ -54,8 +60,12 @@ def test_blocks_after_the_exact_tokens_are_found_by_no_request(shm_root: Path) -
         assert engine.manager.free == engine.manager.total
 
 
-def test_exact_kv_after_the_exact_tokens_is_not_taken_either(shm_root: Path) -> None:
-    """What follows is computed over approximate KV: the answer must not depend on what is cached."""
+def test_exact_kv_after_the_exact_tokens_is_not_taken_either(
+    shm_root: Path,
+) -> None:
+    """What follows is computed over approximate KV: the answer must not depend on what is
+    cached.
+    """
     with cache_at(shm_root) as cache:
         engine = Engine(24, cache)
         tokens = prompt(24)
@@ -79,7 +89,8 @@ def test_they_have_no_keys_under_new_weights_either() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exact_tokens", "kept"), [(0, 0), (BLOCK - 1, 0), (BLOCK, BLOCK), (100, 24), (None, 24)]
+    ("exact_tokens", "kept"),
+    [(0, 0), (BLOCK - 1, 0), (BLOCK, BLOCK), (100, 24), (None, 24)],
 )
 def test_how_many_tokens_are_exact(exact_tokens: int | None, kept: int) -> None:
     engine = Engine(24)
@@ -92,6 +103,8 @@ def test_how_many_tokens_are_exact(exact_tokens: int | None, kept: int) -> None:
 
 def test_fewer_than_none_is_refused() -> None:
     manager = BlockManager(4, BLOCK)
-    with pytest.raises(ValueError, match="exact_tokens must not be negative, got -1"):
+    with pytest.raises(
+        ValueError, match="exact_tokens must not be negative, got -1"
+    ):
         manager.add("blended", prompt(8), exact_tokens=-1)
     manager.add("blended", prompt(8))

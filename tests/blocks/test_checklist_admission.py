@@ -1,4 +1,6 @@
-"""The checklist of device blocks, line by line (admission, extension, twins, release): each quotes its line."""
+"""The checklist of device blocks, line by line (admission, extension, twins, release): each quotes
+its line.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_not_enough_room_evicts(bare: Engine) -> None:
 
 
 def test_an_eviction_that_needs_copies_is_waited_for(hosted: Engine) -> None:
-    """Decided: eviction that needs copies answers Waiting; the blocks are free when the ticket has ended."""
+    """Decided: eviction that needs copies answers Waiting; the blocks are free when the ticket has
+    ended.
+    """
     hosted.leave("a", prompt(32))
     hosted.add("b", prompt(12, 1))
     waiting = hosted.manager.admit("b")
@@ -47,16 +51,21 @@ def test_an_eviction_that_needs_copies_is_waited_for(hosted: Engine) -> None:
     assert waiting.plan is not None
     assert waiting.plan.direction is Direction.DOWN
     assert waiting.tickets == {waiting.plan.ticket}
-    assert hosted.manager.admit("b") == Waiting(None, waiting.tickets)  # no more is evicted for it
+    # no more is evicted for it
+    assert hosted.manager.admit("b") == Waiting(None, waiting.tickets)
     assert hosted.end(waiting.plan).freed == 3
     admitted = hosted.manager.admit("b")
     assert isinstance(admitted, Admitted)
-    assert sorted(admitted.table) == sorted(copy.block for copy in waiting.plan.copies)
+    assert sorted(admitted.table) == sorted(
+        copy.block for copy in waiting.plan.copies
+    )
 
 
 @pytest.mark.parametrize("evict", [True, False])
 def test_a_clean_refusal_changes_nothing(hosted: Engine, evict: bool) -> None:
-    """Still not -> a clean refusal with nothing changed (no pins, no states, no recency touched)."""
+    """Still not -> a clean refusal with nothing changed (no pins, no states, no recency
+    touched).
+    """
     hosted.leave("old", prompt(8))
     hosted.leave("host", prompt(4, 1))
     hosted.start("runs", prompt(16, 2))
@@ -64,9 +73,12 @@ def test_a_clean_refusal_changes_nothing(hosted: Engine, evict: bool) -> None:
     hosted.add("b", prompt(8) + prompt(17, 3))
     before = everything(hosted)
     answer = hosted.manager.admit("b", evict=evict)
-    assert answer == NoRoom(5, 2 if evict else 1)  # its own path does not count as available
+    # its own path does not count as available
+    assert answer == NoRoom(5, 2 if evict else 1)
     assert everything(hosted) == before
-    assert hosted.manager.extend("runs", 99, evict=evict) == NoRoom(21, 4 if evict else 1)
+    assert hosted.manager.extend("runs", 99, evict=evict) == NoRoom(
+        21, 4 if evict else 1
+    )
     assert everything(hosted) == before
     hosted.end(down)
     hosted.manager.release("runs")
@@ -98,7 +110,9 @@ def test_extend_gives_room_for_more_tokens(bare: Engine) -> None:
 
 
 def test_extend_makes_room_as_admit_does(hosted: Engine) -> None:
-    """Extend: not enough free blocks -> evict, with copies that take time; the request continues with what it has."""
+    """Extend: not enough free blocks -> evict, with copies that take time; the request continues
+    with what it has.
+    """
     hosted.leave("old", prompt(28))
     hosted.start("a", prompt(4, 1))
     table = hosted.manager.table("a")
@@ -116,7 +130,9 @@ def test_extend_makes_room_as_admit_does(hosted: Engine) -> None:
 
 
 @pytest.mark.parametrize(("keep", "hit"), [(True, 12), (False, 4)])
-def test_output_blocks_enter_at_the_end_if_they_are_to_be_kept(bare: Engine, keep: bool, hit: int) -> None:
+def test_output_blocks_enter_at_the_end_if_they_are_to_be_kept(
+    bare: Engine, keep: bool, hit: int
+) -> None:
     """Finish: output blocks enter too (option)."""
     bare.start("a", prompt(6))
     bare.append("a", prompt(7, 1))
@@ -139,7 +155,8 @@ def test_a_twin_that_is_there_gives_our_block_back(bare: Engine) -> None:
     assert not set(bare.manager.table("a")) & set(bare.manager.table("b"))
     assert (bare.stat("cached"), bare.stat("in_use")) == (2, 4)
     bare.finish("b")
-    assert bare.manager.free == 8 - 3  # all blocks are separate: the tree has those of "a"
+    # all blocks are separate: the tree has those of "a"
+    assert bare.manager.free == 8 - 3
     bare.finish("a")
     assert (bare.manager.free, bare.stat("evictable")) == (6, 2)
     assert bare.start("c", prompt(9)).computed_tokens == 8
@@ -155,7 +172,11 @@ def test_a_twin_that_is_coming_is_not_waited_for(hosted: Engine) -> None:
     up = hosted.admit("b").plan
     assert up is not None
     hosted.compute("a", 8)
-    assert (hosted.stat("in_use"), hosted.stat("in_flight"), hosted.stat("cached")) == (4, 2, 0)
+    assert (
+        hosted.stat("in_use"),
+        hosted.stat("in_flight"),
+        hosted.stat("cached"),
+    ) == (4, 2, 0)
     hosted.end(up)
     hosted.compute("a")
     assert (hosted.stat("in_use"), hosted.stat("cached")) == (4, 2)
@@ -165,11 +186,14 @@ def test_a_twin_that_is_coming_is_not_waited_for(hosted: Engine) -> None:
 
 
 def test_a_twin_that_leaves_without_its_parent_is_none(hosted: Engine) -> None:
-    """A twin is moved to the host and cannot be used: our block takes its place in the tree, its move continues."""
+    """A twin is moved to the host and cannot be used: our block takes its place in the tree, its
+    move continues.
+    """
     assert hosted.cache is not None
     hosted.leave("a", prompt(8))
     stored(hosted.cache, prompt(4))
-    down = hosted.manager.demote(2)  # the first is on the host and is dropped at once; the second is copied
+    # the first is on the host and is dropped at once; the second is copied
+    down = hosted.manager.demote(2)
     assert down is not None
     assert len(down.copies) == 1
     assert hosted.places(prompt(8)) == ["host", "to_host"]
@@ -185,7 +209,9 @@ def test_a_twin_that_leaves_without_its_parent_is_none(hosted: Engine) -> None:
 
 
 def test_a_host_twin_adopts_our_device_block(hosted: Engine) -> None:
-    """A host twin adopts our device block: it is found on the device, and its eviction to the host needs no copy."""
+    """A host twin adopts our device block: it is found on the device, and its eviction to the host
+    needs no copy.
+    """
     assert hosted.cache is not None
     hosted.add("a", prompt(9))
     hosted.admit("a")
@@ -242,7 +268,9 @@ def test_what_is_pinned_on_its_way_to_host_stays(hosted: Engine) -> None:
 
 
 def test_what_is_coming_cannot_be_pinned_yet(hosted: Engine) -> None:
-    """...and a pin is for what is on the device: a leaving block is called back, a coming one is not counted."""
+    """...and a pin is for what is on the device: a leaving block is called back, a coming one is
+    not counted.
+    """
     hosted.leave("a", prompt(12))
     hosted.demoted(1)
     down = hosted.manager.demote(1)
@@ -256,6 +284,7 @@ def test_what_is_coming_cannot_be_pinned_yet(hosted: Engine) -> None:
     hosted.manager.release("b")
     hosted.manager.demote(8)
     assert hosted.places(prompt(12)) == ["device"] * 3
-    assert [hosted.manager.unpin(prompt(12)) for _ in range(2)] == [12, 8]  # the longest first
+    # the longest first
+    assert [hosted.manager.unpin(prompt(12)) for _ in range(2)] == [12, 8]
     hosted.manager.check()
     assert hosted.stat("evictable") == 3

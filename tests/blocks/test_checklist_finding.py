@@ -1,4 +1,6 @@
-"""The checklist of device blocks, line by line (pools, the tree, places, hits, matches): each quotes its line."""
+"""The checklist of device blocks, line by line (pools, the tree, places, hits, matches): each
+quotes its line.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,19 @@ CAT = blake3(b"cat").digest()
 DOG = blake3(b"dog").digest()
 
 
-def test_fixed_pools_with_gauges_for_total_free_and_usable(hosted: Engine) -> None:
-    """Fixed pools of device blocks and host slots; allocate, recycle; gauges for total/free/usable."""
+def test_fixed_pools_with_gauges_for_total_free_and_usable(
+    hosted: Engine,
+) -> None:
+    """Fixed pools of device blocks and host slots; allocate, recycle; gauges for
+    total/free/usable.
+    """
     stats = hosted.manager.stats
     assert (hosted.manager.total, hosted.manager.free) == (8, 8)
     hosted.start("a", prompt(14))
-    assert {name: stats()[name] for name in ("total", "free", "cached", "in_use", "evictable")} == {
+    assert {
+        name: stats()[name]
+        for name in ("total", "free", "cached", "in_use", "evictable")
+    } == {
         "total": 8,
         "free": 4,
         "cached": 3,
@@ -42,7 +51,12 @@ def test_fixed_pools_with_gauges_for_total_free_and_usable(hosted: Engine) -> No
     assert hosted.cache.slots.count == 64
     hosted.demoted(3)
     gauges = admin.gauges(ledger_of(hosted.cache))
-    assert (hosted.manager.free, gauges["ready"], gauges["free"], gauges["slots"]) == (8, 3, 61, 64)
+    assert (
+        hosted.manager.free,
+        gauges["ready"],
+        gauges["free"],
+        gauges["slots"],
+    ) == (8, 3, 61, 64)
 
 
 def test_a_prefix_tree_by_chained_hash(bare: Engine) -> None:
@@ -53,13 +67,18 @@ def test_a_prefix_tree_by_chained_hash(bare: Engine) -> None:
     same = bare.start("b", head + prompt(4, 2))
     assert (same.shared, same.computed_tokens) == (2, 8)
     assert same.table[:2] == bare.manager.table("a")[:2]
-    bare.add("c", prompt(8, 3) + tail)  # the same third block after another prefix
+    # the same third block after another prefix
+    bare.add("c", prompt(8, 3) + tail)
     assert bare.manager.match("c").num_tokens == 0
 
 
 @pytest.mark.parametrize(("digest", "tokens"), [(CAT, 8), (DOG, 0)])
-def test_multimodal_digests_are_part_of_the_hash(bare: Engine, digest: bytes, tokens: int) -> None:
-    """...(with multimodal digests): the same placeholder tokens under another image are another prefix."""
+def test_multimodal_digests_are_part_of_the_hash(
+    bare: Engine, digest: bytes, tokens: int
+) -> None:
+    """...(with multimodal digests): the same placeholder tokens under another image are another
+    prefix.
+    """
     bare.start("a", prompt(9), items=[Item(1, 3, CAT)])
     bare.add("b", prompt(9), items=[Item(1, 3, digest)])
     assert bare.manager.match("b").device_tokens == tokens
@@ -71,11 +90,14 @@ def test_only_whole_blocks(bare: Engine) -> None:
     bare.add("b", prompt(11)[:7] + prompt(8, 1))
     assert bare.manager.match("b").device_tokens == 4
     bare.add("c", prompt(11) + prompt(1, 1))
-    assert bare.manager.match("c").device_tokens == 8  # the third block of "a" has three tokens only
+    # the third block of "a" has three tokens only
+    assert bare.manager.match("c").device_tokens == 8
 
 
 @pytest.mark.parametrize(("tokens", "hit"), [(8, 4), (9, 8), (4, 0), (1, 0)])
-def test_the_last_token_is_always_left_to_compute(bare: Engine, tokens: int, hit: int) -> None:
+def test_the_last_token_is_always_left_to_compute(
+    bare: Engine, tokens: int, hit: int
+) -> None:
     """The last token is always left to compute."""
     bare.leave("a", prompt(12))
     bare.add("b", prompt(12)[:tokens])
@@ -84,7 +106,9 @@ def test_the_last_token_is_always_left_to_compute(bare: Engine, tokens: int, hit
 
 
 def test_where_a_block_is(shm_root: Path, tmp_path: Path) -> None:
-    """Where a block is: device, going to host, host, coming to device, loading from storage, a real FREED state."""
+    """Where a block is: device, going to host, host, coming to device, loading from storage, a real
+    FREED state.
+    """
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(8, cache, write_back=False)
         tokens = prompt(5)
@@ -118,7 +142,9 @@ def test_where_a_block_is(shm_root: Path, tmp_path: Path) -> None:
         assert engine.places(tokens) == ["freed"]
 
 
-def test_a_hit_on_a_block_on_its_way_to_host_cancels_the_move(hosted: Engine) -> None:
+def test_a_hit_on_a_block_on_its_way_to_host_cancels_the_move(
+    hosted: Engine,
+) -> None:
     """A hit on a block that is on its way to host cancels the move."""
     hosted.leave("a", prompt(8))
     down = hosted.manager.demote(2)
@@ -126,14 +152,24 @@ def test_a_hit_on_a_block_on_its_way_to_host_cancels_the_move(hosted: Engine) ->
     assert len(down.copies) == 2
     hosted.add("b", prompt(8))
     admitted = hosted.admit("b")
-    assert (admitted.by_tier, admitted.plan, admitted.waits) == ({"device": 4}, None, frozenset())
-    assert hosted.places(prompt(8)) == ["device", "to_host"]  # the second was not hit: its last token is left
+    assert (admitted.by_tier, admitted.plan, admitted.waits) == (
+        {"device": 4},
+        None,
+        frozenset(),
+    )
+    # the second was not hit: its last token is left
+    assert hosted.places(prompt(8)) == ["device", "to_host"]
     hosted.is_right("b", 4)
     settled = hosted.end(down)
-    assert (settled.freed, hosted.stat("cancelled_moves"), hosted.stat("demoted_blocks")) == (1, 1, 1)
+    assert (
+        settled.freed,
+        hosted.stat("cancelled_moves"),
+        hosted.stat("demoted_blocks"),
+    ) == (1, 1, 1)
     assert hosted.places(prompt(8)) == ["device", "host"]
     assert hosted.cache is not None
-    assert admin.gauges(ledger_of(hosted.cache))["reserved"] == 0  # the slot of the move that was called off
+    # the slot of the move that was called off
+    assert admin.gauges(ledger_of(hosted.cache))["reserved"] == 0
 
 
 def test_a_hit_on_a_host_block_brings_it_back(hosted: Engine) -> None:
@@ -146,7 +182,11 @@ def test_a_hit_on_a_host_block_brings_it_back(hosted: Engine) -> None:
     assert admitted.plan is not None
     assert admitted.plan.direction is Direction.UP
     assert [copy.block for copy in admitted.plan.copies] == admitted.table[:3]
-    assert (admitted.by_tier, admitted.computed_tokens, admitted.shared) == ({"host": 12}, 12, 3)
+    assert (admitted.by_tier, admitted.computed_tokens, admitted.shared) == (
+        {"host": 12},
+        12,
+        3,
+    )
     assert admitted.waits == {admitted.plan.ticket}
     with pytest.raises(ValueError, match="waits for tickets"):
         hosted.manager.computed("b", 13)
@@ -173,8 +213,12 @@ def test_a_second_request_waits_for_the_same_move(hosted: Engine) -> None:
     assert hosted.stat("promoted_blocks") == 2
 
 
-def test_match_reports_device_host_and_storage_separately_in_tokens(shm_root: Path, tmp_path: Path) -> None:
-    """Match: device hits, host hits, storage hits reported separately in tokens; the plan says which copies."""
+def test_match_reports_device_host_and_storage_separately_in_tokens(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """Match: device hits, host hits, storage hits reported separately in tokens; the plan says
+    which copies.
+    """
     tokens = prompt(40)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens[:32])
@@ -188,7 +232,8 @@ def test_match_reports_device_host_and_storage_separately_in_tokens(shm_root: Pa
         admitted = engine.admit("b")
         assert admitted.plan is not None
         assert len(admitted.plan.copies) == 3
-        assert admitted.by_tier == {"device": 8, "host": 12}  # storage was not fetched
+        # storage was not fetched
+        assert admitted.by_tier == {"device": 8, "host": 12}
 
 
 def test_a_preempted_request_finds_its_own_work(hosted: Engine) -> None:
@@ -206,7 +251,9 @@ def test_a_preempted_request_finds_its_own_work(hosted: Engine) -> None:
 
 
 def test_match_pins_nothing(hosted: Engine) -> None:
-    """Decided otherwise: match pins nothing, so requests that queue cannot lock each other out; admit pins."""
+    """Decided otherwise: match pins nothing, so requests that queue cannot lock each other out;
+    admit pins.
+    """
     hosted.leave("a", prompt(32))
     for i in range(3):
         hosted.add(f"wait {i}", prompt(32) + prompt(4, i))

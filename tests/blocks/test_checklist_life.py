@@ -1,4 +1,6 @@
-"""The checklist of device blocks, line by line (reset, metrics, space, discard, pauses): each test quotes its line."""
+"""The checklist of device blocks, line by line (reset, metrics, space, discard, pauses): each test
+quotes its line.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,13 @@ def test_reset_drains_moves_in_flight(hosted: Engine) -> None:
     down, up = in_all_states(hosted)
     hosted.manager.reset()
     hosted.manager.check()
-    assert (hosted.manager.in_flight, hosted.stat("in_flight"), hosted.stat("pinned")) == (2, 2, 0)
-    assert hosted.manager.free == 6  # those of the copies UP are written to until their ticket has ended
+    assert (
+        hosted.manager.in_flight,
+        hosted.stat("in_flight"),
+        hosted.stat("pinned"),
+    ) == (2, 2, 0)
+    # those of the copies UP are written to until their ticket has ended
+    assert hosted.manager.free == 6
     hosted.start("new", prompt(16, 5))
     assert hosted.end(down) == (True, True, (), {}, (), 0)
     assert hosted.end(up) == (True, True, (), {}, (), 2)
@@ -44,7 +51,8 @@ def test_reset_drains_moves_in_flight(hosted: Engine) -> None:
     hosted.manager.release("new")
     hosted.manager.reset()
     assert hosted.manager.free == 8
-    assert hosted.places(prompt(4, 2)) == ["freed"]  # blocks that were being copied down are not stored
+    # blocks that were being copied down are not stored
+    assert hosted.places(prompt(4, 2)) == ["freed"]
 
 
 def in_all_states(engine: Engine) -> tuple[Plan, Plan]:
@@ -82,7 +90,9 @@ def test_reset_abandons_moves_in_flight(hosted: Engine) -> None:
 
 
 def test_weights_updated_invalidates_everything_cached(housed: Engine) -> None:
-    """ "Weights updated" invalidates everything cached, in every tier; what runs keeps its blocks and is not cached."""
+    """ "Weights updated" invalidates everything cached, in every tier; what runs keeps its blocks
+    and is not cached.
+    """
     housed.leave("old", prompt(16))
     housed.demoted(2)
     housed.start("runs", prompt(9, 1))
@@ -94,14 +104,19 @@ def test_weights_updated_invalidates_everything_cached(housed: Engine) -> None:
     assert housed.manager.weights_changed() == ("comes",)
     housed.manager.check()
     housed.end(up)
-    assert housed.manager.match("waits") == housed.manager.match("comes") == PrefixMatch(0, 0, 0)
+    assert (
+        housed.manager.match("waits")
+        == housed.manager.match("comes")
+        == PrefixMatch(0, 0, 0)
+    )
     assert housed.manager.table("runs") == table
     housed.compute("runs")
     assert housed.manager.finish("runs") is None  # its KV is of the old weights
     housed.manager.check()
     housed.add("again", prompt(9, 1))
     assert housed.manager.match("again") == PrefixMatch(0, 0, 0)
-    assert housed.resume("comes").computed_tokens == 0  # and from now on it is cached again
+    # and from now on it is cached again
+    assert housed.resume("comes").computed_tokens == 0
     assert housed.manager.match("waits").device_tokens == 12
 
 
@@ -112,11 +127,16 @@ def test_metrics(housed: Engine) -> None:
     housed.leave("b", prompt(17))
     housed.leave("c", prompt(5, 1))
     stats = housed.manager.stats()
-    names = "requests hit_requests asked_tokens hit_tokens_device hit_tokens_host hit_tokens_storage"
+    names = (
+        "requests hit_requests asked_tokens hit_tokens_device hit_tokens_host "
+        "hit_tokens_storage"
+    )
     assert [stats[name] for name in names.split()] == [3, 1, 38, 8, 8, 0]
     moved = "evicted_blocks demoted_blocks promoted_blocks dropped_blocks cancelled_moves"
     assert [stats[name] for name in moved.split()] == [2, 5, 2, 0, 0]
-    assert all(stats[f"{name}_seconds"] >= 0 for name in ("match", "host", "fetch"))
+    assert all(
+        stats[f"{name}_seconds"] >= 0 for name in ("match", "host", "fetch")
+    )
     assert stats["match_seconds"] > 0
     assert stats["host_seconds"] > 0
     last, *_ = ledger_of(housed.cache).requests.newest()
@@ -125,16 +145,26 @@ def test_metrics(housed: Engine) -> None:
 
 
 def test_blocks_outside_the_tree_return_on_release(bare: Engine) -> None:
-    """A short request, the unfilled last block and the decode reserve own blocks outside the tree; all return."""
+    """A short request, the unfilled last block and the decode reserve own blocks outside the tree;
+    all return.
+    """
     bare.start("short", prompt(3))
     bare.add("long", prompt(6, 1))
     bare.admit("long", reserve_tokens=9)
     bare.compute("long")
-    assert (bare.stat("in_use"), bare.stat("cached"), bare.manager.free) == (4, 1, 3)
+    assert (bare.stat("in_use"), bare.stat("cached"), bare.manager.free) == (
+        4,
+        1,
+        3,
+    )
     bare.manager.release("short")
     bare.manager.release("long")
     bare.manager.check()
-    assert (bare.stat("in_use"), bare.stat("cached"), bare.manager.free) == (0, 1, 7)
+    assert (bare.stat("in_use"), bare.stat("cached"), bare.manager.free) == (
+        0,
+        1,
+        7,
+    )
 
 
 def test_release_twice_or_of_an_unknown_request(bare: Engine) -> None:
@@ -167,7 +197,11 @@ def test_release_twice_or_of_an_unknown_request(bare: Engine) -> None:
             call()
         assert everything(bare) == before
     bare.admit("b")
-    again: list[Callable[[str], object]] = [manager.admit, manager.match, manager.prefetch]
+    again: list[Callable[[str], object]] = [
+        manager.admit,
+        manager.match,
+        manager.prefetch,
+    ]
     for other in again:
         with pytest.raises(ValueError, match="admitted already"):
             other("b")
@@ -179,7 +213,14 @@ def test_is_there_room_with_or_without_evicting(hosted: Engine) -> None:
     hosted.start("b", prompt(12, 1))
     before = everything(hosted)
     assert [n for n in range(10) if hosted.manager.has_room(n)] == [0, 1, 2, 3]
-    assert [n for n in range(10) if hosted.manager.has_room(n, evict=True)] == [0, 1, 2, 3, 4, 5]
+    assert [n for n in range(10) if hosted.manager.has_room(n, evict=True)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert everything(hosted) == before
 
 
@@ -203,15 +244,23 @@ def test_with_prefix_caching_off_it_is_a_plain_pool(shm_root: Path) -> None:
         assert engine.manager.match("c") == PrefixMatch(0, 0, 0)
         assert engine.manager.prefetch("c") is None
         assert engine.admit("c").shared == 0
-        assert (engine.stat("in_use"), engine.stat("cached"), engine.manager.pin(prompt(13))) == (8, 0, 0)
+        assert (
+            engine.stat("in_use"),
+            engine.stat("cached"),
+            engine.manager.pin(prompt(13)),
+        ) == (8, 0, 0)
         engine.add("d", prompt(1))
         assert engine.manager.admit("d") == NoRoom(1, 0)
         engine.manager.preempt("b")
         assert engine.resume("b").computed_tokens == 0
 
 
-def test_discard_takes_the_own_blocks_of_an_aborted_request_at_once(hosted: Engine) -> None:
-    """Discard: own blocks are freed at once, without demotion, up to the first one that another request uses."""
+def test_discard_takes_the_own_blocks_of_an_aborted_request_at_once(
+    hosted: Engine,
+) -> None:
+    """Discard: own blocks are freed at once, without demotion, up to the first one that another
+    request uses.
+    """
     hosted.leave("before", prompt(4))
     hosted.start("a", prompt(16))  # shares the first block, made the others
     hosted.start("b", prompt(8) + prompt(5, 1))  # uses the second
@@ -221,11 +270,14 @@ def test_discard_takes_the_own_blocks_of_an_aborted_request_at_once(hosted: Engi
     assert (hosted.manager.in_flight, hosted.stat("demoted_blocks")) == (0, 0)
     hosted.is_right("b")
     hosted.manager.release("b")
-    assert hosted.places(prompt(8) + prompt(5, 1)) == ["device"] * 3  # without `discard` it stays
+    # without `discard` it stays
+    assert hosted.places(prompt(8) + prompt(5, 1)) == ["device"] * 3
 
 
 def test_discard_of_a_request_that_waits_for_copies(hosted: Engine) -> None:
-    """...blocks that others have computed and that are only released by it stay cached, as usual."""
+    """...blocks that others have computed and that are only released by it stay cached, as
+    usual.
+    """
     hosted.leave("a", prompt(8))
     hosted.demoted(2)
     hosted.add("b", prompt(9))
@@ -239,7 +291,9 @@ def test_discard_of_a_request_that_waits_for_copies(hosted: Engine) -> None:
 
 
 def test_moves_can_be_paused_and_drained(hosted: Engine) -> None:
-    """Moves can be paused and drained, with the number in flight readable (sleep, weight update)."""
+    """Moves can be paused and drained, with the number in flight readable (sleep, weight
+    update).
+    """
     hosted.leave("a", prompt(8))
     hosted.leave("b", prompt(8, 1))
     down = hosted.manager.demote(2)
@@ -261,7 +315,9 @@ def test_moves_can_be_paused_and_drained(hosted: Engine) -> None:
     assert hosted.manager.match("d") == PrefixMatch(0, 8, 0)
 
 
-def test_a_match_while_moves_are_paused_asks_no_storage(shm_root: Path, tmp_path: Path) -> None:
+def test_a_match_while_moves_are_paused_asks_no_storage(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(32))
     with cache_at(shm_root / "wiped", tmp_path) as cache:
@@ -274,19 +330,25 @@ def test_a_match_while_moves_are_paused_asks_no_storage(shm_root: Path, tmp_path
 
 
 def test_clearing_has_a_visible_state(hosted: Engine) -> None:
-    """Clearing has a visible state: blocks of old copies are counted as in flight until the last ticket ended."""
+    """Clearing has a visible state: blocks of old copies are counted as in flight until the last
+    ticket ended.
+    """
     down, up = in_all_states(hosted)
     hosted.manager.reset()
     assert (hosted.manager.in_flight, hosted.stat("in_flight")) == (2, 2)
     hosted.add("big", prompt(32, 7))
-    assert hosted.manager.admit("big") == Waiting(None, frozenset({down.ticket, up.ticket}))
+    assert hosted.manager.admit("big") == Waiting(
+        None, frozenset({down.ticket, up.ticket})
+    )
     hosted.end(up)
     assert hosted.manager.in_flight == 1
     assert len(hosted.admit("big").table) == 8
 
 
 def test_cache_clear_gives_the_host_chunks_up(hosted: Engine) -> None:
-    """Decided otherwise: reset keeps what the host has (it is all processes'); Cache.clear frees the chunks."""
+    """Decided otherwise: reset keeps what the host has (it is all processes'); Cache.clear frees
+    the chunks.
+    """
     hosted.leave("a", prompt(16))
     hosted.demoted(4)
     hosted.manager.reset()
@@ -298,7 +360,9 @@ def test_cache_clear_gives_the_host_chunks_up(hosted: Engine) -> None:
 
 
 def test_a_rank_that_dies_is_noticed(shm_root: Path) -> None:
-    """Decided otherwise: the manager has no transfer processes; `lost(rank)` fails what waits for a rank."""
+    """Decided otherwise: the manager has no transfer processes; `lost(rank)` fails what waits for a
+    rank.
+    """
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache, ranks=2, write_back=False)
         engine.leave("a", prompt(8))
@@ -313,9 +377,14 @@ def test_a_rank_that_dies_is_noticed(shm_root: Path) -> None:
         assert engine.places(prompt(8)) == ["freed"] * 2
 
 
-def test_replicas_share_host_and_disk_but_never_device_ids(shm_root: Path, tmp_path: Path) -> None:
+def test_replicas_share_host_and_disk_but_never_device_ids(
+    shm_root: Path, tmp_path: Path
+) -> None:
     """Data-parallel replicas share host and disk but never device ids."""
-    with cache_at(shm_root, tmp_path) as ours, cache_at(shm_root, tmp_path) as theirs:
+    with (
+        cache_at(shm_root, tmp_path) as ours,
+        cache_at(shm_root, tmp_path) as theirs,
+    ):
         one = Engine(8, ours)
         two = Engine(4, theirs)
         one.leave("a", prompt(8))
@@ -329,9 +398,15 @@ def test_replicas_share_host_and_disk_but_never_device_ids(shm_root: Path, tmp_p
 
 
 def test_draft_layers_are_part_of_the_layout(shm_root: Path) -> None:
-    """Draft-model (speculative) layers are part of the layout: with and without them, nothing is shared."""
-    plain = KVLayout.dense(layers=3, kv_heads=1, head_dim=4, dtype="float16", chunk_tokens=BLOCK)
-    draft = KVLayout.dense(layers=4, kv_heads=1, head_dim=4, dtype="float16", chunk_tokens=BLOCK)
+    """Draft-model (speculative) layers are part of the layout: with and without them, nothing is
+    shared.
+    """
+    plain = KVLayout.dense(
+        layers=3, kv_heads=1, head_dim=4, dtype="float16", chunk_tokens=BLOCK
+    )
+    draft = KVLayout.dense(
+        layers=4, kv_heads=1, head_dim=4, dtype="float16", chunk_tokens=BLOCK
+    )
     assert draft.chunk_bytes - plain.chunk_bytes == plain.chunk_bytes // 3
     with cache_at(shm_root) as one:
         options = one.config
@@ -345,13 +420,19 @@ def test_draft_layers_are_part_of_the_layout(shm_root: Path) -> None:
 
 
 def test_a_storage_tier_is_given_keys_and_no_token_ids(housed: Engine) -> None:
-    """Decided otherwise: a storage tier is not given token ids (they are the user's text); keys name them."""
+    """Decided otherwise: a storage tier is not given token ids (they are the user's text); keys
+    name them.
+    """
     tokens = [1_000_003 + n for n in range(16)]
     housed.leave("a", tokens)
     assert housed.cache is not None
     assert housed.cache.flush(60)
     [key, *_] = housed.keys(tokens)
-    directories = [tier.ledger.directory for tier in housed.cache._tiers.all if tier.contains(key)]  # type: ignore[attr-defined]
+    directories = [
+        tier.ledger.directory
+        for tier in housed.cache._tiers.all
+        if tier.contains(key)
+    ]  # type: ignore[attr-defined]
     assert len(directories) == 2
     for directory in directories:
         stored = b"".join(path.read_bytes() for path in directory.iterdir())

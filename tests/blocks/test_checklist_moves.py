@@ -1,4 +1,6 @@
-"""The checklist of device blocks, line by line (eviction, storage, ranks, the decoder, items): each quotes its line."""
+"""The checklist of device blocks, line by line (eviction, storage, ranks, the decoder, items): each
+quotes its line.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ CAT = blake3(b"cat").digest()
 DOG = blake3(b"dog").digest()
 
 
-def test_leaves_go_first_by_recency_and_parents_when_no_child_is_left(bare: Engine) -> None:
-    """Evict leaf-first by recency; a parent becomes a candidate when it has no child in that tier."""
+def test_leaves_go_first_by_recency_and_parents_when_no_child_is_left(
+    bare: Engine,
+) -> None:
+    """Evict leaf-first by recency; a parent becomes a candidate when it has no child in that
+    tier.
+    """
     bare.leave("a", prompt(8) + prompt(4, 1))
     bare.leave("b", prompt(8) + prompt(4, 2))
     bare.leave("c", prompt(8, 3))
@@ -48,15 +54,20 @@ def test_leaves_go_first_by_recency_and_parents_when_no_child_is_left(bare: Engi
     assert bare.manager.free == 8
 
 
-def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) -> None:
-    """Demote to the host if it has space (or can make it), else drop; partial demotion is allowed."""
+def test_demote_if_the_host_has_room_or_can_make_it_else_drop(
+    shm_root: Path,
+) -> None:
+    """Demote to the host if it has space (or can make it), else drop; partial demotion is
+    allowed.
+    """
     clock = FakeClock()
     with cache_at(shm_root, slots=16, clock=clock) as cache:
         engine = Engine(16, cache, write_back=False)
         engine.leave("a", prompt(16))
         assert engine.demoted(4) == 16
         assert engine.places(prompt(16)) == ["host"] * 4
-        for seed in range(1, 5):  # 16 blocks more: the host drops its oldest chunks for them
+        # 16 blocks more: the host drops its oldest chunks for them
+        for seed in range(1, 5):
             clock.advance(100)
             engine.leave(f"{seed}", prompt(16, seed))
             engine.demoted(4)
@@ -66,9 +77,13 @@ def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) ->
         held = []
         for seed in range(1, 5):  # now nothing there may go
             match = ledger_of(cache).match_prefix(engine.keys(prompt(16, seed)))
-            assert ledger_of(cache).hold(match.slots, match.generations) == [True] * 4
+            assert (
+                ledger_of(cache).hold(match.slots, match.generations)
+                == [True] * 4
+            )
             held.append(match)
-        ledger_of(cache).release(held[0].slots[2:], held[0].generations[2:])  # but for two of them
+        # but for two of them
+        ledger_of(cache).release(held[0].slots[2:], held[0].generations[2:])
         clock.advance(100)
         engine.leave("z", prompt(16, 9))
         plan = engine.manager.demote(4)
@@ -77,7 +92,8 @@ def test_demote_if_the_host_has_room_or_can_make_it_else_drop(shm_root: Path) ->
         assert engine.manager.free == 14
         assert engine.stat("dropped_blocks") == 2
         engine.end(plan)
-        assert engine.places(prompt(16, 9)) == ["host", "host", "freed", "freed"]  # the head is kept
+        # the head is kept
+        assert engine.places(prompt(16, 9)) == ["host", "host", "freed", "freed"]
 
 
 def test_the_host_evicts_to_storage(shm_root: Path, tmp_path: Path) -> None:
@@ -130,8 +146,12 @@ def test_write_back_at_finish_copies_what_is_missing_only(housed: Engine) -> Non
     assert housed.manager.free == 16
 
 
-def test_prefetch_brings_the_leading_run_and_takes_no_blocks(shm_root: Path, tmp_path: Path) -> None:
-    """Prefetch at match (leading run; blocks are taken only after the hit length is known; the tail is given back)."""
+def test_prefetch_brings_the_leading_run_and_takes_no_blocks(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """Prefetch at match (leading run; blocks are taken only after the hit length is known; the tail
+    is given back).
+    """
     tokens = prompt(40)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens[:32])
@@ -157,15 +177,23 @@ def test_prefetch_brings_the_leading_run_and_takes_no_blocks(shm_root: Path, tmp
         assert engine.stat("fetch_seconds") > 0
 
 
-def test_what_did_not_come_up_gives_its_blocks_to_the_request(hosted: Engine) -> None:
-    """...the unread tail is given back: what the copies did not bring is computed in the same blocks."""
+def test_what_did_not_come_up_gives_its_blocks_to_the_request(
+    hosted: Engine,
+) -> None:
+    """...the unread tail is given back: what the copies did not bring is computed in the same
+    blocks.
+    """
     hosted.leave("a", prompt(16))
     hosted.demoted(4)
     hosted.kv[:] = 0
     hosted.add("b", prompt(17))
     admitted = hosted.admit("b")
     settled = hosted.end(admitted.plan, blocks=1)
-    assert (settled.shortened, settled.ready, settled.again) == ({"b": 4}, ("b",), ())
+    assert (settled.shortened, settled.ready, settled.again) == (
+        {"b": 4},
+        ("b",),
+        (),
+    )
     assert hosted.manager.table("b") == admitted.table
     assert hosted.places(prompt(16)) == ["device", "host", "host", "host"]
     hosted.compute("b")
@@ -173,7 +201,9 @@ def test_what_did_not_come_up_gives_its_blocks_to_the_request(hosted: Engine) ->
 
 
 def test_lengths_agree_by_minimum_over_ranks(shm_root: Path) -> None:
-    """Several ranks: lengths agree by minimum; a write is done when all ranks acknowledged; an error is shorter."""
+    """Several ranks: lengths agree by minimum; a write is done when all ranks acknowledged; an
+    error is shorter.
+    """
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache, ranks=2, write_back=False)
         engine.leave("a", prompt(16))
@@ -181,7 +211,8 @@ def test_lengths_agree_by_minimum_over_ranks(shm_root: Path) -> None:
         assert plan is not None
         engine.copy(plan)
         assert not engine.manager.completed(plan.ticket, rank=1).ended
-        assert cache.lookup(prompt(16)).num_tokens == 0  # not before both have reported
+        # not before both have reported
+        assert cache.lookup(prompt(16)).num_tokens == 0
         assert engine.manager.completed(plan.ticket, rank=0, blocks=3).ended
         assert retrieved(cache, prompt(16)) == (12, True)
         engine.add("b", prompt(16))
@@ -196,7 +227,9 @@ def test_lengths_agree_by_minimum_over_ranks(shm_root: Path) -> None:
 
 
 def test_a_decoder_writes_back_by_keys_from_tokens_alone(shm_root: Path) -> None:
-    """Producer/decoder split: the decoder writes back by keys from tokens alone (no tree), the producer's keys."""
+    """Producer/decoder split: the decoder writes back by keys from tokens alone (no tree), the
+    producer's keys.
+    """
     with cache_at(shm_root) as ours, cache_at(shm_root) as theirs:
         producer = Engine(8, ours)
         decoder = Engine(8, theirs)
@@ -206,14 +239,18 @@ def test_a_decoder_writes_back_by_keys_from_tokens_alone(shm_root: Path) -> None
         producer.finish("a")
         for i, block in enumerate(truth(tokens, image, salt="bob")):
             decoder.kv[i + 3] = block
-        plan = decoder.manager.write_back(tokens, [3, 4, 5, 6], items=image, salt="bob")
+        plan = decoder.manager.write_back(
+            tokens, [3, 4, 5, 6], items=image, salt="bob"
+        )
         # the producer's are there
         assert plan is not None
         assert [copy.block for copy in plan.copies] == [5, 6]
         assert (decoder.manager.free, decoder.stat("cached")) == (8, 0)
         decoder.end(plan)
         producer.manager.reset()
-        assert producer.start("b", tokens, items=image, salt="bob").by_tier == {"host": 16}
+        assert producer.start("b", tokens, items=image, salt="bob").by_tier == {
+            "host": 16
+        }
 
 
 def test_keys_and_blocks_of_unequal_number_are_refused(hosted: Engine) -> None:
@@ -225,7 +262,15 @@ def test_keys_and_blocks_of_unequal_number_are_refused(hosted: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("item", "hit"), [((6, 10), 4), ((4, 9), 4), ((1, 9), 0), ((6, 8), 8), ((8, 10), 8), ((6, 99), 4)]
+    ("item", "hit"),
+    [
+        ((6, 10), 4),
+        ((4, 9), 4),
+        ((1, 9), 0),
+        ((6, 8), 8),
+        ((8, 10), 8),
+        ((6, 99), 4),
+    ],
 )
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_a_match_boundary_inside_an_item_moves_before_it(
@@ -237,7 +282,9 @@ def test_a_match_boundary_inside_an_item_moves_before_it(
     if place == "host":
         hosted.demoted(2)
     hosted.add("b", prompt(12), items=items)
-    wanted = PrefixMatch(hit, 0, 0) if place == "device" else PrefixMatch(0, hit, 0)
+    wanted = (
+        PrefixMatch(hit, 0, 0) if place == "device" else PrefixMatch(0, hit, 0)
+    )
     assert hosted.manager.match("b") == wanted
     admitted = hosted.admit("b")
     assert (admitted.computed_tokens, admitted.shared) == (hit, hit // BLOCK)

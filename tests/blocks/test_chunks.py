@@ -57,7 +57,9 @@ def test_the_least_is_a_chunk_and_no_more_is_taken_than_a_prompt_needs() -> None
         engine.manager.admit("a", chunk_tokens=0)
 
 
-def test_a_host_hit_longer_than_the_free_blocks_is_loaded_as_far_as_there_is_room(shm_root: Path) -> None:
+def test_a_host_hit_longer_than_the_free_blocks_is_loaded_as_far_as_there_is_room(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root) as cache:
         engine = Engine(12, cache)
         engine.leave("before", LONG)
@@ -68,7 +70,11 @@ def test_a_host_hit_longer_than_the_free_blocks_is_loaded_as_far_as_there_is_roo
         answer = engine.manager.admit("a", chunk_tokens=BLOCK)
         assert isinstance(answer, Admitted)
         assert answer.plan is not None
-        assert (len(answer.table), len(answer.plan.copies), answer.computed_tokens) == (5, 5, 5 * BLOCK)
+        assert (
+            len(answer.table),
+            len(answer.plan.copies),
+            answer.computed_tokens,
+        ) == (5, 5, 5 * BLOCK)
         assert engine.end(answer.plan).ready == ("a",)
         engine.is_right("a", 5 * BLOCK)
         engine.finish("busy")
@@ -78,7 +84,9 @@ def test_a_host_hit_longer_than_the_free_blocks_is_loaded_as_far_as_there_is_roo
         engine.manager.check()
 
 
-def test_a_host_hit_with_room_for_all_of_it_is_loaded_whole(shm_root: Path) -> None:
+def test_a_host_hit_with_room_for_all_of_it_is_loaded_whole(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root) as cache:
         engine = Engine(24, cache)
         engine.leave("before", LONG)
@@ -149,7 +157,9 @@ def test_what_hangs_below_a_removed_block_goes_with_it_wherever_it_is() -> None:
     engine.leave("parent", prompt(4, 1))
     engine.manager.release("first")
     engine.leave("child", prompt(8, 1))
-    assert [engine.manager._tree.nodes[key].block for key in engine.keys(prompt(8, 1))] == [1, 0]
+    assert [
+        engine.manager._tree.nodes[key].block for key in engine.keys(prompt(8, 1))
+    ] == [1, 0]
     engine.manager.resize(1)
     engine.manager.check()
     assert engine.places(prompt(8, 1)) == ["freed", "freed"]

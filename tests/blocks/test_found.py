@@ -11,7 +11,15 @@ from blake3 import blake3
 from pagoda.blocks import PrefixMatch
 from pagoda.keys import Item
 from pagoda.ledger import admin
-from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored, workers_stopped
+from tests.blocks.kit import (
+    BLOCK,
+    Engine,
+    cache_at,
+    ledger_of,
+    prompt,
+    stored,
+    workers_stopped,
+)
 
 
 def test_a_manager_without_a_cache_has_a_namespace(bare: Engine) -> None:
@@ -37,7 +45,9 @@ def test_resume_does_not_bring_a_dead_rank_back(shm_root: Path) -> None:
         assert engine.places(prompt(8)) == ["freed"] * 2
 
 
-def test_a_prefetch_is_counted_for_one_admission_only(shm_root: Path, tmp_path: Path) -> None:
+def test_a_prefetch_is_counted_for_one_admission_only(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(16))
     shutil.rmtree(shm_root / "host")
@@ -50,10 +60,13 @@ def test_a_prefetch_is_counted_for_one_admission_only(shm_root: Path, tmp_path: 
         assert engine.resume("a").by_tier == {"disk": 16}
         engine.manager.preempt("a")
         engine.demoted(4)
-        assert engine.resume("a").by_tier == {"host": 16}  # no disk had to be read this time
+        # no disk had to be read this time
+        assert engine.resume("a").by_tier == {"host": 16}
 
 
-def test_a_prefetch_that_was_cancelled_does_not_break_the_admission(shm_root: Path, tmp_path: Path) -> None:
+def test_a_prefetch_that_was_cancelled_does_not_break_the_admission(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(16))
         admin.clear(ledger_of(cache), None)
@@ -72,7 +85,9 @@ def test_a_prefetch_that_was_cancelled_does_not_break_the_admission(shm_root: Pa
             goes_on.set()
 
 
-def test_a_run_that_is_cut_short_ends_before_an_item_as_well(hosted: Engine) -> None:
+def test_a_run_that_is_cut_short_ends_before_an_item_as_well(
+    hosted: Engine,
+) -> None:
     items = [Item(6, 14, blake3(b"cat").digest())]
     hosted.leave("a", prompt(16), items=items)
     hosted.demoted(4)
@@ -82,7 +97,8 @@ def test_a_run_that_is_cut_short_ends_before_an_item_as_well(hosted: Engine) -> 
     first = hosted.admit("b")
     second = hosted.admit("c")
     assert first.computed_tokens == second.computed_tokens == 16
-    settled = hosted.end(first.plan, blocks=3)  # that is inside the image, where no prefill can begin
+    # that is inside the image, where no prefill can begin
+    settled = hosted.end(first.plan, blocks=3)
     assert (settled.shortened, settled.again) == ({"b": 4}, ("c",))
     hosted.compute("b")
     hosted.is_right("b")
@@ -94,7 +110,11 @@ def test_nothing_to_prefetch(shm_root: Path, tmp_path: Path) -> None:
         stored(cache, prompt(8))
         engine = Engine(8, cache)
         engine.start("on the device", prompt(8, 1))
-        for name, tokens in (("a", prompt(8)), ("b", prompt(8, 1)), ("c", prompt(2))):
+        for name, tokens in (
+            ("a", prompt(8)),
+            ("b", prompt(8, 1)),
+            ("c", prompt(2)),
+        ):
             engine.add(name, [*tokens, 1])
             assert engine.manager.prefetch(name) is None, name
         engine.add("new", prompt(9, 2))  # only the tiers know of this one
@@ -120,15 +140,24 @@ def test_an_end_that_never_was_is_no_end(hosted: Engine, released: bool) -> None
     assert hosted.manager.in_flight == 1
     assert hosted.stat("in_flight") == 4
     settled = hosted.end(up, blocks=2)
-    assert (settled.shortened, settled.again, settled.ready, settled.freed) == ({}, (), (), 2)
+    assert (settled.shortened, settled.again, settled.ready, settled.freed) == (
+        {},
+        (),
+        (),
+        2,
+    )
     assert hosted.places(prompt(16)) == ["device", "device", "host", "host"]
     assert hosted.cache is not None
     assert admin.gauges(ledger_of(hosted.cache))["reserved"] == 0
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_match_promises_nothing_below_the_minimum(shm_root: Path, half: bool) -> None:
-    """Before the fix it reported host tokens that an admission does not load, because they are too few."""
+def test_match_promises_nothing_below_the_minimum(
+    shm_root: Path, half: bool
+) -> None:
+    """Before the fix it reported host tokens that an admission does not load, because they are too
+    few.
+    """
     items = [Item(1, 14, blake3(b"cat").digest())] if half else []
     with cache_at(shm_root, min_hit_tokens=12) as cache:
         engine = Engine(8, cache, write_back=False)
@@ -158,9 +187,9 @@ def test_a_negative_count_is_refused_and_changes_nothing(hosted: Engine) -> None
         with pytest.raises(ValueError, match="negative"):
             wrong()
     after = hosted.manager.stats()
-    assert {name: after[name] for name in ("free", "evicted_blocks", "requests")} == {
-        name: before[name] for name in ("free", "evicted_blocks", "requests")
-    }
+    assert {
+        name: after[name] for name in ("free", "evicted_blocks", "requests")
+    } == {name: before[name] for name in ("free", "evicted_blocks", "requests")}
     hosted.admit("b")
     with pytest.raises(ValueError, match="negative"):
         hosted.manager.extend("b", -5)

@@ -1,4 +1,6 @@
-"""Known mistakes of block managers, which must not occur again. Each test names the mistake that it pins."""
+"""Known mistakes of block managers, which must not occur again. Each test names the mistake that it
+pins.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from pagoda.blocks import Admitted, BlockManager, Direction, NoRoom, Waiting
 from pagoda.blocks.tree import upward
 from pagoda.ledger import admin
 from pagoda.testing import FakeClock
-from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, retrieved, stored
+from tests.blocks.kit import (
+    BLOCK,
+    Engine,
+    cache_at,
+    ledger_of,
+    prompt,
+    retrieved,
+    stored,
+)
 from tests.ledger.support import gate_taken
 
 
@@ -32,7 +42,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def test_mistake_8_hashing_the_whole_prompt_at_each_step(hosted: Engine, hashed: list[int]) -> None:
+def test_mistake_8_hashing_the_whole_prompt_at_each_step(
+    hosted: Engine, hashed: list[int]
+) -> None:
     engine = Engine(64, hosted.cache)
     hashed.clear()
     engine.manager.add("a", prompt(160))
@@ -45,7 +57,8 @@ def test_mistake_8_hashing_the_whole_prompt_at_each_step(hosted: Engine, hashed:
         engine.manager.append("a", [step])
         engine.manager.extend("a", 160 + step)
         engine.manager.computed("a", 160 + step)
-        assert hashed == [BLOCK * 4] * (step // BLOCK)  # each block once, when it is full
+        # each block once, when it is full
+        assert hashed == [BLOCK * 4] * (step // BLOCK)
     engine.manager.preempt("a")
     engine.manager.match("a")
     engine.manager.admit("a")
@@ -81,7 +94,8 @@ def test_mistake_8_a_heap_that_is_searched_or_rebuilt_on_each_match(
         longest = max(longest, len(manager._tree._heap))
     manager.check()
     assert longest <= 2 * 300 + 1024 + 1
-    assert sum(work) <= 4 * steps  # amortized: a few entries a step, whatever is in the tree
+    # amortized: a few entries a step, whatever is in the tree
+    assert sum(work) <= 4 * steps
 
 
 @pytest.mark.slow
@@ -103,22 +117,31 @@ def test_mistake_8_prompts_kept_alive_by_nodes() -> None:
     finally:
         tracemalloc.stop()
     assert manager.stats()["cached"] == prompts * 16
-    assert (after - before) / (prompts * 16) < block_tokens  # bytes a node; its tokens alone would be 4 each
+    # bytes a node; its tokens alone would be 4 each
+    assert (after - before) / (prompts * 16) < block_tokens
 
 
-def test_mistake_9_state_changed_before_the_refusal_with_no_rollback(shm_root: Path) -> None:
+def test_mistake_9_state_changed_before_the_refusal_with_no_rollback(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache, write_back=False)
         engine.leave("seen", prompt(8))
         engine.leave("younger", prompt(4, 1))
         engine.start("runs", prompt(16, 2))
-        for n in range(20):  # a prompt that will never fit, tried again and again, hits the oldest
+        # a prompt that will never fit, tried again and again, hits the oldest
+        for n in range(20):
             engine.add(f"big {n}", prompt(8) + prompt(24, 3))
             assert isinstance(engine.manager.admit(f"big {n}"), NoRoom)
             engine.manager.release(f"big {n}")
-        assert (engine.stat("evictable"), engine.stat("evicted_blocks"), engine.stat("requests")) == (3, 0, 3)
+        assert (
+            engine.stat("evictable"),
+            engine.stat("evicted_blocks"),
+            engine.stat("requests"),
+        ) == (3, 0, 3)
         engine.end(engine.manager.demote(1))
-        assert engine.places(prompt(8)) == ["device", "host"]  # its recency was not touched
+        # its recency was not touched
+        assert engine.places(prompt(8)) == ["device", "host"]
         engine.manager.release("runs")
         engine.manager.check()
         assert engine.stat("in_use") == 0
@@ -135,7 +158,9 @@ def test_mistake_9_extend_is_all_or_nothing(bare: Engine) -> None:
     bare.manager.check()
 
 
-def test_mistake_10_a_hit_on_a_block_in_flight_that_leaves_a_hole(hosted: Engine) -> None:
+def test_mistake_10_a_hit_on_a_block_in_flight_that_leaves_a_hole(
+    hosted: Engine,
+) -> None:
     hosted.leave("a", prompt(16))
     hosted.demoted(2)
     hosted.kv[hosted.manager._pool._free] = 0
@@ -147,7 +172,11 @@ def test_mistake_10_a_hit_on_a_block_in_flight_that_leaves_a_hole(hosted: Engine
     assert first.plan is not None
     assert second.plan is third.plan is None
     for admitted in (first, second, third):
-        assert (admitted.computed_tokens, admitted.shared, len(admitted.table)) == (16, 4, 5)
+        assert (
+            admitted.computed_tokens,
+            admitted.shared,
+            len(admitted.table),
+        ) == (16, 4, 5)
         assert admitted.table[:4] == first.table[:4]
         assert len(set(admitted.table)) == 5
         assert admitted.waits == {first.plan.ticket}
@@ -157,7 +186,9 @@ def test_mistake_10_a_hit_on_a_block_in_flight_that_leaves_a_hole(hosted: Engine
         hosted.is_right(name, 16)
 
 
-def test_mistake_10_who_shares_a_block_that_did_not_come_waits_again(hosted: Engine) -> None:
+def test_mistake_10_who_shares_a_block_that_did_not_come_waits_again(
+    hosted: Engine,
+) -> None:
     hosted.leave("a", prompt(12))
     hosted.demoted(3)
     hosted.kv[:] = 0
@@ -168,7 +199,11 @@ def test_mistake_10_who_shares_a_block_that_did_not_come_waits_again(hosted: Eng
     third = hosted.admit("d")
     assert [a.computed_tokens for a in (first, second, third)] == [12, 12, 4]
     settled = hosted.end(first.plan, blocks=1)
-    assert (settled.shortened, settled.again, settled.ready) == ({"b": 4}, ("c",), ("b", "d"))
+    assert (settled.shortened, settled.again, settled.ready) == (
+        {"b": 4},
+        ("c",),
+        ("b", "d"),
+    )
     assert hosted.manager.table("c") == []
     assert hosted.manager.table("b") == first.table
     hosted.compute("b")
@@ -178,7 +213,9 @@ def test_mistake_10_who_shares_a_block_that_did_not_come_waits_again(hosted: Eng
         hosted.is_right(name)
 
 
-def test_mistake_11_a_late_ticket_after_its_block_was_used_again(hosted: Engine) -> None:
+def test_mistake_11_a_late_ticket_after_its_block_was_used_again(
+    hosted: Engine,
+) -> None:
     hosted.leave("a", prompt(4))
     first = hosted.manager.demote(1)
     assert first is not None
@@ -190,8 +227,15 @@ def test_mistake_11_a_late_ticket_after_its_block_was_used_again(hosted: Engine)
     assert second.copies[0].block == first.copies[0].block
     assert second.ticket != first.ticket
     before = hosted.manager.stats()
-    late = hosted.manager.completed(first.ticket)  # of the same block, to the host as well
-    assert (late.known, late.ended, late.freed, late.ready, late.again) == (False, False, 0, (), ())
+    # of the same block, to the host as well
+    late = hosted.manager.completed(first.ticket)
+    assert (late.known, late.ended, late.freed, late.ready, late.again) == (
+        False,
+        False,
+        0,
+        (),
+        (),
+    )
     assert not hosted.manager.failed(first.ticket).known
     assert not hosted.manager.completed(999).known
     assert not hosted.manager.completed(-1).known
@@ -203,7 +247,9 @@ def test_mistake_11_a_late_ticket_after_its_block_was_used_again(hosted: Engine)
     assert retrieved(hosted.cache, prompt(4)) == (0, True)
 
 
-def test_mistake_11_tickets_are_never_used_twice_not_even_after_a_reset(hosted: Engine) -> None:
+def test_mistake_11_tickets_are_never_used_twice_not_even_after_a_reset(
+    hosted: Engine,
+) -> None:
     seen = []
     for n in range(5):
         hosted.leave(f"{n}", prompt(8, n))
@@ -220,7 +266,9 @@ def test_mistake_11_tickets_are_never_used_twice_not_even_after_a_reset(hosted: 
     assert hosted.end(plan).freed == 2
 
 
-def test_mistake_11_a_request_of_the_same_name_has_nothing_of_the_old_ones_ticket(hosted: Engine) -> None:
+def test_mistake_11_a_request_of_the_same_name_has_nothing_of_the_old_ones_ticket(
+    hosted: Engine,
+) -> None:
     hosted.leave("a", prompt(8))
     hosted.demoted(2)
     hosted.add("b", prompt(9))
@@ -234,7 +282,9 @@ def test_mistake_11_a_request_of_the_same_name_has_nothing_of_the_old_ones_ticke
     assert hosted.manager.table("b") == admitted.table
 
 
-def test_mistake_12_a_freed_block_that_counts_as_one_on_the_host(hosted: Engine) -> None:
+def test_mistake_12_a_freed_block_that_counts_as_one_on_the_host(
+    hosted: Engine,
+) -> None:
     assert hosted.cache is not None
     ledger = ledger_of(hosted.cache)
     hosted.manager.pause()  # blocks evicted now are dropped: no tier has them
@@ -267,17 +317,21 @@ def test_mistake_13_waiting_for_ever_on_another_process(shm_root: Path) -> None:
         began = time.monotonic()
         with gate_taken(ledger_of(cache)):
             answers = [engine.manager.finish("runs"), engine.manager.demote(1)]
-            assert answers == [None, None]  # nothing can be written: no plan, and no error
+            # nothing can be written: no plan, and no error
+            assert answers == [None, None]
             answer = engine.manager.admit("a")
             assert isinstance(answer, Admitted)
         assert time.monotonic() - began < 30
         engine.manager.check()
         engine.manager.release("a")
         engine.add("b", prompt(17))
-        assert engine.resume("b").computed_tokens == 16  # and nothing is broken afterwards
+        # and nothing is broken afterwards
+        assert engine.resume("b").computed_tokens == 16
 
 
-def test_mistake_13_one_bad_report_and_nobody_listens_any_more(shm_root: Path) -> None:
+def test_mistake_13_one_bad_report_and_nobody_listens_any_more(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache, ranks=2, write_back=False)
         engine.leave("a", prompt(8))
@@ -298,7 +352,9 @@ def test_mistake_13_one_bad_report_and_nobody_listens_any_more(shm_root: Path) -
         assert engine.places(prompt(8)) == ["host"] * 2
 
 
-def test_mistake_13_a_copy_whose_end_is_never_told_stops_nobody_else(hosted: Engine) -> None:
+def test_mistake_13_a_copy_whose_end_is_never_told_stops_nobody_else(
+    hosted: Engine,
+) -> None:
     hosted.leave("a", prompt(8))
     hosted.demoted(2)
     hosted.add("b", prompt(9))
@@ -319,7 +375,8 @@ def test_mistake_17_evicting_parents_before_children(hosted: Engine) -> None:
         hosted.end(hosted.manager.demote(1))
         for tokens in (prompt(16), prompt(8) + prompt(8, 1)):
             places = hosted.places(tokens)
-            assert places == sorted(places), f"a hole after {n + 1}: {places}"  # "device" before "host"
+            # "device" before "host"
+            assert places == sorted(places), f"a hole after {n + 1}: {places}"
     assert hosted.manager.free == 8
 
 
@@ -328,7 +385,8 @@ def test_mistake_17_the_host_gets_parents_before_children(shm_root: Path) -> Non
     with cache_at(shm_root, slots=16, clock=clock) as cache:
         engine = Engine(24, cache, write_back=False)
         engine.leave("a", prompt(80))
-        plan = engine.manager.demote(20)  # a quarter of the slots is promised to one: the head
+        # a quarter of the slots is promised to one: the head
+        plan = engine.manager.demote(20)
         assert plan is not None
         assert len(plan.copies) == 4
         engine.end(plan)
@@ -336,7 +394,9 @@ def test_mistake_17_the_host_gets_parents_before_children(shm_root: Path) -> Non
         assert retrieved(cache, prompt(80)) == (16, True)
 
 
-def test_mistake_17_what_comes_back_is_inserted_behind_its_parent(hosted: Engine) -> None:
+def test_mistake_17_what_comes_back_is_inserted_behind_its_parent(
+    hosted: Engine,
+) -> None:
     hosted.leave("a", prompt(16))
     hosted.demoted(2)
     hosted.start("b", prompt(17))
@@ -345,17 +405,21 @@ def test_mistake_17_what_comes_back_is_inserted_behind_its_parent(hosted: Engine
     assert [node.key for node in reversed(nodes)] == hosted.keys(prompt(16))
     hosted.finish("b")
     hosted.demoted(1)
-    assert hosted.places(prompt(16)) == ["device"] * 3 + ["host"]  # not the first of the freed blocks
+    # not the first of the freed blocks
+    assert hosted.places(prompt(16)) == ["device"] * 3 + ["host"]
 
 
-def test_mistake_19_a_rank_that_has_nothing_reports_as_well(shm_root: Path) -> None:
+def test_mistake_19_a_rank_that_has_nothing_reports_as_well(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache, ranks=3, write_back=False)
         engine.leave("a", prompt(8))
         plan = engine.manager.demote(2)
         assert plan is not None
         engine.copy(plan)
-        assert not engine.manager.failed(plan.ticket, rank=0).ended  # that it failed here settles nothing yet
+        # that it failed here settles nothing yet
+        assert not engine.manager.failed(plan.ticket, rank=0).ended
         assert not engine.manager.completed(plan.ticket, rank=2).ended
         assert engine.manager.free == 6  # rank 1 may be reading still
         assert engine.manager.completed(plan.ticket, rank=1).ended
@@ -376,8 +440,12 @@ def test_mistake_20_loading_what_is_cheaper_to_compute(shm_root: Path) -> None:
         assert engine.admit("long").computed_tokens == 12
 
 
-def test_mistake_20_writing_what_is_there_or_never_read_again(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root, tmp_path, write_policy="selective", selective_hits=2) as cache:
+def test_mistake_20_writing_what_is_there_or_never_read_again(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    with cache_at(
+        shm_root, tmp_path, write_policy="selective", selective_hits=2
+    ) as cache:
         engine = Engine(16, cache)
         engine.leave("a", prompt(16))
         engine.leave("once", prompt(16, 1))
@@ -394,12 +462,16 @@ def test_mistake_20_writing_what_is_there_or_never_read_again(shm_root: Path, tm
             assert cache.flush(60)
         assert engine.stat("promoted_blocks") == 8
         assert engine.stat("demoted_blocks") == 8
-        assert cache.holders(keys[0]) == cache.holders(keys[3]) == ["host", "disk"]
+        assert (
+            cache.holders(keys[0]) == cache.holders(keys[3]) == ["host", "disk"]
+        )
         assert cache.holders(engine.keys(prompt(16, 1))[0]) == ["host"]
 
 
 @pytest.mark.parametrize("place", ["device", "host", "coming"])
-def test_mistake_21_a_hit_that_covers_the_whole_prompt(hosted: Engine, place: str) -> None:
+def test_mistake_21_a_hit_that_covers_the_whole_prompt(
+    hosted: Engine, place: str
+) -> None:
     hosted.leave("a", prompt(16))
     if place != "device":
         hosted.demoted(4)
@@ -409,14 +481,20 @@ def test_mistake_21_a_hit_that_covers_the_whole_prompt(hosted: Engine, place: st
     hosted.add("b", prompt(16))
     assert hosted.manager.match("b").num_tokens == 12
     admitted = hosted.admit("b")
-    assert (admitted.computed_tokens, admitted.shared, len(admitted.table)) == (12, 3, 4)
+    assert (admitted.computed_tokens, admitted.shared, len(admitted.table)) == (
+        12,
+        3,
+        4,
+    )
     hosted.manager.release("b")
     hosted.add("c", prompt(16)[:13])
     assert hosted.manager.match("c").num_tokens == 12  # one token is enough
 
 
 def test_a_waiting_answer_is_not_a_promise(hosted: Engine) -> None:
-    """Two requests wait for the same blocks: the first gets them, the other waits again and blocks nothing."""
+    """Two requests wait for the same blocks: the first gets them, the other waits again and blocks
+    nothing.
+    """
     hosted.leave("a", prompt(32))
     hosted.add("b", prompt(20, 1))
     hosted.add("c", prompt(20, 2))
@@ -445,7 +523,8 @@ def test_mistake_5_evicting_what_is_being_loaded(shm_root: Path) -> None:
         engine.kv[:] = 0
         engine.add("b", prompt(17))
         plan = engine.admit("b").plan
-        for n in range(1, 6):  # twenty chunks more than fit, after every lease has ended
+        # twenty chunks more than fit, after every lease has ended
+        for n in range(1, 6):
             clock.advance(100)
             stored(cache, prompt(16, n))
         assert engine.end(plan).shortened == {}
@@ -455,10 +534,13 @@ def test_mistake_5_evicting_what_is_being_loaded(shm_root: Path) -> None:
         for n in range(6, 10):
             clock.advance(100)
             stored(cache, prompt(16, n))
-        assert retrieved(cache, prompt(16)) == (0, True)  # the hold has ended with the ticket
+        # the hold has ended with the ticket
+        assert retrieved(cache, prompt(16)) == (0, True)
 
 
-def test_mistake_15_copies_that_were_overtaken_count_as_good(hosted: Engine) -> None:
+def test_mistake_15_copies_that_were_overtaken_count_as_good(
+    hosted: Engine,
+) -> None:
     assert hosted.cache is not None
     hosted.leave("a", prompt(16))
     hosted.demoted(4)

@@ -1,4 +1,6 @@
-"""Several ranks copy one plan: the minimum of their lengths counts, nothing settles early, and no wait is in vain."""
+"""Several ranks copy one plan: the minimum of their lengths counts, nothing settles early, and no
+wait is in vain.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def going_down(engine: Engine, tokens: list[int]) -> Plan:
 
 
 def coming_up(engine: Engine, name: str, tokens: list[int]) -> Plan:
-    """Return the plan of a request whose prompt was stored before, with its copies done on all ranks."""
+    """Return the plan of a request whose prompt was stored before, with its copies done on all
+    ranks.
+    """
     engine.add(name, [*tokens, 1])
     plan = engine.admit(name).plan
     assert plan is not None
@@ -42,7 +46,9 @@ def coming_up(engine: Engine, name: str, tokens: list[int]) -> Plan:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4)))[::5])
-def test_a_write_is_done_when_all_ranks_have_said_so(four: Engine, order: tuple[int, ...]) -> None:
+def test_a_write_is_done_when_all_ranks_have_said_so(
+    four: Engine, order: tuple[int, ...]
+) -> None:
     plan = going_down(four, prompt(12))
     for rank in order[:-1]:
         assert four.manager.completed(plan.ticket, rank=rank) == YET
@@ -55,7 +61,9 @@ def test_a_write_is_done_when_all_ranks_have_said_so(four: Engine, order: tuple[
     assert retrieved(four.cache, prompt(12)) == (12, True)
 
 
-@pytest.mark.parametrize("good", [(3, 3, 2, 3), (2, 3, 3, 3), (0, 3, 3, 3), (1, 0, 2, 3), (3, 3, 3, 3)])
+@pytest.mark.parametrize(
+    "good", [(3, 3, 2, 3), (2, 3, 3, 3), (0, 3, 3, 3), (1, 0, 2, 3), (3, 3, 3, 3)]
+)
 def test_lengths_agree_by_minimum(four: Engine, good: tuple[int, ...]) -> None:
     plan = going_down(four, prompt(12))
     for rank, blocks in enumerate(good):
@@ -113,7 +121,8 @@ def test_what_builds_upon_a_move_waits_for_it(hosted: Engine) -> None:
     assert second.plan is not None
     assert second.waits == {first.plan.ticket, second.plan.ticket}
     assert second.computed_tokens == 16
-    assert hosted.end(second.plan) == YET  # its copies have ended, but nothing is known of its head
+    # its copies have ended, but nothing is known of its head
+    assert hosted.end(second.plan) == YET
     assert hosted.manager.in_flight == 2
     settled = hosted.end(first.plan)
     assert sorted(settled.ready) == ["long", "short"]
@@ -126,7 +135,9 @@ def test_what_builds_upon_a_move_may_itself_come_in_part(hosted: Engine) -> None
     hosted.demoted(4)
     for name, tokens in (("short", 9), ("long", 17), ("twin", 17)):
         hosted.add(name, prompt(tokens))
-    first, second, third = (hosted.admit(name) for name in ("short", "long", "twin"))
+    first, second, third = (
+        hosted.admit(name) for name in ("short", "long", "twin")
+    )
     assert first.plan is not None
     assert second.plan is not None
     assert third.plan is None
@@ -139,7 +150,9 @@ def test_what_builds_upon_a_move_may_itself_come_in_part(hosted: Engine) -> None
     hosted.is_right("long", 12)
 
 
-def test_what_builds_upon_a_move_that_failed_waits_to_be_admitted_again(hosted: Engine) -> None:
+def test_what_builds_upon_a_move_that_failed_waits_to_be_admitted_again(
+    hosted: Engine,
+) -> None:
     hosted.leave("a", prompt(16))
     hosted.demoted(4)
     hosted.add("short", prompt(9))
@@ -158,8 +171,12 @@ def test_what_builds_upon_a_move_that_failed_waits_to_be_admitted_again(hosted: 
 
 
 @pytest.mark.parametrize("when", ["before", "after", "never"])
-def test_a_rank_that_dies_fails_what_waits_for_it(four: Engine, when: str) -> None:
-    """Whether the others report before, after or never: nothing hangs, and nothing half written is found."""
+def test_a_rank_that_dies_fails_what_waits_for_it(
+    four: Engine, when: str
+) -> None:
+    """Whether the others report before, after or never: nothing hangs, and nothing half written is
+    found.
+    """
     going = going_down(four, prompt(8, 1))
     for rank in range(4):
         four.manager.completed(going.ticket, rank=rank)
@@ -167,7 +184,10 @@ def test_a_rank_that_dies_fails_what_waits_for_it(four: Engine, when: str) -> No
     up = coming_up(four, "b", prompt(8, 1))
     others = [(plan, rank) for plan in (down, up) for rank in (0, 1, 3)]
     if when == "before":
-        assert all(four.manager.completed(plan.ticket, rank=rank) == YET for plan, rank in others)
+        assert all(
+            four.manager.completed(plan.ticket, rank=rank) == YET
+            for plan, rank in others
+        )
     settled = four.manager.lost(2)
     four.manager.check()
     if when == "before":
@@ -178,7 +198,10 @@ def test_a_rank_that_dies_fails_what_waits_for_it(four: Engine, when: str) -> No
         for rank in (0, 1, 3):
             settled = four.manager.lost(rank)
     if when == "after":
-        settled = [four.manager.completed(plan.ticket, rank=rank) for plan, rank in others]
+        settled = [
+            four.manager.completed(plan.ticket, rank=rank)
+            for plan, rank in others
+        ]
         settled = [one for one in settled if one.ended]
     assert len(settled) == 2
     assert four.manager.in_flight == 0

@@ -1,4 +1,6 @@
-"""What the model test (tests/stateful/test_blocks_model.py) and a reading found, each as the shortest way there."""
+"""What the model test (tests/stateful/test_blocks_model.py) and a reading found, each as the
+shortest way there.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,38 @@ from pagoda.cache import Cache
 from pagoda.cache.writeback import Generations, Slots
 from pagoda.keys import Item
 from pagoda.ledger import admin
-from tests.blocks.kit import BLOCK, Engine, cache_at, ledger_of, prompt, stored, workers_stopped
+from tests.blocks.kit import (
+    BLOCK,
+    Engine,
+    cache_at,
+    ledger_of,
+    prompt,
+    stored,
+    workers_stopped,
+)
 
 IMAGE = (Item(1, 14, blake3(b"an image").digest()),)  # of blocks 0 to 3
 
 
 def with_half_an_image_on_the_host(engine: Engine) -> list[int]:
-    """Leaves an image's first two blocks on the device, the others on the host; returns the prompt."""
+    """Leaves an image's first two blocks on the device, the others on the host; returns the
+    prompt.
+    """
     tokens = prompt(20)
     engine.leave("before", tokens, items=IMAGE)
     engine.demoted(3)
-    assert [str(engine.manager.where(key)) for key in engine.keys(tokens, IMAGE)] == ["device"] * 2 + [
-        "host"
-    ] * 3
+    assert [
+        str(engine.manager.where(key)) for key in engine.keys(tokens, IMAGE)
+    ] == ["device"] * 2 + ["host"] * 3
     return tokens
 
 
-def test_an_image_that_begins_on_the_device_and_goes_on_on_the_host(hosted: Engine) -> None:
-    """Its blocks on the device were entered into the tree a second time, and their first nodes were lost."""
+def test_an_image_that_begins_on_the_device_and_goes_on_on_the_host(
+    hosted: Engine,
+) -> None:
+    """Its blocks on the device were entered into the tree a second time, and their first nodes were
+    lost.
+    """
     tokens = with_half_an_image_on_the_host(hosted)
     hosted.add("a", tokens, items=IMAGE)
     assert hosted.manager.match("a") == PrefixMatch(8, 8, 0)
@@ -48,14 +64,20 @@ def test_an_image_that_begins_on_the_device_and_goes_on_on_the_host(hosted: Engi
 
 @pytest.mark.parametrize("good", [0, 1])
 def test_an_image_whose_end_fails_to_come_up(hosted: Engine, good: int) -> None:
-    """No computation starts in the middle of an item: the request is admitted again, and computes the whole item."""
+    """No computation starts in the middle of an item: the request is admitted again, and computes
+    the whole item.
+    """
     tokens = with_half_an_image_on_the_host(hosted)
     hosted.add("a", tokens, items=IMAGE)
     settled = hosted.end(hosted.admit("a").plan, good)
     assert (settled.again, settled.shortened, settled.ready) == (("a",), {}, ())
     admin.remove(ledger_of(hosted.cache), hosted.keys(tokens, IMAGE))  # type: ignore[arg-type]
     admitted = hosted.admit("a")
-    assert (admitted.computed_tokens, admitted.shared, admitted.plan) == (0, 0, None)
+    assert (admitted.computed_tokens, admitted.shared, admitted.plan) == (
+        0,
+        0,
+        None,
+    )
     hosted.compute("a")
     hosted.is_right("a")
 
@@ -72,20 +94,30 @@ def test_an_image_whose_end_goes_while_it_is_looked_for(
     ledger = ledger_of(hosted.cache)
     hold = hosted.cache.slots.hold
 
-    def after_another_removed_it(slots: Slots, generations: Generations) -> list[bool]:
+    def after_another_removed_it(
+        slots: Slots, generations: Generations
+    ) -> list[bool]:
         admin.remove(ledger, hosted.keys(tokens, IMAGE)[gone : gone + 1])
         return hold(slots, generations)
 
     monkeypatch.setattr(hosted.cache.slots, "hold", after_another_removed_it)
     admitted = hosted.admit("a")
-    assert (admitted.computed_tokens, admitted.plan, admitted.waits) == (0, None, frozenset())
+    assert (admitted.computed_tokens, admitted.plan, admitted.waits) == (
+        0,
+        None,
+        frozenset(),
+    )
     hosted.compute("a")
     hosted.is_right("a")
     hosted.manager.release("a")
 
 
-def test_who_needs_room_that_a_write_back_still_reads_waits_for_it(shm_root: Path) -> None:
-    """Before the fix it was refused, as if its prompt could never fit, although there was no other request."""
+def test_who_needs_room_that_a_write_back_still_reads_waits_for_it(
+    shm_root: Path,
+) -> None:
+    """Before the fix it was refused, as if its prompt could never fit, although there was no other
+    request.
+    """
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache)
         engine.start("a", prompt(29))
@@ -95,14 +127,18 @@ def test_who_needs_room_that_a_write_back_still_reads_waits_for_it(shm_root: Pat
         assert engine.manager.has_room(8, evict=True)
         assert not engine.manager.has_room(9, evict=True)
         before = engine.manager.stats()
-        assert engine.manager.admit("b") == Waiting(None, frozenset({plan.ticket}))
+        assert engine.manager.admit("b") == Waiting(
+            None, frozenset({plan.ticket})
+        )
         assert engine.manager.stats() == before
         assert engine.manager.admit("b", evict=False) == NoRoom(8, 1)
         engine.end(plan)
         assert isinstance(engine.admit("b"), Admitted)
 
 
-def test_who_needs_blocks_that_are_coming_for_nobody_waits_for_them(hosted: Engine) -> None:
+def test_who_needs_blocks_that_are_coming_for_nobody_waits_for_them(
+    hosted: Engine,
+) -> None:
     """The same for the blocks of a request that was aborted while its KV was on the way up."""
     hosted.leave("a", prompt(32))
     hosted.demoted(8)
@@ -116,7 +152,9 @@ def test_who_needs_blocks_that_are_coming_for_nobody_waits_for_them(hosted: Engi
     assert isinstance(hosted.admit("c"), Admitted)
 
 
-def test_a_write_back_keeps_no_block_that_it_does_not_copy(shm_root: Path) -> None:
+def test_a_write_back_keeps_no_block_that_it_does_not_copy(
+    shm_root: Path,
+) -> None:
     """If the host takes only a part, the later blocks are not kept until the ticket ends."""
     with cache_at(shm_root, slots=16) as cache:
         engine = Engine(8, cache)
@@ -131,7 +169,9 @@ def test_a_write_back_keeps_no_block_that_it_does_not_copy(shm_root: Path) -> No
         assert engine.stat("evictable") == 8
 
 
-def test_a_plain_pool_writes_back_and_tells_of_new_weights(shm_root: Path) -> None:
+def test_a_plain_pool_writes_back_and_tells_of_new_weights(
+    shm_root: Path,
+) -> None:
     """Without a prefix tree, as a decoder has it, the cache below was not known at all."""
     with cache_at(shm_root) as cache:
         engine = Engine(8, cache, prefix_caching=False)
@@ -146,7 +186,9 @@ def test_a_plain_pool_writes_back_and_tells_of_new_weights(shm_root: Path) -> No
 
 
 def test_the_heir_of_a_run_is_in_no_other_move(shm_root: Path) -> None:
-    """Before the fix it kept blocks that a second copy still wrote, waited forever, and both freed them."""
+    """Before the fix it kept blocks that a second copy still wrote, waited forever, and both freed
+    them.
+    """
     long = prompt(40)
     branch = [*long[:20], *prompt(9, 1)]  # continues after both
     with cache_at(shm_root) as cache:
@@ -166,8 +208,12 @@ def test_the_heir_of_a_run_is_in_no_other_move(shm_root: Path) -> None:
         engine.resume("b")
 
 
-def test_a_block_that_was_called_back_and_leaves_again_leaves_with_its_first_copy(hosted: Engine) -> None:
-    """Its key was busy with that copy, so it got no second one; the first was thrown away: it was nowhere."""
+def test_a_block_that_was_called_back_and_leaves_again_leaves_with_its_first_copy(
+    hosted: Engine,
+) -> None:
+    """Its key was busy with that copy, so it got no second one; the first was thrown away: it was
+    nowhere.
+    """
     tokens = prompt(16)
     hosted.leave("a", tokens)
     down = hosted.manager.demote(4)
@@ -186,10 +232,15 @@ def test_what_left_and_did_not_arrive_is_counted(hosted: Engine) -> None:
     """The counters show that copies fail, so that a user sees why nothing hits."""
     hosted.leave("a", prompt(16))
     assert hosted.end(hosted.manager.demote(4), blocks=1).freed == 4
-    assert (hosted.stat("demoted_blocks"), hosted.stat("dropped_blocks")) == (1, 3)
+    assert (hosted.stat("demoted_blocks"), hosted.stat("dropped_blocks")) == (
+        1,
+        3,
+    )
 
 
-def test_the_end_of_a_copy_looks_at_nobody_else(hosted: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_copy_looks_at_nobody_else(
+    hosted: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It asked every request whether it waited: with 10,000 of them, milliseconds a ticket."""
 
     class OneByOne(dict[str, object]):
@@ -206,7 +257,11 @@ def test_the_end_of_a_copy_looks_at_nobody_else(hosted: Engine, monkeypatch: pyt
     assert second.waits == {first.plan.ticket}
     hosted.copy(first.plan)
     with monkeypatch.context() as patched:
-        patched.setattr(hosted.manager._allocator, "requests", OneByOne(hosted.manager._requests))
+        patched.setattr(
+            hosted.manager._allocator,
+            "requests",
+            OneByOne(hosted.manager._requests),
+        )
         settled = hosted.manager.completed(first.plan.ticket)
     assert settled.ready == ("b", "c")
     hosted.manager.check()
@@ -219,7 +274,9 @@ def nobody_gets_in(cache: Cache) -> Iterator[None]:
     opens = Event()
 
     def stay() -> None:
-        ledger_of(cache).session.gate.run(lambda: (shut.set(), opens.wait(60)), 60, exclusive=True)
+        ledger_of(cache).session.gate.run(
+            lambda: (shut.set(), opens.wait(60)), 60, exclusive=True
+        )
 
     inside = Thread(target=stay)
     inside.start()
@@ -233,7 +290,9 @@ def nobody_gets_in(cache: Cache) -> Iterator[None]:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_busy_ledger_is_waited_for_once(shm_root: Path, begun: bool) -> None:
-    """Eight prompts were eight waits in the engine's step, one after the other, and eight tenants eight at the end."""
+    """Eight prompts were eight waits in the engine's step, one after the other, and eight tenants
+    eight at the end.
+    """
     with cache_at(shm_root, deadline_seconds=0.5) as cache:
         engine = Engine(16, cache, write_back=False)
         for seed in range(8):
@@ -250,7 +309,9 @@ def test_a_busy_ledger_is_waited_for_once(shm_root: Path, begun: bool) -> None:
         assert engine.stat("dropped_blocks") == 16
 
 
-def test_a_prefetch_is_shared_by_those_only_who_need_no_more(shm_root: Path, tmp_path: Path) -> None:
+def test_a_prefetch_is_shared_by_those_only_who_need_no_more(
+    shm_root: Path, tmp_path: Path
+) -> None:
     """What had left the device since was waited for, and was not brought: not a token hit."""
     tokens = prompt(17)
     with cache_at(shm_root, tmp_path) as cache:
@@ -289,7 +350,9 @@ def test_a_generated_token_takes_a_few_bytes(bare: Engine) -> None:
     assert taken < keys + 2000 * 16
 
 
-def test_a_pin_can_be_ended_after_others_changed_the_weights(shm_root: Path) -> None:
+def test_a_pin_can_be_ended_after_others_changed_the_weights(
+    shm_root: Path,
+) -> None:
     """Its keys are not those of the tokens any more: it kept its blocks until a reset."""
     with cache_at(shm_root) as cache, cache_at(shm_root) as other:
         engine = Engine(8, cache, write_back=False)
@@ -301,9 +364,14 @@ def test_a_pin_can_be_ended_after_others_changed_the_weights(shm_root: Path) -> 
         assert engine.stat("evictable") == 4
 
 
-def test_a_path_cut_before_an_image_is_not_loaded_a_second_time(shm_root: Path) -> None:
-    """Another question about the image hit a node that nothing locked: its block was evicted and used again."""
-    image = (Item(4, 10, blake3(b"an image").digest()),)  # of blocks 1 and 2; block 2 ends with other tokens
+def test_a_path_cut_before_an_image_is_not_loaded_a_second_time(
+    shm_root: Path,
+) -> None:
+    """Another question about the image hit a node that nothing locked: its block was evicted and
+    used again.
+    """
+    # of blocks 1 and 2; block 2 ends with other tokens
+    image = (Item(4, 10, blake3(b"an image").digest()),)
     first = prompt(13)
     second = [*first[:10], *prompt(7, 1)]
     with cache_at(shm_root, min_hit_tokens=2 * BLOCK) as cache:

@@ -1,4 +1,6 @@
-"""One host tier and one disk for all: what one engine demotes, another promotes, in this process or in another."""
+"""One host tier and one disk for all: what one engine demotes, another promotes, in this process or
+in another.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def _demotes_for_ever(host: Path, said: str) -> None:
         signal.pause()
 
 
-def test_what_one_process_demotes_another_promotes(shm_root: Path, tmp_path: Path) -> None:
+def test_what_one_process_demotes_another_promotes(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:  # the store outlives both
         for work in (_demotes, _promotes):
             run_all([SPAWN.Process(target=work, args=(shm_root, tmp_path))])
@@ -70,9 +74,16 @@ def test_what_one_process_demotes_another_promotes(shm_root: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_processes_that_demote_the_same_at_once(shm_root: Path, tmp_path: Path) -> None:
+def test_two_processes_that_demote_the_same_at_once(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
-        run_all([SPAWN.Process(target=_demotes, args=(shm_root, tmp_path)) for _ in range(2)])
+        run_all(
+            [
+                SPAWN.Process(target=_demotes, args=(shm_root, tmp_path))
+                for _ in range(2)
+            ]
+        )
         assert retrieved(cache, TOKENS) == (24, True)
         assert admin.check(ledger_of(cache)).gauges["ready"] == 6
 
@@ -82,12 +93,15 @@ def test_an_engine_that_dies_in_its_copies_leaves_nothing_half_written(
 ) -> None:
     with cache_at(shm_root) as cache:
         said = tmp_path / "said"
-        process = SPAWN.Process(target=_demotes_for_ever, args=(shm_root, str(said)))
+        process = SPAWN.Process(
+            target=_demotes_for_ever, args=(shm_root, str(said))
+        )
         process.start()
         wait_until(said.exists)
         engine = Engine(8, cache, write_back=False)
         engine.add("b", [*TOKENS, 1])
-        assert engine.manager.match("b") == PrefixMatch(0, 0, 0)  # the head is on its way still
+        # the head is on its way still
+        assert engine.manager.match("b") == PrefixMatch(0, 0, 0)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join(60)
@@ -100,13 +114,19 @@ def test_an_engine_that_dies_in_its_copies_leaves_nothing_half_written(
         assert gauges["reserved"] == 0
 
 
-def test_two_managers_share_host_and_disk_but_no_device_ids(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root, tmp_path) as ours, cache_at(shm_root, tmp_path) as theirs:
+def test_two_managers_share_host_and_disk_but_no_device_ids(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    with (
+        cache_at(shm_root, tmp_path) as ours,
+        cache_at(shm_root, tmp_path) as theirs,
+    ):
         one = Engine(8, ours)
         two = Engine(8, theirs)
         one.start("a", TOKENS)
         two.start("a", prompt(12, 1))
-        assert one.manager.table("a")[:3] == two.manager.table("a")[:3]  # the same numbers of other memory
+        # the same numbers of other memory
+        assert one.manager.table("a")[:3] == two.manager.table("a")[:3]
         one.finish("a")
         two.finish("a")
         assert (one.manager.free, two.manager.free) == (2, 5)
@@ -134,7 +154,9 @@ def test_two_managers_that_demote_the_same_write_it_once(shm_root: Path) -> None
         assert two.places(TOKENS) == ["to_host"] * 3 + ["host"] * 3
 
 
-def test_the_disk_behind_it_brings_back_what_the_host_has_lost(shm_root: Path, tmp_path: Path) -> None:
+def test_the_disk_behind_it_brings_back_what_the_host_has_lost(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(8, cache)
         engine.leave("a", TOKENS)
@@ -152,26 +174,34 @@ def test_the_disk_behind_it_brings_back_what_the_host_has_lost(shm_root: Path, t
         assert engine.stat("hit_tokens_storage") == 24
 
 
-def test_one_prefetch_serves_all_who_want_the_same(shm_root: Path, tmp_path: Path) -> None:
+def test_one_prefetch_serves_all_who_want_the_same(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, TOKENS)
     shutil.rmtree(shm_root / "host")
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(32, cache)
-        goes_on = workers_stopped(cache)  # so that the first has not ended when the last asks
+        # so that the first has not ended when the last asks
+        goes_on = workers_stopped(cache)
         futures = []
         for n in range(4):
             engine.add(f"{n}", [*TOKENS, n])
             futures.append(engine.manager.prefetch(f"{n}"))
         goes_on.set()
-        assert all(future is not None and future.result(60).num_tokens == 24 for future in futures)
+        assert all(
+            future is not None and future.result(60).num_tokens == 24
+            for future in futures
+        )
         tiers = cache.stats()["tiers"]
         assert tiers["disk"]["loaded_chunks"] == 6  # type: ignore[index]
         assert [len(engine.admit(f"{n}").waits) for n in range(4)] == [1] * 4
         assert engine.manager.in_flight == 1
 
 
-def test_retrieve_and_lookup_find_what_a_manager_wrote(shm_root: Path, tmp_path: Path) -> None:
+def test_retrieve_and_lookup_find_what_a_manager_wrote(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(8, cache)
         engine.leave("a", TOKENS)
@@ -197,16 +227,27 @@ def test_a_manager_finds_what_the_cache_stored(shm_root: Path) -> None:
 def test_tenants_and_adapters_do_not_share(shm_root: Path) -> None:
     with cache_at(shm_root) as cache:
         engine = Engine(32, cache)
-        who: list[dict[str, object]] = [{}, {"salt": "bob"}, {"lora": "x"}, {"lora": "x", "salt": "bob"}]
+        who: list[dict[str, object]] = [
+            {},
+            {"salt": "bob"},
+            {"lora": "x"},
+            {"lora": "x", "salt": "bob"},
+        ]
         for n, options in enumerate(who):
-            assert engine.start(f"{n}", TOKENS[:13], **options).computed_tokens == 0
+            assert (
+                engine.start(f"{n}", TOKENS[:13], **options).computed_tokens == 0
+            )
             engine.finish(f"{n}")
         for n, options in enumerate(who):
-            assert engine.start(f"again {n}", TOKENS[:13], **options).by_tier == {"device": 12}
+            assert engine.start(f"again {n}", TOKENS[:13], **options).by_tier == {
+                "device": 12
+            }
             engine.finish(f"again {n}")
         engine.demoted(32)
         for n, options in enumerate(who):
-            assert engine.start(f"host {n}", TOKENS[:13], **options).by_tier == {"host": 12}
+            assert engine.start(f"host {n}", TOKENS[:13], **options).by_tier == {
+                "host": 12
+            }
 
 
 def test_new_weights_of_one_process_are_new_for_all(shm_root: Path) -> None:
@@ -222,7 +263,9 @@ def test_new_weights_of_one_process_are_new_for_all(shm_root: Path) -> None:
 
 
 def test_an_engine_outlives_its_cache(shm_root: Path, tmp_path: Path) -> None:
-    """When the cache was closed, every question to it is a miss; the device's own blocks are served as before."""
+    """When the cache was closed, every question to it is a miss; the device's own blocks are served
+    as before.
+    """
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(16, cache)
         engine.leave("a", TOKENS[:16])
@@ -233,7 +276,8 @@ def test_an_engine_outlives_its_cache(shm_root: Path, tmp_path: Path) -> None:
         written = engine.manager.finish("runs")
         assert up is not None
         assert written is not None
-    assert engine.manager.completed(up.ticket).shortened == {"b": 8}  # it is unknown whose slots they were
+    # it is unknown whose slots they were
+    assert engine.manager.completed(up.ticket).shortened == {"b": 8}
     assert engine.manager.completed(written.ticket).ended
     engine.manager.check()
     engine.compute("b")

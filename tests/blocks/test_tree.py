@@ -1,4 +1,6 @@
-"""The prefix tree: what is found, what is evicted first, what a lock protects; all compared with a naive model."""
+"""The prefix tree: what is found, what is evicted first, what a lock protects; all compared with a
+naive model.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def test_leaves_go_first_and_the_oldest_of_them() -> None:
     assert tree.evictable == 5
     assert evicted(tree, 1) == [22]  # a leaf, though its parent is no younger
     assert evicted(tree, 1) == [30]
-    assert evicted(tree, 9) == [12, 11, 10]  # a parent becomes a candidate when its last child was removed
+    # a parent becomes a candidate when its last child was removed
+    assert evicted(tree, 9) == [12, 11, 10]
     assert tree.evict(1) == []
     assert tree.evictable == 0
     assert not tree.nodes
@@ -70,7 +73,8 @@ def test_a_parent_has_been_used_when_its_child_was() -> None:
     used(tree, [1], 10)
     used(tree, [2], 20)
     tip = used(tree, [1, 3], 10)  # the path through [1] is younger than [2]
-    assert tree.remove(tip) == 11  # and remains so although this end of it was removed
+    # and remains so although this end of it was removed
+    assert tree.remove(tip) == 11
     assert evicted(tree, 2) == [20, 10]
 
 
@@ -100,7 +104,9 @@ def test_locks_climb_and_end() -> None:
     assert evicted(tree, 9) == [12, 11, 10]
 
 
-def test_a_child_that_leaves_is_found_until_it_has_gone_and_may_be_called_back() -> None:
+def test_a_child_that_leaves_is_found_until_it_has_gone_and_may_be_called_back() -> (
+    None
+):
     tree = Tree()
     tip = used(tree, [1, 2], 10)
     assert tree.evict(1) == [tip]
@@ -118,7 +124,9 @@ def test_a_child_that_leaves_is_found_until_it_has_gone_and_may_be_called_back()
     assert [node.block for node in tree.path(keys)] == [10]
 
 
-def test_a_leaving_child_is_out_of_reach_when_its_parent_has_gone_before() -> None:
+def test_a_leaving_child_is_out_of_reach_when_its_parent_has_gone_before() -> (
+    None
+):
     tree = Tree()
     tip = used(tree, [1, 2], 10)
     leaving = tree.evict(2)
@@ -126,7 +134,8 @@ def test_a_leaving_child_is_out_of_reach_when_its_parent_has_gone_before() -> No
     assert tree.path(keys_of([1, 2])) == []
     again = grown(tree, [1], 30)  # another node of the same key is not its parent
     assert tree.path(keys_of([1, 2])) == [again]
-    other = tree.insert(tip.key, ROOT, again, 40)  # and another child takes the key over
+    # and another child takes the key over
+    other = tree.insert(tip.key, ROOT, again, 40)
     tree.check()
     assert tree.remove_evicted([tip]) == [11]
     assert tree.path(keys_of([1, 2])) == [again, other]
@@ -136,7 +145,9 @@ def test_a_leaving_child_is_out_of_reach_when_its_parent_has_gone_before() -> No
 def test_what_comes_is_found_but_never_evicted() -> None:
     tree = Tree()
     tip = used(tree, [1], 10)
-    nodes = tree.insert_loading(keys_of([1, 2, 3])[1:], ROOT, tip, [21, 22], ticket=7)
+    nodes = tree.insert_loading(
+        keys_of([1, 2, 3])[1:], ROOT, tip, [21, 22], ticket=7
+    )
     tree.check()
     assert [(node.place, node.ticket, node.position) for node in nodes] == [
         (Place.TO_DEVICE, 7, 1),
@@ -155,7 +166,9 @@ def test_what_comes_is_found_but_never_evicted() -> None:
 def test_what_does_not_come_is_no_node() -> None:
     tree = Tree()
     tip = used(tree, [1], 10)
-    nodes = tree.insert_loading(keys_of([1, 2, 3, 4])[1:], ROOT, tip, [21, 22, 23], ticket=7)
+    nodes = tree.insert_loading(
+        keys_of([1, 2, 3, 4])[1:], ROOT, tip, [21, 22, 23], ticket=7
+    )
     tree.finish_loading(nodes[:1])
     tree.unlock(nodes[-1], 0)
     tree.remove_loading(nodes[1:])
@@ -172,7 +185,12 @@ def test_clear_frees_what_nobody_needs_and_the_rest_with_its_last_lock() -> None
     tree.lock(tip)
     assert tree.clear() == [21]
     tree.check()
-    assert (tree.detached, tree.on_device, tree.locked, tree.evictable) == (2, 0, 0, 0)
+    assert (tree.detached, tree.on_device, tree.locked, tree.evictable) == (
+        2,
+        0,
+        0,
+        0,
+    )
     assert tree.path(keys_of([1, 2])) == []
     assert tree.evict(9) == []
     other = used(tree, [1, 2], 30)  # the same keys again are other nodes
@@ -244,15 +262,20 @@ class Model:
     """Every node by its path; everything else is found by looking at all of them."""
 
     place: dict[tuple[int, ...], Place] = field(default_factory=dict)
-    use: dict[tuple[int, ...], int] = field(default_factory=dict)  # the last use of a path through it
+    # the last use of a path through it
+    use: dict[tuple[int, ...], int] = field(default_factory=dict)
     tips: list[tuple[int, ...]] = field(default_factory=list)  # one a request
-    moves: list[tuple[int, ...]] = field(default_factory=list)  # the end of the moves that load something
+    # the end of the moves that load something
+    moves: list[tuple[int, ...]] = field(default_factory=list)
     blocks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def found(self, path: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The leading nodes of a path."""
         heads = [path[: i + 1] for i in range(len(path))]
-        missing = next((i for i, head in enumerate(heads) if head not in self.place), len(heads))
+        missing = next(
+            (i for i, head in enumerate(heads) if head not in self.place),
+            len(heads),
+        )
         return heads[:missing]
 
     def locked(self, path: tuple[int, ...]) -> bool:
@@ -262,7 +285,9 @@ class Model:
     def kept(self, path: tuple[int, ...]) -> bool:
         """Whether it has a child that stays."""
         return any(
-            len(other) == len(path) + 1 and other[:-1] == path and place is not Place.TO_HOST
+            len(other) == len(path) + 1
+            and other[:-1] == path
+            and place is not Place.TO_HOST
             for other, place in self.place.items()
         )
 
@@ -271,12 +296,17 @@ class Model:
         return [
             path
             for path, place in self.place.items()
-            if place is Place.DEVICE and not self.locked(path) and not self.kept(path)
+            if place is Place.DEVICE
+            and not self.locked(path)
+            and not self.kept(path)
         ]
 
     def evictable(self) -> int:
         """Return how many could be evicted, one after the other."""
-        return sum(place is Place.DEVICE and not self.locked(path) for path, place in self.place.items())
+        return sum(
+            place is Place.DEVICE and not self.locked(path)
+            for path, place in self.place.items()
+        )
 
     def was_used(self, path: tuple[int, ...], now: int) -> None:
         """A path was used: all of it."""
@@ -325,7 +355,9 @@ class Twins:
         """Find a path, call back what leaves on it, lock its end."""
         heads = self.model.found(path)
         nodes = self.tree.path(keys_of(path))
-        assert [node.block for node in nodes] == [self.model.blocks[head] for head in heads]
+        assert [node.block for node in nodes] == [
+            self.model.blocks[head] for head in heads
+        ]
         for head, node in zip(heads, nodes, strict=True):
             if node.place is Place.TO_HOST:
                 self.tree.cancel_eviction(node)
@@ -337,7 +369,9 @@ class Twins:
         return nodes[-1]
 
     def begin(self, path: tuple[int, ...]) -> None:
-        """A request that hits what there is, and computes the rest if nothing of it is on its way."""
+        """A request that hits what there is, and computes the rest if nothing of it is on its
+        way.
+        """
         found = len(self.model.found(path))
         tip = self.hit(path)
         if tip is None or tip.place is Place.DEVICE:
@@ -369,17 +403,27 @@ class Twins:
             path = self.paths[node.key]
             leaves = self.model.leaves()
             assert path in leaves
-            assert self.model.use[path] == min(self.model.use[leaf] for leaf in leaves)
+            assert self.model.use[path] == min(
+                self.model.use[leaf] for leaf in leaves
+            )
             self.model.place[path] = Place.TO_HOST
         assert len(chosen) == count or not self.model.leaves()
         self.leaving += chosen
 
     def gone(self, which: int) -> None:
-        """Some evicted nodes have left the tree; nodes below them are unreachable and leave with them."""
+        """Some evicted nodes have left the tree; nodes below them are unreachable and leave with
+        them.
+        """
         if self.leaving:
             path = self.paths[self.leaving[which % len(self.leaving)].key]
-            going = [node for node in self.leaving if self.paths[node.key][: len(path)] == path]
-            assert self.tree.remove_evicted(going) == [node.block for node in going]
+            going = [
+                node
+                for node in self.leaving
+                if self.paths[node.key][: len(path)] == path
+            ]
+            assert self.tree.remove_evicted(going) == [
+                node.block for node in going
+            ]
             for node in going:
                 self.leaving.remove(node)
                 del self.model.place[self.paths[node.key]]
@@ -389,21 +433,33 @@ class Twins:
         found = len(self.model.found(path))
         if found < len(path):
             parent = self.hit(path[:found]) if found else None
-            blocks = [self.new(path[: i + 1], Place.TO_DEVICE) for i in range(found, len(path))]
-            nodes = self.tree.insert_loading(keys_of(path)[found:], ROOT, parent, blocks, ticket=1)
+            blocks = [
+                self.new(path[: i + 1], Place.TO_DEVICE)
+                for i in range(found, len(path))
+            ]
+            nodes = self.tree.insert_loading(
+                keys_of(path)[found:], ROOT, parent, blocks, ticket=1
+            )
             if parent is not None:
                 self.tree.unlock(parent, 0)
             self.model.moves.append(path)
             self.coming.append((path, nodes))
 
     def landed(self, good: int) -> None:
-        """The first move ends; what it did not bring is dropped unless another request waits for it."""
+        """The first move ends; what it did not bring is dropped unless another request waits for
+        it.
+        """
         if not self.coming:
             return
         _, nodes = self.coming.pop(0)
         self.model.moves.pop(0)
         lost = [self.paths[node.key] for node in nodes[good:]]
-        below = (p for p in self.model.place for q in lost if p[: len(q)] == q and p not in lost)
+        below = (
+            p
+            for p in self.model.place
+            for q in lost
+            if p[: len(q)] == q and p not in lost
+        )
         if any(self.model.locked(q) for q in lost) or any(below):
             good = len(nodes)
         self.tree.finish_loading(nodes[:good])
@@ -425,14 +481,22 @@ class Twins:
                 del self.model.place[path]
 
     def clear(self, _: object) -> None:
-        """With no moves under way everything is forgotten; what is locked is freed with the locks."""
+        """With no moves under way everything is forgotten; what is locked is freed with the
+        locks.
+        """
         if self.leaving or self.coming:
             return
         model = self.model
-        free = {model.blocks[path] for path in model.place if not model.locked(path)}
+        free = {
+            model.blocks[path] for path in model.place if not model.locked(path)
+        }
         rest = {model.blocks[path] for path in model.place if model.locked(path)}
         assert set(self.tree.clear()) == free
-        freed = [block for tip in self.locks for block in self.tree.unlock(tip, self.tree.now())]
+        freed = [
+            block
+            for tip in self.locks
+            for block in self.tree.unlock(tip, self.tree.now())
+        ]
         assert sorted(freed) == sorted(rest)
         self.locks = []
         self.model = Model()
@@ -446,7 +510,9 @@ class Twins:
             assert (node.place, node.block) == (place, self.model.blocks[path])
             assert bool(node.locks) == self.model.locked(path)
         assert self.tree.evictable == self.model.evictable()
-        counts = [sum(p is place for p in self.model.place.values()) for place in Place]
+        counts = [
+            sum(p is place for p in self.model.place.values()) for place in Place
+        ]
         there = dict(zip(Place, counts, strict=True))
         assert self.tree.on_device == there[Place.DEVICE]
         assert self.tree.loading == there[Place.TO_DEVICE]

@@ -1,4 +1,6 @@
-"""Shared by the tests of the cache: a small layout, prompts, and KV whose bytes are a function of the tokens."""
+"""Shared by the tests of the cache: a small layout, prompts, and KV whose bytes are a function of
+the tokens.
+"""
 
 from __future__ import annotations
 
@@ -47,37 +49,51 @@ class KV(NamedTuple):
 
 def prompt(chunks: float, seed: int = 0) -> npt.NDArray[np.int32]:
     """Return the token ids of a prompt; with another seed it differs from the first token on."""
-    return np.random.default_rng(seed).integers(0, 50_000, int(chunks * CHUNK), dtype=np.int32)
+    return np.random.default_rng(seed).integers(
+        0, 50_000, int(chunks * CHUNK), dtype=np.int32
+    )
 
 
 def kv_of(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
-    """Return the KV that the model computes for a prompt: every chunk is a function of all tokens up to its end."""
+    """Return the KV that the model computes for a prompt: every chunk is a function of all tokens
+    up to its end.
+    """
     blocks = blank(tokens, layout).blocks
     for i, key in enumerate(chunk_keys(tokens, bytes(32), CHUNK)):
-        blocks[i] = np.random.default_rng(list(key)).integers(0, 256, layout.chunk_bytes, dtype=np.uint8)
+        blocks[i] = np.random.default_rng(list(key)).integers(
+            0, 256, layout.chunk_bytes, dtype=np.uint8
+        )
     return KV(blocks, BlockKV(blocks, layout))
 
 
 def blank(tokens: npt.NDArray[np.int32], layout: KVLayout = LAYOUT) -> KV:
     """Return memory for the KV of a prompt."""
-    blocks = np.zeros((max(1, len(tokens) // CHUNK), layout.chunk_bytes), np.uint8)
+    blocks = np.zeros(
+        (max(1, len(tokens) // CHUNK), layout.chunk_bytes), np.uint8
+    )
     return KV(blocks, BlockKV(blocks, layout))
 
 
 def config_of(host: Path | None, disk: Path | None, **options: object) -> Config:
-    """Return a configuration with 64 host slots and 256 disk slots, if their directories are given; long deadlines."""
+    """Return a configuration with 64 host slots and 256 disk slots, if their directories are given;
+    long deadlines.
+    """
     slot = LAYOUT.slot_bytes
     wanted: dict[str, object] = {
         "chunk_tokens": CHUNK,
         "host_size": 64 * slot if host is not None else 0,
         "worth_it": False,
-        "policy": "lru",  # which admits every chunk, whatever a test has requested before
+        # which admits every chunk, whatever a test has requested before
+        "policy": "lru",
         "deadline_seconds": PATIENT_SECONDS,
     }
     if host is not None:
         wanted["host_path"] = str(host / "host")
     if disk is not None:
-        wanted |= {"disk_path": str(disk / "disk"), "disk_size": 256 * (slot + 4096)}
+        wanted |= {
+            "disk_path": str(disk / "disk"),
+            "disk_size": 256 * (slot + 4096),
+        }
     return Config(**{**wanted, **options})  # type: ignore[arg-type]
 
 
@@ -90,7 +106,12 @@ def cache_at(
     **options: object,
 ) -> Iterator[Cache]:
     """Open a cache, and close it afterwards."""
-    cache = Cache(config_of(host, disk, **options), namespace=namespace, layout=LAYOUT, clock=clock)
+    cache = Cache(
+        config_of(host, disk, **options),
+        namespace=namespace,
+        layout=LAYOUT,
+        clock=clock,
+    )
     try:
         yield cache
     finally:
@@ -106,11 +127,15 @@ def stored(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> KV
     return kv
 
 
-def served(cache: Cache, tokens: npt.NDArray[np.int32], **options: object) -> tuple[Hit, KV]:
+def served(
+    cache: Cache, tokens: npt.NDArray[np.int32], **options: object
+) -> tuple[Hit, KV]:
     """Retrieve a prompt, and check that every token in the hit has the right bytes."""
     kv = blank(tokens)
     hit = cache.retrieve(tokens, kv.transfer, **options)  # type: ignore[arg-type]
-    assert kv.same(kv_of(tokens), hit.start_tokens // CHUNK, hit.stop_tokens // CHUNK)
+    assert kv.same(
+        kv_of(tokens), hit.start_tokens // CHUNK, hit.stop_tokens // CHUNK
+    )
     assert hit.num_tokens == sum(hit.by_tier.values()) == int(hit.mask.sum())
     return hit, kv
 
@@ -123,7 +148,10 @@ def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def run_all(processes: Sequence[multiprocessing.process.BaseProcess], seconds: float = 100.0) -> None:
+def run_all(
+    processes: Sequence[multiprocessing.process.BaseProcess],
+    seconds: float = 100.0,
+) -> None:
     """Start processes and wait until all have ended with code 0."""
     for process in processes:
         process.start()
@@ -153,10 +181,14 @@ def on_disk(cache: Cache, tokens: Prompt) -> int:
 
 def reserved_for(cache: Cache, tokens: Prompt) -> list[Outcome]:
     slots = slots_of(cache)
-    return slots.reserve(keys_of(cache, tokens), namespace=slots.namespace(), start=0, parent=None)
+    return slots.reserve(
+        keys_of(cache, tokens), namespace=slots.namespace(), start=0, parent=None
+    )
 
 
-def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[ChunkRef]:
+def copied(
+    cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]
+) -> list[ChunkRef]:
     """Fill the reserved slots of a prompt by hand; return what can be committed."""
     keys = keys_of(cache, tokens)
     blocks = kv_of(tokens).blocks
@@ -164,12 +196,22 @@ def copied(cache: Cache, tokens: Prompt, outcomes: Sequence[Outcome]) -> list[Ch
     for i, item in enumerate(outcomes):
         if isinstance(item, Reserved):
             slots_of(cache).view(item.slot)[: LAYOUT.chunk_bytes] = blocks[i]
-            written.append(ChunkRef(item.key, i, keys[i - 1] if i else None, item.slot, item.generation))
+            written.append(
+                ChunkRef(
+                    item.key,
+                    i,
+                    keys[i - 1] if i else None,
+                    item.slot,
+                    item.generation,
+                )
+            )
     return written
 
 
 def written(cache: Cache, tokens: Prompt) -> list[ChunkRef]:
     """Bring a prompt into host slots by hand, all of it."""
     copies = copied(cache, tokens, reserved_for(cache, tokens))
-    assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [True] * len(copies)
+    assert slots_of(cache).commit({slots_of(cache).namespace(): copies}) == [
+        True
+    ] * len(copies)
     return copies

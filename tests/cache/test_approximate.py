@@ -1,4 +1,6 @@
-"""Caches with a lossy codec: keys of their own, answers that say so, and no start without a verdict or `unchecked`."""
+"""Caches with a lossy codec: keys of their own, answers that say so, and no start without a verdict
+or `unchecked`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def url(redis: Server) -> str:
 
 def kv_of(seed: int = 0) -> KV:
     draw = np.random.default_rng(seed)
-    blocks = draw.standard_normal((6, LAYOUT.chunk_bytes // 2)).astype("<f2").view(np.uint8)
+    blocks = (
+        draw.standard_normal((6, LAYOUT.chunk_bytes // 2))
+        .astype("<f2")
+        .view(np.uint8)
+    )
     return KV(blocks, BlockKV(blocks, LAYOUT))
 
 
@@ -54,9 +60,14 @@ def blank() -> KV:
 
 @contextmanager
 def cache_over(
-    host: Path | None, disk: Path | None = None, namespace: Namespace = NAMESPACE, **options: object
+    host: Path | None,
+    disk: Path | None = None,
+    namespace: Namespace = NAMESPACE,
+    **options: object,
 ) -> Iterator[Cache]:
-    with Cache(config_of(host, disk, **options), namespace=namespace, layout=LAYOUT) as cache:
+    with Cache(
+        config_of(host, disk, **options), namespace=namespace, layout=LAYOUT
+    ) as cache:
         yield cache
 
 
@@ -73,24 +84,33 @@ def retrieve(cache: Cache) -> tuple[Hit, KV]:
 
 
 def after(codec: str, kv: KV) -> np.ndarray:
-    return np.stack([approximated(codec, block, LAYOUT)[0] for block in kv.blocks])
+    return np.stack(
+        [approximated(codec, block, LAYOUT)[0] for block in kv.blocks]
+    )
 
 
 # ---- keys
 
 
-def test_approximate_kv_is_never_found_under_an_exact_key(shm_root: Path, url: str) -> None:
-    """Neither in the store, nor in the host memory to which it came up; and exact KV is not found the other way."""
+def test_approximate_kv_is_never_found_under_an_exact_key(
+    shm_root: Path, url: str
+) -> None:
+    """Neither in the store, nor in the host memory to which it came up; and exact KV is not found
+    the other way.
+    """
     with cache_over(shm_root, remote=f"{url}&codec=q4", unchecked=True) as lossy:
         store(lossy)
         lossy._tiers.host.clear()  # type: ignore[union-attr]
         assert retrieve(lossy)[0].by_tier == {"redis": 96}
-        assert retrieve(lossy)[0].by_tier == {"host": 96}  # the decoded bytes are there now
+        # the decoded bytes are there now
+        assert retrieve(lossy)[0].by_tier == {"host": 96}
         with cache_over(shm_root, remote=url) as exact:
             hit, kv = retrieve(exact)
             assert hit.num_tokens == 0
             assert not kv.blocks.any()
-            assert not {key for *_, key in lossy.keys(TOKENS)} & {key for *_, key in exact.keys(TOKENS)}
+            assert not {key for *_, key in lossy.keys(TOKENS)} & {
+                key for *_, key in exact.keys(TOKENS)
+            }
             computed = store(exact)
             hit, kv = retrieve(exact)
             assert hit.num_tokens == 96
@@ -129,7 +149,9 @@ def test_each_set_of_codecs_has_keys_of_its_own(url: str, tmp_path: Path) -> Non
 
 def test_a_namespace_that_is_approximate_already_stays_so(url: str) -> None:
     blended = NAMESPACE.with_(approximate="blend")
-    with cache_over(None, namespace=blended, remote=f"{url}&codec=q4", unchecked=True) as cache:
+    with cache_over(
+        None, namespace=blended, remote=f"{url}&codec=q4", unchecked=True
+    ) as cache:
         assert cache.namespace.approximate == "blend,q4"
     with cache_over(None, namespace=blended, remote=url) as cache:
         assert cache.namespace.approximate == "blend"
@@ -145,12 +167,19 @@ def test_tiers_that_are_handed_over_count_too(tmp_path: Path) -> None:
         assert cache.stats()["approximate"][0]["checked"] == "unchecked"
     tier = DiskTier.open(LAYOUT, tmp_path, 1 << 20, codec_name="q4")
     with pytest.raises(ConfigError, match="pagoda quality"):
-        Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[tier])
+        Cache(
+            config_of(None, None),
+            namespace=NAMESPACE,
+            layout=LAYOUT,
+            tiers=[tier],
+        )
     tier.close()
 
 
 def test_an_exact_tier_takes_no_lossy_chunk(url: str) -> None:
-    """Also under one key: a lossless tier of an approximate cache meets what another machine's lossy tier wrote."""
+    """Also under one key: a lossless tier of an approximate cache meets what another machine's
+    lossy tier wrote.
+    """
     blended = NAMESPACE.with_(approximate="q4")
     with cache_over(None, remote=f"{url}&codec=q4", unchecked=True) as lossy:
         store(lossy)
@@ -179,9 +208,8 @@ def test_answers_say_which_tokens_are_exact(shm_root: Path, url: str) -> None:
             assert hit.exact_tokens == 0
             assert not hit.exact.any()
             assert hit.mask.all()
-        assert retrieve(lossy)[1].same(
-            kv
-        )  # host memory has the bytes that were stored, but no answer relies on that
+        # host memory has the bytes that were stored, but no answer relies on that
+        assert retrieve(lossy)[1].same(kv)
         counters = lossy.stats()["counters"]
         assert counters["approximate_hit_tokens"] == counters["hit_tokens"] == 288
         assert lossy.lookup(prompt(6, seed=9)).approximate == "q4"
@@ -201,20 +229,44 @@ def test_answers_say_which_tokens_are_exact(shm_root: Path, url: str) -> None:
 
 
 def verdict(
-    place: Path, codec: str, weights: str = "w1", top1: float = 0.995, chunk_tokens: int = CHUNK
+    place: Path,
+    codec: str,
+    weights: str = "w1",
+    top1: float = 0.995,
+    chunk_tokens: int = CHUNK,
 ) -> None:
     found = Figures(
-        kl=Interval(0.001, 0.0, 0.002), top1=Interval(top1, top1 - 0.001, top1 + 0.001),
-        same_text=Interval(0.9, 0.8, 1.0), answers=None, ttft=Interval(0.4, 0.3, 0.5), bytes=0.26,
-    )  # fmt: skip
+        kl=Interval(0.001, 0.0, 0.002),
+        top1=Interval(top1, top1 - 0.001, top1 + 0.001),
+        same_text=Interval(0.9, 0.8, 1.0),
+        answers=None,
+        ttft=Interval(0.4, 0.3, 0.5),
+        bytes=0.26,
+    )
     bounds = Bounds(kl=0.01, top1=0.99, answers=0.9, prompts=50)
     controls = {"zeroed KV": True}
     reasons = objections(found, bounds, controls, 60, 0.95)
     result = Result(
-        codec_setting(codec, chunk_tokens), bounds, found, controls, 60, "ab" * 16, 16, 0.95, 0,
-        "2026-01-02T03:04:05Z", not reasons, reasons,
-    )  # fmt: skip
-    write_verdict(place, model="a model", weights=[weights], pagoda="0.1.0", results=[result])
+        codec_setting(codec, chunk_tokens),
+        bounds,
+        found,
+        controls,
+        60,
+        "ab" * 16,
+        16,
+        0.95,
+        0,
+        "2026-01-02T03:04:05Z",
+        not reasons,
+        reasons,
+    )
+    write_verdict(
+        place,
+        model="a model",
+        weights=[weights],
+        pagoda="0.1.0",
+        results=[result],
+    )
 
 
 def test_it_starts_with_a_passing_verdict_only(url: str, tmp_path: Path) -> None:
@@ -224,7 +276,9 @@ def test_it_starts_with_a_passing_verdict_only(url: str, tmp_path: Path) -> None
         cache_over(None, remote=remote, quality_verdicts=tmp_path),
     ):
         pass
-    with cache_over(None, remote=remote, quality_verdicts=tmp_path, unchecked=True) as cache:
+    with cache_over(
+        None, remote=remote, quality_verdicts=tmp_path, unchecked=True
+    ) as cache:
         (state,) = cache.stats()["approximate"]
         assert state["checked"] == "unchecked"
         assert "q4" in str(state["setting"])
@@ -237,30 +291,49 @@ def test_it_starts_with_a_passing_verdict_only(url: str, tmp_path: Path) -> None
     for place, options in wrong.items():
         (tmp_path / place).mkdir()
         verdict(tmp_path / place, **options)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError), cache_over(None, remote=remote, quality_verdicts=tmp_path / place):
+        with (
+            pytest.raises(ConfigError),
+            cache_over(None, remote=remote, quality_verdicts=tmp_path / place),
+        ):
             pass
     (tmp_path / "good").mkdir()
     verdict(tmp_path / "good", "q4")
-    with cache_over(None, remote=remote, quality_verdicts=tmp_path / "good") as cache:
-        assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
+    with cache_over(
+        None, remote=remote, quality_verdicts=tmp_path / "good"
+    ) as cache:
+        assert [state["checked"] for state in cache.stats()["approximate"]] == [
+            "passed"
+        ]
         store(cache)
         assert retrieve(cache)[0].num_tokens == 96
 
 
 def test_every_codec_in_use_needs_its_verdict(url: str, tmp_path: Path) -> None:
     verdict(tmp_path, "q4")
-    options = {"remote": f"{url}&codec=q4", "disk_codec": "q8", "quality_verdicts": tmp_path}
-    with pytest.raises(ConfigError, match="q8"), cache_over(None, tmp_path, **options):
+    options = {
+        "remote": f"{url}&codec=q4",
+        "disk_codec": "q8",
+        "quality_verdicts": tmp_path,
+    }
+    with (
+        pytest.raises(ConfigError, match="q8"),
+        cache_over(None, tmp_path, **options),
+    ):
         pass
     verdict(tmp_path, "q8")
     with cache_over(None, tmp_path, **options) as cache:
-        assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed", "passed"]
+        assert [state["checked"] for state in cache.stats()["approximate"]] == [
+            "passed",
+            "passed",
+        ]
 
 
 def test_lossy_tiers_are_left_out_after_the_weights_have_changed(
     shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No verdict is about the new weights. The cache goes on, exact, and the engine gets no exception."""
+    """No verdict is about the new weights. The cache goes on, exact, and the engine gets no
+    exception.
+    """
     (tmp_path / "verdicts").mkdir()
     verdict(tmp_path / "verdicts", "q4")
     options = {"disk_codec": "q4", "quality_verdicts": tmp_path / "verdicts"}
@@ -284,12 +357,21 @@ def test_lossy_tiers_are_left_out_after_the_weights_have_changed(
 def test_new_weights_without_a_verdict_find_nothing_that_others_brought_up(
     shm_root: Path, tmp_path: Path
 ) -> None:
-    """Host memory is shared with a cache that is `unchecked`: it has what came up from a lossy disk."""
+    """Host memory is shared with a cache that is `unchecked`: it has what came up from a lossy
+    disk.
+    """
     (tmp_path / "verdicts").mkdir()
     verdict(tmp_path / "verdicts", "q4")
     with (
-        cache_over(shm_root, tmp_path, disk_codec="q4", unchecked=True) as unchecked,
-        cache_over(shm_root, tmp_path, disk_codec="q4", quality_verdicts=tmp_path / "verdicts") as measured,
+        cache_over(
+            shm_root, tmp_path, disk_codec="q4", unchecked=True
+        ) as unchecked,
+        cache_over(
+            shm_root,
+            tmp_path,
+            disk_codec="q4",
+            quality_verdicts=tmp_path / "verdicts",
+        ) as measured,
     ):
         unchecked.weights_changed()
         store(unchecked)
@@ -315,19 +397,31 @@ def test_lossy_tiers_are_left_out_for_an_adapter_without_a_verdict(
         for lora, on_disk in ((None, 96), ("style", 0)):
             assert cache.store(TOKENS, kv.transfer, lora=lora).refused == 0
             assert cache.flush(60)
-            assert cache.lookup(TOKENS, tiers=["host"], lora=lora).num_tokens == 96
-            assert cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens == on_disk
-        assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed", "left out"]
+            assert (
+                cache.lookup(TOKENS, tiers=["host"], lora=lora).num_tokens == 96
+            )
+            assert (
+                cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens
+                == on_disk
+            )
+        assert [state["checked"] for state in cache.stats()["approximate"]] == [
+            "passed",
+            "left out",
+        ]
         assert sum("left out" in record.message for record in caplog.records) == 1
     verdict(tmp_path / "verdicts", "q4", weights="w1+adapters style")
     with cache_over(shm_root, tmp_path, **options) as cache:
         assert cache.store(TOKENS, kv.transfer, lora="style").refused == 0
         assert cache.flush(60)
         assert cache.lookup(TOKENS, tiers=["disk"], lora="style").num_tokens == 96
-        assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
+        assert [state["checked"] for state in cache.stats()["approximate"]] == [
+            "passed"
+        ]
     with (
         pytest.raises(ConfigError, match="other"),
-        cache_over(None, tmp_path, namespace=NAMESPACE.with_(lora="other"), **options),
+        cache_over(
+            None, tmp_path, namespace=NAMESPACE.with_(lora="other"), **options
+        ),
     ):
         pass
 
@@ -337,9 +431,15 @@ def test_stats_are_about_the_present_weights(tmp_path: Path) -> None:
     (tmp_path / "verdicts").mkdir()
     verdict(tmp_path / "verdicts", "q4")
     for unchecked, after in ((False, "left out"), (True, "unchecked")):
-        options = {"disk_codec": "q4", "quality_verdicts": tmp_path / "verdicts", "unchecked": unchecked}
+        options = {
+            "disk_codec": "q4",
+            "quality_verdicts": tmp_path / "verdicts",
+            "unchecked": unchecked,
+        }
         with cache_over(None, tmp_path, **options) as cache:
-            assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
+            assert [
+                state["checked"] for state in cache.stats()["approximate"]
+            ] == ["passed"]
             cache.weights_changed("step 2")
             (state,) = cache.stats()["approximate"]
             assert state["checked"] == after
@@ -355,16 +455,32 @@ def test_a_verdict_of_an_adapter_is_for_it_and_for_the_weights_that_it_names(
     verdict(tmp_path / "verdicts", "q4", weights=f"{present}+adapters style")
     options = {"disk_codec": "q4", "quality_verdicts": tmp_path / "verdicts"}
     with cache_over(shm_root, tmp_path, **options) as cache:
-        for version, expected in (("", {"style": 0, "": 96}), ("step 2", {"style": 96, "": 0})):
+        for version, expected in (
+            ("", {"style": 0, "": 96}),
+            ("step 2", {"style": 96, "": 0}),
+        ):
             if version:
                 cache.weights_changed(version)
-            for lora, on_disk in expected.items():  # the adapter is the first to be asked about
-                assert cache.store(TOKENS, kv_of().transfer, lora=lora).refused == 0
+            # the adapter is the first to be asked about
+            for lora, on_disk in expected.items():
+                assert (
+                    cache.store(TOKENS, kv_of().transfer, lora=lora).refused == 0
+                )
                 assert cache.flush(60)
-                assert cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens == on_disk
-        verdict(tmp_path / "verdicts", "q4", weights=NAMESPACE.of_version("step 3").weights)
-        cache.weights_changed("step 3")  # nothing is known of adapters with these weights
-        assert [state["checked"] for state in cache.stats()["approximate"]] == ["passed"]
+                assert (
+                    cache.lookup(TOKENS, tiers=["disk"], lora=lora).num_tokens
+                    == on_disk
+                )
+        verdict(
+            tmp_path / "verdicts",
+            "q4",
+            weights=NAMESPACE.of_version("step 3").weights,
+        )
+        # nothing is known of adapters with these weights
+        cache.weights_changed("step 3")
+        assert [state["checked"] for state in cache.stats()["approximate"]] == [
+            "passed"
+        ]
 
 
 def test_a_verdict_of_weights_with_an_epoch(tmp_path: Path) -> None:
@@ -378,11 +494,15 @@ def test_a_verdict_of_weights_with_an_epoch(tmp_path: Path) -> None:
         assert retrieve(cache)[0].by_tier == {"disk": 96}
 
 
-def test_opaque_pages_are_refused_before_anything_is_opened(url: str, tmp_path: Path) -> None:
+def test_opaque_pages_are_refused_before_anything_is_opened(
+    url: str, tmp_path: Path
+) -> None:
     pages = KVLayout.opaque(CHUNK, 8192, "pages")
     for options in ({"remote": f"{url}&codec=q4"}, {"disk_codec": "q8"}):
         config = config_of(None, tmp_path, unchecked=True, **options)
-        with pytest.raises(ConfigError, match="the pages of this layout are opaque"):
+        with pytest.raises(
+            ConfigError, match="the pages of this layout are opaque"
+        ):
             Cache(config, namespace=NAMESPACE, layout=pages)
     assert not list(tmp_path.iterdir())
 
@@ -405,7 +525,9 @@ def test_chunks_that_are_not_finite_come_back_as_they_were(url: str) -> None:
         hit, found = retrieve(cache)
         assert hit.num_tokens == 96
         assert np.array_equal(found.blocks[2], kv.blocks[2])
-        assert np.array_equal(np.delete(found.blocks, 2, 0), np.delete(after("q4", kv), 2, 0))
+        assert np.array_equal(
+            np.delete(found.blocks, 2, 0), np.delete(after("q4", kv), 2, 0)
+        )
 
 
 def test_damaged_bytes_in_the_store_are_a_miss(url: str, redis: Server) -> None:
@@ -416,10 +538,16 @@ def test_damaged_bytes_in_the_store_are_a_miss(url: str, redis: Server) -> None:
         server = client.Redis(port=redis.port)
         prefix = url.partition("prefix=")[2].partition("&")[0]
         name = next(
-            name for name in server.scan_iter(f"{prefix}*") if cache.keys(TOKENS)[3][2].hex().encode() in name
+            name
+            for name in server.scan_iter(f"{prefix}*")
+            if cache.keys(TOKENS)[3][2].hex().encode() in name
         )
-        field, value = max(server.hgetall(name).items(), key=lambda item: len(item[1]))
-        server.hset(name, field, value[:200] + bytes([value[200] ^ 1]) + value[201:])
+        field, value = max(
+            server.hgetall(name).items(), key=lambda item: len(item[1])
+        )
+        server.hset(
+            name, field, value[:200] + bytes([value[200] ^ 1]) + value[201:]
+        )
         hit, _ = retrieve(cache)
         assert hit.num_tokens == 48
         assert hit.reason is Reason.FAILED_CHECK

@@ -1,4 +1,6 @@
-"""What a cache logs: five lines at its opening, a line a call at DEBUG, as text or JSON, and no secrets."""
+"""What a cache logs: five lines at its opening, a line a call at DEBUG, as text or JSON, and no
+secrets.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,30 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer import DenseKV
 
-LAYOUT = KVLayout.dense(layers=1, kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=64)
+LAYOUT = KVLayout.dense(
+    layers=1, kv_heads=1, head_dim=8, dtype="float32", chunk_tokens=64
+)
 TOKENS = [987_654 + n for n in range(256)]
 SECRET = "hunter2-salt"
 
 
 def opened(host: Path, disk: Path, **options: object) -> Cache:
     return Cache(
-        namespace=Namespace("llama", salt=SECRET), layout=LAYOUT, host_path=host, host_size="4MiB",
-        disk_path=disk, disk_size="16MiB", remote="redis://:hunter2@localhost:1/0", **options,
-    )  # type: ignore[arg-type]  # fmt: skip
+        namespace=Namespace("llama", salt=SECRET),
+        layout=LAYOUT,
+        host_path=host,
+        host_size="4MiB",
+        disk_path=disk,
+        disk_size="16MiB",
+        remote="redis://:hunter2@localhost:1/0",
+        **options,
+    )  # type: ignore[arg-type]
 
 
 def kv() -> DenseKV:
-    return DenseKV([[np.ones((1, len(TOKENS), 8), np.float32) for _ in "KV"]], LAYOUT)
+    return DenseKV(
+        [[np.ones((1, len(TOKENS), 8), np.float32) for _ in "KV"]], LAYOUT
+    )
 
 
 def test_opening_logs_five_lines_once(
@@ -45,7 +57,11 @@ def test_opening_logs_five_lines_once(
         short = cache.namespace.root.hex()[:12]
     with opened(shm_root, tmp_path):
         pass
-    first, second = [one.getMessage() for one in caplog.records if "PagodaKV opened" in one.getMessage()]
+    first, second = [
+        one.getMessage()
+        for one in caplog.records
+        if "PagodaKV opened" in one.getMessage()
+    ]
     title, tiers, found, where, look = first.splitlines()
     assert "llama" in title
     assert short in title
@@ -64,16 +80,29 @@ def test_opening_logs_five_lines_once(
     assert "hunter2" not in caplog.text
 
 
-def test_a_size_is_what_the_tier_may_hold(shm_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_is_what_the_tier_may_hold(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Not the slots that it has from a time when it was larger."""
     caplog.set_level(logging.INFO, "pagoda")
     for size, shared in (("4MiB", True), ("2MiB", True), ("1MiB", False)):
         Cache(
-            namespace=Namespace("llama"), layout=LAYOUT, host_path=shm_root, host_size=size, host_shared=shared
-        ).close()  # fmt: skip
-    said = [one.getMessage() for one in caplog.records if "PagodaKV opened" in one.getMessage()]
+            namespace=Namespace("llama"),
+            layout=LAYOUT,
+            host_path=shm_root,
+            host_size=size,
+            host_shared=shared,
+        ).close()
+    said = [
+        one.getMessage()
+        for one in caplog.records
+        if "PagodaKV opened" in one.getMessage()
+    ]
     sizes = ("4.00 MiB = 65,536", "2.00 MiB = 32,768", "1.00 MiB = 16,384")
-    assert all(f"host {size} tokens" in line for size, line in zip(sizes, said, strict=True)), said
+    assert all(
+        f"host {size} tokens" in line
+        for size, line in zip(sizes, said, strict=True)
+    ), said
 
 
 def test_a_directory_that_was_removed_meanwhile_prevents_no_opening(
@@ -87,11 +116,15 @@ def test_a_directory_that_was_removed_meanwhile_prevents_no_opening(
     assert "tiers: host 4." in caplog.text
 
 
-def test_no_line_below_its_level(shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_line_below_its_level(
+    shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "pagoda")
     with opened(shm_root, tmp_path) as cache:
         cache.store(TOKENS, kv())
-    assert not [record for record in caplog.records if record.levelno < logging.WARNING]
+    assert not [
+        record for record in caplog.records if record.levelno < logging.WARNING
+    ]
 
 
 def test_a_call_is_a_line_without_its_prompt(
@@ -105,9 +138,15 @@ def test_a_call_is_a_line_without_its_prompt(
         cache.retrieve(TOKENS, kv(), salt=SECRET, tiers="host")
         calls = [record for record in caplog.records if hasattr(record, "pagoda")]
     stored, looked, retrieved = [record.getMessage() for record in calls]
-    assert stored.startswith("store: 128 tokens stored, chunks: 2 new, 0 present, 0 refused, ")
-    assert looked.startswith("lookup: 256 tokens asked, 128 hit (host 128), then absent, ")
-    assert retrieved.startswith("retrieve: 256 tokens asked, 128 hit (host 128), then absent, ")
+    assert stored.startswith(
+        "store: 128 tokens stored, chunks: 2 new, 0 present, 0 refused, "
+    )
+    assert looked.startswith(
+        "lookup: 256 tokens asked, 128 hit (host 128), then absent, "
+    )
+    assert retrieved.startswith(
+        "retrieve: 256 tokens asked, 128 hit (host 128), then absent, "
+    )
     assert all(line.endswith(" ms") for line in (stored, looked, retrieved))
     fields = calls[2].__dict__["pagoda"]
     assert fields["hit_tokens"] == {"host": 128}
@@ -129,25 +168,45 @@ logging.getLogger("another").warning("not ours")
 
 
 @pytest.mark.slow
-def test_json_is_one_object_a_line_and_only_for_our_loggers(shm_root: Path, tmp_path: Path) -> None:
+def test_json_is_one_object_a_line_and_only_for_our_loggers(
+    shm_root: Path, tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", CHILD, str(shm_root), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True
+    )
     *lines, last = done.stderr.splitlines()
     assert last == "not ours"
     told = [json.loads(line) for line in lines]
-    blocks = [line for line in told if line["message"].startswith("PagodaKV opened")]
+    blocks = [
+        line for line in told if line["message"].startswith("PagodaKV opened")
+    ]
     assert len(blocks) == 2  # one an open, though the handler was asked for twice
-    assert all(line["logger"].startswith("pagoda") and line["process"] and line["time"] for line in told)
+    assert all(
+        line["logger"].startswith("pagoda") and line["process"] and line["time"]
+        for line in told
+    )
     assert blocks[0]["level"] == "INFO"
     assert blocks[0]["model"] == "llama"
-    assert [tier["tier"] for tier in blocks[0]["tiers"]] == ["host", "disk", "redis"]
+    assert [tier["tier"] for tier in blocks[0]["tiers"]] == [
+        "host",
+        "disk",
+        "redis",
+    ]
     assert done.stdout == ""
     assert "hunter2" not in done.stderr
 
 
 def test_another_log_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"log_format = 'xml': .* 'plain' or 'json'"):
-        Cache(namespace=Namespace("llama"), layout=LAYOUT, log_format="xml", host_size=0)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"log_format = 'xml': .* 'plain' or 'json'"
+    ):
+        Cache(
+            namespace=Namespace("llama"),
+            layout=LAYOUT,
+            log_format="xml",
+            host_size=0,
+        )  # type: ignore[arg-type]
 
 
 class Broken(logging.Handler):

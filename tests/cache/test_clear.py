@@ -14,10 +14,22 @@ from pagoda.ledger import admin
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.metrics import Reason
 from pagoda.tiers import Chunk, Done
-from tests.cache.kit import NAMESPACE, blank, cache_at, keys_of, kv_of, on_disk, prompt, served, stored
+from tests.cache.kit import (
+    NAMESPACE,
+    blank,
+    cache_at,
+    keys_of,
+    kv_of,
+    on_disk,
+    prompt,
+    served,
+    stored,
+)
 
 
-def test_every_tier_is_cleared_and_counted(shm_root: Path, tmp_path: Path) -> None:
+def test_every_tier_is_cleared_and_counted(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(5))
         cleared = cache.clear()
@@ -28,11 +40,15 @@ def test_every_tier_is_cleared_and_counted(shm_root: Path, tmp_path: Path) -> No
         assert served(cache, prompt(5))[0].num_tokens == 0
 
 
-def test_what_is_stored_after_a_clear_hits_again_on_the_disk(shm_root: Path, tmp_path: Path) -> None:
+def test_what_is_stored_after_a_clear_hits_again_on_the_disk(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         for turn in range(3):
             stored(cache, prompt(4))
-            assert served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 64, turn
+            assert served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 64, (
+                turn
+            )
             assert cache.clear(everything=turn == 1).ok
             assert served(cache, prompt(4))[0].num_tokens == 0
 
@@ -40,7 +56,9 @@ def test_what_is_stored_after_a_clear_hits_again_on_the_disk(shm_root: Path, tmp
 def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another call loads the chunks from the disk, which is not cleared yet, after the host is cleared."""
+    """Another call loads the chunks from the disk, which is not cleared yet, after the host is
+    cleared.
+    """
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
         host = cache._tiers.host
@@ -60,14 +78,19 @@ def test_what_comes_up_in_the_middle_of_a_clear_is_cleared_above_as_well(
         assert served(cache, prompt(4))[0].num_tokens == 0
 
 
-def test_one_tenant_is_cleared_and_the_others_stay(shm_root: Path, tmp_path: Path) -> None:
+def test_one_tenant_is_cleared_and_the_others_stay(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         for salt in ("", "one", "two"):
             stored(cache, prompt(4), salt=salt)
         assert cache.clear(salt="one").chunks == {"host": 4, "disk": 4}
         assert cache.lookup(prompt(4), salt="one").num_tokens == 0
         assert served(cache, prompt(4), salt="two")[0].num_tokens == 64
-        assert served(cache, prompt(4), salt="two", tiers=["disk"])[0].num_tokens == 64
+        assert (
+            served(cache, prompt(4), salt="two", tiers=["disk"])[0].num_tokens
+            == 64
+        )
         assert cache.clear().chunks == {"host": 4, "disk": 4}
         assert served(cache, prompt(4), salt="two")[0].num_tokens == 64
         assert cache.clear(everything=True).chunks == {"host": 4, "disk": 4}
@@ -75,7 +98,10 @@ def test_one_tenant_is_cleared_and_the_others_stay(shm_root: Path, tmp_path: Pat
 
 
 def test_another_model_stays(shm_root: Path) -> None:
-    with cache_at(shm_root, None) as cache, cache_at(shm_root, None, NAMESPACE.with_(model="b")) as other:
+    with (
+        cache_at(shm_root, None) as cache,
+        cache_at(shm_root, None, NAMESPACE.with_(model="b")) as other,
+    ):
         stored(cache, prompt(4))
         stored(other, prompt(4))
         assert cache.clear().chunks == {"host": 4}
@@ -104,7 +130,9 @@ def test_a_tier_that_fails_is_named_and_the_others_are_cleared(
 def test_what_waits_in_a_staging_buffer_does_not_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    """Without a host slot, a chunk waits in a buffer until the disk takes it, also while another cache clears."""
+    """Without a host slot, a chunk waits in a buffer until the disk takes it, also while another
+    cache clears.
+    """
     with cache_at(None, tmp_path) as cache, cache_at(None, tmp_path) as other:
         [disk] = cache._tiers.lower
         save = disk.save
@@ -118,8 +146,12 @@ def test_what_waits_in_a_staging_buffer_does_not_come_back(
             assert may_save.wait(60)
             return save(chunks, namespace, stamp=stamp)
 
-        def save_first(registry: NamespaceRegistry, namespace: bytes | None) -> None:
-            """Save the chunks after the tables are cleared, and before the record is on the disk."""
+        def save_first(
+            registry: NamespaceRegistry, namespace: bytes | None
+        ) -> None:
+            """Save the chunks after the tables are cleared, and before the record is on the
+            disk.
+            """
             may_save.set()
             storing.result(60)
             assert cache.flush(60)
@@ -134,12 +166,16 @@ def test_what_waits_in_a_staging_buffer_does_not_come_back(
         may_save.set()
         storing.result(60)
         assert cache.flush(60)
-        assert [other.holders(key) for key in keys_of(cache, prompt(4))] == [[]] * 4
+        assert [other.holders(key) for key in keys_of(cache, prompt(4))] == [
+            []
+        ] * 4
         stored(cache, prompt(4))
         assert on_disk(other, prompt(4)) == 4
 
 
-def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: Path) -> None:
+def test_a_store_that_began_before_does_not_come_back(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stop = threading.Event()
         clears = 0
@@ -154,7 +190,8 @@ def test_a_store_that_began_before_does_not_come_back(shm_root: Path, tmp_path: 
         thread.start()
         until = time.monotonic() + 60
         rounds = 0
-        while rounds < 20 or (not clears and time.monotonic() < until):  # until the thread has started
+        # until the thread has started
+        while rounds < 20 or (not clears and time.monotonic() < until):
             rounds += 1
             clears += sum(cache.clear().chunks.values())
         stop.set()

@@ -1,4 +1,6 @@
-"""A close while bytes are being copied into slots: no slot is reassigned before the copy has ended."""
+"""A close while bytes are being copied into slots: no slot is reassigned before the copy has
+ended.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,13 @@ def filled(cache: Cache) -> list[int]:
     return seeds
 
 
-def test_a_close_during_a_store_gives_no_slot_away_that_is_still_copied_into(shm_root: Path) -> None:
+def test_a_close_during_a_store_gives_no_slot_away_that_is_still_copied_into(
+    shm_root: Path,
+) -> None:
     size = {"host_size": SLOTS * LAYOUT.slot_bytes}
-    cache = Cache(config_of(shm_root, None, **size), namespace=NAMESPACE, layout=LAYOUT)
+    cache = Cache(
+        config_of(shm_root, None, **size), namespace=NAMESPACE, layout=LAYOUT
+    )
     kv = Slow(prompt(2))
     storing = threading.Thread(target=cache.store, args=(prompt(2), kv))
     storing.start()
@@ -73,7 +79,10 @@ def test_a_close_during_a_store_gives_no_slot_away_that_is_still_copied_into(shm
         kv.may_go_on.set()
         storing.join(SECONDS)
         # and every byte is right
-        assert sum(served(other, prompt(1, seed))[0].num_tokens for seed in seeds) > 0
+        assert (
+            sum(served(other, prompt(1, seed))[0].num_tokens for seed in seeds)
+            > 0
+        )
         ledger = other._tiers.host.ledger  # type: ignore[union-attr]
         wait_until(lambda: admin.gauges(ledger)["reserved"] == 0)
         admin.check(ledger)
@@ -86,7 +95,9 @@ def test_a_close_while_the_disk_hangs_keeps_the_slot_that_is_read_into(
         stored(before, prompt(2))
     cache, slab = faulty_cache(shm_root, tmp_path)
     slab.fail_next("read", Fault.HANG)
-    hit = cache.retrieve(prompt(2), blank(prompt(2)).transfer, deadline_seconds=0.2)
+    hit = cache.retrieve(
+        prompt(2), blank(prompt(2)).transfer, deadline_seconds=0.2
+    )
     assert hit.num_tokens == 0
     assert slab.hanging.is_set()
     cache.close(0.2)
@@ -111,7 +122,9 @@ def test_what_is_closed_takes_no_copies(shm_root: Path) -> None:
 def test_a_closed_cache_leaves_no_file_mapped_until_a_collection(
     policy: str, shm_root: Path, tmp_path: Path
 ) -> None:
-    """They hold memory of stores that were removed, in a process that opens new ones, such as `pagoda serve`."""
+    """They hold memory of stores that were removed, in a process that opens new ones, such as
+    `pagoda serve`.
+    """
 
     def mapped() -> bool:
         maps = Path("/proc/self/maps").read_text()

@@ -1,6 +1,8 @@
-"""KV on a GPU: the slots are registered before the first copy, and stay reserved for a grace period after a process.
+"""KV on a GPU: the slots are registered before the first copy, and stay reserved for a grace period
+after a process.
 
-The tests run processes that find a stand-in for NVIDIA's driver library; each process has separate state.
+The tests run processes that find a stand-in for NVIDIA's driver library; each process has separate
+state.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ from tests.slab.libcuda import OUT_OF_MEMORY, Stub, called
 class OnDevice(Watching):
     """A transfer of KV on a GPU; `each` sees the state before each copy."""
 
-    def __init__(self, kv: Transfer, each: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, kv: Transfer, each: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(kv)
         self.device_index: int | None = 1
         self.before = each  # type: ignore[method-assign]
@@ -105,9 +109,16 @@ def _stores_and_loads(shm_root: Path) -> None:
         assert pinned_bytes(cache) == 0
         assert slab._pinned is None
         tokens = prompt(4, 1)
-        assert cache.store(tokens, OnDevice(kv_of(tokens).transfer, begun)).num_chunks == 4
+        assert (
+            cache.store(
+                tokens, OnDevice(kv_of(tokens).transfer, begun)
+            ).num_chunks
+            == 4
+        )
         kv = blank(tokens)
-        assert cache.retrieve(tokens, OnDevice(kv.transfer, begun)).num_tokens == len(tokens)
+        assert cache.retrieve(
+            tokens, OnDevice(kv.transfer, begun)
+        ).num_tokens == len(tokens)
         assert kv.same(kv_of(tokens))
         assert seen == [True, True]
         wait_pinned(cache)
@@ -116,7 +127,12 @@ def _stores_and_loads(shm_root: Path) -> None:
         address = slab.view(5).ctypes.data
         assert device_address(address, slab.slot_bytes) == address
         for _ in range(3):
-            assert cache.store(prompt(1, 2), OnDevice(kv_of(prompt(1, 2)).transfer)).refused == 0
+            assert (
+                cache.store(
+                    prompt(1, 2), OnDevice(kv_of(prompt(1, 2)).transfer)
+                ).refused
+                == 0
+            )
         assert library.stub_registrations() == 1
         gone = slots_of(cache)
     assert library.stub_registered() == 0
@@ -125,7 +141,9 @@ def _stores_and_loads(shm_root: Path) -> None:
     assert library.stub_registrations() == 1
 
 
-def test_kv_on_a_gpu_registers_the_slots_before_its_first_copy(shm_root: Path, with_driver: Path) -> None:
+def test_kv_on_a_gpu_registers_the_slots_before_its_first_copy(
+    shm_root: Path, with_driver: Path
+) -> None:
     run_all([SPAWN.Process(target=_stores_and_loads, args=(shm_root,))])
 
 
@@ -133,13 +151,17 @@ def _loads(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         kv = blank(prompt(4))
         begun = list[bool]()
-        there = OnDevice(kv.transfer, lambda: begun.append(slab_of(cache)._pinned is not None))
+        there = OnDevice(
+            kv.transfer, lambda: begun.append(slab_of(cache)._pinned is not None)
+        )
         assert cache.retrieve(prompt(4), there).num_tokens == len(prompt(4))
         assert kv.same(kv_of(prompt(4)))
         assert begun == [True]
 
 
-def test_a_load_alone_registers_them_too(shm_root: Path, with_driver: Path) -> None:
+def test_a_load_alone_registers_them_too(
+    shm_root: Path, with_driver: Path
+) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(4))
         run_all([SPAWN.Process(target=_loads, args=(shm_root,))])
@@ -160,9 +182,14 @@ def _is_refused(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         for seed in range(3):
             tokens = prompt(4, seed)
-            assert cache.store(tokens, OnDevice(kv_of(tokens).transfer)).num_chunks == 4
+            assert (
+                cache.store(tokens, OnDevice(kv_of(tokens).transfer)).num_chunks
+                == 4
+            )
             kv = blank(tokens)
-            assert cache.retrieve(tokens, OnDevice(kv.transfer)).num_tokens == len(tokens)
+            assert cache.retrieve(
+                tokens, OnDevice(kv.transfer)
+            ).num_tokens == len(tokens)
             assert kv.same(kv_of(tokens))
         held = slab_of(cache)._pinned
         assert held is not None
@@ -171,20 +198,25 @@ def _is_refused(shm_root: Path) -> None:
         assert pinned_bytes(cache) == 0
 
 
-def test_refused_registration_costs_no_chunk(shm_root: Path, with_driver: Path) -> None:
+def test_refused_registration_costs_no_chunk(
+    shm_root: Path, with_driver: Path
+) -> None:
     run_all([SPAWN.Process(target=_is_refused, args=(shm_root,))])
 
 
 def _has_no_driver(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         tokens = prompt(4)
-        assert cache.store(tokens, OnDevice(kv_of(tokens).transfer)).num_chunks == 4
+        assert (
+            cache.store(tokens, OnDevice(kv_of(tokens).transfer)).num_chunks == 4
+        )
         assert served(cache, tokens)[0].num_tokens == len(tokens)
         assert pinned_bytes(cache) == 0
 
 
 def test_without_a_driver_all_goes_on(shm_root: Path, with_driver: Path) -> None:
-    with_driver.unlink()  # this process has it mapped: overwriting it would cause a bus error
+    # this process has it mapped: overwriting it would cause a bus error
+    with_driver.unlink()
     with_driver.write_text("not a library")
     run_all([SPAWN.Process(target=_has_no_driver, args=(shm_root,))])
 
@@ -198,7 +230,10 @@ def _forks(shm_root: Path) -> None:
         def work() -> None:
             assert pinned_bytes(cache) == 0
             tokens = prompt(3)
-            assert cache.store(tokens, OnDevice(kv_of(tokens).transfer)).num_chunks == 3
+            assert (
+                cache.store(tokens, OnDevice(kv_of(tokens).transfer)).num_chunks
+                == 3
+            )
             assert served(cache, tokens)[0].num_tokens == len(tokens)
             cache.close()
             assert library.stub_fault() == b""
@@ -210,7 +245,9 @@ def _forks(shm_root: Path) -> None:
     assert library.stub_fault() == b""
 
 
-def test_a_forked_child_calls_no_driver(shm_root: Path, with_driver: Path) -> None:
+def test_a_forked_child_calls_no_driver(
+    shm_root: Path, with_driver: Path
+) -> None:
     run_all([SPAWN.Process(target=_forks, args=(shm_root,))])
 
 
@@ -229,10 +266,16 @@ def test_slots_that_a_gpu_may_still_write_outlive_their_process(
     shm_root: Path, with_driver: Path, uses_device: bool
 ) -> None:
     clock = Ahead()
-    with Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
+    with Cache(
+        config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT, clock=clock
+    ) as cache:
         began = SPAWN.Event()
         ledger = host_of(cache).ledger
-        process = SPAWN.Process(target=_begins_to_write, args=(shm_root, uses_device, began), daemon=True)
+        process = SPAWN.Process(
+            target=_begins_to_write,
+            args=(shm_root, uses_device, began),
+            daemon=True,
+        )
         process.start()
         assert began.wait(60)
         os.kill(process.pid or 0, signal.SIGKILL)

@@ -51,14 +51,17 @@ def test_what_is_stored_is_served_from_host_memory(cache: Cache) -> None:
     assert not hit.mask[160:].any()
 
 
-def test_the_disk_serves_what_the_host_tier_has_lost(shm_root: Path, tmp_path: Path) -> None:
+def test_the_disk_serves_what_the_host_tier_has_lost(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
     with cache_at(shm_root / "after", tmp_path) as cache:
         assert cache.lookup(tokens).by_tier == {"disk": 160}
         assert served(cache, tokens)[0].by_tier == {"disk": 160}
-        assert served(cache, tokens)[0].by_tier == {"host": 160}  # it was loaded during the call
+        # it was loaded during the call
+        assert served(cache, tokens)[0].by_tier == {"host": 160}
 
 
 def test_one_run_may_come_from_two_tiers(shm_root: Path, tmp_path: Path) -> None:
@@ -72,7 +75,9 @@ def test_one_run_may_come_from_two_tiers(shm_root: Path, tmp_path: Path) -> None
         assert served(cache, tokens)[0].by_tier == {"host": 64, "disk": 128}
 
 
-def test_a_run_may_change_tiers_more_than_once(shm_root: Path, tmp_path: Path) -> None:
+def test_a_run_may_change_tiers_more_than_once(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(12)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
@@ -144,11 +149,17 @@ def test_a_mask_says_the_same_as_a_start(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("start", [1, 15, 17, -16, 176])
-def test_a_start_within_a_chunk_or_past_the_end_is_refused(cache: Cache, start: int) -> None:
+def test_a_start_within_a_chunk_or_past_the_end_is_refused(
+    cache: Cache, start: int
+) -> None:
     tokens = prompt(10)
-    with pytest.raises(ValueError, match=r"multiple of the chunk|past the 160 tokens"):
+    with pytest.raises(
+        ValueError, match=r"multiple of the chunk|past the 160 tokens"
+    ):
         cache.retrieve(tokens, blank(tokens).transfer, start_tokens=start)
-    with pytest.raises(ValueError, match=r"multiple of the chunk|past the 160 tokens"):
+    with pytest.raises(
+        ValueError, match=r"multiple of the chunk|past the 160 tokens"
+    ):
         cache.store(tokens, blank(tokens).transfer, start_tokens=start)
 
 
@@ -178,7 +189,9 @@ def test_a_mask_and_another_start_are_refused(cache: Cache) -> None:
 def test_keys_are_public_and_stand_in_for_tokens(cache: Cache) -> None:
     tokens = prompt(10.5)
     triples = cache.keys(tokens)
-    assert [triple[:2] for triple in triples] == [(i * 16, i * 16 + 16) for i in range(10)]
+    assert [triple[:2] for triple in triples] == [
+        (i * 16, i * 16 + 16) for i in range(10)
+    ]
     root = NAMESPACE.with_(layout=LAYOUT.fingerprint).root
     keys = [key for _, _, key in triples]
     assert keys == chunk_keys(tokens, root, CHUNK)
@@ -208,7 +221,9 @@ def test_keys_that_do_not_fit_are_refused(cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_caller_may_not_know_the_position_of_its_keys(cache: Cache, tier: str) -> None:
+def test_a_caller_may_not_know_the_position_of_its_keys(
+    cache: Cache, tier: str
+) -> None:
     """Then only the keys say what is meant; a tenant's salt is compared nevertheless."""
     tokens = prompt(10)
     kv = blank(prompt(7))
@@ -216,15 +231,25 @@ def test_a_caller_may_not_know_the_position_of_its_keys(cache: Cache, tier: str)
     stored(cache, tokens)
     if tier == "disk":
         with cache_at(None, Path(cache.config.disk_path).parent) as below:
-            assert below.retrieve(None, kv.transfer, keys=keys[3:], any_position=True).by_tier == {
-                "disk": 112
-            }
+            assert below.retrieve(
+                None, kv.transfer, keys=keys[3:], any_position=True
+            ).by_tier == {"disk": 112}
     assert cache.lookup(None, keys=keys[3:]).num_tokens == 0
     assert cache.lookup(None, keys=keys[3:], any_position=True).num_tokens == 112
     assert cache.retrieve(None, kv.transfer, keys=keys[3:]).num_tokens == 0
-    assert cache.retrieve(None, kv.transfer, keys=keys[3:], any_position=True).num_tokens == 112
+    assert (
+        cache.retrieve(
+            None, kv.transfer, keys=keys[3:], any_position=True
+        ).num_tokens
+        == 112
+    )
     assert (kv.blocks == kv_of(tokens).blocks[3:]).all()
-    assert cache.lookup(None, keys=keys[3:], any_position=True, salt="mallory").num_tokens == 0
+    assert (
+        cache.lookup(
+            None, keys=keys[3:], any_position=True, salt="mallory"
+        ).num_tokens
+        == 0
+    )
 
 
 def test_tokens_of_any_kind_mean_the_same(cache: Cache) -> None:
@@ -253,11 +278,18 @@ def test_tenants_and_adapters_do_not_share(cache: Cache) -> None:
     tokens = prompt(4)
     stored(cache, tokens, salt="one", lora="a")
     assert cache.lookup(tokens, salt="one", lora="a").num_tokens == 64
-    for other in ({}, {"salt": "one"}, {"lora": "a"}, {"salt": "two", "lora": "a"}):
+    for other in (
+        {},
+        {"salt": "one"},
+        {"lora": "a"},
+        {"salt": "two", "lora": "a"},
+    ):
         assert cache.lookup(tokens, **other).num_tokens == 0  # type: ignore[arg-type]
 
 
-def test_prefetch_brings_chunks_up_to_the_host_tier(shm_root: Path, tmp_path: Path) -> None:
+def test_prefetch_brings_chunks_up_to_the_host_tier(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
@@ -269,7 +301,9 @@ def test_prefetch_brings_chunks_up_to_the_host_tier(shm_root: Path, tmp_path: Pa
         assert cache.stats()["counters"]["lookups"] == 1  # type: ignore[index]
 
 
-def test_prefetch_takes_no_more_than_half_of_the_host_tier(shm_root: Path, tmp_path: Path) -> None:
+def test_prefetch_takes_no_more_than_half_of_the_host_tier(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(60)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
@@ -279,7 +313,9 @@ def test_prefetch_takes_no_more_than_half_of_the_host_tier(shm_root: Path, tmp_p
         assert served(cache, tokens)[0].num_tokens == 60 * CHUNK
 
 
-def test_prefetch_without_a_host_tier_is_refused_with_a_reason(tmp_path: Path) -> None:
+def test_prefetch_without_a_host_tier_is_refused_with_a_reason(
+    tmp_path: Path,
+) -> None:
     with cache_at(None, tmp_path) as cache:
         tokens = prompt(3)
         stored(cache, tokens)
@@ -303,19 +339,29 @@ def test_stats_add_up(cache: Cache) -> None:
     stats = cache.stats()
     counters = stats["counters"]
     assert isinstance(counters, dict)
-    assert (counters["lookups"], counters["hits"], counters["hit_tokens"]) == (3, 1, 160)
+    assert (counters["lookups"], counters["hits"], counters["hit_tokens"]) == (
+        3,
+        1,
+        160,
+    )
     assert counters["asked_tokens"] == 168 * 2 + 10
     assert counters["hit_tokens_host"] == 160
     assert counters["hit_tokens_disk"] == 0
     assert counters["stored_chunks"] == counters["loaded_chunks"] == 10
-    assert counters["stored_bytes"] == counters["loaded_bytes"] == 10 * LAYOUT.chunk_bytes
+    assert (
+        counters["stored_bytes"]
+        == counters["loaded_bytes"]
+        == 10 * LAYOUT.chunk_bytes
+    )
     assert stats["misses"] == {"absent": 1, "short_prompt": 1}
     assert stats["hit_rate"] == pytest.approx(160 / 346)
     assert stats["waiting_chunks"] == stats["staging_buffers"] == 0
 
 
 def test_stats_show_every_reason(cache: Cache) -> None:
-    cache._resources.counters.add({f"{kind}_{reason}": 1 for kind in ("miss", "drop") for reason in Reason})
+    cache._resources.counters.add(
+        {f"{kind}_{reason}": 1 for kind in ("miss", "drop") for reason in Reason}
+    )
     stats = cache.stats()
     assert stats["misses"] == stats["drops"] == dict.fromkeys(map(str, Reason), 1)
 
@@ -329,7 +375,9 @@ def test_stats_show_what_lower_tiers_dropped(cache: Cache) -> None:
     assert cache.stats()["drops"] == {"busy": 4, "stale": 2}
 
 
-def test_single_requests_are_remembered_by_the_store_that_counts_them(cache: Cache) -> None:
+def test_single_requests_are_remembered_by_the_store_that_counts_them(
+    cache: Cache,
+) -> None:
     tokens = prompt(3.5)
     stored(cache, tokens[: 2 * CHUNK])
     cache.lookup(tokens)
@@ -340,9 +388,13 @@ def test_single_requests_are_remembered_by_the_store_that_counts_them(cache: Cac
     (_, host), (_, disk) = cache._tiers.ledgers()
     none = {"host": 0, "disk": 0, "remote": 0}
     found = {"host": 2 * CHUNK, "disk": 0, "remote": 0}
-    ours, theirs = (cache._weights.scope(None, salt)[0].root[:NAMESPACE_BYTES] for salt in (None, "a tenant"))
+    ours, theirs = (
+        cache._weights.scope(None, salt)[0].root[:NAMESPACE_BYTES]
+        for salt in (None, "a tenant")
+    )
     assert [
-        (one.asked_tokens, one.hit_tokens, one.namespace, one.reason) for one in host.requests.newest()
+        (one.asked_tokens, one.hit_tokens, one.namespace, one.reason)
+        for one in host.requests.newest()
     ] == [
         (5, none, ours, "short_prompt"),
         (2 * CHUNK, found, ours, None),
@@ -368,7 +420,9 @@ def test_another_layout_is_refused(cache: Cache) -> None:
             call(prompt(2), kv)
 
 
-def test_kv_that_is_too_short_for_its_tokens_is_refused_and_leaves_nothing(cache: Cache) -> None:
+def test_kv_that_is_too_short_for_its_tokens_is_refused_and_leaves_nothing(
+    cache: Cache,
+) -> None:
     tokens = prompt(6)
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.store(tokens, blank(tokens[: 3 * CHUNK]).transfer)
@@ -379,19 +433,30 @@ def test_kv_that_is_too_short_for_its_tokens_is_refused_and_leaves_nothing(cache
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
         cache.retrieve(tokens, blank(tokens[: 3 * CHUNK]).transfer)
     with pytest.raises(ValueError, match=r"is not (in|within) the"):
-        cache.retrieve(tokens, blank(tokens[: 3 * CHUNK]).transfer, tiers=["disk"])
+        cache.retrieve(
+            tokens, blank(tokens[: 3 * CHUNK]).transfer, tiers=["disk"]
+        )
     assert admin.gauges(ledger)["reserved"] == 0
-    wait_until(lambda: cache.stats()["staging_buffers"] == 0)  # running reads end without a call
+    # running reads end without a call
+    wait_until(lambda: cache.stats()["staging_buffers"] == 0)
 
 
 def test_a_config_of_another_chunk_length_is_refused(shm_root: Path) -> None:
     with pytest.raises(ConfigError, match="build the layout with"):
-        Cache(config_of(shm_root, None, chunk_tokens=32), namespace=NAMESPACE, layout=LAYOUT)
+        Cache(
+            config_of(shm_root, None, chunk_tokens=32),
+            namespace=NAMESPACE,
+            layout=LAYOUT,
+        )
 
 
 def test_a_namespace_of_another_layout_is_refused(shm_root: Path) -> None:
     with pytest.raises(ValueError, match="leave it out"):
-        Cache(config_of(shm_root, None), namespace=Namespace("m", layout="0" * 16), layout=LAYOUT)
+        Cache(
+            config_of(shm_root, None),
+            namespace=Namespace("m", layout="0" * 16),
+            layout=LAYOUT,
+        )
 
 
 def test_without_a_config_the_options_come_from_the_environment(
@@ -401,7 +466,10 @@ def test_without_a_config_the_options_come_from_the_environment(
     monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "here"))
     monkeypatch.setenv("PAGODA_HOST_SIZE", "1MiB")
     with Cache(namespace=NAMESPACE, layout=LAYOUT, min_hit_tokens=7) as cache:
-        assert (cache.config.chunk_tokens, cache.config.min_hit_tokens) == (CHUNK, 7)
+        assert (cache.config.chunk_tokens, cache.config.min_hit_tokens) == (
+            CHUNK,
+            7,
+        )
         assert cache.tiers == ("host",)
         assert (shm_root / "here").is_dir()
 
@@ -413,7 +481,9 @@ def test_chunk_tokens_that_contradict_the_layout_are_an_error_wherever_they_stan
     monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "here"))
     monkeypatch.setenv("PAGODA_HOST_SIZE", "1MiB")
     monkeypatch.setenv("PAGODA_CHUNK_TOKENS", "512")
-    with pytest.raises(ConfigError, match=r"512 \(environment PAGODA_CHUNK_TOKENS\)"):
+    with pytest.raises(
+        ConfigError, match=r"512 \(environment PAGODA_CHUNK_TOKENS\)"
+    ):
         Cache(namespace=NAMESPACE, layout=LAYOUT)
     monkeypatch.delenv("PAGODA_CHUNK_TOKENS")
     (tmp_path / "pagoda.toml").write_text("chunk_tokens = 64")
@@ -424,16 +494,26 @@ def test_chunk_tokens_that_contradict_the_layout_are_an_error_wherever_they_stan
     Cache(namespace=NAMESPACE, layout=LAYOUT, chunk_tokens=CHUNK).close()
 
 
-def test_what_is_pinned_outlives_what_is_stored_afterwards(shm_root: Path, tmp_path: Path) -> None:
+def test_what_is_pinned_outlives_what_is_stored_afterwards(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(8), salt="one")
-        assert cache.pin(prompt(9), salt="one", owner="me") == {"host": 128, "disk": 128}
+        assert cache.pin(prompt(9), salt="one", owner="me") == {
+            "host": 128,
+            "disk": 128,
+        }
         assert cache.pin(prompt(8), owner="me") == {"host": 0, "disk": 0}
         for seed in range(1, 12):
             stored(cache, prompt(20, seed))
         assert served(cache, prompt(8), salt="one")[0].by_tier == {"host": 128}
-        assert cache.holders(cache.keys(prompt(8), salt="one")[0][2]) == ["host", "disk"]
-        assert cache.unpin(prompt(2), salt="one", owner="me", tiers=["disk"]) == {"disk": 2}
+        assert cache.holders(cache.keys(prompt(8), salt="one")[0][2]) == [
+            "host",
+            "disk",
+        ]
+        assert cache.unpin(prompt(2), salt="one", owner="me", tiers=["disk"]) == {
+            "disk": 2
+        }
         assert cache.unpin(owner="me") == {"host": 8, "disk": 6}
         assert cache.unpin() == {"host": 0, "disk": 0}
 
@@ -449,37 +529,58 @@ def test_a_hit_is_true_if_there_is_one(shm_root: Path) -> None:
         assert cache.lookup(prompt(0.5)).reason is Reason.SHORT_PROMPT
 
 
-def test_a_tier_that_cannot_be_opened_leaves_none_open(shm_root: Path, tmp_path: Path) -> None:
+def test_a_tier_that_cannot_be_opened_leaves_none_open(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with pytest.raises(StoreError):
-        Cache(config_of(shm_root, tmp_path, disk_size=1 << 60), namespace=NAMESPACE, layout=LAYOUT)
+        Cache(
+            config_of(shm_root, tmp_path, disk_size=1 << 60),
+            namespace=NAMESPACE,
+            layout=LAYOUT,
+        )
     with cache_at(shm_root, None) as cache:
         assert cache.stats()["tiers"]["host"]["members"] == 1  # type: ignore[index]
 
 
 def test_given_tiers_take_the_place_of_the_configured(shm_root: Path) -> None:
-    tier = HostTier.open(LAYOUT, shm_root / "own", 20 * LAYOUT.slot_bytes, shared=False)
-    with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[tier]) as cache:
+    tier = HostTier.open(
+        LAYOUT, shm_root / "own", 20 * LAYOUT.slot_bytes, shared=False
+    )
+    with Cache(
+        config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[tier]
+    ) as cache:
         stored(cache, prompt(3))
         assert served(cache, prompt(3))[0].by_tier == {"host": 48}
     wrong = KVLayout.opaque(CHUNK, 4096, "small")
     tier = HostTier.open(wrong, shm_root / "own", 1 << 20)
     with pytest.raises(ValueError, match="chunks of 4096 bytes"):
-        Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[tier])
+        Cache(
+            config_of(None, None),
+            namespace=NAMESPACE,
+            layout=LAYOUT,
+            tiers=[tier],
+        )
     tier.close()
 
 
 def test_with_no_tier_at_all_everything_is_a_miss() -> None:
-    with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT) as cache:
+    with Cache(
+        config_of(None, None), namespace=NAMESPACE, layout=LAYOUT
+    ) as cache:
         tokens = prompt(3)
         assert cache.store(tokens, kv_of(tokens).transfer).refused == 3
-        assert cache.retrieve(tokens, blank(tokens).transfer).reason is Reason.ABSENT
+        assert (
+            cache.retrieve(tokens, blank(tokens).transfer).reason is Reason.ABSENT
+        )
         assert cache.stats()["misses"] == {"absent": 1}
 
 
 def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
+    cache = Cache(
+        config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT
+    )
     stored(cache, prompt(2))
     host = cache._tiers.host
     [disk] = cache._tiers.lower
@@ -493,8 +594,11 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
     monkeypatch.setattr(disk, "close", fail)
     assert not cache.close(), "the failure is reported"
     for tier in (host, disk):
-        assert not tier.find(cache_keys := [key for _, _, key in cache.keys(prompt(2))]), cache_keys
-    with cache_at(shm_root, tmp_path) as again:  # another process could not open either exclusively
+        assert not tier.find(
+            cache_keys := [key for _, _, key in cache.keys(prompt(2))]
+        ), cache_keys
+    # another process could not open either exclusively
+    with cache_at(shm_root, tmp_path) as again:
         assert again._tiers.host is not None
         assert again._tiers.host.ledger is not host.ledger
         assert served(again, prompt(2))[0].num_tokens == 32
@@ -512,27 +616,39 @@ def test_after_close_every_call_is_a_miss(shm_root: Path, tmp_path: Path) -> Non
     assert cache.close()
 
 
-def test_wrong_arguments_are_one_value_error(cache: Cache, tmp_path: Path) -> None:
+def test_wrong_arguments_are_one_value_error(
+    cache: Cache, tmp_path: Path
+) -> None:
     tokens = prompt(2)
     for namespace, layout, message in (
         ("a model", LAYOUT, "build one"),
         (NAMESPACE, "dense", "build a KVLayout"),
     ):
         with pytest.raises(ValueError, match=message):
-            Cache(config_of(tmp_path / "h", None), namespace=namespace, layout=layout)  # type: ignore[arg-type]
+            Cache(
+                config_of(tmp_path / "h", None),
+                namespace=namespace,
+                layout=layout,
+            )  # type: ignore[arg-type]
     for wrong in ({"slat": "alice"}, {"start": 5}, {"namespace": "alice"}):
         for call in (cache.lookup, cache.prefetch, cache.explain):
-            with pytest.raises(ValueError, match=f"{next(iter(wrong))}: no such option; .*salt"):
+            with pytest.raises(
+                ValueError, match=f"{next(iter(wrong))}: no such option; .*salt"
+            ):
                 call(tokens, **wrong)  # type: ignore[operator]
         with pytest.raises(ValueError, match="no such option"):
             cache.store(tokens, kv_of(tokens).transfer, **wrong)  # type: ignore[arg-type]
     stored(cache, tokens)
     for move in (cache.store, cache.retrieve):
-        with pytest.raises(ValueError, match="kv is of type NoneType: pass a transfer"):
+        with pytest.raises(
+            ValueError, match="kv is of type NoneType: pass a transfer"
+        ):
             move(tokens, None)  # type: ignore[operator]
 
 
 def test_a_run_may_alternate_between_tiers() -> None:
     has = {"host": {1, 3}, "disk": {0, 2}}
-    finders = {tier: lambda at, tier=tier: (int(at in has[tier]), None) for tier in has}
+    finders = {
+        tier: lambda at, tier=tier: (int(at in has[tier]), None) for tier in has
+    }
     assert match_tiers(finders, 5) == (4, {"host": 2, "disk": 2}, None)

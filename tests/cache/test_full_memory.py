@@ -1,4 +1,6 @@
-"""A host tier of automatic size in a small file system in memory that others have filled. Needs root to mount one."""
+"""A host tier of automatic size in a small file system in memory that others have filled. Needs
+root to mount one.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def memory(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "memory"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(path)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
         pytest.skip("needs root to mount a file system")
     yield path
     subprocess.run(["umount", "--lazy", str(path)], check=True)
@@ -55,7 +60,10 @@ def test_without_space_for_a_chunk_the_cache_starts_without_the_host_tier(
 ) -> None:
     fill(memory, 63)
     tokens = prompt(2)
-    with caplog.at_level(logging.WARNING), cache_at(memory, tmp_path, host_size="auto") as cache:
+    with (
+        caplog.at_level(logging.WARNING),
+        cache_at(memory, tmp_path, host_size="auto") as cache,
+    ):
         assert cache.tiers == ("disk",)
         assert "left out" in caplog.text
         stored(cache, tokens)
@@ -64,7 +72,10 @@ def test_without_space_for_a_chunk_the_cache_starts_without_the_host_tier(
 
 def test_a_size_that_was_asked_for_is_not_made_smaller(memory: Path) -> None:
     fill(memory, 44)
-    with pytest.raises(NoRoomError, match="shm-size"), cache_at(memory, None, host_size=40 * MIB):
+    with (
+        pytest.raises(NoRoomError, match="shm-size"),
+        cache_at(memory, None, host_size=40 * MIB),
+    ):
         pass
 
 
@@ -79,8 +90,16 @@ def test_the_store_of_a_model_that_is_gone_makes_room_for_the_tables_of_the_next
     free = os.statvfs(memory)
     fill(memory, free.f_bavail * free.f_frsize // MIB - 1)
     other = KVLayout.opaque(CHUNK, 16384, "another model")
-    with Cache(cache.config, namespace=Namespace("another-model"), layout=other, host_size=size) as second:
-        assert second.store(tokens, blank(tokens, other).transfer).num_tokens == len(tokens)
+    with Cache(
+        cache.config,
+        namespace=Namespace("another-model"),
+        layout=other,
+        host_size=size,
+    ) as second:
+        assert second.store(
+            tokens, blank(tokens, other).transfer
+        ).num_tokens == len(tokens)
         assert second.lookup(tokens).num_tokens == len(tokens)
     with cache_at(memory, None, host_size=size) as cache:
-        assert cache.lookup(tokens).num_tokens == len(tokens)  # it was the last one that was used
+        # it was the last one that was used
+        assert cache.lookup(tokens).num_tokens == len(tokens)

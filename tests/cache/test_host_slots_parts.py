@@ -1,4 +1,6 @@
-"""Chunks of several parts: each rank of an engine writes its own, and a chunk with a missing part is not found."""
+"""Chunks of several parts: each rank of an engine writes its own, and a chunk with a missing part
+is not found.
+"""
 
 from __future__ import annotations
 
@@ -33,26 +35,38 @@ from tests.cache.kit import (
 HALF = LAYOUT.chunk_bytes // 2
 
 
-def reserved_in_parts(cache: Cache, tokens: Prompt, parts: int = 2) -> list[Reserved]:
+def reserved_in_parts(
+    cache: Cache, tokens: Prompt, parts: int = 2
+) -> list[Reserved]:
     slots = slots_of(cache)
     outcomes = slots.reserve(
-        keys_of(cache, tokens), namespace=slots.namespace(), start=0, parent=None, parts=parts
+        keys_of(cache, tokens),
+        namespace=slots.namespace(),
+        start=0,
+        parent=None,
+        parts=parts,
     )
     rooms = [item for item in outcomes if isinstance(item, Reserved)]
     assert len(rooms) == len(outcomes)
     return rooms
 
 
-def copied_part(cache: Cache, tokens: Prompt, rooms: Sequence[Reserved], part: int) -> list[ChunkRef]:
+def copied_part(
+    cache: Cache, tokens: Prompt, rooms: Sequence[Reserved], part: int
+) -> list[ChunkRef]:
     """Adopt one half of the chunks and fill it; return what can be committed."""
     slots = slots_of(cache)
     keys = keys_of(cache, tokens)
     blocks = kv_of(tokens).blocks
     assert slots.adopt(rooms, part) == [True] * len(rooms)
     for i, room in enumerate(rooms):
-        slots.view(room.slot)[part * HALF : (part + 1) * HALF] = blocks[i, part * HALF : (part + 1) * HALF]
+        slots.view(room.slot)[part * HALF : (part + 1) * HALF] = blocks[
+            i, part * HALF : (part + 1) * HALF
+        ]
     return [
-        ChunkRef(room.key, i, keys[i - 1] if i else None, room.slot, room.generation)
+        ChunkRef(
+            room.key, i, keys[i - 1] if i else None, room.slot, room.generation
+        )
         for i, room in enumerate(rooms)
     ]
 
@@ -62,7 +76,9 @@ def commit_part(cache: Cache, copies: list[ChunkRef], part: int) -> list[bool]:
 
 
 def _other_rank(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
-    """Write part 1 into the slots that arrive through the pipe; report each step and wait for the next."""
+    """Write part 1 into the slots that arrive through the pipe; report each step and wait for the
+    next.
+    """
     with cache_at(shm_root, tmp_path) as cache:
         pipe.send("open")
         rooms: list[Reserved] = pipe.recv()
@@ -76,7 +92,9 @@ def _other_rank(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
 
 
 @contextmanager
-def other_rank(shm_root: Path, tmp_path: Path) -> Iterator[tuple[Connection, SpawnProcess]]:
+def other_rank(
+    shm_root: Path, tmp_path: Path
+) -> Iterator[tuple[Connection, SpawnProcess]]:
     """Start another process with the store open."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=_other_rank, args=(shm_root, tmp_path, theirs))
@@ -108,7 +126,10 @@ def test_a_chunk_of_two_processes_is_there_when_both_have_written_it(
     shm_root: Path, tmp_path: Path, first: int
 ) -> None:
     tokens = prompt(4)
-    with cache_at(shm_root, tmp_path) as cache, other_rank(shm_root, tmp_path) as (pipe, _):
+    with (
+        cache_at(shm_root, tmp_path) as cache,
+        other_rank(shm_root, tmp_path) as (pipe, _),
+    ):
         rooms = reserved_in_parts(cache, tokens)
         pipe.send(rooms)
         assert told(pipe) == "copied"
@@ -122,7 +143,9 @@ def test_a_chunk_of_two_processes_is_there_when_both_have_written_it(
             if part == first:
                 assert nowhere(cache, tokens)
                 assert counters_of(cache)["stored_bytes"] == 0
-                assert all(isinstance(item, Busy) for item in reserved_for(cache, tokens))
+                assert all(
+                    isinstance(item, Busy) for item in reserved_for(cache, tokens)
+                )
         assert served(cache, tokens)[0].by_tier == {"host": 64}
         assert cache.flush(100)
         assert on_disk(cache, tokens) == 4
@@ -137,11 +160,17 @@ def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
     shm_root: Path, tmp_path: Path
 ) -> None:
     tokens = prompt(4)
-    with cache_at(shm_root, tmp_path) as cache, other_rank(shm_root, tmp_path) as (pipe, process):
+    with (
+        cache_at(shm_root, tmp_path) as cache,
+        other_rank(shm_root, tmp_path) as (pipe, process),
+    ):
         rooms = reserved_in_parts(cache, tokens)
         pipe.send(rooms)
         assert told(pipe) == "copied"
-        assert commit_part(cache, copied_part(cache, tokens, rooms, 0), 0) == [True] * 4
+        assert (
+            commit_part(cache, copied_part(cache, tokens, rooms, 0), 0)
+            == [True] * 4
+        )
         ledger = slots_of(cache)._ledger
         # its bytes may still be written
         assert admin.reap(ledger) == 0
@@ -151,11 +180,14 @@ def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
         assert admin.reap(ledger) == 4
         assert admin.gauges(ledger)["reserved"] == 0
         assert nowhere(cache, tokens)
-        assert len(written(cache, tokens)) == 4  # any process may reserve the keys again
+        # any process may reserve the keys again
+        assert len(written(cache, tokens)) == 4
         assert served(cache, tokens)[0].num_tokens == 64
 
 
-def test_what_one_rank_gives_up_is_not_stored(shm_root: Path, tmp_path: Path) -> None:
+def test_what_one_rank_gives_up_is_not_stored(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(3)
     with cache_at(shm_root, tmp_path) as cache:
         slots = slots_of(cache)
@@ -169,14 +201,21 @@ def test_what_one_rank_gives_up_is_not_stored(shm_root: Path, tmp_path: Path) ->
         assert admin.gauges(slots._ledger)["reserved"] == 0
 
 
-def test_of_a_commit_only_what_is_visible_is_written_down(shm_root: Path, tmp_path: Path) -> None:
+def test_of_a_commit_only_what_is_visible_is_written_down(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         rooms = reserved_in_parts(cache, prompt(4))
         halves = [copied_part(cache, prompt(4), rooms, part) for part in (0, 1)]
         assert commit_part(cache, halves[0][:2], 0) == [True] * 2
-        assert commit_part(cache, halves[1], 1) == [True] * 4  # two chunks miss the last part, two the first
+        # two chunks miss the last part, two the first
+        assert commit_part(cache, halves[1], 1) == [True] * 4
         assert cache.flush(100)
-        assert cache.lookup(prompt(4)).num_tokens == on_disk(cache, prompt(4)) * CHUNK == 2 * CHUNK
+        assert (
+            cache.lookup(prompt(4)).num_tokens
+            == on_disk(cache, prompt(4)) * CHUNK
+            == 2 * CHUNK
+        )
         assert counters_of(cache)["stored_bytes"] == 2 * LAYOUT.chunk_bytes
         assert commit_part(cache, halves[0][2:], 0) == [True] * 2
         assert cache.flush(100)
@@ -188,7 +227,9 @@ def test_parts_that_are_none(shm_root: Path) -> None:
         slots = slots_of(cache)
         namespace = slots_of(cache).namespace()
         with pytest.raises(ValueError, match="parts must be at least 1"):
-            slots.reserve([bytes(32)], namespace=namespace, start=0, parent=None, parts=0)
+            slots.reserve(
+                [bytes(32)], namespace=namespace, start=0, parent=None, parts=0
+            )
         with pytest.raises(ValueError, match="part must not be negative"):
             slots.commit({}, -1)
         rooms = reserved_in_parts(cache, prompt(2))

@@ -1,4 +1,6 @@
-"""Hot chunks of an upper tier stay in the lower tier: their age is updated, and missing ones are written again."""
+"""Hot chunks of an upper tier stay in the lower tier: their age is updated, and missing ones are
+written again.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,25 @@ DISK = 60 * (LAYOUT.slot_bytes + 4096)
 
 
 @contextmanager
-def small_disk(shm_root: Path, tmp_path: Path, clock: FakeClock, **options: object) -> Iterator[Cache]:
+def small_disk(
+    shm_root: Path, tmp_path: Path, clock: FakeClock, **options: object
+) -> Iterator[Cache]:
     """A cache whose disk has 60 slots, below a host tier of 512."""
-    config = config_of(shm_root, tmp_path, host_size=512 * LAYOUT.slot_bytes, disk_size=DISK, **options)
+    config = config_of(
+        shm_root,
+        tmp_path,
+        host_size=512 * LAYOUT.slot_bytes,
+        disk_size=DISK,
+        **options,
+    )
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
         yield cache
 
 
 def use_beside_others(cache: Cache, clock: FakeClock, again: bool) -> None:
-    """Serve the hot prompt from the host while others pass through the disk, four times as many as it holds."""
+    """Serve the hot prompt from the host while others pass through the disk, four times as many as
+    it holds.
+    """
     for seed in range(30):
         clock.advance(1)
         stored(cache, prompt(8, 100 + seed))
@@ -73,7 +85,9 @@ def test_what_the_disk_has_lost_is_written_again_when_it_is_used(
     shm_root: Path, tmp_path: Path, policy: str
 ) -> None:
     clock = FakeClock()
-    with small_disk(shm_root, tmp_path, clock, write_policy=policy, selective_hits=1) as cache:
+    with small_disk(
+        shm_root, tmp_path, clock, write_policy=policy, selective_hits=1
+    ) as cache:
         stored(cache, HOT)
         served(cache, HOT)
         assert cache.flush(100)
@@ -111,7 +125,9 @@ def asked_again(cache: Cache) -> float:
 def test_a_use_is_told_before_what_is_stored_after_it(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Storing raises recency in the lower tier: a use reported after it looks like the use of a new chunk."""
+    """Storing raises recency in the lower tier: a use reported after it looks like the use of a new
+    chunk.
+    """
     monkeypatch.setattr("pagoda.cache.writeback._GATHER_SECONDS", 1e6)
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock, policy="hindsight") as cache:
@@ -119,7 +135,11 @@ def test_a_use_is_told_before_what_is_stored_after_it(
         clock.advance(10)
         assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
         cache.store(HOT, kv_of(HOT).transfer)
-        wait_until(lambda: all(queue.waiting == 0 for queue in cache._resources.writeback))
+        wait_until(
+            lambda: all(
+                queue.waiting == 0 for queue in cache._resources.writeback
+            )
+        )
         assert cache.flush(100)
         assert asked_again(cache) == 20
 
@@ -131,12 +151,15 @@ def test_a_use_is_told_before_what_passes_through_a_buffer_after_it(
     clock = FakeClock()
     with small_disk(shm_root, tmp_path, clock) as cache:
         stored(cache, HOT)
-        for seed in range(2):  # the disk is full now, and the hot prompt is its oldest
+        # the disk is full now, and the hot prompt is its oldest
+        for seed in range(2):
             clock.advance(1)
             stored(cache, prompt(20, 100 + seed))
         clock.advance(1)
         assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
-        cache.store(prompt(20, 102), kv_of(prompt(20, 102)).transfer, tiers=["disk"])
+        cache.store(
+            prompt(20, 102), kv_of(prompt(20, 102)).transfer, tiers=["disk"]
+        )
         assert on_disk(cache, HOT) == 20
 
 
@@ -147,21 +170,37 @@ class Slow(DiskTier):
     touches: int
 
     def touch(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
-    ) -> list[bool] | None:  # fmt: skip
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
+    ) -> list[bool] | None:
         self.touches += 1
         assert self.may_answer.wait(60)
-        return super().touch(keys, namespace=namespace, start=start, stamp=stamp, asked=asked)
+        return super().touch(
+            keys, namespace=namespace, start=start, stamp=stamp, asked=asked
+        )
 
 
 def test_a_hit_waits_for_no_tier_below(shm_root: Path, tmp_path: Path) -> None:
     clock = FakeClock()
     config = config_of(shm_root, None)
-    host = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, clock=clock)
+    host = HostTier.open(
+        LAYOUT, Path(config.host_path), config.host_bytes, clock=clock
+    )
     slow = Slow.open(LAYOUT, tmp_path, DISK, clock=clock)
     slow.may_answer = threading.Event()
     slow.touches = 0
-    with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[host, slow], clock=clock) as cache:
+    with Cache(
+        config,
+        namespace=NAMESPACE,
+        layout=LAYOUT,
+        tiers=[host, slow],
+        clock=clock,
+    ) as cache:
         cache.store(HOT, kv_of(HOT).transfer)
         for _ in range(20):
             assert served(cache, HOT)[0].by_tier == {"host": 20 * CHUNK}
@@ -174,7 +213,8 @@ def test_a_hit_waits_for_no_tier_below(shm_root: Path, tmp_path: Path) -> None:
             for _ in range(20):
                 served(cache, HOT)
             assert cache.flush(100)
-            assert slow.touches == before + 1  # the other notes contained nothing new
+            # the other notes contained nothing new
+            assert slow.touches == before + 1
 
 
 def test_notes_of_uses_are_bounded(shm_root: Path, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Calls of a cache that an exception of a signal handler ends at a random moment: the cache and its users continue."""
+"""Calls of a cache that an exception of a signal handler ends at a random moment: the cache and its
+users continue.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,21 @@ from pagoda.clock import Deadline
 from pagoda.finalizers import close_dropped
 from pagoda.ledger import admin
 from pagoda.tiers.io_queue import WorkerPool
-from tests.cache.kit import CHUNK, blank, cache_at, kv_of, prompt, served, stored, wait_until
+from tests.cache.kit import (
+    CHUNK,
+    blank,
+    cache_at,
+    kv_of,
+    prompt,
+    served,
+    stored,
+    wait_until,
+)
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import others_get_in
 
-pytestmark = pytest.mark.timeout(300, method="thread")  # the other method uses the same timer as these tests
+# the other method uses the same timer as these tests
+pytestmark = pytest.mark.timeout(300, method="thread")
 
 
 def interrupted_calls(cache: Cache, times: int, seed: int) -> None:
@@ -36,7 +48,9 @@ def interrupted_calls(cache: Cache, times: int, seed: int) -> None:
         n = chance.randrange(len(prompts))
         cache.store(prompts[n], kvs[n].transfer)
         hit = cache.retrieve(prompts[n], rooms[n].transfer)
-        assert rooms[n].same(kvs[n], hit.start_tokens // CHUNK, hit.stop_tokens // CHUNK)
+        assert rooms[n].same(
+            kvs[n], hit.start_tokens // CHUNK, hit.stop_tokens // CHUNK
+        )
 
     with interrupts(seed, again_seconds=2.0) as until_interrupted:
         for _ in range(times):
@@ -48,16 +62,22 @@ def outstanding(cache: Cache) -> dict[str, object]:
     resources = cache._resources
     host = cache._tiers.host
     return {
-        "reserved": [admin.check(ledger).gauges["reserved"] for _, ledger in cache._tiers.ledgers()],
+        "reserved": [
+            admin.check(ledger).gauges["reserved"]
+            for _, ledger in cache._tiers.ledgers()
+        ],
         "copies": len(host._copies) if host is not None else 0,
-        "buffers": resources.load_staging.in_use + cache._resources.store_staging.in_use,
+        "buffers": resources.load_staging.in_use
+        + cache._resources.store_staging.in_use,
         "waiting": cache.stats()["waiting_chunks"],
     }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiers", ["host", "host and disk", "disk"])
-def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: str) -> None:
+def test_a_cache_leaves_nothing_behind(
+    shm_root: Path, tmp_path: Path, tiers: str
+) -> None:
     host = shm_root if "host" in tiers else None
     disk = tmp_path if "disk" in tiers else None
     with cache_at(host, disk) as cache:
@@ -68,12 +88,19 @@ def test_a_cache_leaves_nothing_behind(shm_root: Path, tmp_path: Path, tiers: st
         assert close_dropped(100)
         for ledger in ledgers:
             admin.reap(ledger)
-        nothing = {"reserved": [0] * len(ledgers), "copies": 0, "buffers": 0, "waiting": 0}
+        nothing = {
+            "reserved": [0] * len(ledgers),
+            "copies": 0,
+            "buffers": 0,
+            "waiting": 0,
+        }
         assert outstanding(cache) == nothing
         answers: list[int] = []
         thread = threading.Thread(
             target=lambda: answers.append(
-                cache.store(prompt(3, 99), kv_of(prompt(3, 99)).transfer).num_chunks
+                cache.store(
+                    prompt(3, 99), kv_of(prompt(3, 99)).transfer
+                ).num_chunks
             )
         )
         thread.start()
@@ -101,17 +128,29 @@ def test_what_a_broken_load_may_read_into_is_nobody_elses_until_it_has_ended(
         monkeypatch.undo()
         assert len(reading) == 3
         assert close_dropped(60)
-        assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([3, 0], 3)
+        assert (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == (
+            [3, 0],
+            3,
+        )
         reading.clear()
-        assert close_dropped(60)  # reads that outlived the call may still have slots
-        wait_until(lambda: (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0), 10)
+        # reads that outlived the call may still have slots
+        assert close_dropped(60)
+        wait_until(
+            lambda: (
+                (outstanding(cache)["reserved"], outstanding(cache)["copies"])
+                == ([0, 0], 0)
+            ),
+            10,
+        )
         assert served(cache, prompt(3))[0].by_tier == {"disk": 3 * CHUNK}
 
 
 def test_a_buffer_that_was_lost_makes_room_for_another() -> None:
     staging = StagingPool(64 << 20)
     for _ in range(3 * staging.count):
-        assert isinstance(staging.acquire(), np.ndarray), "the previous one was not released"
+        assert isinstance(staging.acquire(), np.ndarray), (
+            "the previous one was not released"
+        )
     kept = [staging.acquire() for _ in range(staging.count)]
     assert staging.acquire() is None
     assert staging.in_use == len(kept)
@@ -171,6 +210,13 @@ def test_a_signal_before_the_commit_of_a_load_leaves_no_slot_reserved(
         with pytest.raises(Interrupted):
             cache.retrieve(prompt(3), blank(prompt(3)).transfer)
         monkeypatch.undo()
-        assert close_dropped(60)  # reads that outlived the call may still have slots
-        wait_until(lambda: (outstanding(cache)["reserved"], outstanding(cache)["copies"]) == ([0, 0], 0), 10)
+        # reads that outlived the call may still have slots
+        assert close_dropped(60)
+        wait_until(
+            lambda: (
+                (outstanding(cache)["reserved"], outstanding(cache)["copies"])
+                == ([0, 0], 0)
+            ),
+            10,
+        )
         assert served(cache, prompt(3))[0].num_tokens == 3 * CHUNK

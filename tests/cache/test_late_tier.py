@@ -18,7 +18,16 @@ from pagoda.config.sources import load
 from pagoda.errors import StoreError
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.metrics import Reason
-from tests.cache.kit import LAYOUT, NAMESPACE, cache_at, config_of, prompt, served, stored, wait_until
+from tests.cache.kit import (
+    LAYOUT,
+    NAMESPACE,
+    cache_at,
+    config_of,
+    prompt,
+    served,
+    stored,
+    wait_until,
+)
 
 REDIS = "redis://127.0.0.1:1/0"  # nobody answers there, and nobody is asked
 
@@ -53,11 +62,15 @@ def drive(tmp_path: Path) -> Drive:
 
 
 @contextmanager
-def without_disk(shm_root: Path, drive: Drive, **options: object) -> Iterator[Cache]:
+def without_disk(
+    shm_root: Path, drive: Drive, **options: object
+) -> Iterator[Cache]:
     """Open a cache while the drive is away."""
     drive.goes_away()
     try:
-        with cache_at(shm_root, drive.path, start_without="lower", **options) as cache:
+        with cache_at(
+            shm_root, drive.path, start_without="lower", **options
+        ) as cache:
             yield cache
     finally:
         if drive.path.is_file():
@@ -71,9 +84,14 @@ def comes_back(drive: Drive, cache: Cache) -> None:
 
 
 def test_engines_start_without_a_disk_and_a_bare_cache_does_not() -> None:
-    assert Config().start_without == load(environ={}).config.start_without == "none"
+    assert (
+        Config().start_without == load(environ={}).config.start_without == "none"
+    )
     assert load(environ={}).for_engine().start_without == "lower"
-    assert load(environ={"PAGODA_START_WITHOUT": "none"}).for_engine().start_without == "none"
+    assert (
+        load(environ={"PAGODA_START_WITHOUT": "none"}).for_engine().start_without
+        == "none"
+    )
 
 
 def test_a_cache_starts_without_its_disk_says_so_and_uses_it_later(
@@ -95,7 +113,8 @@ def test_a_cache_starts_without_its_disk_says_so_and_uses_it_later(
         assert hit.reason is Reason.TIER_SKIPPED
         assert "left out at the start" in str(hit.detail)
         stored(cache, new)
-        assert cache.lookup(new, tiers=["disk"]).num_tokens == 0  # it is a tier of this cache all the same
+        # it is a tier of this cache all the same
+        assert cache.lookup(new, tiers=["disk"]).num_tokens == 0
         comes_back(drive, cache)
         assert cache.tiers == ("host", "disk")
         assert "left_out" not in cache.stats()
@@ -113,7 +132,10 @@ def test_weights_that_changed_meanwhile_are_recorded_before_the_tier_takes_part(
         stored(cache, tokens)
     with without_disk(shm_root, drive) as cache:
         assert cache.lookup(tokens).num_tokens == len(tokens)
-        with pytest.raises(StoreError, match=r"left out could not record.*disk: .*Not a directory"):
+        with pytest.raises(
+            StoreError,
+            match=r"left out could not record.*disk: .*Not a directory",
+        ):
             cache.weights_changed()
         assert cache.lookup(tokens).num_tokens == 0
         comes_back(drive, cache)
@@ -145,19 +167,24 @@ def test_a_tier_that_comes_late_with_more_changes_does_not_know_the_present_weig
 def test_a_cache_of_the_same_weights_that_has_the_tier_compares_its_root(
     shm_root: Path, drive: Drive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It shares the epoch with a cache that has left the tier out, so nobody has read that root yet."""
+    """It shares the epoch with a cache that has left the tier out, so nobody has read that root
+    yet.
+    """
     tokens = prompt(2, seed=1)
     with cache_at(shm_root, drive.path) as cache:
         stored(cache, tokens)
     with cache_at(shm_root, drive.path) as cache:
         assert cache.lookup(tokens, tiers=["disk"]).num_tokens == len(tokens)
         cache.weights_changed()
-    monkeypatch.setattr(late_tier, "start_thread", lambda *_: None)  # no second attempt comes in between
+    # no second attempt comes in between
+    monkeypatch.setattr(late_tier, "start_thread", lambda *_: None)
     shutil.rmtree(shm_root / "host")  # a reboot
     with without_disk(shm_root, drive) as cache:
         drive.comes_back()
         config = config_of(shm_root, drive.path, start_without="lower")
-        with Cache(config, namespace=NAMESPACE, layout=LAYOUT, weights_of=cache) as other:
+        with Cache(
+            config, namespace=NAMESPACE, layout=LAYOUT, weights_of=cache
+        ) as other:
             assert other.tiers == ("host", "disk")
             assert cache.tiers == ("host",)
             assert other.lookup(tokens).num_tokens == 0
@@ -172,7 +199,8 @@ def test_weights_that_changed_while_only_the_root_answers_are_recorded_there(
     (store,) = (drive.path / "disk").glob("[0-9a-f]" * 16)
     (drive.path / "disk" / "elsewhere").mkdir()
     store.rename(drive.path / "disk" / "elsewhere" / "store")
-    store.symlink_to(drive.path / "disk" / "elsewhere" / "store")  # which a store cannot be
+    # which a store cannot be
+    store.symlink_to(drive.path / "disk" / "elsewhere" / "store")
     with cache_at(shm_root, drive.path, start_without="lower") as cache:
         assert cache.tiers == ("host",)
         wait_until(lambda: not cache._weights._epoch.unread)
@@ -184,7 +212,9 @@ def test_weights_that_changed_while_only_the_root_answers_are_recorded_there(
         assert cache.lookup(tokens).num_tokens == 0
 
 
-def test_the_epoch_of_a_root_that_was_away_counts_from_its_return_on(shm_root: Path, drive: Drive) -> None:
+def test_the_epoch_of_a_root_that_was_away_counts_from_its_return_on(
+    shm_root: Path, drive: Drive
+) -> None:
     """Until then no other machine's KV is used: only that root may know of a change."""
     with cache_at(None, drive.path) as cache:
         cache.weights_changed()
@@ -247,7 +277,14 @@ def test_a_cache_that_is_closed_first_leaves_no_thread_and_no_open_store(
 ) -> None:
     with without_disk(shm_root, drive) as cache:
         pass
-    wait_until(lambda: not any(thread.name == "pagoda-late-tier" for thread in threading.enumerate()))
+    wait_until(
+        lambda: (
+            not any(
+                thread.name == "pagoda-late-tier"
+                for thread in threading.enumerate()
+            )
+        )
+    )
     assert cache.tiers == ("host",)
     with cache_at(None, drive.path) as again:
         assert again.tiers == ("disk",)

@@ -50,12 +50,14 @@ def test_one_large_prompt_says_more_than_many_small_ones() -> None:
     load_cost = LoadCost(MB, 256, clock)
     load_cost.record_prefill(4096, 0.1)
     for _ in range(20):
-        load_cost.record_prefill(300, 0.1)  # as long as a device takes for any number of tokens
+        # as long as a device takes for any number of tokens
+        load_cost.record_prefill(300, 0.1)
     assert load_cost.rates() == {"prefill_tokens_per_second": 40960}
     clock.advance(601)
     for _ in range(20):
         clock.advance(601)
-        load_cost.record_prefill(300, 0.1)  # what came in the last ten minutes was small
+        # what came in the last ten minutes was small
+        load_cost.record_prefill(300, 0.1)
     assert load_cost.rates() == {"prefill_tokens_per_second": 3000}
 
 
@@ -76,7 +78,9 @@ def test_what_is_fast_for_a_few_chunks_is_not_fast() -> None:
     assert load_cost.is_worth_loading("disk")
 
 
-def test_loads_at_the_same_time_are_charged_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_at_the_same_time_are_charged_their_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 100.0
     monkeypatch.setattr("pagoda.cache.load_cost.time.perf_counter", lambda: now)
     load_cost = LoadCost(MB, 256, FakeClock(), tiers=("disk",))
@@ -85,10 +89,12 @@ def test_loads_at_the_same_time_are_charged_their_share(monkeypatch: pytest.Monk
         with load_cost.measured("disk") as second:
             now += 2
             second.nbytes = MB
-        assert load_cost.rates()["disk_bytes_per_second"] == MB  # two seconds, of which one was the other's
+        # two seconds, of which one was the other's
+        assert load_cost.rates()["disk_bytes_per_second"] == MB
         now += 1
         first.nbytes = 6 * MB
-    assert load_cost.rates()["disk_bytes_per_second"] == 2 * MB  # the higher of two
+    # the higher of two
+    assert load_cost.rates()["disk_bytes_per_second"] == 2 * MB
     with pytest.raises(KeyError), load_cost.measured("disk"):
         raise KeyError
     with load_cost.measured("disk") as third:
@@ -100,7 +106,10 @@ def test_loads_at_the_same_time_are_charged_their_share(monkeypatch: pytest.Monk
 def test_only_one_process_measures_a_slow_tier_again() -> None:
     clock = FakeClock()
     speeds = SpeedTable()
-    one, other = (LoadCost(MB, 256, clock, speeds=speeds, tiers=("host", "disk")) for _ in range(2))
+    one, other = (
+        LoadCost(MB, 256, clock, speeds=speeds, tiers=("host", "disk"))
+        for _ in range(2)
+    )
     one.record_prefill(256, 0.001)
     for tier in ("host", "disk"):
         assert not one.take_probe(tier)  # it is not slow
@@ -111,7 +120,8 @@ def test_only_one_process_measures_a_slow_tier_again() -> None:
     clock.advance(1.1)
     assert other.take_probe("disk")
     assert not one.take_probe("disk")
-    assert not one.is_worth_loading("disk")  # no request waits for the measurement
+    # no request waits for the measurement
+    assert not one.is_worth_loading("disk")
     assert one.is_worth_loading("host")  # which only a request can measure
 
 
@@ -123,9 +133,11 @@ def test_what_cannot_be_read_of_the_table_is_not_known(tmp_path: Path) -> None:
         speed = Speed()
         speed.add(MB, 1.0, number)
         speeds.write(f"{number}", speed)
-    assert [number for number in range(40) if SpeedTable(tmp_path / "speeds").read(f"{number}").rates] == [
-        *range(8, 40)
-    ]
+    assert [
+        number
+        for number in range(40)
+        if SpeedTable(tmp_path / "speeds").read(f"{number}").rates
+    ] == [*range(8, 40)]
     page = bytearray((tmp_path / "speeds").read_bytes())
     for at in range(100, 4096, 128):
         page[at] ^= 1
@@ -134,7 +146,9 @@ def test_what_cannot_be_read_of_the_table_is_not_known(tmp_path: Path) -> None:
     assert SpeedTable(Path("/nowhere/speeds")).read("disk") == Speed()
 
 
-def test_what_another_process_measures_first_is_known_at_once(tmp_path: Path) -> None:
+def test_what_another_process_measures_first_is_known_at_once(
+    tmp_path: Path,
+) -> None:
     """That there is no row of a name is remembered only as long as the page has not changed."""
     table = SpeedTable(tmp_path / "speeds")
     another = SpeedTable(tmp_path / "speeds")
@@ -147,7 +161,9 @@ def test_what_another_process_measures_first_is_known_at_once(tmp_path: Path) ->
 
 
 def test_what_an_earlier_release_measured_is_not_believed(tmp_path: Path) -> None:
-    """It measured 30 million tokens a second. Its rows are left alone: an engine of that release may still run."""
+    """It measured 30 million tokens a second. Its rows are left alone: an engine of that release
+    may still run.
+    """
     engine = "ab"
     row = blake2b(f"prefill {engine}".encode(), digest_size=16).digest()
     row += pack("<QqQ10d", 5, 1, 0, *[3e7] * 5, *[512.0] * 5)
@@ -155,7 +171,12 @@ def test_what_an_earlier_release_measured_is_not_believed(tmp_path: Path) -> Non
     page = row.ljust(4096, b"\0")
     (tmp_path / "speeds").write_bytes(page)
     load_cost = LoadCost(
-        MB, 256, FakeClock(), speeds=SpeedTable(tmp_path / "speeds"), engine=engine, tiers=("disk",)
+        MB,
+        256,
+        FakeClock(),
+        speeds=SpeedTable(tmp_path / "speeds"),
+        engine=engine,
+        tiers=("disk",),
     )
     for _ in range(3):
         load_cost.record_load("disk", MB, 0.01)
@@ -165,7 +186,9 @@ def test_what_an_earlier_release_measured_is_not_believed(tmp_path: Path) -> Non
     assert (tmp_path / "speeds").read_bytes()[: len(row)] == row
 
 
-def test_what_was_measured_and_what_follows_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_measured_and_what_follows_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Both figures, when they are known and when the verdict changes; not again and again."""
     caplog.set_level(logging.INFO, logger="pagoda")
     clock = FakeClock()
@@ -173,7 +196,10 @@ def test_what_was_measured_and_what_follows_is_logged(caplog: pytest.LogCaptureF
 
     def lines() -> list[str]:
         assert load_cost.is_worth_loading("disk") in (True, False)
-        said = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+        said = [
+            f"{record.levelname} {record.getMessage()}"
+            for record in caplog.records
+        ]
         caplog.clear()
         return said
 
@@ -190,7 +216,10 @@ def test_what_was_measured_and_what_follows_is_logged(caplog: pytest.LogCaptureF
     refused = "prefill 7,000 tokens/s, disk 11.0 MB/s (2,750 tokens/s)"
     assert lines() == [f"WARNING {refused}: hits in disk are computed (worth_it)"]
     assert lines() == []
-    assert load_cost.refusal("disk") == f"computing is faster than reading from disk: {refused}"
+    assert (
+        load_cost.refusal("disk")
+        == f"computing is faster than reading from disk: {refused}"
+    )
     for seconds in (1.0, 100.0, 1.0):
         for _ in range(5):
             load_cost.record_load("disk", 1100 * MB, seconds)
@@ -254,14 +283,20 @@ def test_senseless_measurements_are_ignored() -> None:
     assert load_cost.rates() == {"prefill_tokens_per_second": 0.0}
 
 
-def test_a_run_that_is_cheaper_to_compute_is_left_alone(shm_root: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_cheaper_to_compute_is_left_alone(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
-    clock = FakeClock()  # does not advance: a second later a slow tier would be tried again
-    with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
+    # does not advance: a second later a slow tier would be tried again
+    clock = FakeClock()
+    with cache_at(
+        shm_root / "after", tmp_path, clock=clock, worth_it=True
+    ) as cache:
         cache.observe_prefill(1_000_000, 0.0001)  # absurdly fast
-        assert served(cache, tokens[: 2 * CHUNK])[0].num_tokens == 32  # the disk has not been measured yet
+        # the disk has not been measured yet
+        assert served(cache, tokens[: 2 * CHUNK])[0].num_tokens == 32
         for _ in range(2):
             cache._resources.load_cost.record_load("disk", 8192, 1.0)
         hit, _ = served(cache, tokens, start_tokens=2 * CHUNK)
@@ -285,7 +320,9 @@ def test_a_tier_that_was_slow_before_a_reboot_is_tried_after_it() -> None:
     assert after.take_probe("disk")
 
 
-def test_the_next_process_knows_what_the_last_one_has_learned(shm_root: Path, tmp_path: Path) -> None:
+def test_the_next_process_knows_what_the_last_one_has_learned(
+    shm_root: Path, tmp_path: Path
+) -> None:
     """The disk keeps it: host memory is empty after a reboot."""
     tokens = prompt(10)
     other = Namespace(model="another-model")
@@ -297,23 +334,30 @@ def test_the_next_process_knows_what_the_last_one_has_learned(shm_root: Path, tm
     script = (
         "import sys; from tests.cache.kit import cache_at, prompt; from pathlib import Path\n"
         "with cache_at(Path(sys.argv[1]), Path(sys.argv[2]), worth_it=True) as cache:\n"
-        "    print(cache.lookup(prompt(10)).reason, cache.stats()['rates']['prefill_tokens_per_second'])"
+        "    print(cache.lookup(prompt(10)).reason, "
+        "cache.stats()['rates']['prefill_tokens_per_second'])"
     )
     after = [sys.executable, "-c", script, str(shm_root / "after"), str(tmp_path)]
     told = subprocess.run(after, check=True, capture_output=True, text=True)
     assert told.stdout.split() == ["not_worth_it", "10000000000.0"]
-    with cache_at(shm_root / "after", tmp_path, namespace=other, worth_it=True) as cache:
+    with cache_at(
+        shm_root / "after", tmp_path, namespace=other, worth_it=True
+    ) as cache:
         assert (
             cache.stats()["rates"]["prefill_tokens_per_second"] == 0
         )  # another model computes at another speed
 
 
-def test_a_slow_tier_is_measured_again_in_the_background(shm_root: Path, tmp_path: Path) -> None:
+def test_a_slow_tier_is_measured_again_in_the_background(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(20)
     clock = FakeClock()
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
-    with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
+    with cache_at(
+        shm_root / "after", tmp_path, clock=clock, worth_it=True
+    ) as cache:
         load_cost = cache._resources.load_cost
         asked = cache.lookup
         cache.observe_prefill(CHUNK, 1.0)
@@ -329,7 +373,8 @@ def test_a_slow_tier_is_measured_again_in_the_background(shm_root: Path, tmp_pat
             assert probe(at).reason is Reason.NOT_WORTH_IT
             wait_until(lambda at=at: asked(tokens).num_tokens > at)  # type: ignore[misc]
 
-        # the last measurement is noted: it is fast. On a busy machine one of them may have been slow, too.
+        # the last measurement is noted: it is fast. On a busy machine one of them may have been
+        # slow, too.
         def is_fast() -> bool:
             clock.advance(1.1)
             return asked(tokens).num_tokens == len(tokens)
@@ -338,11 +383,15 @@ def test_a_slow_tier_is_measured_again_in_the_background(shm_root: Path, tmp_pat
         assert served(cache, tokens)[0].num_tokens == len(tokens)
 
 
-def test_what_a_look_up_has_promised_is_loaded(shm_root: Path, tmp_path: Path) -> None:
+def test_what_a_look_up_has_promised_is_loaded(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
-    with cache_at(shm_root / "after", tmp_path, clock=FakeClock(), worth_it=True) as cache:
+    with cache_at(
+        shm_root / "after", tmp_path, clock=FakeClock(), worth_it=True
+    ) as cache:
         assert cache.lookup(tokens).num_tokens == len(tokens)
         cache.observe_prefill(1_000_000, 0.0001)
         for tier in ("host", "disk"):
@@ -352,12 +401,17 @@ def test_what_a_look_up_has_promised_is_loaded(shm_root: Path, tmp_path: Path) -
         assert served(cache, tokens, counted=False)[0].num_tokens == len(tokens)
 
 
-def test_host_chunks_are_served_where_only_the_disk_is_too_slow(shm_root: Path, tmp_path: Path) -> None:
+def test_host_chunks_are_served_where_only_the_disk_is_too_slow(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(10)
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, tokens)
-    clock = FakeClock()  # does not advance: a second later a slow tier would be tried again
-    with cache_at(shm_root / "after", tmp_path, clock=clock, worth_it=True) as cache:
+    # does not advance: a second later a slow tier would be tried again
+    clock = FakeClock()
+    with cache_at(
+        shm_root / "after", tmp_path, clock=clock, worth_it=True
+    ) as cache:
         stored(cache, tokens[: 4 * CHUNK])
         load_cost = cache._resources.load_cost
         for _ in range(3):
@@ -370,7 +424,9 @@ def test_host_chunks_are_served_where_only_the_disk_is_too_slow(shm_root: Path, 
         assert (hit.num_tokens, hit.by_tier, hit.reason) == expected
 
 
-def test_a_hit_of_just_the_minimum_is_loaded(shm_root: Path, tmp_path: Path) -> None:
+def test_a_hit_of_just_the_minimum_is_loaded(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path, min_hit_tokens=len(tokens)) as cache:
         stored(cache, tokens)
@@ -393,6 +449,11 @@ def test_a_hit_below_the_minimum_is_not_loaded(shm_root: Path) -> None:
         assert not kv.blocks.any()
         assert "48 of 100 tokens" in hit.detail
         assert cache.lookup(tokens).reason is Reason.BELOW_MINIMUM
-        assert served(cache, tokens[: 3 * CHUNK])[0].reason is Reason.BELOW_MINIMUM
+        assert (
+            served(cache, tokens[: 3 * CHUNK])[0].reason is Reason.BELOW_MINIMUM
+        )
         assert served(cache, other)[0].num_tokens == 160
-        assert served(cache, other, start_tokens=128)[0].reason is Reason.BELOW_MINIMUM
+        assert (
+            served(cache, other, start_tokens=128)[0].reason
+            is Reason.BELOW_MINIMUM
+        )

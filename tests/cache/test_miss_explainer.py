@@ -1,4 +1,6 @@
-"""Every reason of a miss, provoked in real tiers; retrieve, lookup and explain report the same reason."""
+"""Every reason of a miss, provoked in real tiers; retrieve, lookup and explain report the same
+reason.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,35 @@ from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault
-from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, SPAWN, cache_at, kv_of, prompt, served, stored
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    SPAWN,
+    cache_at,
+    kv_of,
+    prompt,
+    served,
+    stored,
+)
 from tests.cache.test_retrieve_call import faulty_cache, on_disk
 
 
 @pytest.fixture(autouse=True)
 def _time_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine's call compares namespaces for only a millisecond, which may end before the first comparison."""
+    """An engine's call compares namespaces for only a millisecond, which may end before the first
+    comparison.
+    """
     monkeypatch.setattr(miss_explainer, "_BUDGET_NS", 60 * 10**9)
     monkeypatch.setattr(miss_explainer, "_LIST_SECONDS", 60.0)
 
 
-def _told(cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: int = 0) -> Hit:
-    """Check that all three calls have the same reason and explain counts nothing. `detail` is a pattern."""
+def _told(
+    cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: int = 0
+) -> Hit:
+    """Check that all three calls have the same reason and explain counts nothing. `detail` is a
+    pattern.
+    """
     tokens = prompt(chunks, seed)
     before = cache.stats()["counters"]
     explained = cache.explain(tokens)
@@ -54,12 +72,22 @@ def test_evicted_says_when(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         for seed in range(8):
             stored(cache, prompt(16, seed))
-        assert _told(cache, 16, Reason.EVICTED, r"evicted \d+ s ago \(host\)").num_tokens == 0
+        assert (
+            _told(
+                cache, 16, Reason.EVICTED, r"evicted \d+ s ago \(host\)"
+            ).num_tokens
+            == 0
+        )
 
 
-def test_what_the_policy_kept_out_is_absent_and_the_detail_says_why(shm_root: Path) -> None:
+def test_what_the_policy_kept_out_is_absent_and_the_detail_says_why(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None) as cache:
-        ledger, keys = cache._tiers.host.ledger, [key for _, _, key in cache.keys(prompt(4))]  # type: ignore[union-attr]
+        ledger, keys = (
+            cache._tiers.host.ledger,
+            [key for _, _, key in cache.keys(prompt(4))],
+        )  # type: ignore[union-attr]
         ledger.refuse(keys, start=0, stamp=ledger.stamp())
         _told(cache, 4, Reason.ABSENT, r"not admitted \d+ s ago \(host\)")
 
@@ -88,7 +116,9 @@ def test_removed(shm_root: Path) -> None:
         (Namespace("another-model"), "model"),
     ],
 )
-def test_other_namespace_names_the_field(shm_root: Path, other: Namespace, field: str) -> None:
+def test_other_namespace_names_the_field(
+    shm_root: Path, other: Namespace, field: str
+) -> None:
     with cache_at(shm_root, None, other) as cache:
         stored(cache, prompt(4))
     with cache_at(shm_root, None) as cache:
@@ -96,7 +126,9 @@ def test_other_namespace_names_the_field(shm_root: Path, other: Namespace, field
         assert "a-tenant" not in hit.detail
 
 
-def test_another_namespace_is_only_named_for_a_prompt_that_is_there(shm_root: Path) -> None:
+def test_another_namespace_is_only_named_for_a_prompt_that_is_there(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None, NAMESPACE.with_(lora="x")) as cache:
         stored(cache, prompt(4))
     with cache_at(shm_root, None) as cache:
@@ -109,7 +141,12 @@ def test_busy(shm_root: Path) -> None:
         tokens = prompt(4)
         keys = [key for _, _, key in cache.keys(tokens)]
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
-        ledger.reserve(keys[2:], namespace=cache._weights.scope()[0].root, start=2, parent=keys[1])
+        ledger.reserve(
+            keys[2:],
+            namespace=cache._weights.scope()[0].root,
+            start=2,
+            parent=keys[1],
+        )
         assert cache.explain(tokens).reason is Reason.BUSY
         assert _told(cache, 4, Reason.BUSY).num_tokens == 32
 
@@ -118,7 +155,13 @@ def test_short_prompt(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(1))
         _told(cache, 0.9, Reason.SHORT_PROMPT, "14 tokens, a chunk has 16")
-        assert cache.store(prompt(0.9), kv_of(prompt(0.9)).transfer) == (0, 0, 0, 0, None)
+        assert cache.store(prompt(0.9), kv_of(prompt(0.9)).transfer) == (
+            0,
+            0,
+            0,
+            0,
+            None,
+        )
 
 
 def test_tier_skipped(shm_root: Path, tmp_path: Path) -> None:
@@ -131,7 +174,9 @@ def test_tier_skipped(shm_root: Path, tmp_path: Path) -> None:
         assert cache.lookup(prompt(3, 1), tiers=["host"]).reason is Reason.ABSENT
 
 
-def test_a_disk_that_keeps_failing_is_left_out_and_says_so(shm_root: Path, tmp_path: Path) -> None:
+def test_a_disk_that_keeps_failing_is_left_out_and_says_so(
+    shm_root: Path, tmp_path: Path
+) -> None:
     for seed in range(6):
         on_disk(shm_root, tmp_path, 3, seed)
     cache, slab = faulty_cache(shm_root, tmp_path, disk_clock=FakeClock())
@@ -149,7 +194,8 @@ def test_deadline(shm_root: Path, tmp_path: Path) -> None:
     on_disk(shm_root, tmp_path, 3)
     cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:
-        slab.fail_next("read", Fault.HANG, times=3)  # loaded chunks are served even if they are late
+        # loaded chunks are served even if they are late
+        slab.fail_next("read", Fault.HANG, times=3)
         hit, _ = served(cache, prompt(3), deadline_seconds=0.0)
         assert hit.num_tokens == 0
         assert hit.reason in (Reason.DEADLINE, Reason.LEDGER_BUSY)
@@ -158,7 +204,9 @@ def test_deadline(shm_root: Path, tmp_path: Path) -> None:
 
 def _stand_in_the_gate(directory: Path, inside: Event) -> None:
     ledger = Ledger.attach(directory)
-    ledger.session.gate.run(lambda: (inside.set(), time.sleep(100)), 60, exclusive=True)
+    ledger.session.gate.run(
+        lambda: (inside.set(), time.sleep(100)), 60, exclusive=True
+    )
 
 
 def test_ledger_busy(shm_root: Path) -> None:
@@ -166,16 +214,26 @@ def test_ledger_busy(shm_root: Path) -> None:
         stored(cache, prompt(3))
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         inside = SPAWN.Event()
-        process = SPAWN.Process(target=_stand_in_the_gate, args=(ledger.directory, inside), daemon=True)
+        process = SPAWN.Process(
+            target=_stand_in_the_gate,
+            args=(ledger.directory, inside),
+            daemon=True,
+        )
         process.start()
         assert inside.wait(60)
         assert process.pid is not None
         began = time.monotonic()
         hit, _ = served(cache, prompt(3), deadline_seconds=0.2)
         assert (hit.num_tokens, hit.reason) == (0, Reason.LEDGER_BUSY)
-        assert cache.lookup(prompt(3), deadline_seconds=0.2).reason is Reason.LEDGER_BUSY
+        assert (
+            cache.lookup(prompt(3), deadline_seconds=0.2).reason
+            is Reason.LEDGER_BUSY
+        )
         other = kv_of(prompt(3, 1)).transfer
-        assert cache.store(prompt(3, 1), other, deadline_seconds=0.2).reason is Reason.LEDGER_BUSY
+        assert (
+            cache.store(prompt(3, 1), other, deadline_seconds=0.2).reason
+            is Reason.LEDGER_BUSY
+        )
         assert time.monotonic() - began < 25
         process.kill()
         process.join(10)
@@ -203,7 +261,11 @@ def test_explain_touches_nothing(shm_root: Path) -> None:
             ledger.columns.lease_until.copy(),
         )
         cache.explain(prompt(4))
-        after = (ledger.columns.last_use, ledger.columns.hits, ledger.columns.lease_until)
+        after = (
+            ledger.columns.last_use,
+            ledger.columns.hits,
+            ledger.columns.lease_until,
+        )
         assert all((a == b).all() for a, b in zip(before, after, strict=True))
 
 

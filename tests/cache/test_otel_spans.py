@@ -9,7 +9,9 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
+    InMemorySpanExporter,
+)
 
 from pagoda.cache import call
 from pagoda.errors import ConfigError
@@ -29,7 +31,9 @@ class Processor(SimpleSpanProcessor):
 
 @pytest.fixture(scope="module")
 def made() -> tuple[Processor, InMemorySpanExporter]:
-    """The processor of this process's spans, whose provider can be set once, and what it exports to."""
+    """The processor of this process's spans, whose provider can be set once, and what it exports
+    to.
+    """
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     processor = Processor(exporter)
@@ -69,13 +73,28 @@ def test_each_call_is_a_span_under_that_of_its_caller(
         kv = served(cache, tokens, salt="hunter2")[1]
         cache.retrieve(tokens[CHUNK:], kv.transfer, tiers="disk")
     assert cache.lookup(tokens).num_tokens == 0  # it is closed
-    stored_, looked, retrieved, other, asked, refused = exporter.get_finished_spans()
+    stored_, looked, retrieved, other, asked, refused = (
+        exporter.get_finished_spans()
+    )
     assert [span.name for span in (stored_, looked, retrieved)] == [
-        "pagoda.store", "pagoda.lookup", "pagoda.retrieve"
-    ]  # fmt: skip
-    assert stored_.attributes == {"pagoda.stored_tokens": 2 * CHUNK, "pagoda.refused_chunks": 0}
-    hit = {"pagoda.tokens": 4 * CHUNK, "pagoda.hit_tokens": 2 * CHUNK, "pagoda.tiers": ("host",)}
-    assert looked.attributes == retrieved.attributes == {**hit, "pagoda.reason": "absent"}
+        "pagoda.store",
+        "pagoda.lookup",
+        "pagoda.retrieve",
+    ]
+    assert stored_.attributes == {
+        "pagoda.stored_tokens": 2 * CHUNK,
+        "pagoda.refused_chunks": 0,
+    }
+    hit = {
+        "pagoda.tokens": 4 * CHUNK,
+        "pagoda.hit_tokens": 2 * CHUNK,
+        "pagoda.tiers": ("host",),
+    }
+    assert (
+        looked.attributes
+        == retrieved.attributes
+        == {**hit, "pagoda.reason": "absent"}
+    )
     nothing = {
         "pagoda.tokens": 3 * CHUNK,
         "pagoda.hit_tokens": 0,
@@ -108,7 +127,9 @@ def test_a_program_whose_spans_fail_is_served_all_the_same(
         stored(cache, prompt(2))
         assert served(cache, prompt(2))[0].num_tokens == 2 * CHUNK
     told = [line for line in caplog.messages if "OpenTelemetry" in line]
-    assert told == ["no more OpenTelemetry spans are made: RuntimeError: no room for spans"]
+    assert told == [
+        "no more OpenTelemetry spans are made: RuntimeError: no room for spans"
+    ]
 
 
 def test_without_the_package_it_is_said_what_to_install(
@@ -116,7 +137,9 @@ def test_without_the_package_it_is_said_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     with (
-        pytest.raises(ConfigError, match=r"otel = true: .* pip install 'pagodakv\[otel\]'"),
+        pytest.raises(
+            ConfigError, match=r"otel = true: .* pip install 'pagodakv\[otel\]'"
+        ),
         cache_at(shm_root, None, otel=True),
     ):
         pass

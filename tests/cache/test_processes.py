@@ -16,7 +16,18 @@ from pagoda.cache import Cache
 from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
-from tests.cache.kit import CHUNK, LAYOUT, SPAWN, blank, cache_at, kv_of, prompt, run_all, served, stored
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    SPAWN,
+    blank,
+    cache_at,
+    kv_of,
+    prompt,
+    run_all,
+    served,
+    stored,
+)
 from tests.cache.test_retrieve_call import Watching
 
 PROMPTS = 12
@@ -26,12 +37,16 @@ SMALL = 40 * LAYOUT.slot_bytes  # evicts all the time
 def _busy(shm_root: Path, tmp_path: Path, number: int, seconds: float) -> None:
     random = np.random.default_rng(number)
     until = time.monotonic() + seconds
-    with cache_at(shm_root, tmp_path, host_size=SMALL, deadline_seconds=5.0) as cache:
+    with cache_at(
+        shm_root, tmp_path, host_size=SMALL, deadline_seconds=5.0
+    ) as cache:
         calls = 0
         # on a busy machine the opening alone may take this long
         while time.monotonic() < until or calls <= 10:
             calls += 1
-            tokens = prompt(int(random.integers(1, 16)), int(random.integers(PROMPTS)))
+            tokens = prompt(
+                int(random.integers(1, 16)), int(random.integers(PROMPTS))
+            )
             kind = random.integers(10)
             if kind < 5:
                 served(cache, tokens)  # checks every byte
@@ -54,18 +69,32 @@ def _whole(shm_root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_share_everything_read_right_bytes(shm_root: Path, tmp_path: Path) -> None:
-    run_all([SPAWN.Process(target=_busy, args=(shm_root, tmp_path, n, 3.0)) for n in range(3)])
+def test_processes_that_share_everything_read_right_bytes(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    run_all(
+        [
+            SPAWN.Process(target=_busy, args=(shm_root, tmp_path, n, 3.0))
+            for n in range(3)
+        ]
+    )
     _whole(shm_root, tmp_path)
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_leave_right_bytes_and_no_slots(shm_root: Path, tmp_path: Path) -> None:
-    others = [SPAWN.Process(target=_busy, args=(shm_root, tmp_path, n, 4.0)) for n in (1, 2)]
+def test_processes_that_are_killed_leave_right_bytes_and_no_slots(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    others = [
+        SPAWN.Process(target=_busy, args=(shm_root, tmp_path, n, 4.0))
+        for n in (1, 2)
+    ]
     for process in others:
         process.start()
     for n in range(3):
-        victim = SPAWN.Process(target=_busy, args=(shm_root, tmp_path, 10 + n, 60.0))
+        victim = SPAWN.Process(
+            target=_busy, args=(shm_root, tmp_path, 10 + n, 60.0)
+        )
         victim.start()
         time.sleep(1.0)
         victim.kill()
@@ -90,10 +119,15 @@ def _store_and_stand_still(shm_root: Path, began: Event) -> None:
 def test_what_a_dead_process_was_storing_is_soon_nobody_s(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         began = SPAWN.Event()
-        process = SPAWN.Process(target=_store_and_stand_still, args=(shm_root, began), daemon=True)
+        process = SPAWN.Process(
+            target=_store_and_stand_still, args=(shm_root, began), daemon=True
+        )
         process.start()
         assert began.wait(60)
-        assert served(cache, prompt(4), deadline_seconds=0.2)[0].reason is Reason.BUSY
+        assert (
+            served(cache, prompt(4), deadline_seconds=0.2)[0].reason
+            is Reason.BUSY
+        )
         process.kill()
         process.join(60)
         started = time.monotonic()
@@ -119,14 +153,23 @@ def test_a_store_warms_the_next_process(shm_root: Path) -> None:
 def _in_child(cache: Cache) -> None:
     assert served(cache, prompt(5))[0].num_tokens == 80
     stored(cache, prompt(5, 1))
-    assert cache.retrieve_future(prompt(5, 1), blank(prompt(5, 1)).transfer).result(60).num_tokens == 80
+    assert (
+        cache.retrieve_future(prompt(5, 1), blank(prompt(5, 1)).transfer)
+        .result(60)
+        .num_tokens
+        == 80
+    )
     os.kill(os.getppid(), 0)
 
 
-def test_a_forked_child_goes_on_with_the_same_cache(shm_root: Path, tmp_path: Path) -> None:
+def test_a_forked_child_goes_on_with_the_same_cache(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(5))
-        process = multiprocessing.get_context("fork").Process(target=_in_child, args=(cache,))
+        process = multiprocessing.get_context("fork").Process(
+            target=_in_child, args=(cache,)
+        )
         process.start()
         stored(cache, prompt(5, 2))
         process.join(60)
@@ -142,16 +185,25 @@ def _count_hits(shm_root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_counters_are_seen_by_other_processes_and_outlive_them(shm_root: Path) -> None:
+def test_counters_are_seen_by_other_processes_and_outlive_them(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(5))
-        run_all([SPAWN.Process(target=_count_hits, args=(shm_root,)) for _ in range(2)])
+        run_all(
+            [
+                SPAWN.Process(target=_count_hits, args=(shm_root,))
+                for _ in range(2)
+            ]
+        )
         counters = cache.stats()["counters"]
         assert isinstance(counters, dict)
         assert (counters["lookups"], counters["hit_tokens_host"]) == (2, 160)
 
 
-def test_bytes_scribbled_by_another_owner_are_never_served(shm_root: Path) -> None:
+def test_bytes_scribbled_by_another_owner_are_never_served(
+    shm_root: Path,
+) -> None:
     """A slot that was reassigned during the copy is detected, whatever its bytes are now."""
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(8, 5))
@@ -171,17 +223,23 @@ def test_bytes_scribbled_by_another_owner_are_never_served(shm_root: Path) -> No
 
 
 def _with_private_memory(cache: Cache) -> None:
-    served(cache, prompt(5))  # the memory is the parent's: a hit with right bytes and a miss are both correct
+    # the memory is the parent's: a hit with right bytes and a miss are both correct
+    served(cache, prompt(5))
     cache.store(prompt(5, 1), kv_of(prompt(5, 1)).transfer)
     served(cache, prompt(5, 1))
 
 
-def test_a_forked_child_of_a_cache_in_private_memory_reads_and_leaves_right_bytes(shm_root: Path) -> None:
+def test_a_forked_child_of_a_cache_in_private_memory_reads_and_leaves_right_bytes(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None, host_shared=False) as cache:
         stored(cache, prompt(5))
-        process = multiprocessing.get_context("fork").Process(target=_with_private_memory, args=(cache,))
+        process = multiprocessing.get_context("fork").Process(
+            target=_with_private_memory, args=(cache,)
+        )
         process.start()
         process.join(60)
         assert process.exitcode == 0
-        served(cache, prompt(5, 1))  # all chunks of the child that it finds have the right bytes
+        # all chunks of the child that it finds have the right bytes
+        served(cache, prompt(5, 1))
         assert served(cache, prompt(5))[0].num_tokens == 80

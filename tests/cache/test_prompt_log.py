@@ -52,7 +52,9 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def opened_at(root: Path) -> Ledger:
-    return Ledger.open(StoreSpec(root=root, name="log", kind="memory", slots=64, slot_bytes=4096))
+    return Ledger.open(
+        StoreSpec(root=root, name="log", kind="memory", slots=64, slot_bytes=4096)
+    )
 
 
 def log_at(ledger: Ledger) -> PromptLog:
@@ -69,8 +71,12 @@ def logged_by(cache: Cache) -> list[LoggedPrompt]:
     return list(logged_prompts(slots_of(cache)._ledger.directory))
 
 
-def one(tokens: np.ndarray, stored_at: float = 0.0, root: bytes = ROOT) -> LoggedPrompt:
-    return LoggedPrompt(root, CHUNK, chunk_keys(tokens, root, CHUNK), tokens, stored_at)
+def one(
+    tokens: np.ndarray, stored_at: float = 0.0, root: bytes = ROOT
+) -> LoggedPrompt:
+    return LoggedPrompt(
+        root, CHUNK, chunk_keys(tokens, root, CHUNK), tokens, stored_at
+    )
 
 
 def changed(tokens: np.ndarray, at: int) -> np.ndarray:
@@ -79,7 +85,9 @@ def changed(tokens: np.ndarray, at: int) -> np.ndarray:
     return other
 
 
-def test_a_store_logs_its_prompt_once_and_a_clear_forgets_it(shm_root: Path, tmp_path: Path) -> None:
+def test_a_store_logs_its_prompt_once_and_a_clear_forgets_it(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(3.5)
     with cache_at(shm_root, tmp_path) as cache:
         ledger = slots_of(cache)._ledger
@@ -90,7 +98,8 @@ def test_a_store_logs_its_prompt_once_and_a_clear_forgets_it(shm_root: Path, tmp
         (logged,) = logged_by(cache)
         assert (logged.namespace, logged.chunk_tokens) == (root, CHUNK)
         assert logged.keys == chunk_keys(tokens, root, CHUNK)
-        assert logged.tokens.tolist() == tokens.tolist()  # those after the last whole chunk, too
+        # those after the last whole chunk, too
+        assert logged.tokens.tolist() == tokens.tolist()
         assert (directory / PROMPTS).stat().st_mode & 0o777 == 0o600
         admin.clear(ledger, root)
         assert list(logged_prompts(directory)) == []
@@ -98,7 +107,9 @@ def test_a_store_logs_its_prompt_once_and_a_clear_forgets_it(shm_root: Path, tmp
         assert len(logged_by(cache)) == 1
 
 
-def test_a_clear_that_leaves_token_ids_says_so(shm_root: Path, tmp_path: Path) -> None:
+def test_a_clear_that_leaves_token_ids_says_so(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(3)
     with cache_at(shm_root, tmp_path) as cache:
         ledger = slots_of(cache)._ledger
@@ -106,7 +117,10 @@ def test_a_clear_that_leaves_token_ids_says_so(shm_root: Path, tmp_path: Path) -
         assert logged_by(cache)
         (ledger.directory / PROMPTS).rename(ledger.directory / OLD_PROMPTS)
         (ledger.directory / PROMPTS).mkdir()  # cannot be removed as a file
-        with pytest.raises(StoreError, match=f"token ids of cleared prompts are left: .*/{PROMPTS}'"):
+        with pytest.raises(
+            StoreError,
+            match=f"token ids of cleared prompts are left: .*/{PROMPTS}'",
+        ):
             admin.clear(ledger)
         assert not (ledger.directory / OLD_PROMPTS).exists()
         assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0
@@ -122,12 +136,17 @@ def test_only_what_was_stored_is_logged(shm_root: Path, tmp_path: Path) -> None:
         tokens = prompt(100)
         assert cache.store(tokens, kv_of(tokens).transfer).refused == 36
         (logged,) = logged_by(cache)
-        assert logged.keys == chunk_keys(tokens, slots_of(cache).namespace(), CHUNK)[:64]
+        assert (
+            logged.keys
+            == chunk_keys(tokens, slots_of(cache).namespace(), CHUNK)[:64]
+        )
         assert logged.tokens.tolist() == tokens[: 64 * CHUNK].tolist()
 
 
 @pytest.mark.parametrize("flushes", [False, True])
-def test_a_prompt_that_is_stored_in_parts_is_logged_a_few_times(ledger: Ledger, flushes: bool) -> None:
+def test_a_prompt_that_is_stored_in_parts_is_logged_a_few_times(
+    ledger: Ledger, flushes: bool
+) -> None:
     log = log_at(ledger)
     tokens = prompt(100)
     for chunks in range(1, 101):
@@ -153,7 +172,8 @@ def test_only_one_of_two_processes_begins_a_new_file(ledger: Ledger) -> None:
 
     fill(range(1))
     with (ledger.directory / PROMPTS).open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)  # as another process does that is about to rename the full file
+        # as another process does that is about to rename the full file
+        fcntl.flock(other, fcntl.LOCK_EX)
         fill(range(1, 40))
         assert not (ledger.directory / OLD_PROMPTS).exists()
     fill(range(40, 41))
@@ -162,7 +182,9 @@ def test_only_one_of_two_processes_begins_a_new_file(ledger: Ledger) -> None:
     assert len(list(logged_prompts(ledger.directory))) == 41
 
 
-def test_what_is_not_only_text_or_not_wanted_is_not_logged(shm_root: Path, tmp_path: Path) -> None:
+def test_what_is_not_only_text_or_not_wanted_is_not_logged(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(3)
     with cache_at(shm_root, tmp_path) as cache:
         image = Item(0, 4, bytes(32))
@@ -174,7 +196,9 @@ def test_what_is_not_only_text_or_not_wanted_is_not_logged(shm_root: Path, tmp_p
         assert not logged_by(cache)
 
 
-def test_a_store_goes_on_where_the_log_cannot_be_written(shm_root: Path, tmp_path: Path) -> None:
+def test_a_store_goes_on_where_the_log_cannot_be_written(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(3)
     with cache_at(shm_root, tmp_path) as cache:
         (slots_of(cache)._ledger.directory / PROMPTS).mkdir()
@@ -191,7 +215,9 @@ def test_it_is_bounded_and_the_latest_prompts_are_in_it(ledger: Ledger) -> None:
     log.close()
     for name in (PROMPTS, OLD_PROMPTS):
         assert (ledger.directory / name).stat().st_size < (1 << 20) + (1 << 16)
-    found = [logged.tokens.tolist() for logged in logged_prompts(ledger.directory)]
+    found = [
+        logged.tokens.tolist() for logged in logged_prompts(ledger.directory)
+    ]
     assert 30 < len(found) < 70
     assert found == [tokens.tolist() for tokens in sent[-len(found) :]]
 
@@ -206,18 +232,32 @@ def test_prompts_of_many_threads_stay_whole(ledger: Ledger) -> None:
                 log.flush()
         log.close()
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    threads = [
+        threading.Thread(target=write, args=(number,)) for number in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(
-        map(tuple, (logged.tokens.tolist() for logged in logged_prompts(ledger.directory)))
-    ) == sorted(tuple(prompt(20, 100 * number + seed).tolist()) for number in range(4) for seed in range(20))
+        map(
+            tuple,
+            (
+                logged.tokens.tolist()
+                for logged in logged_prompts(ledger.directory)
+            ),
+        )
+    ) == sorted(
+        tuple(prompt(20, 100 * number + seed).tolist())
+        for number in range(4)
+        for seed in range(20)
+    )
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
-def test_what_is_torn_is_left_out_and_the_rest_is_read(ledger: Ledger, damage: str) -> None:
+def test_what_is_torn_is_left_out_and_the_rest_is_read(
+    ledger: Ledger, damage: str
+) -> None:
     log = log_at(ledger)
     for seed in range(3):
         log.append(ROOT, CHUNK, keys_of(prompt(2, seed)), prompt(2, seed))
@@ -231,32 +271,48 @@ def test_what_is_torn_is_left_out_and_the_rest_is_read(ledger: Ledger, damage: s
     else:
         content[size : 2 * size] = b"PAGODAP1" * (size // 8)
     (ledger.directory / PROMPTS).write_bytes(content)
-    found = [logged.tokens.tolist() for logged in logged_prompts(ledger.directory)]
+    found = [
+        logged.tokens.tolist() for logged in logged_prompts(ledger.directory)
+    ]
     assert found == [prompt(2, seed).tolist() for seed in (0, 2)]
 
 
-def test_nearest_is_the_longest_common_beginning_then_what_is_stored_then_what_is_alike() -> None:
+def test_nearest_is_the_longest_common_beginning_then_what_is_stored_then_what_is_alike() -> (
+    None
+):
     ours = prompt(6)
     far = changed(ours, 20)
     near = changed(ours, 50)
     twin = changed(changed(ours, 50), 70)
 
     def ask(*logged: LoggedPrompt, lost: bytes = b"") -> tuple[int | None, float]:
-        found = nearest_prompt(ours, ROOT, logged, lambda key: () if key == lost else ("host",), lambda _: ())
+        found = nearest_prompt(
+            ours,
+            ROOT,
+            logged,
+            lambda key: () if key == lost else ("host",),
+            lambda _: (),
+        )
         assert found is not None
         return found.token, found.stored_at
 
     assert ask(one(far, 1), one(near, 2), one(prompt(6, 1), 3)) == (50, 2)
     assert ask(one(twin, 1), one(near, 2)) == (50, 2)
     assert ask(one(near, 1), one(near, 2)) == (50, 2)
-    assert ask(one(changed(near, 60), 1), one(near, 2), lost=keys_of(near)[3]) == (50, 1)
+    assert ask(
+        one(changed(near, 60), 1), one(near, 2), lost=keys_of(near)[3]
+    ) == (50, 1)
 
 
-def test_a_prompt_that_differs_from_its_first_token_on_is_near_if_the_rest_is_alike() -> None:
+def test_a_prompt_that_differs_from_its_first_token_on_is_near_if_the_rest_is_alike() -> (
+    None
+):
     ours = prompt(4)
 
     def ask(stored: np.ndarray) -> int | None:
-        found = nearest_prompt(ours, ROOT, [one(stored)], lambda _: (), lambda _: ())
+        found = nearest_prompt(
+            ours, ROOT, [one(stored)], lambda _: (), lambda _: ()
+        )
         return None if found is None else found.token
 
     assert ask(changed(ours, 0)) == 0
@@ -270,10 +326,16 @@ def test_where_one_of_the_two_ends_no_token_differs() -> None:
         for stored in (ours[:40], np.concatenate([ours, ours]))
     )
     assert shorter is not None
-    assert (shorter.token, shorter.same_tokens, shorter.stored_id) == (None, 40, None)
+    assert (shorter.token, shorter.same_tokens, shorter.stored_id) == (
+        None,
+        40,
+        None,
+    )
     assert longer is not None
     assert (longer.token, longer.token_id) == (None, None)
-    besides = nearest_prompt(ours, ROOT, [one(ours)], lambda _: (), lambda _: (), besides=True)
+    besides = nearest_prompt(
+        ours, ROOT, [one(ours)], lambda _: (), lambda _: (), besides=True
+    )
     assert besides is None
 
 
@@ -287,8 +349,14 @@ def test_another_namespace_is_compared_only_if_its_own_has_no_prompt() -> None:
     theirs = one(changed(ours, 50), root=other)
     found = nearest_prompt(ours, ROOT, [theirs], lambda _: (), fields)
     assert found is not None
-    assert (found.token, found.namespace, found.other_fields) == (50, other, ("salt",))
-    found = nearest_prompt(ours, ROOT, [theirs, one(changed(ours, 20))], lambda _: (), fields)
+    assert (found.token, found.namespace, found.other_fields) == (
+        50,
+        other,
+        ("salt",),
+    )
+    found = nearest_prompt(
+        ours, ROOT, [theirs, one(changed(ours, 20))], lambda _: (), fields
+    )
     assert found is not None
     assert (found.token, found.namespace, found.other_fields) == (20, ROOT, ())
 
@@ -302,22 +370,35 @@ def test_the_scheme_of_keys_is_found_by_the_log_or_by_what_is_stored() -> None:
         keys = scheme(stored, ROOT, CHUNK)
         wanted = scheme(ours, ROOT, CHUNK)
         logged = LoggedPrompt(ROOT, CHUNK, keys, stored, 0.0)
-        assert keys_of_prompt(ours, ROOT, CHUNK, [logged], lambda _: False) == wanted
-        assert keys_of_prompt(ours, ROOT, CHUNK, [], lambda key, keys=keys: key in keys) == wanted
+        assert (
+            keys_of_prompt(ours, ROOT, CHUNK, [logged], lambda _: False) == wanted
+        )
+        assert (
+            keys_of_prompt(
+                ours, ROOT, CHUNK, [], lambda key, keys=keys: key in keys
+            )
+            == wanted
+        )
         mixed = [logged, LoggedPrompt(ROOT, CHUNK, salted, stored, 0.0)]
         assert keys_of_prompt(ours, ROOT, CHUNK, mixed, lambda _: False) == wanted
         names.append(tuple(keys))
     assert len(set(names)) == len(names) > 10  # no two schemes are the same
-    # made with a salt that is not known here: the keys of the logged prompt, as far as it is the same
+    # made with a salt that is not known here: the keys of the logged prompt, as far as it is the
+    # same
     logged = LoggedPrompt(ROOT, CHUNK, salted, stored, 0.0)
     found = keys_of_prompt(ours, ROOT, CHUNK, [logged], lambda _: False)
     assert found == [*salted[:2], *keys_of(ours)[2:]]
     assert keys_of_prompt(ours, ROOT, CHUNK, [], lambda _: False) == keys_of(ours)
-    assert keys_of_prompt(ours[: CHUNK - 1], ROOT, CHUNK, [logged], lambda _: False) == []
+    assert (
+        keys_of_prompt(ours[: CHUNK - 1], ROOT, CHUNK, [logged], lambda _: False)
+        == []
+    )
 
 
 def test_a_prompt_is_found_soon_and_as_it_was_stored(shm_root: Path) -> None:
-    """Without a flush or a close; the engine reuses the memory of its tokens as soon as the call returns."""
+    """Without a flush or a close; the engine reuses the memory of its tokens as soon as the call
+    returns.
+    """
     with cache_at(shm_root, None) as cache:
         directory = slots_of(cache)._ledger.directory
         for seed, given in enumerate((list, np.asarray, partial(array, "i"))):
@@ -332,12 +413,16 @@ def test_a_prompt_is_found_soon_and_as_it_was_stored(shm_root: Path) -> None:
     wait_until(lambda: not thread.is_alive())
 
 
-def test_what_was_cleared_before_it_is_written_is_not_logged(ledger: Ledger) -> None:
+def test_what_was_cleared_before_it_is_written_is_not_logged(
+    ledger: Ledger,
+) -> None:
     log = log_at(ledger)
     other = NAMESPACE.with_(salt="a tenant's")
     cleared = prompt(2, 1).tolist()
     kept = prompt(2, 2).tolist()
-    log.append(ROOT, CHUNK, put(ledger, NAMESPACE, cleared), as_token_ids(cleared))
+    log.append(
+        ROOT, CHUNK, put(ledger, NAMESPACE, cleared), as_token_ids(cleared)
+    )
     log.append(other.root, CHUNK, put(ledger, other, kept), as_token_ids(kept))
     admin.clear(ledger, ROOT)
     log.close()
@@ -403,7 +488,9 @@ def test_a_file_that_another_process_has_renamed_meanwhile_is_not_lost(
     assert len(list(logged_prompts(ledger.directory))) == len(sent)
 
 
-def test_a_flush_waits_for_another_one(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_waits_for_another_one(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = log_at(ledger)
     explain = ledger.explain_miss
     began = threading.Event()
@@ -436,7 +523,12 @@ def test_no_prompt_is_lost_between_threads(ledger: Ledger) -> None:
 
     def write(number: int) -> None:
         for seed in range(300):
-            log.append(ROOT, CHUNK, [number.to_bytes(16, "big") + seed.to_bytes(16, "big")], prompt(1, seed))
+            log.append(
+                ROOT,
+                CHUNK,
+                [number.to_bytes(16, "big") + seed.to_bytes(16, "big")],
+                prompt(1, seed),
+            )
 
     def flush() -> None:
         while not ended.is_set():
@@ -445,7 +537,9 @@ def test_no_prompt_is_lost_between_threads(ledger: Ledger) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+        threads = [
+            threading.Thread(target=write, args=(number,)) for number in range(3)
+        ]
         flusher = threading.Thread(target=flush)
         for thread in (*threads, flusher):
             thread.start()
@@ -495,12 +589,15 @@ def test_many_prompts_at_once_are_all_written(ledger: Ledger) -> None:
     """More than may wait."""
     log = log_at(ledger)
     sent = [prompt(512, seed) for seed in range(33)]
-    with log._writing:  # so the log's own thread writes none of them, however slow this machine is
+    # so the log's own thread writes none of them, however slow this machine is
+    with log._writing:
         for tokens in sent:
             log.append(ROOT, CHUNK, keys_of(tokens)[:1], tokens)
             assert log._waiting_bytes <= 1 << 20
     log.close()
-    assert [one.tokens.tolist() for one in logged_prompts(ledger.directory)] == [one.tolist() for one in sent]
+    assert [one.tokens.tolist() for one in logged_prompts(ledger.directory)] == [
+        one.tolist() for one in sent
+    ]
 
 
 def test_a_file_that_cannot_be_renamed_stays_bounded(
@@ -516,7 +613,9 @@ def test_a_file_that_cannot_be_renamed_stays_bounded(
     assert "prompts were not logged" in caplog.text
 
 
-def test_a_prompt_that_was_not_written_is_written_when_it_is_stored_again(ledger: Ledger) -> None:
+def test_a_prompt_that_was_not_written_is_written_when_it_is_stored_again(
+    ledger: Ledger,
+) -> None:
     log = log_at(ledger)
     tokens = prompt(3)
     (ledger.directory / PROMPTS).mkdir()
@@ -541,7 +640,9 @@ def _store_and_exit(root: Path, forks: bool) -> None:
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_a_process_that_ends_has_logged_its_prompts(shm_root: Path, forks: bool) -> None:
+def test_a_process_that_ends_has_logged_its_prompts(
+    shm_root: Path, forks: bool
+) -> None:
     """Each once, also if it forked while they waited to be written."""
     run_all([SPAWN.Process(target=_store_and_exit, args=(shm_root, forks))])
     with cache_at(shm_root, None) as cache:
@@ -552,7 +653,8 @@ def test_a_process_that_ends_has_logged_its_prompts(shm_root: Path, forks: bool)
 def _log_on_a_full_disk(root: Path) -> None:
     with closing(opened_at(root)) as ledger:
         log = log_at(ledger)
-        for seed, most in ((0, -1), (1, 600), (1, -1), (2, -1)):  # a write is cut, as on a full file system
+        # a write is cut, as on a full file system
+        for seed, most in ((0, -1), (1, 600), (1, -1), (2, -1)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, -1))
             log.append(ROOT, CHUNK, keys_of(prompt(3, seed)), prompt(3, seed))
             log.flush()
@@ -561,8 +663,11 @@ def _log_on_a_full_disk(root: Path) -> None:
 def test_a_full_disk_costs_only_what_is_not_stored_again(tmp_path: Path) -> None:
     run_all([SPAWN.Process(target=_log_on_a_full_disk, args=(tmp_path,))])
     with closing(opened_at(tmp_path)) as ledger:
-        assert (ledger.directory / PROMPTS).stat().st_size % 356  # three whole ones and a part of one
-        found = [logged.tokens.tolist() for logged in logged_prompts(ledger.directory)]
+        # three whole ones and a part of one
+        assert (ledger.directory / PROMPTS).stat().st_size % 356
+        found = [
+            logged.tokens.tolist() for logged in logged_prompts(ledger.directory)
+        ]
     assert found == [prompt(3, seed).tolist() for seed in range(3)]
 
 
@@ -570,12 +675,18 @@ def _log_for_ever(root: Path) -> None:
     with closing(opened_at(root)) as ledger:
         log = log_at(ledger)
         for seed in count(os.getpid()):
-            log.append(ROOT, CHUNK, keys_of(prompt(200, seed))[:1], prompt(200, seed))
+            log.append(
+                ROOT, CHUNK, keys_of(prompt(200, seed))[:1], prompt(200, seed)
+            )
             log.flush()
 
 
-def test_processes_that_are_killed_leave_whole_prompts_and_no_lock(tmp_path: Path, ledger: Ledger) -> None:
-    writers = [SPAWN.Process(target=_log_for_ever, args=(tmp_path,)) for _ in range(2)]
+def test_processes_that_are_killed_leave_whole_prompts_and_no_lock(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    writers = [
+        SPAWN.Process(target=_log_for_ever, args=(tmp_path,)) for _ in range(2)
+    ]
     for writer in writers:
         writer.start()
     wait_until((ledger.directory / OLD_PROMPTS).exists)

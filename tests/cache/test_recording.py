@@ -1,4 +1,6 @@
-"""Recording live traffic: what counts as one request, and what is written to the file in all cases."""
+"""Recording live traffic: what counts as one request, and what is written to the file in all
+cases.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ import pytest
 
 from pagoda.cache import Cache
 from pagoda.cache.append_lines import append_lines
-from pagoda.cache.recording import CallKind, RecordedCall, Recorder, RequestDetector, require_trace
+from pagoda.cache.recording import (
+    CallKind,
+    RecordedCall,
+    Recorder,
+    RequestDetector,
+    require_trace,
+)
 from pagoda.clock import Clock
 from pagoda.errors import ConfigError
 from pagoda.replay import Request, TierSpec, read_trace, simulate
@@ -60,8 +68,13 @@ def recorded(cache: Cache, trace: Path) -> list[Request]:
 
 def ids_of(tokens: Prompt) -> tuple[int, ...]:
     """Return the ids that a prompt has in every process."""
-    with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[]) as nobody:
-        return tuple(int.from_bytes(key[:8], "little") % 2**63 for key in keys_of(nobody, tokens))
+    with Cache(
+        config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[]
+    ) as nobody:
+        return tuple(
+            int.from_bytes(key[:8], "little") % 2**63
+            for key in keys_of(nobody, tokens)
+        )
 
 
 def ask_and_store(cache: Cache, tokens: Prompt) -> int:
@@ -83,13 +96,19 @@ def test_one_line_a_request(cache: Cache, trace: Path) -> None:
     ask_and_store(cache, first)
 
     lines = recorded(cache, trace)
-    assert [line.hash_ids for line in lines] == [ids_of(first), ids_of(second), ids_of(first)]
+    assert [line.hash_ids for line in lines] == [
+        ids_of(first),
+        ids_of(second),
+        ids_of(first),
+    ]
     assert [line.input_length for line in lines] == [72, 48, 72]
     assert {line.chunk_tokens for line in lines} == {CHUNK}
     assert lines[0].timestamp_ms / 1000 == pytest.approx(time.time(), abs=100)
 
 
-def test_polling_looking_up_and_retrieving_are_one_request(cache: Cache, trace: Path) -> None:
+def test_polling_looking_up_and_retrieving_are_one_request(
+    cache: Cache, trace: Path
+) -> None:
     tokens = prompt(4)
     for _ in range(5):
         cache.lookup(tokens)
@@ -101,7 +120,9 @@ def test_polling_looking_up_and_retrieving_are_one_request(cache: Cache, trace: 
     assert len(recorded(cache, trace)) == 3
 
 
-def test_prefetching_explaining_and_uncounted_calls_are_no_requests(cache: Cache, trace: Path) -> None:
+def test_prefetching_explaining_and_uncounted_calls_are_no_requests(
+    cache: Cache, trace: Path
+) -> None:
     tokens = prompt(4)
     cache.prefetch(tokens).result(60)
     cache.explain(tokens)
@@ -110,32 +131,56 @@ def test_prefetching_explaining_and_uncounted_calls_are_no_requests(cache: Cache
     assert recorded(cache, trace) == []
 
 
-def test_a_request_is_recorded_from_its_first_chunk(cache: Cache, trace: Path) -> None:
+def test_a_request_is_recorded_from_its_first_chunk(
+    cache: Cache, trace: Path
+) -> None:
     tokens = prompt(6)
     cache.retrieve(tokens, blank(tokens).transfer, start_tokens=4 * CHUNK)
     keys = keys_of(cache, tokens)
-    cache.retrieve(None, blank(tokens).transfer, keys=keys, start_tokens=2 * CHUNK)
-    assert [line.hash_ids for line in recorded(cache, trace)] == [ids_of(tokens)] * 2
+    cache.retrieve(
+        None, blank(tokens).transfer, keys=keys, start_tokens=2 * CHUNK
+    )
+    assert [line.hash_ids for line in recorded(cache, trace)] == [
+        ids_of(tokens)
+    ] * 2
 
 
-def test_who_only_stores_is_recorded_by_what_is_stored(cache: Cache, trace: Path) -> None:
+def test_who_only_stores_is_recorded_by_what_is_stored(
+    cache: Cache, trace: Path
+) -> None:
     growing = prompt(6)
     other = prompt(2, seed=1)
     for end in (2, 4, 6):  # as it is computed
-        cache.store(growing[: end * CHUNK], kv_of(growing[: end * CHUNK]).transfer)
+        cache.store(
+            growing[: end * CHUNK], kv_of(growing[: end * CHUNK]).transfer
+        )
     cache.store(other, kv_of(other).transfer)
     cache.store(other, kv_of(other).transfer)
     lines = recorded(cache, trace)
-    assert [line.hash_ids for line in lines] == [ids_of(growing)[:2], ids_of(other), ids_of(other)]
+    assert [line.hash_ids for line in lines] == [
+        ids_of(growing)[:2],
+        ids_of(other),
+        ids_of(other),
+    ]
 
 
-def test_an_engine_with_hands_of_its_own_is_recorded(cache: Cache, trace: Path) -> None:
+def test_an_engine_with_hands_of_its_own_is_recorded(
+    cache: Cache, trace: Path
+) -> None:
     slots = slots_of(cache)
     tokens = prompt(6)
     later = prompt(2, seed=1)
     keys = keys_of(cache, tokens)
     root = slots.namespace()
-    slots.abort([one for one in slots.reserve(keys[:4], namespace=root, start=0, parent=None) if one])  # type: ignore[misc]
+    slots.abort(
+        [
+            one
+            for one in slots.reserve(
+                keys[:4], namespace=root, start=0, parent=None
+            )
+            if one
+        ]
+    )  # type: ignore[misc]
     slots.reserve(keys[4:], namespace=root, start=4, parent=keys[3])
     slots.reserve(keys[2:3], namespace=root, start=2, parent=keys[1])
     assert slots.is_recording
@@ -149,11 +194,22 @@ def test_an_engine_with_hands_of_its_own_is_recorded(cache: Cache, trace: Path) 
 
 
 def call(
-    kind: CallKind, names: str, at: float, first: int = 0, parent: str = "", counted: bool = True
+    kind: CallKind,
+    names: str,
+    at: float,
+    first: int = 0,
+    parent: str = "",
+    counted: bool = True,
 ) -> RecordedCall:
     keys = [name.encode() * 32 for name in names]
     return RecordedCall(
-        kind, counted, keys, first, len(keys) * CHUNK, int(at * 1000), parent.encode() * 32 or None
+        kind,
+        counted,
+        keys,
+        first,
+        len(keys) * CHUNK,
+        int(at * 1000),
+        parent.encode() * 32 or None,
     )
 
 
@@ -161,8 +217,12 @@ def test_an_answer_that_is_stored_late_is_of_its_request() -> None:
     questions = RequestDetector()
     assert questions.is_request(call(CallKind.RETRIEVE, "abc", 0))
     assert not questions.is_request(call(CallKind.STORE, "abcde", 300))
-    assert not questions.is_request(call(CallKind.STORE, "f", 301, first=5, parent="e"))
-    assert not questions.is_request(call(CallKind.RESERVE, "f", 301, first=5, parent="x"))
+    assert not questions.is_request(
+        call(CallKind.STORE, "f", 301, first=5, parent="e")
+    )
+    assert not questions.is_request(
+        call(CallKind.RESERVE, "f", 301, first=5, parent="x")
+    )
     assert questions.is_request(call(CallKind.STORE, "abc", 5000))
 
 
@@ -175,7 +235,9 @@ def test_what_is_asked_again_later_is_another_request() -> None:
     assert questions.is_request(call(CallKind.LOOKUP, "abc", 30))
     assert questions.is_request(call(CallKind.RETRIEVE, "abcd", 31))
     assert not questions.is_request(call(CallKind.RETRIEVE, "abc", 31))
-    assert not questions.is_request(call(CallKind.RETRIEVE, "abc", 32, counted=False))
+    assert not questions.is_request(
+        call(CallKind.RETRIEVE, "abc", 32, counted=False)
+    )
     assert questions.is_request(call(CallKind.RETRIEVE, "abc", 32))
 
 
@@ -192,15 +254,26 @@ def test_it_says_nothing_of_the_text(shm_root: Path, trace: Path) -> None:
     assert "31337" not in text
     assert "secret" not in text
     assert "a-model" not in text
-    assert not any(key.hex() in text or str(int.from_bytes(key, "little")) in text for key in hidden)
+    assert not any(
+        key.hex() in text or str(int.from_bytes(key, "little")) in text
+        for key in hidden
+    )
     lines = [json.loads(line) for line in text.splitlines()]
     assert len(lines) == 2
     assert not set(lines[0]["hash_ids"]) & set(lines[1]["hash_ids"])
-    assert set(lines[0]) == {"timestamp", "input_length", "output_length", "hash_ids", "chunk_tokens"}
+    assert set(lines[0]) == {
+        "timestamp",
+        "input_length",
+        "output_length",
+        "hash_ids",
+        "chunk_tokens",
+    }
     assert trace.stat().st_mode & 0o077 == 0
 
 
-def test_a_replay_of_it_hits_what_the_cache_did(shm_root: Path, trace: Path) -> None:
+def test_a_replay_of_it_hits_what_the_cache_did(
+    shm_root: Path, trace: Path
+) -> None:
     random = np.random.default_rng(7)
     hits = 0
     asked = 0
@@ -209,10 +282,13 @@ def test_a_replay_of_it_hits_what_the_cache_did(shm_root: Path, trace: Path) -> 
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
         slots = slots_of(cache).count
         for _ in range(150):
-            tokens = prompt(12, seed=int(random.zipf(1.3)) % 30)[: int(random.integers(1, 13)) * CHUNK]
+            tokens = prompt(12, seed=int(random.zipf(1.3)) % 30)[
+                : int(random.integers(1, 13)) * CHUNK
+            ]
             hits += ask_and_store(cache, tokens)
             asked += len(tokens) // CHUNK
-            clock.advance(60)  # chunks requested in the last seconds are kept, with every policy
+            # chunks requested in the last seconds are kept, with every policy
+            clock.advance(60)
     outcome = simulate(read_trace(trace), [TierSpec("host", slots, "lru")])
     assert outcome.requests == 150
     assert outcome.accesses == asked
@@ -224,12 +300,21 @@ def _works(shm_root: Path, trace: Path, seed: int, count: int) -> None:
     with cache_at(shm_root, None, record=str(trace)) as cache:
         for number in range(count):
             cache.retrieve(prompt(3, seed), blank(prompt(3)).transfer)
-            cache.retrieve(prompt(8, seed * 1000 + number), blank(prompt(8)).transfer)
+            cache.retrieve(
+                prompt(8, seed * 1000 + number), blank(prompt(8)).transfer
+            )
 
 
 @pytest.mark.slow
-def test_several_processes_record_into_one_file(shm_root: Path, trace: Path) -> None:
-    run_all([SPAWN.Process(target=_works, args=(shm_root, trace, seed, 50)) for seed in (1, 2)])
+def test_several_processes_record_into_one_file(
+    shm_root: Path, trace: Path
+) -> None:
+    run_all(
+        [
+            SPAWN.Process(target=_works, args=(shm_root, trace, seed, 50))
+            for seed in (1, 2)
+        ]
+    )
     lines = list(read_trace(trace))
     assert len(lines) == 200
     assert sum(line.hash_ids == ids_of(prompt(3, 1)) for line in lines) == 50
@@ -246,7 +331,9 @@ def _works_until_killed(shm_root: Path, trace: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_process_leaves_whole_lines(shm_root: Path, trace: Path) -> None:
     for _ in range(3):
-        process = SPAWN.Process(target=_works_until_killed, args=(shm_root, trace))
+        process = SPAWN.Process(
+            target=_works_until_killed, args=(shm_root, trace)
+        )
         before = trace.stat().st_size if trace.exists() else 0
         process.start()
         wait_until(lambda: trace.exists() and trace.stat().st_size > before)  # noqa: B023
@@ -268,7 +355,9 @@ def test_half_a_line_is_cut_off_by_the_next(trace: Path) -> None:
     assert trace.read_bytes() == b""
 
 
-def test_a_disk_without_room_keeps_no_half_line(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_keeps_no_half_line(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
     count, trouble = append_lines(trace, [b"a line\n"])
@@ -281,21 +370,34 @@ def test_what_cannot_be_written_is_one_log_line(
     tmp_path: Path, shm_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     nowhere = str(tmp_path / "nowhere" / "trace.jsonl")
-    with caplog.at_level(logging.WARNING), cache_at(shm_root, None, record=nowhere) as cache:
+    with (
+        caplog.at_level(logging.WARNING),
+        cache_at(shm_root, None, record=nowhere) as cache,
+    ):
         for seed in range(3):
             assert ask_and_store(cache, prompt(2, seed)) == 0
             wait_until(lambda: dropped(cache) == seed + 1)  # noqa: B023
-    assert len([record for record in caplog.records if "not recorded" in record.message]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "not recorded" in record.message
+            ]
+        )
+        == 1
+    )
 
 
-WHOLE = b'{"timestamp":1795896991163.0,"input_length":8,"output_length":0,"hash_ids":[12,3456],"chunk_tokens":4}\n'
+WHOLE = b'{"timestamp":1795896991163.0,"input_length":8,"output_length":0,"hash_ids":[12,3456],"chunk_tokens":4}\n'  # noqa: E501
 FOREIGN = b'{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}\n'
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        b'{"weights": "only copy"}',  # one line without an end: it would be cut off whole
+        # one line without an end: it would be cut off whole
+        b'{"weights": "only copy"}',
         b"a\nb\nlast line without end",
         b"#!/bin/sh\necho hi\n",
         b"\n",
@@ -310,21 +412,29 @@ FOREIGN = b'{"timestamp": 27482, "input_length": 6955, "output_length": 52, "has
 )
 @pytest.mark.parametrize("through_link", [False, True])
 def test_a_file_that_is_no_trace_is_refused_and_left_as_it_is(
-    tmp_path: Path, shm_root: Path, trace: Path, content: bytes, through_link: bool
+    tmp_path: Path,
+    shm_root: Path,
+    trace: Path,
+    content: bytes,
+    through_link: bool,
 ) -> None:
     kept = tmp_path / "kept" if through_link else trace
     kept.write_bytes(content)
     if through_link:
         trace.symlink_to(kept)
     with (
-        pytest.raises(ConfigError, match=r"record = .*trace\.jsonl.*name a new file"),
+        pytest.raises(
+            ConfigError, match=r"record = .*trace\.jsonl.*name a new file"
+        ),
         cache_at(shm_root, None, record=str(trace)) as cache,
     ):
         ask_and_store(cache, prompt(2))
     assert kept.read_bytes() == content
 
 
-@pytest.mark.parametrize("content", [b"", WHOLE, FOREIGN, WHOLE * 2000, FOREIGN * 900])
+@pytest.mark.parametrize(
+    "content", [b"", WHOLE, FOREIGN, WHOLE * 2000, FOREIGN * 900]
+)
 def test_a_trace_is_continued_with_any_part_of_a_last_line(
     shm_root: Path, trace: Path, content: bytes
 ) -> None:
@@ -339,10 +449,17 @@ def test_a_trace_is_continued_with_any_part_of_a_last_line(
     assert len(list(read_trace(trace))) == content.count(b"\n") + 1
 
 
-def test_a_very_long_line_is_a_trace_however_much_of_it_is_there(trace: Path) -> None:
+def test_a_very_long_line_is_a_trace_however_much_of_it_is_there(
+    trace: Path,
+) -> None:
     line = WHOLE.replace(b"12,", b"1234567,8," * 30_000)
     ends = (0, -1, -2, -40, 150_001, 70_000)
-    for content in (line, line * 2, *(line + line[:end] for end in ends), *(line[:end] for end in ends)):
+    for content in (
+        line,
+        line * 2,
+        *(line + line[:end] for end in ends),
+        *(line[:end] for end in ends),
+    ):
         trace.write_bytes(content)
         assert require_trace(trace) is not None
 
@@ -350,7 +467,10 @@ def test_a_very_long_line_is_a_trace_however_much_of_it_is_there(trace: Path) ->
 def test_a_file_that_takes_the_place_of_the_trace_is_not_written_to(
     tmp_path: Path, shm_root: Path, trace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), cache_at(shm_root, None, record=str(trace)) as cache:
+    with (
+        caplog.at_level(logging.WARNING),
+        cache_at(shm_root, None, record=str(trace)) as cache,
+    ):
         ask_and_store(cache, prompt(2, 1))
         wait_until(trace.exists)
         other = tmp_path / "other"
@@ -376,7 +496,9 @@ def dropped(cache: Cache) -> int:
     return int(state["dropped"])
 
 
-def test_calls_that_are_too_many_are_dropped(trace: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_that_are_too_many_are_dropped(
+    trace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     recorder = Recorder(trace, CHUNK, FakeClock())
     keys = [bytes([n]) * 32 for n in range(200)]
     began = time.monotonic()
@@ -395,7 +517,9 @@ def test_calls_that_are_too_many_are_dropped(trace: Path, caplog: pytest.LogCapt
 def test_a_hanging_disk_holds_nobody_up(
     trace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pagoda.cache.recording.append_lines", lambda *_: time.sleep(60))
+    monkeypatch.setattr(
+        "pagoda.cache.recording.append_lines", lambda *_: time.sleep(60)
+    )
     recorder = Recorder(trace, CHUNK, Clock())
     began = time.monotonic()
     recorder.note(CallKind.REQUEST, [bytes(32)], 0, CHUNK)
@@ -419,10 +543,14 @@ assert "pagoda.replay.trace" in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_forked_child_records_what_is_its_own(shm_root: Path, trace: Path) -> None:
+def test_a_forked_child_records_what_is_its_own(
+    shm_root: Path, trace: Path
+) -> None:
     with cache_at(shm_root, None, record=str(trace)) as cache:
         cache.retrieve(prompt(2), blank(prompt(2)).transfer)
-        child = multiprocessing.get_context("fork").Process(target=_asks, args=(cache, 1))
+        child = multiprocessing.get_context("fork").Process(
+            target=_asks, args=(cache, 1)
+        )
         child.start()
         child.join(60)
         assert child.exitcode == 0
@@ -438,10 +566,17 @@ def _asks(cache: Cache, seed: int) -> None:
         cache.close()
 
 
-def test_the_environment_turns_it_on(shm_root: Path, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_turns_it_on(
+    shm_root: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGODA_RECORD", str(trace))
     monkeypatch.setenv("PAGODA_CHUNK_TOKENS", str(CHUNK))
-    with Cache(namespace=NAMESPACE, layout=LAYOUT, host_size="1MiB", host_path=shm_root / "host") as cache:
+    with Cache(
+        namespace=NAMESPACE,
+        layout=LAYOUT,
+        host_size="1MiB",
+        host_path=shm_root / "host",
+    ) as cache:
         ask_and_store(cache, prompt(2))
     assert [line.hash_ids for line in read_trace(trace)] == [ids_of(prompt(2))]
 

@@ -60,24 +60,45 @@ class Watching:
 
 
 def faulty_cache(
-    shm_root: Path, tmp_path: Path, *, disk_clock: Clock | None = None, **options: object
+    shm_root: Path,
+    tmp_path: Path,
+    *,
+    disk_clock: Clock | None = None,
+    **options: object,
 ) -> tuple[Cache, FaultySlab]:
-    """Open a cache whose disk fails on demand; `disk_clock` determines how long a failing one is skipped."""
-    ledger = Ledger.open(StoreSpec(tmp_path / "disk", LAYOUT.fingerprint, "file", 256, SLOT + 4096))
+    """Open a cache whose disk fails on demand; `disk_clock` determines how long a failing one is
+    skipped.
+    """
+    ledger = Ledger.open(
+        StoreSpec(tmp_path / "disk", LAYOUT.fingerprint, "file", 256, SLOT + 4096)
+    )
     faulty = FaultySlab(ledger.slab_path, ledger.slots, SLOT + 4096)
-    disk = DiskTier(LAYOUT, ledger, faulty, deadline_seconds=PATIENT_SECONDS, clock=disk_clock)
+    disk = DiskTier(
+        LAYOUT, ledger, faulty, deadline_seconds=PATIENT_SECONDS, clock=disk_clock
+    )
     config = config_of(shm_root, None, **options)
-    host = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, deadline_seconds=PATIENT_SECONDS)
-    return Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[host, disk]), faulty
+    host = HostTier.open(
+        LAYOUT,
+        Path(config.host_path),
+        config.host_bytes,
+        deadline_seconds=PATIENT_SECONDS,
+    )
+    return Cache(
+        config, namespace=NAMESPACE, layout=LAYOUT, tiers=[host, disk]
+    ), faulty
 
 
 def on_disk(shm_root: Path, tmp_path: Path, chunks: int, seed: int = 0) -> None:
     """Leave a prompt on the disk, and nowhere else."""
-    with cache_at(shm_root / "elsewhere", tmp_path, host_size=512 * SLOT) as cache:
+    with cache_at(
+        shm_root / "elsewhere", tmp_path, host_size=512 * SLOT
+    ) as cache:
         stored(cache, prompt(chunks, seed))
 
 
-def test_a_run_longer_than_the_host_tier_passes_through_it(shm_root: Path, tmp_path: Path) -> None:
+def test_a_run_longer_than_the_host_tier_passes_through_it(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(200)
     on_disk(shm_root, tmp_path, 200)
     with cache_at(shm_root, tmp_path, host_size=16 * SLOT) as cache:
@@ -92,7 +113,9 @@ def test_a_run_longer_than_the_host_tier_passes_through_it(shm_root: Path, tmp_p
         assert cache.stats()["staging_buffers"] == 0
 
 
-def test_without_a_host_tier_chunks_pass_through_a_few_buffers(tmp_path: Path) -> None:
+def test_without_a_host_tier_chunks_pass_through_a_few_buffers(
+    tmp_path: Path,
+) -> None:
     tokens = prompt(100)
     with cache_at(None, tmp_path) as cache:
         assert cache.tiers == ("disk",)
@@ -104,7 +127,9 @@ def test_without_a_host_tier_chunks_pass_through_a_few_buffers(tmp_path: Path) -
         assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 100, 0, None)
 
 
-def test_what_is_queued_is_read_from_the_queue(shm_root: Path, tmp_path: Path) -> None:
+def test_what_is_queued_is_read_from_the_queue(
+    shm_root: Path, tmp_path: Path
+) -> None:
     cache, slab = faulty_cache(shm_root, tmp_path)
     tokens = prompt(6)
     slab.fail_next("write", Fault.HANG)
@@ -130,7 +155,8 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
             def before(self) -> None:
                 admin.remove(ledger, keys[5:])
                 other = prompt(50, 9)
-                cache.store(other, kv_of(other).transfer)  # overwrites the slots while they are copied
+                # overwrites the slots while they are copied
+                cache.store(other, kv_of(other).transfer)
 
         kv = blank(tokens)
         hit = cache.retrieve(tokens, Evicting(kv.transfer))
@@ -138,7 +164,9 @@ def test_a_slot_evicted_during_the_copy_is_a_miss(shm_root: Path) -> None:
         assert kv.same(kv_of(tokens), 0, 5)
 
 
-def test_chunks_cleared_while_they_come_up_from_the_disk_are_a_miss(shm_root: Path, tmp_path: Path) -> None:
+def test_chunks_cleared_while_they_come_up_from_the_disk_are_a_miss(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(8)
     on_disk(shm_root, tmp_path, 8)
     with cache_at(shm_root, tmp_path) as cache:
@@ -186,28 +214,41 @@ def test_a_chunk_that_is_being_stored_is_waited_for(shm_root: Path) -> None:
         assert waiting.result(60).num_tokens == 64
 
 
-def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(shm_root: Path) -> None:
+def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(
+    shm_root: Path,
+) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, None) as cache:
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         keys = [key for _, _, key in cache.keys(tokens)]
-        reserved = ledger.reserve(keys, namespace=cache.namespace.root, tokens=CHUNK)
+        reserved = ledger.reserve(
+            keys, namespace=cache.namespace.root, tokens=CHUNK
+        )
         began = time.monotonic()
         hit, _ = served(cache, tokens, deadline_seconds=0.2)
         assert (hit.num_tokens, hit.reason) == (0, Reason.BUSY)
         assert 0.15 < time.monotonic() - began < 8
-        assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 4, 0, None)  # another call does it
+        # another call does it
+        assert cache.store(tokens, kv_of(tokens).transfer) == (0, 0, 4, 0, None)
         ledger.abort([item for item in reserved if isinstance(item, Reserved)])
         assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
 
 
-def test_a_chunk_that_stays_busy_is_read_past_its_owner(shm_root: Path, tmp_path: Path) -> None:
+def test_a_chunk_that_stays_busy_is_read_past_its_owner(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(4)
     on_disk(shm_root, tmp_path, 4)
     with cache_at(shm_root, tmp_path) as cache:
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         keys = [key for _, _, key in cache.keys(tokens)]
-        ledger.reserve(keys[1:2], namespace=cache.namespace.root, tokens=CHUNK, start=1, parent=keys[0])
+        ledger.reserve(
+            keys[1:2],
+            namespace=cache.namespace.root,
+            tokens=CHUNK,
+            start=1,
+            parent=keys[0],
+        )
         hit, _ = served(cache, tokens, deadline_seconds=4.0)
         assert hit.num_tokens == 64
         assert hit.by_tier == {"disk": 64}
@@ -236,7 +277,9 @@ def test_a_disk_that_hangs_costs_one_deadline_and_leaves_nothing_behind(
         assert hit.num_tokens == 128
 
 
-@pytest.mark.parametrize("fault", [Fault.BIT_FLIP, Fault.EIO, Fault.TORN, Fault.LOST])
+@pytest.mark.parametrize(
+    "fault", [Fault.BIT_FLIP, Fault.EIO, Fault.TORN, Fault.LOST]
+)
 def test_a_chunk_that_cannot_be_read_ends_the_run_and_can_be_stored_again(
     shm_root: Path, tmp_path: Path, fault: Fault
 ) -> None:
@@ -255,13 +298,16 @@ def test_a_chunk_that_cannot_be_read_ends_the_run_and_can_be_stored_again(
         assert served(cache, tokens)[0].by_tier == {"disk": 128}
 
 
-def test_bytes_that_rotted_on_the_disk_are_a_miss(shm_root: Path, tmp_path: Path) -> None:
+def test_bytes_that_rotted_on_the_disk_are_a_miss(
+    shm_root: Path, tmp_path: Path
+) -> None:
     on_disk(shm_root, tmp_path, 6)
     tokens = prompt(6)
     with cache_at(shm_root, tmp_path) as cache:
         disk = cache._tiers.lower[0]
         assert isinstance(disk, DiskTier)
-        with open(disk.ledger.slab_path, "r+b") as file:  # slot 2 begins with a header page
+        # slot 2 begins with a header page
+        with open(disk.ledger.slab_path, "r+b") as file:
             file.seek(2 * (SLOT + 4096) + 4096 + 77)
             byte = file.read(1)[0]
             file.seek(-1, 1)
@@ -272,14 +318,19 @@ def test_bytes_that_rotted_on_the_disk_are_a_miss(shm_root: Path, tmp_path: Path
         assert cache.stats()["tiers"]["disk"]["failed_checks"] == 1  # type: ignore[index]
         assert disk.ledger.requests.newest() == []  # the host tier counts
         (remembered,) = cache._tiers.host.ledger.requests.newest()  # type: ignore[union-attr]
-        assert (remembered.hit_tokens["disk"], remembered.reason) == (32, "failed_check")
+        assert (remembered.hit_tokens["disk"], remembered.reason) == (
+            32,
+            "failed_check",
+        )
         assert cache.lookup(tokens).num_tokens == 32
         stored(cache, tokens)
         cache._tiers.host.clear()  # type: ignore[union-attr]
         assert served(cache, tokens)[0].by_tier == {"disk": 96}
 
 
-def test_an_exception_of_a_tier_is_a_miss(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_a_tier_is_a_miss(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = prompt(3)
     with cache_at(shm_root, None) as cache:
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
@@ -291,12 +342,16 @@ def test_an_exception_of_a_tier_is_a_miss(shm_root: Path, monkeypatch: pytest.Mo
         hit = cache.retrieve(tokens, blank(tokens).transfer)
         assert (hit.num_tokens, hit.reason) == (0, Reason.IO_ERROR)
         assert "torn" in hit.detail
-        assert cache.store(tokens, kv_of(tokens).transfer).reason is Reason.IO_ERROR
+        assert (
+            cache.store(tokens, kv_of(tokens).transfer).reason is Reason.IO_ERROR
+        )
         monkeypatch.undo()
         assert cache.stats()["misses"] == {"io_error": 2}
 
 
-def test_reads_are_in_the_air_while_chunks_are_copied_out(shm_root: Path, tmp_path: Path) -> None:
+def test_reads_are_in_the_air_while_chunks_are_copied_out(
+    shm_root: Path, tmp_path: Path
+) -> None:
     on_disk(shm_root, tmp_path, 24)
     cache, slab = faulty_cache(shm_root, tmp_path)
     tokens = prompt(24)
@@ -305,7 +360,8 @@ def test_reads_are_in_the_air_while_chunks_are_copied_out(shm_root: Path, tmp_pa
     class Looking(Watching):
         def before(self) -> None:
             if not reads_at_first_copy:
-                wait_until(lambda: slab.calls["read"] >= 4)  # they continue without this thread
+                # they continue without this thread
+                wait_until(lambda: slab.calls["read"] >= 4)
                 reads_at_first_copy.append(slab.calls["read"])
 
     with cache:
@@ -314,7 +370,9 @@ def test_reads_are_in_the_air_while_chunks_are_copied_out(shm_root: Path, tmp_pa
         assert reads_at_first_copy[0] >= 4
 
 
-def test_the_rest_of_a_hit_is_undefined_but_never_claimed(shm_root: Path, tmp_path: Path) -> None:
+def test_the_rest_of_a_hit_is_undefined_but_never_claimed(
+    shm_root: Path, tmp_path: Path
+) -> None:
     on_disk(shm_root, tmp_path, 8)
     cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:
@@ -333,7 +391,12 @@ def test_chunks_that_arrive_after_their_call_has_failed_count_with_their_bytes(
             def before(self) -> None:
                 raise RuntimeError("the engine's memory is gone")
 
-        assert cache.retrieve(prompt(24), Failing(blank(prompt(24)).transfer)).num_tokens == 0
+        assert (
+            cache.retrieve(
+                prompt(24), Failing(blank(prompt(24)).transfer)
+            ).num_tokens
+            == 0
+        )
         wait_until(lambda: cache.stats()["tiers"]["host"]["reserved"] == 0)  # type: ignore[index]
         host = cache.stats()["tiers"]["host"]  # type: ignore[index]
         assert host["stored_chunks"] == host["ready"] > 0
@@ -350,13 +413,17 @@ def test_on_the_disk_too_the_tail_of_a_run_stays_older_than_its_head(
     with cache_at(host, tmp_path, host_size=host_slots * SLOT) as cache:
         assert served(cache, tokens)[0].num_tokens == 100 * CHUNK
         ledger = cache._tiers.lower[0].ledger  # type: ignore[attr-defined]
-        slots = ledger.match_prefix([key for _, _, key in cache.keys(tokens)], touch=False).slots
+        slots = ledger.match_prefix(
+            [key for _, _, key in cache.keys(tokens)], touch=False
+        ).slots
         uses = ledger.columns.last_use[slots]
         assert len(uses) == 100
         assert (np.diff(uses) < 0).all()
 
 
-def test_a_long_store_is_not_cut_by_the_patience_of_one_wait(shm_root: Path) -> None:
+def test_a_long_store_is_not_cut_by_the_patience_of_one_wait(
+    shm_root: Path,
+) -> None:
     tokens = prompt(40)
     clock = FakeClock()
     config = config_of(shm_root, None, deadline_seconds=100.0)
@@ -367,6 +434,10 @@ def test_a_long_store_is_not_cut_by_the_patience_of_one_wait(shm_root: Path) -> 
                 clock.advance(40.0)
 
         assert cache.store(tokens, Slow(kv_of(tokens).transfer)).num_chunks == 40
-        shorter = cache.store(prompt(40, 1), Slow(kv_of(prompt(40, 1)).transfer), deadline_seconds=100.0)
+        shorter = cache.store(
+            prompt(40, 1),
+            Slow(kv_of(prompt(40, 1)).transfer),
+            deadline_seconds=100.0,
+        )
         assert shorter.num_chunks == 24
         assert shorter.reason is Reason.DEADLINE

@@ -11,7 +11,17 @@ import pytest
 
 from pagoda.ledger import admin
 from pagoda.testing import Fault
-from tests.cache.kit import LAYOUT, SPAWN, blank, cache_at, kv_of, prompt, run_all, served, stored
+from tests.cache.kit import (
+    LAYOUT,
+    SPAWN,
+    blank,
+    cache_at,
+    kv_of,
+    prompt,
+    run_all,
+    served,
+    stored,
+)
 from tests.cache.test_retrieve_call import faulty_cache, on_disk
 
 
@@ -22,15 +32,22 @@ def test_many_threads_load_a_prompt_once(shm_root: Path, tmp_path: Path) -> None
     with cache, ThreadPoolExecutor(8) as threads:
         slab.delay_seconds = 0.01
         slab.fail_next("read", Fault.DELAY, times=100)
-        hits = [hit for hit, _ in threads.map(lambda _: served(cache, tokens), range(8))]
-        assert [(hit.num_tokens, hit.reason, hit.detail) for hit in hits] == [(320, None, "")] * 8
+        hits = [
+            hit
+            for hit, _ in threads.map(lambda _: served(cache, tokens), range(8))
+        ]
+        assert [(hit.num_tokens, hit.reason, hit.detail) for hit in hits] == [
+            (320, None, "")
+        ] * 8
         assert slab.calls["read"] == 20
         assert cache.stats()["tiers"]["disk"]["loaded_chunks"] == 20  # type: ignore[index]
         assert sum(hit.by_tier.get("disk", 0) for hit in hits) == 320
         assert admin.gauges(cache._tiers.host.ledger)["reserved"] == 0  # type: ignore[union-attr]
 
 
-def test_a_prefetch_and_a_retrieve_of_the_same_chunks_load_them_once(shm_root: Path, tmp_path: Path) -> None:
+def test_a_prefetch_and_a_retrieve_of_the_same_chunks_load_them_once(
+    shm_root: Path, tmp_path: Path
+) -> None:
     on_disk(shm_root, tmp_path, 20)
     cache, slab = faulty_cache(shm_root, tmp_path)
     tokens = prompt(20)
@@ -72,16 +89,25 @@ def test_many_processes_load_prompts_once(shm_root: Path, tmp_path: Path) -> Non
     for seed in range(3):
         on_disk(shm_root, tmp_path, 12, seed)
     together = SPAWN.Barrier(3)
-    run_all([SPAWN.Process(target=_process, args=(shm_root, tmp_path, together)) for _ in range(3)])
+    run_all(
+        [
+            SPAWN.Process(target=_process, args=(shm_root, tmp_path, together))
+            for _ in range(3)
+        ]
+    )
     with cache_at(shm_root, tmp_path) as cache:
         counters = cache.stats()["tiers"]["disk"]  # type: ignore[index]
         # Each process alone would load 36. The bound allows for late commits (processes may pause).
         assert isinstance(counters, dict)
         assert 36 <= counters["loaded_chunks"] <= 44
-        assert cache.retrieve(prompt(12), blank(prompt(12)).transfer).by_tier == {"host": 192}
+        assert cache.retrieve(prompt(12), blank(prompt(12)).transfer).by_tier == {
+            "host": 192
+        }
 
 
-def test_a_retrieve_that_comes_second_is_served_as_chunks_arrive(shm_root: Path, tmp_path: Path) -> None:
+def test_a_retrieve_that_comes_second_is_served_as_chunks_arrive(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, prompt(16))
     cache, slab = faulty_cache(shm_root, tmp_path)

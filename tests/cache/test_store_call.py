@@ -38,14 +38,16 @@ from tests.cache.test_retrieve_call import Watching, faulty_cache
 def _next_are_written(cache: Cache, count: int) -> bool:
     """Whether the next chunks to be evicted are in the tier below, and nothing is being written.
 
-    A slot that is being written is not evicted, and the order of eviction is found in batches: for a moment, others
-    that are not written yet may be the next.
+    A slot that is being written is not evicted, and the order of eviction is found in batches: for
+    a moment, others that are not written yet may be the next.
     """
     leased = cache.stats()["tiers"]["host"]["leased"]  # type: ignore[index]
     (queue,), host = cache._resources.writeback, cache._tiers.host
     if leased or queue._queue or queue._working or queue._writing or host is None:
         return False
-    return not any(slot in queue._dirty for slot in host.ledger.next_victims(count).tolist())
+    return not any(
+        slot in queue._dirty for slot in host.ledger.next_victims(count).tolist()
+    )
 
 
 def _on_disk(cache: Cache) -> int:
@@ -61,10 +63,13 @@ def test_a_run_longer_than_the_host_tier_keeps_its_head(shm_root: Path) -> None:
         assert answer == (64, 64 * CHUNK, 0, 36, Reason.FULL)
         assert served(cache, tokens)[0].num_tokens == 64 * CHUNK
         assert cache.store(tokens, kv_of(tokens).transfer).present == 64
-        assert served(cache, tokens)[0].num_tokens == 64 * CHUNK  # the same twice: nothing was lost
+        # the same twice: nothing was lost
+        assert served(cache, tokens)[0].num_tokens == 64 * CHUNK
 
 
-def test_a_prompt_of_more_than_the_tier_stored_twice_still_hits(shm_root: Path) -> None:
+def test_a_prompt_of_more_than_the_tier_stored_twice_still_hits(
+    shm_root: Path,
+) -> None:
     tokens = prompt(77)  # 1.2 times the tier
     with cache_at(shm_root, None) as cache:
         for _ in range(2):
@@ -75,14 +80,21 @@ def test_a_prompt_of_more_than_the_tier_stored_twice_still_hits(shm_root: Path) 
 def test_newer_prompts_take_the_place_of_older_ones(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         for seed in range(10):
-            assert cache.store(prompt(16, seed), kv_of(prompt(16, seed)).transfer).num_chunks == 16
+            assert (
+                cache.store(
+                    prompt(16, seed), kv_of(prompt(16, seed)).transfer
+                ).num_chunks
+                == 16
+            )
         assert served(cache, prompt(16, 9))[0].num_tokens == 256
         assert served(cache, prompt(16, 0))[0].num_tokens == 0
         assert admin.check(cache._tiers.host.ledger).unreachable == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_what_finds_no_room_on_the_host_goes_below(shm_root: Path, tmp_path: Path, policy: str) -> None:
+def test_what_finds_no_room_on_the_host_goes_below(
+    shm_root: Path, tmp_path: Path, policy: str
+) -> None:
     tokens = prompt(100)
     with cache_at(shm_root, tmp_path, write_policy=policy) as cache:
         answer = cache.store(tokens, kv_of(tokens).transfer)
@@ -99,7 +111,9 @@ def test_what_finds_no_room_on_the_host_goes_below(shm_root: Path, tmp_path: Pat
 def test_a_flush_drops_nothing_while_chunks_in_buffers_wait(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread comes late, as on a busy machine; chunks in buffers take no room from those in slots."""
+    """The thread comes late, as on a busy machine; chunks in buffers take no room from those in
+    slots.
+    """
     take = WriteBackQueue._wait_for_note
 
     def late(queue: WriteBackQueue) -> object:
@@ -113,17 +127,26 @@ def test_a_flush_drops_nothing_while_chunks_in_buffers_wait(
         assert cache.flush(100)
         assert _on_disk(cache) == 100
         (queue,) = cache._resources.writeback
-        assert queue._waiting == queue._buffered == 0, "else the queue has no bound from now on"
+        assert queue._waiting == queue._buffered == 0, (
+            "else the queue has no bound from now on"
+        )
 
 
-def test_what_goes_below_lies_behind_its_head_there(shm_root: Path, tmp_path: Path) -> None:
-    """All in one queue: a tail written first would be useless alone on the disk, and would be evicted last."""
+def test_what_goes_below_lies_behind_its_head_there(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """All in one queue: a tail written first would be useless alone on the disk, and would be
+    evicted last.
+    """
     tokens = prompt(100)
     with cache_at(shm_root, tmp_path) as cache:
         cache.store(tokens, kv_of(tokens).transfer)
         assert cache.flush(100)
         columns = cache._tiers.ledgers()[1][1].columns
-        rows = {row.key: row.slot for row in admin.list_chunks(cache._tiers.ledgers()[1][1])}
+        rows = {
+            row.key: row.slot
+            for row in admin.list_chunks(cache._tiers.ledgers()[1][1])
+        }
         slots = [rows[key] for key in keys_of(cache, tokens)]
         assert columns.parent_slot[slots[1:]].tolist() == slots[:-1]
         assert (np.diff(columns.last_use[slots]) < 0).all()
@@ -133,18 +156,26 @@ def refusing(cache: Cache, clock: FakeClock) -> None:
     """Make the host's policy refuse new chunks: it is full of more valuable ones."""
     ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
     learnt = _SharedValues.of(ledger.upkeep_thread.learned)  # type: ignore[arg-type]
-    learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 1000  # requested again at an age of 10 to 50 s
+    # requested again at an age of 10 to 50 s
+    learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 1000
     for _ in range(3):
         ledger.upkeep_thread.run_once()
         clock.advance(6)
     for seed in range(4):
-        assert cache.store(prompt(16, 900 + seed), kv_of(prompt(16, 900 + seed)).transfer).refused == 0
+        assert (
+            cache.store(
+                prompt(16, 900 + seed), kv_of(prompt(16, 900 + seed)).transfer
+            ).refused
+            == 0
+        )
     assert cache.flush(100)
     clock.advance(9)
     ledger.upkeep_thread.run_once()
 
 
-def test_what_the_policy_of_the_host_keeps_out_goes_below(shm_root: Path, tmp_path: Path) -> None:
+def test_what_the_policy_of_the_host_keeps_out_goes_below(
+    shm_root: Path, tmp_path: Path
+) -> None:
     clock = FakeClock()
     tokens = prompt(12)
     config = config_of(shm_root, tmp_path, policy="hindsight")
@@ -155,9 +186,12 @@ def test_what_the_policy_of_the_host_keeps_out_goes_below(shm_root: Path, tmp_pa
         assert cache.flush(100)
         assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0
         assert served(cache, tokens)[0].by_tier == {"disk": 12 * CHUNK}
-        assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0  # a load does not admit it either
+        # a load does not admit it either
+        assert cache.lookup(tokens, tiers=["host"]).num_tokens == 0
         # unless it is needed there
-        assert cache.prefetch(tokens).result(PATIENT_SECONDS).by_tier == {"disk": 12 * CHUNK}
+        assert cache.prefetch(tokens).result(PATIENT_SECONDS).by_tier == {
+            "disk": 12 * CHUNK
+        }
         assert cache.lookup(tokens).by_tier == {"host": 12 * CHUNK}
 
 
@@ -168,17 +202,34 @@ def test_the_host_takes_what_its_policy_keeps_out_if_the_disk_does_not(
     """No store waits for a disk if a tier above it has space."""
     clock = FakeClock()
     tokens = prompt(40)
-    disk_ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 256, LAYOUT.slot_bytes + 4096))
+    disk_ledger = Ledger.open(
+        StoreSpec(
+            tmp_path, LAYOUT.fingerprint, "file", 256, LAYOUT.slot_bytes + 4096
+        )
+    )
     slab = FaultySlab(disk_ledger.slab_path, 256, LAYOUT.slot_bytes + 4096)
     disk = DiskTier(LAYOUT, disk_ledger, slab, clock=clock)
     config = config_of(shm_root, None, policy="hindsight")
-    host = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, policy="hindsight", clock=clock)
-    with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[host, disk], clock=clock) as cache:
+    host = HostTier.open(
+        LAYOUT,
+        Path(config.host_path),
+        config.host_bytes,
+        policy="hindsight",
+        clock=clock,
+    )
+    with Cache(
+        config,
+        namespace=NAMESPACE,
+        layout=LAYOUT,
+        tiers=[host, disk],
+        clock=clock,
+    ) as cache:
         refusing(cache, clock)
         slab.fail_next("write", fault, times=100)
         began = time.monotonic()
         answer = cache.store(tokens, kv_of(tokens).transfer)
-        assert time.monotonic() - began < PATIENT_SECONDS  # a write hangs for 60 s
+        # a write hangs for 60 s
+        assert time.monotonic() - began < PATIENT_SECONDS
         # there are 16 buffers
         assert answer.num_chunks + answer.refused == 40
         assert answer.refused <= 16
@@ -207,7 +258,9 @@ def test_the_tail_of_a_prompt_goes_before_its_head(shm_root: Path) -> None:
         assert served(cache, prompt(30, 1))[0].num_tokens == 30 * CHUNK
 
 
-def test_an_exception_in_the_middle_of_a_store_leaves_no_reservation(shm_root: Path) -> None:
+def test_an_exception_in_the_middle_of_a_store_leaves_no_reservation(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None) as cache:
         tokens = prompt(20)
 
@@ -220,7 +273,8 @@ def test_an_exception_in_the_middle_of_a_store_leaves_no_reservation(shm_root: P
         assert answer.reason is Reason.IO_ERROR
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
         assert admin.gauges(ledger)["reserved"] == 0
-        assert served(cache, tokens)[0].num_tokens == 8 * CHUNK  # the first window was whole
+        # the first window was whole
+        assert served(cache, tokens)[0].num_tokens == 8 * CHUNK
         admin.check(ledger)
 
 
@@ -238,7 +292,9 @@ def test_a_chunk_is_visible_only_after_its_copy(shm_root: Path) -> None:
         assert cache.lookup(tokens).num_tokens == 64
 
 
-def test_what_is_cleared_during_its_copy_is_refused_with_the_reason(shm_root: Path) -> None:
+def test_what_is_cleared_during_its_copy_is_refused_with_the_reason(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None) as cache:
         tokens = prompt(4)
 
@@ -265,12 +321,15 @@ def test_store_does_not_wait_for_the_disk(shm_root: Path, tmp_path: Path) -> Non
         assert cache.flush(100)
         counters = cache.stats()["tiers"]["disk"]  # type: ignore[index]
         assert isinstance(counters, dict)
-        # a chunk that was evicted before its write is a drop with a reason, and never counts as stored
+        # a chunk that was evicted before its write is a drop with a reason, and never counts as
+        # stored
         assert counters["stored_chunks"] == counters["ready"]
         assert counters["stored_chunks"] + counters["drop_stale"] >= 64
 
 
-def test_chunks_that_the_disk_dropped_are_written_by_the_next_store(shm_root: Path, tmp_path: Path) -> None:
+def test_chunks_that_the_disk_dropped_are_written_by_the_next_store(
+    shm_root: Path, tmp_path: Path
+) -> None:
     cache, slab = faulty_cache(shm_root, tmp_path)
     tokens = prompt(6)
     with cache:
@@ -284,8 +343,12 @@ def test_chunks_that_the_disk_dropped_are_written_by_the_next_store(shm_root: Pa
         assert served(cache, tokens, tiers=["disk"])[0].num_tokens == 96
 
 
-def test_a_full_disk_is_a_drop_and_the_host_goes_on(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root, tmp_path, disk_size=40 * (LAYOUT.slot_bytes + 4096)) as cache:
+def test_a_full_disk_is_a_drop_and_the_host_goes_on(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    with cache_at(
+        shm_root, tmp_path, disk_size=40 * (LAYOUT.slot_bytes + 4096)
+    ) as cache:
         for seed in range(6):
             stored(cache, prompt(10, seed))
         assert _on_disk(cache) <= 40
@@ -300,8 +363,12 @@ def test_write_through_writes_every_chunk(shm_root: Path, tmp_path: Path) -> Non
         assert cache._tiers.lower[0].stats()["loaded_chunks"] == 0
 
 
-def test_selective_writes_what_was_hit_often_enough(shm_root: Path, tmp_path: Path) -> None:
-    with cache_at(shm_root, tmp_path, write_policy="selective", selective_hits=3) as cache:
+def test_selective_writes_what_was_hit_often_enough(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    with cache_at(
+        shm_root, tmp_path, write_policy="selective", selective_hits=3
+    ) as cache:
         tokens = prompt(10)
         other = prompt(10, 1)
         stored(cache, tokens)
@@ -319,12 +386,15 @@ def test_selective_writes_what_was_hit_often_enough(shm_root: Path, tmp_path: Pa
         assert cache.lookup(other, tiers=["disk"]).num_tokens == 0
 
 
-def test_write_back_writes_the_coldest_ahead_of_their_eviction(shm_root: Path, tmp_path: Path) -> None:
+def test_write_back_writes_the_coldest_ahead_of_their_eviction(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
         for seed in range(3):
             cache.store(prompt(10, seed), kv_of(prompt(10, seed)).transfer)
         time.sleep(0.3)
-        assert _on_disk(cache) == 0  # there is enough space: nothing needs to be clean
+        # there is enough space: nothing needs to be clean
+        assert _on_disk(cache) == 0
         for seed in range(3, 6):
             cache.store(prompt(10, seed), kv_of(prompt(10, seed)).transfer)
         wait_until(lambda: _on_disk(cache) > 0)
@@ -336,19 +406,26 @@ def test_write_back_writes_the_coldest_ahead_of_their_eviction(shm_root: Path, t
         assert _on_disk(cache) == 60  # on request, everything is written down
 
 
-def test_write_back_keeps_up_with_a_stream_of_prompts(shm_root: Path, tmp_path: Path) -> None:
+def test_write_back_keeps_up_with_a_stream_of_prompts(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
         for seed in range(20):
             cache.store(prompt(8, seed), kv_of(prompt(8, seed)).transfer)
-            if seed >= 7:  # full: the next prompt's slots are written before it arrives
+            # full: the next prompt's slots are written before it arrives
+            if seed >= 7:
                 wait_until(lambda: _next_are_written(cache, 8))
                 assert _on_disk(cache) >= 8 * (seed - 6)
         assert cache.flush(100)
-        hits = sum(served(cache, prompt(8, seed))[0].num_tokens for seed in range(20))
+        hits = sum(
+            served(cache, prompt(8, seed))[0].num_tokens for seed in range(20)
+        )
         assert hits == 20 * 8 * CHUNK
 
 
-def test_write_back_writes_what_is_left_when_it_closes(shm_root: Path, tmp_path: Path) -> None:
+def test_write_back_writes_what_is_left_when_it_closes(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path, write_policy="write_back") as cache:
         cache.store(prompt(10), kv_of(prompt(10)).transfer)
     with cache_at(shm_root / "after", tmp_path) as cache:
@@ -356,8 +433,12 @@ def test_write_back_writes_what_is_left_when_it_closes(shm_root: Path, tmp_path:
 
 
 @pytest.mark.parametrize("policy", ["write_through", "selective", "write_back"])
-def test_close_is_bounded_even_if_the_disk_hangs(shm_root: Path, tmp_path: Path, policy: str) -> None:
-    cache, slab = faulty_cache(shm_root, tmp_path, write_policy=policy, selective_hits=1)
+def test_close_is_bounded_even_if_the_disk_hangs(
+    shm_root: Path, tmp_path: Path, policy: str
+) -> None:
+    cache, slab = faulty_cache(
+        shm_root, tmp_path, write_policy=policy, selective_hits=1
+    )
     slab.fail_next("write", Fault.HANG, times=4)
     for _ in range(2):
         cache.store(prompt(8), kv_of(prompt(8)).transfer)
@@ -368,8 +449,12 @@ def test_close_is_bounded_even_if_the_disk_hangs(shm_root: Path, tmp_path: Path,
     slab.heal()
 
 
-def test_a_store_without_a_host_tier_is_bounded_by_its_buffers(tmp_path: Path) -> None:
-    with cache_at(None, tmp_path, disk_size=30 * (LAYOUT.slot_bytes + 4096)) as cache:
+def test_a_store_without_a_host_tier_is_bounded_by_its_buffers(
+    tmp_path: Path,
+) -> None:
+    with cache_at(
+        None, tmp_path, disk_size=30 * (LAYOUT.slot_bytes + 4096)
+    ) as cache:
         tokens = prompt(60)
         answer = cache.store(tokens, kv_of(tokens).transfer)
         assert answer.num_chunks + answer.refused == 60
@@ -378,7 +463,9 @@ def test_a_store_without_a_host_tier_is_bounded_by_its_buffers(tmp_path: Path) -
         assert served(cache, tokens)[0].num_tokens == 30 * CHUNK
 
 
-def test_close_writes_what_a_store_without_a_host_tier_said_it_keeps(tmp_path: Path) -> None:
+def test_close_writes_what_a_store_without_a_host_tier_said_it_keeps(
+    tmp_path: Path,
+) -> None:
     tokens = prompt(100)
     cache = Cache(config_of(None, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
     assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 100
@@ -388,12 +475,24 @@ def test_close_writes_what_a_store_without_a_host_tier_said_it_keeps(tmp_path: P
 
 
 @pytest.mark.parametrize("with_host", [False, True])
-def test_close_says_what_it_could_not_write(shm_root: Path, tmp_path: Path, with_host: bool) -> None:
-    ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 256, LAYOUT.slot_bytes + 4096))
+def test_close_says_what_it_could_not_write(
+    shm_root: Path, tmp_path: Path, with_host: bool
+) -> None:
+    ledger = Ledger.open(
+        StoreSpec(
+            tmp_path, LAYOUT.fingerprint, "file", 256, LAYOUT.slot_bytes + 4096
+        )
+    )
     slab = FaultySlab(ledger.slab_path, 256, LAYOUT.slot_bytes + 4096)
     disk = DiskTier(LAYOUT, ledger, slab, io_threads=1)
-    config = config_of(shm_root if with_host else None, None, deadline_seconds=0.2)
-    host = [HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes)] if with_host else []
+    config = config_of(
+        shm_root if with_host else None, None, deadline_seconds=0.2
+    )
+    host = (
+        [HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes)]
+        if with_host
+        else []
+    )
     cache = Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[*host, disk])
     slab.fail_next("write", Fault.HANG, times=100)
     tokens = prompt(10)
@@ -401,4 +500,5 @@ def test_close_says_what_it_could_not_write(shm_root: Path, tmp_path: Path, with
     assert slab.hanging.wait(PATIENT_SECONDS)
     assert not cache.close(1.0)
     slab.heal()
-    wait_until(lambda: cache._resources.store_staging.in_use == 0)  # every buffer was released
+    # every buffer was released
+    wait_until(lambda: cache._resources.store_staging.in_use == 0)

@@ -1,4 +1,6 @@
-"""A process that gets no threads for a while: nothing hangs, nothing is lost, and all works again afterwards."""
+"""A process that gets no threads for a while: nothing hangs, nothing is lost, and all works again
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -69,25 +71,36 @@ def test_what_was_stored_while_no_thread_could_be_had_is_written_afterwards(
 def test_a_close_without_a_thread_ends_and_says_that_something_was_left(
     shm_root: Path, tmp_path: Path
 ) -> None:
-    cache = Cache(config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT)
+    cache = Cache(
+        config_of(shm_root, tmp_path), namespace=NAMESPACE, layout=LAYOUT
+    )
     with no_threads():
         cache.store(prompt(4), kv_of(prompt(4)).transfer)
         assert not cache.close(SECONDS)
     assert cache.lookup(prompt(4)).reason is Reason.CLOSED
 
 
-def test_calls_that_need_a_thread_are_misses_and_never_run_later(shm_root: Path) -> None:
+def test_calls_that_need_a_thread_are_misses_and_never_run_later(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(4))
         room = blank(prompt(4))
         with no_threads():
             for _ in range(300):  # more than may wait
-                hit = cache.retrieve_future(prompt(4), room.transfer).result(SECONDS)
+                hit = cache.retrieve_future(prompt(4), room.transfer).result(
+                    SECONDS
+                )
                 assert hit.num_tokens == 0
                 assert hit.reason is Reason.IO_ERROR
                 assert "pids limit" in hit.detail
         again = blank(prompt(4))
-        assert cache.retrieve_future(prompt(4), again.transfer).result(SECONDS).num_tokens == 64
+        assert (
+            cache.retrieve_future(prompt(4), again.transfer)
+            .result(SECONDS)
+            .num_tokens
+            == 64
+        )
         assert again.same(kv_of(prompt(4)))
         assert not room.blocks.any()
 
@@ -114,19 +127,30 @@ def test_copies_that_find_no_helper_are_done_all_the_same() -> None:
 def test_a_writer_that_an_exception_kept_from_being_recorded_is_the_only_one_or_ends(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """The first thread goes on, or the second one, if that is started before the first one has done anything."""
+    """The first thread goes on, or the second one, if that is started before the first one has done
+    anything.
+    """
 
     def writers() -> list[threading.Thread]:
-        return [one for one in threading.enumerate() if one.name == "pagoda-writeback-disk"]
+        return [
+            one
+            for one in threading.enumerate()
+            if one.name == "pagoda-writeback-disk"
+        ]
 
     before = len(writers())
     with cache_at(shm_root, tmp_path) as cache:
-        monkeypatch.setattr(writeback, "start_thread", interrupted_once(writeback.start_thread))
+        monkeypatch.setattr(
+            writeback, "start_thread", interrupted_once(writeback.start_thread)
+        )
         (queue,) = cache._resources.writeback
         with queue._changed if late else contextlib.nullcontext():
             with pytest.raises(Interrupted):
                 cache.store(prompt(4, 1), kv_of(prompt(4, 1)).transfer)
-            assert cache.store(prompt(4, 2), kv_of(prompt(4, 2)).transfer).num_chunks == 4
+            assert (
+                cache.store(prompt(4, 2), kv_of(prompt(4, 2)).transfer).num_chunks
+                == 4
+            )
         assert cache.flush(SECONDS)
         wait_until(lambda: len(writers()) == before + 1)
         assert served(cache, prompt(4, 2), tiers=["disk"])[0].num_tokens == 64

@@ -58,7 +58,8 @@ def test_the_epoch_is_kept_under_every_root(tmp_path: Path) -> None:
     assert WeightsEpoch({"host": tmp_path / "a"}, "m").epoch() == second
     for path in (*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()):
         path.unlink()
-    assert WeightsEpoch(roots, "m").epoch() == NEVER_CHANGED  # another process makes the files again
+    # another process makes the files again
+    assert WeightsEpoch(roots, "m").epoch() == NEVER_CHANGED
     assert other.epoch() == second, "this process does not return to an old epoch"
 
 
@@ -75,17 +76,25 @@ def test_a_root_that_is_opened_later_gets_the_epoch(tmp_path: Path) -> None:
     assert second.nonce != first.nonce
 
 
-def test_two_roots_with_different_epochs_of_one_count_leave_both(tmp_path: Path) -> None:
+def test_two_roots_with_different_epochs_of_one_count_leave_both(
+    tmp_path: Path,
+) -> None:
     roots = {name: tmp_path / name for name in ("host", "disk")}
-    apart = [raised(WeightsEpoch({name: root}, "m")) for name, root in roots.items()]
+    apart = [
+        raised(WeightsEpoch({name: root}, "m")) for name, root in roots.items()
+    ]
     together = WeightsEpoch(roots, "m").epoch()
     assert [epoch.number for epoch in (*apart, together)] == [1, 1, 2]
     assert len({epoch.nonce for epoch in (*apart, together)}) == 3
     assert WeightsEpoch(roots, "m").epoch() == together
 
 
-def test_of_roots_that_changed_apart_the_higher_count_is_not_known_to_be_later(tmp_path: Path) -> None:
-    """After a reboot the weights were changed while only the host tier was open: the disk counted more, before."""
+def test_of_roots_that_changed_apart_the_higher_count_is_not_known_to_be_later(
+    tmp_path: Path,
+) -> None:
+    """After a reboot the weights were changed while only the host tier was open: the disk counted
+    more, before.
+    """
     host = {"host": tmp_path / "host"}
     disk = {"disk": tmp_path / "disk"}
     before = [raised(WeightsEpoch(disk, "m")) for _ in range(4)]
@@ -94,7 +103,11 @@ def test_of_roots_that_changed_apart_the_higher_count_is_not_known_to_be_later(t
     assert together.number == 5
     assert together not in (*before, present)
     assert WeightsEpoch(host | disk, "m").epoch() == together
-    assert WeightsEpoch(host, "m").epoch() == WeightsEpoch(disk, "m").epoch() == together
+    assert (
+        WeightsEpoch(host, "m").epoch()
+        == WeightsEpoch(disk, "m").epoch()
+        == together
+    )
 
 
 def test_a_root_that_is_only_behind_costs_no_epoch(tmp_path: Path) -> None:
@@ -105,7 +118,8 @@ def test_a_root_that_is_only_behind_costs_no_epoch(tmp_path: Path) -> None:
     second = raised(WeightsEpoch(other, "m"))
     assert WeightsEpoch(roots, "m").epoch() == second
     third = raised(WeightsEpoch(roots, "m"))
-    shutil.rmtree(tmp_path / "host")  # a reboot: the disks are compared, and one knows what it left behind
+    # a reboot: the disks are compared, and one knows what it left behind
+    shutil.rmtree(tmp_path / "host")
     apart = {"host": tmp_path / "disk", "disk": tmp_path / "other disk"}
     assert WeightsEpoch(apart, "m").epoch() == third
 
@@ -126,13 +140,21 @@ def test_two_changes_of_one_number_have_different_keys(shm_root: Path) -> None:
     for root in ("one", "two"):
         with cache_at(shm_root / root, None) as cache:
             assert cache.weights_changed() == 1
-            assert cache._weights.scope()[0].weights_epoch == cache.present_namespace().weights_epoch == 1
-            names.append((cache._weights.scope()[0].root, cache.present_namespace().root))
+            assert (
+                cache._weights.scope()[0].weights_epoch
+                == cache.present_namespace().weights_epoch
+                == 1
+            )
+            names.append(
+                (cache._weights.scope()[0].root, cache.present_namespace().root)
+            )
     assert names[0][0] != names[1][0]
     assert names[0][1] != names[1][1]
 
 
-def test_an_epoch_is_on_the_medium_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_is_on_the_medium_before_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each file, and each name of a new one: first the record, then what vouches for it."""
     synced: list[str] = []
     fsync = os.fsync
@@ -148,7 +170,9 @@ def test_an_epoch_is_on_the_medium_before_it_is_used(tmp_path: Path, monkeypatch
         file.unlink()
     monkeypatch.setattr(os, "fsync", noted)
     weights = WeightsEpoch({"disk": root}, NAMESPACE.model)
-    assert synced == ["epochs", "disk", "state"], "a new record, its name, and a store that vouches for it"
+    assert synced == ["epochs", "disk", "state"], (
+        "a new record, its name, and a store that vouches for it"
+    )
     synced.clear()
     raised(weights)
     assert synced == ["epochs", "state", weights._old_paths[0].name, "disk"]
@@ -156,10 +180,16 @@ def test_an_epoch_is_on_the_medium_before_it_is_used(tmp_path: Path, monkeypatch
 
 def test_what_older_versions_count_is_taken_over(tmp_path: Path) -> None:
     roots = {"host": tmp_path / "a", "disk": tmp_path / "b"}
-    old = [WeightsEpoch({name: root}, "m")._old_paths[0] for name, root in roots.items()]
-    old[0].write_bytes(b"+++")  # three changes, in a root that the other one was not open with
+    old = [
+        WeightsEpoch({name: root}, "m")._old_paths[0]
+        for name, root in roots.items()
+    ]
+    # three changes, in a root that the other one was not open with
+    old[0].write_bytes(b"+++")
     assert WeightsEpoch(roots, "m").epoch() == (3, 0)
-    assert [path.stat().st_size for path in old] == [3, 3], "older versions see the larger count too"
+    assert [path.stat().st_size for path in old] == [3, 3], (
+        "older versions see the larger count too"
+    )
     weights = WeightsEpoch(roots, "m")
     fourth = raised(weights)
     assert fourth.number == 4
@@ -182,7 +212,9 @@ def test_two_that_raise_it_at_once_both_raise_it(tmp_path: Path) -> None:
 
 
 def test_who_reads_a_record_waits_for_who_has_it(tmp_path: Path) -> None:
-    """Two who read the same record, and write what they read plus one, would be one change instead of two."""
+    """Two who read the same record, and write what they read plus one, would be one change instead
+    of two.
+    """
     record = EpochRecord(tmp_path, "0" * 16)
     began = threading.Event()
     inside = threading.Event()
@@ -207,18 +239,26 @@ def test_an_epoch_that_cannot_be_kept_is_nobody_elses(tmp_path: Path) -> None:
     epoch, troubles = weights.raise_epoch()
     assert list(troubles) == ["disk"]
     assert weights.unrecorded == {"disk"}
-    assert weights.epoch() == epoch, "this process does not return to an old epoch"
-    assert WeightsEpoch({"disk": tmp_path / "file"}, "m").raise_epoch()[0].nonce != epoch.nonce
+    assert weights.epoch() == epoch, (
+        "this process does not return to an old epoch"
+    )
+    assert (
+        WeightsEpoch({"disk": tmp_path / "file"}, "m").raise_epoch()[0].nonce
+        != epoch.nonce
+    )
 
 
-def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path, tmp_path: Path) -> None:
+def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)
         spoil(cache)
         assert cache.weights_changed() == 1
         assert served(cache, tokens)[0].num_tokens == 0
-    with cache_at(shm_root / "rebooted", tmp_path) as cache:  # no tier has the epoch
+    # no tier has the epoch
+    with cache_at(shm_root / "rebooted", tmp_path) as cache:
         assert cache._weights.scope()[0].weights_epoch == 0
         assert served(cache, tokens)[0].num_tokens == 0
     with cache_at(None, tmp_path) as cache:
@@ -230,12 +270,17 @@ def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(shm_root: Path
 
 
 @pytest.mark.parametrize("loss", ["gone", "older", "cut", "foreign", "torn"])
-def test_a_lost_record_is_a_broken_promise(shm_root: Path, tmp_path: Path, loss: str) -> None:
+def test_a_lost_record_is_a_broken_promise(
+    shm_root: Path, tmp_path: Path, loss: str
+) -> None:
     """It counts as broken, never as never given: for every model of the root, and only there."""
     tokens = prompt(4)
     record = tmp_path / "disk" / "epochs"
     other = NAMESPACE.with_(model="another")
-    with cache_at(None, tmp_path) as cache, cache_at(None, tmp_path, other) as another:
+    with (
+        cache_at(None, tmp_path) as cache,
+        cache_at(None, tmp_path, other) as another,
+    ):
         stored(another, tokens)  # before the change
         cache.weights_changed()
         older = record.read_bytes()
@@ -256,7 +301,9 @@ def test_a_lost_record_is_a_broken_promise(shm_root: Path, tmp_path: Path, loss:
                     stored(cache, tokens)
                     assert cache.flush(PATIENT_SECONDS)
                 else:
-                    assert hit.num_tokens == 64, "there is one new epoch, not one for each opening"
+                    assert hit.num_tokens == 64, (
+                        "there is one new epoch, not one for each opening"
+                    )
 
 
 def lose(record: Path, older: bytes, loss: str) -> None:
@@ -285,14 +332,17 @@ def test_a_record_of_no_change_may_be_lost(tmp_path: Path, loss: str) -> None:
         assert served(cache, tokens)[0].num_tokens == 64
 
 
-def test_a_record_that_is_lost_while_it_is_in_use(shm_root: Path, tmp_path: Path) -> None:
+def test_a_record_that_is_lost_while_it_is_in_use(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         cache.weights_changed()
         stored(cache, tokens)
         before = cache._weights.scope()[0]
         (tmp_path / "disk" / "epochs").unlink()
-        wait_until(lambda: cache._weights.scope()[0] != before)  # it looks once a second
+        # it looks once a second
+        wait_until(lambda: cache._weights.scope()[0] != before)
         assert served(cache, tokens)[0].num_tokens == 0
         stored(cache, tokens)
     with cache_at(shm_root, tmp_path) as cache:
@@ -317,25 +367,34 @@ def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None
 def test_a_tier_that_can_neither_be_told_nor_cleared_is_an_error_with_the_remedy(
     shm_root: Path, tmp_path: Path, tier: str
 ) -> None:
-    """After a restart of the machine it would serve KV of the old weights. The other tiers are cleared all the same."""
+    """After a restart of the machine it would serve KV of the old weights. The other tiers are
+    cleared all the same.
+    """
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)
         spoil(cache, "host")
         spoil(cache, "disk")
-        ledgers = {"host": cache._tiers.host.ledger, "disk": cache._tiers.lower[0].ledger}  # type: ignore[union-attr]
+        ledgers = {
+            "host": cache._tiers.host.ledger,
+            "disk": cache._tiers.lower[0].ledger,
+        }  # type: ignore[union-attr]
         kept = ledgers.pop(tier)
         [cleared] = ledgers.values()
         shutil.rmtree(kept.directory)
         kept.session.look()
-        with pytest.raises(StoreError, match=f"nor be cleared: .*with a name .*{tier}: .*"):
+        with pytest.raises(
+            StoreError, match=f"nor be cleared: .*with a name .*{tier}: .*"
+        ):
             cache.weights_changed()
         assert not list(admin.list_chunks(cleared))
         assert served(cache, tokens)[0].num_tokens == 0
 
 
 def spoil(cache: Cache, tier: str = "disk") -> None:
-    """Make the record of a tier's root one that cannot be written, as on a disk that may only be read."""
+    """Make the record of a tier's root one that cannot be written, as on a disk that may only be
+    read.
+    """
     file = cache._weights._epoch._records[tier].path
     file.unlink()
     file.symlink_to("/nowhere/epochs")
@@ -348,15 +407,20 @@ class OwnShared(DiskTier):
     is_shared = True
 
 
-def test_a_shared_tier_of_ones_own_is_left_out_while_its_weights_have_no_name(tmp_path: Path) -> None:
+def test_a_shared_tier_of_ones_own_is_left_out_while_its_weights_have_no_name(
+    tmp_path: Path,
+) -> None:
     tokens = prompt(4)
     own = OwnShared.open(LAYOUT, tmp_path / "own", 1 << 20)
-    config = Config(chunk_tokens=CHUNK, host_size=0, deadline_seconds=PATIENT_SECONDS)
+    config = Config(
+        chunk_tokens=CHUNK, host_size=0, deadline_seconds=PATIENT_SECONDS
+    )
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[own]) as cache:
         stored(cache, tokens)
         assert served(cache, tokens)[0].num_tokens == 4 * CHUNK
         with pytest.raises(
-            StoreError, match="no local tier has a directory: call weights_changed with a name"
+            StoreError,
+            match="no local tier has a directory: call weights_changed with a name",
         ):
             cache.weights_changed()  # a cache opened later would not know
         assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 0
@@ -371,26 +435,48 @@ def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
         name = "half"
         chunk_bytes = LAYOUT.chunk_bytes
 
-    with pytest.raises(ValueError, match=r"Half is not a whole tier: derive it from pagoda\.tiers\.Tier"):
-        Cache(Config(chunk_tokens=CHUNK, host_size=0), namespace=NAMESPACE, layout=LAYOUT, tiers=[Half()])  # type: ignore[list-item]
+    with pytest.raises(
+        ValueError,
+        match=r"Half is not a whole tier: derive it from pagoda\.tiers\.Tier",
+    ):
+        Cache(
+            Config(chunk_tokens=CHUNK, host_size=0),
+            namespace=NAMESPACE,
+            layout=LAYOUT,
+            tiers=[Half()],
+        )  # type: ignore[list-item]
 
 
-def test_two_caches_of_one_model_are_told_as_one(shm_root: Path, tmp_path: Path) -> None:
-    """As Transformers' prompts and documents: another form of KV of the same weights, over the same roots."""
+def test_two_caches_of_one_model_are_told_as_one(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """As Transformers' prompts and documents: another form of KV of the same weights, over the same
+    roots.
+    """
     tokens = prompt(4)
     form = KVLayout.opaque(CHUNK, 8192, "another form")
     with (
         cache_at(shm_root, tmp_path) as cache,
-        Cache(cache.config, namespace=NAMESPACE, layout=form, weights_of=cache) as other,
+        Cache(
+            cache.config, namespace=NAMESPACE, layout=form, weights_of=cache
+        ) as other,
     ):
         for version in ("", "run 7, step 1", "run 7, step 2", ""):
             for told in (cache, other):
                 other.store(tokens, kv_of(tokens, form).transfer)
                 stored(cache, tokens)
-                told.weights_changed(version and f"{version} of {told.layout.fingerprint}")
-                assert cache.lookup(tokens).num_tokens == other.lookup(tokens).num_tokens == 0
+                told.weights_changed(
+                    version and f"{version} of {told.layout.fingerprint}"
+                )
+                assert (
+                    cache.lookup(tokens).num_tokens
+                    == other.lookup(tokens).num_tokens
+                    == 0
+                )
                 present = cache.present_namespace()
-                assert present.with_(layout="") == other.present_namespace().with_(layout="")
+                assert present.with_(
+                    layout=""
+                ) == other.present_namespace().with_(layout="")
                 assert version in present.weights
         spoil(cache)
         other.store(tokens, kv_of(tokens, form).transfer)
@@ -399,7 +485,9 @@ def test_two_caches_of_one_model_are_told_as_one(shm_root: Path, tmp_path: Path)
         assert other.flush(PATIENT_SECONDS)
         assert all(disk.stats()["ready"] for disk in disks)
         cache.weights_changed()
-        assert not any(disk.stats()["ready"] for disk in disks), "their root has not kept the epoch"
+        assert not any(disk.stats()["ready"] for disk in disks), (
+            "their root has not kept the epoch"
+        )
 
 
 FULL = """
@@ -430,8 +518,12 @@ print("fine")
 """
 
 
-def test_a_full_disk_does_not_keep_the_epoch_from_being_raised(tmp_path: Path) -> None:
-    assert "fine" in succeeded(python(FULL, tmp_path, ROOT, before=own_mounts(), seconds=200))
+def test_a_full_disk_does_not_keep_the_epoch_from_being_raised(
+    tmp_path: Path,
+) -> None:
+    assert "fine" in succeeded(
+        python(FULL, tmp_path, ROOT, before=own_mounts(), seconds=200)
+    )
 
 
 def test_without_a_shared_tier_it_holds_in_this_process() -> None:
@@ -465,7 +557,9 @@ def test_nothing_stored_before_hits_again(
         assert cache._weights.scope()[0].weights_epoch == 1
 
 
-def test_an_epoch_of_the_configuration_is_kept_apart_from_the_machine_s(shm_root: Path) -> None:
+def test_an_epoch_of_the_configuration_is_kept_apart_from_the_machine_s(
+    shm_root: Path,
+) -> None:
     tokens = prompt(2)
     with cache_at(shm_root, None, NAMESPACE.with_(weights_epoch=1)) as cache:
         stored(cache, tokens)
@@ -474,12 +568,19 @@ def test_an_epoch_of_the_configuration_is_kept_apart_from_the_machine_s(shm_root
         assert cache.lookup(tokens).num_tokens == 0
 
 
-def test_named_versions_share_and_never_mix(shm_root: Path, tmp_path: Path) -> None:
-    """Also beside a cache that has the old weights, after a restart, and whatever epoch the machine has."""
+def test_named_versions_share_and_never_mix(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """Also beside a cache that has the old weights, after a restart, and whatever epoch the machine
+    has.
+    """
     tokens = prompt(4)
     with cache_at(shm_root, tmp_path) as base:
         stored(base, tokens)
-        with cache_at(shm_root, tmp_path) as one, cache_at(shm_root, tmp_path) as two:
+        with (
+            cache_at(shm_root, tmp_path) as one,
+            cache_at(shm_root, tmp_path) as two,
+        ):
             assert one.weights_changed("run 7, step 1") == 0
             assert served(one, tokens)[0].num_tokens == 0
             stored(one, tokens)
@@ -488,8 +589,13 @@ def test_named_versions_share_and_never_mix(shm_root: Path, tmp_path: Path) -> N
             two.weights_changed("run 7, step 1")
             assert served(two, tokens)[0].num_tokens == 64
             assert one.lookup(tokens, weights_version="").num_tokens == 64
-            assert one.lookup(tokens, weights_version="run 7, step 2").num_tokens == 0
-        assert served(base, tokens)[0].num_tokens == 64, "its weights are those of before"
+            assert (
+                one.lookup(tokens, weights_version="run 7, step 2").num_tokens
+                == 0
+            )
+        assert served(base, tokens)[0].num_tokens == 64, (
+            "its weights are those of before"
+        )
         base.weights_changed()
     with cache_at(shm_root, tmp_path) as restarted:
         assert served(restarted, tokens)[0].num_tokens == 0
@@ -520,12 +626,16 @@ def _another_process(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
         pipe.send(cache.store(tokens, kv_of(tokens).transfer).num_chunks)
 
 
-def test_other_processes_notice_at_their_next_call(shm_root: Path, tmp_path: Path) -> None:
+def test_other_processes_notice_at_their_next_call(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(4)
     here, there = SPAWN.Pipe()
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, tokens)
-        process = SPAWN.Process(target=_another_process, args=(shm_root, tmp_path, there))
+        process = SPAWN.Process(
+            target=_another_process, args=(shm_root, tmp_path, there)
+        )
         process.start()
         assert here.recv() == 64
         cache.weights_changed()

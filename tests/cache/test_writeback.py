@@ -11,7 +11,15 @@ from pagoda.ledger import Ledger, StoreSpec
 from pagoda.slab import FileSlab, MemorySlab
 from pagoda.testing import Fault, FaultySlab
 from pagoda.tiers import DiskTier, HostTier
-from tests.cache.kit import LAYOUT, NAMESPACE, PATIENT_SECONDS, config_of, kv_of, prompt, wait_until
+from tests.cache.kit import (
+    LAYOUT,
+    NAMESPACE,
+    PATIENT_SECONDS,
+    config_of,
+    kv_of,
+    prompt,
+    wait_until,
+)
 
 STRIDE = LAYOUT.slot_bytes + 4096
 
@@ -20,18 +28,33 @@ class Stack:
     """A host tier over a quick disk tier and one whose slab fails on demand."""
 
     def __init__(self, shm_root: Path, tmp_path: Path, **options: object) -> None:
-        ledger = Ledger.open(StoreSpec(shm_root, LAYOUT.fingerprint, "memory", 64, LAYOUT.slot_bytes))
-        host = HostTier(LAYOUT, ledger, MemorySlab(ledger.slab_path, 64, LAYOUT.slot_bytes))
-        quick = Ledger.open(StoreSpec(tmp_path / "quick", LAYOUT.fingerprint, "file", 64, STRIDE))
-        slow = Ledger.open(StoreSpec(tmp_path / "slow", LAYOUT.fingerprint, "file", 64, STRIDE))
+        ledger = Ledger.open(
+            StoreSpec(
+                shm_root, LAYOUT.fingerprint, "memory", 64, LAYOUT.slot_bytes
+            )
+        )
+        host = HostTier(
+            LAYOUT, ledger, MemorySlab(ledger.slab_path, 64, LAYOUT.slot_bytes)
+        )
+        quick = Ledger.open(
+            StoreSpec(tmp_path / "quick", LAYOUT.fingerprint, "file", 64, STRIDE)
+        )
+        slow = Ledger.open(
+            StoreSpec(tmp_path / "slow", LAYOUT.fingerprint, "file", 64, STRIDE)
+        )
         self.slab = FaultySlab(slow.slab_path, 64, STRIDE)
-        self.quick = DiskTier(LAYOUT, quick, FileSlab(quick.slab_path, 64, STRIDE))
+        self.quick = DiskTier(
+            LAYOUT, quick, FileSlab(quick.slab_path, 64, STRIDE)
+        )
         self.slow = DiskTier(LAYOUT, slow, self.slab, io_threads=1)
         self.quick.name = "quick"
         self.slow.name = "slow"
         self.cache = Cache(
-            config_of(None, None, **options), namespace=NAMESPACE, layout=LAYOUT, tiers=[host, self.slow, self.quick]
-        )  # fmt: skip
+            config_of(None, None, **options),
+            namespace=NAMESPACE,
+            layout=LAYOUT,
+            tiers=[host, self.slow, self.quick],
+        )
 
 
 @pytest.fixture
@@ -40,14 +63,35 @@ def stack(shm_root: Path, tmp_path: Path) -> Stack:
 
 
 @pytest.mark.parametrize("queue", [1, 4])
-def test_a_short_queue_loses_nothing(shm_root: Path, tmp_path: Path, queue: int) -> None:
-    """The writer fitted the option `queue_chunks`, which is the disk's, also where a tier has a shorter queue."""
-    ledger = Ledger.open(StoreSpec(shm_root, LAYOUT.fingerprint, "memory", 64, LAYOUT.slot_bytes))
-    host = HostTier(LAYOUT, ledger, MemorySlab(ledger.slab_path, 64, LAYOUT.slot_bytes))
-    below = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 64, STRIDE))
-    disk = DiskTier(LAYOUT, below, FileSlab(below.slab_path, 64, STRIDE), io_threads=1, queue_chunks=queue)
+def test_a_short_queue_loses_nothing(
+    shm_root: Path, tmp_path: Path, queue: int
+) -> None:
+    """The writer fitted the option `queue_chunks`, which is the disk's, also where a tier has a
+    shorter queue.
+    """
+    ledger = Ledger.open(
+        StoreSpec(shm_root, LAYOUT.fingerprint, "memory", 64, LAYOUT.slot_bytes)
+    )
+    host = HostTier(
+        LAYOUT, ledger, MemorySlab(ledger.slab_path, 64, LAYOUT.slot_bytes)
+    )
+    below = Ledger.open(
+        StoreSpec(tmp_path, LAYOUT.fingerprint, "file", 64, STRIDE)
+    )
+    disk = DiskTier(
+        LAYOUT,
+        below,
+        FileSlab(below.slab_path, 64, STRIDE),
+        io_threads=1,
+        queue_chunks=queue,
+    )
     tokens = prompt(48)
-    with Cache(config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[host, disk]) as cache:
+    with Cache(
+        config_of(None, None),
+        namespace=NAMESPACE,
+        layout=LAYOUT,
+        tiers=[host, disk],
+    ) as cache:
         assert cache.store(tokens, kv_of(tokens).transfer).refused == 0
         assert cache.flush(PATIENT_SECONDS)
         assert (disk.stats()["ready"], disk.stats()["drop_queue_full"]) == (48, 0)
@@ -101,20 +145,35 @@ def test_what_one_tier_lost_is_written_there_again(stack: Stack) -> None:
 
 def test_a_store_that_skips_a_tier_is_not_written_there(stack: Stack) -> None:
     tokens = prompt(4)
-    assert stack.cache.store(tokens, kv_of(tokens).transfer, tiers=["host", "quick"]).refused == 0
+    assert (
+        stack.cache.store(
+            tokens, kv_of(tokens).transfer, tiers=["host", "quick"]
+        ).refused
+        == 0
+    )
     assert stack.cache.flush(PATIENT_SECONDS)
     assert (stack.quick.stats()["ready"], stack.slow.stats()["ready"]) == (4, 0)
     stack.cache.close()
 
 
-def test_a_thread_that_waits_for_notes_sleeps_when_writes_end(stack: Stack) -> None:
+def test_a_thread_that_waits_for_notes_sleeps_when_writes_end(
+    stack: Stack,
+) -> None:
     """To wake it for each chunk would cost as much as to hand the chunk over; a flush is woken."""
     stack.slab.fail_next("write", Fault.HANG)
     tokens = prompt(4)
     assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
-    (queue,) = (each for each in stack.cache._resources.writeback if each.tier is stack.slow)
+    (queue,) = (
+        each
+        for each in stack.cache._resources.writeback
+        if each.tier is stack.slow
+    )
     wait_until(
-        lambda: stack.slab.hanging.is_set() and len(queue._noted._changed._waiters) == 1, PATIENT_SECONDS
+        lambda: (
+            stack.slab.hanging.is_set()
+            and len(queue._noted._changed._waiters) == 1
+        ),
+        PATIENT_SECONDS,
     )
     (waiting,) = queue._noted._changed._waiters
     stack.slab.release()

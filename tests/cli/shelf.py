@@ -1,4 +1,6 @@
-"""Real stores for the tests of the command, and a function that runs the command in a separate process."""
+"""Real stores for the tests of the command, and a function that runs the command in a separate
+process.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,24 @@ for number in itertools.count():
 
 def host(root: Path, slots: int = 64, name: str = "layout") -> Ledger:
     """Open a store in memory whose slots are never read."""
-    return Ledger.open(StoreSpec(root=root, name=name, kind="memory", slots=slots, slot_bytes=4096))
+    return Ledger.open(
+        StoreSpec(
+            root=root, name=name, kind="memory", slots=slots, slot_bytes=4096
+        )
+    )
 
 
 @contextmanager
 def disk(root: Path, slots: int = 64) -> Iterator[DiskTier]:
     """Open a disk tier for chunks of one page."""
     layout = KVLayout.opaque(CHUNK, 4096, "test")
-    spec = StoreSpec(root=root, name=layout.fingerprint, kind="file", slots=slots, slot_bytes=8192)
+    spec = StoreSpec(
+        root=root,
+        name=layout.fingerprint,
+        kind="file",
+        slots=slots,
+        slot_bytes=8192,
+    )
     ledger = Ledger.open(spec)
     slab = FileSlab(ledger.slab_path, ledger.slots, 8192)
     tier = DiskTier(layout, ledger, slab, deadline_seconds=30.0)
@@ -60,34 +72,59 @@ def disk(root: Path, slots: int = 64) -> Iterator[DiskTier]:
         tier.close()
 
 
-def put(ledger: Ledger, namespace: Namespace, tokens: Sequence[int], start: int = 0) -> list[bytes]:
-    """Store the chunks of `tokens` from chunk `start` on (or not, if someone clears); return all their keys."""
+def put(
+    ledger: Ledger, namespace: Namespace, tokens: Sequence[int], start: int = 0
+) -> list[bytes]:
+    """Store the chunks of `tokens` from chunk `start` on (or not, if someone clears); return all
+    their keys.
+    """
     ledger.namespaces.register(namespace.root, namespace.fields())
     keys = chunk_keys(list(tokens), namespace.root, CHUNK)
     for position, key in enumerate(keys[start:], start):
         (outcome,) = ledger.reserve(
-            [key], namespace=namespace.root, start=position, tokens=CHUNK, deadline_seconds=30.0
+            [key],
+            namespace=namespace.root,
+            start=position,
+            tokens=CHUNK,
+            deadline_seconds=30.0,
         )
         if isinstance(outcome, Reserved):
             ledger.commit([outcome], deadline_seconds=30.0)
     return keys
 
 
-def save(tier: DiskTier, namespace: Namespace, tokens: Sequence[int]) -> list[bytes]:
-    """Write the chunks of `tokens` to the disk, each filled with its position; return their keys."""
+def save(
+    tier: DiskTier, namespace: Namespace, tokens: Sequence[int]
+) -> list[bytes]:
+    """Write the chunks of `tokens` to the disk, each filled with its position; return their
+    keys.
+    """
     tier.register(namespace)
     keys = chunk_keys(list(tokens), namespace.root, CHUNK)
     parents = [None, *keys[:-1]]
     chunks = [
-        Chunk(key, n, CHUNK, np.full(4096, n + 1, np.uint8), parents[n], lambda: True)
+        Chunk(
+            key,
+            n,
+            CHUNK,
+            np.full(4096, n + 1, np.uint8),
+            parents[n],
+            lambda: True,
+        )
         for n, key in enumerate(keys)
     ]
-    assert all(future.result(60).ok for future in tier.save(chunks, namespace.root))
+    assert all(
+        future.result(60).ok for future in tier.save(chunks, namespace.root)
+    )
     return keys
 
 
-def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a separate process, with no configuration except `variables`: once or so for each command."""
+def pagoda(
+    *args: object, stdin: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a separate process, with no configuration except `variables`: once or so
+    for each command.
+    """
     return subprocess.run(
         [sys.executable, "-c", RUN, *map(str, args)],
         input=stdin,
@@ -99,14 +136,25 @@ def pagoda(*args: object, stdin: str = "", **variables: str) -> subprocess.Compl
 
 
 def _unconfigured(args: Sequence[object]) -> dict[str, str]:
-    """Return an environment without options, and without the tiers of the user who runs the tests: some clear all."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
-    tier = {} if "--config" in args else {"PAGODA_HOST_PATH": _NO_TIER}  # it would prevail over the file's
+    """Return an environment without options, and without the tiers of the user who runs the tests:
+    some clear all.
+    """
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PAGODA_")
+    }
+    # it would prevail over the file's
+    tier = {} if "--config" in args else {"PAGODA_HOST_PATH": _NO_TIER}
     return {**clean, "HOME": _NO_HOME, "XDG_CONFIG_HOME": _NO_HOME, **tier}
 
 
-def answer(*args: object, code: int = 0, stdin: str = "", **variables: str) -> dict[str, object]:
-    """Run the command with --json in this process; return its output, which must be exactly one object."""
+def answer(
+    *args: object, code: int = 0, stdin: str = "", **variables: str
+) -> dict[str, object]:
+    """Run the command with --json in this process; return its output, which must be exactly one
+    object.
+    """
     found_code, out, err = run_here(*args, "--json", stdin=stdin, **variables)
     assert found_code == code, err
     found = json.loads(out)
@@ -119,14 +167,20 @@ def refused(*args: object, stdin: str = "", **variables: str) -> str:
     return one_line(*run_here(*args, stdin=stdin, **variables))
 
 
-def run_here(*args: object, stdin: str = "", **variables: str) -> tuple[int, str, str]:
-    """Run the command in this process, with no configuration except `variables`; return exit code, stdout, stderr."""
+def run_here(
+    *args: object, stdin: str = "", **variables: str
+) -> tuple[int, str, str]:
+    """Run the command in this process, with no configuration except `variables`; return exit code,
+    stdout, stderr.
+    """
     out = io.StringIO()
     err = io.StringIO()
     environment = {**_unconfigured(args), **variables}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
-        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
+        mock.patch.object(
+            sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))
+        ),
         redirect_stdout(out),
         redirect_stderr(err),
     ):
@@ -134,9 +188,15 @@ def run_here(*args: object, stdin: str = "", **variables: str) -> tuple[int, str
     return code, out.getvalue(), err.getvalue()
 
 
-def done_here(*args: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process, half a second of a core sooner than `pagoda`; return what that returns."""
-    return subprocess.CompletedProcess(args, *run_here(*args, stdin=stdin, **variables))
+def done_here(
+    *args: object, stdin: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, half a second of a core sooner than `pagoda`; return what
+    that returns.
+    """
+    return subprocess.CompletedProcess(
+        args, *run_here(*args, stdin=stdin, **variables)
+    )
 
 
 def one_line(code: int, out: str, err: str) -> str:
@@ -150,7 +210,10 @@ def one_line(code: int, out: str, err: str) -> str:
 def writer(root: Path) -> Iterator[subprocess.Popen[str]]:
     """Let another process store chunks under `root` continuously."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(root)], stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+        [sys.executable, "-c", _WRITER, str(root)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path.cwd(),
     )
     try:
         assert process.stdout is not None

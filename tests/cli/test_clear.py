@@ -18,7 +18,19 @@ from pagoda import Cache, Config, KVLayout
 from pagoda.ledger import admin
 from pagoda.tiers import recorded_tiers
 from pagoda.transfer import BlockKV
-from tests.cli.shelf import LLAMA, QWEN, answer, disk, done_here, host, pagoda, put, refused, save, writer
+from tests.cli.shelf import (
+    LLAMA,
+    QWEN,
+    answer,
+    disk,
+    done_here,
+    host,
+    pagoda,
+    put,
+    refused,
+    save,
+    writer,
+)
 
 
 def test_everything_in_all_tiers(shm_root: Path, tmp_path: Path) -> None:
@@ -35,7 +47,11 @@ def test_everything_in_all_tiers(shm_root: Path, tmp_path: Path) -> None:
         found = answer("clear", "--yes", **where)
         assert found["cleared"] == 9
         assert found["failed"] == {}
-        assert admin.gauges(ledger)["ready"] == admin.gauges(tier.ledger)["ready"] == 0
+        assert (
+            admin.gauges(ledger)["ready"]
+            == admin.gauges(tier.ledger)["ready"]
+            == 0
+        )
     shown = pagoda("clear", "--yes", **where)
     assert shown.returncode == 0
     assert "host" in shown.stdout
@@ -48,7 +64,12 @@ def test_one_tenant_only(shm_root: Path) -> None:
     theirs = LLAMA.with_(salt="theirs")
     put(ledger, mine, range(32))
     kept = put(ledger, theirs, range(48))
-    assert answer("clear", shm_root, "--yes", "--namespace", mine.root.hex()[:12])["cleared"] == 2
+    assert (
+        answer("clear", shm_root, "--yes", "--namespace", mine.root.hex()[:12])[
+            "cleared"
+        ]
+        == 2
+    )
     assert len(ledger.match_prefix(kept).slots) == 3
 
 
@@ -66,18 +87,28 @@ def test_nothing_goes_without_a_yes_or_for_a_wrong_name(shm_root: Path) -> None:
     put(ledger, LLAMA.with_(salt="other"), range(16))
     assert "--yes" in refused("clear", shm_root)
     assert "--yes" in refused("clear", shm_root, stdin="y\n")
-    assert "did you mean llama?" in refused("clear", shm_root, "--yes", "--model", "lama")
-    assert "no namespace begins so" in refused("clear", shm_root, "--yes", "--namespace", "0" * 64)
+    assert "did you mean llama?" in refused(
+        "clear", shm_root, "--yes", "--model", "lama"
+    )
+    assert "no namespace begins so" in refused(
+        "clear", shm_root, "--yes", "--namespace", "0" * 64
+    )
     assert "hex name" in refused("clear", shm_root, "--yes", "--namespace", "")
     assert len(ledger.match_prefix(keys).slots) == 4
 
 
-@pytest.mark.parametrize(("typed", "code", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 4), (b"\x03", 130, 4)])
-def test_on_a_terminal_it_asks(shm_root: Path, typed: bytes, code: int, left: int) -> None:
+@pytest.mark.parametrize(
+    ("typed", "code", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 4), (b"\x03", 130, 4)]
+)
+def test_on_a_terminal_it_asks(
+    shm_root: Path, typed: bytes, code: int, left: int
+) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(64))
     ours, theirs = pty.openpty()
-    program = "import sys; from pagoda.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = (
+        "import sys; from pagoda.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program, "clear", str(shm_root)],
         stdin=theirs,
@@ -91,14 +122,14 @@ def test_on_a_terminal_it_asks(shm_root: Path, typed: bytes, code: int, left: in
     while b"?" not in seen:
         seen += os.read(ours, 1000)
     os.write(ours, typed)
-    waiting = select.poll()  # select() knows 1,024 files at most, and a process that ran many tests has more
+    # select() knows 1,024 files at most, and a process that ran many tests has more
+    waiting = select.poll()
     waiting.register(ours, select.POLLIN)
     try:
         while True:
             while not waiting.poll(10_000):
-                os.write(
-                    ours, typed
-                )  # a Ctrl-C between the prompt and the read is only noticed at the next key
+                # a Ctrl-C between the prompt and the read is only noticed at the next key
+                os.write(ours, typed)
             seen += os.read(ours, 1000)
     except OSError:  # the other end is closed
         pass
@@ -116,12 +147,18 @@ def test_a_beginning_of_two_namespaces_clears_neither(shm_root: Path) -> None:
         namespace = LLAMA.with_(salt=str(number))
         put(ledger, namespace, range(16))
         namespaces.setdefault(namespace.root.hex()[0], []).append(namespace)
-    digit = next(digit for digit, several in namespaces.items() if len(several) > 1)
-    assert "write more digits" in refused("clear", shm_root, "--yes", "--namespace", digit)
+    digit = next(
+        digit for digit, several in namespaces.items() if len(several) > 1
+    )
+    assert "write more digits" in refused(
+        "clear", shm_root, "--yes", "--namespace", digit
+    )
     assert admin.gauges(ledger)["ready"] == 17
 
 
-def test_a_store_that_fails_is_named_and_the_others_are_cleared(shm_root: Path) -> None:
+def test_a_store_that_fails_is_named_and_the_others_are_cleared(
+    shm_root: Path,
+) -> None:
     put(host(shm_root, name="bad"), LLAMA, range(16))
     good = host(shm_root, name="good")
     put(good, LLAMA, range(16))
@@ -139,11 +176,17 @@ def test_clearing_while_another_process_stores(shm_root: Path) -> None:
         assert answer("check", shm_root)["ok"] is True
 
 
-def test_tiers_that_no_configuration_names_are_cleared(shm_root: Path, tmp_path: Path) -> None:
+def test_tiers_that_no_configuration_names_are_cleared(
+    shm_root: Path, tmp_path: Path
+) -> None:
     """Those that were given as flags or keywords, as `pagoda vllm --disk-path ...` does."""
     layout = KVLayout.opaque(16, 4096, "test")
     config = Config(
-        chunk_tokens=16, host_path=str(shm_root), host_size="1MiB", disk_path=str(tmp_path), disk_size="1MiB"
+        chunk_tokens=16,
+        host_path=str(shm_root),
+        host_size="1MiB",
+        disk_path=str(tmp_path),
+        disk_size="1MiB",
     )
     tokens = list(range(64))
     kv = BlockKV(np.ones((4, 4096), np.uint8), layout)
@@ -153,10 +196,15 @@ def test_tiers_that_no_configuration_names_are_cleared(shm_root: Path, tmp_path:
         assert cache.lookup(tokens, tiers=["disk"]).num_tokens == 64
         assert answer("clear", "--yes")["cleared"] == 8
         assert cache.lookup(tokens).num_tokens == 0
-    assert {store["tier"] for store in answer("stats")["stores"]} == {"host", "disk"}  # type: ignore[attr-defined]
+    assert {store["tier"] for store in answer("stats")["stores"]} == {
+        "host",
+        "disk",
+    }  # type: ignore[attr-defined]
 
 
-def test_with_a_configuration_file_only_its_tiers(shm_root: Path, tmp_path: Path) -> None:
+def test_with_a_configuration_file_only_its_tiers(
+    shm_root: Path, tmp_path: Path
+) -> None:
     mine = host(shm_root / "mine")
     other = host(shm_root / "other")
     for ledger in (mine, other):
@@ -171,7 +219,9 @@ def test_with_a_configuration_file_only_its_tiers(shm_root: Path, tmp_path: Path
     assert (admin.gauges(mine)["ready"], admin.gauges(other)["ready"]) == (0, 4)
 
 
-def test_a_remote_tier_whose_password_is_not_kept_is_named(shm_root: Path) -> None:
+def test_a_remote_tier_whose_password_is_not_kept_is_named(
+    shm_root: Path,
+) -> None:
     put(host(shm_root), LLAMA, range(64))
     recorded_tiers.add("host", shm_root)
     recorded_tiers.add("remote", "redis://:***@127.0.0.1:1/0")

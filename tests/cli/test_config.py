@@ -24,7 +24,10 @@ def test_show_tells_where_each_value_came_from(tmp_path: Path) -> None:
     options = cast("dict[str, dict[str, object]]", found["options"])
     assert list(options) == option_names()
     assert options["chunk_tokens"] == {"value": 128, "origin": f"file {file}"}
-    assert options["host_size"] == {"value": 2**30, "origin": "environment PAGODA_HOST_SIZE"}
+    assert options["host_size"] == {
+        "value": 2**30,
+        "origin": "environment PAGODA_HOST_SIZE",
+    }
     assert options["policy"]["origin"] == "default"
     shown = pagoda("config", "show", PAGODA_CONFIG=str(file)).stdout
     assert f"file {file}" in shown
@@ -38,13 +41,24 @@ def test_check_says_what_would_not_work(tmp_path: Path) -> None:
     assert "smaller size" in done.stderr
     assert done.stderr.count("\n") == 1
     if not is_in_memory(tmp_path):
-        done = pagoda("config", "check", PAGODA_HOST_SIZE="64MiB", PAGODA_HOST_PATH=str(tmp_path))
+        done = pagoda(
+            "config",
+            "check",
+            PAGODA_HOST_SIZE="64MiB",
+            PAGODA_HOST_PATH=str(tmp_path),
+        )
         assert done.returncode == 1
         assert "host memory must be in memory" in done.stderr
     (tmp_path / "bad.toml").write_text("chunk_token = 1\n")
-    assert "did you mean chunk_tokens?" in refused("config", "check", tmp_path / "bad.toml")
-    assert "no such configuration file" in refused("config", "check", tmp_path / "none.toml")
-    assert "is a directory, not a configuration file" in refused("config", "check", tmp_path)
+    assert "did you mean chunk_tokens?" in refused(
+        "config", "check", tmp_path / "bad.toml"
+    )
+    assert "no such configuration file" in refused(
+        "config", "check", tmp_path / "none.toml"
+    )
+    assert "is a directory, not a configuration file" in refused(
+        "config", "check", tmp_path
+    )
 
 
 def test_schema_is_json() -> None:
@@ -57,7 +71,17 @@ def test_version_help_and_no_command() -> None:
     for arguments in ([], ["--help"], ["-h"]):
         done = done_here(*arguments)
         assert done.returncode == 0
-        for command in ("stats", "ls", "check", "clear", "explain", "bench", "demo", "config", "replay"):
+        for command in (
+            "stats",
+            "ls",
+            "check",
+            "clear",
+            "explain",
+            "bench",
+            "demo",
+            "config",
+            "replay",
+        ):
             assert command in done.stdout
     assert "--no-such" in refused("--no-such")
     assert "--no-such" in refused("stats", "--no-such")
@@ -65,8 +89,14 @@ def test_version_help_and_no_command() -> None:
 
 def test_wrong_use_of_the_real_command_is_one_line_and_no_traceback() -> None:
     done = pagoda("stats", PAGODA_HOST_SIZE="many")
-    assert "PAGODA_HOST_SIZE" in one_line(done.returncode, done.stdout, done.stderr)
-    for arguments in (["stats", "/no/such/place"], ["ls", "--limit", "few"], ["sats"]):
+    assert "PAGODA_HOST_SIZE" in one_line(
+        done.returncode, done.stdout, done.stderr
+    )
+    for arguments in (
+        ["stats", "/no/such/place"],
+        ["ls", "--limit", "few"],
+        ["sats"],
+    ):
         refused(*arguments)
 
 
@@ -74,7 +104,10 @@ def test_what_is_nested_too_deeply_to_be_read_is_one_line(tmp_path: Path) -> Non
     deep = tmp_path / "deep"
     deep.write_text("[" * 100_000)
     tiers = ["--host", "1GiB", "--model", "llama-3-8b"]
-    for arguments in (["explain", "--tokens", deep], ["replay", *tiers, "--measured", deep]):
+    for arguments in (
+        ["explain", "--tokens", deep],
+        ["replay", *tiers, "--measured", deep],
+    ):
         assert "nested too deeply" in refused(*arguments)
     deep.write_text("a = " + "[" * 100_000)
     assert f"{deep}: cannot be read as TOML" in refused("stats", "--config", deep)
@@ -83,14 +116,21 @@ def test_what_is_nested_too_deeply_to_be_read_is_one_line(tmp_path: Path) -> Non
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom pagoda.cli import main\nmain(['--help'])\n"
-        "sys.exit(str({'numpy', 'torch', 'lmdb', 'pydantic_settings'} & set(sys.modules) or '') or 0)"
+        "sys.exit(str({'numpy', 'torch', 'lmdb', 'pydantic_settings'} & set(sys.modules) or '') "
+        "or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_interrupted_is_130_without_a_traceback(shm_root: Path) -> None:
-    environment = {**os.environ, "PAGODA_HOST_PATH": str(shm_root / "x"), "PAGODA_HOST_SIZE": "1GiB"}
+    environment = {
+        **os.environ,
+        "PAGODA_HOST_PATH": str(shm_root / "x"),
+        "PAGODA_HOST_SIZE": "1GiB",
+    }
     code = "import sys; from pagoda.cli import main; sys.exit(main(['bench', '--seconds', '60']))"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -99,7 +139,10 @@ def test_interrupted_is_130_without_a_traceback(shm_root: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
     )
-    while not list(shm_root.glob("pagoda-bench-*/*/slab")) and process.poll() is None:
+    while (
+        not list(shm_root.glob("pagoda-bench-*/*/slab"))
+        and process.poll() is None
+    ):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
@@ -112,5 +155,7 @@ def test_interrupted_is_130_without_a_traceback(shm_root: Path) -> None:
 def test_a_reader_that_goes_away_is_no_traceback(shm_root: Path) -> None:
     code = "import sys; from pagoda.cli import main; sys.exit(main(['config', 'schema']))"
     script = f'{sys.executable} -c "{code}" | true'
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.stderr == ""

@@ -14,7 +14,9 @@ from pagoda.cli.app import program
 from pagoda.cli.docstring_help import documented
 
 
-def options(command: object, name: str = "pagoda") -> Iterator[tuple[str, str | None]]:
+def options(
+    command: object, name: str = "pagoda"
+) -> Iterator[tuple[str, str | None]]:
     for parameter in command.params:  # type: ignore[attr-defined]
         yield f"{name} {parameter.name}", getattr(parameter, "help", None)
     for below, each in getattr(command, "commands", {}).items():

@@ -22,18 +22,36 @@ from pagoda.clock import Clock
 from pagoda.keys import Namespace, as_token_ids, chunk_keys
 from pagoda.ledger import Ledger, admin
 from pagoda.metrics import Reason
-from tests.cli.shelf import CHUNK, LLAMA, QWEN, answer, disk, host, pagoda, put, refused, run_here, save
+from tests.cli.shelf import (
+    CHUNK,
+    LLAMA,
+    QWEN,
+    answer,
+    disk,
+    host,
+    pagoda,
+    put,
+    refused,
+    run_here,
+    save,
+)
 
 PROMPT = list(range(100, 164))  # four chunks
 
 
-def explained(*args: object, tokens: list[int] = PROMPT, **variables: str) -> list[dict[str, object]]:
-    found = answer("explain", *args, "--tokens", "-", stdin=json.dumps(tokens), **variables)
+def explained(
+    *args: object, tokens: list[int] = PROMPT, **variables: str
+) -> list[dict[str, object]]:
+    found = answer(
+        "explain", *args, "--tokens", "-", stdin=json.dumps(tokens), **variables
+    )
     assert found["asked_tokens"] == len(tokens)
     return cast("list[dict[str, object]]", found["answers"])
 
 
-def only(*args: object, tokens: list[int] = PROMPT, **variables: str) -> tuple[object, object, str]:
+def only(
+    *args: object, tokens: list[int] = PROMPT, **variables: str
+) -> tuple[object, object, str]:
     (one,) = explained(*args, tokens=tokens, **variables)
     return one["num_tokens"], one["reason"], str(one["detail"])
 
@@ -92,7 +110,9 @@ def test_another_namespace_has_it_and_which_field_differs(
     other = LLAMA.with_(**changes)
     ledger.namespaces.register(other.root, other.fields())
     ledger.namespaces.write_labels()
-    num_tokens, reason, detail = only(shm_root, "--namespace", other.root.hex()[:16])
+    num_tokens, reason, detail = only(
+        shm_root, "--namespace", other.root.hex()[:16]
+    )
     assert (num_tokens, reason) == (0, "other_namespace")
     assert f"with {field} " in detail
     assert "secret" not in detail
@@ -129,7 +149,9 @@ def test_below_the_minimum_and_short_prompts(shm_root: Path) -> None:
     assert "chunk of 16" in detail
 
 
-def test_not_worth_loading_where_computing_is_faster(shm_root: Path, tmp_path: Path) -> None:
+def test_not_worth_loading_where_computing_is_faster(
+    shm_root: Path, tmp_path: Path
+) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     with disk(tmp_path) as tier:
         save(tier, LLAMA, PROMPT)
@@ -138,7 +160,10 @@ def test_not_worth_loading_where_computing_is_faster(shm_root: Path, tmp_path: P
         assert (num_tokens, reason) == (0, "not_worth_it")
         assert "ms" in detail
         assert only(root, "--prefill", 1)[:2] == (64, None)
-        assert only(root, "--prefill", 10**12, PAGODA_WORTH_IT="false")[:2] == (64, None)
+        assert only(root, "--prefill", 10**12, PAGODA_WORTH_IT="false")[:2] == (
+            64,
+            None,
+        )
 
 
 def test_a_chunk_that_failed_its_check(tmp_path: Path) -> None:
@@ -158,7 +183,11 @@ def test_tiers_together(shm_root: Path, tmp_path: Path) -> None:
     with disk(tmp_path) as tier:
         save(tier, LLAMA, PROMPT[:48])
         admin.remove(tier.ledger, chunk_keys(PROMPT, LLAMA.root, CHUNK)[:1])
-    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": str(tmp_path), "PAGODA_DISK_SIZE": "1GiB"}
+    where = {
+        "PAGODA_HOST_PATH": str(shm_root),
+        "PAGODA_DISK_PATH": str(tmp_path),
+        "PAGODA_DISK_SIZE": "1GiB",
+    }
     found = explained(**where)
     assert [(one["tier"], one["num_tokens"], one["reason"]) for one in found] == [
         ("host", 32, "absent"),
@@ -166,7 +195,11 @@ def test_tiers_together(shm_root: Path, tmp_path: Path) -> None:
         ("all", 48, "absent"),
     ]
     found = explained(PAGODA_MIN_HIT_TOKENS="40", **where)
-    assert [(one["tier"], one["num_tokens"]) for one in found] == [("host", 32), ("disk", 0), ("all", 48)]
+    assert [(one["tier"], one["num_tokens"]) for one in found] == [
+        ("host", 32),
+        ("disk", 0),
+        ("all", 48),
+    ]
     found = explained(PAGODA_MIN_HIT_TOKENS="64", **where)
     assert (found[-1]["num_tokens"], found[-1]["reason"]) == (0, "below_minimum")
 
@@ -179,24 +212,40 @@ def test_the_reason_of_all_tiers_together_is_that_of_the_first_chunk_that_none_o
     admin.remove(ledger, keys[2:])
     with disk(tmp_path) as tier:
         save(tier, LLAMA, PROMPT[:48])
-    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": str(tmp_path), "PAGODA_DISK_SIZE": "1GiB"}
+    where = {
+        "PAGODA_HOST_PATH": str(shm_root),
+        "PAGODA_DISK_PATH": str(tmp_path),
+        "PAGODA_DISK_SIZE": "1GiB",
+    }
     together = explained(**where)[-1]
-    assert (together["tier"], together["num_tokens"], together["reason"]) == ("all", 48, "absent")
-    assert "chunk 3" in str(together["detail"])  # chunk 2, which the host has lost, came from the disk
+    assert (together["tier"], together["num_tokens"], together["reason"]) == (
+        "all",
+        48,
+        "absent",
+    )
+    # chunk 2, which the host has lost, came from the disk
+    assert "chunk 3" in str(together["detail"])
 
 
-def test_tiers_that_take_turns_serve_together_what_a_retrieve_would(shm_root: Path, tmp_path: Path) -> None:
+def test_tiers_that_take_turns_serve_together_what_a_retrieve_would(
+    shm_root: Path, tmp_path: Path
+) -> None:
     ledger = host(shm_root)
     keys = put(ledger, LLAMA, PROMPT[:48])
     admin.remove(ledger, keys[1:2])
     with disk(tmp_path) as tier:
         save(tier, LLAMA, PROMPT[:32])
-    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": str(tmp_path), "PAGODA_DISK_SIZE": "1GiB"}
+    where = {
+        "PAGODA_HOST_PATH": str(shm_root),
+        "PAGODA_DISK_PATH": str(tmp_path),
+        "PAGODA_DISK_SIZE": "1GiB",
+    }
     found = explained(**where)
     assert [(one["tier"], one["num_tokens"], one["reason"]) for one in found] == [
         ("host", 16, "removed"),
         ("disk", 32, "absent"),
-        ("all", 48, "absent"),  # chunk 0 and 2 from the host, chunk 1 from the disk
+        # chunk 0 and 2 from the host, chunk 1 from the disk
+        ("all", 48, "absent"),
     ]
 
 
@@ -204,15 +253,23 @@ def test_two_stores_of_one_tier_are_two_places(shm_root: Path) -> None:
     put(host(shm_root, name="a"), LLAMA, PROMPT[:48])
     put(host(shm_root, name="b"), LLAMA, PROMPT[:16])
     found = explained(shm_root)  # the shorter one does not hide the other
-    assert [(one["tier"], one["num_tokens"]) for one in found] == [("host", 48), ("host", 16), ("all", 48)]
+    assert [(one["tier"], one["num_tokens"]) for one in found] == [
+        ("host", 48),
+        ("host", 16),
+        ("all", 48),
+    ]
 
 
-def test_the_best_namespace_comes_first_and_one_may_be_chosen(shm_root: Path) -> None:
+def test_the_best_namespace_comes_first_and_one_may_be_chosen(
+    shm_root: Path,
+) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(16))
     put(ledger, QWEN, PROMPT)
     found = explained(shm_root)
-    assert [(one["model"], one["num_tokens"], one["reason"]) for one in found] == [
+    assert [
+        (one["model"], one["num_tokens"], one["reason"]) for one in found
+    ] == [
         ("qwen", 64, None),
         ("llama kv_dtype=bfloat16", 0, "other_namespace"),
     ]
@@ -222,7 +279,11 @@ def test_the_best_namespace_comes_first_and_one_may_be_chosen(shm_root: Path) ->
 def test_explaining_touches_nothing(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, PROMPT[:32])
-    before = (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), admin.counters(ledger))
+    before = (
+        ledger.columns.last_use.tobytes(),
+        ledger.columns.hits.tobytes(),
+        admin.counters(ledger),
+    )
     explained(shm_root)
     assert (
         ledger.columns.last_use.tobytes(),
@@ -238,30 +299,64 @@ def test_nothing_stored_yet(tmp_path: Path) -> None:
 def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     assert "--tokens FILE" in refused("explain", shm_root)
-    assert "no such file" in refused("explain", shm_root, "--tokens", tmp_path / "none").lower()
+    assert (
+        "no such file"
+        in refused("explain", shm_root, "--tokens", tmp_path / "none").lower()
+    )
     (tmp_path / "binary").write_bytes(b"\xff\xfe\xfd")
-    assert "not text" in refused("explain", shm_root, "--tokens", tmp_path / "binary")
-    for text in ("[1, 2", "one two", "[1.5]", "[-1]", '["a"]', "[[1], [2]]", "99999999999", "{}"):
-        assert "not a list of token ids" in refused("explain", shm_root, "--tokens", "-", stdin=text)
-    assert "has no token ids" in refused("explain", shm_root, "--tokens", "-", stdin="[]")
-    assert "--chunk-tokens" in refused("explain", shm_root, "--tokens", "-", "--chunk-tokens", "0", stdin="1")
+    assert "not text" in refused(
+        "explain", shm_root, "--tokens", tmp_path / "binary"
+    )
+    for text in (
+        "[1, 2",
+        "one two",
+        "[1.5]",
+        "[-1]",
+        '["a"]',
+        "[[1], [2]]",
+        "99999999999",
+        "{}",
+    ):
+        assert "not a list of token ids" in refused(
+            "explain", shm_root, "--tokens", "-", stdin=text
+        )
+    assert "has no token ids" in refused(
+        "explain", shm_root, "--tokens", "-", stdin="[]"
+    )
+    assert "--chunk-tokens" in refused(
+        "explain", shm_root, "--tokens", "-", "--chunk-tokens", "0", stdin="1"
+    )
 
 
-@pytest.mark.parametrize("form", [" ".join, ",".join, ", ".join, lambda ids: f"[{', '.join(ids)}]"])
+@pytest.mark.parametrize(
+    "form", [" ".join, ",".join, ", ".join, lambda ids: f"[{', '.join(ids)}]"]
+)
 def test_token_ids_are_given_directly_or_in_a_file(
     shm_root: Path, tmp_path: Path, form: Callable[[list[str]], str]
 ) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     text = form([str(token) for token in PROMPT])
     (tmp_path / "file").write_text(text)
-    found = [answer("explain", shm_root, "--tokens", given) for given in (text, tmp_path / "file")]
+    found = [
+        answer("explain", shm_root, "--tokens", given)
+        for given in (text, tmp_path / "file")
+    ]
     assert found[0] == found[1] and found[0]["answers"][0]["num_tokens"] > 0  # type: ignore[index]
     assert "has no token ids" in refused("explain", shm_root, "--tokens", "[]")
-    assert "not a list of token ids" in refused("explain", shm_root, "--tokens", "[1, 2")
+    assert "not a list of token ids" in refused(
+        "explain", shm_root, "--tokens", "[1, 2"
+    )
 
 
 def test_reasons_are_those_of_the_metrics() -> None:
-    assert {"absent", "evicted", "cleared", "busy", "short_prompt", "below_minimum"} <= set(Reason)
+    assert {
+        "absent",
+        "evicted",
+        "cleared",
+        "busy",
+        "short_prompt",
+        "below_minimum",
+    } <= set(Reason)
 
 
 # ---- the token that differs, and where the prompt comes from
@@ -280,45 +375,78 @@ def planted(at: int) -> list[int]:
 
 
 def said(*args: object, stdin: str = "", **variables: str) -> dict[str, object]:
-    code, out, err = run_here("explain", *args, "--json", stdin=stdin, **variables)
+    code, out, err = run_here(
+        "explain", *args, "--json", stdin=stdin, **variables
+    )
     assert code == 0, err
     return cast("dict[str, object]", json.loads(out))
 
 
 def near(*args: object, stdin: str = "", **variables: str) -> dict[str, object]:
-    (one,) = cast("list[dict[str, object]]", said(*args, stdin=stdin, **variables)["nearest"])
+    (one,) = cast(
+        "list[dict[str, object]]",
+        said(*args, stdin=stdin, **variables)["nearest"],
+    )
     return one
 
 
-def test_the_token_that_differs_the_nearest_prompt_and_the_tiers_that_have_it(shm_root: Path) -> None:
+def test_the_token_that_differs_the_nearest_prompt_and_the_tiers_that_have_it(
+    shm_root: Path,
+) -> None:
     ledger = host(shm_root)
     logged(ledger, LLAMA, PROMPT)
     found = near(shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))
-    assert (found["token"], found["token_id"], found["stored_id"]) == (37, 7, PROMPT[37])
-    assert (found["num_tokens"], found["tiers"], found["other_fields"]) == (64, ["host"], [])
+    assert (found["token"], found["token_id"], found["stored_id"]) == (
+        37,
+        7,
+        PROMPT[37],
+    )
+    assert (found["num_tokens"], found["tiers"], found["other_fields"]) == (
+        64,
+        ["host"],
+        [],
+    )
     assert found["key"] == chunk_keys(PROMPT, LLAMA.root, CHUNK)[2].hex()
-    shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))[1]
+    shown = run_here(
+        "explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37))
+    )[1]
     assert "it differs at token 37: 7 here, 137 in the nearest" in shown
-    assert "the first chunk that is not served: chunk 2 (tokens 32 to 47)" in shown
+    assert (
+        "the first chunk that is not served: chunk 2 (tokens 32 to 47)" in shown
+    )
     assert max(map(len, shown.splitlines())) <= 80
     admin.remove(ledger, chunk_keys(PROMPT, LLAMA.root, CHUNK)[2:])
-    assert near(shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))["tiers"] == []
-    shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))[1]
+    assert (
+        near(shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))["tiers"]
+        == []
+    )
+    shown = run_here(
+        "explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37))
+    )[1]
     assert "no longer stored" in shown
 
 
-def test_without_a_log_the_chunk_is_said_and_that_the_token_is_not_known(shm_root: Path) -> None:
+def test_without_a_log_the_chunk_is_said_and_that_the_token_is_not_known(
+    shm_root: Path,
+) -> None:
     put(host(shm_root), LLAMA, PROMPT)
-    shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37)))[1]
+    shown = run_here(
+        "explain", shm_root, "--tokens", "-", stdin=json.dumps(planted(37))
+    )[1]
     assert "chunk 2" in shown
     assert "the token that differs is not known" in shown
 
 
-def test_a_token_in_what_is_served_is_not_why_the_rest_misses(shm_root: Path) -> None:
+def test_a_token_in_what_is_served_is_not_why_the_rest_misses(
+    shm_root: Path,
+) -> None:
     ledger = host(shm_root)
     logged(ledger, LLAMA, planted(5))
-    put(ledger, LLAMA, PROMPT[:48])  # stored so long ago that it is in the log no more
-    shown = run_here("explain", shm_root, "--tokens", "-", stdin=json.dumps(PROMPT))[1]
+    # stored so long ago that it is in the log no more
+    put(ledger, LLAMA, PROMPT[:48])
+    shown = run_here(
+        "explain", shm_root, "--tokens", "-", stdin=json.dumps(PROMPT)
+    )[1]
     assert "chunk 3" in shown
     assert "the token that differs is not known" in shown
 
@@ -333,19 +461,35 @@ def test_what_the_tiers_serve_only_together_is_compared_with_another_prompt(
     with disk(tmp_path) as tier:
         save(tier, LLAMA, PROMPT)
         admin.remove(tier.ledger, chunk_keys(PROMPT, LLAMA.root, CHUNK)[:1])
-    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": str(tmp_path), "PAGODA_DISK_SIZE": "1GiB"}
+    where = {
+        "PAGODA_HOST_PATH": str(shm_root),
+        "PAGODA_DISK_PATH": str(tmp_path),
+        "PAGODA_DISK_SIZE": "1GiB",
+    }
     assert near("--tokens", "-", stdin=json.dumps(PROMPT), **where)["token"] == 37
 
 
-def test_which_field_of_the_namespace_is_another_and_no_salt(shm_root: Path) -> None:
+def test_which_field_of_the_namespace_is_another_and_no_salt(
+    shm_root: Path,
+) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(16))
     other = LLAMA.with_(salt="secret of a tenant", kv_dtype="float8")
     logged(ledger, other, PROMPT)
     found = explained(shm_root, "--namespace", LLAMA.root.hex()[:16])
-    assert (found[0]["reason"], found[0]["other_fields"]) == ("other_namespace", ["kv_dtype", "salt"])
+    assert (found[0]["reason"], found[0]["other_fields"]) == (
+        "other_namespace",
+        ["kv_dtype", "salt"],
+    )
     assert other.fields()["salt"] not in str(found[0]["detail"])
-    one = near(shm_root, "--namespace", LLAMA.root.hex()[:16], "--tokens", "-", stdin=json.dumps(PROMPT))
+    one = near(
+        shm_root,
+        "--namespace",
+        LLAMA.root.hex()[:16],
+        "--tokens",
+        "-",
+        stdin=json.dumps(PROMPT),
+    )
     assert one["other_fields"] == ["kv_dtype", "salt"]
 
 
@@ -356,12 +500,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pre_tokenizers = pytest.importorskip("tokenizers.pre_tokenizers")
     fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
     cutter = pytest.importorskip("tokenizers").Tokenizer(
-        words.WordLevel({f"t{number}": number for number in range(1000)}, unk_token="t0")
+        words.WordLevel(
+            {f"t{number}": number for number in range(1000)}, unk_token="t0"
+        )
     )
     cutter.pre_tokenizer = pre_tokenizers.Whitespace()
     made = fast(tokenizer_object=cutter, unk_token="t0")
     made.chat_template = (
-        "{% for one in messages %}{{ one['content'] }}{% endfor %}{% if tools %} t900{% endif %}"
+        "{% for one in messages %}{{ one['content'] }}{% endfor %}{% if tools %} t900{% "
+        "endif %}"
     )
     directory = tmp_path_factory.mktemp("tokenizer")
     made.save_pretrained(directory)
@@ -372,16 +519,22 @@ def words(tokens: list[int]) -> str:
     return " ".join(f"t{token}" for token in tokens)
 
 
-def test_text_and_messages_by_a_tokenizer(shm_root: Path, tmp_path: Path, tokenizer: Path) -> None:
+def test_text_and_messages_by_a_tokenizer(
+    shm_root: Path, tmp_path: Path, tokenizer: Path
+) -> None:
     logged(host(shm_root), LLAMA, PROMPT)
     for place in (tokenizer, tokenizer / "tokenizer.json"):
         found = near(shm_root, "--text", words(planted(20)), "--tokenizer", place)
         assert found["token"] == 20
     chat = [{"role": "user", "content": words(planted(33))}]
     (tmp_path / "chat.json").write_text(
-        json.dumps({"messages": chat, "model": "any", "tools": [{"type": "function"}]})
+        json.dumps(
+            {"messages": chat, "model": "any", "tools": [{"type": "function"}]}
+        )
     )
-    told = said(shm_root, "--messages", tmp_path / "chat.json", "--tokenizer", tokenizer)
+    told = said(
+        shm_root, "--messages", tmp_path / "chat.json", "--tokenizer", tokenizer
+    )
     assert told["asked_tokens"] == 65
     assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 33
     for place in (tmp_path / "none", tmp_path / "chat.json"):
@@ -390,7 +543,9 @@ def test_text_and_messages_by_a_tokenizer(shm_root: Path, tmp_path: Path, tokeni
         assert "name a model's directory" in line
 
 
-def test_the_page_cuts_text_by_a_tokenizer_that_is_loaded_once(tmp_path: Path, tokenizer: Path) -> None:
+def test_the_page_cuts_text_by_a_tokenizer_that_is_loaded_once(
+    tmp_path: Path, tokenizer: Path
+) -> None:
     from pagoda.cli.web_page_options import page_options
 
     file = tmp_path / "tokenizer.json"
@@ -409,12 +564,24 @@ class Vllm(BaseHTTPRequestHandler):
     seen: ClassVar[list[tuple[str, object]]] = []
 
     def do_GET(self) -> None:
-        self._answer({"data": [{"id": "tiny", "root": "/models/llama"}, {"id": "adapter", "parent": "tiny"}]})
+        self._answer(
+            {
+                "data": [
+                    {"id": "tiny", "root": "/models/llama"},
+                    {"id": "adapter", "parent": "tiny"},
+                ]
+            }
+        )
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append((self.path, asked))
-        self._answer({"tokens": [int(word[1:]) for word in asked["prompt"].split()], "count": 0})
+        self._answer(
+            {
+                "tokens": [int(word[1:]) for word in asked["prompt"].split()],
+                "count": 0,
+            }
+        )
 
     def _answer(self, said: object) -> None:
         right = self.headers["Authorization"] == "Bearer a-key"
@@ -447,16 +614,40 @@ def test_text_by_a_server_with_its_key_and_only_of_its_model(
     logged(ledger, QWEN, PROMPT)
     key = tmp_path / "key"
     key.write_text("a-key\n")
-    for options, variables in ((("--api-key-file", key), {}), ((), {"OPENAI_API_KEY": "a-key"})):
+    for options, variables in (
+        (("--api-key-file", key), {}),
+        ((), {"OPENAI_API_KEY": "a-key"}),
+    ):
         place = f"{url}/v1"  # as other programs have it
-        told = said(shm_root, "--text", words(planted(50)), "--url", place, *options, **variables)
-        (one,) = cast("list[dict[str, object]]", told["answers"])  # the model's, not Qwen's
+        told = said(
+            shm_root,
+            "--text",
+            words(planted(50)),
+            "--url",
+            place,
+            *options,
+            **variables,
+        )
+        # the model's, not Qwen's
+        (one,) = cast("list[dict[str, object]]", told["answers"])
         assert str(one["model"]).startswith("llama")
         assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 50
-    assert Vllm.seen[-1] == ("/tokenize", {"model": "tiny", "prompt": words(planted(50))})
-    nowhere = ("http://127.0.0.1:9", "http://a..b:8000", "http://127.0.0.1:9/\N{SNOWMAN}")
-    for place, words_of_it in ((url, "OPENAI_API_KEY"), *((place, "no answer") for place in nowhere)):
-        code, _, err = run_here("explain", shm_root, "--text", "t1", "--url", place)
+    assert Vllm.seen[-1] == (
+        "/tokenize",
+        {"model": "tiny", "prompt": words(planted(50))},
+    )
+    nowhere = (
+        "http://127.0.0.1:9",
+        "http://a..b:8000",
+        "http://127.0.0.1:9/\N{SNOWMAN}",
+    )
+    for place, words_of_it in (
+        (url, "OPENAI_API_KEY"),
+        *((place, "no answer") for place in nowhere),
+    ):
+        code, _, err = run_here(
+            "explain", shm_root, "--text", "t1", "--url", place
+        )
         assert code == 1
         assert words_of_it in err
         assert err.count("\n") == 1
@@ -487,19 +678,36 @@ def test_wrong_use_of_the_sources_is_one_line(
     put(host(shm_root), LLAMA, PROMPT)
     ask = ("explain", shm_root)
     assert "the prompt is missing" in refused(*ask)
-    assert "--text and --messages: give only one of them" in refused(*ask, "--text", "a", "--messages", "b")
+    assert "--text and --messages: give only one of them" in refused(
+        *ask, "--text", "a", "--messages", "b"
+    )
     assert "either --tokenizer PATH, or --url" in refused(*ask, "--text", "a")
-    assert "leave --tokenizer and --url out" in refused(*ask, "--tokens", "-", "--url", "http://h", stdin="1")
-    assert "write only http://HOST:PORT" in refused(*ask, "--text", "a", "--url", "http://me:key@host:1")
-    assert "http://HOST:PORT" in refused(*ask, "--text", "a", "--url", "host:8000")
+    assert "leave --tokenizer and --url out" in refused(
+        *ask, "--tokens", "-", "--url", "http://h", stdin="1"
+    )
+    assert "write only http://HOST:PORT" in refused(
+        *ask, "--text", "a", "--url", "http://me:key@host:1"
+    )
+    assert "http://HOST:PORT" in refused(
+        *ask, "--text", "a", "--url", "host:8000"
+    )
     (tmp_path / "text").write_bytes(b"\xff")
     with (tmp_path / "text").open() as binary, monkeypatch.context() as patched:
         patched.setattr(sys, "stdin", binary)
         errors = io.StringIO()
         with contextlib.redirect_stderr(errors):
-            assert main(["explain", str(shm_root), "--text", "-", "--url", "http://h"]) == 2
+            assert (
+                main(
+                    ["explain", str(shm_root), "--text", "-", "--url", "http://h"]
+                )
+                == 2
+            )
         assert "not text" in errors.getvalue()
     (tmp_path / "chat").write_text("[]")
-    assert "not chat messages" in refused(*ask, "--messages", tmp_path / "chat", "--url", "http://h")
+    assert "not chat messages" in refused(
+        *ask, "--messages", tmp_path / "chat", "--url", "http://h"
+    )
     (tmp_path / "chat").write_text("[")
-    assert "not JSON" in refused(*ask, "--messages", tmp_path / "chat", "--url", "http://h")
+    assert "not JSON" in refused(
+        *ask, "--messages", tmp_path / "chat", "--url", "http://h"
+    )

@@ -1,4 +1,6 @@
-"""What `pagoda explain` says of random prompts of random stores, against what a cache in another process finds."""
+"""What `pagoda explain` says of random prompts of random stores, against what a cache in another
+process finds.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def _find(config: Config, asked: Sequence[Prompt], found: Connection) -> None:
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT) as cache:
         for one in asked:
             for salt in SALTS:
-                found.send([cache.lookup(one, tiers=tiers, salt=salt).num_tokens for tiers in TIERS])
+                found.send(
+                    [
+                        cache.lookup(one, tiers=tiers, salt=salt).num_tokens
+                        for tiers in TIERS
+                    ]
+                )
 
 
 def _same(a: Prompt, b: Prompt) -> int:
@@ -50,7 +57,9 @@ def test_what_it_says_is_what_a_look_up_in_another_process_finds(
 ) -> None:
     chance = random.Random(seed)
     slot = LAYOUT.slot_bytes
-    config = config_of(shm_root, tmp_path, host_size=12 * slot, disk_size=20 * (slot + 4096))
+    config = config_of(
+        shm_root, tmp_path, host_size=12 * slot, disk_size=20 * (slot + 4096)
+    )
     documents = [prompt(6, number) for number in range(3)]
     stored: dict[bytes, list[Prompt]] = {}  # by the root of their namespace
 
@@ -80,16 +89,27 @@ def test_what_it_says_is_what_a_look_up_in_another_process_finds(
     asked = [some() for _ in range(12)]
     ours, theirs = SPAWN.Pipe()
     run_all([SPAWN.Process(target=_find, args=(config, asked, theirs))])
-    places = {"PAGODA_HOST_PATH": str(shm_root / "host"), "PAGODA_DISK_PATH": str(tmp_path / "disk"),
-              "PAGODA_DISK_SIZE": "1GiB"}  # fmt: skip
+    places = {
+        "PAGODA_HOST_PATH": str(shm_root / "host"),
+        "PAGODA_DISK_PATH": str(tmp_path / "disk"),
+        "PAGODA_DISK_SIZE": "1GiB",
+    }
     for tokens in asked:
         told = answer(
-            "explain", "--chunk-tokens", CHUNK, "--tokens", "-", stdin=json.dumps(tokens.tolist()), **places
+            "explain",
+            "--chunk-tokens",
+            CHUNK,
+            "--tokens",
+            "-",
+            stdin=json.dumps(tokens.tolist()),
+            **places,
         )
         near = {bytes.fromhex(one["namespace"]): one for one in told["nearest"]}  # type: ignore[attr-defined]
         for root in roots:
             found = dict(zip(("host", "disk", "all"), ours.recv(), strict=True))
-            said = [one for one in told["answers"] if one["namespace"] == root.hex()]  # type: ignore[attr-defined]
+            said = [
+                one for one in told["answers"] if one["namespace"] == root.hex()
+            ]  # type: ignore[attr-defined]
             assert {one["tier"]: one["num_tokens"] for one in said} == found
             if root not in near:
                 continue
@@ -97,7 +117,8 @@ def test_what_it_says_is_what_a_look_up_in_another_process_finds(
             same = one["same_tokens"]
             of = stored[bytes.fromhex(one["of_namespace"])]
             assert any(
-                _same(tokens, other) == same and (one["token"] is None or other[same] == one["stored_id"])
+                _same(tokens, other) == same
+                and (one["token"] is None or other[same] == one["stored_id"])
                 for other in of
             )
             whole = len(tokens) // CHUNK * CHUNK

@@ -39,7 +39,9 @@ def stores(found: dict[str, object]) -> list[dict[str, dict[str, int]]]:
     return cast("list[dict[str, dict[str, int]]]", found["stores"])
 
 
-def test_stats_of_two_tiers_from_the_configuration(shm_root: Path, tmp_path: Path) -> None:
+def test_stats_of_two_tiers_from_the_configuration(
+    shm_root: Path, tmp_path: Path
+) -> None:
     ledger = host(shm_root / "host")
     put(ledger, LLAMA, range(64))
     put(ledger, QWEN, range(32))
@@ -60,11 +62,16 @@ def test_stats_of_two_tiers_from_the_configuration(shm_root: Path, tmp_path: Pat
         "disk",
         "file",
     )
-    assert (first["gauges"]["slots"], first["gauges"]["ready"], first["gauges"]["free"]) == (64, 6, 58)
+    assert (
+        first["gauges"]["slots"],
+        first["gauges"]["ready"],
+        first["gauges"]["free"],
+    ) == (64, 6, 58)
     assert first["counters"]["lookups"] == 3
     assert first["counters"]["miss_absent"] == 2
     assert [
-        row["fields"]["model"] for row in cast("list[dict[str, dict[str, str]]]", first["namespaces"])
+        row["fields"]["model"]
+        for row in cast("list[dict[str, dict[str, str]]]", first["namespaces"])
     ] == [
         "llama",
         "qwen",
@@ -85,7 +92,9 @@ def test_one_store_may_be_named_too(shm_root: Path) -> None:
     assert one["gauges"]["ready"] == 2
 
 
-def test_prometheus_has_one_type_line_a_family_and_its_samples_together(shm_root: Path) -> None:
+def test_prometheus_has_one_type_line_a_family_and_its_samples_together(
+    shm_root: Path,
+) -> None:
     for name in ("a", "b"):
         put(host(shm_root, name=name), LLAMA, range(16))
     text = done_here("stats", shm_root, "--prometheus").stdout
@@ -127,9 +136,10 @@ def test_ls_lists_latest_first_within_the_limit(shm_root: Path) -> None:
     assert chunks[0]["tokens"] == CHUNK
     assert chunks[1]["position"] == 1
     everything = answer("ls", shm_root, "--limit", 0, "--model", "llama")
-    assert {chunk["key"] for chunk in cast("list[dict[str, object]]", everything["chunks"])} == {
-        key.hex() for key in old
-    }
+    assert {
+        chunk["key"]
+        for chunk in cast("list[dict[str, object]]", everything["chunks"])
+    } == {key.hex() for key in old}
     done = done_here("ls", shm_root, "--limit", 1)
     assert done.stdout.count("\n") == 2
     assert "5 more" in done.stderr
@@ -139,19 +149,28 @@ def test_ls_by_namespace_sums_up(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(64))
     put(ledger, QWEN, range(32))
-    found = cast("list[dict[str, object]]", answer("ls", shm_root, "--by", "namespace")["namespaces"])
+    found = cast(
+        "list[dict[str, object]]",
+        answer("ls", shm_root, "--by", "namespace")["namespaces"],
+    )
     assert [(row["model"], row["chunks"], row["tokens"]) for row in found] == [
         ("llama kv_dtype=bfloat16", 4, 64),
         ("qwen", 2, 32),
     ]
-    only = answer("ls", shm_root, "--by", "namespace", "--namespace", QWEN.root.hex()[:10])
+    only = answer(
+        "ls", shm_root, "--by", "namespace", "--namespace", QWEN.root.hex()[:10]
+    )
     assert len(cast("list[object]", only["namespaces"])) == 1
 
 
 def test_looking_changes_no_recency_and_no_counters(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(64))
-    before = (ledger.columns.last_use.tobytes(), ledger.columns.hits.tobytes(), admin.counters(ledger))
+    before = (
+        ledger.columns.last_use.tobytes(),
+        ledger.columns.hits.tobytes(),
+        admin.counters(ledger),
+    )
     for command in (["stats"], ["ls"], ["check"]):
         assert done_here(*command, shm_root).returncode == 0
     assert (
@@ -168,8 +187,20 @@ def test_the_truth_while_another_process_stores(shm_root: Path) -> None:
             (seen,) = stores(answer("stats", shm_root))
             gauges = seen["gauges"]
             assert gauges["members"] == 1
-            assert gauges["free"] + gauges["reserved"] + gauges["ready"] == gauges["slots"] == 64
-            assert len(cast("list[object]", answer("ls", shm_root, "--limit", 0)["chunks"])) <= 64
+            assert (
+                gauges["free"] + gauges["reserved"] + gauges["ready"]
+                == gauges["slots"]
+                == 64
+            )
+            assert (
+                len(
+                    cast(
+                        "list[object]",
+                        answer("ls", shm_root, "--limit", 0)["chunks"],
+                    )
+                )
+                <= 64
+            )
             assert answer("check", shm_root)["ok"] is True
         assert process.poll() is None
         first = seen["counters"]["stored_chunks"]
@@ -187,7 +218,8 @@ def test_check_reads_the_disk_and_names_what_is_damaged(tmp_path: Path) -> None:
     with slab.open("r+b") as stream:
         stream.seek(slot * 8192 + 4096 + 100)
         stream.write(b"\xff")
-    assert answer("check", tmp_path)["ok"] is True  # bytes are judged only when read
+    # bytes are judged only when read
+    assert answer("check", tmp_path)["ok"] is True
     found = answer("check", tmp_path, "--read", code=1)
     (store,) = stores(found)
     assert found["ok"] is False
@@ -200,7 +232,9 @@ def test_check_reads_the_disk_and_names_what_is_damaged(tmp_path: Path) -> None:
     assert stores(answer("check", tmp_path, "--read"))[0]["read_chunks"] == 3
 
 
-def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) -> None:
+def test_a_store_that_cannot_be_used_fails_and_hides_no_other(
+    shm_root: Path,
+) -> None:
     put(host(shm_root, name="good"), LLAMA, range(16))
     put(host(shm_root, name="bad"), LLAMA, range(16))
     (shm_root / "bad" / "state").write_bytes(b"{}")
@@ -216,21 +250,36 @@ def test_a_store_that_cannot_be_used_fails_and_hides_no_other(shm_root: Path) ->
     listed = answer("ls", shm_root, code=1)
     assert listed["total"] == 1
     assert list(listed["failed"]) == [bad]
-    for command, name in (("explain", "answers"), ("pin", "pinned"), ("unpin", "ended")):
+    for command, name in (
+        ("explain", "answers"),
+        ("pin", "pinned"),
+        ("unpin", "ended"),
+    ):
         found = answer(command, shm_root, "--tokens", "-", stdin=prompt, code=1)
         assert found[name] and list(found["failed"]) == [bad], found
-        assert bad in done_here(command, shm_root, "--tokens", "-", stdin=prompt).stderr
-        (line,) = done_here(command, bad, "--tokens", "-", stdin=prompt).stderr.splitlines()
+        assert (
+            bad
+            in done_here(command, shm_root, "--tokens", "-", stdin=prompt).stderr
+        )
+        (line,) = done_here(
+            command, bad, "--tokens", "-", stdin=prompt
+        ).stderr.splitlines()
         assert "no usable store" in line
     assert done_here("top", shm_root, "--once").returncode == 1
 
 
-def test_a_root_that_cannot_be_read_fails_and_hides_no_other(shm_root: Path, tmp_path: Path) -> None:
+def test_a_root_that_cannot_be_read_fails_and_hides_no_other(
+    shm_root: Path, tmp_path: Path
+) -> None:
     put(ledger := host(shm_root), LLAMA, range(16))
     # longer than a name can be
     root = str(tmp_path / ("x" * 300))
     prompt = " ".join(map(str, range(16)))
-    where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_DISK_PATH": root, "PAGODA_DISK_SIZE": "1GiB"}
+    where = {
+        "PAGODA_HOST_PATH": str(shm_root),
+        "PAGODA_DISK_PATH": root,
+        "PAGODA_DISK_SIZE": "1GiB",
+    }
     asked = {
         "stats": [],
         "ls": [],
@@ -248,13 +297,17 @@ def test_a_root_that_cannot_be_read_fails_and_hides_no_other(shm_root: Path, tmp
     assert admin.gauges(ledger)["ready"] == 0
     ledger.close()
     removed = answer("remove", "--yes", code=1, **where)
-    assert [Path(one["directory"]).parent for one in removed["stores"]] == [shm_root]  # type: ignore[attr-defined]
+    assert [Path(one["directory"]).parent for one in removed["stores"]] == [
+        shm_root
+    ]  # type: ignore[attr-defined]
     assert "File name too long" in removed["failed"][root]  # type: ignore[index]
     assert "cannot be read: File name too long" in refused("stats", root)
 
 
 @pytest.mark.slow
-def test_looking_at_a_store_that_is_broken_does_not_remove_it(shm_root: Path) -> None:
+def test_looking_at_a_store_that_is_broken_does_not_remove_it(
+    shm_root: Path,
+) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(64))
     ledger.close()
@@ -265,13 +318,19 @@ def test_looking_at_a_store_that_is_broken_does_not_remove_it(shm_root: Path) ->
         assert "layout" in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         assert "nothing is stored" not in done.stderr
-    assert sorted(path.name for path in (shm_root / "layout").iterdir()).count("slab") == 1
+    assert (
+        sorted(path.name for path in (shm_root / "layout").iterdir()).count(
+            "slab"
+        )
+        == 1
+    )
 
 
 @pytest.mark.slow
 def test_what_could_not_be_opened_is_not_called_damaged(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
-    with holding(shm_root / LOCKS, OPEN):  # as a file system that may only be read keeps it from being opened
+    # as a file system that may only be read keeps it from being opened
+    with holding(shm_root / LOCKS, OPEN):
         done = pagoda("check", shm_root)
     assert done.returncode == 1
     assert "NOT OPENED" in done.stdout
@@ -279,13 +338,17 @@ def test_what_could_not_be_opened_is_not_called_damaged(shm_root: Path) -> None:
     assert "stopped" in done.stderr
 
 
-def test_what_is_yet_to_be_read_back_is_not_called_damaged(tmp_path: Path) -> None:
+def test_what_is_yet_to_be_read_back_is_not_called_damaged(
+    tmp_path: Path,
+) -> None:
     with disk(tmp_path) as tier:
         save(tier, LLAMA, range(64))
         directory = tier.ledger.directory
     state = read_state(directory)
     assert state is not None
-    write_state(directory, msgspec.structs.replace(state, clean=False, boot_id="another"))
+    write_state(
+        directory, msgspec.structs.replace(state, clean=False, boot_id="another")
+    )
     done = done_here("check", tmp_path)
     assert done.returncode == 0
     assert "being rebuilt" in done.stdout
@@ -317,7 +380,9 @@ def test_nothing_stored_yet_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["state", "data.mdb", "columns"])
-def test_a_damaged_store_is_named_with_what_to_do(shm_root: Path, missing: str) -> None:
+def test_a_damaged_store_is_named_with_what_to_do(
+    shm_root: Path, missing: str
+) -> None:
     with closing(host(shm_root)) as ledger:
         put(ledger, LLAMA, range(16))
     (ledger.directory / missing).unlink()
@@ -343,19 +408,37 @@ def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
     assert "--by" in refused("ls", shm_root, "--by", "colour")
     assert "did you mean llama?" in refused("ls", shm_root, "--model", "lama")
     assert "hex name" in refused("ls", shm_root, "--namespace", "xyz")
-    assert "no namespace begins so" in refused("ls", shm_root, "--namespace", "00" * 32)
+    assert "no namespace begins so" in refused(
+        "ls", shm_root, "--namespace", "00" * 32
+    )
     assert "No such command" in refused("stat")
     assert "64GiB" in refused("stats", PAGODA_HOST_SIZE="64G")
-    assert "did you mean PAGODA_HOST_SIZE?" in refused("ls", PAGODA_HOSTSIZE="1GiB")
+    assert "did you mean PAGODA_HOST_SIZE?" in refused(
+        "ls", PAGODA_HOSTSIZE="1GiB"
+    )
 
 
 @pytest.mark.slow
 def test_with_stdout_closed_the_code_tells(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     for place, code in ((shm_root, 0), (shm_root / "none", 2)):
-        shell = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", RUN, "check", str(place)]
-        done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=120)
-        assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), done.stderr
+        shell = [
+            "sh",
+            "-c",
+            'exec "$@" >&-',
+            "sh",
+            sys.executable,
+            "-c",
+            RUN,
+            "check",
+            str(place),
+        ]
+        done = subprocess.run(
+            shell, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), (
+            done.stderr
+        )
 
 
 def test_with_stderr_closed_no_remark_is_among_the_output(shm_root: Path) -> None:
@@ -374,21 +457,33 @@ def test_with_stderr_closed_no_remark_is_among_the_output(shm_root: Path) -> Non
             "1",
             str(place),
         ]
-        done = subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=120)
-        assert done.returncode == code and "pagoda:" not in done.stdout, done.stdout
+        done = subprocess.run(
+            shell, stdout=subprocess.PIPE, text=True, timeout=120
+        )
+        assert done.returncode == code and "pagoda:" not in done.stdout, (
+            done.stdout
+        )
 
 
 def test_output_that_cannot_be_written_is_one_line(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", RUN, "check", shm_root], stdout=full, stderr=-1, text=True
+            [sys.executable, "-c", RUN, "check", shm_root],
+            stdout=full,
+            stderr=-1,
+            text=True,
         )
-    assert (done.returncode, done.stderr) == (1, "pagoda: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "pagoda: No space left on device\n",
+    )
 
 
 @pytest.mark.slow
-def test_a_locale_that_cannot_write_what_is_shown_stops_no_command(shm_root: Path) -> None:
+def test_a_locale_that_cannot_write_what_is_shown_stops_no_command(
+    shm_root: Path,
+) -> None:
     put(host(shm_root), LLAMA, range(16))
     for command in (("top", "--once"), ("stats",)):
         done = pagoda(*command, shm_root, PYTHONIOENCODING="ascii:strict")

@@ -38,22 +38,48 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(path: Path, lines: list[QualityPrompt]) -> Path:
     file = path / "prompts.jsonl"
-    texts = [json.dumps({"documents": one.documents, "question": one.question}) for one in lines]
+    texts = [
+        json.dumps({"documents": one.documents, "question": one.question})
+        for one in lines
+    ]
     file.write_text("\n".join(texts) + "\n")
     return file
 
 
-USUAL = ("--chunk-tokens", CHUNK, "--new-tokens", 2, "--min-prompts", 4, "--device", "cpu")
+USUAL = (
+    "--chunk-tokens",
+    CHUNK,
+    "--new-tokens",
+    2,
+    "--min-prompts",
+    4,
+    "--device",
+    "cpu",
+)
 
 
 @pytest.mark.slow
-def test_a_verdict_is_measured_printed_drawn_and_used(saved: Path, tmp_path: Path) -> None:
+def test_a_verdict_is_measured_printed_drawn_and_used(
+    saved: Path, tmp_path: Path
+) -> None:
     file = written(tmp_path, prompts(6))
     png = tmp_path / "q.png"
     asked = ("--blend", "deviation:1", "--blend", "first_k:0.1", "--codec", "q4")
-    code, out, err = run_here("quality", saved, file, *USUAL, *asked, "--out", tmp_path / "v", "--png", png)
+    code, out, err = run_here(
+        "quality",
+        saved,
+        file,
+        *USUAL,
+        *asked,
+        "--out",
+        tmp_path / "v",
+        "--png",
+        png,
+    )
     assert code == 0, err
-    assert all(len(line) <= 80 or str(tmp_path) in line for line in out.splitlines()), out
+    assert all(
+        len(line) <= 80 or str(tmp_path) in line for line in out.splitlines()
+    ), out
     assert "  FAIL" not in out.splitlines()  # the last column has room in its row
     said = " ".join(out.split())
     for name in (
@@ -67,9 +93,9 @@ def test_a_verdict_is_measured_printed_drawn_and_used(saved: Path, tmp_path: Pat
     ):
         assert name in said
     assert (
-        "deviation:1 PASS: it keeps loosened bounds (6 prompts instead of 50), and these prompts detect wrong KV"
-        in said
-    )
+        "deviation:1 PASS: it keeps loosened bounds (6 prompts instead of 50), and these prompts "
+        "detect wrong KV"
+    ) in said
     assert "plain reuse FAIL: the KL divergence is" in said
     assert "first_k:0.1 FAIL:" in said
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -95,22 +121,40 @@ def test_a_verdict_is_measured_printed_drawn_and_used(saved: Path, tmp_path: Pat
         CachedModel(model, **options) as cached,
         pytest.raises(ConfigError, match=r"measured and FAILED.*KL"),
     ):
-        cached.blend(prompt.documents, prompt.question, recompute=0.1, policy="first_k")
+        cached.blend(
+            prompt.documents, prompt.question, recompute=0.1, policy="first_k"
+        )
     with CachedModel(model, **options, unchecked=True) as cached:
-        cached.blend(prompt.documents, prompt.question, recompute=0.1, policy="first_k")
+        cached.blend(
+            prompt.documents, prompt.question, recompute=0.1, policy="first_k"
+        )
         (shown,) = cached.stats()["approximate"]
-    assert (shown["setting"], shown["checked"]) == ("blend policy=first_k recompute=0.1", "unchecked")
+    assert (shown["setting"], shown["checked"]) == (
+        "blend policy=first_k recompute=0.1",
+        "unchecked",
+    )
     assert "FAILED" in shown["detail"]
 
 
 @pytest.mark.slow
-def test_a_passing_verdict_lets_blending_start(saved: Path, tmp_path: Path) -> None:
+def test_a_passing_verdict_lets_blending_start(
+    saved: Path, tmp_path: Path
+) -> None:
     file = written(tmp_path, prompts(4))
     loose = ("--top1", 0.5, "--blend", "first_k:0.5", "--out", tmp_path)
-    kl = max(row["kl"]["high"] for row in _json(saved, file, tmp_path) if row["name"] == "first_k:0.5") + 0.01
+    kl = (
+        max(
+            row["kl"]["high"]
+            for row in _json(saved, file, tmp_path)
+            if row["name"] == "first_k:0.5"
+        )
+        + 0.01
+    )
     code, out, _ = run_here("quality", saved, file, *USUAL, "--kl", kl, *loose)
     assert code == 0, out
-    assert "first_k:0.5 PASS: it keeps loosened bounds (KL at most " in " ".join(out.split())
+    assert "first_k:0.5 PASS: it keeps loosened bounds (KL at most " in " ".join(
+        out.split()
+    )
     prompt = prompts(1)[0]
     with CachedModel(
         LlamaForCausalLM.from_pretrained(saved),
@@ -119,42 +163,76 @@ def test_a_passing_verdict_lets_blending_start(saved: Path, tmp_path: Path) -> N
         chunk_tokens=CHUNK,
         quality_verdicts=tmp_path,
     ) as cached:
-        cached.blend(prompt.documents, prompt.question, recompute=0.5, policy="first_k")
+        cached.blend(
+            prompt.documents, prompt.question, recompute=0.5, policy="first_k"
+        )
         (state,) = cached.stats()["approximate"]
         assert state["checked"] == "loosened"
-        assert "same tokens at least 50.0 % instead of 93.0 %, 4 prompts instead of 50" in str(
-            state["detail"]
+        assert (
+            "same tokens at least 50.0 % instead of 93.0 %, 4 prompts instead of 50"
+            in str(state["detail"])
         )
         with pytest.raises(ConfigError, match="is about other settings"):
-            cached.blend(prompt.documents, prompt.question, recompute=0.4, policy="first_k")
+            cached.blend(
+                prompt.documents, prompt.question, recompute=0.4, policy="first_k"
+            )
     with (
         CachedModel(
-            tiny_llama(1), host_size="16MiB", host_shared=False, chunk_tokens=CHUNK, quality_verdicts=tmp_path
+            tiny_llama(1),
+            host_size="16MiB",
+            host_shared=False,
+            chunk_tokens=CHUNK,
+            quality_verdicts=tmp_path,
         ) as other,
         pytest.raises(ConfigError, match="no verdict for the weights"),
     ):
-        other.blend(prompt.documents, prompt.question, recompute=0.5, policy="first_k")
+        other.blend(
+            prompt.documents, prompt.question, recompute=0.5, policy="first_k"
+        )
 
 
 def _json(saved: Path, file: Path, out: Path) -> list[dict]:
     code, text, err = run_here(
-        "quality", saved, file, *USUAL, "--blend", "first_k:0.5", "--out", out / "json", "--json",
-        "--weights", "the engine's name", "--seed", 3,
-    )  # fmt: skip
+        "quality",
+        saved,
+        file,
+        *USUAL,
+        "--blend",
+        "first_k:0.5",
+        "--out",
+        out / "json",
+        "--json",
+        "--weights",
+        "the engine's name",
+        "--seed",
+        3,
+    )
     assert code == 1, err
     found = json.loads(text)
     assert (found["model"], found["prompts"], found["seed"]) == ("tiny", 4, 3)
-    assert read_verdict(found["verdict"]).weights == [found["weights"], "the engine's name"]
+    assert read_verdict(found["verdict"]).weights == [
+        found["weights"],
+        "the engine's name",
+    ]
     return found["rows"]
 
 
-def test_bad_lines_are_named_and_nothing_is_measured(saved: Path, tmp_path: Path) -> None:
+def test_bad_lines_are_named_and_nothing_is_measured(
+    saved: Path, tmp_path: Path
+) -> None:
     file = written(tmp_path, prompts(2))
-    file.write_text(file.read_text() + '{"prompt": "text"}\n{"documents": []}\n[\n')
-    code, out, err = run_here("quality", saved, file, *USUAL, "--out", tmp_path / "v")
+    file.write_text(
+        file.read_text() + '{"prompt": "text"}\n{"documents": []}\n[\n'
+    )
+    code, out, err = run_here(
+        "quality", saved, file, *USUAL, "--out", tmp_path / "v"
+    )
     assert (code, out) == (2, "")
     assert f"{file}: line 3 prompt is text, and the model has no tokenizer" in err
-    assert f"{file}: line 4 documents must be a list with at least one document" in err
+    assert (
+        f"{file}: line 4 documents must be a list with at least one document"
+        in err
+    )
     assert f"{file}: line 5 is not JSON" in err
     assert err.splitlines()[-1] == f"pagoda: {file}: 3 of 5 lines cannot be used"
     assert not (tmp_path / "v").exists()
@@ -163,27 +241,49 @@ def test_bad_lines_are_named_and_nothing_is_measured(saved: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--blend", "first_k"), "--blend first_k: give a policy and the share to compute again"),
+        (
+            ("--blend", "first_k"),
+            "--blend first_k: give a policy and the share to compute again",
+        ),
         (("--blend", "first_k:2"), "from 0 to 1"),
         (("--blend", "best:0.1"), "the policies are first_k, deviation"),
         (("--blend", "first_k:0.1:min_tokens=-1"), "min_tokens is -1"),
-        (("--kl", "100"), "a KL divergence of 100 nats a token, at most 1 can be asked for"),
+        (
+            ("--kl", "100"),
+            "a KL divergence of 100 nats a token, at most 1 can be asked for",
+        ),
         (("--kl", "inf"), "a KL divergence of inf nats a token, at most 1"),
-        (("--top1", "0", "--answers", "0"), "0.0 % right answers, at least 50.0 % can be asked for"),
+        (
+            ("--top1", "0", "--answers", "0"),
+            "0.0 % right answers, at least 50.0 % can be asked for",
+        ),
         (("--min-prompts", "1"), "1 prompts, at least 4 can be asked for"),
         (("--weights", ""), "is not a name of weights"),
         (("--codec", "zstd"), "--codec zstd: the lossy codecs are"),
-        (("--out", "PROMPTS"), "is not a verdict of pagoda quality; name another file"),
-        (("--out", "/dev/null/x"), "cannot be written: /dev/null is not a directory"),
+        (
+            ("--out", "PROMPTS"),
+            "is not a verdict of pagoda quality; name another file",
+        ),
+        (
+            ("--out", "/dev/null/x"),
+            "cannot be written: /dev/null is not a directory",
+        ),
         (("--png", "/nowhere/q.png"), "no such directory"),
         (("--dtype", "float7"), "--dtype float7: torch has no such type"),
-        (("--chunk-tokens", "64", "--codec", "q8"), "line 1 has 39 tokens, no whole chunk of 64"),
+        (
+            ("--chunk-tokens", "64", "--codec", "q8"),
+            "line 1 has 39 tokens, no whole chunk of 64",
+        ),
     ],
 )
-def test_wrong_use_is_one_line(saved: Path, tmp_path: Path, args: tuple[str, ...], said: str) -> None:
+def test_wrong_use_is_one_line(
+    saved: Path, tmp_path: Path, args: tuple[str, ...], said: str
+) -> None:
     file = written(tmp_path, prompts(1))
     told = [str(file) if arg == "PROMPTS" else arg for arg in args]
-    code, out, err = run_here("quality", saved, file, *("--out", tmp_path / "v"), *told)
+    code, out, err = run_here(
+        "quality", saved, file, *("--out", tmp_path / "v"), *told
+    )
     assert code == 2
     assert said in one_line(code, out, err)
 
@@ -192,22 +292,42 @@ def test_a_model_or_a_file_that_is_not_there(saved: Path, tmp_path: Path) -> Non
     file = written(tmp_path, prompts(1))
     (tmp_path / "empty").mkdir()
     out = ("--out", tmp_path / "v")
-    assert "empty: cannot be used: " in one_line(*run_here("quality", tmp_path / "empty", file, *out))
-    assert "absent: no such file" in one_line(*run_here("quality", saved, tmp_path / "absent", *out))
+    assert "empty: cannot be used: " in one_line(
+        *run_here("quality", tmp_path / "empty", file, *out)
+    )
+    assert "absent: no such file" in one_line(
+        *run_here("quality", saved, tmp_path / "absent", *out)
+    )
     (tmp_path / "nothing").write_text("\n\n")
-    assert "has no prompts" in one_line(*run_here("quality", saved, tmp_path / "nothing", *out))
+    assert "has no prompts" in one_line(
+        *run_here("quality", saved, tmp_path / "nothing", *out)
+    )
 
 
 @pytest.mark.slow
 def test_interrupted(saved: Path, tmp_path: Path) -> None:
     file = written(tmp_path, prompts(500))
-    command = [sys.executable, "-c", RUN, "quality", saved, file, *USUAL, "--out", tmp_path / "v"]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        "quality",
+        saved,
+        file,
+        *USUAL,
+        "--out",
+        tmp_path / "v",
+    ]
     running = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     until = time.monotonic() + 120
     maps = Path(f"/proc/{running.pid}/maps")
-    while "libtorch_cpu" not in maps.read_text() and time.monotonic() < until:  # it measures, or begins to
+    # it measures, or begins to
+    while "libtorch_cpu" not in maps.read_text() and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(1)
     running.send_signal(signal.SIGINT)

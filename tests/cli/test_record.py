@@ -40,7 +40,9 @@ def engine(code: int = 0) -> list[str]:
     return [sys.executable, "-c", ENGINE, str(code)]
 
 
-def test_it_records_what_a_command_asks(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_records_what_a_command_asks(
+    trace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["record", str(trace), "--", *engine(3)]) == 3
     assert [len(request.hash_ids) for request in read_trace(trace)] == [2, 4, 6]
     out, said = capfd.readouterr()
@@ -49,7 +51,9 @@ def test_it_records_what_a_command_asks(trace: Path, capfd: pytest.CaptureFixtur
     assert not out
 
 
-def test_it_adds_only_if_it_is_told_to(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_adds_only_if_it_is_told_to(
+    trace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["record", str(trace), *engine()]) == 0
     assert main(["record", str(trace), "--", *engine()]) == 2
     assert "exists" in capfd.readouterr().err
@@ -58,7 +62,9 @@ def test_it_adds_only_if_it_is_told_to(trace: Path, capfd: pytest.CaptureFixture
     assert len(list(read_trace(trace))) == 6
 
 
-def test_it_says_when_nothing_was_recorded(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_says_when_nothing_was_recorded(
+    trace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["record", str(trace), "--", "true"]) == 0
     assert "nothing was recorded" in capfd.readouterr().err
 
@@ -71,14 +77,27 @@ def test_it_says_when_nothing_was_recorded(trace: Path, capfd: pytest.CaptureFix
         (["/", "--", "true"], 2, "is a directory"),
         (["/nowhere/trace", "--", "true"], 2, "cannot be written"),
         (["{trace}", "--", "/no/such/command"], 1, "cannot be run"),
-        (["{trace}", "--append", "--", "true"], 2, "--append: write options first"),
+        (
+            ["{trace}", "--append", "--", "true"],
+            2,
+            "--append: write options first",
+        ),
         (["--apend", "{trace}", "--", "true"], 2, "--apend: write options first"),
     ],
 )
 def test_wrong_use_is_one_line(
-    trace: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+    trace: Path,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    said: str,
 ) -> None:
-    assert main(["record", *(argument.format(trace=trace) for argument in arguments)]) == code
+    assert (
+        main(
+            ["record", *(argument.format(trace=trace) for argument in arguments)]
+        )
+        == code
+    )
     error = capfd.readouterr().err
     assert said in error
     assert error.count("\n") == 1
@@ -86,18 +105,31 @@ def test_wrong_use_is_one_line(
 
 @pytest.mark.slow
 def test_a_signal_reaches_a_command_that_has_just_begun(tmp_path: Path) -> None:
-    pagoda = [sys.executable, "-c", "from pagoda.cli import main; raise SystemExit(main())"]
+    pagoda = [
+        sys.executable,
+        "-c",
+        "from pagoda.cli import main; raise SystemExit(main())",
+    ]
     for attempt in range(4):
         trace = tmp_path / f"{attempt}.jsonl"
         line = "kill -TERM $PPID; exec sleep 100"  # as early as a signal can come
-        process = subprocess.run([*pagoda, "record", str(trace), "--", "sh", "-c", line], timeout=60)
-        assert process.returncode == 128 + signal.SIGTERM  # the command's own end: it is not left behind
+        process = subprocess.run(
+            [*pagoda, "record", str(trace), "--", "sh", "-c", line], timeout=60
+        )
+        # the command's own end: it is not left behind
+        assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_signal_ends_the_command_and_what_it_did_is_told(trace: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_the_command_and_what_it_did_is_told(
+    trace: Path, tmp_path: Path
+) -> None:
     ready = tmp_path / "ready"
     line = f"touch {ready}; exec sleep 100"
-    pagoda = [sys.executable, "-c", "from pagoda.cli import main; raise SystemExit(main())"]
+    pagoda = [
+        sys.executable,
+        "-c",
+        "from pagoda.cli import main; raise SystemExit(main())",
+    ]
     command = [*pagoda, "record", str(trace), "--", "sh", "-c", line]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_until(ready.exists)

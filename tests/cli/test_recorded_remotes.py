@@ -1,4 +1,6 @@
-"""Remote tiers of the register: what a file named is asked as long as the file is believed and names it."""
+"""Remote tiers of the register: what a file named is asked as long as the file is believed and
+names it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture
 def file(tmp_path: Path, listener: Listener) -> Path:
     found = tmp_path / "named.toml"
-    found.write_text(f'remote = ["{address(listener)}", "redis://:hunter2@127.0.0.1:1/0?name=other"]\n')
+    found.write_text(
+        f'remote = ["{address(listener)}", "redis://:hunter2@127.0.0.1:1/0?name=other"]\n'
+    )
     recorded_tiers.add("remote", address(listener), file=str(found))
     return found
 
@@ -47,7 +51,11 @@ def is_shown_and_not_asked(listener: Listener, why: str) -> None:
         _, out, err = run_here(*command)
         assert listener.connections == 0, command
         lines = [line for line in err.splitlines() if address(listener) in line]
-        assert lines and why in lines[0] and "pagoda remove URL" in lines[0], (command, out, err)
+        assert lines and why in lines[0] and "pagoda remove URL" in lines[0], (
+            command,
+            out,
+            err,
+        )
 
 
 def test_what_a_file_still_names_is_asked(file: Path, listener: Listener) -> None:
@@ -61,16 +69,27 @@ def test_what_an_argument_named_is_asked(listener: Listener) -> None:
     assert listener.connections > 0
 
 
-def test_what_comes_from_a_file_that_is_gone_is_shown_and_not_asked(file: Path, listener: Listener) -> None:
+def test_what_comes_from_a_file_that_is_gone_is_shown_and_not_asked(
+    file: Path, listener: Listener
+) -> None:
     file.unlink()
     is_shown_and_not_asked(listener, f"{file} is gone, or no longer names it")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "chunk_tokens = 4\n", 'remote = "redis://elsewhere/0"\n', "= no toml", "remote = 1\n", "\xff"],
+    [
+        "",
+        "chunk_tokens = 4\n",
+        'remote = "redis://elsewhere/0"\n',
+        "= no toml",
+        "remote = 1\n",
+        "\xff",
+    ],
 )
-def test_what_a_file_no_longer_names_is_not_asked(file: Path, listener: Listener, text: str) -> None:
+def test_what_a_file_no_longer_names_is_not_asked(
+    file: Path, listener: Listener, text: str
+) -> None:
     file.write_text(text, encoding="latin-1")
     is_shown_and_not_asked(listener, "no longer names it")
 
@@ -90,7 +109,9 @@ def test_what_others_could_have_written_is_not_asked_unless_it_was_allowed(
     assert listener.connections > 0
 
 
-def test_what_an_earlier_version_noted_is_not_asked(listener: Listener, register_of_tiers: Path) -> None:
+def test_what_an_earlier_version_noted_is_not_asked(
+    listener: Listener, register_of_tiers: Path
+) -> None:
     recorded_tiers.add("remote", address(listener))
     (entry,) = (register_of_tiers / "pagoda" / "tiers").glob("*.json")
     entry.write_text(json.dumps({"tier": "remote", "place": address(listener)}))
@@ -107,7 +128,9 @@ def test_what_the_configuration_names_is_asked_whatever_the_register_says(
     assert listener.connections > 0
 
 
-def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(file: Path, listener: Listener) -> None:
+def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(
+    file: Path, listener: Listener
+) -> None:
     file.unlink()
     os.mkfifo(file)
     is_shown_and_not_asked(listener, "no longer names it")

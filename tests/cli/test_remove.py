@@ -9,7 +9,17 @@ import pytest
 
 from pagoda.ledger.store_state import LOCKS
 from pagoda.tiers import DiskTier, recorded_tiers
-from tests.cli.shelf import LLAMA, answer, disk, done_here, host, pagoda, put, refused, save
+from tests.cli.shelf import (
+    LLAMA,
+    answer,
+    disk,
+    done_here,
+    host,
+    pagoda,
+    put,
+    refused,
+    save,
+)
 from tests.tiers.test_recorded_tiers import LAYOUT
 
 
@@ -26,7 +36,10 @@ def filled(shm_root: Path, tmp_path: Path) -> None:
 
 def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
     filled(shm_root, tmp_path)
-    taken = sum(file.stat().st_blocks * 512 for file in (shm_root / "host" / "layout").iterdir())
+    taken = sum(
+        file.stat().st_blocks * 512
+        for file in (shm_root / "host" / "layout").iterdir()
+    )
     found = answer("remove", "host", "--yes")
     assert found["removed_bytes"] == taken > 1 << 20
     assert found["failed"] == {}
@@ -40,19 +53,26 @@ def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
     assert "no local tier" in done_here("remove", "--yes").stderr
 
 
-def test_with_a_configuration_file_only_its_tiers(shm_root: Path, tmp_path: Path) -> None:
+def test_with_a_configuration_file_only_its_tiers(
+    shm_root: Path, tmp_path: Path
+) -> None:
     filled(shm_root, tmp_path)
     file = tmp_path / "mine.toml"
     file.write_text(f'host_path = "{shm_root / "host"}"\n')
     found = answer("remove", "--yes", "--config", file)
-    assert [store["tier"] for store in found["stores"]] == ["host"] and found["failed"] == {}  # type: ignore[attr-defined]
+    assert [store["tier"] for store in found["stores"]] == ["host"] and found[
+        "failed"
+    ] == {}  # type: ignore[attr-defined]
     assert list((tmp_path / "disk").glob("*/slab"))
 
 
 def test_a_path_is_a_root_or_a_store(shm_root: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         host(shm_root, name=name).close()
-    assert [store["directory"] for store in answer("remove", shm_root / "one", "-y")["stores"]] == [  # type: ignore[attr-defined]
+    assert [
+        store["directory"]
+        for store in answer("remove", shm_root / "one", "-y")["stores"]
+    ] == [  # type: ignore[attr-defined]
         str(shm_root / "one")
     ]
     assert len(answer("remove", shm_root, "-y")["stores"]) == 1  # type: ignore[arg-type]
@@ -63,7 +83,9 @@ def test_a_store_in_use_stays(shm_root: Path) -> None:
     keys = put(ledger, LLAMA, range(64))
     host(shm_root, name="idle").close()
     found = answer("remove", shm_root, "--yes", code=1)
-    assert [Path(store["directory"]).name for store in found["stores"]] == ["idle"]  # type: ignore[attr-defined]
+    assert [Path(store["directory"]).name for store in found["stores"]] == [
+        "idle"
+    ]  # type: ignore[attr-defined]
     assert f"pid {os.getpid()} " in next(iter(found["failed"].values()))  # type: ignore[attr-defined]
     assert "stop it first" in next(iter(found["failed"].values()))  # type: ignore[attr-defined]
     assert len(ledger.match_prefix(keys).slots) == 4
@@ -85,7 +107,8 @@ def test_what_is_not_ours_stays(shm_root: Path, tmp_path: Path) -> None:
 def test_what_the_system_refuses_is_said_with_the_store(shm_root: Path) -> None:
     host(shm_root).close()
     (shm_root / LOCKS).unlink()
-    (shm_root / LOCKS).mkdir()  # it cannot be opened, as on a file system that may only be read
+    # it cannot be opened, as on a file system that may only be read
+    (shm_root / LOCKS).mkdir()
     done = done_here("remove", shm_root, "--yes")
     said = f"pagoda: {shm_root / 'layout'}: cannot be removed: Is a directory\n"
     assert (done.returncode, done.stderr) == (1, said)
@@ -117,7 +140,9 @@ def test_a_remote_tier_is_only_forgotten(register_of_tiers: Path) -> None:
     assert recorded_tiers.entries() == []
 
 
-def test_the_message_of_a_new_tier_names_a_command_that_works(tmp_path: Path) -> None:
+def test_the_message_of_a_new_tier_names_a_command_that_works(
+    tmp_path: Path,
+) -> None:
     DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
     assert done_here("remove", "disk", "--yes").returncode == 0
     assert os.listdir(tmp_path / "disk") == ["locks"]

@@ -1,4 +1,6 @@
-"""`pagoda replay` and `pagoda size` on the shipped sample and on traces small enough to count by hand."""
+"""`pagoda replay` and `pagoda size` on the shipped sample and on traces small enough to count by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,17 @@ def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
     found = answer("replay", trace, "--capacity-chunks", 4, "--policy", "lru")
     assert found["policy"] == "lru"
     assert found["capacity_chunks"] == 4
-    assert (found["accesses"], found["distinct_chunks"], found["infinite"]) == (10, 6, 0.4)
+    assert (found["accesses"], found["distinct_chunks"], found["infinite"]) == (
+        10,
+        6,
+        0.4,
+    )
     assert found["hit_rate"] == 0.4 == found["optimum"]
     assert found["chunks_written"] == 6
     assert answer("replay", trace, "--capacity-chunks", 4)["policy"] == DEFAULT
-    configured = answer("replay", trace, "--capacity-chunks", 4, PAGODA_POLICY="fifo")
+    configured = answer(
+        "replay", trace, "--capacity-chunks", 4, PAGODA_POLICY="fifo"
+    )
     assert configured["policy"] == "fifo"
 
 
@@ -53,30 +61,56 @@ def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
 def test_the_sample_is_what_is_replayed_if_no_trace_is_named() -> None:
     assert "Apache" in (files("pagoda.replay") / "sample.NOTICE.txt").read_text()
     found = answer("replay", "--capacity-chunks", 2000, "--policy", "lru")
-    assert (found["trace"], found["requests"], found["accesses"]) == ("sample", 2000, 54559)
-    rates = [cast("float", found[name]) for name in ("hit_rate", "optimum", "infinite")]
+    assert (found["trace"], found["requests"], found["accesses"]) == (
+        "sample",
+        2000,
+        54559,
+    )
+    rates = [
+        cast("float", found[name]) for name in ("hit_rate", "optimum", "infinite")
+    ]
     assert 0 < rates[0] < rates[1] < rates[2]
     assert abs(rates[2] - 0.2890632) < 1e-6
-    shown = pagoda("replay", "sample", "--capacity-chunks", 2000, "--policy", "lru").stdout
+    shown = pagoda(
+        "replay", "sample", "--capacity-chunks", 2000, "--policy", "lru"
+    ).stdout
     assert f"{100 * rates[0]:.1f} %" in shown
     assert f"{100 * rates[1]:.1f} %" in shown
 
 
 @pytest.mark.slow
-def test_several_policies_and_sizes_in_processes_are_what_each_is_alone(trace: Path) -> None:
-    options = ("--policy", "lru", "--policy", "fifo", "--capacity-chunks", 2, "--capacity-chunks", 3)
+def test_several_policies_and_sizes_in_processes_are_what_each_is_alone(
+    trace: Path,
+) -> None:
+    options = (
+        "--policy",
+        "lru",
+        "--policy",
+        "fifo",
+        "--capacity-chunks",
+        2,
+        "--capacity-chunks",
+        3,
+    )
     together = runs(answer("replay", trace, *options, "--jobs", 2))
     asked = [f"{run['policy']} {run['capacity_chunks']}" for run in together]
     assert asked == ["lru 2", "fifo 2", "lru 3", "fifo 3"]
     for run in together:
         alone = answer(
-            "replay", trace, "--policy", run["policy"], "--capacity-chunks", run["capacity_chunks"]
+            "replay",
+            trace,
+            "--policy",
+            run["policy"],
+            "--capacity-chunks",
+            run["capacity_chunks"],
         )
         assert run == {name: alone[name] for name in run}
 
 
 def test_what_the_trace_cannot_fill_costs_nothing(trace: Path) -> None:
-    found = answer("replay", trace, "--capacity-chunks", 10**15, "--policy", DEFAULT)
+    found = answer(
+        "replay", trace, "--capacity-chunks", 10**15, "--policy", DEFAULT
+    )
     assert found["hit_rate"] == found["infinite"] == found["optimum"]
     assert found["capacity_chunks"] == 10**15
 
@@ -98,9 +132,13 @@ def test_a_trace_may_come_from_a_pipe_and_bytes_from_a_model(trace: Path) -> Non
     assert found["capacity_bytes"] == 4 * chunk_bytes
     assert found["bytes_written"] == 6 * chunk_bytes
     eight_bits = ("--model", "llama-3-8b", "--kv-dtype", "float8_e4m3fn")
-    halved = answer("replay", trace, "--capacity-chunks", 4, "--policy", "lru", *eight_bits)
+    halved = answer(
+        "replay", trace, "--capacity-chunks", 4, "--policy", "lru", *eight_bits
+    )
     assert halved["capacity_bytes"] == 2 * chunk_bytes
-    plain = done_here("replay", trace, "--capacity-chunks", 4, "--bytes-per-token", 2**20).stdout
+    plain = done_here(
+        "replay", trace, "--capacity-chunks", 4, "--bytes-per-token", 2**20
+    ).stdout
     assert "2.00 GiB" in plain
 
 
@@ -125,8 +163,12 @@ def test_the_curve_is_a_table_and_a_png(tmp_path: Path) -> None:
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_the_curve_chooses_its_sizes_and_never_passes_the_optimum(trace: Path, tmp_path: Path) -> None:
-    found = answer("replay", trace, "--curve", "--png", tmp_path / "x.png", "--points", 4)
+def test_the_curve_chooses_its_sizes_and_never_passes_the_optimum(
+    trace: Path, tmp_path: Path
+) -> None:
+    found = answer(
+        "replay", trace, "--curve", "--png", tmp_path / "x.png", "--points", 4
+    )
     sizes = sorted({run["capacity_chunks"] for run in runs(found)})
     assert sizes[-1] == 6
     assert len(sizes) == 4
@@ -136,15 +178,23 @@ def test_the_curve_chooses_its_sizes_and_never_passes_the_optimum(trace: Path, t
 
 
 @pytest.mark.slow
-def test_without_matplotlib_the_remedy_is_said(trace: Path, tmp_path: Path) -> None:
+def test_without_matplotlib_the_remedy_is_said(
+    trace: Path, tmp_path: Path
+) -> None:
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "sitecustomize.py").write_text(
         "import importlib.util as u\nfind = u.find_spec\n"
         "u.find_spec = lambda name, *rest: None if name == 'matplotlib' else find(name, *rest)\n"
     )
-    hidden = {"PYTHONPATH": f"{tmp_path / 'hidden'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    asked = pagoda("replay", trace, "--curve", "--png", tmp_path / "x.png", **hidden)
-    assert "pip install 'pagodakv[plot]'" in one_line(asked.returncode, asked.stdout, asked.stderr)
+    hidden = {
+        "PYTHONPATH": f"{tmp_path / 'hidden'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    }
+    asked = pagoda(
+        "replay", trace, "--curve", "--png", tmp_path / "x.png", **hidden
+    )
+    assert "pip install 'pagodakv[plot]'" in one_line(
+        asked.returncode, asked.stdout, asked.stderr
+    )
     usual = pagoda("replay", trace, "--curve", **hidden)
     assert usual.returncode == 0
     assert "optimum" in usual.stdout
@@ -156,20 +206,38 @@ def test_size_is_the_smallest_that_was_seen_to_do(tmp_path: Path) -> None:
     part = tmp_path / "part.jsonl"
     with gzip.open(str(files("pagoda.replay") / "sample.jsonl.gz")) as sample:
         part.write_bytes(b"".join(islice(sample, 500)))
-    found = answer("size", part, "--percent", 50, "--policy", "lru", "--model", "deepseek-v3")
+    found = answer(
+        "size", part, "--percent", 50, "--policy", "lru", "--model", "deepseek-v3"
+    )
     chunks = cast("int", found["chunks"])
     target = cast("float", found["target_hit_rate"])
     assert cast("float", found["hit_rate"]) >= target
     assert found["bytes"] == chunks * 512 * 61 * 576 * 2
     assert cast("int", found["optimum_chunks"]) < chunks
-    smaller = answer("replay", part, "--capacity-chunks", int(chunks * 0.98), "--policy", "lru")
+    smaller = answer(
+        "replay", part, "--capacity-chunks", int(chunks * 0.98), "--policy", "lru"
+    )
     assert cast("float", smaller["hit_rate"]) < target
 
 
 @pytest.mark.slow
 def test_size_of_a_small_trace_by_hand(trace: Path) -> None:
-    found = answer("size", trace, "--percent", 100, "--policy", "lru", "--policy", "fifo", "--jobs", 3)
-    sizes = {str(entry["policy"]): entry["chunks"] for entry in cast("list[Run]", found["sizes"])}
+    found = answer(
+        "size",
+        trace,
+        "--percent",
+        100,
+        "--policy",
+        "lru",
+        "--policy",
+        "fifo",
+        "--jobs",
+        3,
+    )
+    sizes = {
+        str(entry["policy"]): entry["chunks"]
+        for entry in cast("list[Run]", found["sizes"])
+    }
     assert sizes["optimum"] == 2 == found["optimum_chunks"]
     assert sizes["lru"] == 4
     shown = done_here("size", trace, "--percent", 100, "--policy", "lru").stdout
@@ -196,7 +264,9 @@ def test_bad_traces_are_one_line(trace: Path, tmp_path: Path) -> None:
     broken.write_text("".join([*lines[:3], '{"timestamp": 1}\n']))
     assert f"{broken}:4: " in refused("replay", broken, *some)
     mixed = tmp_path / "mixed"
-    mixed.write_text(trace.read_text() + written(tmp_path / "other", [(7,)], 256).read_text())
+    mixed.write_text(
+        trace.read_text() + written(tmp_path / "other", [(7,)], 256).read_text()
+    )
     assert "256 and 512" in refused("replay", mixed, *some)
 
 
@@ -204,27 +274,52 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
     some = ("--capacity-chunks", 5)
     assert "--capacity-chunks" in refused("replay", trace)
     assert "--capacity-chunks" in refused("replay", trace, "--capacity-chunks", 0)
-    assert "did you mean lru?" in refused("replay", trace, *some, "--policy", "lur")
+    assert "did you mean lru?" in refused(
+        "replay", trace, *some, "--policy", "lur"
+    )
     assert DEFAULT in refused("replay", trace, *some, "--policy", "xyz")
-    assert "did you mean llama-3-8b?" in refused("size", trace, "--model", "llama-3-9b")
+    assert "did you mean llama-3-8b?" in refused(
+        "size", trace, "--model", "llama-3-9b"
+    )
     assert "--bytes-per-token" in refused("size", trace, "--model", "xyz")
-    assert "--kv-dtype" in refused("size", trace, "--model", "llama-3-8b", "--kv-dtype", "fp9")
+    assert "--kv-dtype" in refused(
+        "size", trace, "--model", "llama-3-8b", "--kv-dtype", "fp9"
+    )
     assert "--percent" in refused("size", trace, "--percent", 101)
-    assert "--png needs --curve" in refused("replay", trace, *some, "--png", "x.png")
-    assert "no such directory" in refused("replay", trace, "--curve", "--png", tmp_path / "no" / "x.png")
-    assert "leave out" in refused("replay", trace, *some, "--host", "1GiB", "--model", "llama-3-8b")
+    assert "--png needs --curve" in refused(
+        "replay", trace, *some, "--png", "x.png"
+    )
+    assert "no such directory" in refused(
+        "replay", trace, "--curve", "--png", tmp_path / "no" / "x.png"
+    )
+    assert "leave out" in refused(
+        "replay", trace, *some, "--host", "1GiB", "--model", "llama-3-8b"
+    )
     assert "--jobs" in refused("replay", trace, *some, "--jobs", 0)
 
 
 @pytest.mark.slow
 def test_interrupted_is_130_and_no_process_stays(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
-    line = json.dumps({"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": []})
+    line = json.dumps(
+        {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": []}
+    )
     with long.open("w") as file:
         for number in range(60_000):
-            file.write(line.replace("[]", str([2 * number, 2 * number + 1])) + "\n")
+            file.write(
+                line.replace("[]", str([2 * number, 2 * number + 1])) + "\n"
+            )
     code = "import sys; from pagoda.cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["replay", str(long), "--capacity-chunks", "500", "--capacity-chunks", "700", "--jobs", "2"]
+    arguments = [
+        "replay",
+        str(long),
+        "--capacity-chunks",
+        "500",
+        "--capacity-chunks",
+        "700",
+        "--jobs",
+        "2",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
@@ -234,7 +329,8 @@ def test_interrupted_is_130_and_no_process_stays(tmp_path: Path) -> None:
     )
     while len(_members(process.pid)) < 3 and process.poll() is None:
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: all of them are told
+    # what a terminal does: all of them are told
+    os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
@@ -263,16 +359,24 @@ README = (Path(__file__).parents[2] / "README.md").read_text()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", re.findall(r"^pagoda ((?:replay|size) [^#\n]*\S) +#", README, re.MULTILINE)
+    "command",
+    re.findall(r"^pagoda ((?:replay|size) [^#\n]*\S) +#", README, re.MULTILINE),
 )
 def test_the_commands_of_the_readme_run(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On the head of the sample, which another test reads as a whole."""
     whole = pagoda_replay.read_trace
-    monkeypatch.setattr(pagoda_replay, "read_trace", lambda source: islice(whole(source), 400))
+    monkeypatch.setattr(
+        pagoda_replay, "read_trace", lambda source: islice(whole(source), 400)
+    )
     monkeypatch.chdir(tmp_path)
     code = main(command.split())
     said = capsys.readouterr()
     assert code == 0 and "hit rate" in said.out, said.err
-    assert [path.name for path in tmp_path.iterdir()] == ["pagoda-curve.png"] * ("--curve" in command)
+    assert [path.name for path in tmp_path.iterdir()] == ["pagoda-curve.png"] * (
+        "--curve" in command
+    )

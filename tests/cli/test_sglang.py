@@ -1,4 +1,6 @@
-"""`pagoda sglang` writes flags of SGLang's command line. That SGLang understands them is seen in tests/sglang."""
+"""`pagoda sglang` writes flags of SGLang's command line. That SGLang understands them is seen in
+tests/sglang.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ from pagoda.config import option_names
 from tests.cli.shelf import done_here, pagoda, refused
 
 STORAGE = {
-    "backend_name": "pagoda", "module_path": "pagoda.connectors.sglang", "class_name": "PagodaHiCache",
+    "backend_name": "pagoda",
+    "module_path": "pagoda.connectors.sglang",
+    "class_name": "PagodaHiCache",
     "hicache_storage_pass_prefix_keys": True,
-}  # fmt: skip
+}
 
 
-def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, object]]:
+def printed(
+    *arguments: object, **variables: str
+) -> tuple[list[str], dict[str, object]]:
     """Return the command that would be run without its last flag, and what that flag says."""
     done = done_here("sglang", "--print", *arguments, **variables)
     assert (done.returncode, done.stderr) == (0, "")
@@ -29,9 +35,18 @@ def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, 
 def test_nothing_but_the_flags_is_filled_in() -> None:
     command, storage = printed("serve", "my/model", "--tp", "2", "--page-size=64")
     assert command == [
-        "python", "-m", "sglang.launch_server", "--model-path", "my/model", "--tp", "2", "--page-size=64",
-        "--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic",
-    ]  # fmt: skip
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        "my/model",
+        "--tp",
+        "2",
+        "--page-size=64",
+        "--enable-hierarchical-cache",
+        "--hicache-storage-backend",
+        "dynamic",
+    ]
     assert storage == STORAGE
 
 
@@ -49,18 +64,27 @@ def test_options_travel_as_they_were_written(tmp_path: Path) -> None:
         "--salt",
         "s",
     ]
-    command, storage = printed(*flags, "--allow-untested-sglang", "serve", "--enable-hierarchical-cache")
+    command, storage = printed(
+        *flags, "--allow-untested-sglang", "serve", "--enable-hierarchical-cache"
+    )
     assert command.count("--enable-hierarchical-cache") == 1
     assert storage == {
-        **STORAGE, "host_size": "1GiB", "disk_path": disk, "disk_size": "2GiB", "weights": "w", "salt": "s",
+        **STORAGE,
+        "host_size": "1GiB",
+        "disk_path": disk,
+        "disk_size": "2GiB",
+        "weights": "w",
+        "salt": "s",
         "allow_untested_sglang": True,
-    }  # fmt: skip
+    }
 
 
 def test_every_option_is_there_but_the_size_of_a_chunk() -> None:
     told = done_here("sglang", "--help", COLUMNS="200").stdout
     assert all("--" + name.replace("_", "-") in told for name in option_names())
-    assert "--page-size" in refused("sglang", "--chunk-tokens", "64", "serve", "m")
+    assert "--page-size" in refused(
+        "sglang", "--chunk-tokens", "64", "serve", "m"
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,6 +104,14 @@ def test_what_cannot_stand_is_refused(arguments: list[str], told: str) -> None:
 
 
 def test_without_sglang_it_says_how_to_get_it(shm_root: Path) -> None:
-    done = pagoda("sglang", "--host-path", shm_root / "host", "--host-size", "8MiB", "serve", "m")
+    done = pagoda(
+        "sglang",
+        "--host-path",
+        shm_root / "host",
+        "--host-size",
+        "8MiB",
+        "serve",
+        "m",
+    )
     assert done.returncode == 1
     assert "pip install" in done.stderr

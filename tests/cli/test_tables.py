@@ -1,4 +1,6 @@
-"""Every command's tables are whole in 80 columns with three tiers that have something, in a terminal and in a pipe."""
+"""Every command's tables are whole in 80 columns with three tiers that have something, in a
+terminal and in a pipe.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.cli.shelf import disk, host, put, save
 from tests.cli.test_remotes import share
 from tests.cli.traces import PROMPTS, written
 
-MODEL = Namespace("meta-llama/Llama-3.1-8B-Instruct", kv_dtype="bfloat16", salt="a tenant")
+MODEL = Namespace(
+    "meta-llama/Llama-3.1-8B-Instruct", kv_dtype="bfloat16", salt="a tenant"
+)
 PROMPT = list(range(80))
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -36,8 +40,15 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def machine(shm_root: Path, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host tier, a disk tier and a server, each with chunks of a model with a long name, and large counters."""
+def machine(
+    shm_root: Path,
+    tmp_path: Path,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """A host tier, a disk tier and a server, each with chunks of a model with a long name, and
+    large counters.
+    """
     ledger = host(shm_root / "host")
     put(ledger, MODEL, PROMPT[:32])
     admin.pin(ledger, put(ledger, MODEL, PROMPT[:16]), "pagoda")
@@ -109,7 +120,11 @@ def in_terminal(*args: object) -> tuple[int, str]:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        with os.fdopen(theirs, "w") as terminal, redirect_stdout(terminal), redirect_stderr(io.StringIO()):
+        with (
+            os.fdopen(theirs, "w") as terminal,
+            redirect_stdout(terminal),
+            redirect_stderr(io.StringIO()),
+        ):
             code = main([str(argument) for argument in args])
     finally:
         reader.join(30)
@@ -134,12 +149,25 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "ls": (["ls"], ["tier key position"]),
     "ls --by namespace": (["ls", "--by", "namespace"], ["tier namespace chunks"]),
-    "check": (["check", "--read"], ["tier verdict chunks read damaged directory", "tier verdict address"]),
-    "explain": (["explain", "--tokens", "{}/tokens"], ["tier tokens share why not more"]),
+    "check": (
+        ["check", "--read"],
+        ["tier verdict chunks read damaged directory", "tier verdict address"],
+    ),
+    "explain": (
+        ["explain", "--tokens", "{}/tokens"],
+        ["tier tokens share why not more"],
+    ),
     "pin": (["pin", "--tokens", "{}/tokens"], ["tier tokens model"]),
     "config show": (["config", "show"], ["option from"]),
     "replay": (
-        ["replay", "{}/trace.jsonl", "--capacity-chunks", "4", "--bytes-per-token", "4096"],
+        [
+            "replay",
+            "{}/trace.jsonl",
+            "--capacity-chunks",
+            "4",
+            "--bytes-per-token",
+            "4096",
+        ],
         ["policy chunks bytes hit rate optimum of what is possible"],
     ),
     "replay by tier": (
@@ -155,10 +183,21 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
             "--prefill",
             "1000",
         ],
-        ["policy tier size", "policy hit rate optimum prefill tokens saved of all", "p90 p99"],
+        [
+            "policy tier size",
+            "policy hit rate optimum prefill tokens saved of all",
+            "p90 p99",
+        ],
     ),
     "size": (
-        ["size", "{}/trace.jsonl", "--bytes-per-token", "4096", "--percent", "100"],
+        [
+            "size",
+            "{}/trace.jsonl",
+            "--bytes-per-token",
+            "4096",
+            "--percent",
+            "100",
+        ],
         ["policy chunks bytes hit rate of what is possible"],
     ),
     "clear": (["clear", "--yes"], ["tier chunks cleared directory"]),
@@ -177,11 +216,18 @@ def test_no_line_is_wider_than_80_and_no_value_is_cut(
         assert "..." not in text
         for line in text.splitlines():
             # only what is alone on its line may be longer: a path, an address, a model
-            assert cell_len(line) <= 80 or re.fullmatch(r"(  |file )?\S*[/:]\S*", line), f"{name}: {line}"
+            assert cell_len(line) <= 80 or re.fullmatch(
+                r"(  |file )?\S*[/:]\S*", line
+            ), f"{name}: {line}"
         for heading in headings:
-            assert heading in re.sub(" +", " ", text), f"{name}: {heading!r} in\n{text}"
+            assert heading in re.sub(" +", " ", text), (
+                f"{name}: {heading!r} in\n{text}"
+            )
         if name in ("stats", "ls", "ls --by namespace", "explain", "pin"):
-            assert re.search(r"meta-llama/Llama-3.1-8B-Instruct kv_dtype=bfloat16 salt=\S{8,}", text), text
+            assert re.search(
+                r"meta-llama/Llama-3.1-8B-Instruct kv_dtype=bfloat16 salt=\S{8,}",
+                text,
+            ), text
 
 
 def test_wide_shows_all_columns(machine: Path) -> None:
@@ -190,7 +236,10 @@ def test_wide_shows_all_columns(machine: Path) -> None:
         (["ls"], ["namespace", "tokens", "flags"]),
         (["ls", "--by", "namespace"], ["tokens", "oldest use"]),
         (["check"], ["unreachable", "stale hints"]),
-        (["replay", str(machine / "trace.jsonl"), "--capacity-chunks", "4"], ["written"]),
+        (
+            ["replay", str(machine / "trace.jsonl"), "--capacity-chunks", "4"],
+            ["written"],
+        ),
     ):
         usual = in_pipe(*command)[1]
         wide = in_pipe(*command, "--wide")[1]
@@ -213,7 +262,9 @@ def test_a_wider_terminal_shows_what_is_long_in_its_row(
     monkeypatch.setenv("COLUMNS", "200")
     code, text = in_terminal("stats")
     assert code == 0
-    assert re.search(rf"host .*  {os.environ['PAGODA_HOST_PATH']}/layout\n", text), text
+    assert re.search(
+        rf"host .*  {os.environ['PAGODA_HOST_PATH']}/layout\n", text
+    ), text
 
 
 @pytest.mark.parametrize("columns", [0, 1, 2])
@@ -223,13 +274,21 @@ def test_a_terminal_of_no_width_is_printed_to(
     monkeypatch.setenv("COLUMNS", str(columns))
     ids = machine / "prompt"
     ids.write_text(" ".join(map(str, PROMPT)))
-    for command in (("stats",), ("top", "--once"), ("explain", "--tokens", str(ids))):
+    for command in (
+        ("stats",),
+        ("top", "--once"),
+        ("explain", "--tokens", str(ids)),
+    ):
         code, text = in_pipe(*command)
         assert code == 0 and "host" in text, text
 
 
 def test_cells() -> None:
-    assert table_lines(["tier", "chunks", "where"], [("host", 12345, "/a"), ("disk", 6, "/b/c")], 80) == [
+    assert table_lines(
+        ["tier", "chunks", "where"],
+        [("host", 12345, "/a"), ("disk", 6, "/b/c")],
+        80,
+    ) == [
         "tier  chunks  where",
         "host  12,345  /a",
         "disk       6  /b/c",
@@ -241,14 +300,23 @@ def test_cells() -> None:
         "disk       6  /b/c",
     ]
     assert table_lines(["wide", "n"], [("日本", 1)], 80) == ["wide  n", "日本  1"]
-    assert table_lines(["a", "b"], [("x", "1\n2")], 80) == ["a  b", "x  1", "   2"]
+    assert table_lines(["a", "b"], [("x", "1\n2")], 80) == [
+        "a  b",
+        "x  1",
+        "   2",
+    ]
     assert table_lines(["a", "b"], [], 80) == ["a  b"]
-    counts = [printing.count(n) for n in (9_999_999, 10**7, 123_456_789, 10**10, 2 * 10**13)]
+    counts = [
+        printing.count(n)
+        for n in (9_999_999, 10**7, 123_456_789, 10**10, 2 * 10**13)
+    ]
     assert counts == ["9,999,999", "10.0 M", "123.5 M", "10.0 G", "20.0 T"]
     assert all(len(line) <= 80 for line in wrapped("a b " * 100, 80))
 
 
-def test_what_is_stored_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_stored_cannot_steer_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A model's name, or what a server answered, is foreign text."""
     evil = "llama\x1b]0;owned\x07\x9b2J\r"
     printing.print_table("", ("model", "chunks"), [(evil, 1)])

@@ -1,4 +1,6 @@
-"""`pagoda top`: one view, a live one in a real terminal, and JSON samples, over stores that come and go."""
+"""`pagoda top`: one view, a live one in a real terminal, and JSON samples, over stores that come
+and go.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,11 @@ class Terminal:
         while select.select([self.ours], [], [], 0.2)[0]:
             self.text += os.read(self.ours, 65536).decode(errors="replace")
         assert termios.tcgetattr(self._theirs) == self.before
-        assert self.text.rfind("\x1b[?25h") >= self.text.rfind("\x1b[?25l"), "the cursor is hidden"
-        assert "\x1b[?1049h" not in self.text  # no other screen, which a killed process would leave behind
+        assert self.text.rfind("\x1b[?25h") >= self.text.rfind("\x1b[?25l"), (
+            "the cursor is hidden"
+        )
+        # no other screen, which a killed process would leave behind
+        assert "\x1b[?1049h" not in self.text
         os.close(self._theirs)
         os.close(self.ours)
         return code
@@ -76,8 +81,12 @@ def test_one_view_has_all_tiers_and_fits(machine: Path) -> None:
         assert code == 0
         lines = text.splitlines()
         assert len(lines) <= 24 and max(map(cell_len, lines)) <= 80, text
-        assert re.search(r"host +[█░]{20} +3\.1 % +8\.00 KiB of 256\.00 KiB +2 chunks", text), text
-        assert re.search(r"disk +[█░]{20} +6\.2 %", text) and re.search(r"redis .*answers", text), text
+        assert re.search(
+            r"host +[█░]{20} +3\.1 % +8\.00 KiB of 256\.00 KiB +2 chunks", text
+        ), text
+        assert re.search(r"disk +[█░]{20} +6\.2 %", text) and re.search(
+            r"redis .*answers", text
+        ), text
         for word in (
             "policy hindsight",
             "misses: other_namespace 12.3 M",
@@ -89,7 +98,9 @@ def test_one_view_has_all_tiers_and_fits(machine: Path) -> None:
         assert "meta-llama/Llama-3.1-8B-Instruct" in text
 
 
-def test_the_owners_of_most_pins_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
+def test_the_owners_of_most_pins_are_shown_and_the_rest_is_counted(
+    shm_root: Path,
+) -> None:
     ledger = host(shm_root)
     held = put(ledger, LLAMA, range(64))
     for number in range(40):
@@ -97,18 +108,31 @@ def test_the_owners_of_most_pins_are_shown_and_the_rest_is_counted(shm_root: Pat
     admin.pin(ledger, held, "the\x1blargest")
     code, text = in_pipe("top", shm_root, "--once")
     assert code == 0 and max(map(cell_len, text.splitlines())) <= 80, text
-    assert "pinned chunks: the\\x1blargest 4 in host" in text and "and 36 more" in text, text
+    assert (
+        "pinned chunks: the\\x1blargest 4 in host" in text
+        and "and 36 more" in text
+    ), text
 
 
 def test_the_last_requests_fit(shm_root: Path) -> None:
     ledger = host(shm_root)
-    counts = {"asked_tokens": 1 << 20, "hit_tokens_host": 1 << 20, "hit_tokens_disk": 7}
+    counts = {
+        "asked_tokens": 1 << 20,
+        "hit_tokens_host": 1 << 20,
+        "hit_tokens_disk": 7,
+    }
     for number in range(9):
-        ledger.requests.append({**counts, "hit_tokens_remote": number}, LLAMA.root, "other_namespace")
+        ledger.requests.append(
+            {**counts, "hit_tokens_remote": number}, LLAMA.root, "other_namespace"
+        )
     code, text = in_pipe("top", shm_root, "--once")
     lines = [line for line in text.splitlines() if "other_namespace" in line]
     assert code == 0 and max(map(cell_len, text.splitlines())) <= 80, text
-    assert len(lines) == 5 and "1,048,576" in lines[0] and str(os.getpid()) in lines[0], text
+    assert (
+        len(lines) == 5
+        and "1,048,576" in lines[0]
+        and str(os.getpid()) in lines[0]
+    ), text
     assert re.search(r"last requests .*why not more", text), text
     (sample,) = in_pipe("top", shm_root, "--once", "--json")[1].splitlines()
     request = json.loads(sample)["stores"][0]["requests"][0]
@@ -128,7 +152,9 @@ def test_json_is_one_object_a_sample(machine: Path) -> None:
     assert found["remotes"][0]["error"] == ""
 
 
-def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_store_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PAGODA_HOST_PATH", str(tmp_path / "none"))
     code, text = in_pipe("top", "--once")
     assert code == 0
@@ -139,10 +165,21 @@ def test_no_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_rates_and_stores_that_come_and_go(shm_root: Path, tmp_path: Path) -> None:
+def test_rates_and_stores_that_come_and_go(
+    shm_root: Path, tmp_path: Path
+) -> None:
     ledger = host(shm_root, name="a")
     put(ledger, LLAMA, range(32))
-    command = [sys.executable, "-c", RUN, "top", str(shm_root), "--json", "--interval", "0.2"]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        "top",
+        str(shm_root),
+        "--json",
+        "--interval",
+        "0.2",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
 
@@ -175,9 +212,12 @@ def test_rates_and_stores_that_come_and_go(shm_root: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)],
 )
-def test_live_in_a_terminal_and_its_end(shm_root: Path, number: signal.Signals, code: int) -> None:
+def test_live_in_a_terminal_and_its_end(
+    shm_root: Path, number: signal.Signals, code: int
+) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(32))
     live = Terminal("top", shm_root, "--interval", 0.2)
@@ -185,7 +225,10 @@ def test_live_in_a_terminal_and_its_end(shm_root: Path, number: signal.Signals, 
     put(ledger, LLAMA, range(64))
     live.until("host .* 4 chunks")
     assert live.end(number) == code
-    assert max(cell_len(line) for line in ESCAPES.sub("", live.text).splitlines()) <= 80
+    assert (
+        max(cell_len(line) for line in ESCAPES.sub("", live.text).splitlines())
+        <= 80
+    )
     assert "Traceback" not in live.text
 
 
@@ -212,7 +255,8 @@ def test_a_broken_store_is_named_and_hides_no_other(
     assert re.search("host .* 1 chunks", text)
     assert f"{shm_root}/bad: " in text
     monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "nothing"))
-    monkeypatch.setenv("PAGODA_DISK_PATH", str(tmp_path / ("x" * 300)))  # longer than a name can be
+    # longer than a name can be
+    monkeypatch.setenv("PAGODA_DISK_PATH", str(tmp_path / ("x" * 300)))
     monkeypatch.setenv("PAGODA_DISK_SIZE", "1GiB")
     code, text = in_pipe("top", "--once")
     assert code == 1

@@ -1,4 +1,6 @@
-"""TraceJob in several processes: the same results in the same order, and an end to all of it when there is trouble."""
+"""TraceJob in several processes: the same results in the same order, and an end to all of it when
+there is trouble.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,18 @@ def dead(requests: Sequence[Request]) -> list[int]:
 def test_results_come_in_the_order_of_the_work(jobs: int) -> None:
     with TracePool(REQUESTS, jobs, quiet=True) as pool:
         for starts in ([18, 3, 19, 7, 12], [15]):
-            found = pool.run([TraceJob(ids_from, (start,)) for start in starts], "")
+            found = pool.run(
+                [TraceJob(ids_from, (start,)) for start in starts], ""
+            )
             assert found == [list(range(start, 20)) for start in starts]
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_a_process_raises_is_raised_here(jobs: int) -> None:
-    with TracePool(REQUESTS, jobs, quiet=True) as pool, pytest.raises(ValueError, match="no room"):
+    with (
+        TracePool(REQUESTS, jobs, quiet=True) as pool,
+        pytest.raises(ValueError, match="no room"),
+    ):
         pool.run([TraceJob(ids_from, (1,)), TraceJob(bad, ())], "")
 
 

@@ -36,7 +36,11 @@ def messages() -> Iterator[tuple[str, str]]:
 def test_what_a_message_has_in_any_case_fits_in_a_line() -> None:
     found = dict(messages())
     assert len(found) > 50
-    wide = {where: text for where, text in found.items() if len(f"pagoda: {text}") > COLUMNS}
+    wide = {
+        where: text
+        for where, text in found.items()
+        if len(f"pagoda: {text}") > COLUMNS
+    }
     assert not wide
 
 
@@ -64,7 +68,13 @@ def test_what_a_message_has_in_any_case_fits_in_a_line() -> None:
         "config show --nope",
     ],
 )
-def test_wrong_use_fits_in_a_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_fits_in_a_line(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(line.split()) == 2
     said = capsys.readouterr().err
-    assert said.startswith("pagoda: ") and said.count("\n") == 1 and len(said) <= COLUMNS + 1, said
+    assert (
+        said.startswith("pagoda: ")
+        and said.count("\n") == 1
+        and len(said) <= COLUMNS + 1
+    ), said

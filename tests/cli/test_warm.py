@@ -1,4 +1,6 @@
-"""`pagoda warm`: what all machines use most comes from Redis into the host tier, and nothing goes for it."""
+"""`pagoda warm`: what all machines use most comes from Redis into the host tier, and nothing goes
+for it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from pagoda.tiers.remote.store_client import PutRequest, PutResult
 from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.cli.shelf import RUN, answer, pagoda, refused, run_here
 from tests.remote.proxy import Fault, proxy_to
-from tests.serve.kit import LAYOUT, ODD, Bytes, engine, keys_of, payload_of, value_of
+from tests.serve.kit import (
+    LAYOUT,
+    ODD,
+    Bytes,
+    engine,
+    keys_of,
+    payload_of,
+    value_of,
+)
 
 ROOT = Namespace("served", layout=LAYOUT.fingerprint).root
 SIZE = LAYOUT.chunk_bytes
@@ -48,7 +58,11 @@ def url(server: Server, request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def where(shm_root: Path, url: str) -> dict[str, str]:
     """The environment of the machine that is warmed."""
-    return {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_HOST_SIZE": str(SLOTS * SIZE), "PAGODA_REMOTE": url}
+    return {
+        "PAGODA_HOST_PATH": str(shm_root),
+        "PAGODA_HOST_SIZE": str(SLOTS * SIZE),
+        "PAGODA_REMOTE": url,
+    }
 
 
 @pytest.fixture
@@ -60,26 +74,42 @@ def host(shm_root: Path) -> Iterator[HostTier]:
 
 
 def share(
-    url: str, chain: int, chunks: int, *, damaged: Sequence[int] = (), parents: bool = True
+    url: str,
+    chain: int,
+    chunks: int,
+    *,
+    damaged: Sequence[int] = (),
+    parents: bool = True,
 ) -> list[bytes]:
-    """Store a prompt's chunks as another machine does, or an older version of it; return their keys."""
+    """Store a prompt's chunks as another machine does, or an older version of it; return their
+    keys.
+    """
     connection = parse(url).engine().connection().open(time.monotonic() + 30)
     keys = keys_of(ROOT, chain, chunks)
     for position, key in enumerate(keys):
         parent = keys[position - 1] if position and parents else b""
-        made = value_of(ROOT, key, position, payload_of(chain, position), parent=parent)
+        made = value_of(
+            ROOT, key, position, payload_of(chain, position), parent=parent
+        )
         value = np.frombuffer(made, np.uint8).copy()
         value[HEADER_BYTES + 100] ^= position in damaged
         page = value[:HEADER_BYTES]
         stored = value[HEADER_BYTES:]
-        done = connection.put(PutRequest(ROOT, key, page, stored, lambda: True), time.monotonic() + 30)
+        done = connection.put(
+            PutRequest(ROOT, key, page, stored, lambda: True),
+            time.monotonic() + 30,
+        )
         assert done is PutResult.STORED
     connection.close()
     return keys
 
 
-def use(server: Server, url: str, keys: Sequence[bytes], ttl: int = 0, **use: int) -> None:
-    """Let these chunks have been used so many seconds ago (`idletime`), or so often (`frequency`). `ttl`: in ms."""
+def use(
+    server: Server, url: str, keys: Sequence[bytes], ttl: int = 0, **use: int
+) -> None:
+    """Let these chunks have been used so many seconds ago (`idletime`), or so often (`frequency`).
+    `ttl`: in ms.
+    """
     truth = client.Redis(port=server.port)
     names = RedisNames(parse(url).prefix)
     for name in (names.chunk(ROOT, key) for key in keys):
@@ -102,7 +132,9 @@ def put(host: HostTier, chain: int, chunks: int) -> list[bytes]:
     """Store a prompt as an engine here does."""
     keys = keys_of(ROOT, chain, chunks)
     for n, key in enumerate(keys):
-        (ended,) = host.save([Chunk(key, n, 64, payload_of(chain, n), None, lambda: True)], ROOT)
+        (ended,) = host.save(
+            [Chunk(key, n, 64, payload_of(chain, n), None, lambda: True)], ROOT
+        )
         assert ended.result(0).ok
     return keys
 
@@ -114,13 +146,23 @@ def test_what_is_used_most_comes_first(
     for chain, idle in ((1, 1000), (2, 10), (3, 5000)):
         use(server, url, keys[chain], idletime=idle)
     assert brought("--bytes", 5 * SIZE, **where) == (5, 0, "bytes")
-    assert [positions(host, keys[chain]) for chain in (1, 2, 3)] == [[0], [0, 1, 2, 3], []]
+    assert [positions(host, keys[chain]) for chain in (1, 2, 3)] == [
+        [0],
+        [0, 1, 2, 3],
+        [],
+    ]
     assert brought(**where) == (7, 0, "all")
     assert brought(**where) == (0, 0, "all")
     for chain in (1, 2, 3):
         buffers: list[Bytes] = [np.zeros(SIZE, np.uint8) for _ in range(4)]
-        assert all(done.result(0).ok for done in host.load(keys[chain], buffers, namespace=ROOT))
-        assert all((buffer == payload_of(chain, n)).all() for n, buffer in enumerate(buffers))
+        assert all(
+            done.result(0).ok
+            for done in host.load(keys[chain], buffers, namespace=ROOT)
+        )
+        assert all(
+            (buffer == payload_of(chain, n)).all()
+            for n, buffer in enumerate(buffers)
+        )
 
 
 def test_parents_come_before_their_children(
@@ -128,25 +170,43 @@ def test_parents_come_before_their_children(
 ) -> None:
     keys = [share(url, chain, 4) for chain in (1, 2)]
     for run in keys:
-        for position, key in enumerate(run):  # the head was written first: its idle time is the longest
+        # the head was written first: its idle time is the longest
+        for position, key in enumerate(run):
             use(server, url, [key], idletime=900 - 100 * position)
     assert brought("--bytes", 3 * SIZE, **where)[0] == 3
     assert sorted(map(len, (positions(host, run) for run in keys))) == [1, 2]
     assert brought(**where) == (5, 0, "all")
     rows = sorted(admin.list_chunks(host.ledger), key=lambda row: row.generation)
-    assert [row.position for row in rows][3:] == sorted(row.position for row in rows[3:])
+    assert [row.position for row in rows][3:] == sorted(
+        row.position for row in rows[3:]
+    )
     last_use = [host.ledger.columns.last_use[row.slot] for row in rows[3:]]
-    assert last_use == sorted(last_use, reverse=True)  # a tail never outlives its head
+    # a tail never outlives its head
+    assert last_use == sorted(last_use, reverse=True)
 
 
 @pytest.mark.parametrize(
     ("head", "tail", "parents"),
-    [(2, 0, False), (2, 0, True), (65, 62, True), (129, 126, True), (5000, 0, True)],
+    [
+        (2, 0, False),
+        (2, 0, True),
+        (65, 62, True),
+        (129, 126, True),
+        (5000, 0, True),
+    ],
 )
 def test_a_prompt_is_brought_from_its_head_on(
-    where: dict[str, str], host: HostTier, server: Server, url: str, head: int, tail: int, parents: bool
+    where: dict[str, str],
+    host: HostTier,
+    server: Server,
+    url: str,
+    head: int,
+    tail: int,
+    parents: bool,
 ) -> None:
-    """Its head was used some seconds before its tail. Older versions do not tell what a chunk continues."""
+    """Its head was used some seconds before its tail. Older versions do not tell what a chunk
+    continues.
+    """
     keys = share(url, 1, 8, parents=parents)
     other = share(url, 2, 3)
     for brings in (4, 8):
@@ -166,14 +226,18 @@ def test_what_no_request_could_use_is_left_out(
     mine = share(url, 2, 4)
     truth = client.Redis(port=server.port)
     names = RedisNames(parse(url).prefix)
-    truth.delete(names.chunk(ROOT, keys[2]), *(names.chunk(ROOT, key) for key in mine[:2]))
+    truth.delete(
+        names.chunk(ROOT, keys[2]), *(names.chunk(ROOT, key) for key in mine[:2])
+    )
     assert put(host, 2, 2) == mine[:2]
     assert brought("--bytes", 4 * SIZE, **where) == (4, 0, "all")
     assert positions(host, keys) == [0, 1]
     assert positions(host, mine) == [0, 1, 2, 3]
 
 
-def test_damaged_values_are_left_out(where: dict[str, str], host: HostTier, server: Server, url: str) -> None:
+def test_damaged_values_are_left_out(
+    where: dict[str, str], host: HostTier, server: Server, url: str
+) -> None:
     keys = share(url, 1, 6, damaged=[2])
     truth = client.Redis(port=server.port)
     names = RedisNames(parse(url).prefix)
@@ -185,18 +249,27 @@ def test_damaged_values_are_left_out(where: dict[str, str], host: HostTier, serv
     assert positions(host, keys) == [0, 1]
 
 
-def test_chunks_of_other_layouts_are_left_alone(where: dict[str, str], host: HostTier, url: str) -> None:
+def test_chunks_of_other_layouts_are_left_alone(
+    where: dict[str, str], host: HostTier, url: str
+) -> None:
     root = Namespace("served", layout=ODD.fingerprint).root
     connection = parse(url).engine().connection().open(time.monotonic() + 30)
     for position, key in enumerate(keys_of(root, 1, 3)):
-        value = np.frombuffer(value_of(root, key, position, payload_of(1, position, ODD), ODD), np.uint8)
-        request = PutRequest(root, key, value[:HEADER_BYTES], value[HEADER_BYTES:], lambda: True)
+        value = np.frombuffer(
+            value_of(root, key, position, payload_of(1, position, ODD), ODD),
+            np.uint8,
+        )
+        request = PutRequest(
+            root, key, value[:HEADER_BYTES], value[HEADER_BYTES:], lambda: True
+        )
         connection.put(request, time.monotonic() + 30)
     connection.close()
     assert brought(**where) == (0, 0, "all")
 
 
-def test_nothing_is_evicted(where: dict[str, str], host: HostTier, url: str) -> None:
+def test_nothing_is_evicted(
+    where: dict[str, str], host: HostTier, url: str
+) -> None:
     mine = put(host, 1, 50)
     theirs = share(url, 2, 20)
     done = brought("--bytes", "1GiB", **where)
@@ -206,21 +279,46 @@ def test_nothing_is_evicted(where: dict[str, str], host: HostTier, url: str) -> 
     assert admin.counters(host.ledger)["evicted_chunks"] == 0
 
 
-def test_by_default_half_of_the_host_tier_is_filled(where: dict[str, str], host: HostTier, url: str) -> None:
+def test_by_default_half_of_the_host_tier_is_filled(
+    where: dict[str, str], host: HostTier, url: str
+) -> None:
     share(url, 1, 40)
     assert brought(**where) == (SLOTS // 2, 0, "bytes")
 
 
 @contextmanager
-def running(where: dict[str, str], host: HostTier) -> Iterator[subprocess.Popen[str]]:
+def running(
+    where: dict[str, str], host: HostTier
+) -> Iterator[subprocess.Popen[str]]:
     """Warm slowly in another process, of which some chunks have come."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PAGODA_")}
-    command = [sys.executable, "-c", RUN, "warm", "--json", "--rate", str(4 * SIZE)]
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PAGODA_")
+    }
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        "warm",
+        "--json",
+        "--rate",
+        str(4 * SIZE),
+    ]
     process = subprocess.Popen(
-        command, env=env | where, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=env | where,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
-        wait_for(lambda: process.poll() is not None or admin.gauges(host.ledger)["ready"] > 0)
+        wait_for(
+            lambda: (
+                process.poll() is not None
+                or admin.gauges(host.ledger)["ready"] > 0
+            )
+        )
         yield process
     finally:
         process.kill()
@@ -234,7 +332,9 @@ def wait_for(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_the_rate_is_kept(where: dict[str, str], host: HostTier, url: str) -> None:
+def test_the_rate_is_kept(
+    where: dict[str, str], host: HostTier, url: str
+) -> None:
     share(url, 1, 6)
     began = time.monotonic()
     assert brought("--rate", 4 * SIZE, **where) == (6, 0, "all")
@@ -246,7 +346,10 @@ def test_it_ends_when_an_engine_works(
     where: dict[str, str], host: HostTier, shm_root: Path, url: str
 ) -> None:
     share(url, 1, 30)
-    with engine(host_path=str(shm_root), host_size=SLOTS * SIZE) as working, running(where, host) as process:
+    with (
+        engine(host_path=str(shm_root), host_size=SLOTS * SIZE) as working,
+        running(where, host) as process,
+    ):
         working.tell("retrieve", 5, 2)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and '"ended": "traffic"' in out, err
@@ -254,7 +357,9 @@ def test_it_ends_when_an_engine_works(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_and_what_came_stays(where: dict[str, str], host: HostTier, url: str) -> None:
+def test_ctrl_c_ends_it_and_what_came_stays(
+    where: dict[str, str], host: HostTier, url: str
+) -> None:
     keys = share(url, 1, 30)
     with running(where, host) as process:
         process.send_signal(signal.SIGINT)
@@ -269,11 +374,15 @@ def test_ctrl_c_ends_it_and_what_came_stays(where: dict[str, str], host: HostTie
 
 
 def test_a_server_that_counts_uses(where: dict[str, str], host: HostTier) -> None:
-    with redis_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lfu") as lfu:
+    with redis_server(
+        "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lfu"
+    ) as lfu:
         keys = [share(lfu.url, chain, 3) for chain in (1, 2)]
         use(lfu, lfu.url, keys[0], frequency=7)
         use(lfu, lfu.url, keys[1], frequency=70)
-        assert brought("--bytes", 4 * SIZE, **where | {"PAGODA_REMOTE": lfu.url}) == (4, 0, "bytes")
+        assert brought(
+            "--bytes", 4 * SIZE, **where | {"PAGODA_REMOTE": lfu.url}
+        ) == (4, 0, "bytes")
     assert [positions(host, run) for run in keys] == [[0], [0, 1, 2]]
 
 
@@ -291,22 +400,35 @@ def test_several_nodes(where: dict[str, str], host: HostTier, kind: str) -> None
 
 
 @pytest.mark.slow
-def test_the_table_has_80_columns(where: dict[str, str], host: HostTier, url: str) -> None:
+def test_the_table_has_80_columns(
+    where: dict[str, str], host: HostTier, url: str
+) -> None:
     share(url, 1, 3)
     done = pagoda("warm", **where)
     assert done.returncode == 0
     assert done.stderr == ""
     heading, row, address = done.stdout.splitlines()
-    assert heading.split() == ["tier", "chunks", "size", "damaged", "ended", "by", "address"]
+    assert heading.split() == [
+        "tier",
+        "chunks",
+        "size",
+        "damaged",
+        "ended",
+        "by",
+        "address",
+    ]
     assert row.split() == ["redis", "3", "192.00", "KiB", "0", "all"]
     assert address.strip() == url
     assert max(map(len, (heading, row))) <= 80
 
 
 @pytest.mark.parametrize(
-    "option", [("--bytes", "much"), ("--rate", "auto"), ("--bytes", "0"), ("--rate", "")]
+    "option",
+    [("--bytes", "much"), ("--rate", "auto"), ("--bytes", "0"), ("--rate", "")],
 )
-def test_wrong_sizes(where: dict[str, str], host: HostTier, option: tuple[str, str]) -> None:
+def test_wrong_sizes(
+    where: dict[str, str], host: HostTier, option: tuple[str, str]
+) -> None:
     code, out, err = run_here("warm", *option, **where)
     assert (code, out) == (2, "")
     assert err.startswith(f"pagoda: {option[0]}")
@@ -326,15 +448,22 @@ def test_to_warm_is_no_use(
         use(server, url, [key], idletime=1000, ttl=life)
     assert brought("--bytes", 3 * SIZE, **where) == (3, 0, "bytes")
     left = [truth.pttl(names.chunk(ROOT, key)) for key in keys]
-    assert all(life - 60_000 < now <= life for now, life in zip(left, lives, strict=True))  # type: ignore[operator]
+    assert all(
+        life - 60_000 < now <= life for now, life in zip(left, lives, strict=True)
+    )  # type: ignore[operator]
     if truth.info("server")["redis_version"] >= "7.2":  # type: ignore[index]
-        assert min(truth.object("idletime", names.chunk(ROOT, key)) for key in keys) >= 1000
+        assert (
+            min(truth.object("idletime", names.chunk(ROOT, key)) for key in keys)
+            >= 1000
+        )
 
 
 def test_without_a_redis(where: dict[str, str], host: HostTier) -> None:
     for remote in ("", "s3://bucket"):
         assert run_here("warm", **where | {"PAGODA_REMOTE": remote})[0] == 2
-        assert "needs a remote tier in Redis" in refused("warm", **where | {"PAGODA_REMOTE": remote})
+        assert "needs a remote tier in Redis" in refused(
+            "warm", **where | {"PAGODA_REMOTE": remote}
+        )
 
 
 def test_without_a_host_tier(where: dict[str, str]) -> None:
@@ -350,10 +479,21 @@ def test_trouble_is_said_for_each_tier(
     dead = f"redis://127.0.0.1:{free_port()}?name=dead"
     truth = client.Redis(port=server.port)
     truth.execute_command(
-        "ACL", "SETUSER", "looker", "on", ">x", "~*", "-@all", "+exists", "+scan", "+select"
+        "ACL",
+        "SETUSER",
+        "looker",
+        "on",
+        ">x",
+        "~*",
+        "-@all",
+        "+exists",
+        "+scan",
+        "+select",
     )
     barred = url.replace("redis://", "redis://looker:x@") + "&name=barred"
-    found = answer("warm", code=1, **where | {"PAGODA_REMOTE": f"{dead},{barred},{url}"})
+    found = answer(
+        "warm", code=1, **where | {"PAGODA_REMOTE": f"{dead},{barred},{url}"}
+    )
     assert [one["chunks"] for one in found["remotes"]] == [3]  # type: ignore[attr-defined]
     one, other = found["failed"].values()  # type: ignore[attr-defined]
     assert "check that it runs there" in one
@@ -392,11 +532,15 @@ def test_a_connection_that_breaks_midway(
     assert brought(**where) == (6 - len(came), 0, "all")
 
 
-def test_a_server_that_writes_nothing(where: dict[str, str], host: HostTier) -> None:
+def test_a_server_that_writes_nothing(
+    where: dict[str, str], host: HostTier
+) -> None:
     """A replica is read; what it cannot do is said without a hint at rights."""
     with redis_server() as replica:
         keys = share(replica.url, 1, 3)
-        client.Redis(port=replica.port).execute_command("REPLICAOF", "127.0.0.1", free_port())
+        client.Redis(port=replica.port).execute_command(
+            "REPLICAOF", "127.0.0.1", free_port()
+        )
         where["PAGODA_REMOTE"] = replica.url
         assert brought(**where) == (3, 0, "all")
         assert positions(host, keys) == [0, 1, 2]

@@ -11,8 +11,15 @@ from pagoda.replay import Request, format_request
 PROMPTS = [(1, 2), (3, 4), (1, 2), (5, 6), (1, 2)]
 
 
-def written(path: Path, prompts: Sequence[tuple[int, ...]], chunk_tokens: int = 512) -> Path:
+def written(
+    path: Path, prompts: Sequence[tuple[int, ...]], chunk_tokens: int = 512
+) -> Path:
     """Write a trace with one request a second."""
-    requests = [Request(1e3 * n, 512 * len(ids), 1, ids, chunk_tokens) for n, ids in enumerate(prompts)]
-    path.write_text("".join(format_request(request) + "\n" for request in requests))
+    requests = [
+        Request(1e3 * n, 512 * len(ids), 1, ids, chunk_tokens)
+        for n, ids in enumerate(prompts)
+    ]
+    path.write_text(
+        "".join(format_request(request) + "\n" for request in requests)
+    )
     return path

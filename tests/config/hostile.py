@@ -1,4 +1,6 @@
-"""Directories in which a stranger may have left a pagoda.toml, and a listener that notes what is sent."""
+"""Directories in which a stranger may have left a pagoda.toml, and a listener that notes what is
+sent.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,12 @@ class Victim:
             for path in sorted(top.rglob("*")):
                 status = path.lstat()
                 content = path.read_bytes() if path.is_file() else b""
-                found[str(path)] = (status.st_mode, status.st_uid, status.st_mtime_ns, content)
+                found[str(path)] = (
+                    status.st_mode,
+                    status.st_uid,
+                    status.st_mtime_ns,
+                    content,
+                )
         return found
 
     @property

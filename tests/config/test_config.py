@@ -23,7 +23,12 @@ def test_defaults_make_a_host_tier_and_no_disk() -> None:
 
 
 def test_values_are_kept_in_one_form(tmp_path: Path) -> None:
-    config = Config(host_size="64GiB", disk_size="100GB", disk_path=str(tmp_path), deadline_seconds=2)
+    config = Config(
+        host_size="64GiB",
+        disk_size="100GB",
+        disk_path=str(tmp_path),
+        deadline_seconds=2,
+    )
     assert config.host_size == config.host_bytes == 64 * 2**30
     assert config.disk_bytes == 100 * 10**9
     assert config.roots() == {"host": Path(config.host_path), "disk": tmp_path}
@@ -43,7 +48,9 @@ def test_frozen() -> None:
         Config().chunk_tokens = 1  # type: ignore[misc]
 
 
-def test_a_directory_that_another_process_removes_meanwhile_is_no_file(tmp_path: Path) -> None:
+def test_a_directory_that_another_process_removes_meanwhile_is_no_file(
+    tmp_path: Path,
+) -> None:
     place = tmp_path / "disk"
     over = threading.Event()
 
@@ -92,7 +99,9 @@ def test_a_directory_that_another_process_removes_meanwhile_is_no_file(tmp_path:
         ("policy", "l r u", "did you mean lru?"),
     ],
 )
-def test_a_bad_value_names_the_option_the_value_and_what_to_do(name: str, value: object, said: str) -> None:
+def test_a_bad_value_names_the_option_the_value_and_what_to_do(
+    name: str, value: object, said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Config(**{name: value})  # type: ignore[arg-type]
     message = str(caught.value)
@@ -112,7 +121,10 @@ def test_options_that_need_each_other() -> None:
 
 def test_every_option_has_a_check_and_a_sentence() -> None:
     Config()  # checks each of them
-    assert all(option.metadata["help"].endswith(".") for option in dataclasses.fields(Config))
+    assert all(
+        option.metadata["help"].endswith(".")
+        for option in dataclasses.fields(Config)
+    )
 
 
 def test_every_option_is_a_keyword_of_a_cache() -> None:

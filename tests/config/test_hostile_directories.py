@@ -1,4 +1,6 @@
-"""A stranger's pagoda.toml in the working directory: nothing is sent, written outside or believed."""
+"""A stranger's pagoda.toml in the working directory: nothing is sent, written outside or
+believed.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +66,18 @@ def test_no_command_sends_or_writes_anything(victim: Victim, place: str) -> None
             before = victim.outside()
             for command in COMMANDS:
                 code, out, err = run_here(*command, **victim.variables)
-                assert (listener.connections, victim.outside()) == (0, before), (name, command)
+                assert (listener.connections, victim.outside()) == (0, before), (
+                    name,
+                    command,
+                )
                 check_line(err, victim)
                 if place == OWN_CLONE:
-                    assert code == 2 and out == "" and err.count("\n") == 1, (name, command, out, err)
+                    assert code == 2 and out == "" and err.count("\n") == 1, (
+                        name,
+                        command,
+                        out,
+                        err,
+                    )
                 else:
                     assert code == 0, (name, command, err)
         assert recorded_tiers.entries() == []
@@ -83,7 +93,9 @@ def test_no_cache_sends_or_writes_anything(
             before = victim.outside()
             caplog.clear()
             keywords = (
-                {} if name == "host_path" and place == OWN_CLONE else {"host_path": str(shm_root / "host")}
+                {}
+                if name == "host_path" and place == OWN_CLONE
+                else {"host_path": str(shm_root / "host")}
             )
             if place == OWN_CLONE:
                 with pytest.raises(ConfigError) as refusal:
@@ -91,14 +103,21 @@ def test_no_cache_sends_or_writes_anything(
                 check_line(str(refusal.value), victim)
             else:
                 opened(**keywords)
-                check_line("\n".join(record.getMessage() for record in caplog.records), victim)
+                check_line(
+                    "\n".join(record.getMessage() for record in caplog.records),
+                    victim,
+                )
             assert (listener.connections, victim.outside()) == (0, before), name
-    assert [entry.tier for entry in recorded_tiers.entries()] == ([] if place == OWN_CLONE else ["host"])
+    assert [entry.tier for entry in recorded_tiers.entries()] == (
+        [] if place == OWN_CLONE else ["host"]
+    )
 
 
 def opened(**keywords: object) -> None:
     """Open a cache and look something up."""
-    with Cache(namespace=Namespace("m"), layout=LAYOUT, host_size="1MiB", **keywords) as cache:  # type: ignore[arg-type]
+    with Cache(
+        namespace=Namespace("m"), layout=LAYOUT, host_size="1MiB", **keywords
+    ) as cache:  # type: ignore[arg-type]
         cache.lookup(list(range(8)))
 
 
@@ -112,7 +131,11 @@ def test_a_file_with_sizes_and_limits_is_read(victim: Victim) -> None:
         'chunk_tokens = 64\nhost_size = "8MiB"\ndeadline_seconds = 0.5\nlog_format = "json"\n',
     )
     config, origins = load()
-    assert (config.chunk_tokens, config.host_bytes, config.deadline_seconds) == (64, 8 << 20, 0.5)
+    assert (config.chunk_tokens, config.host_bytes, config.deadline_seconds) == (
+        64,
+        8 << 20,
+        0.5,
+    )
     assert origins["host_size"] == f"file {victim.file}"
     shown = answer("config", "show", **victim.variables)
     assert shown["files"] == [{"file": str(victim.file), "class": "found"}]
@@ -122,12 +145,16 @@ def test_a_file_with_sizes_and_limits_is_read(victim: Victim) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_even_sizes_are_not_read_where_others_could_have_written_them(victim: Victim, place: str) -> None:
+def test_even_sizes_are_not_read_where_others_could_have_written_them(
+    victim: Victim, place: str
+) -> None:
     put(victim, place, "chunk_tokens = 64\n")
     assert load().config.chunk_tokens == (64 if place == OWN_CLONE else 256)
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "too large"])
+@pytest.mark.parametrize(
+    "place", [place for place in PLACES if place != "too large"]
+)
 def test_all_of_it_works_once_it_is_allowed_and_is_asked_again_after_an_edit(
     victim: Victim, place: str
 ) -> None:
@@ -136,9 +163,17 @@ def test_all_of_it_works_once_it_is_allowed_and_is_asked_again_after_an_edit(
         put(victim, place, text + "\n")
         allowed = answer("config", "allow", victim.file, **victim.variables)
         address = f"redis://127.0.0.1:{listener.port}/0"
-        assert allowed["options"] == {"chunk_tokens": 4, "unchecked": True, "remote": [address]}
+        assert allowed["options"] == {
+            "chunk_tokens": 4,
+            "unchecked": True,
+            "remote": [address],
+        }
         config = load().config
-        assert (config.chunk_tokens, config.unchecked, config.remote) == (4, True, (address,))
+        assert (config.chunk_tokens, config.unchecked, config.remote) == (
+            4,
+            True,
+            (address,),
+        )
         shown = answer("config", "show", **victim.variables)
         assert shown["files"] == [{"file": str(victim.file), "class": "allowed"}]
         assert run_here("config", "check", **victim.variables)[0] == 1

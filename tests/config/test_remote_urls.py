@@ -42,19 +42,69 @@ def test_what_is_ours_is_taken_out_and_the_rest_is_the_engines() -> None:
     [
         ("redis://host", "redis", "redis", "redis://host"),
         ("REDIS://[::1]:6379/", "redis", "redis", "redis://[::1]:6379/"),
-        ("rediss://host/1?ssl_ca_certs=/ca&ttl=1d", "redis", "redis", "rediss://host/1?ssl_ca_certs=/ca"),
-        ("redis+pool://a:1,b,[::1]:2/3?ttl=1h", "redis", "redis", "redis+pool://a:1,b,[::1]:2/3"),
-        ("redis+pool://a:1,[::1]:2/3?db=3", "redis", "redis", "redis+pool://a:1,[::1]:2/3?db=3"),
-        ("redis+sentinel://a:1,[::1]:2/kv/2", "redis", "redis", "redis+sentinel://a:1,[::1]:2/kv/2"),
-        ("redis+cluster://u:p@a,b:2?ttl=1h", "redis", "redis", "redis+cluster://u:p@a,b:2"),
-        ("redis+sentinel://a:1,b/kv/2?name=far", "redis", "far", "redis+sentinel://a:1,b/kv/2"),
-        ("unix:///run/redis.sock?db=2&codec=raw", "redis", "redis", "unix:///run/redis.sock?db=2"),
-        ("s3://bucket/some/where?region=eu", "objects", "s3", "s3://bucket/some/where"),
+        (
+            "rediss://host/1?ssl_ca_certs=/ca&ttl=1d",
+            "redis",
+            "redis",
+            "rediss://host/1?ssl_ca_certs=/ca",
+        ),
+        (
+            "redis+pool://a:1,b,[::1]:2/3?ttl=1h",
+            "redis",
+            "redis",
+            "redis+pool://a:1,b,[::1]:2/3",
+        ),
+        (
+            "redis+pool://a:1,[::1]:2/3?db=3",
+            "redis",
+            "redis",
+            "redis+pool://a:1,[::1]:2/3?db=3",
+        ),
+        (
+            "redis+sentinel://a:1,[::1]:2/kv/2",
+            "redis",
+            "redis",
+            "redis+sentinel://a:1,[::1]:2/kv/2",
+        ),
+        (
+            "redis+cluster://u:p@a,b:2?ttl=1h",
+            "redis",
+            "redis",
+            "redis+cluster://u:p@a,b:2",
+        ),
+        (
+            "redis+sentinel://a:1,b/kv/2?name=far",
+            "redis",
+            "far",
+            "redis+sentinel://a:1,b/kv/2",
+        ),
+        (
+            "unix:///run/redis.sock?db=2&codec=raw",
+            "redis",
+            "redis",
+            "unix:///run/redis.sock?db=2",
+        ),
+        (
+            "s3://bucket/some/where?region=eu",
+            "objects",
+            "s3",
+            "s3://bucket/some/where",
+        ),
         ("gs://bucket?prefix=a", "objects", "gs", "gs://bucket"),
         ("az://container/x", "objects", "az", "az://container/x"),
-        ("mooncake://host?segment=1GiB&prefix=a", "mooncake", "mooncake", "mooncake://host"),
+        (
+            "mooncake://host?segment=1GiB&prefix=a",
+            "mooncake",
+            "mooncake",
+            "mooncake://host",
+        ),
         ("http://host:8080/kv/", "objects", "webdav", "http://host:8080/kv/"),
-        ("https://user:pw@host/kv/?name=dav", "objects", "dav", "https://user:pw@host/kv/"),
+        (
+            "https://user:pw@host/kv/?name=dav",
+            "objects",
+            "dav",
+            "https://user:pw@host/kv/",
+        ),
     ],
 )
 def test_each_scheme(url: str, kind: str, name: str, engines: str) -> None:
@@ -67,30 +117,53 @@ def test_an_ipv6_address_may_be_any_of_several_hosts(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("secret")
     for scheme, path in (("pool", "/3"), ("sentinel", "/kv/2"), ("cluster", "")):
         for hosts in ("a:1,[::1]:2", "[::1]:2,[::2]"):
-            client = parse(f"redis+{scheme}://u@{hosts}{path}?password_file={tmp_path}/password").engine()
+            client = parse(
+                f"redis+{scheme}://u@{hosts}{path}?password_file={tmp_path}/password"
+            ).engine()
             assert "[::1]:2" in client.address or "[::1]" in str(vars(client))
 
 
 def test_another_machines_server_is_named_by_a_parameter(tmp_path: Path) -> None:
-    spec = parse(f"https://host:7777?server=pagoda&password_file={tmp_path}/token&deadline=2s")
-    assert (spec.kind, spec.name, spec.url) == ("pagoda", "pagoda", "https://host:7777")
-    assert (spec.deadline_seconds, spec.look_seconds, spec.codec) == (2.0, 0.05, "raw")
+    spec = parse(
+        f"https://host:7777?server=pagoda&password_file={tmp_path}/token&deadline=2s"
+    )
+    assert (spec.kind, spec.name, spec.url) == (
+        "pagoda",
+        "pagoda",
+        "https://host:7777",
+    )
+    assert (spec.deadline_seconds, spec.look_seconds, spec.codec) == (
+        2.0,
+        0.05,
+        "raw",
+    )
     assert spec.password_file == f"{tmp_path}/token"
     assert parse("http://host:7777/?server=pagoda&name=big").name == "big"
     assert parse("http://host:7777/").kind == "objects"
 
 
 def test_neighbours_are_servers_with_a_token_each() -> None:
-    urls = ("http://a:7777", "https://b:7777?password_file=/token", "http://:hunter2@c:7777?dns=all")
+    urls = (
+        "http://a:7777",
+        "https://b:7777?password_file=/token",
+        "http://:hunter2@c:7777?dns=all",
+    )
     config = Config(peers=urls)
     assert config.peers == urls
     assert "hunter2" not in repr(config)
     specs = config.peer_servers()
-    assert [spec.url for spec in specs] == ["http://a:7777", "https://b:7777", "http://:hunter2@c:7777"]
+    assert [spec.url for spec in specs] == [
+        "http://a:7777",
+        "https://b:7777",
+        "http://:hunter2@c:7777",
+    ]
     assert [spec.options for spec in specs] == [{}, {}, {"dns": "all"}]
     assert specs[1].password_file == "/token"
     assert specs[2].redacted == "http://:***@c:7777?dns=all"
-    assert Config(peers="http://a:1, http://b:1").peers == ("http://a:1", "http://b:1")  # type: ignore[arg-type]
+    assert Config(peers="http://a:1, http://b:1").peers == (
+        "http://a:1",
+        "http://b:1",
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +176,16 @@ def test_neighbours_are_servers_with_a_token_each() -> None:
         (["http://a:7777?dns=one"], "only dns=all"),
         (["https://a:7777?dns=all"], "write http://"),
         (["http://a:7777", "http://a:7777?dns=all"], "given twice"),
-        ([f"http://a{n}:7777" for n in range(9)], "9 servers, and at most 8 are asked at once; set lookup"),
+        (
+            [f"http://a{n}:7777" for n in range(9)],
+            "9 servers, and at most 8 are asked at once; set lookup",
+        ),
         (7, "a list of URLs"),
     ],
 )
-def test_wrong_neighbours_are_one_line_that_says_what_to_do(peers: object, said: str) -> None:
+def test_wrong_neighbours_are_one_line_that_says_what_to_do(
+    peers: object, said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Config(peers=peers)  # type: ignore[arg-type]
     message = str(caught.value)
@@ -117,8 +195,14 @@ def test_wrong_neighbours_are_one_line_that_says_what_to_do(peers: object, said:
 
 
 def test_the_options_of_an_object_store_are_its_clients() -> None:
-    spec = parse("s3://b?endpoint=http://h:9000&secret_access_key=a+b/c%26d&ttt=x&codec=zstd")
-    assert spec.options == {"endpoint": "http://h:9000", "secret_access_key": "a+b/c&d", "ttt": "x"}
+    spec = parse(
+        "s3://b?endpoint=http://h:9000&secret_access_key=a+b/c%26d&ttt=x&codec=zstd"
+    )
+    assert spec.options == {
+        "endpoint": "http://h:9000",
+        "secret_access_key": "a+b/c&d",
+        "ttt": "x",
+    }
     assert spec.codec == "zstd"
 
 
@@ -153,12 +237,18 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
         ("http://host:7777?server=pagoda&name=peers", "choose another"),
         ("redis://", "a host or bucket is needed"),
         ("redis://host:0", "a port"),
-        ("redis+pool://a,,b", "a host or bucket is needed; write it as redis+pool://host1:6379,host2:6379"),
+        (
+            "redis+pool://a,,b",
+            "a host or bucket is needed; write it as redis+pool://host1:6379,host2:6379",
+        ),
         ("redis+pool://a,b:x", "1 to 65535"),
         ("redis+pool://a,A", "a host is given twice"),
         ("redis+pool://a,a.:6379", "a host is given twice"),
         ("redis+cluster://[::1]:6379,[0:0::1]", "a host is given twice"),
-        ("redis+sentinel://localhost,127.0.0.1:26379/kv", "a host is given twice"),
+        (
+            "redis+sentinel://localhost,127.0.0.1:26379/kv",
+            "a host is given twice",
+        ),
         ("redis+pool://a:1,[::1:2", "[::1:2: no host; write an IPv6 address as"),
         ("redis+pool://u:p@a:1,u:p@b:2", "one user and password for all hosts"),
         ("redis+cluster://a:1,u:p@b:2", "one user and password for all hosts"),
@@ -168,7 +258,10 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
         ("redis+cluster://a,b?db=1", "a cluster has no numbers of databases"),
         ("redis+sentinel://a,b", "the name of the master's service"),
         ("redis+sentinel://a,b/kv/x", "the name of the master's service"),
-        ("redis+sentinel://a,b/kv?ssl_ca_certs=/ca", "ssl_ca_certs: is for encrypted"),
+        (
+            "redis+sentinel://a,b/kv?ssl_ca_certs=/ca",
+            "ssl_ca_certs: is for encrypted",
+        ),
         ("redis-cluster://a", "did you mean redis+cluster?"),
         ("redis+pol://a,b", "did you mean redis+pool?"),
         ("redis://host:70000", "1 to 65535"),
@@ -201,15 +294,27 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
         ("redis://hóst", "%20"),
         ("redis://u:p@host?password_file=/x", "leave one of them out"),
         ("redis://host?credential_provider=os", "write package.module:Class"),
-        ("redis://host?credential_provider=os:system(x)", "write package.module:Class"),
-        ("redis://u@host?credential_provider=a.b:C", "leave out those of the URL"),
-        ("redis://host?credential_provider=a.b:C&password_file=/x", "leave out those of the URL"),
+        (
+            "redis://host?credential_provider=os:system(x)",
+            "write package.module:Class",
+        ),
+        (
+            "redis://u@host?credential_provider=a.b:C",
+            "leave out those of the URL",
+        ),
+        (
+            "redis://host?credential_provider=a.b:C&password_file=/x",
+            "leave out those of the URL",
+        ),
         ("redis+cluster://host?sentinel_username=x", "no such parameter"),
         ("mooncakestore://host:1", "did you mean mooncake?"),
         ("mooncake://host/path", "neither path nor user"),
         ("mooncake://me@host", "neither path nor user"),
         ("mooncake://host?ttl=1h", "ttl: a Mooncake pool has none"),
-        ("mooncake://host?password_file=/x", "password_file: a Mooncake pool has none"),
+        (
+            "mooncake://host?password_file=/x",
+            "password_file: a Mooncake pool has none",
+        ),
         ("mooncake://host?segments=1GiB", "did you mean segment?"),
         ("mooncake://host?segment=1G", "1GiB"),
         ("mooncake://host?segment=auto", "write a size"),
@@ -219,15 +324,26 @@ def test_a_password_may_lie_in_a_file_that_is_read_later(tmp_path: Path) -> None
             "redis://host?write_policy=second_site",
             "must be write_through or second_sight; did you mean second_sight?",
         ),
-        ("s3://bucket?write_policy=second_sight", "only a Redis can remember what was asked for once"),
-        ("http://host:7777?server=pagoda&write_policy=second_sight", "a pagoda serve has none"),
-        ("mooncake://host:50051?write_policy=second_sight", "a Mooncake pool has none"),
+        (
+            "s3://bucket?write_policy=second_sight",
+            "only a Redis can remember what was asked for once",
+        ),
+        (
+            "http://host:7777?server=pagoda&write_policy=second_sight",
+            "a pagoda serve has none",
+        ),
+        (
+            "mooncake://host:50051?write_policy=second_sight",
+            "a Mooncake pool has none",
+        ),
         ("s3://bucket?password_file=/x", "AWS_SECRET_ACCESS_KEY"),
         ("s3://key:word@bucket", "only the bucket"),
         ("s3://bucket/a?b@c=1", "%40"),
     ],
 )
-def test_a_wrong_url_is_one_line_that_says_what_to_do(url: str, said: str) -> None:
+def test_a_wrong_url_is_one_line_that_says_what_to_do(
+    url: str, said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Config(remote=(url,))
     message = str(caught.value)
@@ -281,7 +397,10 @@ def test_a_wrong_url_is_one_line_that_says_what_to_do(url: str, said: str) -> No
 )
 def test_no_secret_is_shown(url: str) -> None:
     shown = [redacted(url)]
-    for make in (lambda: Config(remote=(url,)), lambda: load(environ={"PAGODA_REMOTE": url})):
+    for make in (
+        lambda: Config(remote=(url,)),
+        lambda: load(environ={"PAGODA_REMOTE": url}),
+    ):
         try:
             shown += [repr(made := make()), str(made)]
         except ConfigError as trouble:
@@ -304,7 +423,9 @@ def test_what_is_no_secret_is_shown() -> None:
 
 @given(
     st.text("ab:/?#@&=%,. ü", max_size=20),
-    st.sampled_from(["redis://", "redis+pool://", "unix://", "s3://", "http://", ""]),
+    st.sampled_from(
+        ["redis://", "redis+pool://", "unix://", "s3://", "http://", ""]
+    ),
 )
 def test_any_text_is_a_spec_or_a_config_error(text: str, scheme: str) -> None:
     try:
@@ -315,9 +436,18 @@ def test_any_text_is_a_spec_or_a_config_error(text: str, scheme: str) -> None:
         assert parse(spec.url).url == spec.url
 
 
-@given(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=6, max_size=12))
+@given(
+    st.text(
+        st.characters(min_codepoint=33, max_codepoint=126),
+        min_size=6,
+        max_size=12,
+    )
+)
 def test_no_password_however_written_is_shown_whole(password: str) -> None:
-    for url in (f"redis://ws:{password}9Z@h", f"redis://:{password}9Z@h:1/0?ttl=1h"):
+    for url in (
+        f"redis://ws:{password}9Z@h",
+        f"redis://:{password}9Z@h:1/0?ttl=1h",
+    ):
         assert password + "9Z" not in redacted(url)
         try:
             parse(url)
@@ -326,7 +456,11 @@ def test_no_password_however_written_is_shown_whole(password: str) -> None:
 
 
 def test_urls_are_parted_by_commas_before_a_scheme_only() -> None:
-    assert split(" redis://:a,b@h , s3://x,unix:///y,") == ("redis://:a,b@h", "s3://x", "unix:///y")
+    assert split(" redis://:a,b@h , s3://x,unix:///y,") == (
+        "redis://:a,b@h",
+        "s3://x",
+        "unix:///y",
+    )
     assert split("") == split(" , ") == ()
 
 
@@ -338,29 +472,46 @@ def test_lists_tuples_and_text_are_one_form() -> None:
     assert [spec.name for spec in config.remotes()] == ["redis", "s3"]
     assert Config().remotes() == ()
     assert hash(config) == hash(dataclasses.replace(config))
-    for wrong in (None, 5, {"url": "redis://u:hunter2@h"}, ["redis://u:hunter2@h", 1]):
+    for wrong in (
+        None,
+        5,
+        {"url": "redis://u:hunter2@h"},
+        ["redis://u:hunter2@h", 1],
+    ):
         with pytest.raises(ConfigError, match="a list of them") as caught:
             Config(remote=wrong)  # type: ignore[arg-type]
         assert "hunter2" not in str(caught.value)
 
 
 def test_each_tier_has_its_own_name() -> None:
-    with pytest.raises(ConfigError, match=r"'redis://b:\*\*\*@c'.* \?name=") as caught:
+    with pytest.raises(
+        ConfigError, match=r"'redis://b:\*\*\*@c'.* \?name="
+    ) as caught:
         Config(remote=("redis://a", "redis://b:hunter2@c"))
     assert "hunter2" not in str(caught.value)
     assert len(Config(remote=("redis://a", "redis://b?name=far")).remotes()) == 2
 
 
 def test_from_the_environment_and_the_file(tmp_path: Path) -> None:
-    environ = {"HOME": str(tmp_path), "PAGODA_REMOTE": "redis://a,s3://b", "PAGODA_WEIGHTS_EPOCH": "3"}
+    environ = {
+        "HOME": str(tmp_path),
+        "PAGODA_REMOTE": "redis://a,s3://b",
+        "PAGODA_WEIGHTS_EPOCH": "3",
+    }
     loaded = load(environ=environ)
     assert loaded.config.remote == ("redis://a", "s3://b")
     assert loaded.config.weights_epoch == 3
     assert loaded.origins["remote"] == "environment PAGODA_REMOTE"
     file = tmp_path / "my.toml"
-    for text in ('remote = "redis://a, s3://b"', 'remote = ["redis://a", "s3://b"]'):
+    for text in (
+        'remote = "redis://a, s3://b"',
+        'remote = ["redis://a", "s3://b"]',
+    ):
         file.write_text(text)
-        assert load(file=file, environ={}).config.remote == ("redis://a", "s3://b")
+        assert load(file=file, environ={}).config.remote == (
+            "redis://a",
+            "s3://b",
+        )
     for text in (
         "remote = 5",
         'remote = ["redis://u:hunter2@a", 5]',
@@ -375,12 +526,17 @@ def test_from_the_environment_and_the_file(tmp_path: Path) -> None:
 
 def test_the_schema_takes_text_and_lists() -> None:
     properties = json.loads(json.dumps(schema()))["properties"]
-    assert [form["type"] for form in properties["remote"]["anyOf"]] == ["string", "array"]
+    assert [form["type"] for form in properties["remote"]["anyOf"]] == [
+        "string",
+        "array",
+    ]
     assert properties["weights_epoch"]["type"] == "integer"
 
 
 def test_the_codecs_are_those_that_there_are() -> None:
-    assert [parse(f"redis://h?codec={name}").codec for name in CODECS] == list(CODECS)
+    assert [parse(f"redis://h?codec={name}").codec for name in CODECS] == list(
+        CODECS
+    )
 
 
 def test_the_epoch_of_the_weights_is_a_number() -> None:

@@ -25,7 +25,9 @@ from pagoda.config.sizes import auto_bytes, format_size, parse_size
         ("auto", "auto"),
     ],
 )
-def test_sizes_as_people_write_them(text: int | str, size_bytes: int | str) -> None:
+def test_sizes_as_people_write_them(
+    text: int | str, size_bytes: int | str
+) -> None:
     assert parse_size(text) == size_bytes
 
 

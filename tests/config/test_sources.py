@@ -33,11 +33,21 @@ def test_order_of_the_sources_and_their_origins(nowhere: Path) -> None:
     file.write_text(
         'chunk_tokens = 1\nhost_size = "1GiB"\nio_threads = 1\nqueue_chunks = 1\ndurable = true\n'
     )
-    environ = env(nowhere, PAGODA_CHUNK_TOKENS="2", PAGODA_HOST_SIZE="2GiB", PAGODA_IO_THREADS="2")
+    environ = env(
+        nowhere,
+        PAGODA_CHUNK_TOKENS="2",
+        PAGODA_HOST_SIZE="2GiB",
+        PAGODA_IO_THREADS="2",
+    )
     cli = {"chunk_tokens": 3, "host_size": "3GiB", "policy": None}
     loaded = load(cli, file, environ, chunk_tokens=4)
     config, origins = loaded
-    assert (config.chunk_tokens, config.host_bytes, config.io_threads, config.queue_chunks) == (
+    assert (
+        config.chunk_tokens,
+        config.host_bytes,
+        config.io_threads,
+        config.queue_chunks,
+    ) == (
         4,
         3 * 2**30,
         2,
@@ -69,8 +79,13 @@ def test_the_usual_places_of_the_file(nowhere: Path) -> None:
     ("text", "value"),
     [("auto", None), ("true", True), ("0", False), ("off", False)],
 )
-def test_flags_from_the_environment(nowhere: Path, text: str, value: bool | None) -> None:
-    assert load(environ=env(nowhere, PAGODA_DISK_DIRECT=text)).config.disk_direct is value
+def test_flags_from_the_environment(
+    nowhere: Path, text: str, value: bool | None
+) -> None:
+    assert (
+        load(environ=env(nowhere, PAGODA_DISK_DIRECT=text)).config.disk_direct
+        is value
+    )
 
 
 def test_an_empty_variable_is_not_set(nowhere: Path) -> None:
@@ -79,7 +94,9 @@ def test_an_empty_variable_is_not_set(nowhere: Path) -> None:
 
 
 def test_paths_may_be_path_objects(nowhere: Path) -> None:
-    config = load(environ=env(nowhere), disk_path=nowhere / "kv", disk_size="1GiB").config
+    config = load(
+        environ=env(nowhere), disk_path=nowhere / "kv", disk_size="1GiB"
+    ).config
     assert config.disk_path == str(nowhere / "kv")
 
 
@@ -94,22 +111,58 @@ def refused(*said: str, **arguments: object) -> None:
 
 def test_unknown_names_are_errors_with_a_suggestion(nowhere: Path) -> None:
     environ = env(nowhere)
-    refused("PAGODA_HOSTSIZE", "did you mean PAGODA_HOST_SIZE?", environ=env(nowhere, PAGODA_HOSTSIZE="1GiB"))
     refused(
-        "PAGODA_Host_Size", "did you mean PAGODA_HOST_SIZE?", environ=env(nowhere, PAGODA_Host_Size="1GiB")
+        "PAGODA_HOSTSIZE",
+        "did you mean PAGODA_HOST_SIZE?",
+        environ=env(nowhere, PAGODA_HOSTSIZE="1GiB"),
     )
-    refused("argument chunk_token:", "did you mean chunk_tokens?", environ=environ, chunk_token=1)
-    refused("option --chunk-token:", "did you mean --chunk-tokens?", cli={"chunk_token": 1}, environ=environ)
+    refused(
+        "PAGODA_Host_Size",
+        "did you mean PAGODA_HOST_SIZE?",
+        environ=env(nowhere, PAGODA_Host_Size="1GiB"),
+    )
+    refused(
+        "argument chunk_token:",
+        "did you mean chunk_tokens?",
+        environ=environ,
+        chunk_token=1,
+    )
+    refused(
+        "option --chunk-token:",
+        "did you mean --chunk-tokens?",
+        cli={"chunk_token": 1},
+        environ=environ,
+    )
     (nowhere / "pagoda.toml").write_text("disksize = 1\n")
-    refused(str(nowhere / "pagoda.toml"), "disksize", "did you mean disk_size?", environ=environ)
+    refused(
+        str(nowhere / "pagoda.toml"),
+        "disksize",
+        "did you mean disk_size?",
+        environ=environ,
+    )
     (nowhere / "pagoda.toml").write_text('[host]\nsize = "1GiB"\n')
     refused("host", "did you mean host_", environ=environ)
 
 
 def test_a_bad_value_names_its_origin(nowhere: Path) -> None:
-    refused("chunk_tokens = 'many'", "PAGODA_CHUNK_TOKENS", environ=env(nowhere, PAGODA_CHUNK_TOKENS="many"))
-    refused("host_size = '64G'", "64GiB", "PAGODA_HOST_SIZE", environ=env(nowhere, PAGODA_HOST_SIZE="64G"))
-    refused("write_policy", "back", "--write-policy", cli={"write_policy": "back"}, environ=env(nowhere))
+    refused(
+        "chunk_tokens = 'many'",
+        "PAGODA_CHUNK_TOKENS",
+        environ=env(nowhere, PAGODA_CHUNK_TOKENS="many"),
+    )
+    refused(
+        "host_size = '64G'",
+        "64GiB",
+        "PAGODA_HOST_SIZE",
+        environ=env(nowhere, PAGODA_HOST_SIZE="64G"),
+    )
+    refused(
+        "write_policy",
+        "back",
+        "--write-policy",
+        cli={"write_policy": "back"},
+        environ=env(nowhere),
+    )
     (nowhere / "pagoda.toml").write_text("io_threads = 0\n")
     refused("io_threads = 0", "pagoda.toml", environ=env(nowhere))
     (nowhere / "pagoda.toml").unlink()
@@ -117,15 +170,24 @@ def test_a_bad_value_names_its_origin(nowhere: Path) -> None:
 
 
 def test_files_that_cannot_be_read(nowhere: Path) -> None:
-    refused("no.toml", "no such configuration file", file="no.toml", environ=env(nowhere))
-    refused("no.toml", "PAGODA_CONFIG", environ=env(nowhere, PAGODA_CONFIG="no.toml"))
+    refused(
+        "no.toml",
+        "no such configuration file",
+        file="no.toml",
+        environ=env(nowhere),
+    )
+    refused(
+        "no.toml", "PAGODA_CONFIG", environ=env(nowhere, PAGODA_CONFIG="no.toml")
+    )
     (nowhere / "pagoda.toml").write_text("= nonsense\n")
     refused("pagoda.toml", "TOML", environ=env(nowhere))
     (nowhere / "pagoda.toml").write_bytes(b"\xff\xfe\x00")
     refused("pagoda.toml", "TOML", environ=env(nowhere))
 
 
-def test_the_real_environment_is_read(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_environment_is_read(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in os.environ if name.startswith("PAGODA_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(nowhere))
@@ -141,77 +203,158 @@ NO_INTEGER, NO_NUMBER, NO_FLAG = (
 @pytest.mark.parametrize(
     ("name", "given", "value"),
     [
-        ("io_threads", " 7 ", 7), ("io_threads", "+5", 5), ("io_threads", "7.0", 7), ("io_threads", 7.0, 7),
-        ("queue_chunks", "1_000", 1000), ("io_threads", True, 1), ("io_threads", b"7", 7),
-        ("deadline_seconds", "0.25", 0.25), ("deadline_seconds", " 1e3", 1000.0), ("deadline_seconds", True, 1.0),
-        ("durable", "YES", True), ("durable", "f", False), ("durable", 1, True), ("durable", 0.0, False),
-        ("disk_direct", " AUTO ", None), ("disk_direct", "off", False), ("disk_direct", None, None),
-        ("host_size", "64GiB", 64 << 30), ("host_size", 2.0**20, 1 << 20),
-        ("remote", "redis://a, s3://b", ("redis://a", "s3://b")), ("remote", ["redis://a"], ("redis://a",)),
+        ("io_threads", " 7 ", 7),
+        ("io_threads", "+5", 5),
+        ("io_threads", "7.0", 7),
+        ("io_threads", 7.0, 7),
+        ("queue_chunks", "1_000", 1000),
+        ("io_threads", True, 1),
+        ("io_threads", b"7", 7),
+        ("deadline_seconds", "0.25", 0.25),
+        ("deadline_seconds", " 1e3", 1000.0),
+        ("deadline_seconds", True, 1.0),
+        ("durable", "YES", True),
+        ("durable", "f", False),
+        ("durable", 1, True),
+        ("durable", 0.0, False),
+        ("disk_direct", " AUTO ", None),
+        ("disk_direct", "off", False),
+        ("disk_direct", None, None),
+        ("host_size", "64GiB", 64 << 30),
+        ("host_size", 2.0**20, 1 << 20),
+        ("remote", "redis://a, s3://b", ("redis://a", "s3://b")),
+        ("remote", ["redis://a"], ("redis://a",)),
     ],
-)  # fmt: skip
-def test_how_a_value_may_be_spelt(nowhere: Path, name: str, given: object, value: object) -> None:
-    assert getattr(load(environ=env(nowhere), **{name: given}).config, name) == value
+)
+def test_how_a_value_may_be_spelt(
+    nowhere: Path, name: str, given: object, value: object
+) -> None:
+    assert (
+        getattr(load(environ=env(nowhere), **{name: given}).config, name) == value
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "given", "complaint"),
     [
-        ("io_threads", "seven", f"{NO_INTEGER}, unable to parse string as an integer"),
-        ("io_threads", "7.", f"{NO_INTEGER}, unable to parse string as an integer"),
-        ("io_threads", "\u0663", f"{NO_INTEGER}, unable to parse string as an integer"),
+        (
+            "io_threads",
+            "seven",
+            f"{NO_INTEGER}, unable to parse string as an integer",
+        ),
+        (
+            "io_threads",
+            "7.",
+            f"{NO_INTEGER}, unable to parse string as an integer",
+        ),
+        (
+            "io_threads",
+            "\u0663",
+            f"{NO_INTEGER}, unable to parse string as an integer",
+        ),
         ("io_threads", 7.5, f"{NO_INTEGER}, got a number with a fractional part"),
         ("io_threads", float("inf"), "input should be a finite number"),
-        ("io_threads", [], NO_INTEGER), ("host_size", None, NO_INTEGER), ("host_size", {}, NO_INTEGER),
-        ("deadline_seconds", "soon", f"{NO_NUMBER}, unable to parse string as a number"),
+        ("io_threads", [], NO_INTEGER),
+        ("host_size", None, NO_INTEGER),
+        ("host_size", {}, NO_INTEGER),
+        (
+            "deadline_seconds",
+            "soon",
+            f"{NO_NUMBER}, unable to parse string as a number",
+        ),
         ("deadline_seconds", None, NO_NUMBER),
         ("durable", "perhaps", f"{NO_FLAG}, unable to interpret input"),
         ("durable", 2, f"{NO_FLAG}, unable to interpret input"),
-        ("durable", 0.5, NO_FLAG), ("durable", None, NO_FLAG),
-        ("write_policy", "write", "input should be 'write_through', 'selective' or 'write_back'"),
+        ("durable", 0.5, NO_FLAG),
+        ("durable", None, NO_FLAG),
+        (
+            "write_policy",
+            "write",
+            "input should be 'write_through', 'selective' or 'write_back'",
+        ),
         ("policy", 1, "input should be a valid string"),
     ],
-)  # fmt: skip
-def test_a_value_of_another_type(nowhere: Path, name: str, given: object, complaint: str) -> None:
+)
+def test_a_value_of_another_type(
+    nowhere: Path, name: str, given: object, complaint: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(environ=env(nowhere), **{name: given})
-    assert str(caught.value) == f"{name} = {given!r}: {complaint} (argument {name})"
+    assert (
+        str(caught.value) == f"{name} = {given!r}: {complaint} (argument {name})"
+    )
 
 
 def test_schema_lists_every_option() -> None:
     found = json.loads(json.dumps(schema()))
     assert list(found["properties"]) == option_names()
     assert found["additionalProperties"] is False
-    assert found["properties"]["write_policy"]["enum"] == ["write_through", "selective", "write_back"]
+    assert found["properties"]["write_policy"]["enum"] == [
+        "write_through",
+        "selective",
+        "write_back",
+    ]
     assert all("description" in entry for entry in found["properties"].values())
 
 
 SERVICE = (
-    "PAGODA_SERVICE_HOST", "PAGODA_SERVICE_PORT", "PAGODA_SERVICE_PORT_HTTP_METRICS", "PAGODA_PORT",
-    "PAGODA_PORT_8080_TCP", "PAGODA_PORT_8080_TCP_PROTO", "PAGODA_PORT_8080_TCP_PORT", "PAGODA_PORT_8080_TCP_ADDR",
-    "PAGODA_STORE_A_SERVICE_HOST", "PAGODA_STORE_A_SERVICE_PORT_DNS", "PAGODA_STORE_A_PORT",
-    "PAGODA_STORE_A_PORT_53_UDP", "PAGODA_STORE_A_PORT_53_UDP_ADDR", "PAGODA_PORT_1_SCTP_PROTO",
-)  # fmt: skip
+    "PAGODA_SERVICE_HOST",
+    "PAGODA_SERVICE_PORT",
+    "PAGODA_SERVICE_PORT_HTTP_METRICS",
+    "PAGODA_PORT",
+    "PAGODA_PORT_8080_TCP",
+    "PAGODA_PORT_8080_TCP_PROTO",
+    "PAGODA_PORT_8080_TCP_PORT",
+    "PAGODA_PORT_8080_TCP_ADDR",
+    "PAGODA_STORE_A_SERVICE_HOST",
+    "PAGODA_STORE_A_SERVICE_PORT_DNS",
+    "PAGODA_STORE_A_PORT",
+    "PAGODA_STORE_A_PORT_53_UDP",
+    "PAGODA_STORE_A_PORT_53_UDP_ADDR",
+    "PAGODA_PORT_1_SCTP_PROTO",
+)
 
 
 @pytest.mark.parametrize("variable", SERVICE)
-def test_the_variables_of_a_kubernetes_service_are_no_options(nowhere: Path, variable: str) -> None:
-    assert load(environ=env(nowhere, **{variable: "tcp://10.0.0.1:80"})).config == Config()
+def test_the_variables_of_a_kubernetes_service_are_no_options(
+    nowhere: Path, variable: str
+) -> None:
+    assert (
+        load(environ=env(nowhere, **{variable: "tcp://10.0.0.1:80"})).config
+        == Config()
+    )
 
 
 def test_no_option_is_named_like_the_variable_of_a_service() -> None:
-    assert not [name for name in option_names() if name.endswith(("_port", "_host")) or "_port_" in name]
+    assert not [
+        name
+        for name in option_names()
+        if name.endswith(("_port", "_host")) or "_port_" in name
+    ]
 
 
-@pytest.mark.parametrize("variable", ["PAGODA_PORTS", "PAGODA_SERVICE", "PAGODA_HOST", "PAGODA_PORT_8080"])
-def test_what_only_resembles_the_variable_of_a_service_is_an_error(nowhere: Path, variable: str) -> None:
+@pytest.mark.parametrize(
+    "variable",
+    ["PAGODA_PORTS", "PAGODA_SERVICE", "PAGODA_HOST", "PAGODA_PORT_8080"],
+)
+def test_what_only_resembles_the_variable_of_a_service_is_an_error(
+    nowhere: Path, variable: str
+) -> None:
     refused(variable, "no such variable", environ=env(nowhere, **{variable: "1"}))
 
 
 def test_a_home_that_is_not_known_hinders_only_what_needs_it(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os.path, "expanduser", lambda path: os.fspath(path))  # a user without an account
+    # a user without an account
+    monkeypatch.setattr(os.path, "expanduser", lambda path: os.fspath(path))
     assert load(environ={}).config == Config()
-    refused("~/kv", "home directory", "write the whole path", environ={}, disk_path="~/kv", disk_size="1GiB")
+    refused(
+        "~/kv",
+        "home directory",
+        "write the whole path",
+        environ={},
+        disk_path="~/kv",
+        disk_size="1GiB",
+    )
     refused("~/pagoda.toml", "home directory", environ={}, file="~/pagoda.toml")

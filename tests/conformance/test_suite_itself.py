@@ -24,7 +24,9 @@ class Entry(NamedTuple):
 
 
 class DictTier(Tier):
-    """Chunks in a dict, written by one background thread (as long as it `may_write`). Thread-safe."""
+    """Chunks in a dict, written by one background thread (as long as it `may_write`).
+    Thread-safe.
+    """
 
     name = "dict"
     chunk_bytes = 5000
@@ -44,12 +46,22 @@ class DictTier(Tier):
     def register(self, namespace: Namespace) -> None:
         pass
 
-    def find(self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None) -> int:
-        return next((i for i, key in enumerate(keys) if not self.contains(key)), len(keys))
+    def find(
+        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None
+    ) -> int:
+        return next(
+            (i for i, key in enumerate(keys) if not self.contains(key)), len(keys)
+        )
 
     def touch(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
-    ) -> list[bool] | None:  # fmt: skip
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
+    ) -> list[bool] | None:
         return None if self.closed else [self.contains(key) for key in keys]
 
     def contains(self, key: bytes) -> bool:
@@ -65,7 +77,11 @@ class DictTier(Tier):
         return Reason.CLOSED if self.closed else None
 
     def save(
-        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+        self,
+        chunks: Sequence[Chunk],
+        namespace: bytes,
+        *,
+        stamp: int | None = None,
     ) -> list[Future[Done]]:
         return [self.save_one(chunk, namespace) for chunk in chunks]
 
@@ -82,7 +98,9 @@ class DictTier(Tier):
 
     def write(self, chunk: Chunk, namespace: bytes, future: Future[Done]) -> None:
         self.may_write.wait(60)
-        entry = Entry(chunk.payload[: self.chunk_bytes].copy(), namespace, chunk.position)
+        entry = Entry(
+            chunk.payload[: self.chunk_bytes].copy(), namespace, chunk.position
+        )
         with self.lock:
             wanted = self.queued.get(chunk.key, (None,))[0] is chunk
             ok = wanted and self.is_valid(chunk)
@@ -90,7 +108,10 @@ class DictTier(Tier):
                 del self.queued[chunk.key]
             if ok:
                 self.counts["stored_chunks"] += chunk.key not in self.entries
-                while len(self.entries) >= self.slots and chunk.key not in self.entries:
+                while (
+                    len(self.entries) >= self.slots
+                    and chunk.key not in self.entries
+                ):
                     del self.entries[next(iter(self.entries))]
                 self.entries[chunk.key] = entry
         future.set_result(Done(ok, None if ok else Reason.STALE))
@@ -99,28 +120,45 @@ class DictTier(Tier):
         return chunk.still_valid()
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int = 0, namespace: bytes
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Bytes],
+        *,
+        start: int = 0,
+        namespace: bytes,
     ) -> list[Future[Done]]:
-        if len(keys) != len(buffers) or any(buffer.nbytes < self.chunk_bytes for buffer in buffers):
+        if len(keys) != len(buffers) or any(
+            buffer.nbytes < self.chunk_bytes for buffer in buffers
+        ):
             raise ValueError("buffers")
         return [
             self.threads_free(key, buffer, namespace, start + n)
             for n, (key, buffer) in enumerate(zip(keys, buffers, strict=True))
         ]
 
-    def threads_free(self, key: bytes, buffer: Bytes, namespace: bytes, position: int) -> Future[Done]:
+    def threads_free(
+        self, key: bytes, buffer: Bytes, namespace: bytes, position: int
+    ) -> Future[Done]:
         future: Future[Done] = Future()
         found = self.get(key) if self.is_asked(key, namespace, position) else None
         if found is not None:
             buffer[: self.chunk_bytes] = found
         reason = Reason.CLOSED if self.closed else Reason.ABSENT
-        future.set_result(Done(True) if found is not None else Done(False, reason))
+        future.set_result(
+            Done(True) if found is not None else Done(False, reason)
+        )
         return future
 
     def put(
-        self, key: bytes, payload: Bytes, *, namespace: bytes, position: int = 0, tokens: int = 0,
+        self,
+        key: bytes,
+        payload: Bytes,
+        *,
+        namespace: bytes,
+        position: int = 0,
+        tokens: int = 0,
         block: bool = True,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         chunk = Chunk(key, position, tokens, payload.copy(), None, lambda: True)
         future = self.save_one(chunk, namespace)
         if not block and not future.done():
@@ -132,13 +170,20 @@ class DictTier(Tier):
         self.may_write.set()
         return sum(self.save_one(chunk, namespace).result().ok for chunk in items)
 
-    def is_asked(self, key: bytes, namespace: bytes | None, position: int | None = None) -> bool:
+    def is_asked(
+        self, key: bytes, namespace: bytes | None, position: int | None = None
+    ) -> bool:
         with self.lock:
             entry = self.entries.get(key)
             if entry is None and key in self.queued:
-                entry = Entry(self.queued[key][0].payload, self.queued[key][1], self.queued[key][0].position)
+                entry = Entry(
+                    self.queued[key][0].payload,
+                    self.queued[key][1],
+                    self.queued[key][0].position,
+                )
             return entry is None or (
-                namespace in (None, entry.namespace) and position in (None, entry.position)
+                namespace in (None, entry.namespace)
+                and position in (None, entry.position)
             )
 
     def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
@@ -149,7 +194,9 @@ class DictTier(Tier):
             payload = entry.payload if entry else self.queued[key][0].payload
             return payload[: self.chunk_bytes].copy()
 
-    def get_many(self, keys: Iterable[bytes], *, namespace: bytes | None = None) -> Iterator[Bytes | None]:
+    def get_many(
+        self, keys: Iterable[bytes], *, namespace: bytes | None = None
+    ) -> Iterator[Bytes | None]:
         return (self.get(key) for key in keys)
 
     def remove(self, key: bytes) -> bool:
@@ -171,7 +218,11 @@ class DictTier(Tier):
 
     def clear(self, namespace: bytes | None = None) -> int:
         with self.lock:
-            gone = [key for key, entry in self.entries.items() if namespace in (None, entry.namespace)]
+            gone = [
+                key
+                for key, entry in self.entries.items()
+                if namespace in (None, entry.namespace)
+            ]
             for key in gone:
                 del self.entries[key]
             for key, (_, of) in list(self.queued.items()):
@@ -217,7 +268,9 @@ class ServesWrongBytes(DictTier):
 
 
 class FindsBeyondAHole(DictTier):
-    def find(self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None) -> int:
+    def find(
+        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None
+    ) -> int:
         return sum(self.contains(key) for key in keys)
 
 
@@ -247,12 +300,16 @@ class RemovesSilently(DictTier):
 
 
 class ServesWhoeverHasTheKey(DictTier):
-    def is_asked(self, key: bytes, namespace: bytes | None, position: int | None = None) -> bool:
+    def is_asked(
+        self, key: bytes, namespace: bytes | None, position: int | None = None
+    ) -> bool:
         return True
 
 
 class RemovesWhatWasAskedForWrongly(DictTier):
-    def is_asked(self, key: bytes, namespace: bytes | None, position: int | None = None) -> bool:
+    def is_asked(
+        self, key: bytes, namespace: bytes | None, position: int | None = None
+    ) -> bool:
         asked = super().is_asked(key, namespace, position)
         if not asked:
             self.remove(key)
@@ -267,16 +324,28 @@ class FindsAfterClose(DictTier):
 
 class TouchesTheLeadingRun(DictTier):
     def touch(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
-    ) -> list[bool] | None:  # fmt: skip
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
+    ) -> list[bool] | None:
         return [number < self.find(keys) for number, _ in enumerate(keys)]
 
 
 class PutsLater(DictTier):
     def put(
-        self, key: bytes, payload: Bytes, *, namespace: bytes, position: int = 0, tokens: int = 0,
+        self,
+        key: bytes,
+        payload: Bytes,
+        *,
+        namespace: bytes,
+        position: int = 0,
+        tokens: int = 0,
         block: bool = True,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         return super().put(key, payload, namespace=namespace, block=False)
 
 
@@ -309,24 +378,36 @@ BROKEN = [
     (ClearsOnlyWhatIsStored, "test_clear_reaches_what_is_on_its_way"),
     (NeverLooksAgain, "test_bytes_that_change_on_their_way_never_appear"),
     (RemovesSilently, "test_remove"),
-    (ServesWhoeverHasTheKey, "test_what_was_asked_for_wrongly_is_a_miss_and_stays"),
-    (RemovesWhatWasAskedForWrongly, "test_what_was_asked_for_wrongly_is_a_miss_and_stays"),
+    (
+        ServesWhoeverHasTheKey,
+        "test_what_was_asked_for_wrongly_is_a_miss_and_stays",
+    ),
+    (
+        RemovesWhatWasAskedForWrongly,
+        "test_what_was_asked_for_wrongly_is_a_miss_and_stays",
+    ),
     (FindsAfterClose, "test_close_is_bounded_and_final"),
     (ForgetsWhatIsQueued, "test_what_is_on_its_way_is_read"),
     (ForgetsWhatIsQueued, "test_touch_knows_what_is_on_its_way"),
-    (TouchesTheLeadingRun, "test_touch_says_which_are_here_holes_notwithstanding"),
+    (
+        TouchesTheLeadingRun,
+        "test_touch_says_which_are_here_holes_notwithstanding",
+    ),
     (TouchesTheLeadingRun, "test_close_is_bounded_and_final"),
     (PutsLater, "test_a_put_that_blocks_returns_when_it_has_ended"),
 ]
 
 
 @pytest.mark.parametrize(("broken", "test"), BROKEN)
-def test_a_broken_tier_is_found_out(broken: type[DictTier], test: str, tmp_path: Path) -> None:
+def test_a_broken_tier_is_found_out(
+    broken: type[DictTier], test: str, tmp_path: Path
+) -> None:
     tier = broken()
 
     class Suite(TierConformance):
         def make_tier(self, tmp_path: Path) -> Tier:
-            tier.may_write.clear()  # queued work stays queued until a call waits for it
+            # queued work stays queued until a call waits for it
+            tier.may_write.clear()
             return tier
 
         def ends(self, futures: Sequence[Future[Done]]) -> list[Done]:

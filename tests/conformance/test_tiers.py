@@ -15,7 +15,8 @@ from tests.remote.chunks import QUANTISABLE, unchanged_by_codecs
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
-PATIENT_SECONDS = 30.0  # every call may succeed: a busy machine may pause for a while
+# every call may succeed: a busy machine may pause for a while
+PATIENT_SECONDS = 30.0
 SLOTS = 128  # one member may have a quarter of them reserved
 
 
@@ -26,7 +27,13 @@ class TestSharedHost(TierConformance):
 
     def make_tier(self, tmp_path: Path) -> Tier:
         ledger = Ledger.open(
-            StoreSpec(self.root / tmp_path.name, LAYOUT.fingerprint, "memory", SLOTS, LAYOUT.slot_bytes)
+            StoreSpec(
+                self.root / tmp_path.name,
+                LAYOUT.fingerprint,
+                "memory",
+                SLOTS,
+                LAYOUT.slot_bytes,
+            )
         )
         slab = MemorySlab(ledger.slab_path, SLOTS, LAYOUT.slot_bytes)
         return HostTier(LAYOUT, ledger, slab, deadline_seconds=PATIENT_SECONDS)
@@ -35,7 +42,14 @@ class TestSharedHost(TierConformance):
 class TestPrivateHost(TierConformance):
     def make_tier(self, tmp_path: Path) -> Tier:
         ledger = Ledger.open(
-            StoreSpec(tmp_path, LAYOUT.fingerprint, "memory", SLOTS, LAYOUT.slot_bytes, private=True)
+            StoreSpec(
+                tmp_path,
+                LAYOUT.fingerprint,
+                "memory",
+                SLOTS,
+                LAYOUT.slot_bytes,
+                private=True,
+            )
         )
         slab = MemorySlab(None, SLOTS, LAYOUT.slot_bytes)
         return HostTier(LAYOUT, ledger, slab, deadline_seconds=PATIENT_SECONDS)
@@ -46,9 +60,17 @@ class TestDisk(TierConformance):
     durable = False
 
     def make_tier(self, tmp_path: Path) -> Tier:
-        ledger = Ledger.open(StoreSpec(tmp_path, LAYOUT.fingerprint, "file", SLOTS, STRIDE))
+        ledger = Ledger.open(
+            StoreSpec(tmp_path, LAYOUT.fingerprint, "file", SLOTS, STRIDE)
+        )
         slab = FileSlab(ledger.slab_path, SLOTS, STRIDE, self.direct)
-        return DiskTier(LAYOUT, ledger, slab, durable=self.durable, deadline_seconds=PATIENT_SECONDS)
+        return DiskTier(
+            LAYOUT,
+            ledger,
+            slab,
+            durable=self.durable,
+            deadline_seconds=PATIENT_SECONDS,
+        )
 
 
 class TestBufferedDisk(TestDisk):
@@ -67,9 +89,13 @@ class TestLossyDisk(TierConformance):
     def make_tier(self, tmp_path: Path) -> Tier:
         slot_bytes = -(-most_bytes(self.codec_name, QUANTISABLE) // 4096) * 4096
         return DiskTier.open(
-            QUANTISABLE, tmp_path, SLOTS * (HEADER_BYTES + slot_bytes), codec_name=self.codec_name, policy="lru",
+            QUANTISABLE,
+            tmp_path,
+            SLOTS * (HEADER_BYTES + slot_bytes),
+            codec_name=self.codec_name,
+            policy="lru",
             deadline_seconds=PATIENT_SECONDS,
-        )  # fmt: skip
+        )
 
     def payload(self, tier: Tier, key: bytes) -> Bytes:
         return unchanged_by_codecs(QUANTISABLE, key)[: tier.chunk_bytes]

@@ -9,7 +9,8 @@ import pytest
 
 @pytest.fixture
 def house(shm_root: Path, tmp_path: Path):
-    from tests.e2e.house import House  # late: the other tests of this folder need no torch
+    # late: the other tests of this folder need no torch
+    from tests.e2e.house import House
 
     house = House(shm_root, tmp_path)
     yield house

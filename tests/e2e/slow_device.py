@@ -1,4 +1,6 @@
-"""A copy engine over CPU memory whose streams are threads: launched work is done later, as on a GPU."""
+"""A copy engine over CPU memory whose streams are threads: launched work is done later, as on a
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ LONG = 20.0
 
 
 class DeviceEvent:
-    """An event. A thread that waits for it raises the errors of its stream; a stream that waits does not."""
+    """An event. A thread that waits for it raises the errors of its stream; a stream that waits
+    does not.
+    """
 
     def __init__(self, stream: ThreadStream) -> None:
         self.done = threading.Event()
@@ -47,7 +51,8 @@ class ThreadStream:
         while (work := self._work.get()) is not None:
             try:
                 work()
-            except Exception as trouble:  # noqa: BLE001  # raised at the next event
+            except Exception as trouble:  # noqa: BLE001
+                # raised at the next event
                 self.trouble = trouble
 
     def run(self, work: Callable[[], None]) -> None:
@@ -68,11 +73,12 @@ class ThreadStream:
 
 
 class SlowDevice(CpuDevice):
-    """A device. `before(number)` is called before copy `number`, on the stream's thread: it may sleep, wait or fail.
+    """A device. `before(number)` is called before copy `number`, on the stream's thread: it may
+    sleep, wait or fail.
 
-    `begun()` is called on the thread that loads or stores, before it launches anything. `waited` counts the events that
-    a current stream had to wait for: only a load layer by layer has any. `streams_wait`: whether it does so at once,
-    since the stream of a CPU is its thread.
+    `begun()` is called on the thread that loads or stores, before it launches anything. `waited`
+    counts the events that a current stream had to wait for: only a load layer by layer has any.
+    `streams_wait`: whether it does so at once, since the stream of a CPU is its thread.
     """
 
     def __init__(self) -> None:
@@ -102,7 +108,9 @@ class SlowDevice(CpuDevice):
     def current_stream(self) -> ThreadStream:
         raise AssertionError("nothing here goes by the current stream")
 
-    def copy(self, to: int, source: int, nbytes: int, stream: ThreadStream) -> None:
+    def copy(
+        self, to: int, source: int, nbytes: int, stream: ThreadStream
+    ) -> None:
         self.copied += 1
         self.before(self.copied)
         super().copy(to, source, nbytes, stream)

@@ -1,4 +1,6 @@
-"""What goes wrong while documents are loaded: a miss with a reason, and the answer of a cache that has nothing."""
+"""What goes wrong while documents are loaded: a miss with a reason, and the answer of a cache that
+has nothing.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ CLOSE = 1e-5  # fewer tokens at a time are added up in another order
 
 def answer(model: torch.nn.Module) -> torch.Tensor:
     """What the call without any cache says."""
-    config = Config(chunk_tokens=CHUNK, host_size=0, unchecked=True, worth_it=False)
+    config = Config(
+        chunk_tokens=CHUNK, host_size=0, unchecked=True, worth_it=False
+    )
     with CachedModel(model, config) as nothing:
         return logits_after(model, nothing.blend(*pieces()))
 
@@ -41,7 +45,9 @@ def same(model: torch.nn.Module, found, want: torch.Tensor) -> bool:
     return torch.allclose(logits_after(model, found), want, atol=CLOSE)
 
 
-def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -> None:
+def test_a_forked_child_blends_whatever_other_threads_were_doing(
+    house: House,
+) -> None:
     """One thread looks at the weights, with the lock; another one computes a document."""
     model = llama()
     (documents, question) = pieces()
@@ -84,7 +90,9 @@ def test_a_forked_child_blends_whatever_other_threads_were_doing(house: House) -
 
 
 @pytest.mark.parametrize("codec", ["raw", "q8"])
-def test_spoilt_bytes_on_the_disk_are_computed(codec: str, house: House, tmp_path: Path) -> None:
+def test_spoilt_bytes_on_the_disk_are_computed(
+    codec: str, house: House, tmp_path: Path
+) -> None:
     model = llama()
     (documents, question) = pieces()
     cached = house.open(model, unchecked=True, disk_codec=codec)
@@ -101,13 +109,19 @@ def test_spoilt_bytes_on_the_disk_are_computed(codec: str, house: House, tmp_pat
     assert found.hit.num_tokens == 0
     assert found.hit.reason is Reason.FAILED_CHECK
     assert same(model, found, want)
-    assert cached.stats()["documents"]["misses"] == {Reason.FAILED_CHECK: len(documents)}
+    assert cached.stats()["documents"]["misses"] == {
+        Reason.FAILED_CHECK: len(documents)
+    }
     # a chunk that was still being read when the ones before it were stored is stored the next time
-    wait_until(lambda: cached.blend(documents, question).hit.by_tier == {"host": TOKENS})
+    wait_until(
+        lambda: cached.blend(documents, question).hit.by_tier == {"host": TOKENS}
+    )
     assert same(model, cached.blend(documents, question), want)
 
 
-def test_documents_that_are_cleared_between_two_loads_are_computed(house: House) -> None:
+def test_documents_that_are_cleared_between_two_loads_are_computed(
+    house: House,
+) -> None:
     model = llama()
     (documents, question) = pieces()
     cached = house.open(model, unchecked=True)
@@ -117,18 +131,26 @@ def test_documents_that_are_cleared_between_two_loads_are_computed(house: House)
     )  # the second one is computed, and then the rest is gone
     WhileComputing(model, lambda: cached._blender.cache.clear())
     found = cached.blend(documents, question)
-    assert [hit.num_tokens for hit in found.blend.documents] == [LENGTHS[0], 0, 0, 0]
+    assert [hit.num_tokens for hit in found.blend.documents] == [
+        LENGTHS[0],
+        0,
+        0,
+        0,
+    ]
     assert same(model, found, want)
     assert same(model, cached.blend(documents, question), want)
 
 
-def test_a_document_that_goes_between_look_up_and_load_is_computed(house: House) -> None:
+def test_a_document_that_goes_between_look_up_and_load_is_computed(
+    house: House,
+) -> None:
     model = llama()
     (documents, question) = pieces()
     cached = house.open(model, unchecked=True)
     want = answer(model)
     ids = torch.tensor([documents[0] + question])
-    cached.generate(ids, max_new_tokens=1, do_sample=False)  # the first document is in the chain of prompts
+    # the first document is in the chain of prompts
+    cached.generate(ids, max_new_tokens=1, do_sample=False)
     cached.blend([documents[1]], question)
     look_up = cached.cache.lookup
 
@@ -140,7 +162,12 @@ def test_a_document_that_goes_between_look_up_and_load_is_computed(house: House)
     cached.cache.lookup = and_clear
     found = cached.blend(documents, question)
     del cached.cache.lookup
-    assert [hit.num_tokens for hit in found.blend.documents] == [0, LENGTHS[1], 0, 0]
+    assert [hit.num_tokens for hit in found.blend.documents] == [
+        0,
+        LENGTHS[1],
+        0,
+        0,
+    ]
     assert same(model, found, want)
 
 
@@ -149,7 +176,13 @@ def test_documents_that_do_not_fit_are_computed(house: House) -> None:
     (documents, question) = pieces()
     want = answer(model)
     with CachedModel(
-        model, Config(chunk_tokens=CHUNK, host_size="1MiB", host_shared=False, unchecked=True)
+        model,
+        Config(
+            chunk_tokens=CHUNK,
+            host_size="1MiB",
+            host_shared=False,
+            unchecked=True,
+        ),
     ) as roomy:
         slot = roomy.cache.layout.slot_bytes
     config = Config(
@@ -167,7 +200,9 @@ def test_documents_that_do_not_fit_are_computed(house: House) -> None:
     assert sum(stats["misses"].values()) + sum(stats["drops"].values()) > 0
 
 
-def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: House) -> None:
+def test_a_process_that_is_killed_while_it_stores_the_same_documents(
+    house: House,
+) -> None:
     model = llama()
     (documents, question) = pieces()
     cached = house.open(model, unchecked=True)
@@ -188,18 +223,26 @@ def test_a_process_that_is_killed_while_it_stores_the_same_documents(house: Hous
     assert same(model, again, want)
 
 
-def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(house: House, shm_root: Path) -> None:
+def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(
+    house: House, shm_root: Path
+) -> None:
     model = llama()
     (documents, question) = pieces()
     want = answer(model)
     with redis_server() as server:
         place = urlsplit(server.url)
         proxy = Proxy((str(place.hostname), int(place.port or 0)))
-        options = {"unchecked": True, "remote": f"redis://127.0.0.1:{proxy.port}/0?prefix={fresh_prefix()}"}
+        options = {
+            "unchecked": True,
+            "remote": f"redis://127.0.0.1:{proxy.port}/0?prefix={fresh_prefix()}",
+        }
         cached = house.open(model, **options)
         cached.blend(documents, question)
         assert cached._blender.cache.flush(LONG)
-        others = {"host_path": str(shm_root / "other"), "disk_path": str(shm_root / "disk")}
+        others = {
+            "host_path": str(shm_root / "other"),
+            "disk_path": str(shm_root / "disk"),
+        }
         other = house.open(model, **options, **others)
         other._ready_to_blend(None)
         retrieve = other._blender.cache.retrieve
@@ -212,11 +255,14 @@ def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(house: Ho
         other._blender.cache.retrieve = seen
         proxy.both(STALLED)
         found = other.blend(documents, question, store=False)
-        assert patience[0] is None  # as long as one call may wait; all documents together wait no longer
+        # as long as one call may wait; all documents together wait no longer
+        assert patience[0] is None
         assert 20.0 > patience[1] > patience[2] > patience[3] > 0
         assert found.hit.num_tokens == 0
         assert found.hit.reason is Reason.DEADLINE
         assert same(model, found, want)
-        assert other.stats()["documents"]["misses"] == {Reason.DEADLINE: len(documents)}
+        assert other.stats()["documents"]["misses"] == {
+            Reason.DEADLINE: len(documents)
+        }
         proxy.heal()
         house.shut()

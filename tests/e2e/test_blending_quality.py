@@ -1,4 +1,6 @@
-"""How good blending is, on a model that must read across documents. Slow: the first test trains it, if nothing has."""
+"""How good blending is, on a model that must read across documents. Slow: the first test trains it,
+if nothing has.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def cached(model):
-    options = {"host_size": "256MiB", "host_shared": False, "worth_it": False, "deadline_seconds": 60.0}
+    options = {
+        "host_size": "256MiB",
+        "host_shared": False,
+        "worth_it": False,
+        "deadline_seconds": 60.0,
+    }
     with CachedModel(model, chunk_tokens=16, unchecked=True, **options) as cached:
         yield cached
 
@@ -36,25 +43,39 @@ def prompts():
 @torch.no_grad()
 def exact(model, prompts) -> torch.Tensor:
     """Log probabilities of the answer, [prompts, tokens], by a full prefill."""
-    logits = [model(torch.tensor([prompt.tokens])).logits[0, -1] for prompt in prompts]
+    logits = [
+        model(torch.tensor([prompt.tokens])).logits[0, -1] for prompt in prompts
+    ]
     return torch.stack(logits).double().log_softmax(-1)
 
 
 @torch.no_grad()
-def blended(cached, prompts, recompute: float, policy: str = "deviation", change=None) -> torch.Tensor:
-    """Log probabilities of the answer, by blending; `change` is done to the KV before the last token."""
+def blended(
+    cached, prompts, recompute: float, policy: str = "deviation", change=None
+) -> torch.Tensor:
+    """Log probabilities of the answer, by blending; `change` is done to the KV before the last
+    token.
+    """
     logits = []
     for prompt in prompts:
-        found = cached.blend(prompt.documents, prompt.question, recompute=recompute, policy=policy)
+        found = cached.blend(
+            prompt.documents, prompt.question, recompute=recompute, policy=policy
+        )
         if change is not None:
             change(found)
         last = torch.tensor([prompt.tokens[-1:]])
-        logits.append(cached.model(last, **kv_argument(cached.model, found.past_key_values)).logits[0, -1])
+        logits.append(
+            cached.model(
+                last, **kv_argument(cached.model, found.past_key_values)
+            ).logits[0, -1]
+        )
     return torch.stack(logits).double().log_softmax(-1)
 
 
 def right(logs: torch.Tensor, prompts) -> np.ndarray:
-    return logs.argmax(-1).numpy() == np.array([prompt.answer for prompt in prompts])
+    return logs.argmax(-1).numpy() == np.array(
+        [prompt.answer for prompt in prompts]
+    )
 
 
 def divergence(want: torch.Tensor, got: torch.Tensor) -> float:
@@ -69,14 +90,21 @@ def test_blending_keeps_what_plain_reuse_loses(cached, prompts, exact) -> None:
     assert plain.mean() <= 0.70
     assert blend.mean() >= 0.93 * full.mean()
     difference = blend.astype(float) - plain
-    draw = np.random.default_rng(0).integers(len(prompts), size=(10_000, len(prompts)))
+    draw = np.random.default_rng(0).integers(
+        len(prompts), size=(10_000, len(prompts))
+    )
     assert np.percentile(difference[draw].mean(1), 2.5) > 0.0
 
 
 @pytest.mark.parametrize("policy", ["deviation", "first_k"])
-def test_divergence_falls_with_the_share(cached, prompts, exact, policy: str) -> None:
+def test_divergence_falls_with_the_share(
+    cached, prompts, exact, policy: str
+) -> None:
     shares = (0.0, 0.05, 0.15, 0.3, 0.6, 1.0)
-    mean = [divergence(exact[:60], blended(cached, prompts[:60], share, policy)) for share in shares]
+    mean = [
+        divergence(exact[:60], blended(cached, prompts[:60], share, policy))
+        for share in shares
+    ]
     assert mean == sorted(mean, reverse=True), mean
     assert mean[0] > 0.5
     assert mean[-1] < 1e-6
@@ -94,9 +122,14 @@ def test_wrong_kv_is_noticed(cached, prompts) -> None:
         """Put K of each document to the places of another one."""
         end = found.blend.starts[-1]
         for layer in found.past_key_values.layers:
-            layer.keys = torch.cat([layer.keys[:, :, :end].roll(37, 2), layer.keys[:, :, end:]], 2)
+            layer.keys = torch.cat(
+                [layer.keys[:, :, :end].roll(37, 2), layer.keys[:, :, end:]], 2
+            )
 
-    assert right(blended(cached, prompts, 0.15, change=shuffle), prompts).mean() < 0.7
+    assert (
+        right(blended(cached, prompts, 0.15, change=shuffle), prompts).mean()
+        < 0.7
+    )
 
 
 def test_prompts_are_drawn_by_seed_and_say_what_is_asked() -> None:
@@ -106,4 +139,6 @@ def test_prompts_are_drawn_by_seed_and_say_what_is_asked() -> None:
     for prompt in prompts:
         assert all(0 <= token < VOCABULARY for token in prompt.tokens)
         assert all(40 <= len(document) <= 56 for document in prompt.documents)
-    assert 0.4 < np.mean([prompt.across for prompt in recall_prompts(7, 200)]) < 0.95
+    assert (
+        0.4 < np.mean([prompt.across for prompt in recall_prompts(7, 200)]) < 0.95
+    )

@@ -1,4 +1,5 @@
-"""Everything but the tokens that KV depends on: a call is right with it and after it, or it says that it is not cached.
+"""Everything but the tokens that KV depends on: a call is right with it and after it, or it says
+that it is not cached.
 
 The settings of the process, the settings and the code of the model, and the arguments of one call.
 """
@@ -15,14 +16,19 @@ import pytest
 import torch
 import transformers
 
-from pagoda.connectors.transformers import CachedModel, call_arguments, namespace_of
+from pagoda.connectors.transformers import (
+    CachedModel,
+    call_arguments,
+    namespace_of,
+)
 from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.connectors.transformers.numerics import numerics_of
 from pagoda.metrics import Reason
 from tests.e2e.house import House
 from tests.e2e.tiny import generated, llama, prompt, qwen
 
-SETTINGS = {"initializer_range": 0.3}  # sharp attention, so that rounding changes the text
+# sharp attention, so that rounding changes the text
+SETTINGS = {"initializer_range": 0.3}
 NEW = 24
 
 
@@ -46,7 +52,9 @@ def prefix_of(model, ids):
     return kv
 
 
-def autocast(dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager[object]:
+def autocast(
+    dtype: torch.dtype = torch.bfloat16,
+) -> AbstractContextManager[object]:
     return torch.autocast("cpu", dtype=dtype)
 
 
@@ -61,7 +69,10 @@ def test_with_defaults_keys_are_what_they_always_were(house: House) -> None:
         "a83b197898aa66876ca0829fd73db4cc992509bc5113346dc5c3ed6c2eccfa65",
     ]
     ready = cached._ready(None)
-    assert (ready.why_not, ready.space) == ("", {"lora": None, "salt": None, "numerics": ""})
+    assert (ready.why_not, ready.space) == (
+        "",
+        {"lora": None, "salt": None, "numerics": ""},
+    )
     assert "numerics" not in cached.cache.namespace.fields()
 
 
@@ -96,14 +107,19 @@ PROCESS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "autocast(cpu)=float16": partial(autocast, torch.float16),
     "float32_matmul(cpu)=bf16": partial(Precision, "medium"),
     "float32_matmul(cpu)=tf32": partial(Precision, "high"),
-    "math_sdp=False": partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.FLASH_ATTENTION),
+    "math_sdp=False": partial(
+        torch.nn.attention.sdpa_kernel,
+        torch.nn.attention.SDPBackend.FLASH_ATTENTION,
+    ),
     "no_mkldnn": partial(torch.backends.mkldnn.flags, enabled=False),
     "deterministic": Deterministic,
 }
 
 
 @pytest.mark.parametrize("name", PROCESS)
-def test_settings_of_the_process_have_their_own_keys(name: str, house: House) -> None:
+def test_settings_of_the_process_have_their_own_keys(
+    name: str, house: House
+) -> None:
     under = PROCESS[name]
     model = llama(seed=7, **SETTINGS)
     ids = prompt(96)
@@ -111,7 +127,10 @@ def test_settings_of_the_process_have_their_own_keys(name: str, house: House) ->
     with under():
         theirs = texts(model, ids)
         assert name in numerics_of(model).text
-        assert name in namespace_of(model, house.open(model).layout, weights="x").numerics
+        assert (
+            name
+            in namespace_of(model, house.open(model).layout, weights="x").numerics
+        )
     cached = house.open(model)
     assert texts(cached, ids) == plain
     with under():
@@ -124,7 +143,9 @@ def test_settings_of_the_process_have_their_own_keys(name: str, house: House) ->
     assert cached.last.hit.num_tokens == 80
 
 
-def test_a_model_that_is_opened_under_autocast_is_cached_under_it(house: House) -> None:
+def test_a_model_that_is_opened_under_autocast_is_cached_under_it(
+    house: House,
+) -> None:
     model = llama(seed=7, **SETTINGS)
     ids = prompt(96)
     plain = texts(model, ids)
@@ -148,7 +169,8 @@ def test_a_text_under_autocast_is_never_lost_and_says_why_it_is_not_cached(
         theirs = texts(model, prompt(96))
         assert texts(cached, prompt(96)) == theirs
     reason, detail = said(cached)
-    if reason is not None and reason is Reason.NOT_CACHEABLE:  # KV of other dtypes, since Transformers 5.24
+    # KV of other dtypes, since Transformers 5.24
+    if reason is not None and reason is Reason.NOT_CACHEABLE:
         assert "create the CachedModel under the settings of its calls" in detail
         assert "float32/bfloat16 instead of float32/float32" in detail
         assert [record for record in caplog.records if detail in record.message]
@@ -171,12 +193,22 @@ def test_the_two_halves_under_other_settings(house: House) -> None:
         assert stored.num_chunks == 6
 
 
-def test_documents_of_a_call_that_is_not_cached_are_a_prompt(house: House) -> None:
+def test_documents_of_a_call_that_is_not_cached_are_a_prompt(
+    house: House,
+) -> None:
     model = llama(seed=7, **SETTINGS)
     ids = prompt(96)
     cached = house.open(model)
-    documents = {"documents": [ids[0, :30], ids[0, 30:60]], "question": ids[0, 60:]}
-    out = cached.generate(**documents, prompt_lookup_num_tokens=3, max_new_tokens=NEW, do_sample=False)
+    documents = {
+        "documents": [ids[0, :30], ids[0, 30:60]],
+        "question": ids[0, 60:],
+    }
+    out = cached.generate(
+        **documents,
+        prompt_lookup_num_tokens=3,
+        max_new_tokens=NEW,
+        do_sample=False,
+    )
     assert out[:, 96:].tolist() == texts(model, ids, prompt_lookup_num_tokens=3)
     assert said(cached)[0] is Reason.NOT_CACHEABLE
     hooked(model)
@@ -209,7 +241,9 @@ def bidirectional(model) -> None:
 
 def windowed(model) -> None:
     model.config.sliding_window = 8
-    model.config.layer_types = ["sliding_attention"] * model.config.num_hidden_layers
+    model.config.layer_types = [
+        "sliding_attention"
+    ] * model.config.num_hidden_layers
 
 
 def partly_training(model) -> None:
@@ -218,11 +252,15 @@ def partly_training(model) -> None:
 
 
 def hooked(model) -> None:
-    model.model.layers[0].register_forward_hook(lambda _module, _args, out: out + 1.0)
+    model.model.layers[0].register_forward_hook(
+        lambda _module, _args, out: out + 1.0
+    )
 
 
 def pre_hooked(model) -> None:
-    model.model.layers[1].register_forward_pre_hook(lambda _module, args: (args[0] * 2.0, *args[1:]))
+    model.model.layers[1].register_forward_pre_hook(
+        lambda _module, args: (args[0] * 2.0, *args[1:])
+    )
 
 
 def hooked_in_place(model) -> None:
@@ -244,9 +282,18 @@ NAMED = {"eager": eager, "scaled": scaled, "other activation": other_activation}
 NAMELESS = {
     "bidirectional": (bidirectional, "depends on what comes after it"),
     "partly training": (partly_training, "is in training mode"),
-    "hook": (hooked, "hooked.<locals>.<lambda> on module model.layers.0 changes the KV"),
-    "pre-hook": (pre_hooked, "pre_hooked.<locals>.<lambda> on module model.layers.1 changes the KV"),
-    "hook in place": (hooked_in_place, "hooked_in_place.<locals>.change on module model.layers.1 changes"),
+    "hook": (
+        hooked,
+        "hooked.<locals>.<lambda> on module model.layers.0 changes the KV",
+    ),
+    "pre-hook": (
+        pre_hooked,
+        "pre_hooked.<locals>.<lambda> on module model.layers.1 changes the KV",
+    ),
+    "hook in place": (
+        hooked_in_place,
+        "hooked_in_place.<locals>.change on module model.layers.1 changes",
+    ),
     "wrapped forward": (wrapped, "forward of the model was replaced by"),
 }
 
@@ -292,7 +339,9 @@ def test_modules_without_chance_may_be_in_training_mode(house: House) -> None:
         assert cached.last.hit.num_tokens == hit
 
 
-def test_an_edit_that_is_taken_back_has_the_first_keys_again(house: House) -> None:
+def test_an_edit_that_is_taken_back_has_the_first_keys_again(
+    house: House,
+) -> None:
     model = llama(seed=7, **SETTINGS)
     cached = house.open(model)
     plain = texts(cached, prompt(96))
@@ -326,7 +375,11 @@ def test_what_has_no_name_is_not_cached(name: str, house: House) -> None:
     with cached.prefix(ids) as prefix:
         assert (prefix.columns, prefix.hit.reason) == (0, Reason.NOT_CACHEABLE)
     (stored,) = cached.store(ids, prefix_of(model, ids))
-    assert (stored.num_chunks, stored.refused, stored.reason) == (0, 6, Reason.NOT_CACHEABLE)
+    assert (stored.num_chunks, stored.refused, stored.reason) == (
+        0,
+        6,
+        Reason.NOT_CACHEABLE,
+    )
     house.shut()
     assert texts(house.open(llama(seed=7, **SETTINGS)), ids) == plain
 
@@ -346,12 +399,19 @@ def test_hooks_that_only_observe_do_not_matter(house: House) -> None:
     ids = prompt(96)
     # Transformers leaves its hooks in the model
     shown = cached.generate(
-        ids, max_new_tokens=2, do_sample=False, return_dict_in_generate=True, output_hidden_states=True
+        ids,
+        max_new_tokens=2,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_hidden_states=True,
     )
-    assert shown.hidden_states[0][0].shape[1] == 96  # of all tokens, as without the cache
+    # of all tokens, as without the cache
+    assert shown.hidden_states[0][0].shape[1] == 96
     assert "output_hidden_states" in said(cached)[1]
     seen: list[object] = []
-    model.model.layers[0].register_forward_hook(lambda _module, _args, out: seen.append(out.sum().item()))
+    model.model.layers[0].register_forward_hook(
+        lambda _module, _args, out: seen.append(out.sum().item())
+    )
     hooks = hooks_of(model)
     for hit in (0, 80):
         texts(cached, ids)
@@ -363,7 +423,11 @@ def test_hooks_that_only_observe_do_not_matter(house: House) -> None:
 
 
 def hooks_of(model) -> list[object]:
-    return [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    return [
+        hook
+        for module in model.modules()
+        for hook in module._forward_hooks.values()
+    ]
 
 
 class Once:
@@ -378,7 +442,9 @@ class Once:
 
 
 @pytest.mark.parametrize("passes", [1, 2, 5])
-def test_a_hook_that_changes_something_later_is_not_stored(passes: int, house: House) -> None:
+def test_a_hook_that_changes_something_later_is_not_stored(
+    passes: int, house: House
+) -> None:
     model = llama(seed=7, **SETTINGS)
     ids = prompt(96)
     plain = texts(model, ids)
@@ -411,22 +477,57 @@ class Streamed:
 # ---- arguments of a call
 
 ARGUMENTS = {
-    "past_key_values": (lambda model: kv_argument(model, transformers.DynamicCache()), "it is another cache"),
-    "static cache": (lambda _: {"cache_implementation": "static"}, "cache_implementation 'static'"),
+    "past_key_values": (
+        lambda model: kv_argument(model, transformers.DynamicCache()),
+        "it is another cache",
+    ),
+    "static cache": (
+        lambda _: {"cache_implementation": "static"},
+        "cache_implementation 'static'",
+    ),
     "use_cache": (lambda _: {"use_cache": False}, "use_cache=False leaves no KV"),
     "config without cache": (
-        lambda _: {"generation_config": transformers.GenerationConfig(use_cache=False)},
+        lambda _: {
+            "generation_config": transformers.GenerationConfig(use_cache=False)
+        },
         "use_cache=False leaves no KV",
     ),
-    "prompt lookup": (lambda _: {"prompt_lookup_num_tokens": 3}, "assisted generation does not begin"),
-    "assistant": (lambda _: {"assistant_model": llama(seed=4)}, "assisted generation does not begin"),
-    "is_causal": (lambda _: {"is_causal": False}, "is_causal: the KV may depend on it"),
-    "positions": (lambda _: {"position_ids": torch.arange(5, 101)[None]}, "position_ids: the KV may depend"),
-    "hole": (lambda _: {"attention_mask": torch.tensor([[1] * 40 + [0] + [1] * 55])}, "masked inside"),
-    "right padding": (lambda _: {"attention_mask": torch.tensor([[1] * 95 + [0]])}, "masked inside"),
-    "attentions": (lambda _: {"output_attentions": True}, "output_attentions: those of cached tokens"),
-    "hidden states": (lambda _: {"output_hidden_states": True}, "output_hidden_states: those of cached"),
-    "own loop": (lambda _: {"custom_generate": _own_loop}, "custom_generate: the KV may depend on it"),
+    "prompt lookup": (
+        lambda _: {"prompt_lookup_num_tokens": 3},
+        "assisted generation does not begin",
+    ),
+    "assistant": (
+        lambda _: {"assistant_model": llama(seed=4)},
+        "assisted generation does not begin",
+    ),
+    "is_causal": (
+        lambda _: {"is_causal": False},
+        "is_causal: the KV may depend on it",
+    ),
+    "positions": (
+        lambda _: {"position_ids": torch.arange(5, 101)[None]},
+        "position_ids: the KV may depend",
+    ),
+    "hole": (
+        lambda _: {"attention_mask": torch.tensor([[1] * 40 + [0] + [1] * 55])},
+        "masked inside",
+    ),
+    "right padding": (
+        lambda _: {"attention_mask": torch.tensor([[1] * 95 + [0]])},
+        "masked inside",
+    ),
+    "attentions": (
+        lambda _: {"output_attentions": True},
+        "output_attentions: those of cached tokens",
+    ),
+    "hidden states": (
+        lambda _: {"output_hidden_states": True},
+        "output_hidden_states: those of cached",
+    ),
+    "own loop": (
+        lambda _: {"custom_generate": _own_loop},
+        "custom_generate: the KV may depend on it",
+    ),
 }
 
 
@@ -457,7 +558,11 @@ def test_a_call_with_more_than_tokens_goes_on_without_the_cache(
     stats = cached.cache.stats()
     assert stats["misses"] == {"not_cacheable": 2}
     assert stats["counters"]["lookups"] == 0
-    assert len([one for one in caplog.records if "not_cacheable: " in one.message]) == 1  # rate-limited
+    # rate-limited
+    assert (
+        len([one for one in caplog.records if "not_cacheable: " in one.message])
+        == 1
+    )
     assert texts(cached, ids) == plain
     assert cached.last.hit.num_tokens == 0  # nothing was stored
     assert texts(cached, ids, **arguments(model)) == theirs  # nothing is loaded
@@ -467,11 +572,21 @@ def test_a_prompt_without_tokens_goes_on_without_the_cache(house: House) -> None
     model = llama(seed=3)
     cached = house.open(model)
     embeddings = model.get_input_embeddings()(prompt(40)).detach()
-    theirs = model.generate(inputs_embeds=embeddings, max_new_tokens=4, do_sample=False)
-    assert torch.equal(cached.generate(inputs_embeds=embeddings, max_new_tokens=4, do_sample=False), theirs)
+    theirs = model.generate(
+        inputs_embeds=embeddings, max_new_tokens=4, do_sample=False
+    )
+    assert torch.equal(
+        cached.generate(
+            inputs_embeds=embeddings, max_new_tokens=4, do_sample=False
+        ),
+        theirs,
+    )
     assert "inputs_embeds: keys are made of token ids" in said(cached)[1]
     theirs = model.generate(inputs=prompt(40), max_new_tokens=4, do_sample=False)
-    assert torch.equal(cached.generate(inputs=prompt(40), max_new_tokens=4, do_sample=False), theirs)
+    assert torch.equal(
+        cached.generate(inputs=prompt(40), max_new_tokens=4, do_sample=False),
+        theirs,
+    )
     with pytest.raises(ValueError, match="input_ids must be"):
         cached.generate([[1, 2]])
 
@@ -520,7 +635,8 @@ def test_a_field_of_a_later_transformers_is_not_cached(house: House) -> None:
 
     model = llama(seed=3)
     model.generation_config = Later()
-    model.generation_config.chat_format = "chatml"  # of the model's own, which no pass reads
+    # of the model's own, which no pass reads
+    model.generation_config.chat_format = "chatml"
     cached = house.open(model)
     texts(cached, prompt(96))
     assert cached.last_stored[0].num_chunks == 6
@@ -533,7 +649,9 @@ def test_a_model_whose_config_has_no_cache_says_so_when_it_is_opened(
     house: House,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = transformers.MptConfig(d_model=32, n_heads=2, n_layers=2, vocab_size=500, max_seq_len=512)
+    config = transformers.MptConfig(
+        d_model=32, n_heads=2, n_layers=2, vocab_size=500, max_seq_len=512
+    )
     model = transformers.MptForCausalLM(config).eval()
     if model.generation_config.use_cache is not False:
         model.generation_config.use_cache = False
@@ -590,7 +708,9 @@ def test_settings_that_change_meanwhile_are_not_stored(house: House) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def test_tokens_that_a_processor_overwrites_are_not_those_of_the_key(house: House) -> None:
+def test_tokens_that_a_processor_overwrites_are_not_those_of_the_key(
+    house: House,
+) -> None:
     model = llama(seed=7, **SETTINGS)
     ids = prompt(96)
     cached = house.open(model)
@@ -614,20 +734,33 @@ def test_an_unknown_argument_would_poison_the_cache_if_it_were_let_through(
     """The control of the tests of arguments: they would see wrong KV."""
     model = llama(seed=7, **SETTINGS)
     plain = texts(model, prompt(96))
-    monkeypatch.setattr(call_arguments, "_HARMLESS", call_arguments._HARMLESS | {"is_causal"})
+    monkeypatch.setattr(
+        call_arguments, "_HARMLESS", call_arguments._HARMLESS | {"is_causal"}
+    )
     cached = house.open(model)
     texts(cached, prompt(96), is_causal=False)
     assert texts(cached, prompt(96)) != plain
 
 
 def test_controls_of_this_file() -> None:
-    """Each setting that has a name here changes something that a test can see, or is a choice of kernels."""
+    """Each setting that has a name here changes something that a test can see, or is a choice of
+    kernels.
+    """
     model = llama(seed=7, **SETTINGS)
     plain = generated(model, prompt(96), NEW)
     for act in (autocast, nullcontext):
         with act():
-            assert (generated(model, prompt(96), NEW) == plain) is (act is nullcontext)
-    for edit in (scaled, other_activation, hooked, pre_hooked, wrapped, bidirectional):
+            assert (generated(model, prompt(96), NEW) == plain) is (
+                act is nullcontext
+            )
+    for edit in (
+        scaled,
+        other_activation,
+        hooked,
+        pre_hooked,
+        wrapped,
+        bidirectional,
+    ):
         changed = llama(seed=7, **SETTINGS)
         edit(changed)
         assert generated(changed, prompt(96), NEW) != plain, edit.__name__

@@ -1,4 +1,6 @@
-"""The demo in small: three processes, the same text, controls that differ; and how it ends when it cannot go on."""
+"""The demo in small: three processes, the same text, controls that differ; and how it ends when it
+cannot go on.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ KEYS = {
     "ttft_disk_seconds",
     "host_vs_handover",
 }
-COMMAND = [sys.executable, "-c", "import sys; from pagoda.cli import main; sys.exit(main())", "demo"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from pagoda.cli import main; sys.exit(main())",
+    "demo",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +58,18 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # three imports of torch, on a machine that tests other things too
+# three imports of torch, on a machine that tests other things too
+@pytest.mark.timeout(600)
 def test_three_processes_one_text(
-    shm_root: Path, tmp_path: Path, register_of_tiers: Path, capsys: pytest.CaptureFixture[str]
+    shm_root: Path,
+    tmp_path: Path,
+    register_of_tiers: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     steps: list[tuple[str, str]] = []
-    shown = run_demo(SMALL, None, shm_root, tmp_path, lambda *step: steps.append(step))
+    shown = run_demo(
+        SMALL, None, shm_root, tmp_path, lambda *step: steps.append(step)
+    )
     assert recorded_tiers.entries() == []
     assert not list(register_of_tiers.rglob("*.json"))
     told = shown.as_json()
@@ -83,33 +96,60 @@ def test_three_processes_one_text(
 
 @pytest.mark.slow
 def test_a_real_model_from_a_path(shm_root: Path, tmp_path: Path) -> None:
-    """Saved weights and a tokenizer from disk; nothing is downloaded. All in this process: the others are above."""
+    """Saved weights and a tokenizer from disk; nothing is downloaded. All in this process: the
+    others are above.
+    """
     import tokenizers
     import transformers
 
-    alphabet = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    alphabet = {
+        letter: i
+        for i, letter in enumerate(
+            sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        )
+    }
     plain = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
     plain.decoder = tokenizers.decoders.ByteLevel()
     saved = tmp_path / "model"
-    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(saved)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(
+        saved
+    )
     llama(vocab_size=len(alphabet)).save_pretrained(saved)
-    work = {"cold": demo_child._cold, "host": demo_child._host, "disk": demo_child._disk}
+    work = {
+        "cold": demo_child._cold,
+        "host": demo_child._host,
+        "disk": demo_child._disk,
+    }
     outcomes = {}
     for process in PROCESSES:
         if process == "disk":
             shutil.rmtree(shm_root / "host")
-        task = Task(process, str(shm_root / "host"), str(tmp_path / "disk"), SMALL, str(saved))
+        task = Task(
+            process,
+            str(shm_root / "host"),
+            str(tmp_path / "disk"),
+            SMALL,
+            str(saved),
+        )
         outcomes[process] = work[process](demo_child._Asker(task, lambda _: None))
     shown = Shown(outcomes)
     assert shown.identical
     assert shown.controls_differ
-    assert all("host" in answer.by_tier for answer in shown.outcomes["host"].answers)
-    assert any("disk" in answer.by_tier for answer in shown.outcomes["disk"].answers)
+    assert all(
+        "host" in answer.by_tier for answer in shown.outcomes["host"].answers
+    )
+    assert any(
+        "disk" in answer.by_tier for answer in shown.outcomes["disk"].answers
+    )
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_had_or_cached(shm_root: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_had_or_cached(
+    shm_root: Path, tmp_path: Path
+) -> None:
     import transformers
 
     with pytest.raises(UsageError, match="--model /nowhere"):
@@ -121,8 +161,13 @@ def test_a_model_that_cannot_be_had_or_cached(shm_root: Path, tmp_path: Path) ->
 
 
 def test_torch_missing_is_one_line_with_the_remedy() -> None:
-    code = "import sys; sys.modules['torch'] = None; from pagoda.cli import main; sys.exit(main(['demo']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    code = (
+        "import sys; sys.modules['torch'] = None; from pagoda.cli import main; "
+        "sys.exit(main(['demo']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "pip install" in done.stderr
@@ -131,10 +176,23 @@ def test_torch_missing_is_one_line_with_the_remedy() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_an_interrupted_demo_leaves_nothing_behind(how: str, shm_root: Path, tmp_path: Path) -> None:
-    command = [*COMMAND, "--json", "--host-path", str(shm_root), "--disk-path", str(tmp_path)]
+def test_an_interrupted_demo_leaves_nothing_behind(
+    how: str, shm_root: Path, tmp_path: Path
+) -> None:
+    command = [
+        *COMMAND,
+        "--json",
+        "--host-path",
+        str(shm_root),
+        "--disk-path",
+        str(tmp_path),
+    ]
     running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     until = time.monotonic() + 120
     while not list(tmp_path.iterdir()):  # the first process is about to start
@@ -148,7 +206,9 @@ def test_an_interrupted_demo_leaves_nothing_behind(how: str, shm_root: Path, tmp
     out, errors = running.communicate(timeout=120)
     assert running.returncode == 130
     assert out == ""
-    assert errors == "pagoda: interrupted; the demo has removed what it had stored\n"
+    assert (
+        errors == "pagoda: interrupted; the demo has removed what it had stored\n"
+    )
     assert not list(shm_root.iterdir())
     assert not list(tmp_path.iterdir())
     with pytest.raises(ProcessLookupError):

@@ -1,7 +1,9 @@
-"""Every argument of `generate` and of the forward passes of all types of models: the right text, or no cache and why.
+"""Every argument of `generate` and of the forward passes of all types of models: the right text, or
+no cache and why.
 
-For each argument and value that Transformers itself accepts, on KV of its own: a call with it gives the text of
-Transformers, whether the cache has the prompt or not; and a plain call afterwards gives the plain text.
+For each argument and value that Transformers itself accepts, on KV of its own: a call with it gives
+the text of Transformers, whether the cache has the prompt or not; and a plain call afterwards gives
+the plain text.
 """
 
 from __future__ import annotations
@@ -102,15 +104,26 @@ def own_arguments_of(model) -> list[str]:
 
 def common_arguments() -> list[str]:
     """Return the names of the arguments that Transformers handles in one place for all types."""
-    names = {*TransformersKwargs.__optional_keys__, "mm_encoder_outputs", "debug_io", "tokenizer"}
-    names |= set(inspect.signature(transformers.GenerationMixin.generate).parameters)
+    names = {
+        *TransformersKwargs.__optional_keys__,
+        "mm_encoder_outputs",
+        "debug_io",
+        "tokenizer",
+    }
+    names |= set(
+        inspect.signature(transformers.GenerationMixin.generate).parameters
+    )
     fields = vars(transformers.GenerationConfig())
     names |= {name for name in fields if not name.startswith("_")}
     return sorted(names - LEFT_OUT)
 
 
 def cases_with(names: list[str]) -> list[Case]:
-    return [(name, value) for name in names for value in values(torch.Generator().manual_seed(1))]
+    return [
+        (name, value)
+        for name in names
+        for value in values(torch.Generator().manual_seed(1))
+    ]
 
 
 def cases_of(model) -> list[Case]:
@@ -118,7 +131,8 @@ def cases_of(model) -> list[Case]:
 
 
 def cases_of_type(kind: str, model) -> list[Case]:
-    """Return all values of the arguments that few types have, and a sample of the others, another one for each type.
+    """Return all values of the arguments that few types have, and a sample of the others, another
+    one for each type.
 
     What is decided by name is decided alike for all types: there the sample is enough.
     """
@@ -139,7 +153,7 @@ def text(model, ids, **more) -> list[int] | str:
     torch.manual_seed(0)
     try:
         out = model.generate(ids, max_new_tokens=NEW, do_sample=False, **more)
-    except Exception as error:  # noqa: BLE001  # whatever a model raises
+    except Exception as error:  # whatever a model raises  # noqa: BLE001
         return type(error).__name__
     sequences = getattr(out, "sequences", out)
     return sequences[:, ids.shape[1] :].flatten().tolist()
@@ -159,7 +173,9 @@ class Walked:
 
 
 def walked(cached: CachedModel, cases: list[Case], ids) -> Walked:
-    """Call a model with each case, with and without KV in the cache, and compare with Transformers alone."""
+    """Call a model with each case, with and without KV in the cache, and compare with Transformers
+    alone.
+    """
     model = cached.model
     plain = text(model, ids)
     text(cached, ids, salt="stored")
@@ -169,32 +185,43 @@ def walked(cached: CachedModel, cases: list[Case], ids) -> Walked:
         theirs = text(model, ids, **{name: value})
         if isinstance(theirs, str):
             seen.refused += 1
-            if not isinstance(text(cached, ids, salt=f"case {number}", **{name: value}), str):
+            if not isinstance(
+                text(cached, ids, salt=f"case {number}", **{name: value}), str
+            ):
                 seen.wrong.append(f"{name}={value}: Transformers raises {theirs}")
             continue
         for salt in (f"case {number}", "stored"):
             found = text(cached, ids, salt=salt, **{name: value})
             hit = cached.last.hit
             if found != theirs:
-                seen.wrong.append(f"{name}={value}: {found} instead of {theirs}, hit {hit}")
+                seen.wrong.append(
+                    f"{name}={value}: {found} instead of {theirs}, hit {hit}"
+                )
             if hit.reason is Reason.NOT_CACHEABLE and not hit.detail:
                 seen.wrong.append(f"{name}={value}: no reason")
         seen.uncached += hit.reason is Reason.NOT_CACHEABLE
         seen.hits += hit.num_tokens > 0
         if text(cached, ids, salt=f"case {number}") != plain:
-            seen.wrong.append(f"{name}={value}: the plain text afterwards is wrong")
+            seen.wrong.append(
+                f"{name}={value}: the plain text afterwards is wrong"
+            )
     return seen
 
 
 def assert_right(seen: Walked) -> None:
     assert seen.wrong == []
-    assert seen.plain_hit > 0, "nothing was tried: even the plain prompt does not hit"
+    assert seen.plain_hit > 0, (
+        "nothing was tried: even the plain prompt does not hit"
+    )
 
 
 def built(kind: str):
-    """Return a tiny model of this type that keeps KV. ValueError: it cannot be built, or not be cached."""
+    """Return a tiny model of this type that keeps KV. ValueError: it cannot be built, or not be
+    cached.
+    """
     model = tiny_model(kind)
-    model.generation_config.use_cache = True  # MPT and Evolla have False: no call would be cached
+    # MPT and Evolla have False: no call would be cached
+    model.generation_config.use_cache = True
     return model
 
 
@@ -209,7 +236,8 @@ def opened(house: House, model) -> CachedModel:
 
 @pytest.fixture(autouse=True)
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)  # debug_io writes files into the working directory
+    # debug_io writes files into the working directory
+    monkeypatch.chdir(tmp_path)
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -220,7 +248,9 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("part", range(4))
 def test_a_sample_of_arguments(part: int, house: House) -> None:
     chance = random.Random(SEED + part)
-    kind = chance.choice(["llama", "gpt2", "phi", "qwen3_moe", "mpt", "bloom", "llava", "olmo2"])
+    kind = chance.choice(
+        ["llama", "gpt2", "phi", "qwen3_moe", "mpt", "bloom", "llava", "olmo2"]
+    )
     model = built(kind)
     cases = chance.sample(cases_of(model), SAMPLED_CASES)
     assert_right(walked(opened(house, model), cases, prompt_of(model)))
@@ -239,21 +269,34 @@ def test_every_argument_of_every_type(kind: str, house: House) -> None:
     try:
         model = built(kind)
     except ValueError as trouble:
-        pytest.skip(f"cannot be built tiny, or has no KV that can be cut: {trouble}")
+        pytest.skip(
+            f"cannot be built tiny, or has no KV that can be cut: {trouble}"
+        )
     ids = prompt_of(model)
     if isinstance(text(model, ids), str):
-        pytest.skip(f"Transformers itself generates nothing from token ids alone: {text(model, ids)}")
+        pytest.skip(
+            f"Transformers itself generates nothing from token ids alone: {text(model, ids)}"
+        )
     assert_right(walked(opened(house, model), cases_of_type(kind, model), ids))
 
 
-def test_the_walk_sees_a_poisoned_key(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_walk_sees_a_poisoned_key(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control: if two arguments that change the KV were let through, the walk would say so."""
     model = llama(seed=7, initializer_range=0.3)
     let_through = {"is_causal", "position_ids"}
-    monkeypatch.setattr(call_arguments, "_HARMLESS", call_arguments._HARMLESS | let_through)
-    cases: list[Case] = [("is_causal", False), ("position_ids", 3 * torch.arange(TOKENS)[None] + 5)]
+    monkeypatch.setattr(
+        call_arguments, "_HARMLESS", call_arguments._HARMLESS | let_through
+    )
+    cases: list[Case] = [
+        ("is_causal", False),
+        ("position_ids", 3 * torch.arange(TOKENS)[None] + 5),
+    ]
     wrong = walked(opened(house, model), cases, prompt_of(model)).wrong
-    assert [name for name, _ in cases if any(one.startswith(name) for one in wrong)] == [
+    assert [
+        name for name, _ in cases if any(one.startswith(name) for one in wrong)
+    ] == [
         "is_causal",
         "position_ids",
     ]

@@ -1,6 +1,8 @@
-"""A model whose KV arrives layer by layer while it computes: the same text as without, in every failure of the load.
+"""A model whose KV arrives layer by layer while it computes: the same text as without, in every
+failure of the load.
 
-The copy engine is the real one, its device is CPU memory with late streams. Memory that nobody wrote to is NaN.
+The copy engine is the real one, its device is CPU memory with late streams. Memory that nobody
+wrote to is NaN.
 """
 
 from __future__ import annotations
@@ -103,20 +105,33 @@ def test_the_same_text(build: Callable, house: House) -> None:
     device.before = lambda number: time.sleep(0.0005)
     assert text(cached) == want
     assert device.waited == LAYERS
-    assert (cached.last.columns, cached.last.num_tokens, cached.last.hit.by_tier) == (96, [96], {"host": 96})
+    assert (
+        cached.last.columns,
+        cached.last.num_tokens,
+        cached.last.hit.by_tier,
+    ) == (96, [96], {"host": 96})
     assert cached.last_stored[0].present == 6  # its layers are plain again
     assert cached.last.hit.reason is None
     assert len(cached.last.hit.mask) == 99
     counters = cached.cache.stats()["counters"]
-    assert (counters["lookups"], counters["asked_tokens"], counters["hit_tokens"]) == (2, 2 * 99, 96)
+    assert (
+        counters["lookups"],
+        counters["asked_tokens"],
+        counters["hit_tokens"],
+    ) == (2, 2 * 99, 96)
 
 
-def test_a_layer_is_computed_before_the_next_one_has_come(warm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_computed_before_the_next_one_has_come(
+    warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cached, device, want = warm
-    monkeypatch.setattr("pagoda.cache.retrieve_call._COPY_BYTES", 1)  # however many chunks there are
+    # however many chunks there are
+    monkeypatch.setattr("pagoda.cache.retrieve_call._COPY_BYTES", 1)
     computed = threading.Event()
     late = []
-    hook = cached.model.model.layers[0].register_forward_hook(lambda *_: computed.set())
+    hook = cached.model.model.layers[0].register_forward_hook(
+        lambda *_: computed.set()
+    )
 
     def before(number: int) -> None:
         if number > RUNS and not late and not computed.wait(LONG / 4):
@@ -130,7 +145,9 @@ def test_a_layer_is_computed_before_the_next_one_has_come(warm, monkeypatch: pyt
 
 
 def test_nothing_leaves_the_first_pass_before_the_load_is_validated(warm) -> None:
-    """All copies are done, but the slots became another's meanwhile: what was computed from them must not be used."""
+    """All copies are done, but the slots became another's meanwhile: what was computed from them
+    must not be used.
+    """
     cached, device, want = warm
     slots = cached.cache.slots
 
@@ -198,7 +215,9 @@ def test_a_load_that_fails(last: int, warm) -> None:
     assert cached.last.columns == (96 if last == 5 else 0)
 
 
-@pytest.mark.parametrize("where", ["before its first copy", "before its last copy"])
+@pytest.mark.parametrize(
+    "where", ["before its first copy", "before its last copy"]
+)
 def test_a_load_that_hangs(where: str, warm, house: House) -> None:
     want = warm[2]
     cached, device = house.open(llama(), deadline_seconds=0.5)
@@ -206,8 +225,11 @@ def test_a_load_that_hangs(where: str, warm, house: House) -> None:
     if where == "before its first copy":
         device.begun = lambda: released.wait(LONG) and None
     else:
-        device.streams_wait = False  # a GPU's would wait, and the thread that launches would not
-        device.before = lambda number: released.wait(LONG) and None if number == LAYERS * RUNS else None
+        # a GPU's would wait, and the thread that launches would not
+        device.streams_wait = False
+        device.before = lambda number: (
+            released.wait(LONG) and None if number == LAYERS * RUNS else None
+        )
     began = time.monotonic()
     try:
         assert text(cached, store=False) == want
@@ -238,7 +260,12 @@ def test_close_during_a_load(warm) -> None:
     closing[0].join(LONG)
     assert not closing[0].is_alive()
     assert (
-        not [thread for thread in threading.enumerate() if thread.name.startswith("pagoda-load")] or settled()
+        not [
+            thread
+            for thread in threading.enumerate()
+            if thread.name.startswith("pagoda-load")
+        ]
+        or settled()
     )
     assert text(cached) == want
     assert cached.last.hit.reason is Reason.CLOSED
@@ -247,7 +274,9 @@ def test_close_during_a_load(warm) -> None:
 def settled() -> bool:
     """Whether the threads of loads end by themselves."""
     until = time.monotonic() + LONG
-    while any(thread.name.startswith("pagoda-load") for thread in threading.enumerate()):
+    while any(
+        thread.name.startswith("pagoda-load") for thread in threading.enumerate()
+    ):
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
@@ -262,8 +291,11 @@ def test_many_threads_generate(house: House) -> None:
     for ids in prompts:
         text(cached, ids)
     device.before = lambda number: time.sleep(0.0003)
-    with ThreadPoolExecutor(6) as pool:  # more than there are threads to load: some go the plain way
-        made = list(pool.map(lambda number: text(cached, prompts[number % 3]), range(12)))
+    # more than there are threads to load: some go the plain way
+    with ThreadPoolExecutor(6) as pool:
+        made = list(
+            pool.map(lambda number: text(cached, prompts[number % 3]), range(12))
+        )
     assert made == want * 4
     assert device.waited >= LAYERS
 
@@ -271,7 +303,12 @@ def test_many_threads_generate(house: House) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_seed_gives_the_same_sample(fails: bool, warm) -> None:
     cached, device, _ = warm
-    options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 3.0, "top_k": 0}
+    options = {
+        "max_new_tokens": NEW,
+        "do_sample": True,
+        "temperature": 3.0,
+        "top_k": 0,
+    }
     torch.manual_seed(7)
     want = cached.model.generate(IDS, **options)
     torch.manual_seed(8)
@@ -334,7 +371,9 @@ def test_whoever_touches_a_layer_waits_for_it(warm) -> None:
             assert layer.get_seq_length() == 96
             seen.extend((layer.keys, layer.values))
 
-    hook = cached.model.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    hook = cached.model.model.layers[0].register_forward_pre_hook(
+        look, with_kwargs=True
+    )
     assert text(cached) == want
     hook.remove()
     assert not any(plane.isnan().any() for plane in seen)
@@ -355,7 +394,9 @@ def test_nothing_keeps_the_memory_of_a_prompt(fails: bool, warm) -> None:
     try:
         assert text(cached) == want
         assert not [
-            thing for thing in gc.get_objects() if type(thing).__name__ in ("ArrivingLayer", "LayerLoad")
+            thing
+            for thing in gc.get_objects()
+            if type(thing).__name__ in ("ArrivingLayer", "LayerLoad")
         ]
     finally:
         gc.enable()
@@ -371,27 +412,45 @@ def test_what_goes_the_plain_way(warm) -> None:
     assert cached.last.columns == 32
     assert text(cached, batch) == [*want, *generated(model, other, NEW)]
     assert cached.last.columns == 96
-    beams = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3, "num_return_sequences": 2}
-    assert torch.equal(cached.generate(IDS, **beams), model.generate(IDS, **beams))
+    beams = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "num_beams": 3,
+        "num_return_sequences": 2,
+    }
+    assert torch.equal(
+        cached.generate(IDS, **beams), model.generate(IDS, **beams)
+    )
     assert cached.last.columns == 96
     padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), IDS], 1)
     mask = (padded != 0).long()
     assert text(cached, padded, attention_mask=mask) == want
     assert cached.last.columns == 105
-    short = torch.cat([padded, torch.cat([torch.zeros(1, 104, dtype=torch.long), IDS[:, :5]], 1)])
+    short = torch.cat(
+        [
+            padded,
+            torch.cat([torch.zeros(1, 104, dtype=torch.long), IDS[:, :5]], 1),
+        ]
+    )
     assert text(cached, short, attention_mask=(short != 0).long()) == [
         *want,
         *generated(model, IDS[:, :5], NEW),
     ]
     with cached.prefix(IDS) as prefix:
         assert prefix.columns == 96
-        assert generated(model, IDS, NEW, **kv_argument(model, prefix.past_key_values)) == want
+        assert (
+            generated(
+                model, IDS, NEW, **kv_argument(model, prefix.past_key_values)
+            )
+            == want
+        )
     assert device.waited == 0
     assert text(cached, IDS[:, :3]) == generated(model, IDS[:, :3], NEW)
     assert cached.last.hit.reason is Reason.SHORT_PROMPT
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about its own compiler
+# of torch, about its own compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_models_go_the_plain_way(warm) -> None:
     """What is compiled need not run what is done between its layers."""
     cached, device, want = warm
@@ -427,7 +486,9 @@ def test_what_comes_from_the_disk_goes_the_plain_way(house: House) -> None:
     want = text(cached)
     assert cached.cache.flush(LONG)
     house.shut()
-    cached, device = house.open(model, **disk, host_path=str(house.host / "another"))
+    cached, device = house.open(
+        model, **disk, host_path=str(house.host / "another")
+    )
     for tier, waited in (("disk", 0), ("host", LAYERS)):
         assert text(cached) == want
         assert (cached.last.hit.by_tier, device.waited) == ({tier: 96}, waited)
@@ -437,10 +498,18 @@ def test_a_prompt_in_pieces(warm) -> None:
     cached, device, _ = warm
     for ids in (IDS, torch.cat([IDS, prompt(60, seed=9)], 1)):
         made = cached.generate(
-            ids, max_new_tokens=NEW, do_sample=False, prefill_chunk_size=20, return_dict_in_generate=True
+            ids,
+            max_new_tokens=NEW,
+            do_sample=False,
+            prefill_chunk_size=20,
+            return_dict_in_generate=True,
         )
-        assert made.sequences[:, ids.shape[1] :].tolist() == generated(cached.model, ids, NEW)
-        assert {type(layer).__name__ for layer in made.past_key_values.layers} == {"DynamicLayer"}
+        assert made.sequences[:, ids.shape[1] :].tolist() == generated(
+            cached.model, ids, NEW
+        )
+        assert {
+            type(layer).__name__ for layer in made.past_key_values.layers
+        } == {"DynamicLayer"}
         assert cached.last.columns == 96
     assert device.waited == 2 * LAYERS
 
@@ -472,7 +541,9 @@ def test_output_is_stored_from_the_device(warm) -> None:
 def test_a_model_that_was_converted_is_looked_at_again(house: House) -> None:
     model = llama()
     cached, _ = house.open(model)
-    named, _ = house.open(model, weights="checkpoint 7", host_path=str(house.host / "named"))
+    named, _ = house.open(
+        model, weights="checkpoint 7", host_path=str(house.host / "named")
+    )
     text(cached)
     model.bfloat16()
     want = generated(model, IDS, NEW)
@@ -480,7 +551,9 @@ def test_a_model_that_was_converted_is_looked_at_again(house: House) -> None:
         assert text(cached) == want
         assert cached.last.columns == columns
     assert cached.layout.planes[0].dtype == "bfloat16"
-    with pytest.raises(ValueError, match="moved or converted: create a new CachedModel"):
+    with pytest.raises(
+        ValueError, match="moved or converted: create a new CachedModel"
+    ):
         text(named)
 
 
@@ -506,11 +579,14 @@ def test_a_pass_is_measured_when_its_time_is_known() -> None:
         made.append(Late())
         return made[-1]
 
-    prefills = PrefillTimes(lambda tokens, seconds: seen.append((tokens, seconds)))
+    prefills = PrefillTimes(
+        lambda tokens, seconds: seen.append((tokens, seconds))
+    )
     with prefills.measured(model, watch):
         generated(model, IDS, 3)
     prefills.read()
-    assert (len(made), seen) == (1, [])  # only the first pass, and there was no wait
+    # only the first pass, and there was no wait
+    assert (len(made), seen) == (1, [])
     made[0].there = True
     prefills.read()
     prefills.read()
@@ -527,10 +603,14 @@ def test_a_pass_is_measured_when_its_time_is_known() -> None:
 
 
 def test_what_is_measured_how() -> None:
-    cpu, one, two, mps = (torch.device(name) for name in ("cpu", "cuda:0", "cuda:1", "mps"))
+    cpu, one, two, mps = (
+        torch.device(name) for name in ("cpu", "cuda:0", "cuda:1", "mps")
+    )
     assert watch_for([cpu, cpu]) is not None
     assert watch_for([one, one]) is not None
     for devices in ([one, two], [cpu, one], [mps]):
         assert watch_for(devices) is None
-    with PrefillTimes(lambda *_: pytest.fail("nothing to be told")).measured(llama(), None):
+    with PrefillTimes(lambda *_: pytest.fail("nothing to be told")).measured(
+        llama(), None
+    ):
         pass

@@ -1,4 +1,6 @@
-"""Transformers over tiers with a lossy codec: what the model gets, and what happens when its weights change."""
+"""Transformers over tiers with a lossy codec: what the model gets, and what happens when its
+weights change.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,23 @@ PATIENT_SECONDS = 60.0
 
 def config_of(host: Path, disk: Path, **options: object) -> Config:
     wanted = {
-        "chunk_tokens": CHUNK, "host_path": str(host / "host"), "host_size": "4MiB", "disk_path": str(disk / "disk"),
-        "disk_size": "16MiB", "worth_it": False, "policy": "lru", "deadline_seconds": PATIENT_SECONDS,
+        "chunk_tokens": CHUNK,
+        "host_path": str(host / "host"),
+        "host_size": "4MiB",
+        "disk_path": str(disk / "disk"),
+        "disk_size": "16MiB",
+        "worth_it": False,
+        "policy": "lru",
+        "deadline_seconds": PATIENT_SECONDS,
         **options,
-    }  # fmt: skip
+    }
     return Config(**wanted)  # type: ignore[arg-type]
 
 
 def prompt(tokens: int) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(7))
+    return torch.randint(
+        1, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(7)
+    )
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor, kv: object) -> torch.Tensor:
@@ -43,14 +53,30 @@ def logits(model: torch.nn.Module, ids: torch.Tensor, kv: object) -> torch.Tenso
 
 def verdict(place: Path, codec: str, weights: str) -> None:
     found = Figures(
-        kl=Interval(0.001, 0.0, 0.002), top1=Interval(0.995, 0.99, 1.0), same_text=Interval(0.9, 0.8, 1.0),
-        answers=None, ttft=Interval(0.4, 0.3, 0.5), bytes=0.26,
-    )  # fmt: skip
+        kl=Interval(0.001, 0.0, 0.002),
+        top1=Interval(0.995, 0.99, 1.0),
+        same_text=Interval(0.9, 0.8, 1.0),
+        answers=None,
+        ttft=Interval(0.4, 0.3, 0.5),
+        bytes=0.26,
+    )
     result = Result(
-        codec_setting(codec, CHUNK), Bounds(kl=0.01, top1=0.98, answers=0.9, prompts=50), found, {"zeroed KV": True},
-        60, "ab" * 16, 16, 0.95, 0, "2026-01-02T03:04:05Z", True, [],
-    )  # fmt: skip
-    write_verdict(place, model="tiny", weights=[weights], pagoda="0.1.0", results=[result])
+        codec_setting(codec, CHUNK),
+        Bounds(kl=0.01, top1=0.98, answers=0.9, prompts=50),
+        found,
+        {"zeroed KV": True},
+        60,
+        "ab" * 16,
+        16,
+        0.95,
+        0,
+        "2026-01-02T03:04:05Z",
+        True,
+        [],
+    )
+    write_verdict(
+        place, model="tiny", weights=[weights], pagoda="0.1.0", results=[result]
+    )
 
 
 @pytest.mark.parametrize(("codec", "most"), [("q8", 0.05), ("q4", 0.4)])
@@ -62,7 +88,9 @@ def test_the_model_reads_nearly_what_it_computed(
     ids = prompt(129)
     with torch.no_grad():
         exact = model(ids).logits[0, -1].float()
-    with CachedModel(model, config_of(shm_root, tmp_path, disk_codec=codec, unchecked=True)) as cached:
+    with CachedModel(
+        model, config_of(shm_root, tmp_path, disk_codec=codec, unchecked=True)
+    ) as cached:
         cached.generate(ids, max_new_tokens=1, do_sample=False)
         assert cached.cache.flush(PATIENT_SECONDS)
         cached.cache._tiers.host.clear()  # type: ignore[union-attr]
@@ -76,11 +104,15 @@ def test_the_model_reads_nearly_what_it_computed(
     assert 0 < change < most + (0.05 if dtype == "bfloat16" else 0)
 
 
-def test_a_cache_that_was_made_for_the_model(shm_root: Path, tmp_path: Path) -> None:
+def test_a_cache_that_was_made_for_the_model(
+    shm_root: Path, tmp_path: Path
+) -> None:
     model = llama()
     layout = layout_of(model, CHUNK)
     config = config_of(shm_root, tmp_path, disk_codec="q4", unchecked=True)
-    with Cache(config, namespace=namespace_of(model, layout), layout=layout) as cache:
+    with Cache(
+        config, namespace=namespace_of(model, layout), layout=layout
+    ) as cache:
         assert CachedModel(model, cache=cache).cache.namespace.approximate == "q4"
 
 
@@ -91,7 +123,9 @@ def test_new_weights_without_a_verdict_leave_the_lossy_tier_out(
     model = llama()
     ids = prompt(129)
     weights = namespace_of(model, layout_of(model, CHUNK)).weights
-    config = config_of(shm_root, tmp_path, disk_codec="q4", quality_verdicts=tmp_path)
+    config = config_of(
+        shm_root, tmp_path, disk_codec="q4", quality_verdicts=tmp_path
+    )
     with pytest.raises(ConfigError, match="pagoda quality"):
         CachedModel(model, config)
     verdict(tmp_path, "q4", weights)
@@ -102,7 +136,9 @@ def test_new_weights_without_a_verdict_leave_the_lossy_tier_out(
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 out = cached.generate(ids, max_new_tokens=4, do_sample=False)
-        assert torch.equal(out, model.generate(ids, max_new_tokens=4, do_sample=False))
+        assert torch.equal(
+            out, model.generate(ids, max_new_tokens=4, do_sample=False)
+        )
         assert cached.cache.tiers == ("host",)
         assert cached.last is not None
         assert cached.last.hit.by_tier == {"host": 128}

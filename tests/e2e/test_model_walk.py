@@ -1,4 +1,6 @@
-"""The walk over a model sees what torch's own enumerations see, and whatever changes in a module."""
+"""The walk over a model sees what torch's own enumerations see, and whatever changes in a
+module.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from tests.e2e.tiny import llama
 def names(walk) -> list[str]:
     """Return the names of the modules in the order of the walk: each stands before its class."""
     settings = walk.settings
-    return [settings[at - 1] for at in range(1, len(settings)) if isinstance(settings[at], type)]
+    return [
+        settings[at - 1]
+        for at in range(1, len(settings))
+        if isinstance(settings[at], type)
+    ]
 
 
 class Shared(nn.Module):
@@ -22,7 +28,9 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(2, 2)
-        self.last = nn.Sequential(self.first, nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+        self.last = nn.Sequential(
+            self.first, nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)
+        )
         self.empty = None
         self.register_module("nothing", None)
         self.last[1].weight = self.first.weight
@@ -35,7 +43,9 @@ def test_it_sees_each_module_once_in_the_order_of_torch(make) -> None:
     walk = walk_over(model)
     assert names(walk) == [name for name, _ in model.named_modules()]
     assert walk.kinds == ["cpu"]
-    pointers = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    pointers = {
+        tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
     assert pointers <= set(walk.weights)
 
 
@@ -69,7 +79,9 @@ def add_number(model: nn.Module) -> None:
 
 
 def number_for_tensor(model: nn.Module) -> None:
-    model.model.layers[1].self_attn.scaling = torch.tensor(model.model.layers[1].self_attn.scaling)
+    model.model.layers[1].self_attn.scaling = torch.tensor(
+        model.model.layers[1].self_attn.scaling
+    )
 
 
 def rename_number(model: nn.Module) -> None:
@@ -125,7 +137,10 @@ def add_weight(model: nn.Module) -> None:
     model.model.layers[0].mlp.up_proj.register_buffer("mask", torch.ones(2))
 
 
-@pytest.mark.parametrize("change", [write_weight, write_buffer, replace_weight, swap_weights, add_weight])
+@pytest.mark.parametrize(
+    "change",
+    [write_weight, write_buffer, replace_weight, swap_weights, add_weight],
+)
 def test_a_changed_weight_is_seen(change) -> None:
     model = llama()
     before = walk_over(model).weights
@@ -144,11 +159,19 @@ def test_hooks_training_and_methods_of_a_module_are_seen() -> None:
     attention.o_proj.train()
     model.lm_head.forward = lambda values: values
     walk = walk_over(model)
-    assert [name for name, _ in walk.hooked] == ["model.layers.1.self_attn", "model.norm"]
-    assert [name for name, _ in walk.unusual] == ["model.layers.1.self_attn.o_proj", "lm_head"]
+    assert [name for name, _ in walk.hooked] == [
+        "model.layers.1.self_attn",
+        "model.norm",
+    ]
+    assert [name for name, _ in walk.unusual] == [
+        "model.layers.1.self_attn.o_proj",
+        "lm_head",
+    ]
 
 
-def test_an_adapter_of_a_class_that_was_changed_later_is_seen(monkeypatch) -> None:
+def test_an_adapter_of_a_class_that_was_changed_later_is_seen(
+    monkeypatch,
+) -> None:
     model = llama()
     before = len(walk_over(model).adapted)
     monkeypatch.setattr(nn.Embedding, "merged_adapters", ["one"], raising=False)

@@ -1,6 +1,8 @@
-"""Settings of torch that change what a GPU computes: each is named where a model is on a GPU, and nowhere else.
+"""Settings of torch that change what a GPU computes: each is named where a model is on a GPU, and
+nowhere else.
 
-The settings can be changed without a GPU. What a walk over a model on a GPU would see differs in the kinds of devices.
+The settings can be changed without a GPU. What a walk over a model on a GPU would see differs in
+the kinds of devices.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def on(model, kind: str) -> ModelWalk:
 
 
 def tried_in_order(*kernels: SDPBackend) -> None:
-    """Set in which order kernels of attention are tried, as `sdpa_kernel(..., set_priority=True)` does."""
+    """Set in which order kernels of attention are tried, as `sdpa_kernel(..., set_priority=True)`
+    does.
+    """
     with sdpa_kernel(list(kernels), set_priority=True):
         order = torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order(order)
@@ -71,16 +75,31 @@ def test_with_defaults_nothing_is_named(model) -> None:
 
 ONLY_ON_CUDA: dict[str, Change] = {
     "float32_matmul(cuda)=tf32": partial(setattr, MATMUL, "allow_tf32", True),
-    "fp16_reduced=False": partial(setattr, MATMUL, "allow_fp16_reduced_precision_reduction", False),
-    "bf16_reduced=False": partial(setattr, MATMUL, "allow_bf16_reduced_precision_reduction", False),
-    "fp16_split_k=False": partial(setattr, MATMUL, "allow_fp16_reduced_precision_reduction", (False, False)),
-    "bf16_split_k=False": partial(setattr, MATMUL, "allow_bf16_reduced_precision_reduction", (False, False)),
-    "fp16_accumulation=True": partial(setattr, MATMUL, "allow_fp16_accumulation", True),
-    "math_sdp_reduced=True": partial(CUDA.allow_fp16_bf16_reduction_math_sdp, True),
+    "fp16_reduced=False": partial(
+        setattr, MATMUL, "allow_fp16_reduced_precision_reduction", False
+    ),
+    "bf16_reduced=False": partial(
+        setattr, MATMUL, "allow_bf16_reduced_precision_reduction", False
+    ),
+    "fp16_split_k=False": partial(
+        setattr, MATMUL, "allow_fp16_reduced_precision_reduction", (False, False)
+    ),
+    "bf16_split_k=False": partial(
+        setattr, MATMUL, "allow_bf16_reduced_precision_reduction", (False, False)
+    ),
+    "fp16_accumulation=True": partial(
+        setattr, MATMUL, "allow_fp16_accumulation", True
+    ),
+    "math_sdp_reduced=True": partial(
+        CUDA.allow_fp16_bf16_reduction_math_sdp, True
+    ),
     "mem_efficient_sdp=False": partial(CUDA.enable_mem_efficient_sdp, False),
     "cudnn_sdp=False": partial(CUDA.enable_cudnn_sdp, False),
     "sdp_order=(2, 1, 0)": partial(
-        tried_in_order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH
+        tried_in_order,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.MATH,
     ),
     "autocast(cuda)=float16": partial(torch.set_autocast_enabled, "cuda", True),
 }
@@ -96,7 +115,9 @@ def test_what_only_a_gpu_does_is_named_there_alone(name: str, model) -> None:
 EVERYWHERE: dict[str, Change] = {
     "flash_sdp=False": partial(CUDA.enable_flash_sdp, False),
     "math_sdp=False": partial(CUDA.enable_math_sdp, False),
-    "float32_matmul(KIND)=tf32": partial(setattr, torch.backends, "fp32_precision", "tf32"),
+    "float32_matmul(KIND)=tf32": partial(
+        setattr, torch.backends, "fp32_precision", "tf32"
+    ),
 }
 
 
@@ -121,14 +142,18 @@ def test_a_precision_that_the_old_name_cannot_express(model) -> None:
     assert "float32_matmul(mps)=tf32" in text_on(model, "mps")
 
 
-def test_the_variable_of_the_library_counts(model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_of_the_library_counts(
+    model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     assert "NVIDIA_TF32_OVERRIDE=1" in text_on(model, "cuda")
     assert text_on(model, "cpu") == ""
 
 
 def test_the_place_of_the_kernel_of_cudnn_does_not_count(model) -> None:
-    """On some GPUs torch moves it to the front at the first attention: the keys of before must stay."""
+    """On some GPUs torch moves it to the front at the first attention: the keys of before must
+    stay.
+    """
     tried_in_order(
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,

@@ -1,4 +1,6 @@
-"""Transformers models served from the cache: the same tokens as without it, and a sentence for what cannot be."""
+"""Transformers models served from the cache: the same tokens as without it, and a sentence for what
+cannot be.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def served(cached: CachedModel) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_the_same_tokens_cold_from_host_and_from_disk(name: str, house: House) -> None:
+def test_the_same_tokens_cold_from_host_and_from_disk(
+    name: str, house: House
+) -> None:
     model = MODELS[name]()
     ids = prompt(100)
     want = generated(model, ids)
@@ -51,7 +55,9 @@ def test_the_same_tokens_cold_from_host_and_from_disk(name: str, house: House) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(name: str, house: House) -> None:
+def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(
+    name: str, house: House
+) -> None:
     """If they did not, the tests above would prove nothing."""
     model = MODELS[name]()
     ids = prompt(100)
@@ -60,13 +66,19 @@ def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(name: str, ho
     text(cached, prompt(100, seed=2))
     with cached.prefix(ids) as right, cached.prefix(prompt(100, seed=2)) as other:
         assert right.columns == other.columns == 96
-        assert generated(model, ids, **kv_argument(model, other.past_key_values)) != want
+        assert (
+            generated(model, ids, **kv_argument(model, other.past_key_values))
+            != want
+        )
         zeroed = cached.prefix(ids).past_key_values
         for layer in zeroed.layers:
             layer.keys.zero_()
             layer.values.zero_()
         assert generated(model, ids, **kv_argument(model, zeroed)) != want
-        assert generated(model, ids, **kv_argument(model, right.past_key_values)) == want
+        assert (
+            generated(model, ids, **kv_argument(model, right.past_key_values))
+            == want
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -82,7 +94,9 @@ def test_partial_hits(name: str, shared: int, house: House) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 96])
-def test_the_last_token_is_always_left_to_compute(length: int, house: House) -> None:
+def test_the_last_token_is_always_left_to_compute(
+    length: int, house: House
+) -> None:
     """With a full hit `generate` would silently continue from another position."""
     model = llama()
     ids = prompt(length)
@@ -98,7 +112,9 @@ def test_output_tokens_are_kept_if_asked(house: House) -> None:
     model = qwen()
     ids = prompt(40)
     cached = house.open(model)
-    out = cached.generate(ids, store_output=True, return_dict_in_generate=True, **GREEDY).sequences
+    out = cached.generate(
+        ids, store_output=True, return_dict_in_generate=True, **GREEDY
+    ).sequences
     assert (
         sum(stored.num_chunks for stored in cached.last_stored) == 87 // CHUNK
     )  # of the last token there is no KV
@@ -138,7 +154,10 @@ def test_left_padding(house: House) -> None:
     for row, length in enumerate(lengths):
         batch[row, 90 - length :] = prompt(length, seed=row)
         mask[row, 90 - length :] = 1
-    want = [generated(model, prompt(length, seed=row))[0] for row, length in enumerate(lengths)]
+    want = [
+        generated(model, prompt(length, seed=row))[0]
+        for row, length in enumerate(lengths)
+    ]
     assert text(cached, batch, attention_mask=mask) == want
     assert [stored.num_chunks for stored in cached.last_stored] == [5, 3, 2]
     assert text(cached, batch) == want  # pad_token_id says where the padding is
@@ -153,7 +172,14 @@ def test_a_row_of_padding_only_in_the_common_columns(house: House) -> None:
     model = llama(pad_token_id=0)
     cached = house.open(model)
     text(cached, prompt(60))
-    batch = torch.cat([prompt(60), torch.cat([torch.zeros(1, 50, dtype=torch.long), prompt(10, seed=3)], 1)])
+    batch = torch.cat(
+        [
+            prompt(60),
+            torch.cat(
+                [torch.zeros(1, 50, dtype=torch.long), prompt(10, seed=3)], 1
+            ),
+        ]
+    )
     want = generated(model, prompt(60)) + generated(model, prompt(10, seed=3))
     assert text(cached, batch) == want
     assert cached.last.columns == 48
@@ -163,7 +189,12 @@ def test_samples_and_beams_of_one_prompt(house: House) -> None:
     model = llama()
     ids = torch.cat([prompt(50), prompt(50, seed=2)])
     cached = house.open(model)
-    beams = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "num_return_sequences": 2}
+    beams = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "num_beams": 3,
+        "num_return_sequences": 2,
+    }
     want = model.generate(ids, **beams)
     for columns in (0, 48):
         assert torch.equal(cached.generate(ids, **beams), want)
@@ -173,9 +204,17 @@ def test_samples_and_beams_of_one_prompt(house: House) -> None:
     with pytest.raises(ValueError, match="beams change rows"):
         cached.generate(ids, store_output=True, **beams)
     torch.manual_seed(0)
-    samples = model.generate(ids, max_new_tokens=12, do_sample=True, num_return_sequences=2)
+    samples = model.generate(
+        ids, max_new_tokens=12, do_sample=True, num_return_sequences=2
+    )
     torch.manual_seed(0)
-    again = cached.generate(ids, max_new_tokens=12, do_sample=True, num_return_sequences=2, store_output=True)
+    again = cached.generate(
+        ids,
+        max_new_tokens=12,
+        do_sample=True,
+        num_return_sequences=2,
+        store_output=True,
+    )
     assert torch.equal(again, samples)
     text(cached, again[3:])
     assert cached.last.columns == 48
@@ -188,12 +227,22 @@ def test_the_two_halves(house: House) -> None:
     want = generated(model, ids)
     for columns in (0, 64):
         with cached.prefix(ids) as prefix:
-            assert prefix.columns == columns == prefix.past_key_values.get_seq_length()
-            assert generated(model, ids, **kv_argument(model, prefix.past_key_values)) == want
+            assert (
+                prefix.columns
+                == columns
+                == prefix.past_key_values.get_seq_length()
+            )
+            assert (
+                generated(
+                    model, ids, **kv_argument(model, prefix.past_key_values)
+                )
+                == want
+            )
             stored = cached.store(ids, prefix.past_key_values)
         assert prefix.past_key_values is None
     assert stored[0].present == 4
-    forward = model(input_ids=prompt(33, seed=7), use_cache=True).past_key_values  # grads and all
+    # grads and all
+    forward = model(input_ids=prompt(33, seed=7), use_cache=True).past_key_values
     assert cached.store(prompt(33, seed=7), forward)[0].num_chunks == 2
     with pytest.raises(ValueError, match="DynamicCache of this model"):
         cached.store(ids, transformers.DynamicCache())
@@ -215,14 +264,22 @@ def test_kv_bytes_in_half_precision(name: str, dtype: str, house: House) -> None
             cached = house.open(model)
         found = cached.prefix(ids).past_key_values
         for got, computed in zip(found.layers, cache.layers, strict=True):
-            for a, b in ((got.keys, computed.keys), (got.values, computed.values)):
+            for a, b in (
+                (got.keys, computed.keys),
+                (got.values, computed.values),
+            ):
                 assert a.dtype == b.dtype
-                assert torch.equal(a.view(torch.int16), b[:, :, :64].view(torch.int16))
+                assert torch.equal(
+                    a.view(torch.int16), b[:, :, :64].view(torch.int16)
+                )
 
 
 def test_mla_layout_is_latents_and_rotary_keys() -> None:
     layout = layout_of(deepseek(), CHUNK)
-    assert [tuple(plane) for plane in layout.planes] == [(1, 40, "float32"), (1, 8, "float32")]
+    assert [tuple(plane) for plane in layout.planes] == [
+        (1, 40, "float32"),
+        (1, 8, "float32"),
+    ]
     assert layout.chunk_bytes == 3 * CHUNK * 48 * 4
 
 
@@ -240,7 +297,10 @@ def test_different_weights_never_share(house: House) -> None:
     assert house.open(llama(seed=0), revision="b").prefix(ids).columns == 0
     with torch.no_grad():
         two.model.layers[1].mlp.up_proj.weight[3, 5] += 0.5
-    assert namespace_of(two, second.layout).weights != namespace_of(llama(seed=1), second.layout).weights
+    assert (
+        namespace_of(two, second.layout).weights
+        != namespace_of(llama(seed=1), second.layout).weights
+    )
 
 
 def test_weights_changed_in_place_are_noticed(house: House) -> None:
@@ -297,7 +357,9 @@ def test_active_adapters_are_part_of_the_namespace(house: House) -> None:
     assert cached.prefix(ids).columns == 0
     adapted.disable_adapters = True
     assert cached.prefix(ids).columns == 64
-    model.peft_config = {"style": type("Config", (), {"is_prompt_learning": True})()}
+    model.peft_config = {
+        "style": type("Config", (), {"is_prompt_learning": True})()
+    }
     assert "virtual tokens" in cached.prefix(ids).hit.detail
     assert cached.prefix(ids).columns == 0
 
@@ -314,9 +376,15 @@ def test_tenants_do_not_share(house: House) -> None:
 def test_a_cache_of_ones_own(house: House) -> None:
     model = llama()
     layout = layout_of(model, CHUNK)
-    options = {"host_size": "2MiB", "host_path": str(house.host / "own"), "chunk_tokens": CHUNK}
+    options = {
+        "host_size": "2MiB",
+        "host_path": str(house.host / "own"),
+        "chunk_tokens": CHUNK,
+    }
     options |= {"deadline_seconds": 20.0, "worth_it": False}
-    with Cache(namespace=namespace_of(model, layout, salt="x"), layout=layout, **options) as cache:
+    with Cache(
+        namespace=namespace_of(model, layout, salt="x"), layout=layout, **options
+    ) as cache:
         cached = CachedModel(model, cache=cache)
         assert text(cached, prompt(80)) == generated(model, prompt(80))
         cached.close()  # not ours to close
@@ -325,7 +393,9 @@ def test_a_cache_of_ones_own(house: House) -> None:
             CachedModel(llama(seed=3), cache=cache)
 
 
-def test_routers_are_told_what_is_stored_also_after_training(house: House) -> None:
+def test_routers_are_told_what_is_stored_also_after_training(
+    house: House,
+) -> None:
     cached = house.open(llama())
     ids = prompt(100)
     router = Router(cached.publish_events("tcp://127.0.0.1:*"))
@@ -335,7 +405,12 @@ def test_routers_are_told_what_is_stored_also_after_training(house: House) -> No
         next(cached.model.parameters()).mul_(1.5)
     text(cached, ids)
     told = list(router.tokens)
-    wait_until(lambda: router.believes(ids[0].numpy(), "CPU") == 6 and not router.held["CPU"] & {*told[:6]})
+    wait_until(
+        lambda: (
+            router.believes(ids[0].numpy(), "CPU") == 6
+            and not router.held["CPU"] & {*told[:6]}
+        )
+    )
     router.close()
 
 
@@ -349,7 +424,8 @@ def test_prefill_speed_is_observed(house: House) -> None:
     text(cached, prompt(80))
     assert observed() == [80]
     assert cached.cache.stats()["rates"]["prefill_tokens_per_second"] > 0
-    text(cached, prompt(80))  # 16 tokens left to compute: they say nothing of longer prompts
+    # 16 tokens left to compute: they say nothing of longer prompts
+    text(cached, prompt(80))
     assert observed() == [80]
     for seed in range(3):
         text(cached, prompt(80, seed=100 + seed))
@@ -369,11 +445,20 @@ def test_prefill_in_pieces(house: House) -> None:
 
 
 def _sliding():
-    return llama_like(transformers.MistralConfig, transformers.MistralForCausalLM, sliding_window=32)
+    return llama_like(
+        transformers.MistralConfig,
+        transformers.MistralForCausalLM,
+        sliding_window=32,
+    )
 
 
 def llama_like(config, kind, **changes):
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     size |= {"vocab_size": 99, "intermediate_size": 32}
     return kind(config(**{**size, **changes})).eval()
 
@@ -392,7 +477,9 @@ REFUSED = {
     ),
     "mamba": (
         lambda: transformers.MambaForCausalLM(
-            transformers.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2)
+            transformers.MambaConfig(
+                vocab_size=99, hidden_size=32, num_hidden_layers=2
+            )
         ),
         "cannot be|recurrent",
     ),
@@ -408,7 +495,14 @@ REFUSED = {
     ),
     "encoder-decoder": (
         lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(vocab_size=99, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+            transformers.T5Config(
+                vocab_size=99,
+                d_model=16,
+                d_kv=8,
+                d_ff=16,
+                num_layers=1,
+                num_heads=2,
+            )
         ),
         "not KV of its tokens",
     ),
@@ -416,7 +510,11 @@ REFUSED = {
         lambda: llama_like(
             transformers.LlamaConfig,
             transformers.LlamaForCausalLM,
-            rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+            rope_parameters={
+                "rope_type": "dynamic",
+                "factor": 2.0,
+                "rope_theta": 10000.0,
+            },
         ),
         "length of the prompt",
     ),
@@ -445,17 +543,23 @@ REFUSED = {
 
 
 class CountsFromZero(transformers.LlamaForCausalLM):
-    """A model that does not know how many tokens were computed before; `is_told`: unless it is told."""
+    """A model that does not know how many tokens were computed before; `is_told`: unless it is
+    told.
+    """
 
     is_told = False
 
     def forward(self, input_ids=None, position_ids=None, **kwargs):
         if position_ids is None or not self.is_told:
             position_ids = torch.arange(input_ids.shape[1])[None]
-        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        return super().forward(
+            input_ids=input_ids, position_ids=position_ids, **kwargs
+        )
 
 
-def test_a_model_that_generate_tells_its_positions_is_cached(house: House) -> None:
+def test_a_model_that_generate_tells_its_positions_is_cached(
+    house: House,
+) -> None:
     model = CountsFromZero(llama().config).eval()
     model.is_told = True
     cached = house.open(model)
@@ -464,11 +568,20 @@ def test_a_model_that_generate_tells_its_positions_is_cached(house: House) -> No
         assert cached.last.hit.num_tokens == hit
 
 
-def test_a_model_whose_own_positions_are_others_than_those_of_generate_is_cached(house: House) -> None:
+def test_a_model_whose_own_positions_are_others_than_those_of_generate_is_cached(
+    house: House,
+) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     model = transformers.RobertaForCausalLM(
-        transformers.RobertaConfig(vocab_size=VOCABULARY, is_decoder=True, initializer_range=0.3, **sizes)
+        transformers.RobertaConfig(
+            vocab_size=VOCABULARY, is_decoder=True, initializer_range=0.3, **sizes
+        )
     ).eval()
     cached = house.open(model)
     for hit in (0, 32):
@@ -504,9 +617,13 @@ def test_models_that_are_spread_over_processes_are_refused(house: House) -> None
     with pytest.raises(ValueError, match="spread over processes"):
         house.open(model)
     model._tp_size = None
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
     try:
-        share = distribute_tensor(model.lm_head.weight.detach(), DeviceMesh("cpu", [0]))
+        share = distribute_tensor(
+            model.lm_head.weight.detach(), DeviceMesh("cpu", [0])
+        )
         model.lm_head.weight = torch.nn.Parameter(share)
         with pytest.raises(ValueError, match="spread over processes"):
             house.open(model)

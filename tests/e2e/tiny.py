@@ -6,7 +6,8 @@ import numpy as np
 import torch
 import transformers
 
-torch.set_num_threads(1)  # tiny models: on a busy machine a second thread only waits
+# tiny models: on a busy machine a second thread only waits
+torch.set_num_threads(1)
 
 VOCABULARY = 500
 _SIZE = {
@@ -26,7 +27,10 @@ _SIZE = {
 
 def llama(seed: int = 0, dtype: str = "float32", **changes: object):
     return _built(
-        transformers.LlamaForCausalLM, transformers.LlamaConfig(**{**_SIZE, **changes}), seed, dtype
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(**{**_SIZE, **changes}),
+        seed,
+        dtype,
     )
 
 
@@ -36,7 +40,9 @@ def qwen(seed: int = 0, dtype: str = "float32", **changes: object):
 
 
 def deepseek(seed: int = 0, dtype: str = "float32", **changes: object):
-    """Multi-head latent attention: the cache holds latents and rotary keys, of one head and different dims."""
+    """Multi-head latent attention: the cache holds latents and rotary keys, of one head and
+    different dims.
+    """
     special = {
         "num_key_value_heads": 6,
         "kv_lora_rank": 40,
@@ -66,7 +72,9 @@ def prompt(length: int, seed: int = 1) -> torch.Tensor:
     return torch.from_numpy(ids)[None]
 
 
-def generated(model, ids: torch.Tensor, new: int = 48, **kwargs) -> list[list[int]]:
+def generated(
+    model, ids: torch.Tensor, new: int = 48, **kwargs
+) -> list[list[int]]:
     """Return the greedy continuation without our cache, one list per row."""
     out = model.generate(ids, max_new_tokens=new, do_sample=False, **kwargs)
     return out[:, ids.shape[1] :].tolist()

@@ -1,4 +1,6 @@
-"""A tiny random model of every type of Transformers that can be built small from its configuration class alone."""
+"""A tiny random model of every type of Transformers that can be built small from its configuration
+class alone.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,8 @@ _SMALL = {
 }
 
 
-# for types whose defaults have no KV that can be cut, or whose sizes do not fit together: the first that works counts
+# for types whose defaults have no KV that can be cut, or whose sizes do not fit together: the first
+# that works counts
 _VARIANTS: tuple[dict[str, object], ...] = (
     {},
     {"head_dim": _LEFT_OUT, "num_key_value_heads": 4},
@@ -98,7 +101,13 @@ _VARIANTS: tuple[dict[str, object], ...] = (
     {"is_decoder": True},
     {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     {"pad_token_id": 0, "is_decoder": True},
-    {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}},
+    {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [1, 1, 2],
+        }
+    },
     {"head_dim": _LEFT_OUT, "rotary_dim": _LEFT_OUT, "kv_channels": _LEFT_OUT},
 )
 _TEXT = {"model_type": "llama", "head_dim": 8}
@@ -111,7 +120,9 @@ def model_types() -> list[str]:
 
 
 def tiny_model(kind: str, seed: int = 0):
-    """Return a model of this type whose KV can be cached. Raises ValueError if none was found, with all that failed."""
+    """Return a model of this type whose KV can be cached. Raises ValueError if none was found, with
+    all that failed.
+    """
     troubles = []
     for variant in _VARIANTS:
         try:
@@ -120,7 +131,8 @@ def tiny_model(kind: str, seed: int = 0):
                 model = _built(kind, seed, variant)
                 layout_of(model, 16)
                 return model
-        except Exception as trouble:  # noqa: BLE001  # whatever a configuration or a model raises
+        except Exception as trouble:  # noqa: BLE001
+            # whatever a configuration or a model raises
             troubles.append(f"{type(trouble).__name__}: {trouble}"[:200])
     raise ValueError(f"{kind}: no tiny model that can be cached: {troubles}")
 
@@ -129,7 +141,10 @@ def _built(kind: str, seed: int, variant: dict[str, object]):
     model_class = getattr(transformers, _CLASSES[kind])
     settings = {**_SMALL, **variant}
     with torch.device("meta"):
-        weights = sum(weight.numel() for weight in model_class(_configuration(kind, settings)).parameters())
+        weights = sum(
+            weight.numel()
+            for weight in model_class(_configuration(kind, settings)).parameters()
+        )
     if weights > _MOST_PARAMETERS:
         raise ValueError(f"{weights} parameters even when it is built small")
     torch.manual_seed(seed)
@@ -141,14 +156,24 @@ def _configuration(kind: str, settings: dict[str, object]):
 
 
 def _configured(config_class, settings: dict[str, object]):
-    known = {*inspect.signature(config_class).parameters, *getattr(config_class, "attribute_map", {})}
-    chosen = {name: value for name, value in settings.items() if name in known and value is not _LEFT_OUT}
+    known = {
+        *inspect.signature(config_class).parameters,
+        *getattr(config_class, "attribute_map", {}),
+    }
+    chosen = {
+        name: value
+        for name, value in settings.items()
+        if name in known and value is not _LEFT_OUT
+    }
     parts = {}
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
         if part is transformers.AutoConfig:
             given = _TEXT if "text" in name else _VISION
             part = transformers.CONFIG_MAPPING[given["model_type"]]
-            parts[name] = {**_configured(part, {**settings, **given}).to_dict(), **given}
+            parts[name] = {
+                **_configured(part, {**settings, **given}).to_dict(),
+                **given,
+            }
         else:
             parts[name] = _configured(part, settings).to_dict()
     return config_class(**chosen, **parts)

@@ -1,4 +1,6 @@
-"""Shared by the tests of the example engine: small models, conversations, tiers, serving and checks."""
+"""Shared by the tests of the example engine: small models, conversations, tiers, serving and
+checks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from pagoda.tiers import DiskTier, HostTier
 from tests.e2e.tiny import VOCABULARY, generated, llama, qwen
 
 BLOCK = 8
-BLOCKS = 36  # on the device: the longest conversation needs 30, all together need 200
+# on the device: the longest conversation needs 30, all together need 200
+BLOCKS = 36
 SLOTS = 64  # on the host: too few for all conversations, too
 TALKS = 7
 TURNS = 4
@@ -36,12 +39,16 @@ COMMAND = [sys.executable, "-m", "examples.paged_engine"]
 def model_of(name: str):
     """A small model: "llama" and "qwen" have two layers, "llama-3" has three."""
     kind, _, layers = name.partition("-")
-    return {"llama": llama, "qwen": qwen}[kind](num_hidden_layers=int(layers or 2))
+    return {"llama": llama, "qwen": qwen}[kind](
+        num_hidden_layers=int(layers or 2)
+    )
 
 
 @once
 def talks_of(name: str, seed: int = 0) -> list[list[tuple[list[int], list[int]]]]:
-    """Random conversations and what plain `generate` says: [talk][turn] = (prompt, answer). Half begin alike."""
+    """Random conversations and what plain `generate` says: [talk][turn] = (prompt, answer). Half
+    begin alike.
+    """
     dice = np.random.default_rng(seed)
     model = model_of(name)
     common = dice.integers(1, VOCABULARY, 44).tolist()
@@ -50,12 +57,18 @@ def talks_of(name: str, seed: int = 0) -> list[list[tuple[list[int], list[int]]]
         tokens = common[: 44 if number % 2 else 3]
         turns = []
         for _ in range(TURNS):
-            tokens = tokens + dice.integers(1, VOCABULARY, dice.integers(15, 40)).tolist()
+            tokens = (
+                tokens
+                + dice.integers(1, VOCABULARY, dice.integers(15, 40)).tolist()
+            )
             answer = generated(model, torch.tensor([tokens]), NEW)[0]
             turns.append((tokens, answer))
             tokens = tokens + answer
         talks.append(turns)
-    assert len({token for turns in talks for _, answer in turns for token in answer}) >= 20
+    assert (
+        len({token for turns in talks for _, answer in turns for token in answer})
+        >= 20
+    )
     return talks
 
 
@@ -68,21 +81,42 @@ class House:
         self.open_ones: list[Cache] = []
         self.slab: FaultySlab | None = None
 
-    def cache(self, name: str = "llama", slots: int = SLOTS, **options: object) -> Cache:
+    def cache(
+        self, name: str = "llama", slots: int = SLOTS, **options: object
+    ) -> Cache:
         """A cache of two tiers, its disk with faults on demand: `slab`."""
         model = model_of(name)
         layout = layout_of(model, BLOCK)
         settings: dict = {"worth_it": False, "deadline_seconds": 30.0} | options
         config = Config(
-            chunk_tokens=BLOCK, host_path=str(self.host / "host"), host_size=slots * 4096, **settings
+            chunk_tokens=BLOCK,
+            host_path=str(self.host / "host"),
+            host_size=slots * 4096,
+            **settings,
         )
-        host = HostTier.open(layout, Path(config.host_path), slots * layout.slot_bytes, policy="lru")
+        host = HostTier.open(
+            layout,
+            Path(config.host_path),
+            slots * layout.slot_bytes,
+            policy="lru",
+        )
         stride = layout.slot_bytes + 4096
-        ledger = Ledger.open(StoreSpec(self.disk / "disk", layout.fingerprint, "file", 1024, stride))
+        ledger = Ledger.open(
+            StoreSpec(
+                self.disk / "disk", layout.fingerprint, "file", 1024, stride
+            )
+        )
         self.slab = FaultySlab(ledger.slab_path, ledger.slots, stride)
-        disk = DiskTier(layout, ledger, self.slab, deadline_seconds=config.deadline_seconds)
+        disk = DiskTier(
+            layout, ledger, self.slab, deadline_seconds=config.deadline_seconds
+        )
         self.open_ones.append(
-            Cache(config, namespace=namespace_of(model, layout), layout=layout, tiers=[host, disk])
+            Cache(
+                config,
+                namespace=namespace_of(model, layout),
+                layout=layout,
+                tiers=[host, disk],
+            )
         )
         return self.open_ones[-1]
 
@@ -111,7 +145,9 @@ def serve(
         engine.add(seq)
     until = time.monotonic() + 60
     while engine.busy:
-        assert time.monotonic() < until, f"{engine.waiting} {engine.running} {engine.manager.stats()}"
+        assert time.monotonic() < until, (
+            f"{engine.waiting} {engine.running} {engine.manager.stats()}"
+        )
         for seq in engine.step():
             assert seq.output == ends.pop(id(seq)), (
                 f"{seq.id} after {seq.hits}, {seq.preemptions} preemptions"
@@ -125,13 +161,24 @@ def serve(
     return found
 
 
-def converse(engine: Engine, name: str = "llama", seed: int = 0, salt: str | None = None, **how) -> Served:
+def converse(
+    engine: Engine,
+    name: str = "llama",
+    seed: int = 0,
+    salt: str | None = None,
+    **how,
+) -> Served:
     """Serve all conversations, turn by turn, in random order."""
     found = Served()
     dice = random.Random(seed)
     for turn in range(TURNS):
         requests = [
-            (Sequence(f"{salt}.{seed}.{talk}.{turn}", list(tokens), NEW, salt=salt), answer)
+            (
+                Sequence(
+                    f"{salt}.{seed}.{talk}.{turn}", list(tokens), NEW, salt=salt
+                ),
+                answer,
+            )
             for talk, turns in enumerate(talks_of(name, seed))
             for tokens, answer in [turns[turn]]
         ]
@@ -150,7 +197,9 @@ def closed(engine: Engine) -> None:
     assert stats["evictable"] == stats["cached"]
 
 
-def engine_of(cache: Cache | None, name: str = "llama", blocks: int = BLOCKS, **options) -> Engine:
+def engine_of(
+    cache: Cache | None, name: str = "llama", blocks: int = BLOCKS, **options
+) -> Engine:
     layout = layout_of(model_of(name), BLOCK) if cache is None else cache.layout
     return Engine(model_of(name), layout, blocks=blocks, cache=cache, **options)
 
@@ -159,7 +208,9 @@ def fault_copies(engine: Engine, fails: Callable[[str], bool]) -> Counter[str]:
     """Make copies fail half-way; count them and their effects."""
     seen: Counter[str] = Counter()
 
-    def faulty(name: str, copy: Callable[[int, np.ndarray], None]) -> Callable[[int, np.ndarray], None]:
+    def faulty(
+        name: str, copy: Callable[[int, np.ndarray], None]
+    ) -> Callable[[int, np.ndarray], None]:
         def move(block: int, slot: np.ndarray) -> None:
             if not fails(name):
                 return copy(block, slot)

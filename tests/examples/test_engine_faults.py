@@ -29,10 +29,22 @@ def test_faulty_disk(house: House) -> None:
     dice = random.Random(0)
     slab = house.slab
     slab.delay_seconds = 0.005
-    faults = [Fault.EIO, Fault.TORN, Fault.BIT_FLIP, Fault.LOST, Fault.SHORT, Fault.DELAY, Fault.ENOSPC]
+    faults = [
+        Fault.EIO,
+        Fault.TORN,
+        Fault.BIT_FLIP,
+        Fault.LOST,
+        Fault.SHORT,
+        Fault.DELAY,
+        Fault.ENOSPC,
+    ]
 
     def trouble() -> None:
-        slab.fail_next(dice.choice(["read", "write"]), dice.choice(faults), skip=dice.randint(0, 3))
+        slab.fail_next(
+            dice.choice(["read", "write"]),
+            dice.choice(faults),
+            skip=dice.randint(0, 3),
+        )
 
     engine = engine_of(cache, step_tokens=40)
     found = converse(engine, between=trouble)
@@ -69,9 +81,11 @@ def test_host_chunks_go_while_they_are_used(house: House) -> None:
     host = cache._tiers.host
     removed = Counter[str]()
     keys = [
-        key for turns in talks_of("llama") for tokens, answer in turns[-1:]
+        key
+        for turns in talks_of("llama")
+        for tokens, answer in turns[-1:]
         for _, _, key in cache.keys(tokens + answer)
-    ]  # fmt: skip
+    ]
 
     def trouble() -> None:
         for key in dice.sample(keys, 12):
@@ -82,7 +96,11 @@ def test_host_chunks_go_while_they_are_used(house: House) -> None:
 
     engine = engine_of(cache)
     found = converse(engine, between=trouble)
-    assert removed["chunks"] > 20 and removed["clears"] > 0 and found["host"] + found["disk"] > 0, (
+    assert (
+        removed["chunks"] > 20
+        and removed["clears"] > 0
+        and found["host"] + found["disk"] > 0
+    ), (
         removed,
         found,
     )
@@ -98,7 +116,8 @@ def test_copies_that_fail(up: int, down: int, house: House) -> None:
     seen = fault_copies(engine, lambda name: faulty[0] and fails(name))
     converse(engine)
     assert seen["down"] > 2 and seen["up"] > 2 and seen["shortened"] > 0, seen
-    faulty[0] = False  # with every fourth copy failing, whether a chain comes up whole is a matter of chance
+    # with every fourth copy failing, whether a chain comes up whole is a matter of chance
+    faulty[0] = False
     found = converse(engine)
     assert found["host"] + found["disk"] > 100
     closed(engine)
@@ -127,11 +146,18 @@ def test_everything_at_once(house: House) -> None:
     dice = random.Random(3)
     slab = house.slab
     host = cache._tiers.host
-    keys = [key for turns in talks_of("llama") for _, _, key in cache.keys(turns[-1][0])]
+    keys = [
+        key
+        for turns in talks_of("llama")
+        for _, _, key in cache.keys(turns[-1][0])
+    ]
 
     def trouble() -> None:
         host.remove(dice.choice(keys))
-        slab.fail_next(dice.choice(["read", "write"]), dice.choice([Fault.EIO, Fault.BIT_FLIP, Fault.TORN]))
+        slab.fail_next(
+            dice.choice(["read", "write"]),
+            dice.choice([Fault.EIO, Fault.BIT_FLIP, Fault.TORN]),
+        )
 
     engine = engine_of(cache, step_tokens=24)
     seen = fault_copies(engine, every(6, 30))
@@ -149,7 +175,8 @@ def test_the_cache_is_closed_under_way(house: House) -> None:
     def trouble() -> None:
         steps["done"] += 1
         if steps["done"] == 90:
-            engine._copier.submit(int).result()  # slots are not to be copied into after the close
+            # slots are not to be copied into after the close
+            engine._copier.submit(int).result()
             assert cache.close()
 
     found = converse(engine, between=trouble)

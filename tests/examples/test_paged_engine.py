@@ -1,4 +1,6 @@
-"""The example engine: whatever its blocks go through, its answers are those of plain greedy `generate`."""
+"""The example engine: whatever its blocks go through, its answers are those of plain greedy
+`generate`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from examples.paged_engine.attention import NAME, KVPool, Part, batch_of, next_tokens, paged_model
+from examples.paged_engine.attention import (
+    NAME,
+    KVPool,
+    Part,
+    batch_of,
+    next_tokens,
+    paged_model,
+)
 from examples.paged_engine.engine import Sequence
 from pagoda.connectors.transformers import CachedModel, layout_of
 from tests.e2e.tiny import generated, llama, prompt
@@ -35,18 +44,29 @@ def test_paged_logits_are_those_of_the_plain_model(name: str) -> None:
     plain_attention = model.config._attn_implementation
     paged = paged_model(model)
     pool = KVPool(layout_of(model, BLOCK), 64)
-    assert (model.config._attn_implementation, paged.config._attn_implementation) == (plain_attention, NAME)
-    assert all(a is b for a, b in zip(model.parameters(), paged.parameters(), strict=True))
-    prompts = [prompt(length, seed=length)[0].tolist() for length in (50, 37, 1, 64)]
+    assert (
+        model.config._attn_implementation,
+        paged.config._attn_implementation,
+    ) == (plain_attention, NAME)
+    assert all(
+        a is b
+        for a, b in zip(model.parameters(), paged.parameters(), strict=True)
+    )
+    prompts = [
+        prompt(length, seed=length)[0].tolist() for length in (50, 37, 1, 64)
+    ]
     want = [model(torch.tensor([ids])).logits[0] for ids in prompts]
     blocks = dice.sample(range(64), 64)
     done = [0] * 4
     tables = [blocks[9 * number : 9 * number + 9] for number in range(4)]
     while any(at < len(ids) for at, ids in zip(done, prompts, strict=True)):
         counts = {
-            number: min(dice.randint(0, 20), len(prompts[number]) - done[number]) for number in range(4)
+            number: min(dice.randint(0, 20), len(prompts[number]) - done[number])
+            for number in range(4)
         }
-        work = sorted((count, number) for number, count in counts.items() if count)
+        work = sorted(
+            (count, number) for number, count in counts.items() if count
+        )
         parts = [
             Part(
                 prompts[number][done[number] :][:count],
@@ -59,14 +79,24 @@ def test_paged_logits_are_those_of_the_plain_model(name: str) -> None:
             continue
         batch = batch_of(parts, pool)
         with torch.inference_mode():
-            out = paged(input_ids=batch.ids, position_ids=batch.positions, use_cache=False, paged=batch)
+            out = paged(
+                input_ids=batch.ids,
+                position_ids=batch.positions,
+                use_cache=False,
+                paged=batch,
+            )
         logits = out.logits[0].split([count for count, _ in work])
         for (count, number), got in zip(work, logits, strict=True):
-            torch.testing.assert_close(got, want[number][done[number] :][:count], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                got, want[number][done[number] :][:count], atol=1e-4, rtol=1e-4
+            )
             done[number] += count
-        assert next_tokens(paged, batch) == [int(got[-1].argmax()) for got in logits]
+        assert next_tokens(paged, batch) == [
+            int(got[-1].argmax()) for got in logits
+        ]
     assert (
-        generated(model, prompt(20), 4) == generated(llama(num_hidden_layers=2), prompt(20), 4)
+        generated(model, prompt(20), 4)
+        == generated(llama(num_hidden_layers=2), prompt(20), 4)
         or name == "qwen"
     )
 
@@ -82,17 +112,23 @@ def test_a_block_is_one_run_of_bytes_in_the_order_of_the_layout() -> None:
     assert torch.equal(other.kv[1], pool.kv[2])
     assert not other.kv[[0, 2, 3]].any()
     at = layout.plane_offset(1, 1)
-    plane = torch.from_numpy(slot[at : at + layout.plane_bytes(1)].copy()).view(torch.float32)
+    plane = torch.from_numpy(slot[at : at + layout.plane_bytes(1)].copy()).view(
+        torch.float32
+    )
     assert torch.equal(plane.view(layout.plane_shape(1)), pool.kv[2, 1, 1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen"])
 @pytest.mark.parametrize("chunk", [None, 24])
-def test_blocks_go_to_host_and_disk_and_come_back(name: str, chunk: int | None, house: House) -> None:
+def test_blocks_go_to_host_and_disk_and_come_back(
+    name: str, chunk: int | None, house: House
+) -> None:
     engine = engine_of(house.cache(name), name, step_tokens=chunk)
     found = converse(engine, name)
-    assert min(found[what] for what in ("device", "host", "disk", "preemptions")) > 0, found
+    assert (
+        min(found[what] for what in ("device", "host", "disk", "preemptions")) > 0
+    ), found
     assert found["computed"] < found["asked"] - found["host"]
     closed(engine)
 
@@ -119,7 +155,9 @@ def test_tenants_share_nothing(house: House) -> None:
     tokens, answer = talks_of("llama")[1][0]
 
     def ask(salt: str | None) -> dict[str, int]:
-        seq = Sequence(f"{salt} {time.monotonic_ns()}", list(tokens), NEW, salt=salt)
+        seq = Sequence(
+            f"{salt} {time.monotonic_ns()}", list(tokens), NEW, salt=salt
+        )
         serve(engine, [(seq, answer)])
         return seq.hits
 
@@ -127,7 +165,10 @@ def test_tenants_share_nothing(house: House) -> None:
     for salt in ("a", "b", None):
         assert sum(ask(salt).values()) == 0
         assert ask(salt) == {"device": whole}
-    mixed = [(Sequence(f"{salt}", list(tokens), NEW, salt=salt), answer) for salt in ("a", "c", "b", "d")]
+    mixed = [
+        (Sequence(f"{salt}", list(tokens), NEW, salt=salt), answer)
+        for salt in ("a", "c", "b", "d")
+    ]
     assert serve(engine, mixed) == Served(device=2 * whole)
     closed(engine)
 
@@ -136,7 +177,9 @@ def test_tenants_share_nothing(house: House) -> None:
 def test_tenants_with_a_small_pool(house: House) -> None:
     engine = engine_of(house.cache(slots=96), step_tokens=40)
     found = converse(engine, salt="a") + converse(engine, salt="b")
-    assert min(found[what] for what in ("device", "host", "disk", "preemptions")) > 0, found
+    assert (
+        min(found[what] for what in ("device", "host", "disk", "preemptions")) > 0
+    ), found
     closed(engine)
 
 
@@ -170,9 +213,12 @@ def test_chunks_of_the_transformers_connector_are_hit(house: House) -> None:
     while engine.busy:
         engine.step()
     closed(engine)
-    out = cached.generate(torch.tensor([tokens + answer[:-1]]), max_new_tokens=1, do_sample=False)
+    out = cached.generate(
+        torch.tensor([tokens + answer[:-1]]), max_new_tokens=1, do_sample=False
+    )
     assert out[0, -1] == answer[-1]
-    assert cached.last.columns == (len(tokens) + NEW - 2) // BLOCK * BLOCK  # what the engine generated too
+    # what the engine generated too
+    assert cached.last.columns == (len(tokens) + NEW - 2) // BLOCK * BLOCK
 
 
 @pytest.mark.slow
@@ -225,7 +271,9 @@ def test_requests_that_cannot_be_are_refused_at_once() -> None:
         engine,
         [
             (
-                seq := Sequence("a", prompt(BLOCK * BLOCKS - NEW)[0].tolist(), NEW),
+                seq := Sequence(
+                    "a", prompt(BLOCK * BLOCKS - NEW)[0].tolist(), NEW
+                ),
                 generated(model_of("llama"), torch.tensor([seq.tokens]), NEW)[0],
             )
         ],

@@ -1,4 +1,6 @@
-"""`python -m examples.two_machines`: what one machine computed the other serves, whatever happens to its link."""
+"""`python -m examples.two_machines`: what one machine computed the other serves, whatever happens
+to its link.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def mark(tmp_path: Path) -> dict[str, str]:
 
 
 def processes(mark: dict[str, str]) -> list[int]:
-    """Those that live and were started with this environment. Redis writes over it, but is in its directory."""
+    """Those that live and were started with this environment. Redis writes over it, but is in its
+    directory.
+    """
     sought = f"{MARK}={mark[MARK]}".encode()
     found = []
     for place in Path("/proc").glob("[0-9]*"):
@@ -59,7 +63,12 @@ def test_what_one_computed_the_other_serves(
 ) -> None:
     before = in_memory()
     done = subprocess.run(
-        [*COMMAND, "--json", "--verify"], cwd=ROOT, env=mark, capture_output=True, text=True, timeout=200
+        [*COMMAND, "--json", "--verify"],
+        cwd=ROOT,
+        env=mark,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert not processes(mark)
     assert not list(tmp_path.iterdir())
@@ -69,25 +78,46 @@ def test_what_one_computed_the_other_serves(
     assert (done.returncode, told["wrong"], done.stderr) == (0, [], "")
     turns = told["turns"]
     assert all(turn["same"] and turn["load_seconds"] < 2.0 for turn in turns)
-    served = [(turn["machine"], tier) for turn in turns for tier in turn["by_tier"]]
-    assert served == [("B", "redis"), ("B", "host"), ("B", "host"), ("B", "redis"), ("A", "redis")]
-    assert all(tokens == DOCUMENT_TOKENS for turn in turns for tokens in turn["by_tier"].values())
+    served = [
+        (turn["machine"], tier) for turn in turns for tier in turn["by_tier"]
+    ]
+    assert served == [
+        ("B", "redis"),
+        ("B", "host"),
+        ("B", "host"),
+        ("B", "redis"),
+        ("A", "redis"),
+    ]
+    assert all(
+        tokens == DOCUMENT_TOKENS
+        for turn in turns
+        for tokens in turn["by_tier"].values()
+    )
     assert "tier_skipped" in [turn["reason"] for turn in turns]
-    assert len({tuple(turn["output"]) for turn in turns}) >= 5  # the text depends on the document
+    # the text depends on the document
+    assert len({tuple(turn["output"]) for turn in turns}) >= 5
     assert len(set(turns[0]["output"])) >= 12
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "kill -9"])
-def test_an_interrupted_run_leaves_nothing_behind(how: str, mark: dict[str, str], tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(
+    how: str, mark: dict[str, str], tmp_path: Path
+) -> None:
     before = in_memory()
     running = subprocess.Popen(
-        COMMAND, cwd=ROOT, env=mark, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        COMMAND,
+        cwd=ROOT,
+        env=mark,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     until = time.monotonic() + 60
-    while len(processes(mark)) < 7:  # itself, three that hold namespaces, the server, two engines
+    # itself, three that hold namespaces, the server, two engines
+    while len(processes(mark)) < 7:
         assert time.monotonic() < until
         assert running.poll() is None
         time.sleep(0.05)
@@ -110,13 +140,16 @@ def test_an_interrupted_run_leaves_nothing_behind(how: str, mark: dict[str, str]
         subprocess.run(["rm", "-r", str(path)], check=True)
 
 
-def test_what_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_what_is_missing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setattr(sys, "argv", ["two_machines"])
     monkeypatch.setenv("PATH", "/nowhere")
     assert cli.main() == 2
     said = capsys.readouterr()
-    assert (
-        said.err == "two_machines: redis-server is not installed (Debian, Ubuntu: apt install redis-server)\n"
+    assert said.err == (
+        "two_machines: redis-server is not installed (Debian, Ubuntu: apt install "
+        "redis-server)\n"
     )
 
 
@@ -124,17 +157,43 @@ def test_a_wrong_turn_is_found() -> None:
     """If it were not, the first test would prove nothing."""
 
     def turn(**changes: object) -> Turn:
-        good = {"by_tier": {"redis": DOCUMENT_TOKENS}, "reason": "", "detail": "", "same": True, "output": []}
-        return Turn("is asked", "B", **{**good, "seconds": 0.2, "load_seconds": 0.1, **changes})
+        good = {
+            "by_tier": {"redis": DOCUMENT_TOKENS},
+            "reason": "",
+            "detail": "",
+            "same": True,
+            "output": [],
+        }
+        return Turn(
+            "is asked",
+            "B",
+            **{**good, "seconds": 0.2, "load_seconds": 0.1, **changes},
+        )
 
     assert wrong_with(turn(), "redis") == []
-    assert wrong_with(turn(by_tier={}, reason="deadline"), ("tier_skipped", "deadline")) == []
+    assert (
+        wrong_with(
+            turn(by_tier={}, reason="deadline"), ("tier_skipped", "deadline")
+        )
+        == []
+    )
     assert "another text" in wrong_with(turn(same=False), "redis")[0]
-    assert "were to come from redis" in wrong_with(turn(by_tier={"host": DOCUMENT_TOKENS}), "redis")[0]
-    assert "were to come from redis" in wrong_with(turn(by_tier={"redis": 64}), "redis")[0]
+    assert (
+        "were to come from redis"
+        in wrong_with(turn(by_tier={"host": DOCUMENT_TOKENS}), "redis")[0]
+    )
+    assert (
+        "were to come from redis"
+        in wrong_with(turn(by_tier={"redis": 64}), "redis")[0]
+    )
     assert "nothing was to come" in wrong_with(turn(), ("tier_skipped",))[0]
-    assert "nothing was to come" in wrong_with(turn(by_tier={}, reason="absent"), ("tier_skipped",))[0]
-    assert "with a deadline of 1 s" in wrong_with(turn(load_seconds=2.5), "redis")[0]
+    assert (
+        "nothing was to come"
+        in wrong_with(turn(by_tier={}, reason="absent"), ("tier_skipped",))[0]
+    )
+    assert (
+        "with a deadline of 1 s" in wrong_with(turn(load_seconds=2.5), "redis")[0]
+    )
 
 
 def test_it_can_be_read() -> None:

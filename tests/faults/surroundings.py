@@ -1,12 +1,14 @@
-"""Cases in which one file of a store, or of its root, fails its users: removed, older, cut, or of another boot.
+"""Cases in which one file of a store, or of its root, fails its users: removed, older, cut, or of
+another boot.
 
-A case is a kind of tier, a file, a harm, and whether an engine has the store open meanwhile. Engines are processes that
-store chunks whose bytes name the weights and the number of clears at that moment. So a chunk that is served late shows
-by itself that it belongs to other weights, or that it was cleared. Every engine is told the weights by its case.
+A case is a kind of tier, a file, a harm, and whether an engine has the store open meanwhile.
+Engines are processes that store chunks whose bytes name the weights and the number of clears at
+that moment. So a chunk that is served late shows by itself that it belongs to other weights, or
+that it was cleared. Every engine is told the weights by its case.
 
-`python -m tests.faults.surroundings ROOT [--kind host|disk] [--cases N] [--seed N] [--jobs N] [--only PATTERN]` runs
-all cases, or the untouched ones and N that the seed chooses, in a directory, and prints one line of JSON for each. Exit
-code 1 if one went wrong.
+`python -m tests.faults.surroundings ROOT [--kind host|disk] [--cases N] [--seed N] [--jobs N]
+[--only PATTERN]` runs all cases, or the untouched ones and N that the seed chooses, in a directory,
+and prints one line of JSON for each. Exit code 1 if one went wrong.
 """
 
 from __future__ import annotations
@@ -49,7 +51,14 @@ KINDS: tuple[Kind, ...] = ("host", "disk")
 POLICIES = ("lru", "hindsight")
 HARMS: tuple[Harm, ...] = ("removed", "older", "cut", "of another boot")
 # What only people read, or only helps: an engine that lost one of them serves all the same.
-GUARD_NOTHING = ("counters", "limit", "namespaces", "prompts", "requests", "speeds")
+GUARD_NOTHING = (
+    "counters",
+    "limit",
+    "namespaces",
+    "prompts",
+    "requests",
+    "speeds",
+)
 GUARD_NOTHING_PREFIXES = ("learnt-",)
 
 CHUNK_TOKENS = 16
@@ -59,12 +68,16 @@ LAYOUT = KVLayout.opaque(CHUNK_TOKENS, 8192, "surroundings")
 PROMPTS = range(6)
 KEPT = range(4)  # those that are stored after the last clear
 RACED = range(100, 112)
-ANSWER_SECONDS = 240.0  # for one step of an engine, on a machine that may be busy: then it hangs
-NOTICE_SECONDS = (2.0, 15.0)  # for a process to notice a replaced file; the longer one is the second try
-CUT_BYTES = 12288  # what is left of a longer file: the first pages of the tables, and no more
+# for one step of an engine, on a machine that may be busy: then it hangs
+ANSWER_SECONDS = 240.0
+# for a process to notice a replaced file; the longer one is the second try
+NOTICE_SECONDS = (2.0, 15.0)
+# what is left of a longer file: the first pages of the tables, and no more
+CUT_BYTES = 12288
 MAGIC = 0x50414741
 
-# what an engine says about one chunk: "wrong", or the weights and the number of clears that its bytes name
+# what an engine says about one chunk: "wrong", or the weights and the number of clears that its
+# bytes name
 Said = Literal["wrong"] | tuple[int, int]
 
 
@@ -79,8 +92,10 @@ class Case:
     file: str
     harm: Harm
     running: bool
-    races_first: bool = False  # two engines store at once right after the harm, and not only later
-    policy: str = "lru"  # which admits every chunk; another one for the files that only it has
+    # two engines store at once right after the harm, and not only later
+    races_first: bool = False
+    # which admits every chunk; another one for the files that only it has
+    policy: str = "lru"
 
     def __str__(self) -> str:
         state = "running" if self.running else "stopped"
@@ -110,7 +125,8 @@ class Result:
     deaths: int = 0
     allowed_deaths: int = 0
     refusals: list[str] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)  # that the next engine gave for what it did not serve
+    # that the next engine gave for what it did not serve
+    reasons: list[str] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -124,7 +140,7 @@ class HungError(Exception):
     """An engine did not answer."""
 
 
-# ---- an engine -----------------------------------------------------------------------------------------------------
+# ---- an engine -----------------------------------------------------------------------------------
 
 
 class _OtherBoot(Clock):
@@ -136,11 +152,15 @@ class _OtherBoot(Clock):
 
 def tokens_of(prompt: int) -> np.ndarray:
     """Return the tokens of a prompt."""
-    return np.random.default_rng(prompt).integers(0, 50_000, CHUNKS * CHUNK_TOKENS, dtype=np.int32)
+    return np.random.default_rng(prompt).integers(
+        0, 50_000, CHUNKS * CHUNK_TOKENS, dtype=np.int32
+    )
 
 
 def bytes_of(key: bytes, weights: int, clears: int) -> np.ndarray:
-    """Return the bytes of a chunk: they name the weights and the number of clears, and each word depends on all."""
+    """Return the bytes of a chunk: they name the weights and the number of clears, and each word
+    depends on all.
+    """
     first, second = np.frombuffer(key[:16], np.uint64)
     mixed = np.uint64(weights * 1_000_003 + clears * 7919 + 1)
     scale = (first ^ mixed) | np.uint64(1)
@@ -154,7 +174,11 @@ def said_by(chunk: np.ndarray, key: bytes) -> Said:
     magic, weights, clears = (int(word) for word in chunk.view(np.uint64)[:3])
     if magic != MAGIC or weights > 1000 or clears > 1000:
         return "wrong"
-    return (weights, clears) if np.array_equal(chunk, bytes_of(key, weights, clears)) else "wrong"
+    return (
+        (weights, clears)
+        if np.array_equal(chunk, bytes_of(key, weights, clears))
+        else "wrong"
+    )
 
 
 class _Lines(logging.Handler):
@@ -171,7 +195,9 @@ class _Lines(logging.Handler):
 class _Engine:
     """The process of an engine: it does what its case tells it."""
 
-    def __init__(self, kind: Kind, policy: str, root: Path, other_boot: bool) -> None:
+    def __init__(
+        self, kind: Kind, policy: str, root: Path, other_boot: bool
+    ) -> None:
         self._kind = kind
         self._policy = policy
         self._root = root
@@ -181,17 +207,21 @@ class _Engine:
         logger = logging.getLogger("pagoda")
         logger.handlers = [self._log]
         logger.propagate = False
-        logging.getLogger("pagoda.tiers.register").setLevel(logging.ERROR)  # it tells of every new store
+        # it tells of every new store
+        logging.getLogger("pagoda.tiers.register").setLevel(logging.ERROR)
 
     def serve(self, pipe: Connection) -> None:
         """Answer until it is killed."""
         while True:
             name, *arguments = pipe.recv()
             try:
-                answer: tuple[str, object] = ("done", getattr(self, name)(*arguments))
+                answer: tuple[str, object] = (
+                    "done",
+                    getattr(self, name)(*arguments),
+                )
             except StoreError as error:
                 answer = ("refused", f"{type(error).__name__}: {error}")
-            except BaseException:  # noqa: BLE001  # a border: the case shows it
+            except BaseException:  # a border: the case shows it  # noqa: BLE001
                 answer = ("raised", traceback.format_exc())
             lines = self._log.lines
             self._log.lines = []
@@ -200,15 +230,27 @@ class _Engine:
     def open(self) -> None:
         """Open a cache with one tier."""
         size = SLOTS * LAYOUT.slot_bytes
-        options: dict[str, object] = {"host_size": size, "host_path": str(self._root)}
+        options: dict[str, object] = {
+            "host_size": size,
+            "host_path": str(self._root),
+        }
         if self._kind == "disk":
             size = SLOTS * (LAYOUT.slot_bytes + 4096)
-            options = {"host_size": 0, "disk_size": size, "disk_path": str(self._root)}
+            options = {
+                "host_size": 0,
+                "disk_size": size,
+                "disk_path": str(self._root),
+            }
         config = Config(
-            chunk_tokens=CHUNK_TOKENS, worth_it=False, policy=self._policy, deadline_seconds=30.0,
+            chunk_tokens=CHUNK_TOKENS,
+            worth_it=False,
+            policy=self._policy,
+            deadline_seconds=30.0,
             **options,  # type: ignore[arg-type]
-        )  # fmt: skip
-        self._cache = Cache(config, namespace=Namespace("m"), layout=LAYOUT, clock=self._clock)
+        )
+        self._cache = Cache(
+            config, namespace=Namespace("m"), layout=LAYOUT, clock=self._clock
+        )
 
     @property
     def cache(self) -> Cache:
@@ -247,13 +289,18 @@ class _Engine:
         until = time.monotonic() + ANSWER_SECONDS / 4
         with contextlib.suppress(StoreError):
             while (
-                self.cache.stats()["tiers"].get(self._kind, {}).get("unscanned") and time.monotonic() < until
+                self.cache.stats()["tiers"].get(self._kind, {}).get("unscanned")
+                and time.monotonic() < until
             ):
                 time.sleep(0.01)
         return self.read(prompts)
 
-    def race(self, prompts: Sequence[int], weights: int, clears: int, rounds: int) -> list[Said]:
-        """Store and read prompts while another engine does the same, more of them than there are slots."""
+    def race(
+        self, prompts: Sequence[int], weights: int, clears: int, rounds: int
+    ) -> list[Said]:
+        """Store and read prompts while another engine does the same, more of them than there are
+        slots.
+        """
         said: list[Said] = []
         order = random.Random(os.getpid())
         for _ in range(rounds):
@@ -278,7 +325,9 @@ class _Engine:
             self._cache = None
 
 
-def _be_engine(pipe: Connection, kind: Kind, policy: str, root: Path, other_boot: bool) -> None:
+def _be_engine(
+    pipe: Connection, kind: Kind, policy: str, root: Path, other_boot: bool
+) -> None:
     _Engine(kind, policy, root, other_boot).serve(pipe)
 
 
@@ -287,11 +336,14 @@ class Engine:
 
     _FORKS = multiprocessing.get_context("fork")
 
-    def __init__(self, result: Result, case: Case, root: Path, other_boot: bool = False) -> None:
+    def __init__(
+        self, result: Result, case: Case, root: Path, other_boot: bool = False
+    ) -> None:
         self._result = result
         self._pipe, theirs = self._FORKS.Pipe()
         self._process = self._FORKS.Process(
-            target=_be_engine, args=(theirs, case.kind, case.policy, root, other_boot)
+            target=_be_engine,
+            args=(theirs, case.kind, case.policy, root, other_boot),
         )
         self._process.start()
         theirs.close()
@@ -318,7 +370,9 @@ class Engine:
             kind, value, lines = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(5.0)
-            raise DiedError(f"{name}: exit code {self._process.exitcode}") from None
+            raise DiedError(
+                f"{name}: exit code {self._process.exitcode}"
+            ) from None
         self._result.log += lines
         if kind == "refused":
             raise StoreError(value)
@@ -331,18 +385,24 @@ class Engine:
         self.begin(name, *arguments)
         return self.end(name)
 
-    def read(self, prompts: Sequence[int], name: str = "read") -> tuple[list[Said], list[str]]:
+    def read(
+        self, prompts: Sequence[int], name: str = "read"
+    ) -> tuple[list[Said], list[str]]:
         """Return what the served chunks of prompts say, and the reasons why there were not more."""
         return cast("tuple[list[Said], list[str]]", self.do(name, prompts))
 
 
-# ---- a case --------------------------------------------------------------------------------------------------------
+# ---- a case --------------------------------------------------------------------------------------
 
 
 class Run:
-    """The run of one case in an empty directory. `weights` and `clears` are the truth of the machine."""
+    """The run of one case in an empty directory. `weights` and `clears` are the truth of the
+    machine.
+    """
 
-    def __init__(self, case: Case, directory: Path, notice_seconds: float) -> None:
+    def __init__(
+        self, case: Case, directory: Path, notice_seconds: float
+    ) -> None:
         self.case = case
         self.directory = directory
         self.root = directory / "root"
@@ -395,15 +455,30 @@ class Run:
             self._open(last, alone=True)
             self._look("at the next start", last)
             self._new_promises("at the next start", last, last)
-            stored = cast("int", last.do("store", KEPT, self.weights, self.clears))
+            stored = cast(
+                "int", last.do("store", KEPT, self.weights, self.clears)
+            )
             said, _ = last.read(KEPT)
             self._judge("at the end", said)
-            if self._admits_all and min(stored, len(said)) < 0.95 * len(KEPT) * CHUNKS:
-                self._violated("useless", f"{stored} chunks stored and {len(said)} served at the end")
+            if (
+                self._admits_all
+                and min(stored, len(said)) < 0.95 * len(KEPT) * CHUNKS
+            ):
+                self._violated(
+                    "useless",
+                    f"{stored} chunks stored and {len(said)} served at the end",
+                )
             last.do("close")
-        told = self.result.log or self.result.refusals or set(self.result.reasons) - {str(Reason.ABSENT)}
+        told = (
+            self.result.log
+            or self.result.refusals
+            or set(self.result.reasons) - {str(Reason.ABSENT)}
+        )
         if self.result.served < 0.95 * self.result.kept and not told:
-            self._violated("silent", "chunks were lost, with no line in the log and no reason but `absent`")
+            self._violated(
+                "silent",
+                "chunks were lost, with no line in the log and no reason but `absent`",
+            )
 
     def _engine(self, other_boot: bool = False) -> Engine:
         return Engine(self.result, self.case, self.root, other_boot)
@@ -437,10 +512,16 @@ class Run:
         alive: list[Engine] = [engine]
         with self._engine() as second:
             with self._may_die(engine, alive):
-                self._look("after the harm, by the engine that runs", engine, running=True)
+                self._look(
+                    "after the harm, by the engine that runs",
+                    engine,
+                    running=True,
+                )
             if self._open(second, alone=engine not in alive):
                 alive.append(second)
-                self._look("after the harm, by the next engine", second, kept=True)
+                self._look(
+                    "after the harm, by the next engine", second, kept=True
+                )
             if self.case.races_first:
                 self._race("at once", alive, engine)
             time.sleep(self._notice_seconds)
@@ -465,7 +546,9 @@ class Run:
             self.result.allowed_deaths += 1
 
     def _open(self, engine: Engine, alone: bool) -> bool:
-        """Open the store in an engine; it may be refused with a sentence only while another one has it open."""
+        """Open the store in an engine; it may be refused with a sentence only while another one has
+        it open.
+        """
         try:
             engine.do("open")
         except StoreError as error:
@@ -475,7 +558,9 @@ class Run:
             return False
         return True
 
-    def _look(self, when: str, engine: Engine, kept: bool = False, running: bool = False) -> None:
+    def _look(
+        self, when: str, engine: Engine, kept: bool = False, running: bool = False
+    ) -> None:
         said, reasons = engine.read(PROMPTS, "read_whole")
         self._judge(when, said)
         if kept:
@@ -488,7 +573,9 @@ class Run:
         """Change the weights and clear, in one engine; nothing of before may be served by any."""
         self._change(engine)
         for one in others:
-            self._judge(f"{when}, after a change of weights", one.read(PROMPTS)[0])
+            self._judge(
+                f"{when}, after a change of weights", one.read(PROMPTS)[0]
+            )
         engine.do("store", PROMPTS[:2], self.weights, self.clears)
         self._clear(engine)
         for one in others:
@@ -502,7 +589,10 @@ class Run:
         alive = list(engines)
         for one in list(engines):
             with self._may_die(runs, alive):
-                self._judge(f"{when}, while two engines store", cast("list[Said]", one.end("race")))
+                self._judge(
+                    f"{when}, while two engines store",
+                    cast("list[Said]", one.end("race")),
+                )
         if isinstance(engines, list):
             engines[:] = alive
 
@@ -538,7 +628,11 @@ class Run:
             path = self.root / self.case.file
             return path if path.exists() else None
         stores = [state.parent for state in self.root.glob("*/state")]
-        found = [one / Path(*parts[1:]) for one in stores if (one / Path(*parts[1:])).exists()]
+        found = [
+            one / Path(*parts[1:])
+            for one in stores
+            if (one / Path(*parts[1:])).exists()
+        ]
         return found[0] if found else None
 
     def _keep_copy(self) -> None:
@@ -560,8 +654,12 @@ class Run:
 
 
 def files_of(kind: Kind, policy: str, directory: Path) -> list[str]:
-    """Return the files of a store and of its root, as an engine has them while it runs and leaves them."""
-    run = Run(Case(kind, "none", "untouched", False, policy=policy), directory, 0.0)
+    """Return the files of a store and of its root, as an engine has them while it runs and leaves
+    them.
+    """
+    run = Run(
+        Case(kind, "none", "untouched", False, policy=policy), directory, 0.0
+    )
     with run._engine() as engine:
         run._prepare(engine)
         found = {path for path in run.root.rglob("*") if path.is_file()}
@@ -570,8 +668,18 @@ def files_of(kind: Kind, policy: str, directory: Path) -> list[str]:
     names = set[str]()
     for path in found:
         parts = path.relative_to(run.root).parts
-        names.add(str(Path(*("STORE" if (run.root / parts[0]).is_dir() and i == 0 else part
-                             for i, part in enumerate(parts)))))  # fmt: skip
+        names.add(
+            str(
+                Path(
+                    *(
+                        "STORE"
+                        if (run.root / parts[0]).is_dir() and i == 0
+                        else part
+                        for i, part in enumerate(parts)
+                    )
+                )
+            )
+        )
     shutil.rmtree(directory, ignore_errors=True)
     return sorted(names)
 
@@ -588,15 +696,26 @@ def cases_of(kind: Kind, directory: Path) -> list[Case]:
         for file, policy in sorted(policies.items()):
             for harm in HARMS:
                 found.append(Case(kind, file, harm, running, policy=policy))
-                if (
-                    running
-                ):  # in one case the race evicts what later checks look for, in the other one it comes late
-                    found.append(Case(kind, file, harm, running, races_first=True, policy=policy))
+                if running:
+                    # in one case the race evicts what later checks look for, in the other one it
+                    # comes late
+                    found.append(
+                        Case(
+                            kind,
+                            file,
+                            harm,
+                            running,
+                            races_first=True,
+                            policy=policy,
+                        )
+                    )
     return found
 
 
 def run_case(case: Case, directory: Path) -> Result:
-    """Run a case in a directory that is made and removed; once more, with patience, if only its members were late."""
+    """Run a case in a directory that is made and removed; once more, with patience, if only its
+    members were late.
+    """
     result = Result(str(case))
     for notice_seconds in NOTICE_SECONDS:
         directory.mkdir(parents=True)
@@ -604,18 +723,28 @@ def run_case(case: Case, directory: Path) -> Result:
             result = Run(case, directory, notice_seconds).go()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        if not case.running or not all(" later, two engines" in one for one in result.violations):
+        if not case.running or not all(
+            " later, two engines" in one for one in result.violations
+        ):
             break
     return with_controls(case, result)
 
 
 def with_controls(case: Case, result: Result) -> Result:
     """Add what was lost without need."""
-    needed = 1.0 if case.harm == "untouched" else 0.95 if case.guards_nothing and not result.refusals else 0.0
+    needed = (
+        1.0
+        if case.harm == "untouched"
+        else 0.95
+        if case.guards_nothing and not result.refusals
+        else 0.0
+    )
     if case.may_kill:
         needed = 0.0
     if result.served < needed * result.kept:
-        result.violations.append(f"lost: {result.served} of {result.kept} chunks are served")
+        result.violations.append(
+            f"lost: {result.served} of {result.kept} chunks are served"
+        )
     return result
 
 
@@ -623,7 +752,9 @@ def _be_case(case: Case, directory: Path, pipe: Connection) -> None:
     pipe.send(asdict(run_case(case, directory)))
 
 
-def run_all(cases: Sequence[Case], directory: Path, jobs: int) -> Iterator[Result]:
+def run_all(
+    cases: Sequence[Case], directory: Path, jobs: int
+) -> Iterator[Result]:
     """Run cases, `jobs` at a time, each in a process; yield the results as they come."""
     forks = multiprocessing.get_context("fork")
     waiting = list(enumerate(cases))
@@ -632,7 +763,9 @@ def run_all(cases: Sequence[Case], directory: Path, jobs: int) -> Iterator[Resul
         while waiting and len(running) < jobs:
             number, case = waiting.pop(0)
             ours, theirs = forks.Pipe(duplex=False)
-            process = forks.Process(target=_be_case, args=(case, directory / f"case-{number}", theirs))
+            process = forks.Process(
+                target=_be_case, args=(case, directory / f"case-{number}", theirs)
+            )
             process.start()
             theirs.close()
             running[ours] = case, process
@@ -649,9 +782,26 @@ def run_all(cases: Sequence[Case], directory: Path, jobs: int) -> Iterator[Resul
 
 def table(results: Sequence[Result]) -> str:
     """Return the figures of a run, on one line."""
-    kinds = Counter(re.split("[:]", violation)[0] for one in results for violation in one.violations)
-    figures = {name: kinds[name] for name in ("wrong", "other weights", "cleared", "died", "hung", "raised")}
-    figures |= {name: kinds[name] for name in ("does not open", "lost", "silent", "useless")}
+    kinds = Counter(
+        re.split("[:]", violation)[0]
+        for one in results
+        for violation in one.violations
+    )
+    figures = {
+        name: kinds[name]
+        for name in (
+            "wrong",
+            "other weights",
+            "cleared",
+            "died",
+            "hung",
+            "raised",
+        )
+    }
+    figures |= {
+        name: kinds[name]
+        for name in ("does not open", "lost", "silent", "useless")
+    }
     allowed = sum(one.allowed_deaths for one in results)
     said = ", ".join(f"{count} {name}" for name, count in figures.items())
     return f"{len(results)} cases: {said}; {allowed} deaths of a host's file that was cut"
@@ -677,7 +827,9 @@ def main() -> int:
     if options.cases is not None:
         controls = [case for case in cases if case.harm == "untouched"]
         harmed = [case for case in cases if case.harm != "untouched"]
-        chosen = random.Random(options.seed).sample(harmed, min(options.cases, len(harmed)))
+        chosen = random.Random(options.seed).sample(
+            harmed, min(options.cases, len(harmed))
+        )
         cases = controls + chosen
     results: list[Result] = []
     for result in run_all(cases, options.root, options.jobs):

@@ -1,4 +1,6 @@
-"""Any user, with or without an account, any HOME, and a small /dev/shm: a cache opens, hits, and is listed."""
+"""Any user, with or without an account, any HOME, and a small /dev/shm: a cache opens, hits, and is
+listed.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,20 @@ def theirs() -> Iterator[Path]:
 
 
 def used(root: Path) -> str:
-    """Store and retrieve with default places, then look with the command. Returns what `pagoda stats` says."""
-    config = load(chunk_tokens=16, host_size="1MiB", disk_path=root / "disk", disk_size="1MiB").config
+    """Store and retrieve with default places, then look with the command. Returns what `pagoda
+    stats` says.
+    """
+    config = load(
+        chunk_tokens=16,
+        host_size="1MiB",
+        disk_path=root / "disk",
+        disk_size="1MiB",
+    ).config
     kv = BlockKV(np.ones((4, 4096), np.uint8), LAYOUT)
     for tier in ("host", "disk"):
-        with Cache(config, namespace=Namespace("m"), layout=LAYOUT, deadline_seconds=30.0) as cache:
+        with Cache(
+            config, namespace=Namespace("m"), layout=LAYOUT, deadline_seconds=30.0
+        ) as cache:
             cache.store(TOKENS, kv)
             assert cache.flush(60)
             assert cache.lookup(TOKENS, tiers=[tier]).num_tokens == 64
@@ -82,26 +93,37 @@ def become_stranger(home: str | None) -> None:
 def imported_late() -> None:
     """Import all modules first: the other user may be unable to read Python's directory."""
     with (
-        tempfile.TemporaryDirectory(prefix="pagoda-test-", dir="/dev/shm") as root,
+        tempfile.TemporaryDirectory(
+            prefix="pagoda-test-", dir="/dev/shm"
+        ) as root,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("PAGODA_HOST_PATH", f"{root}/host")
         used(Path(root))
 
 
-@pytest.mark.parametrize("home", ["unset", "foreign", "unreadable", "missing", "/", "their own"])
+@pytest.mark.parametrize(
+    "home", ["unset", "foreign", "unreadable", "missing", "/", "their own"]
+)
 def test_a_stranger(theirs: Path, home: str) -> None:
     imported_late()
-    (theirs / "disk" / "lost+found").mkdir(mode=0o700, parents=True)  # root's, where a file system is mounted
+    # root's, where a file system is mounted
+    (theirs / "disk" / "lost+found").mkdir(mode=0o700, parents=True)
     os.chown(theirs / "disk", STRANGER, STRANGER)
     unreadable = theirs / "unreadable"
     unreadable.mkdir(mode=0o700)  # root's
     (unreadable / ".config" / "pagoda").mkdir(parents=True)
-    (unreadable / ".config" / "pagoda" / "config.toml").write_text("chunk_tokens = 3\n")
+    (unreadable / ".config" / "pagoda" / "config.toml").write_text(
+        "chunk_tokens = 3\n"
+    )
     homes = {
-        "unset": None, "foreign": "/usr", "unreadable": str(unreadable), "missing": "/nonexistent", "/": "/",
+        "unset": None,
+        "foreign": "/usr",
+        "unreadable": str(unreadable),
+        "missing": "/nonexistent",
+        "/": "/",
         "their own": str(theirs),
-    }  # fmt: skip
+    }
 
     def work() -> str:
         become_stranger(homes[home])
@@ -110,10 +132,14 @@ def test_a_stranger(theirs: Path, home: str) -> None:
     said = apart(work)
     assert "host" in said
     assert str(theirs / "disk") in said
-    assert (theirs / ".local" / "state" / "pagoda").is_dir() == (home == "their own")
+    assert (theirs / ".local" / "state" / "pagoda").is_dir() == (
+        home == "their own"
+    )
 
 
-def test_a_directory_of_another_user_is_refused_with_the_remedy(theirs: Path) -> None:
+def test_a_directory_of_another_user_is_refused_with_the_remedy(
+    theirs: Path,
+) -> None:
     imported_late()
     roots = theirs / "roots"
     roots.mkdir(mode=0o700)  # root's
@@ -135,20 +161,29 @@ def test_a_directory_of_another_user_is_refused_with_the_remedy(theirs: Path) ->
         return "\n".join(said)
 
     said = apart(work).splitlines()
-    assert len(said) == 4 and all("/roots" in line and "another path" in line for line in said), said
-    assert all(f"install -d -m 700 -o {STRANGER} {roots / 'below'}" in line for line in said[2:]), said
+    assert len(said) == 4 and all(
+        "/roots" in line and "another path" in line for line in said
+    ), said
+    assert all(
+        f"install -d -m 700 -o {STRANGER} {roots / 'below'}" in line
+        for line in said[2:]
+    ), said
 
 
 @pytest.mark.parametrize("mask", [0, 0o77, 0o277, 0o777])
 def test_any_umask(theirs: Path, mask: int) -> None:
-    """What this user could not open is not made: the next start, with another umask, finds nothing in its way."""
+    """What this user could not open is not made: the next start, with another umask, finds nothing
+    in its way.
+    """
     imported_late()
 
     def work() -> str:
         become_stranger(None)
         os.umask(mask)
         if mask & 0o700:
-            with pytest.raises(StoreError, match=f"umask is {mask:04o}.*set it to 077"):
+            with pytest.raises(
+                StoreError, match=f"umask is {mask:04o}.*set it to 077"
+            ):
                 used(theirs / "deep")
             assert not (theirs / "deep").exists()
             os.umask(0o22)
@@ -156,8 +191,12 @@ def test_any_umask(theirs: Path, mask: int) -> None:
 
     assert "host" in apart(work)
     disk = theirs / "deep" / "disk"
-    assert not [path for path in (disk, *disk.rglob("*")) if path.stat().st_mode & 0o077]
-    assert not [path for path in theirs.rglob("*") if path.stat().st_mode & 0o022], "others may write there"
+    assert not [
+        path for path in (disk, *disk.rglob("*")) if path.stat().st_mode & 0o077
+    ]
+    assert not [
+        path for path in theirs.rglob("*") if path.stat().st_mode & 0o022
+    ], "others may write there"
 
 
 def test_a_lock_file_of_another_user_is_refused_at_once(theirs: Path) -> None:
@@ -177,9 +216,12 @@ def test_a_lock_file_of_another_user_is_refused_at_once(theirs: Path) -> None:
     stranger = child(hold)
     assert os.read(held, 1) == b"!"
     with pytest.raises(
-        StoreError, match=f"locks belongs to user {STRANGER}, not to user 0.*chmod go-w {root}"
+        StoreError,
+        match=f"locks belongs to user {STRANGER}, not to user 0.*chmod go-w {root}",
     ):
-        Ledger.open(StoreSpec(root, "store", "memory", 4, 4096), deadline_seconds=0.5)
+        Ledger.open(
+            StoreSpec(root, "store", "memory", 4, 4096), deadline_seconds=0.5
+        )
     os.write(send, b"!")
     assert wait(stranger) == 0
 
@@ -194,7 +236,9 @@ def test_what_the_system_refuses_is_one_line(theirs: Path) -> None:
         out = io.StringIO()
         err = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            codes = [main([command, str(roots), *yes]) for command, yes in COMMANDS]
+            codes = [
+                main([command, str(roots), *yes]) for command, yes in COMMANDS
+            ]
         assert codes == [2] * len(COMMANDS), err.getvalue()
         return err.getvalue()
 
@@ -207,7 +251,13 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
     imported_late()
     others = theirs / "others"
     others.mkdir(mode=0o755)
-    with Cache(namespace=Namespace("m"), layout=LAYOUT, host_size=0, disk_path=others, disk_size="1MiB"):
+    with Cache(
+        namespace=Namespace("m"),
+        layout=LAYOUT,
+        host_size=0,
+        disk_path=others,
+        disk_size="1MiB",
+    ):
         pass
 
     def work() -> str:
@@ -216,13 +266,24 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
 
     def configured() -> str:
         become_stranger(None)
-        os.environ |= {"PAGODA_DISK_PATH": str(others), "PAGODA_DISK_SIZE": "1MiB", "PAGODA_HOST_SIZE": "0"}
+        os.environ |= {
+            "PAGODA_DISK_PATH": str(others),
+            "PAGODA_DISK_SIZE": "1MiB",
+            "PAGODA_HOST_SIZE": "0",
+        }
         return told(None)
 
-    assert apart(work).count("belongs to user 0: run the command as that user") == len(COMMANDS)
+    assert apart(work).count(
+        "belongs to user 0: run the command as that user"
+    ) == len(COMMANDS)
     others.chmod(0o700)
     said = apart(configured)
-    assert said.count(f"{others} belongs to user 0, not to user {STRANGER}: run this as that user") == 4, said
+    assert (
+        said.count(
+            f"{others} belongs to user 0, not to user {STRANGER}: run this as that user"
+        )
+        == 4
+    ), said
     assert said.count(f"{others}: cannot be read: Permission denied") == 1
     assert "pagoda remove" not in said
     os.chown(others, STRANGER, STRANGER)
@@ -244,8 +305,12 @@ def told(root: Path | None) -> str:
 
 
 COMMANDS: list[tuple[str, list[str]]] = [
-    ("stats", []), ("ls", []), ("check", []), ("clear", ["--yes"]), ("remove", ["--yes"]),
-]  # fmt: skip
+    ("stats", []),
+    ("ls", []),
+    ("check", []),
+    ("clear", ["--yes"]),
+    ("remove", ["--yes"]),
+]
 
 
 SMALL_MEMORY = """
@@ -266,16 +331,22 @@ for chunk_bytes in (65536, 4 << 20, 64 << 20):
         assert cache.flush(60)
         print("served", cache.lookup(list(range(16))).num_tokens)
     subprocess.run(["rm", "-r", str(where / str(chunk_bytes))], check=False)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
-def test_a_small_dev_shm_is_said_with_the_number_of_chunks(tmp_path: Path) -> None:
+def test_a_small_dev_shm_is_said_with_the_number_of_chunks(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mount").mkdir()
-    done = python(SMALL_MEMORY, tmp_path / "mount", tmp_path / "disk", before=own_mounts())
+    done = python(
+        SMALL_MEMORY, tmp_path / "mount", tmp_path / "disk", before=own_mounts()
+    )
     lines = succeeded(done).splitlines()
     said = [line for line in lines if "host_size = auto" in line]
-    assert [line for line in lines if line.startswith("served")] == ["served 16"] * 3
+    assert [line for line in lines if line.startswith("served")] == [
+        "served 16"
+    ] * 3
     assert len(said) == 2, said
     assert "14 chunks of 4.00 MiB" in said[0]
     assert "--shm-size" in said[0]
@@ -284,7 +355,9 @@ def test_a_small_dev_shm_is_said_with_the_number_of_chunks(tmp_path: Path) -> No
 
 
 def test_a_process_with_little_memory_is_told_what_to_raise(
-    shm_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shm_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from pagoda.cache import open_tiers
     from pagoda.config import sizes
@@ -297,7 +370,9 @@ def test_a_process_with_little_memory_is_told_what_to_raise(
     with (
         caplog.at_level(logging.WARNING),
         Cache(
-            Config(chunk_tokens=16, host_path=str(shm_root / "h")), namespace=Namespace("m"), layout=layout
+            Config(chunk_tokens=16, host_path=str(shm_root / "h")),
+            namespace=Namespace("m"),
+            layout=layout,
         ) as cache,
     ):
         assert cache.lookup(TOKENS).num_tokens == 0

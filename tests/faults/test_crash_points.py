@@ -1,6 +1,8 @@
-"""`kill -9` at every system call of creating, opening, resizing, rebuilding, closing a store: the next one works.
+"""`kill -9` at every system call of creating, opening, resizing, rebuilding, closing a store: the
+next one works.
 
-Every seventh of these points in a run of the tests, another seventh in each test of a kind; all of them in `make soak`.
+Every seventh of these points in a run of the tests, another seventh in each test of a kind; all of
+them in `make soak`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from pagoda.ledger import admin, rebuild
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.transaction import Transaction
 from tests.children import child, wait
-from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
+from tests.faults.support import (
+    AfterReboot,
+    Store,
+    apart,
+    disk,
+    keys,
+    load_from,
+    save_to,
+)
 from tests.ledger.support import absorb_nothing
 from tests.ledger.test_space_sharing import LIMIT, Room
 
@@ -39,18 +49,25 @@ CALLS = (
     "posix_fallocate",
 )
 PROMPT = keys(range(12))
-STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 7  # odd: before and after a call in turn
+# odd: before and after a call in turn
+STEP = 1 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 7
 
 
 def killed_at(number: int, work: Callable[[], object], doomed: Path) -> bool:
-    """Runs `work` in a child that is killed before or after its call `number`; whether it was. Its tree is `doomed`."""
+    """Runs `work` in a child that is killed before or after its call `number`; whether it was. Its
+    tree is `doomed`.
+    """
     code = wait(child(lambda: (arm(number), work())))
-    assert code in (0, -signal.SIGKILL), f"exit code {code} at call {number} in {doomed}"
+    assert code in (0, -signal.SIGKILL), (
+        f"exit code {code} at call {number} in {doomed}"
+    )
     return code != 0
 
 
 def arm(number: int) -> None:
-    """From now on, call `number // 2` of those that change files is the last: it happens if `number` is odd."""
+    """From now on, call `number // 2` of those that change files is the last: it happens if
+    `number` is odd.
+    """
     count = itertools.count()
 
     def watched(call: Callable[..., object]) -> Callable[..., object]:
@@ -71,9 +88,15 @@ def arm(number: int) -> None:
 
 
 def sweep(
-    root: Path, image: Path | None, work: Callable[[], object], after: Callable[[], object], first: int = 0
+    root: Path,
+    image: Path | None,
+    work: Callable[[], object],
+    after: Callable[[], object],
+    first: int = 0,
 ) -> int:
-    """Kills `work` at every call in turn, each time from the same image, and has `after` look; how many calls."""
+    """Kills `work` at every call in turn, each time from the same image, and has `after` look; how
+    many calls.
+    """
     for number in range(first % STEP, 1000, STEP):
         shutil.rmtree(root, ignore_errors=True)
         if image is not None:
@@ -82,9 +105,15 @@ def sweep(
         try:
             apart(after)
         except AssertionError as error:
-            error.add_note(f"after a kill {'behind' if number % 2 else 'before'} call {number // 2}")
+            error.add_note(
+                f"after a kill {'behind' if number % 2 else 'before'} call {number // 2}"
+            )
             raise
-        left = [path.name for path in root.iterdir() if path.name.startswith((".new", ".gone"))]
+        left = [
+            path.name
+            for path in root.iterdir()
+            if path.name.startswith((".new", ".gone"))
+        ]
         assert not left, f"call {number}: {left}"
         if not killed:
             return number // 2
@@ -125,14 +154,20 @@ def image_of_disk(root: Path, slots: int = 40) -> Path:
     return root
 
 
-def look_at_disk(root: Path, slots: int, clock: Clock | None, least: int) -> Callable[[], object]:
+def look_at_disk(
+    root: Path, slots: int, clock: Clock | None, least: int
+) -> Callable[[], object]:
     """A process that opens the disk store, finds at least so many chunks, and uses it."""
 
     def look() -> None:
         tier = disk(root, slots, clock)
         assert tier.wait_ready(60)
         assert len(load_from(tier, PROMPT)) >= least
-        assert save_to(tier, keys(range(100, 105))) == 5 == len(load_from(tier, keys(range(100, 105))))
+        assert (
+            save_to(tier, keys(range(100, 105)))
+            == 5
+            == len(load_from(tier, keys(range(100, 105))))
+        )
         admin.check(tier.ledger)
         gauges = admin.gauges(tier.ledger)
         assert gauges["slots"] - gauges["unbacked"] == slots, gauges
@@ -142,7 +177,9 @@ def look_at_disk(root: Path, slots: int, clock: Clock | None, least: int) -> Cal
     return look
 
 
-def use(root: Path, slots: int, clock: Clock | None = None) -> Callable[[], object]:
+def use(
+    root: Path, slots: int, clock: Clock | None = None
+) -> Callable[[], object]:
     """A process that opens a disk store and closes it."""
 
     def work() -> None:
@@ -155,22 +192,45 @@ def use(root: Path, slots: int, clock: Clock | None = None) -> Callable[[], obje
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rebooted", [False, True])
-def test_opening_and_closing_a_store_on_disk(shm_root: Path, rebooted: bool) -> None:
+def test_opening_and_closing_a_store_on_disk(
+    shm_root: Path, rebooted: bool
+) -> None:
     image = image_of_disk(shm_root / "image")
     root = shm_root / "root"
-    clock = AfterReboot() if rebooted else None  # the machine fails too, after the kill
-    assert sweep(root, image, use(root, 40), look_at_disk(root, 40, clock, 12), 3 * rebooted) > 5
+    # the machine fails too, after the kill
+    clock = AfterReboot() if rebooted else None
+    assert (
+        sweep(
+            root,
+            image,
+            use(root, 40),
+            look_at_disk(root, 40, clock, 12),
+            3 * rebooted,
+        )
+        > 5
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rebooted", [False, True])
 @pytest.mark.parametrize("slots", [24, 64])
-def test_resizing_a_store_on_disk(shm_root: Path, slots: int, rebooted: bool) -> None:
+def test_resizing_a_store_on_disk(
+    shm_root: Path, slots: int, rebooted: bool
+) -> None:
     image = image_of_disk(shm_root / "image")
     root = shm_root / "root"
     clock = AfterReboot() if rebooted else None
     first = 3 * rebooted + 2 * (slots == 64)
-    assert sweep(root, image, use(root, slots), look_at_disk(root, slots, clock, 12), first) > 5
+    assert (
+        sweep(
+            root,
+            image,
+            use(root, slots),
+            look_at_disk(root, slots, clock, 12),
+            first,
+        )
+        > 5
+    )
 
 
 @pytest.mark.slow
@@ -181,12 +241,16 @@ def test_rebuilding_a_store_on_disk(shm_root: Path) -> None:
     assert sweep(root, image, use(root, 40), look_at_disk(root, 40, None, 12)) > 5
 
 
-def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(shm_root: Path) -> None:
+def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(
+    shm_root: Path,
+) -> None:
     root = image_of_disk(shm_root / "root")
     next(root.glob("*/data.mdb")).unlink()
     publish = Transaction.publish
 
-    def last_words(transaction: Transaction, columns: Columns, stamp: int) -> None:
+    def last_words(
+        transaction: Transaction, columns: Columns, stamp: int
+    ) -> None:
         if transaction.meta.scan > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         publish(transaction, columns, stamp)
@@ -230,6 +294,9 @@ def test_taking_room_from_another_layout(shm_root: Path) -> None:
             assert room.put(wanted) == room.get(wanted) == len(wanted)
             room.check()
             room.close()
-        assert sum(path.stat().st_blocks * 512 for path in root.glob("*/slab")) <= LIMIT
+        assert (
+            sum(path.stat().st_blocks * 512 for path in root.glob("*/slab"))
+            <= LIMIT
+        )
 
     assert sweep(root, image, second, look) > 10

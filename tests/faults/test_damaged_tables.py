@@ -1,4 +1,5 @@
-"""Damaged pages of the tables and columns: every start ends with a tier that serves, and no start ends in a signal.
+"""Damaged pages of the tables and columns: every start ends with a tier that serves, and no start
+ends in a signal.
 
 Each page is damaged in one way in a run of the tests, in every way in `make soak`.
 """
@@ -31,7 +32,15 @@ from pagoda.ledger.store_state import (
     set_mark,
 )
 from pagoda.ledger.table_integrity import is_damage
-from tests.faults.support import AfterReboot, Store, apart, disk, keys, load_from, save_to
+from tests.faults.support import (
+    AfterReboot,
+    Store,
+    apart,
+    disk,
+    keys,
+    load_from,
+    save_to,
+)
 
 PAGE = 4096
 PROMPT = keys(range(24))
@@ -70,10 +79,21 @@ def row_nowhere(data: bytearray, at: int) -> None:
 
 
 def noise(data: bytearray, at: int) -> None:
-    data[at + 16 : at + PAGE] = bytes((i * 37 + 11) % 256 for i in range(PAGE - 16))
+    data[at + 16 : at + PAGE] = bytes(
+        (i * 37 + 11) % 256 for i in range(PAGE - 16)
+    )
 
 
-DAMAGES: list[Damage] = [zero, number, flags, lower, upper, first_row, row_nowhere, noise]
+DAMAGES: list[Damage] = [
+    zero,
+    number,
+    flags,
+    lower,
+    upper,
+    first_row,
+    row_nowhere,
+    noise,
+]
 
 
 def store_of(root: Path) -> Path:
@@ -102,13 +122,18 @@ def left_open_image(root: Path) -> Path:
 
 def used_pages(store: Path, name: str) -> list[int]:
     data = (store / name).read_bytes()
-    return [page for page in range(len(data) // PAGE) if any(data[page * PAGE : (page + 1) * PAGE])]
+    return [
+        page
+        for page in range(len(data) // PAGE)
+        if any(data[page * PAGE : (page + 1) * PAGE])
+    ]
 
 
 def harm(store: Path, name: str, page: int, how: Damage) -> None:
     data = bytearray((store / name).read_bytes())
     how(data, page * PAGE)
-    (store / name).write_bytes(data)  # in place: for a store in memory the file must stay the same
+    # in place: for a store in memory the file must stay the same
+    (store / name).write_bytes(data)
 
 
 def serves(root: Path, clock: Clock | None = None) -> None:
@@ -116,14 +141,20 @@ def serves(root: Path, clock: Clock | None = None) -> None:
     tier = disk(root, SLOTS, clock)
     assert tier.wait_ready(60)
     assert len(load_from(tier, PROMPT)) == 24
-    assert save_to(tier, keys(range(100, 105))) == 5 == len(load_from(tier, keys(range(100, 105))))
+    assert (
+        save_to(tier, keys(range(100, 105)))
+        == 5
+        == len(load_from(tier, keys(range(100, 105))))
+    )
     admin.check(tier.ledger)
     tier.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [TABLES, COLUMNS])
-def test_any_damaged_page_of_a_closed_store_is_found_before_it_is_opened(tmp_path: Path, name: str) -> None:
+def test_any_damaged_page_of_a_closed_store_is_found_before_it_is_opened(
+    tmp_path: Path, name: str
+) -> None:
     image = tmp_path / "image"
     pages = used_pages(closed_image(image), name)
     assert len(pages) > 3
@@ -139,23 +170,32 @@ def test_any_damaged_page_of_a_closed_store_is_found_before_it_is_opened(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("image_of", ["a closed store", "a store left open"])
-def test_a_damaged_page_of_the_state_costs_nothing(tmp_path: Path, image_of: str) -> None:
+def test_a_damaged_page_of_the_state_costs_nothing(
+    tmp_path: Path, image_of: str
+) -> None:
     image = tmp_path / "image"
     boot = AfterReboot() if image_of == "a closed store" else None
-    closed_image(image) if image_of == "a closed store" else left_open_image(image)
+    closed_image(image) if image_of == "a closed store" else left_open_image(
+        image
+    )
     for page in range(3):
         for how in (zero, noise):
             root = tmp_path / f"{page}-{how.__name__}"
             shutil.copytree(image, root)
             harm(store_of(root), STATE, page, how)
             if page == 2 and how is noise and boot is None:
-                continue  # the vouchers, of a store that must be rebuilt: see the next test
+                # the vouchers, of a store that must be rebuilt: see the next test
+                continue
             for _ in range(2):
                 apart(lambda root=root: serves(root, boot))  # type: ignore[misc]
 
 
-def test_damaged_vouchers_cost_the_chunks_of_a_rebuild_and_nothing_later(tmp_path: Path) -> None:
-    """It is not known what was cleared: nothing is taken back, and from then on all is as in a new store."""
+def test_damaged_vouchers_cost_the_chunks_of_a_rebuild_and_nothing_later(
+    tmp_path: Path,
+) -> None:
+    """It is not known what was cleared: nothing is taken back, and from then on all is as in a new
+    store.
+    """
     left_open_image(tmp_path)
     harm(store_of(tmp_path), STATE, 2, noise)
     harm(store_of(tmp_path), STATE, 1, zero)  # so that the tables are rebuilt
@@ -182,8 +222,12 @@ def test_damaged_vouchers_cost_the_chunks_of_a_rebuild_and_nothing_later(tmp_pat
 
 
 @pytest.mark.slow
-def test_damage_of_a_store_that_was_not_closed_ends_one_start_at_most(tmp_path: Path) -> None:
-    """It has no checksum; if the check of all rows ends in a signal, the next start creates the store again."""
+def test_damage_of_a_store_that_was_not_closed_ends_one_start_at_most(
+    tmp_path: Path,
+) -> None:
+    """It has no checksum; if the check of all rows ends in a signal, the next start creates the
+    store again.
+    """
     image = tmp_path / "image"
     pages = used_pages(left_open_image(image), TABLES)
     for n, page in enumerate(pages):
@@ -202,7 +246,9 @@ def test_damage_of_a_store_that_was_not_closed_ends_one_start_at_most(tmp_path: 
             shutil.rmtree(root)
 
 
-def test_a_start_that_ended_while_the_tables_were_opened_has_the_next_rebuild_them(tmp_path: Path) -> None:
+def test_a_start_that_ended_while_the_tables_were_opened_has_the_next_rebuild_them(
+    tmp_path: Path,
+) -> None:
     store = left_open_image(tmp_path)
     before = read_state(store)
     assert before is not None
@@ -213,12 +259,16 @@ def test_a_start_that_ended_while_the_tables_were_opened_has_the_next_rebuild_th
     assert after.incarnation == before.incarnation + 1
     apart(lambda: serves(tmp_path))
     again = read_state(store)
-    assert again is not None and again.incarnation == after.incarnation, "a mark is of one incarnation only"
+    assert again is not None and again.incarnation == after.incarnation, (
+        "a mark is of one incarnation only"
+    )
 
 
 def spoil_row(tier_ledger: Ledger) -> None:
     """Give the tables a row that cannot be."""
-    tier_ledger.session.write(lambda w: w.txn.put(SLOT_KEY.pack(0), b"short", db=w.tables.slots), 10.0)
+    tier_ledger.session.write(
+        lambda w: w.txn.put(SLOT_KEY.pack(0), b"short", db=w.tables.slots), 10.0
+    )
 
 
 def test_an_error_in_the_tables_is_a_miss_and_the_store_is_rebuilt_at_the_next_opening(
@@ -228,21 +278,28 @@ def test_an_error_in_the_tables_is_a_miss_and_the_store_is_rebuilt_at_the_next_o
         tier = disk(tmp_path, SLOTS)
         assert save_to(tier, PROMPT) == 24
         spoil_row(tier.ledger)
-        with pytest.raises(Exception):  # noqa: B017  # listing cannot be done; the engine never lists
+        # listing cannot be done; the engine never lists
+        with pytest.raises(Exception):  # noqa: B017
             list(admin.list_chunks(tier.ledger))
         state = read_state(tier.ledger.directory)
         assert state is not None
-        assert is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
+        assert is_marked(
+            tier.ledger.directory, TableMark.DAMAGED, state.incarnation
+        )
         tier.close()
         state = read_state(tier.ledger.directory)
-        assert state is not None and not state.clean, "it must never pass for clean again"
+        assert state is not None and not state.clean, (
+            "it must never pass for clean again"
+        )
 
     apart(meet_it)
     apart(lambda: serves(tmp_path))
 
 
 def test_damage_that_a_look_does_not_find_is_remembered(tmp_path: Path) -> None:
-    """A page that could not be read once may be readable at the next opening: it is not believed again."""
+    """A page that could not be read once may be readable at the next opening: it is not believed
+    again.
+    """
 
     def meet_it() -> None:
         tier = disk(tmp_path, SLOTS)
@@ -253,14 +310,18 @@ def test_damage_that_a_look_does_not_find_is_remembered(tmp_path: Path) -> None:
 
         with pytest.raises(StoreError):
             tier.ledger.session.read(fail)
-        assert len(load_from(tier, PROMPT)) == 24, "it works as long as it is open"
+        assert len(load_from(tier, PROMPT)) == 24, (
+            "it works as long as it is open"
+        )
         tier.close()
 
     apart(meet_it)
     before = read_state(store_of(tmp_path))
     apart(lambda: serves(tmp_path))
     after = read_state(store_of(tmp_path))
-    assert before is not None and not before.clean, "it must never pass for clean again"
+    assert before is not None and not before.clean, (
+        "it must never pass for clean again"
+    )
     assert after is not None
     assert after.incarnation == before.incarnation + 1
 
@@ -269,7 +330,9 @@ def test_what_check_finds_has_the_store_rebuilt(tmp_path: Path) -> None:
     def find_it() -> None:
         tier = disk(tmp_path, SLOTS)
         assert save_to(tier, PROMPT) == 24
-        tier.ledger.session.write(lambda w: w.txn.delete(PROMPT[3], db=w.tables.entries), 10.0)
+        tier.ledger.session.write(
+            lambda w: w.txn.delete(PROMPT[3], db=w.tables.entries), 10.0
+        )
         with pytest.raises(LedgerCorrupt):
             admin.check(tier.ledger)
         tier.close()
@@ -284,8 +347,16 @@ def test_wrong_use_is_no_damage(tmp_path: Path) -> None:
         tier.ledger.session.write(lambda w: w.free_slot(-1), 10.0)
     state = read_state(tier.ledger.directory)
     assert state is not None
-    assert not is_marked(tier.ledger.directory, TableMark.DAMAGED, state.incarnation)
-    for harmless in (lmdb.MapFullError, lmdb.DiskError, lmdb.BadValsizeError, lmdb.Error, OSError):
+    assert not is_marked(
+        tier.ledger.directory, TableMark.DAMAGED, state.incarnation
+    )
+    for harmless in (
+        lmdb.MapFullError,
+        lmdb.DiskError,
+        lmdb.BadValsizeError,
+        lmdb.Error,
+        OSError,
+    ):
         assert not is_damage(harmless("x"))
     tier.close()
 

@@ -1,4 +1,6 @@
-"""File systems in loop devices that stop, or are full and copy on write, under a cache with a disk tier. Needs root."""
+"""File systems in loop devices that stop, or are full and copy on write, under a cache with a disk
+tier. Needs root.
+"""
 
 from __future__ import annotations
 
@@ -59,17 +61,26 @@ def test_no_process_dies_when_its_file_system_stops(kind: str) -> None:
     assert measured(kind, 3)[1:] == (0, 0, [])
 
 
-def test_a_full_file_system_that_copies_on_write_harms_nothing(full_later: Path, shm_root: Path) -> None:
+def test_a_full_file_system_that_copies_on_write_harms_nothing(
+    full_later: Path, shm_root: Path
+) -> None:
     config = Config(
-        chunk_tokens=4, worth_it=False, host_size=40 * LAYOUT.slot_bytes, host_path=str(shm_root),
-        disk_path=str(full_later / "disk"), disk_size=2000 * (LAYOUT.slot_bytes + 4096),
-    )  # fmt: skip
+        chunk_tokens=4,
+        worth_it=False,
+        host_size=40 * LAYOUT.slot_bytes,
+        host_path=str(shm_root),
+        disk_path=str(full_later / "disk"),
+        disk_size=2000 * (LAYOUT.slot_bytes + 4096),
+    )
 
     def served(cache: Cache) -> int:
         found = 0
         for number in range(60):
             pages = np.zeros((CHUNKS, LAYOUT.chunk_bytes), np.uint8)
-            hit = cache.retrieve(tokens(number), BlockKV(pages, LAYOUT)).num_tokens // 4
+            hit = (
+                cache.retrieve(tokens(number), BlockKV(pages, LAYOUT)).num_tokens
+                // 4
+            )
             assert (pages[:hit] == number + 1).all()
             found += hit
         return found
@@ -87,7 +98,14 @@ def test_a_full_file_system_that_copies_on_write_harms_nothing(full_later: Path,
             stored(cache, number)
         if full_later.name == "xfs-copied":
             subprocess.run(
-                ["cp", "-a", "--reflink=always", full_later / "disk", full_later / "backup"], check=True
+                [
+                    "cp",
+                    "-a",
+                    "--reflink=always",
+                    full_later / "disk",
+                    full_later / "backup",
+                ],
+                check=True,
             )
         fill(full_later)
         for step in range(3):

@@ -1,4 +1,6 @@
-"""A process that may open no more files: what it cannot ask now is not lost, neither for it nor for the next one."""
+"""A process that may open no more files: what it cannot ask now is not lost, neither for it nor for
+the next one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ ENOUGH = 24  # files, for a store to be opened
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_a_start_with_too_few_open_files_loses_nothing(shm_root: Path, tmp_path: Path, kind: Kind) -> None:
+def test_a_start_with_too_few_open_files_loses_nothing(
+    shm_root: Path, tmp_path: Path, kind: Kind
+) -> None:
     """Whichever file is the first that cannot be opened."""
     root = shm_root if kind == "memory" else tmp_path / "disk"
     ledger = opened(root, kind=kind)
@@ -47,14 +51,18 @@ def test_a_start_with_too_few_open_files_loses_nothing(shm_root: Path, tmp_path:
         for files in range(ENOUGH):
             start(files)
             ledger = opened(root, kind=kind)
-            assert not len(rebuild.unscanned(ledger)) and all(there(ledger, CHUNKS)), f"after {files} files"
+            assert not len(rebuild.unscanned(ledger)) and all(
+                there(ledger, CHUNKS)
+            ), f"after {files} files"
             ledger.close()
         assert 8 < refused < ENOUGH
 
     in_child(all_starts)
 
 
-def test_what_was_cleared_is_not_guessed_without_open_files(tmp_path: Path) -> None:
+def test_what_was_cleared_is_not_guessed_without_open_files(
+    tmp_path: Path,
+) -> None:
     """A rebuild would take back nothing if all counted as cleared, and too much if nothing did."""
     ledger = opened(tmp_path, kind="file")
     put(ledger, CHUNKS)
@@ -64,7 +72,10 @@ def test_what_was_cleared_is_not_guessed_without_open_files(tmp_path: Path) -> N
     def ask() -> None:
         before = ClearLog(ledger.directory).read()
         with open_files_left(0):
-            for question in (ClearLog(ledger.directory).read, partial(read_labels, ledger.directory)):
+            for question in (
+                ClearLog(ledger.directory).read,
+                partial(read_labels, ledger.directory),
+            ):
                 with pytest.raises(OSError, match="Too many open files"):
                     question()
         assert ClearLog(ledger.directory).read() == before
@@ -76,7 +87,10 @@ def test_what_was_cleared_is_not_guessed_without_open_files(tmp_path: Path) -> N
 def test_a_boot_is_no_other_one_without_open_files(tmp_path: Path) -> None:
     def ask() -> None:
         with open_files_left(0):
-            for question in (boot_identity.kernel_boot_id, boot_identity.stand_in):
+            for question in (
+                boot_identity.kernel_boot_id,
+                boot_identity.stand_in,
+            ):
                 with pytest.raises(OSError, match="Too many open files"):
                     question(tmp_path)
 
@@ -85,7 +99,10 @@ def test_a_boot_is_no_other_one_without_open_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_process_that_could_not_open_its_tables_again_still_has_its_store(
-    shm_root: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shm_root: Path,
+    kind: Kind,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A fork closes the tables of both processes."""
     monkeypatch.setattr("pagoda.ledger.session._REST_SECONDS", 0.0)
@@ -99,8 +116,12 @@ def test_a_process_that_could_not_open_its_tables_again_still_has_its_store(
             with open_files_left(files):
                 missed += not len(ledger.match_prefix(CHUNKS).slots)
                 ledger.session.look()
-            assert len(ledger.match_prefix(CHUNKS).slots) == len(CHUNKS), f"after {files} files"
-        assert missed and 1 <= caplog.text.count("Too many open files") <= 2, "a line tells why"
+            assert len(ledger.match_prefix(CHUNKS).slots) == len(CHUNKS), (
+                f"after {files} files"
+            )
+        assert missed and 1 <= caplog.text.count("Too many open files") <= 2, (
+            "a line tells why"
+        )
         assert "removed or replaced" not in caplog.text
 
     in_child(work)

@@ -1,4 +1,6 @@
-"""Forked children: new members with no reservations, that may outlive their parent or die at any moment."""
+"""Forked children: new members with no reservations, that may outlive their parent or die at any
+moment.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ from pagoda.ledger.session import Session
 from pagoda.ledger.store_state import TABLES
 from tests.cache.kit import cache_at
 from tests.children import in_child, in_light_process
-from tests.faults.support import NAMESPACE, PATIENT_SECONDS, Store, keys, memory_spec, python, succeeded
+from tests.faults.support import (
+    NAMESPACE,
+    PATIENT_SECONDS,
+    Store,
+    keys,
+    memory_spec,
+    python,
+    succeeded,
+)
 
 OUTLIVES = """
 import os, signal, sys, time
@@ -51,17 +61,22 @@ Path(sys.argv[2]).write_text("fine")
 """
 
 
-def test_a_child_outlives_its_killed_parent(shm_root: Path, tmp_path: Path) -> None:
+def test_a_child_outlives_its_killed_parent(
+    shm_root: Path, tmp_path: Path
+) -> None:
     done = python(OUTLIVES, shm_root, tmp_path / "said")
     assert done.returncode == -signal.SIGKILL
     until = time.monotonic() + 90
     said = tmp_path / "said"
-    while not (said.exists() and said.read_text()) and time.monotonic() < until:  # made first, then written
+    # made first, then written
+    while not (said.exists() and said.read_text()) and time.monotonic() < until:
         time.sleep(0.02)
     assert said.read_text() == "fine", done.stderr
 
 
-def test_a_child_is_a_member_of_its_own_without_reservations(shm_root: Path) -> None:
+def test_a_child_is_a_member_of_its_own_without_reservations(
+    shm_root: Path,
+) -> None:
     store = Store(shm_root)
     [mine] = store.ledger.reserve(keys([1]), namespace=NAMESPACE)
     assert isinstance(mine, Reserved)
@@ -90,7 +105,9 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
         assert all(store.ledger.hold(match.slots, match.generations))
         assert all(
             isinstance(one, Reserved)
-            for one in store.ledger.reserve(keys(range(10, 14)), namespace=NAMESPACE)
+            for one in store.ledger.reserve(
+                keys(range(10, 14)), namespace=NAMESPACE
+            )
         )
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -112,7 +129,9 @@ def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_fork_among_busy_threads_leaves_both_sides_working(shm_root: Path) -> None:
+def test_a_fork_among_busy_threads_leaves_both_sides_working(
+    shm_root: Path,
+) -> None:
     code = """
 import os, sys, threading
 from pathlib import Path
@@ -154,13 +173,17 @@ admin.reap(store.ledger)
 admin.check(store.ledger)
 assert admin.gauges(store.ledger)["reserved"] == 0
 sys.exit(bad)
-"""
+"""  # noqa: E501
     succeeded(python(code, shm_root))
 
 
 def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
     def mapped() -> list[str]:
-        return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(shm_root) in line]
+        return [
+            line
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if str(shm_root) in line
+        ]
 
     with cache_at(shm_root, None):
         pid = os.fork()
@@ -168,7 +191,8 @@ def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
             os._exit(0)
         os.waitpid(pid, 0)
         assert mapped()
-    until = time.monotonic() + 8  # what `close_dropped` waits for is the whole of it
+    # what `close_dropped` waits for is the whole of it
+    until = time.monotonic() + 8
     while mapped():
         gc.collect()
         assert close_dropped(60) and time.monotonic() < until, mapped()
@@ -190,8 +214,13 @@ def forks_in_transactions(root: Path) -> None:
             children.append(child)
 
     def call(prompt: list[bytes]) -> None:
-        outcomes = ledger.reserve(prompt, namespace=NAMESPACE, deadline_seconds=30.0)
-        ledger.commit([one for one in outcomes if isinstance(one, Reserved)], deadline_seconds=30.0)
+        outcomes = ledger.reserve(
+            prompt, namespace=NAMESPACE, deadline_seconds=30.0
+        )
+        ledger.commit(
+            [one for one in outcomes if isinstance(one, Reserved)],
+            deadline_seconds=30.0,
+        )
         ledger.match_prefix(prompt, deadline_seconds=30.0)
 
     before = signal.signal(signal.SIGALRM, fork)
@@ -202,7 +231,8 @@ def forks_in_transactions(root: Path) -> None:
                 call(keys(range(turn * 10, turn * 10 + 10)))
             finally:
                 if os.getpid() != parent:
-                    # whatever it has met: the store is unavailable in the middle of its parent's call
+                    # whatever it has met: the store is unavailable in the middle of its parent's
+                    # call
                     os._exit(0)
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
@@ -219,15 +249,21 @@ def forks_in_transactions(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_alone(shm_root: Path) -> None:
-    """It returns into the middle of the parent's call: a commit in both processes would damage the tables."""
+def test_a_child_that_a_signal_handler_forks_in_a_transaction_leaves_the_tables_alone(
+    shm_root: Path,
+) -> None:
+    """It returns into the middle of the parent's call: a commit in both processes would damage the
+    tables.
+    """
     in_light_process(forks_in_transactions, shm_root)
 
 
 def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a signal handler: it returns into a call whose gate is the parent's, before there is a transaction."""
+    """By a signal handler: it returns into a call whose gate is the parent's, before there is a
+    transaction.
+    """
     ledger = Store(shm_root, slots=64).ledger
     parent = os.getpid()
     ends = list[int]()
@@ -237,13 +273,16 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_writes_nothing(
     def forking(self: Session, gate: Gate) -> Tables:
         tables = own_tables(self, gate)
         if self is session and os.getpid() == parent and (child := os.fork()):
-            ends.append(os.waitpid(child, 0)[1])  # the child ends while its parent has the gate
+            # the child ends while its parent has the gate
+            ends.append(os.waitpid(child, 0)[1])
         return tables
 
     session._shut()  # as after a fork: the next call opens them
     monkeypatch.setattr(Session, "_own_tables", forking)
     try:
-        outcomes = ledger.reserve(keys(range(5)), namespace=NAMESPACE, deadline_seconds=0.5)
+        outcomes = ledger.reserve(
+            keys(range(5)), namespace=NAMESPACE, deadline_seconds=0.5
+        )
     finally:
         if os.getpid() != parent:
             os._exit(session.member != 0)  # it has written that it is one
@@ -273,7 +312,11 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_uses_the_store_after
     session._shut()  # as after a fork: the next call opens them
     monkeypatch.setattr(Session, "_own_tables", forking)
     try:
-        found = len(store.ledger.match_prefix(keys(range(5)), deadline_seconds=PATIENT_SECONDS).slots)
+        found = len(
+            store.ledger.match_prefix(
+                keys(range(5)), deadline_seconds=PATIENT_SECONDS
+            ).slots
+        )
     finally:
         if os.getpid() != parent:
             try:
@@ -285,8 +328,12 @@ def test_a_child_that_is_forked_while_the_tables_are_opened_uses_the_store_after
     store.close()
 
 
-def test_a_child_that_is_forked_within_the_opening_of_tables_does_not_have_them(shm_root: Path) -> None:
-    """`lmdb.open` runs Python code, in which a handler may run. These are tables without a gate, as of a new store."""
+def test_a_child_that_is_forked_within_the_opening_of_tables_does_not_have_them(
+    shm_root: Path,
+) -> None:
+    """`lmdb.open` runs Python code, in which a handler may run. These are tables without a gate, as
+    of a new store.
+    """
     store = Store(shm_root)
     path = shm_root / "tables"
     parent = os.getpid()
@@ -313,7 +360,9 @@ def test_a_child_that_is_forked_within_the_opening_of_tables_does_not_have_them(
     store.close()
 
 
-def test_a_handler_that_forks_in_a_transaction_does_not_open_the_gate(shm_root: Path) -> None:
+def test_a_handler_that_forks_in_a_transaction_does_not_open_the_gate(
+    shm_root: Path,
+) -> None:
     store = Store(shm_root)
     gate = None
     gate = store.ledger.session.gate
@@ -323,7 +372,9 @@ def test_a_handler_that_forks_in_a_transaction_does_not_open_the_gate(shm_root: 
             os._exit(0)
         os.waitpid(child, 0)
         taken: list[bool] = []
-        other = Thread(target=lambda: taken.append(gate._inside.acquire(timeout=0.2)))
+        other = Thread(
+            target=lambda: taken.append(gate._inside.acquire(timeout=0.2))
+        )
         other.start()
         other.join()
         return taken[0]

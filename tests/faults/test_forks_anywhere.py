@@ -1,6 +1,8 @@
-"""A signal handler forks between any two instructions of a call, and its child returns into it much later.
+"""A signal handler forks between any two instructions of a call, and its child returns into it much
+later.
 
-The parent has gone on by then: whatever the child writes of the interrupted call, it writes over something else.
+The parent has gone on by then: whatever the child writes of the interrupted call, it writes over
+something else.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ import pytest
 import pagoda.ledger
 from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.columns import Columns
-from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, PAGE_GUARDS, STATE, TABLES
+from pagoda.ledger.store_state import (
+    COLUMNS,
+    COUNTERS_FILE,
+    PAGE_GUARDS,
+    STATE,
+    TABLES,
+)
 from tests.children import child, in_light_process, wait
 from tests.faults.support import NAMESPACE, Store, keys
 
@@ -29,7 +37,11 @@ LEDGER = str(Path(pagoda.ledger.__file__).parent)
 T = TypeVar("T")
 Tracer = Callable[[FrameType, str, object], object]
 PARTS = 6  # all places take half a minute
-CALLS = {op for name, op in dis.opmap.items() if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))}
+CALLS = {
+    op
+    for name, op in dis.opmap.items()
+    if name.startswith(("CALL", "RESUME", "JUMP_BACKWARD"))
+}
 CACHE = dis.opmap["CACHE"]
 # exit codes: there are fewer places; the child has its parent's tables
 NO_MORE = 3
@@ -38,8 +50,11 @@ STILL_OPEN = 4
 
 def places(code: CodeType) -> set[int]:
     """Return the instructions of some code before which Python may run a signal handler."""
-    ops = code.co_code  # read by itself: `dis` takes ten times as long, in each of hundreds of processes
-    steps = itertools.pairwise(at for at in range(0, len(ops), 2) if ops[at] != CACHE)
+    # read by itself: `dis` takes ten times as long, in each of hundreds of processes
+    ops = code.co_code
+    steps = itertools.pairwise(
+        at for at in range(0, len(ops), 2) if ops[at] != CACHE
+    )
     return {b for a, b in steps if ops[a] in CALLS}
 
 
@@ -49,13 +64,20 @@ class ForkAt:
     def __init__(self, ledger: Ledger, n: int) -> None:
         self.ledger = ledger
         self.left = n
-        self.unseen: dict[CodeType, set[int]] = {}  # places of all that was called
+        # places of all that was called
+        self.unseen: dict[CodeType, set[int]] = {}
         self.where = ""
         self.child = 0
         self.waits, self.go = os.pipe()
 
-    def call(self, frame: FrameType, _event: str, _argument: object) -> Tracer | None:
-        code = {one.f_code.co_filename for one in (frame, frame.f_back) if one is not None}
+    def call(
+        self, frame: FrameType, _event: str, _argument: object
+    ) -> Tracer | None:
+        code = {
+            one.f_code.co_filename
+            for one in (frame, frame.f_back)
+            if one is not None
+        }
         if self.where or not any(
             name.startswith(LEDGER) for name in code
         ):  # and what it calls, as `lmdb.open` does
@@ -71,7 +93,10 @@ class ForkAt:
                 unseen.remove(frame.f_lasti)
                 self.left -= 1
                 if self.left < 0:
-                    self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno}, instruction {frame.f_lasti}"
+                    self.where = (
+                        f"{frame.f_code.co_qualname}:{frame.f_lineno}, instruction "
+                        f"{frame.f_lasti}"
+                    )
                     self.fork()
             return step
 
@@ -89,20 +114,35 @@ class ForkAt:
             self.ledger.session.gate.run = self.end  # type: ignore[assignment]
 
     def end(self, *_: object, **__: object) -> None:
-        """End the child, which never uses what its parent had open: the parent may write there at any moment."""
+        """End the child, which never uses what its parent had open: the parent may write there at
+        any moment.
+        """
         tables = str(self.ledger.directory / TABLES)
-        os._exit(STILL_OPEN if tables in Path("/proc/self/maps").read_text() else 0)
+        os._exit(
+            STILL_OPEN if tables in Path("/proc/self/maps").read_text() else 0
+        )
 
 
 def content(directory: Path, slots: int) -> dict[str, bytes]:
     """What is in the files of a store, without the hints."""
-    files = {name: (directory / name).read_bytes() for name in (TABLES, COUNTERS_FILE, PAGE_GUARDS, STATE)}
+    files = {
+        name: (directory / name).read_bytes()
+        for name in (TABLES, COUNTERS_FILE, PAGE_GUARDS, STATE)
+    }
     columns = Columns(directory / COLUMNS, slots)
-    return {**files, "generations": columns.generation.tobytes(), "keys": columns.keys.tobytes()}
+    return {
+        **files,
+        "generations": columns.generation.tobytes(),
+        "keys": columns.keys.tobytes(),
+    }
 
 
-def calls(store: Store, begin: int, end: Callable[[], None], views: list[object]) -> None:
-    """Reserve, commit, abort, find, hold, release. A child that returns into one of these ends after it."""
+def calls(
+    store: Store, begin: int, end: Callable[[], None], views: list[object]
+) -> None:
+    """Reserve, commit, abort, find, hold, release. A child that returns into one of these ends
+    after it.
+    """
     ledger = store.ledger
     me = os.getpid()
     prompt = keys(range(begin, begin + 4))
@@ -122,7 +162,9 @@ def calls(store: Store, begin: int, end: Callable[[], None], views: list[object]
 
 
 def one_place(store: Store, n: int) -> None:
-    """In a child of the test, which is no member yet and has no tables open: fork at the n-th place."""
+    """In a child of the test, which is no member yet and has no tables open: fork at the n-th
+    place.
+    """
     ledger = store.ledger
     at = ForkAt(store.ledger, n)
     views = list[object]()
@@ -144,7 +186,11 @@ def one_place(store: Store, n: int) -> None:
     calls(store, 10 * n, at.end, views)
     admin.check(ledger)
     if ended or changed:
-        print(f"{n}: {at.where}: exit code {ended}, wrote {changed}", file=sys.stderr, flush=True)
+        print(
+            f"{n}: {at.where}: exit code {ended}, wrote {changed}",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(1)
 
 

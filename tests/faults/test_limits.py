@@ -13,7 +13,9 @@ from tests.faults.support import SLOT_BYTES, Store, apart, keys
 
 def used_bytes(root: Path) -> int:
     """Bytes that all files under a root take."""
-    return sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+    return sum(
+        path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file()
+    )
 
 
 def fill(root: Path, name: str, limit_bytes: int, slots: int) -> None:
@@ -32,12 +34,20 @@ def test_three_layouts_in_turn_stay_below_the_roots_limit(shm_root: Path) -> Non
     for turn in range(3):
         for name in ("first", "second", "third"):
             fill(shm_root, name, limit, 512)
-            held = sum(path.stat().st_blocks * 512 for path in shm_root.glob("*/slab"))
+            held = sum(
+                path.stat().st_blocks * 512 for path in shm_root.glob("*/slab")
+            )
             assert held <= limit, f"turn {turn}, layout {name}"
-    assert {path.name for path in shm_root.iterdir() if path.is_dir()} == {"first", "second", "third"}
+    assert {path.name for path in shm_root.iterdir() if path.is_dir()} == {
+        "first",
+        "second",
+        "third",
+    }
 
 
-def test_a_store_that_is_open_keeps_its_share_beside_another_layout(shm_root: Path) -> None:
+def test_a_store_that_is_open_keeps_its_share_beside_another_layout(
+    shm_root: Path,
+) -> None:
     limit = 512 * SLOT_BYTES
     first = Store(shm_root, slots=512, name="first", limit_bytes=limit)
     first.save(keys(range(20)))
@@ -49,7 +59,9 @@ def test_a_store_that_is_open_keeps_its_share_beside_another_layout(shm_root: Pa
 
 
 @pytest.mark.parametrize("slots", [32, 400])
-def test_a_prompt_larger_than_the_tier_stored_twice_still_hits(shm_root: Path, slots: int) -> None:
+def test_a_prompt_larger_than_the_tier_stored_twice_still_hits(
+    shm_root: Path, slots: int
+) -> None:
     store = Store(shm_root, slots=slots)
     prompt = keys(range(slots * 12 // 10))
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""An older copy of the tables that is put back beneath a process: it is not opened by path again, as after a fork."""
+"""An older copy of the tables that is put back beneath a process: it is not opened by path again,
+as after a fork.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.ledger.support import TENANT, keys, opened, put
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_an_older_copy_of_the_tables_is_not_opened_by_a_forked_child(shm_root: Path, kind: Kind) -> None:
+def test_an_older_copy_of_the_tables_is_not_opened_by_a_forked_child(
+    shm_root: Path, kind: Kind
+) -> None:
     """It would give out slots and generations that its parent has given out since."""
     ledger = opened(shm_root, kind=kind)
     tables = ledger.directory / TABLES
@@ -30,5 +34,6 @@ def test_an_older_copy_of_the_tables_is_not_opened_by_a_forked_child(shm_root: P
         assert not isinstance(outcome, Reserved)
 
     in_child(act)
-    assert len(ledger.match_prefix(keys(2)).slots) in (0, 1)  # open files continue to work, or it has noticed
+    # open files continue to work, or it has noticed
+    assert len(ledger.match_prefix(keys(2)).slots) in (0, 1)
     ledger.close()

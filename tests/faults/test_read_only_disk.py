@@ -1,4 +1,6 @@
-"""A disk that turns read-only under a running engine, as ext4 does after an error, and a start on it."""
+"""A disk that turns read-only under a running engine, as ext4 does after an error, and a start on
+it.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,12 @@ subprocess.run(["umount", where], check=True)
 """
 
 
-def test_a_disk_that_turns_read_only_rests_and_is_told_once(tmp_path: Path) -> None:
-    """Misses then say that the tier is left out, and not that the chunks were evicted or never stored."""
+def test_a_disk_that_turns_read_only_rests_and_is_told_once(
+    tmp_path: Path,
+) -> None:
+    """Misses then say that the tier is left out, and not that the chunks were evicted or never
+    stored.
+    """
     if shutil.which("mkfs.ext4") is None:
         pytest.skip("no mkfs.ext4 here")
     succeeded(python(TURNS_READ_ONLY, tmp_path, before=own_mounts()))

@@ -1,4 +1,6 @@
-"""A directory that is removed while a cache is being opened over it, before any of its system calls."""
+"""A directory that is removed while a cache is being opened over it, before any of its system
+calls.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ def descriptors(*roots: Path) -> list[str]:
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing
             found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return [path for path in found if path.startswith(tuple(f"{root}/" for root in roots))]
+    return [
+        path
+        for path in found
+        if path.startswith(tuple(f"{root}/" for root in roots))
+    ]
 
 
 @pytest.mark.slow
@@ -86,7 +92,9 @@ def test_an_opening_whose_directory_is_removed_is_a_store_error_or_works(
                 shutil.rmtree(tmp_path / "disk", ignore_errors=True)
             failed += not opened(shm_root, tmp_path, Removal(directory, at))
     assert failed, "some of them cannot go on"
-    assert opened(shm_root, tmp_path, Removal(shm_root, 0)), "the next process works"
+    assert opened(shm_root, tmp_path, Removal(shm_root, 0)), (
+        "the next process works"
+    )
     until = time.monotonic() + 60
     while left := descriptors(shm_root, tmp_path):
         assert time.monotonic() < until, left

@@ -1,4 +1,6 @@
-"""A directory that is removed or replaced beneath a process that has it open: never another store's tables or bytes."""
+"""A directory that is removed or replaced beneath a process that has it open: never another store's
+tables or bytes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ def remove(root: Path) -> None:
 
 def make_anew(root: Path) -> None:
     remove(root)
-    opened(root).close()  # not in a child: a fork would have this process open its tables again
+    # not in a child: a fork would have this process open its tables again
+    opened(root).close()
 
 
 def move_another_there(root: Path) -> None:
@@ -88,15 +91,21 @@ def neither_finds_nor_stores(ledger: Ledger) -> None:
 @pytest.mark.parametrize("reopens", [fork, fail])
 @pytest.mark.parametrize("replaced", REPLACED)
 def test_what_took_the_place_of_a_store_is_neither_read_nor_written(
-    shm_root: Path, kind: Kind, reopens: Callable[[Ledger], None], replaced: Callable[[Path], None],
+    shm_root: Path,
+    kind: Kind,
+    reopens: Callable[[Ledger], None],
+    replaced: Callable[[Path], None],
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     ledger = opened(shm_root, kind=kind)
     put(ledger, keys(1))
-    unwatch(ledger.session)  # else the thread that looks for replaced files may be first
+    # else the thread that looks for replaced files may be first
+    unwatch(ledger.session)
     replaced(shm_root)
     before = {path: path.read_bytes() for path in (shm_root / "store").rglob("*")}
-    assert len(ledger.match_prefix(keys(1)).slots) == 1, "open files continue to work"
+    assert len(ledger.match_prefix(keys(1)).slots) == 1, (
+        "open files continue to work"
+    )
     reopens(ledger)
     with caplog.at_level(logging.WARNING):
         neither_finds_nor_stores(ledger)
@@ -104,7 +113,9 @@ def test_what_took_the_place_of_a_store_is_neither_read_nor_written(
     assert counted(ledger, "miss_io_error") == 1
     assert counted(ledger, "drop_io_error") >= 1
     ledger.close()
-    assert {path: path.read_bytes() for path in (shm_root / "store").rglob("*")} == before
+    assert {
+        path: path.read_bytes() for path in (shm_root / "store").rglob("*")
+    } == before
     shutil.rmtree(shm_root / "store", ignore_errors=True)
     anew = opened(shm_root, kind=kind)
     put(anew, keys(1))
@@ -162,7 +173,9 @@ def test_a_store_that_is_replaced_while_it_is_being_opened_again_is_not_touched(
     anew.close()
 
 
-def test_a_slab_that_lies_there_by_now_is_not_taken_for_the_stores_own(shm_root: Path) -> None:
+def test_a_slab_that_lies_there_by_now_is_not_taken_for_the_stores_own(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
 
     def late(path: Path) -> MemorySlab:
@@ -202,12 +215,18 @@ def test_the_labels_of_what_took_its_place_are_left_alone(shm_root: Path) -> Non
     new.close()
 
 
-def test_a_child_of_a_process_whose_directory_was_removed_leaves_no_descriptor(shm_root: Path) -> None:
+def test_a_child_of_a_process_whose_directory_was_removed_leaves_no_descriptor(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     remove(shm_root)
 
     def act() -> None:
-        said = subprocess.run(["ls", "-l", f"/proc/{os.getpid()}/fd"], capture_output=True, text=True).stdout
+        said = subprocess.run(
+            ["ls", "-l", f"/proc/{os.getpid()}/fd"],
+            capture_output=True,
+            text=True,
+        ).stdout
         assert f"{shm_root}/store/locks" not in said
         assert f"{shm_root}/store/columns" in said
 

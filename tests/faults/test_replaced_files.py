@@ -1,4 +1,5 @@
-"""Files of a store in use are removed or replaced: its process notices it, leaves and says so; nothing wrong is served.
+"""Files of a store in use are removed or replaced: its process notices it, leaves and says so;
+nothing wrong is served.
 
 Programs do that: those that remove old files from /tmp and /dev/shm, and restores of backups.
 """
@@ -45,10 +46,16 @@ def wait_until_left(ledger: Ledger) -> None:
 
 
 def wait_until_told(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
-    """Return the one line about it. The thread that looks writes it just after the process has left."""
+    """Return the one line about it. The thread that looks writes it just after the process has
+    left.
+    """
     until = time.monotonic() + 60
     while True:
-        told = [one for one in caplog.records if "was removed or replaced while it was in use" in one.message]
+        told = [
+            one
+            for one in caplog.records
+            if "was removed or replaced while it was in use" in one.message
+        ]
         if told:
             assert len(told) == 1
             return told[0]
@@ -57,7 +64,10 @@ def wait_until_told(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
 
 
 def found(ledger: Ledger, *numbers: int) -> int:
-    return sum(len(ledger.match_prefix([key], start=None).slots) for key in keys(*numbers))
+    return sum(
+        len(ledger.match_prefix([key], start=None).slots)
+        for key in keys(*numbers)
+    )
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -90,7 +100,9 @@ def test_a_process_leaves_a_store_whose_files_are_not_those_it_opened(
 def test_the_next_process_waits_until_all_have_left(
     shm_root: Path, tmp_path: Path, kind: str, name: str
 ) -> None:
-    """It opens the store a second later, and what was stored is found again, or gone; the two do not meet."""
+    """It opens the store a second later, and what was stored is found again, or gone; the two do
+    not meet.
+    """
     root = shm_root if kind == "memory" else tmp_path
 
     def work() -> None:
@@ -100,7 +112,8 @@ def test_the_next_process_waits_until_all_have_left(
         [directory] = stores_in(root)
         (directory / name).unlink()
         ledger = opened(root, kind=kind)  # the other one lives on
-        if left := rebuild.unscanned(ledger):  # a tier would read the headers of the slab
+        # a tier would read the headers of the slab
+        if left := rebuild.unscanned(ledger):
             rebuild.absorb(ledger, left.start, [None] * len(left))
         put(ledger, keys(3))
         assert found(ledger, 3) == 1
@@ -130,7 +143,9 @@ def test_who_comes_after_state_was_replaced_waits_until_the_others_have_left(
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_no_two_writers_without_a_common_lock(shm_root: Path, tmp_path: Path, kind: str) -> None:
+def test_no_two_writers_without_a_common_lock(
+    shm_root: Path, tmp_path: Path, kind: str
+) -> None:
     """The file `locks` is gone: who comes now locks another one, but `state` is the same file."""
     root = shm_root if kind == "memory" else tmp_path
 
@@ -162,7 +177,9 @@ def test_no_two_writers_without_a_common_lock(shm_root: Path, tmp_path: Path, ki
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 @pytest.mark.parametrize("name", ["counters", "lent", "requests", "limit"])
-def test_files_that_guard_nothing_may_vanish(shm_root: Path, tmp_path: Path, kind: str, name: str) -> None:
+def test_files_that_guard_nothing_may_vanish(
+    shm_root: Path, tmp_path: Path, kind: str, name: str
+) -> None:
     ledger = opened(shm_root if kind == "memory" else tmp_path, kind=kind)
     put(ledger, keys(1, 2))
     ledger.close()
@@ -173,7 +190,9 @@ def test_files_that_guard_nothing_may_vanish(shm_root: Path, tmp_path: Path, kin
     again.close()
 
 
-def test_who_comes_while_others_use_a_store_makes_its_counters_again(shm_root: Path) -> None:
+def test_who_comes_while_others_use_a_store_makes_its_counters_again(
+    shm_root: Path,
+) -> None:
     def work() -> None:
         put(opened(shm_root), keys(1, 2))
 
@@ -187,7 +206,9 @@ def test_who_comes_while_others_use_a_store_makes_its_counters_again(shm_root: P
 
 
 @pytest.mark.parametrize("name", ["state", "locks"])
-def test_a_store_is_in_use_if_one_of_its_two_locks_is_held(tmp_path: Path, name: str) -> None:
+def test_a_store_is_in_use_if_one_of_its_two_locks_is_held(
+    tmp_path: Path, name: str
+) -> None:
     ledger = opened(tmp_path, kind="file")
     replaced(ledger.directory / name)
     assert in_use(ledger.directory)
@@ -196,7 +217,9 @@ def test_a_store_is_in_use_if_one_of_its_two_locks_is_held(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", ["state", "locks"])
-def test_who_asks_whether_a_store_is_in_use_makes_no_file(tmp_path: Path, name: str) -> None:
+def test_who_asks_whether_a_store_is_in_use_makes_no_file(
+    tmp_path: Path, name: str
+) -> None:
     """An empty `state` or `locks` would be taken for a part of the store, which is gone."""
     ledger = opened(tmp_path, kind="file")
     ledger.close()
@@ -207,7 +230,9 @@ def test_who_asks_whether_a_store_is_in_use_makes_no_file(tmp_path: Path, name: 
 
 
 def is_left_alone(directory: Path) -> bool:
-    """Whether somebody has a lock of `flock` on a directory, so that systemd-tmpfiles leaves it alone."""
+    """Whether somebody has a lock of `flock` on a directory, so that systemd-tmpfiles leaves it
+    alone.
+    """
     fd = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,7 +243,9 @@ def is_left_alone(directory: Path) -> bool:
     return False
 
 
-def test_an_open_store_and_its_root_are_locked_for_programs_that_remove_old_files(tmp_path: Path) -> None:
+def test_an_open_store_and_its_root_are_locked_for_programs_that_remove_old_files(
+    tmp_path: Path,
+) -> None:
     ledger = opened(tmp_path, kind="file")
     both = (ledger.directory, tmp_path)
     assert [is_left_alone(one) for one in both] == [True, True]
@@ -237,7 +264,9 @@ def test_a_root_is_locked_as_long_as_one_store_is_open(tmp_path: Path) -> None:
     assert not is_left_alone(tmp_path)
 
 
-def test_a_forked_process_that_uses_a_store_keeps_cleaners_away_alone(tmp_path: Path) -> None:
+def test_a_forked_process_that_uses_a_store_keeps_cleaners_away_alone(
+    tmp_path: Path,
+) -> None:
     ledger = opened(tmp_path, kind="file")
 
     def work() -> None:
@@ -250,7 +279,9 @@ def test_a_forked_process_that_uses_a_store_keeps_cleaners_away_alone(tmp_path: 
     assert not is_left_alone(tmp_path)
 
 
-def test_a_copy_of_a_descriptor_keeps_no_closed_store_locked_for_cleaners(tmp_path: Path) -> None:
+def test_a_copy_of_a_descriptor_keeps_no_closed_store_locked_for_cleaners(
+    tmp_path: Path,
+) -> None:
     """A child made in C has such copies."""
     before = set(os.listdir("/proc/self/fd"))
     ledger = opened(tmp_path, kind="file")
@@ -259,7 +290,10 @@ def test_a_copy_of_a_descriptor_keeps_no_closed_store_locked_for_cleaners(tmp_pa
         with contextlib.suppress(OSError):
             copies.append(os.dup(int(name)))
     ledger.close()
-    assert [is_left_alone(one) for one in (ledger.directory, tmp_path)] == [False, False]
+    assert [is_left_alone(one) for one in (ledger.directory, tmp_path)] == [
+        False,
+        False,
+    ]
     for copy in copies:
         os.close(copy)
 
@@ -270,6 +304,10 @@ def test_the_thread_that_looks_ends_with_the_last_store(tmp_path: Path) -> None:
     assert thread.is_alive()
     ledger.close()
     until = time.monotonic() + 60
-    while thread.is_alive() and not guard_watch._watched and time.monotonic() < until:
+    while (
+        thread.is_alive()
+        and not guard_watch._watched
+        and time.monotonic() < until
+    ):
         time.sleep(0.05)
     assert not thread.is_alive() or guard_watch._watched

@@ -1,4 +1,6 @@
-"""What is found again after the end of a process or of all processes, or the loss of the host tier or the ledger."""
+"""What is found again after the end of a process or of all processes, or the loss of the host tier
+or the ledger.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger import admin, rebuild
-from tests.faults.support import LAYOUT, Store, disk, environment, keys, load_from, python, save_to, succeeded
+from tests.faults.support import (
+    LAYOUT,
+    Store,
+    disk,
+    environment,
+    keys,
+    load_from,
+    python,
+    save_to,
+    succeeded,
+)
 
 PROMPT = keys(range(20))
 
@@ -31,22 +43,30 @@ while True:
 
 
 def test_the_host_tier_is_warm_for_a_new_process(shm_root: Path) -> None:
-    succeeded(python(
-        "import sys; from pathlib import Path; from support import *\n"
-        "store = Store(Path(sys.argv[1])); assert store.save(keys(range(20))) == 20; store.close()", shm_root,
-    ))  # fmt: skip
+    succeeded(
+        python(
+            "import sys; from pathlib import Path; from support import *\n"
+            "store = Store(Path(sys.argv[1])); assert store.save(keys(range(20))) == 20; "
+            "store.close()",
+            shm_root,
+        )
+    )
     store = Store(shm_root)
     assert store.load(PROMPT) == 20
     admin.check(store.ledger)
     store.close()
 
 
-def test_the_host_tier_is_warm_after_its_only_process_was_killed(shm_root: Path) -> None:
+def test_the_host_tier_is_warm_after_its_only_process_was_killed(
+    shm_root: Path,
+) -> None:
     done = python(
         "import os, signal, sys; from pathlib import Path; from support import *\n"
         "store = Store(Path(sys.argv[1])); assert store.save(keys(range(20))) == 20\n"
-        "store.ledger.reserve(keys([50]), namespace=NAMESPACE); os.kill(os.getpid(), signal.SIGKILL)", shm_root,
-    )  # fmt: skip
+        "store.ledger.reserve(keys([50]), namespace=NAMESPACE); os.kill(os.getpid(), "
+        "signal.SIGKILL)",
+        shm_root,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     store = Store(shm_root)
     assert store.load(PROMPT) == 20
@@ -58,13 +78,19 @@ def test_the_host_tier_is_warm_after_its_only_process_was_killed(shm_root: Path)
     store.close()
 
 
-def test_the_disk_tier_is_warm_after_the_host_tier_was_wiped(shm_root: Path, tmp_path: Path) -> None:
-    succeeded(python(
-        "import sys; from pathlib import Path; from support import *\n"
-        "store, tier = Store(Path(sys.argv[1])), disk(Path(sys.argv[2]))\n"
-        "assert store.save(keys(range(20))) == 20 and save_to(tier, keys(range(20))) == 20\n"
-        "tier.close(); store.close()", shm_root / "host", tmp_path / "disk",
-    ))  # fmt: skip
+def test_the_disk_tier_is_warm_after_the_host_tier_was_wiped(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    succeeded(
+        python(
+            "import sys; from pathlib import Path; from support import *\n"
+            "store, tier = Store(Path(sys.argv[1])), disk(Path(sys.argv[2]))\n"
+            "assert store.save(keys(range(20))) == 20 and save_to(tier, keys(range(20))) == 20\n"
+            "tier.close(); store.close()",
+            shm_root / "host",
+            tmp_path / "disk",
+        )
+    )
     shutil.rmtree(shm_root / "host")
     store = Store(shm_root / "host")
     tier = disk(tmp_path / "disk")
@@ -75,7 +101,9 @@ def test_the_disk_tier_is_warm_after_the_host_tier_was_wiped(shm_root: Path, tmp
 
 
 @pytest.mark.slow
-def test_the_disk_tier_is_warm_after_all_processes_were_killed(tmp_path: Path) -> None:
+def test_the_disk_tier_is_warm_after_all_processes_were_killed(
+    tmp_path: Path,
+) -> None:
     root = tmp_path / "disk"
     writers = [
         subprocess.Popen(
@@ -86,7 +114,8 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(tmp_path: Path) -
         )
         for n in range(1, 4)
     ]
-    said = [writer.stdout.readline() for writer in writers if writer.stdout]  # each has stored something
+    # each has stored something
+    said = [writer.stdout.readline() for writer in writers if writer.stdout]
     time.sleep(0.3)
     for writer in writers:
         writer.send_signal(signal.SIGKILL)
@@ -95,12 +124,21 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(tmp_path: Path) -
         for first, w in zip(said, writers, strict=True)
         for line in (first + w.communicate()[0]).splitlines()
     ]
-    last = [bytes.fromhex(word) for words in told[-1:] for word in words if len(word) == 64]
+    last = [
+        bytes.fromhex(word)
+        for words in told[-1:]
+        for word in words
+        if len(word) == 64
+    ]
     tier = disk(root, slots=4000)
-    assert not len(rebuild.unscanned(tier.ledger)), "a kill is not a power cut: the ledger is trusted"
+    assert not len(rebuild.unscanned(tier.ledger)), (
+        "a kill is not a power cut: the ledger is trusted"
+    )
     assert load_from(tier, last) == last
     for words in told:
-        load_from(tier, [bytes.fromhex(word) for word in words if len(word) == 64])
+        load_from(
+            tier, [bytes.fromhex(word) for word in words if len(word) == 64]
+        )
     admin.reap(tier.ledger)
     gauges = admin.gauges(tier.ledger)
     assert gauges["reserved"] == 0
@@ -110,12 +148,18 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "columns"])
-def test_the_disk_tier_is_warm_after_its_ledger_was_deleted(tmp_path: Path, name: str) -> None:
+def test_the_disk_tier_is_warm_after_its_ledger_was_deleted(
+    tmp_path: Path, name: str
+) -> None:
     root = tmp_path / "disk"
-    succeeded(python(
-        "import sys; from pathlib import Path; from support import *\n"
-        "tier = disk(Path(sys.argv[1])); assert save_to(tier, keys(range(20))) == 20; tier.close()", root,
-    ))  # fmt: skip
+    succeeded(
+        python(
+            "import sys; from pathlib import Path; from support import *\n"
+            "tier = disk(Path(sys.argv[1])); assert save_to(tier, keys(range(20))) == 20; "
+            "tier.close()",
+            root,
+        )
+    )
     (root / LAYOUT.fingerprint / name).unlink()
     tier = disk(root)
     assert tier.wait_ready(60)
@@ -127,7 +171,9 @@ def test_the_disk_tier_is_warm_after_its_ledger_was_deleted(tmp_path: Path, name
 
 
 @pytest.mark.slow
-def test_many_processes_find_a_rebuilt_ledger_and_scan_it_once(tmp_path: Path) -> None:
+def test_many_processes_find_a_rebuilt_ledger_and_scan_it_once(
+    tmp_path: Path,
+) -> None:
     root = tmp_path / "disk"
     tier = disk(root)
     assert save_to(tier, PROMPT) == 20
@@ -144,7 +190,12 @@ assert load_from(tier, keys(range(20))) == keys(range(20))
 admin.check(tier.ledger)
 tier.close()
 """
-    readers = [subprocess.Popen([sys.executable, "-c", code, str(root)], env=environment()) for _ in range(4)]
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(root)], env=environment()
+        )
+        for _ in range(4)
+    ]
     assert [reader.wait(120) for reader in readers] == [0] * 4
 
 
@@ -162,8 +213,9 @@ def test_a_killed_scanner_is_followed_by_another(tmp_path: Path) -> None:
         "    if first >= 64: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return real(scan, first, count)\n"
         "pagoda.tiers.header_scan.HeaderScan._read = die\n"
-        "disk(Path(sys.argv[1]), slots=200).wait_ready(60)", root,
-    )  # fmt: skip
+        "disk(Path(sys.argv[1]), slots=200).wait_ready(60)",
+        root,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     tier = disk(root, slots=200)
     assert tier.wait_ready(60)

@@ -1,4 +1,6 @@
-"""Exceptions that a signal handler raises (Ctrl-C, an alarm) at any moment: no lock, slot or hold is leaked."""
+"""Exceptions that a signal handler raises (Ctrl-C, an alarm) at any moment: no lock, slot or hold
+is leaked.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +24,53 @@ from pagoda.ledger.transaction import Transaction
 from pagoda.signal_safe_threads import if_free
 from pagoda.slab import FileSlab, MemorySlab, aligned, pinned
 from tests.interrupts import Interrupted, interrupts
-from tests.ledger.support import SLOT_BYTES, TENANT, keys, opened, others_get_in, places, put, reserved, spec
+from tests.ledger.support import (
+    SLOT_BYTES,
+    TENANT,
+    keys,
+    opened,
+    others_get_in,
+    places,
+    put,
+    reserved,
+    spec,
+)
 
-pytestmark = pytest.mark.timeout(300, method="thread")  # the other method has the timer that these tests use
+# the other method has the timer that these tests use
+pytestmark = pytest.mark.timeout(300, method="thread")
 
 
 def all_can_be_used(ledger: Ledger) -> None:
     """Nothing is reserved or held, the tables add up, and each slot takes a chunk."""
     assert others_get_in(ledger)
-    put(ledger, keys(100_000), chained=False)  # what waited for a transaction is done
+    # what waited for a transaction is done
+    put(ledger, keys(100_000), chained=False)
     report = admin.check(ledger)
     assert report.gauges["reserved"] == 0
     assert report.gauges["members"] == 1
     assert report.stale_hints == 0
     put(ledger, keys(*range(200_000, 200_000 + 2 * ledger.slots)), chained=False)
     assert admin.gauges(ledger)["ready"] == ledger.slots
-    assert ledger.session.read(lambda txn, tables: list(tables.rows(txn, tables.holds)), 30) == []
+    assert (
+        ledger.session.read(
+            lambda txn, tables: list(tables.rows(txn, tables.holds)), 30
+        )
+        == []
+    )
 
 
 @pytest.mark.slow
-def test_what_is_reserved_held_and_given_up_survives_any_interruption(shm_root: Path) -> None:
+def test_what_is_reserved_held_and_given_up_survives_any_interruption(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     chance = random.Random(3)
 
     def act() -> None:
         number = chance.randrange(60)
-        outcomes = ledger.reserve(keys(number, number + 1), namespace=TENANT, start=0)
+        outcomes = ledger.reserve(
+            keys(number, number + 1), namespace=TENANT, start=0
+        )
         try:
             rooms = reserved(outcomes)
             if chance.random() < 0.3:
@@ -97,7 +120,9 @@ def test_an_exception_on_either_side_of_the_commit_is_all_or_nothing(
     assert admin.gauges(ledger)["reserved"] == 0
     match = ledger.match_prefix(keys(1))
     assert len(match.slots) == (step == "publish")
-    assert (ledger.columns.last_use[match.slots] != NOT_READY).all(), "it can be evicted"
+    assert (ledger.columns.last_use[match.slots] != NOT_READY).all(), (
+        "it can be evicted"
+    )
     all_can_be_used(ledger)
     ledger.close()
 
@@ -110,7 +135,8 @@ def test_a_reservation_whose_answer_was_lost_is_given_up(
     def interrupted(*_: object, **__: object) -> None:
         raise Interrupted
 
-    monkeypatch.setattr(ledger.upkeep_thread, "wake", interrupted)  # the last that a reserve does
+    # the last that a reserve does
+    monkeypatch.setattr(ledger.upkeep_thread, "wake", interrupted)
     with pytest.raises(Interrupted):
         ledger.reserve(keys(1, 2), namespace=TENANT)
     monkeypatch.undo()
@@ -118,7 +144,9 @@ def test_a_reservation_whose_answer_was_lost_is_given_up(
     ledger.close()
 
 
-def test_a_hold_whose_answer_was_lost_is_ended(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hold_whose_answer_was_lost_is_ended(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = opened(shm_root)
     stored = put(ledger, keys(*range(ledger.slots)), chained=False)
     publish = Transaction.publish
@@ -141,13 +169,18 @@ def test_the_end_of_a_view_is_counted_and_loses_no_exception(
 ) -> None:
     ledger = opened(shm_root)
     lost = list[object]()
-    slab = MemorySlab(ledger.slab_path, ledger.slots, SLOT_BYTES, ledger.page_guards)
+    slab = MemorySlab(
+        ledger.slab_path, ledger.slots, SLOT_BYTES, ledger.page_guards
+    )
     lending = ledger.page_guards
     assert lending is not None
     gc.collect()
     gc.disable()  # or what others have left is finalized in here
     try:
-        with interrupts(4, again_seconds=0.0005) as until_interrupted, monkeypatch.context() as patch:
+        with (
+            interrupts(4, again_seconds=0.0005) as until_interrupted,
+            monkeypatch.context() as patch,
+        ):
             patch.setattr(sys, "unraisablehook", lost.append)
             for _ in range(600):
                 until_interrupted(lambda: slab.views(range(8)))
@@ -155,12 +188,16 @@ def test_the_end_of_a_view_is_counted_and_loses_no_exception(
         gc.enable()
     lending.clear_ended()
     assert not lost, lost
-    assert not any(lending._own) and not lending._out, "all pages may be given to others"
+    assert not any(lending._own) and not lending._out, (
+        "all pages may be given to others"
+    )
     slab.close()
     ledger.close()
 
 
-def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(shm_root: Path) -> None:
+def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(
+    shm_root: Path,
+) -> None:
     first = opened(shm_root)
     slab = MemorySlab(first.slab_path, first.slots, SLOT_BYTES, first.page_guards)
     old = first.page_guards
@@ -168,7 +205,9 @@ def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(shm_roo
     slab.close()
     first.close()
     second = opened(shm_root)
-    slab = MemorySlab(second.slab_path, second.slots, SLOT_BYTES, second.page_guards)
+    slab = MemorySlab(
+        second.slab_path, second.slots, SLOT_BYTES, second.page_guards
+    )
     new = second.page_guards
     assert old is not None
     assert new is not None
@@ -210,7 +249,9 @@ def taken_and_given_back(
         if_free(lock, lambda: None)
 
     def held(byte: int) -> bool:
-        with contextlib.closing(LockFile(ledger.directory / STATE, first=BEYOND)) as other:
+        with contextlib.closing(
+            LockFile(ledger.directory / STATE, first=BEYOND)
+        ) as other:
             return other.held_by_other(byte)
 
     def openings() -> None:
@@ -218,13 +259,18 @@ def taken_and_given_back(
 
     def others_take(lock: threading.RLock) -> bool:
         answers: list[bool] = []
-        thread = threading.Thread(target=lambda: answers.append(lock.acquire(blocking=False)))
+        thread = threading.Thread(
+            target=lambda: answers.append(lock.acquire(blocking=False))
+        )
         thread.start()
         thread.join()
         return answers == [True]
 
     lock = threading.RLock()
-    yield clears, lambda: not held(LABELS) and not ledger.namespaces._lock.locked()
+    yield (
+        clears,
+        lambda: not held(LABELS) and not ledger.namespaces._lock.locked(),
+    )
     yield punches, looks
     yield copies, lambda: not pinned._copies
     yield measures, lambda: others_take(lock)
@@ -236,7 +282,9 @@ def taken_and_given_back(
 
 
 @pytest.mark.slow
-def test_nothing_stays_taken_between_its_taking_and_the_try(shm_root: Path, tmp_path: Path) -> None:
+def test_nothing_stays_taken_between_its_taking_and_the_try(
+    shm_root: Path, tmp_path: Path
+) -> None:
     for work, free in taken_and_given_back(shm_root, tmp_path):
         with interrupts(5, (-5, -3), again_seconds=1.0) as until_interrupted:
             for _ in range(400):
@@ -245,7 +293,9 @@ def test_nothing_stays_taken_between_its_taking_and_the_try(shm_root: Path, tmp_
         assert free(), work
 
 
-def test_what_was_deferred_is_done_once_whatever_interrupts_it(shm_root: Path) -> None:
+def test_what_was_deferred_is_done_once_whatever_interrupts_it(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     asked = done = 0
 
@@ -269,7 +319,9 @@ def test_what_was_deferred_is_done_once_whatever_interrupts_it(shm_root: Path) -
 
 
 @pytest.mark.slow
-def test_a_process_that_is_interrupted_while_it_forks_goes_on(shm_root: Path) -> None:
+def test_a_process_that_is_interrupted_while_it_forks_goes_on(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     children: list[int] = []
     left = 0
@@ -289,10 +341,13 @@ def test_a_process_that_is_interrupted_while_it_forks_goes_on(shm_root: Path) ->
             left = 3
             until_interrupted(fork)
             assert others_get_in(ledger)
-    for pid in children:  # and none that this process had before: those may live on
+    # and none that this process had before: those may live on
+    for pid in children:
         os.waitpid(pid, 0)
     answers: list[int] = []
-    thread = threading.Thread(target=lambda: answers.append(len(put(ledger, keys(1)))))
+    thread = threading.Thread(
+        target=lambda: answers.append(len(put(ledger, keys(1))))
+    )
     thread.start()
     thread.join(60)
     assert answers == [1], "other threads get in"

@@ -1,4 +1,6 @@
-"""Too little space for any file, or a file system that fills up: an error that says what to do, never a signal."""
+"""Too little space for any file, or a file system that fills up: an error that says what to do,
+never a signal.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ for edge in sorted(edge // 4096 * 4096 for edge in edges if 4096 <= edge):
     subprocess.run(["umount", where], check=True)
 assert last == 0, "with room enough it opens"
 print(refused)
-"""
+"""  # noqa: E501
 
 FULL = """
 import os, subprocess, sys
@@ -188,15 +190,25 @@ print("fine")
 def test_a_file_system_too_small_for_each_file_in_turn_is_an_error_with_the_remedy(
     tmp_path: Path, free_room: str
 ) -> None:
-    printed = succeeded(python(SMALL, tmp_path, free_room, before=own_mounts(), seconds=200))
+    printed = succeeded(
+        python(SMALL, tmp_path, free_room, before=own_mounts(), seconds=200)
+    )
     assert int(printed.split()[-1]) >= 20
 
 
 @pytest.mark.slow
-def test_a_file_system_that_fills_up_after_the_opening_disturbs_nothing(tmp_path: Path) -> None:
-    assert "fine" in succeeded(python(FULL, tmp_path, before=own_mounts(), seconds=200))
+def test_a_file_system_that_fills_up_after_the_opening_disturbs_nothing(
+    tmp_path: Path,
+) -> None:
+    assert "fine" in succeeded(
+        python(FULL, tmp_path, before=own_mounts(), seconds=200)
+    )
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_to_the_last_byte_keeps_working(tmp_path: Path) -> None:
-    assert "fine" in succeeded(python(FULL_DISK, tmp_path, before=own_mounts(), seconds=200))
+def test_a_disk_that_is_full_to_the_last_byte_keeps_working(
+    tmp_path: Path,
+) -> None:
+    assert "fine" in succeeded(
+        python(FULL_DISK, tmp_path, before=own_mounts(), seconds=200)
+    )

@@ -1,4 +1,6 @@
-"""Files of a store deleted, truncated, of another format or user: discarded as a whole or refused, never believed."""
+"""Files of a store deleted, truncated, of another format or user: discarded as a whole or refused,
+never believed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ import pytest
 
 from pagoda.errors import StoreError
 from pagoda.ledger import admin
-from tests.faults.support import Store, apart, environment, keys, memory_spec, python, succeeded
+from tests.faults.support import (
+    Store,
+    apart,
+    environment,
+    keys,
+    memory_spec,
+    python,
+    succeeded,
+)
 
 PROMPT = keys(range(10))
 
@@ -25,7 +35,8 @@ def reopened(root: Path) -> int:
     def work() -> int:
         store = Store(root)
         found = store.load(PROMPT)
-        while store.load(PROMPT) < 10:  # each damaged entry that is read is removed
+        # each damaged entry that is read is removed
+        while store.load(PROMPT) < 10:
             assert store.save(PROMPT) == 10
         assert admin.check(store.ledger)
         store.close()
@@ -48,7 +59,11 @@ def filled(root: Path) -> Path:
 
 def files_of(directory: Path) -> list[Path]:
     """All files of a store that a mishap could hit."""
-    return sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 0)
+    return sorted(
+        path
+        for path in directory.rglob("*")
+        if path.is_file() and path.stat().st_size > 0
+    )
 
 
 def delete(path: Path) -> None:
@@ -94,7 +109,9 @@ def test_a_store_with_a_spoiled_file_is_discarded_as_a_whole(
 
 
 @pytest.mark.parametrize("name", ["state", "data.mdb"])
-def test_a_store_of_another_format_is_discarded(shm_root: Path, name: str) -> None:
+def test_a_store_of_another_format_is_discarded(
+    shm_root: Path, name: str
+) -> None:
     directory = filled(shm_root)
     scribble(directory / name)
     assert reopened(shm_root) == 0
@@ -107,7 +124,9 @@ def test_torn_hints_cost_chunks_at_most(shm_root: Path, seed: int) -> None:
     with columns.open("r+b") as file:
         for at in range(0, columns.stat().st_size, 4096):
             file.seek(at)
-            file.write(dice.choice([bytes(4096), dice.randbytes(4096), b"\xff" * 4096]))
+            file.write(
+                dice.choice([bytes(4096), dice.randbytes(4096), b"\xff" * 4096])
+            )
     assert 0 <= reopened(shm_root) <= 10
 
     def work() -> None:
@@ -121,7 +140,9 @@ def test_torn_hints_cost_chunks_at_most(shm_root: Path, seed: int) -> None:
     apart(work)
 
 
-def test_a_store_of_another_user_is_refused_with_the_remedy(shm_root: Path) -> None:
+def test_a_store_of_another_user_is_refused_with_the_remedy(
+    shm_root: Path,
+) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to give a directory away")
     directory = filled(shm_root)
@@ -156,10 +177,14 @@ try:
 except StoreError as error:
     print("refused:", error)
 """
-    assert "refused:" in succeeded(python(code, shm_root / "root", *files_of(directory)))
+    assert "refused:" in succeeded(
+        python(code, shm_root / "root", *files_of(directory))
+    )
 
 
-def test_deleting_the_directory_under_an_open_store_harms_nobody(shm_root: Path) -> None:
+def test_deleting_the_directory_under_an_open_store_harms_nobody(
+    shm_root: Path,
+) -> None:
     store = Store(shm_root)
     store.save(PROMPT)
     shutil.rmtree(store.ledger.directory)
@@ -189,11 +214,17 @@ def test_the_winner_of_a_race_to_create_is_used_by_all(shm_root: Path) -> None:
         for _ in range(6)
     ]
     try:
-        ids = {process.stdout.readline().strip() for process in racing if process.stdout}
+        ids = {
+            process.stdout.readline().strip()
+            for process in racing
+            if process.stdout
+        }
         assert len(ids) == 1
         assert ids != {""}
     finally:
         for process in racing:
             process.communicate("\n", timeout=90)
     assert all(process.returncode == 0 for process in racing)
-    assert [path.name for path in shm_root.iterdir() if path.is_dir()] == [memory_spec(shm_root).name]
+    assert [path.name for path in shm_root.iterdir() if path.is_dir()] == [
+        memory_spec(shm_root).name
+    ]

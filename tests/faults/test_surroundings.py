@@ -1,7 +1,9 @@
-"""The surroundings fail: each file of a store and of its root is removed, older, cut or of another boot.
+"""The surroundings fail: each file of a store and of its root is removed, older, cut or of another
+boot.
 
-Never wrong bytes, chunks of other weights, cleared chunks, an end of the process, or a start that fails. A few cases
-that a seed chooses in a run of the tests; all of them, on every kind of file system that can be made, in `make soak`.
+Never wrong bytes, chunks of other weights, cleared chunks, an end of the process, or a start that
+fails. A few cases that a seed chooses in a run of the tests; all of them, on every kind of file
+system that can be made, in `make soak`.
 """
 
 from __future__ import annotations
@@ -37,11 +39,32 @@ SYSTEMS = (
 
 def run(root: Path, kind: Kind, *options: str, seconds: float) -> None:
     """Run cases in a light process of its own; AssertionError with every case that went wrong."""
-    command = [sys.executable, "-m", "tests.faults.surroundings", str(root), "--kind", kind, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.surroundings",
+        str(root),
+        "--kind",
+        kind,
+        *options,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    wrong = [f"{one['case']}: {one['violations']}" for one in results if one["violations"]]
-    assert results and not wrong and done.returncode == 0, "\n".join([*wrong, done.stderr[-2000:]])
+    wrong = [
+        f"{one['case']}: {one['violations']}"
+        for one in results
+        if one["violations"]
+    ]
+    assert results and not wrong and done.returncode == 0, "\n".join(
+        [*wrong, done.stderr[-2000:]]
+    )
 
 
 def places(kind: Kind, shm_root: Path, tmp_path: Path) -> Path:
@@ -54,20 +77,30 @@ def test_an_untouched_store_hits_all_and_a_few_harms_break_no_promise(
     kind: Kind, shm_root: Path, tmp_path: Path
 ) -> None:
     run(
-        places(kind, shm_root, tmp_path), kind, "--cases", str(QUICK_CASES), "--seed", str(SEED), seconds=1200
+        places(kind, shm_root, tmp_path),
+        kind,
+        "--cases",
+        str(QUICK_CASES),
+        "--seed",
+        str(SEED),
+        seconds=1200,
     )
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_harm_breaks_no_promise(kind: Kind, shm_root: Path, tmp_path: Path) -> None:
+def test_every_harm_breaks_no_promise(
+    kind: Kind, shm_root: Path, tmp_path: Path
+) -> None:
     run(places(kind, shm_root, tmp_path), kind, seconds=7000)
 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Return a function that mounts a file system of a kind and returns its directory; skips where that cannot be."""
+    """Return a function that mounts a file system of a kind and returns its directory; skips where
+    that cannot be.
+    """
     made: list[Path] = []
 
     def mount(system: str) -> Path:
@@ -76,7 +109,9 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
         words = _mount_words(system, tmp_path, where)
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
-            pytest.skip(f"no {system} here: {done.stderr.strip() or done.stdout.strip()}")
+            pytest.skip(
+                f"no {system} here: {done.stderr.strip() or done.stdout.strip()}"
+            )
         made.append(where)
         root = where / "root"
         root.mkdir(mode=0o700)
@@ -91,7 +126,15 @@ def _mount_words(system: str, work: Path, where: Path) -> list[str | Path]:
     if os.geteuid() != 0:
         pytest.skip("needs root to mount a file system")
     if system == "tmpfs":
-        return ["mount", "-t", "tmpfs", "-o", f"size={IMAGE_BYTES},mode=0700", "tmpfs", where]
+        return [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            f"size={IMAGE_BYTES},mode=0700",
+            "tmpfs",
+            where,
+        ]
     if system == "overlay":
         for name in ("lower", "upper", "work"):
             (work / name).mkdir()
@@ -103,7 +146,9 @@ def _mount_words(system: str, work: Path, where: Path) -> list[str | Path]:
     with image.open("wb") as file:
         file.truncate(IMAGE_BYTES)
     quiet = ["-q"] if system in ("xfs", "btrfs") else ["-qF"]
-    subprocess.run([f"mkfs.{system}", *quiet, image], check=True, capture_output=True)
+    subprocess.run(
+        [f"mkfs.{system}", *quiet, image], check=True, capture_output=True
+    )
     return ["mount", "-o", "loop", image, where]
 
 

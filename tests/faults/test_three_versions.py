@@ -1,5 +1,5 @@
-"""Older versions on the stores of this one, beside it, and back again, with kills: never other weights, never what was
-cleared, and nothing else is lost.
+"""Older versions on the stores of this one, beside it, and back again, with kills: never other
+weights, never what was cleared, and nothing else is lost.
 
 The older versions are taken from the history of this repository.
 """
@@ -24,10 +24,11 @@ from tests.faults.support import ROOT
 
 STEPS = Path(__file__).with_name("version_steps.py")
 NOW = "this tree"
+# both have tables of format 4, and count the changes of weights only in sizes of files
 OLDER = (
     "ce45306c",
     "db1f5f08",
-)  # both have tables of format 4, and count the changes of weights only in sizes of files
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +37,15 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {NOW: ROOT / "src"}
     for commit in OLDER:
         packed = subprocess.run(
-            ["git", "-C", ROOT, "archive", commit, "src"], capture_output=True, check=False, timeout=60
+            ["git", "-C", ROOT, "archive", commit, "src"],
+            capture_output=True,
+            check=False,
+            timeout=60,
         )
         if packed.returncode:
-            pytest.skip(f"needs the history of the repository: {packed.stderr.decode().strip()}")
+            pytest.skip(
+                f"needs the history of the repository: {packed.stderr.decode().strip()}"
+            )
         place = tmp_path_factory.mktemp(commit)
         with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
             archive.extractall(place, filter="data")
@@ -57,13 +63,26 @@ class Machine:
 
     def start(self, version: str, end: str, *steps: str) -> subprocess.Popen[str]:
         """Start an engine."""
-        command = [sys.executable, str(STEPS), str(self.host), str(self.disk), end, *steps]
+        command = [
+            sys.executable,
+            str(STEPS),
+            str(self.host),
+            str(self.disk),
+            end,
+            *steps,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(self._trees[version])}
         return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
-    def run(self, version: str, *steps: str, end: str = "close") -> dict[str, list[int]]:
+    def run(
+        self, version: str, *steps: str, end: str = "close"
+    ) -> dict[str, list[int]]:
         """Run an engine to its end; return what it found."""
         return told(self.start(version, end, *steps), end)
 
@@ -72,7 +91,9 @@ class Machine:
         shutil.rmtree(self.host)
 
 
-def told(engine: subprocess.Popen[str], end: str = "close") -> dict[str, list[int]]:
+def told(
+    engine: subprocess.Popen[str], end: str = "close"
+) -> dict[str, list[int]]:
     out, errors = engine.communicate(timeout=200)
     assert engine.returncode == (-9 if end == "kill" else 0), errors
     answer: dict[str, list[int]] = json.loads(out)
@@ -91,9 +112,17 @@ def test_a_disk_store_of_an_older_version_is_kept_and_so_it_is_back_again(
     prompts = ",".join(map(str, range(8)))
     everything = {str(number): [4, 0] for number in range(8)}
     machine.run(older, f"store=0:{prompts}")
-    for version, end in [(NOW, "close"), (older, "kill"), (NOW, "kill"), (older, "close"), (NOW, "close")]:
+    for version, end in [
+        (NOW, "close"),
+        (older, "kill"),
+        (NOW, "kill"),
+        (older, "close"),
+        (NOW, "close"),
+    ]:
         machine.reboot()
-        assert machine.run(version, f"served=0:{prompts}", end=end) == everything, version
+        assert (
+            machine.run(version, f"served=0:{prompts}", end=end) == everything
+        ), version
 
 
 def test_that_a_store_is_rebuilt_is_told_in_one_line(machine: Machine) -> None:
@@ -106,13 +135,21 @@ def test_that_a_store_is_rebuilt_is_told_in_one_line(machine: Machine) -> None:
 
 @pytest.mark.parametrize("older", OLDER)
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_a_change_of_weights_by_any_version_is_heeded_by_all(machine: Machine, older: str, end: str) -> None:
+def test_a_change_of_weights_by_any_version_is_heeded_by_all(
+    machine: Machine, older: str, end: str
+) -> None:
     machine.run(older, "store=0:1,2", end=end)
     machine.run(NOW, "served=0:1", "change", "store=1:2", end=end)
-    assert machine.run(older, "served=1:1,2", "store=1:3", "served=1:3", end=end) == {
-        "1": [0, 0], "2": [0, 0], "3": [4, 0],
-    }  # fmt: skip
-    assert machine.run(NOW, "served=1:1,2,3", end=end)["2"] == [4, 0], "what this version stored is its own"
+    assert machine.run(
+        older, "served=1:1,2", "store=1:3", "served=1:3", end=end
+    ) == {
+        "1": [0, 0],
+        "2": [0, 0],
+        "3": [4, 0],
+    }
+    assert machine.run(NOW, "served=1:1,2,3", end=end)["2"] == [4, 0], (
+        "what this version stored is its own"
+    )
     machine.run(older, "change", "store=2:4", end=end)
     for version in (NOW, older, NOW):
         found = machine.run(version, "served=2:1,2,3,4", end=end)
@@ -127,7 +164,9 @@ def test_a_change_of_weights_by_any_version_is_heeded_by_all(machine: Machine, o
 
 @pytest.mark.parametrize("older", OLDER)
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_what_any_version_cleared_stays_cleared(machine: Machine, older: str, end: str) -> None:
+def test_what_any_version_cleared_stays_cleared(
+    machine: Machine, older: str, end: str
+) -> None:
     machine.run(older, "store=0:1", end=end)
     machine.run(NOW, "store=0:2", "clear", "store=0:3", end=end)
     machine.reboot()
@@ -136,15 +175,21 @@ def test_what_any_version_cleared_stays_cleared(machine: Machine, older: str, en
     machine.run(older, "clear", "store=0:4", end=end)
     gone["3"] = [0, 0]
     for version in (NOW, older, NOW):
-        assert machine.run(version, "served=0:1,2,3,4", end=end) == gone | {"4": [4, 0]}
+        assert machine.run(version, "served=0:1,2,3,4", end=end) == gone | {
+            "4": [4, 0]
+        }
 
 
 @pytest.mark.parametrize("first", [NOW, OLDER[0]])
-def test_two_versions_at_once_never_share_a_disk_store(machine: Machine, tmp_path: Path, first: str) -> None:
+def test_two_versions_at_once_never_share_a_disk_store(
+    machine: Machine, tmp_path: Path, first: str
+) -> None:
     second = OLDER[0] if first == NOW else NOW
     ready = tmp_path / "ready"
     go = tmp_path / "go"
-    engine = machine.start(first, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1")
+    engine = machine.start(
+        first, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1"
+    )
     until = time.monotonic() + 120
     while not ready.exists() and time.monotonic() < until:
         time.sleep(0.01)
@@ -162,7 +207,9 @@ def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
     """Open or not, and the next engine of that version discards what is left in host memory."""
     ready = tmp_path / "ready"
     go = tmp_path / "go"
-    engine = machine.start(NOW, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1")
+    engine = machine.start(
+        NOW, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1"
+    )
     until = time.monotonic() + 120
     while not ready.exists() and time.monotonic() < until:
         time.sleep(0.01)
@@ -178,12 +225,23 @@ def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
     assert machine.run(NOW, "served=0:1") == {"1": [0, 0]}
 
 
-def clear_from_terminal(tree: Path, root: Path, state: Path) -> subprocess.CompletedProcess[str]:
+def clear_from_terminal(
+    tree: Path, root: Path, state: Path
+) -> subprocess.CompletedProcess[str]:
     """Run `pagoda clear` of a version."""
-    command = [sys.executable, "-c", "import sys; from pagoda.cli import main; sys.exit(main())"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from pagoda.cli import main; sys.exit(main())",
+    ]
     return subprocess.run(
         [*command, "clear", str(root), "--yes"],
-        env={**os.environ, "PYTHONPATH": str(tree), "XDG_STATE_HOME": str(state), "COLUMNS": "300"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "XDG_STATE_HOME": str(state),
+            "COLUMNS": "300",
+        },
         capture_output=True,
         text=True,
         timeout=200,
@@ -196,7 +254,8 @@ def clear_from_terminal(tree: Path, root: Path, state: Path) -> subprocess.Compl
 def test_any_order_of_versions_and_kills(machine: Machine, seed: int) -> None:
     draw = random.Random(seed)
     weights = 0
-    alive: set[int] = set()  # prompts that may be found: stored with these weights, and not cleared since
+    # prompts that may be found: stored with these weights, and not cleared since
+    alive: set[int] = set()
     for turn in range(16):
         version = draw.choice([NOW, NOW, *OLDER])
         end = draw.choice(["close", "kill"])
@@ -212,10 +271,20 @@ def test_any_order_of_versions_and_kills(machine: Machine, seed: int) -> None:
         steps.append(f"store={weights}:{listed(new)}")
         found_before = set(alive) if action not in ("change", "clear") else None
         answer = machine.run(version, *steps, end=end)
-        assert not any(wrong for _, wrong in answer.values()), (seed, turn, version, answer)
+        assert not any(wrong for _, wrong in answer.values()), (
+            seed,
+            turn,
+            version,
+            answer,
+        )
         if found_before is not None:
             hits = {int(number) for number, (count, _) in answer.items() if count}
-            assert hits <= found_before, (seed, turn, version, hits - found_before)
+            assert hits <= found_before, (
+                seed,
+                turn,
+                version,
+                hits - found_before,
+            )
         alive.update(new)
     assert alive
 

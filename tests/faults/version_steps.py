@@ -1,14 +1,16 @@
-"""One process of `test_three_versions`: a cache of whichever version is on the path, and what to do with it.
+"""One process of `test_three_versions`: a cache of whichever version is on the path, and what to do
+with it.
 
-Run as a script: arguments are the directories of the host and of the disk tier, the end ("close" or "kill"), and steps:
+Run as a script: arguments are the directories of the host and of the disk tier, the end ("close" or
+"kill"), and steps:
 
     store=W:P,P    store prompts P, computed with weights W
     served=W:P,P   retrieve prompts P; the bytes must be those of weights W
     change, clear  report other weights; clear the cache
     ready=F, go=F  make the file F; wait for it
 
-Prints one line of JSON: what `served` found (chunks of each prompt, and how many were wrong), or the error of the
-opening.
+Prints one line of JSON: what `served` found (chunks of each prompt, and how many were wrong), or
+the error of the opening.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def prompt(number: int) -> np.ndarray:
 
 
 def payload(weights: int, number: int) -> np.ndarray:
-    return np.random.default_rng([weights, number]).integers(0, 256, (CHUNKS, CHUNK_BYTES), dtype=np.uint8)
+    return np.random.default_rng([weights, number]).integers(
+        0, 256, (CHUNKS, CHUNK_BYTES), dtype=np.uint8
+    )
 
 
 def opened(host: str, disk: str) -> Cache:
@@ -55,7 +59,9 @@ def opened(host: str, disk: str) -> Cache:
 
 
 def store(cache: Cache, weights: int, number: int) -> None:
-    answer = cache.store(prompt(number), BlockKV(payload(weights, number), cache.layout))
+    answer = cache.store(
+        prompt(number), BlockKV(payload(weights, number), cache.layout)
+    )
     assert answer.refused == 0, answer
 
 

@@ -1,4 +1,6 @@
-"""All tests that need an NVIDIA GPU. Without one, a single test reports it and nothing else is imported."""
+"""All tests that need an NVIDIA GPU. Without one, a single test reports it and nothing else is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from tests.gpu.rig import Rig
 
 # all but test_device.py, which says why
-collect_ignore_glob = ["test_[!d]*.py", "test_d[!e]*.py"] if why_not() or missing() else []
+collect_ignore_glob = (
+    ["test_[!d]*.py", "test_d[!e]*.py"] if why_not() or missing() else []
+)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
-"""Every format of KV memory by plain indexing: the places of a chunk's elements, and their order in a slot.
+"""Every format of KV memory by plain indexing: the places of a chunk's elements, and their order in
+a slot.
 
-A form makes views of one flat tensor of integers. The same views of a tensor that counts from 0 give the place of each
-element of a chunk, so the expected result of a load in all of the memory is known without any transfer.
+A form makes views of one flat tensor of integers. The same views of a tensor that counts from 0
+give the place of each element of a chunk, so the expected result of a load in all of the memory is
+known without any transfer.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ TINY = Size(2, 2, 8, 4, 16)
 
 @dataclass(frozen=True)
 class Form:
-    """One format. `views(flat)` are the pools; `chunk(views, ids)` the elements of a chunk in the slot's order."""
+    """One format. `views(flat)` are the pools; `chunk(views, ids)` the elements of a chunk in the
+    slot's order.
+    """
 
     name: str
     planes: int
@@ -63,11 +67,19 @@ class Form:
 
     def elements(self, size: Size) -> int:
         """Of the flat tensor."""
-        return size.layers * self.planes * size.blocks * size.block * size.token_elements
+        return (
+            size.layers
+            * self.planes
+            * size.blocks
+            * size.block
+            * size.token_elements
+        )
 
 
 def _dense(size: Size, dtype: str, order: str = "tokens_first") -> KVLayout:
-    return KVLayout.dense(size.layers, size.heads, size.dim, dtype, size.chunk, token_order=order)  # type: ignore[arg-type]
+    return KVLayout.dense(
+        size.layers, size.heads, size.dim, dtype, size.chunk, token_order=order
+    )  # type: ignore[arg-type]
 
 
 def _mla(size: Size, dtype: str) -> KVLayout:
@@ -98,7 +110,9 @@ def _blocks_first(size: Size, flat: torch.Tensor) -> Views:
 
 
 def _outermost(size: Size, flat: torch.Tensor) -> Views:
-    return [[flat.view(size.blocks, size.layers, 2, size.block, size.heads, size.dim)]]
+    return [
+        [flat.view(size.blocks, size.layers, 2, size.block, size.heads, size.dim)]
+    ]
 
 
 def _plane_pools(size: Size, flat: torch.Tensor) -> Views:
@@ -107,7 +121,12 @@ def _plane_pools(size: Size, flat: torch.Tensor) -> Views:
 
 
 def _mla_pools(size: Size, flat: torch.Tensor) -> Views:
-    return [[layer] for layer in flat.view(size.layers, size.blocks, size.block, size.token_elements)]
+    return [
+        [layer]
+        for layer in flat.view(
+            size.layers, size.blocks, size.block, size.token_elements
+        )
+    ]
 
 
 def _heads_first(size: Size, flat: torch.Tensor) -> Views:
@@ -164,7 +183,9 @@ def _tokens(size: Size, ids: torch.Tensor) -> slice:
 
 
 def _of_heads_first(size: Size, views: Views, ids: torch.Tensor) -> torch.Tensor:
-    return _cat([plane[:, _tokens(size, ids)] for layer in views for plane in layer])
+    return _cat(
+        [plane[:, _tokens(size, ids)] for layer in views for plane in layer]
+    )
 
 
 def _of_tokens_first(size: Size, views: Views, ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""A store and a load of any form, and the checks afterwards: exactly the expected bytes have changed."""
+"""A store and a load of any form, and the checks afterwards: exactly the expected bytes have
+changed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.gpu.rig import POISON, Bytes, Rig
 
 @dataclass
 class Memory:
-    """KV memory of a form, filled with random bits, and chunks of it in a random order of blocks."""
+    """KV memory of a form, filled with random bits, and chunks of it in a random order of
+    blocks.
+    """
 
     rig: Rig
     form: Form
@@ -27,12 +31,18 @@ class Memory:
     table: list[int]
 
     @classmethod
-    def of(cls, rig: Rig, form: Form, size: Size, dtype: str, seed: int) -> Memory:
+    def of(
+        cls, rig: Rig, form: Form, size: Size, dtype: str, seed: int
+    ) -> Memory:
         """Create memory with a table for all its chunks."""
         random = np.random.default_rng(seed)
         flat = rig.random(form.elements(size), itemsize(dtype), seed)
         count = size.chunks * size.chunk // size.block
-        table = list(range(count)) if form.dense else random.permutation(size.blocks)[:count].tolist()
+        table = (
+            list(range(count))
+            if form.dense
+            else random.permutation(size.blocks)[:count].tolist()
+        )
         return cls(rig, form, size, dtype, flat, table)
 
     @property
@@ -46,8 +56,12 @@ class Memory:
 
     def kv(self, engine: CopyEngine, **options: object) -> Transfer:
         """The transfer over this memory."""
-        views = self.form.views(self.size, self.flat.view(getattr(torch, self.dtype)))
-        return self.form.kv(self.size, views, self.layout, self.table, engine, **options)
+        views = self.form.views(
+            self.size, self.flat.view(getattr(torch, self.dtype))
+        )
+        return self.form.kv(
+            self.size, views, self.layout, self.table, engine, **options
+        )
 
     def ids(self, start: int) -> torch.Tensor:
         """The blocks of the chunk at `start`, on the device."""
@@ -67,19 +81,36 @@ class Memory:
         assert torch.equal(got, self.chunk(start).view(torch.uint8)), (
             f"the chunk at {start} has other elements"
         )
-        assert (slot[nbytes:] == POISON).all(), "bytes after the chunk have changed"
+        assert (slot[nbytes:] == POISON).all(), (
+            "bytes after the chunk have changed"
+        )
 
-    def loaded(self, starts: Sequence[int], slots: Sequence[Bytes]) -> torch.Tensor:
-        """Return all of the memory after `slots` were loaded into the chunks; blocks that are -1 are skipped."""
+    def loaded(
+        self, starts: Sequence[int], slots: Sequence[Bytes]
+    ) -> torch.Tensor:
+        """Return all of the memory after `slots` were loaded into the chunks; blocks that are -1
+        are skipped.
+        """
         want = self.flat.clone()
         nbytes = self.layout.chunk_bytes
         where = torch.arange(self.flat.numel(), device=self.flat.device)
-        spare = next(block for block in range(self.size.blocks) if block not in self.table)
+        spare = next(
+            block for block in range(self.size.blocks) if block not in self.table
+        )
         there = Memory(
-            self.rig, self.form, self.size, self.dtype, where, [spare if b < 0 else b for b in self.table]
+            self.rig,
+            self.form,
+            self.size,
+            self.dtype,
+            where,
+            [spare if b < 0 else b for b in self.table],
         )
         for start, slot in zip(starts, slots, strict=True):
-            bits = torch.tensor(slot[:nbytes]).to(self.flat.device).view(self.flat.dtype)
+            bits = (
+                torch.tensor(slot[:nbytes])
+                .to(self.flat.device)
+                .view(self.flat.dtype)
+            )
             want[there.chunk(start)] = bits
         there.table = [spare] * len(self.table)
         if -1 in self.table:
@@ -88,7 +119,9 @@ class Memory:
         return want
 
 
-def check_store(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: int = 0) -> list[Bytes]:
+def check_store(
+    memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: int = 0
+) -> list[Bytes]:
     """Store all chunks of the memory; return the slots, in the order of `memory.starts(seed)`."""
     starts = memory.starts(seed)
     before = memory.flat.clone()
@@ -96,16 +129,24 @@ def check_store(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: i
     memory.kv(engine).to_slots(starts, slots)
     for start, slot in zip(starts, slots, strict=True):
         memory.holds(start, slot)
-    assert torch.equal(memory.flat, before), "a store changed the memory that it reads"
+    assert torch.equal(memory.flat, before), (
+        "a store changed the memory that it reads"
+    )
     return slots
 
 
-def check_load(memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: int = 0) -> None:
+def check_load(
+    memory: Memory, engine: CopyEngine, kind: str, seed: int, odd: int = 0
+) -> None:
     """Load random slots into the memory."""
     starts = memory.starts(seed)
     slots = memory.rig.slots(memory.layout, len(starts), kind, fill=None, odd=odd)
     before = [slot.copy() for slot in slots]
     want = memory.loaded(starts, slots)
     memory.kv(engine).from_slots(starts, slots)
-    assert torch.equal(memory.flat, want), "the memory differs from the expected result of the load"
-    assert all((slot == own).all() for slot, own in zip(slots, before, strict=True)), "a load changed a slot"
+    assert torch.equal(memory.flat, want), (
+        "the memory differs from the expected result of the load"
+    )
+    assert all(
+        (slot == own).all() for slot, own in zip(slots, before, strict=True)
+    ), "a load changed a slot"

@@ -1,4 +1,6 @@
-"""Check whether this machine can run the tests that need a GPU; if not, say why. Imports torch only with a driver."""
+"""Check whether this machine can run the tests that need a GPU; if not, say why. Imports torch only
+with a driver.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,20 @@ def why_not() -> str:
     try:
         torch_version = version("torch")
     except PackageNotFoundError:
-        return "no CUDA device: torch is not installed; on a machine with an NVIDIA GPU: make test-gpu"
-    if _has_driver():  # importing torch takes seconds, and `make test` collects this folder, too
+        return (
+            "no CUDA device: torch is not installed; on a machine with an NVIDIA GPU: make "
+            "test-gpu"
+        )
+    # importing torch takes seconds, and `make test` collects this folder, too
+    if _has_driver():
         import torch
 
         if torch.cuda.is_available():
             return ""
-    return f"no CUDA device: torch {torch_version} sees none; on a machine with an NVIDIA GPU: make test-gpu"
+    return (
+        f"no CUDA device: torch {torch_version} sees none; on a machine with an NVIDIA GPU: "
+        "make test-gpu"
+    )
 
 
 def _has_driver() -> bool:
@@ -39,6 +48,8 @@ def _has_driver() -> bool:
 
 
 def missing() -> str:
-    """Return the command that installs the missing dependencies of the package; empty if there are none."""
+    """Return the command that installs the missing dependencies of the package; empty if there are
+    none.
+    """
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     return f"pip install {' '.join(lacking)}" if lacking else ""

@@ -1,4 +1,6 @@
-"""The memory of the tests: a GPU, pinned and pageable host memory; or CPU memory, to try the tests themselves."""
+"""The memory of the tests: a GPU, pinned and pageable host memory; or CPU memory, to try the tests
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Rig:
-    """A device, and memory for slots of either kind. For one thread, except `launch` and `copies`."""
+    """A device, and memory for slots of either kind. For one thread, except `launch` and
+    `copies`.
+    """
 
     device: torch.device
     small: bool  # tiny sizes will do
@@ -33,7 +37,9 @@ class Rig:
     pinned: Bytes
     pageable: Bytes
 
-    def engine(self, way: str | None = None, *, kernels: bool = True, **options: int) -> CopyEngine:
+    def engine(
+        self, way: str | None = None, *, kernels: bool = True, **options: int
+    ) -> CopyEngine:
         """Return a new copy engine over the device."""
         raise NotImplementedError
 
@@ -65,25 +71,50 @@ class Rig:
     def random(self, count: int, width: int, seed: int) -> torch.Tensor:
         """Return `count` random integers of `width` bytes on the device, any bits."""
         draw = torch.Generator(self.device).manual_seed(seed)
-        found = torch.randint(0, 256, (count * width,), dtype=torch.uint8, device=self.device, generator=draw)
+        found = torch.randint(
+            0,
+            256,
+            (count * width,),
+            dtype=torch.uint8,
+            device=self.device,
+            generator=draw,
+        )
         self.known(found)
-        return found.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+        return found.view(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+                width
+            ]
+        )
 
     def slots(
-        self, layout: KVLayout, count: int, kind: str, fill: int | None = POISON, odd: int = 0
+        self,
+        layout: KVLayout,
+        count: int,
+        kind: str,
+        fill: int | None = POISON,
+        odd: int = 0,
     ) -> list[Bytes]:
-        """Slots of which every byte is `fill`, or random; of "mixed" ones every other is registered.
+        """Slots of which every byte is `fill`, or random; of "mixed" ones every other is
+        registered.
 
         `odd`: how many bytes behind a page they begin.
         """
         found = []
         for number in range(count):
-            registered = kind == "registered" or (kind == "mixed" and number % 2 == 0)
+            registered = kind == "registered" or (
+                kind == "mixed" and number % 2 == 0
+            )
             begin = number * (layout.slot_bytes + 4096) + odd
-            room = (self.pinned if registered else self.pageable)[begin : begin + layout.slot_bytes]
-            assert len(room) == layout.slot_bytes, "the rig has too little host memory for this test"
+            room = (self.pinned if registered else self.pageable)[
+                begin : begin + layout.slot_bytes
+            ]
+            assert len(room) == layout.slot_bytes, (
+                "the rig has too little host memory for this test"
+            )
             if fill is None:
-                words = np.random.default_rng().integers(0, 2**64, room.size // 8, dtype=np.uint64)
+                words = np.random.default_rng().integers(
+                    0, 2**64, room.size // 8, dtype=np.uint64
+                )
                 room[:] = words.view(np.uint8)
             else:
                 room[:] = fill
@@ -106,9 +137,13 @@ class GpuRig(Rig):
         held = pin(self.pinned, self.device.index, background=False)
         assert held is not None and not held.trouble, held and held.trouble
         self.held = held
-        self._work = torch.randn((8192, 8192), dtype=torch.bfloat16, device=self.device)
+        self._work = torch.randn(
+            (8192, 8192), dtype=torch.bfloat16, device=self.device
+        )
 
-    def engine(self, way: str | None = None, *, kernels: bool = True, **options: int) -> CopyEngine:
+    def engine(
+        self, way: str | None = None, *, kernels: bool = True, **options: int
+    ) -> CopyEngine:
         device = self.gpu if kernels else CudaDevice(self.device)
         if not kernels:
             device.kernels = None
@@ -146,8 +181,12 @@ class CpuRig(Rig):
         self._none.pageable(self.pageable)
         autotune._SCRATCH_BYTES = 300
 
-    def engine(self, way: str | None = None, *, kernels: bool = True, **options: int) -> CopyEngine:
-        return CopyEngine(self.late if kernels else self._none, way=way, **options)  # type: ignore[arg-type]
+    def engine(
+        self, way: str | None = None, *, kernels: bool = True, **options: int
+    ) -> CopyEngine:
+        return CopyEngine(
+            self.late if kernels else self._none, way=way, **options
+        )  # type: ignore[arg-type]
 
     def known(self, *tensors: torch.Tensor) -> None:
         for device in (self.late, self._none):

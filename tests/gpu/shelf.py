@@ -1,4 +1,6 @@
-"""A small cache in shared memory, prompts, and KV on the device whose bytes are a function of the tokens."""
+"""A small cache in shared memory, prompts, and KV on the device whose bytes are a function of the
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,19 @@ Prompt = npt.NDArray[np.int32]
 
 
 class Shelf:
-    """A cache of `slots` host slots, and an engine's memory. Threads may share it, but not blocks."""
+    """A cache of `slots` host slots, and an engine's memory. Threads may share it, but not
+    blocks.
+    """
 
-    def __init__(self, rig: Rig, root: Path, slots: int, blocks: int = 256) -> None:
+    def __init__(
+        self, rig: Rig, root: Path, slots: int, blocks: int = 256
+    ) -> None:
         self.rig = rig
         self.page = PAGE[rig.small]
         self.blocks = blocks
-        self.layout = KVLayout.opaque(CHUNK, EACH * LAYERS * self.page, f"tests of the gpu {self.page}")
+        self.layout = KVLayout.opaque(
+            CHUNK, EACH * LAYERS * self.page, f"tests of the gpu {self.page}"
+        )
         config = Config(
             chunk_tokens=CHUNK,
             host_size=slots * self.layout.slot_bytes,
@@ -43,7 +51,9 @@ class Shelf:
             policy="lru",
             deadline_seconds=30.0,
         )
-        self.cache = Cache(config, namespace=Namespace("a-model"), layout=self.layout)
+        self.cache = Cache(
+            config, namespace=Namespace("a-model"), layout=self.layout
+        )
         self.engine: CopyEngine = rig.engine()
         host = self.cache._tiers.host
         assert host is not None
@@ -57,7 +67,12 @@ class Shelf:
     def memory(self) -> list[torch.Tensor]:
         """Planes of an engine, all of one poison."""
         planes = [
-            torch.full((self.blocks, self.page), 0xA5, dtype=torch.uint8, device=self.rig.device)
+            torch.full(
+                (self.blocks, self.page),
+                0xA5,
+                dtype=torch.uint8,
+                device=self.rig.device,
+            )
             for _ in range(LAYERS)
         ]
         self.rig.known(*planes)
@@ -65,30 +80,46 @@ class Shelf:
 
     def kv(self, planes: list[torch.Tensor], table: list[int]) -> DevicePagesKV:
         return DevicePagesKV(
-            planes, self.layout, block_tokens=BLOCK, block_table=table, copy_engine=self.engine
+            planes,
+            self.layout,
+            block_tokens=BLOCK,
+            block_table=table,
+            copy_engine=self.engine,
         )
 
     def bits(self, prompt: Prompt, chunk: int) -> torch.Tensor:
         """Return what the model computes for a chunk of a prompt: [LAYERS, EACH, page]."""
         count = LAYERS * EACH * self.page
         number = int(prompt[0]) * SEED_CHUNKS + chunk
-        mixed = (torch.arange(count, device=self.rig.device) + number * 7919) * 2654435761
+        mixed = (
+            torch.arange(count, device=self.rig.device) + number * 7919
+        ) * 2654435761
         return ((mixed >> 11) & 255).to(torch.uint8).view(LAYERS, EACH, self.page)
 
-    def compute(self, planes: list[torch.Tensor], table: list[int], prompt: Prompt) -> None:
+    def compute(
+        self, planes: list[torch.Tensor], table: list[int], prompt: Prompt
+    ) -> None:
         """Compute KV, as the model does."""
         for chunk in range(len(prompt) // CHUNK):
-            ids = torch.tensor(table[chunk * EACH : (chunk + 1) * EACH], device=self.rig.device)
+            ids = torch.tensor(
+                table[chunk * EACH : (chunk + 1) * EACH], device=self.rig.device
+            )
             for plane, own in zip(planes, self.bits(prompt, chunk), strict=True):
                 plane[ids] = own
 
     def wrong_chunks(
-        self, planes: list[torch.Tensor], table: list[int], prompt: Prompt, hit: Hit
+        self,
+        planes: list[torch.Tensor],
+        table: list[int],
+        prompt: Prompt,
+        hit: Hit,
     ) -> list[int]:
         """Return which chunks of a hit do not have the bytes of the prompt."""
         wrong = []
         for chunk in range(hit.num_tokens // CHUNK):
-            ids = torch.tensor(table[chunk * EACH : (chunk + 1) * EACH], device=self.rig.device)
+            ids = torch.tensor(
+                table[chunk * EACH : (chunk + 1) * EACH], device=self.rig.device
+            )
             got = torch.stack([plane[ids] for plane in planes])
             if not torch.equal(got, self.bits(prompt, chunk)):
                 wrong.append(chunk)
@@ -96,5 +127,7 @@ class Shelf:
 
 
 def prompt(chunks: int, seed: int) -> Prompt:
-    """Return a prompt; `seed` (below two million) is its first token, so all prompts differ from there on."""
+    """Return a prompt; `seed` (below two million) is its first token, so all prompts differ from
+    there on.
+    """
     return np.array([seed, *range(chunks * CHUNK - 1)], np.int32)

@@ -1,4 +1,6 @@
-"""A whole cache on a GPU: what is evicted during a load is a miss; two processes share one slab; one is killed."""
+"""A whole cache on a GPU: what is evicted during a load is a miss; two processes share one slab;
+one is killed.
+"""
 
 from __future__ import annotations
 
@@ -49,20 +51,29 @@ def test_the_slab_gets_registered(shelf: Shelf, seed: int) -> None:
     table = list(range(2 * EACH))
     shelf.cache.store(tokens, shelf.kv(planes, table))
     until = time.monotonic() + 30
-    while shelf.slab.pinned_bytes < shelf.slab.nbytes and time.monotonic() < until:
+    while (
+        shelf.slab.pinned_bytes < shelf.slab.nbytes and time.monotonic() < until
+    ):
         time.sleep(0.01)
     assert shelf.slab.pinned_bytes == shelf.slab.nbytes
     address = shelf.slab.array.ctypes.data
     nbytes = shelf.slab.nbytes
     assert shelf.rig.gpu.device_address(address, nbytes) is not None
     shelf.close()
-    while shelf.rig.gpu.device_address(address, 1) is not None and time.monotonic() < until:
+    while (
+        shelf.rig.gpu.device_address(address, 1) is not None
+        and time.monotonic() < until
+    ):
         time.sleep(0.01)
     assert shelf.rig.gpu.device_address(address, 1) is None
 
 
-def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int) -> None:
-    """One thread loads, others store other prompts into the same few slots and clear: never wrong bytes."""
+def test_a_slot_that_is_evicted_during_a_load_is_a_miss(
+    shelf: Shelf, seed: int
+) -> None:
+    """One thread loads, others store other prompts into the same few slots and clear: never wrong
+    bytes.
+    """
     seconds = 2.0 if shelf.rig.small else 10.0
     until = time.monotonic() + seconds
     tokens = prompt(8, 1)
@@ -78,12 +89,16 @@ def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int)
         try:
             while not stop.is_set():
                 number += 1
-                own = tokens if number % 3 == 0 else prompt(8, int(random.integers(2, 10**6)))
+                own = (
+                    tokens
+                    if number % 3 == 0
+                    else prompt(8, int(random.integers(2, 10**6)))
+                )
                 shelf.compute(planes, table, own)
                 shelf.cache.store(own, shelf.kv(planes, table))
                 if number % 20 == 0:
                     shelf.cache.clear()
-        except BaseException as error:  # noqa: BLE001 - raised by the test's own thread
+        except BaseException as error:  # noqa: BLE001
             trouble.append(error)
 
     thread = threading.Thread(target=others)
@@ -91,19 +106,25 @@ def test_a_slot_that_is_evicted_during_a_load_is_a_miss(shelf: Shelf, seed: int)
     planes = shelf.memory()
     table = list(range(64, 64 + 8 * EACH))
     try:
-        while time.monotonic() < until or (not any(lengths) and time.monotonic() < until + 60):
+        while time.monotonic() < until or (
+            not any(lengths) and time.monotonic() < until + 60
+        ):
             for plane in planes:
                 plane.fill_(0xA5)
             hit = shelf.cache.retrieve(tokens, shelf.kv(planes, table))
             wrong = shelf.wrong_chunks(planes, table, tokens, hit)
-            assert not wrong, f"chunks {wrong} of a hit of {hit.num_tokens} tokens are wrong"
+            assert not wrong, (
+                f"chunks {wrong} of a hit of {hit.num_tokens} tokens are wrong"
+            )
             lengths.append(hit.num_tokens // CHUNK)
     finally:
         stop.set()
         thread.join(60)
     if trouble:
         raise trouble[0]
-    print(f"{len(lengths)} loads: {np.bincount(lengths, minlength=9).tolist()} of 0 to 8 chunks")
+    print(
+        f"{len(lengths)} loads: {np.bincount(lengths, minlength=9).tolist()} of 0 to 8 chunks"
+    )
     assert max(lengths) > 0
 
 
@@ -130,7 +151,9 @@ def _stores(root: Path, numbers: range, forever: bool, began: object) -> None:
 
 def test_one_process_stores_and_another_loads(rig: Rig, shm_root: Path) -> None:
     began = SPAWN.Event()
-    other = SPAWN.Process(target=_stores, args=(shm_root, range(1, 9), False, began))
+    other = SPAWN.Process(
+        target=_stores, args=(shm_root, range(1, 9), False, began)
+    )
     other.start()
     other.join(240)
     assert other.exitcode == 0
@@ -146,8 +169,12 @@ def test_one_process_stores_and_another_loads(rig: Rig, shm_root: Path) -> None:
         shelf.close()
 
 
-def test_a_process_that_is_killed_as_it_stores(rig: Rig, shm_root: Path, seed: int) -> None:
-    """The other process continues and sees right bytes only, and no slot of the dead one stays reserved."""
+def test_a_process_that_is_killed_as_it_stores(
+    rig: Rig, shm_root: Path, seed: int
+) -> None:
+    """The other process continues and sees right bytes only, and no slot of the dead one stays
+    reserved.
+    """
     shelf = Shelf(rig, shm_root, slots=96)
     random = np.random.default_rng(seed)
     try:
@@ -155,7 +182,11 @@ def test_a_process_that_is_killed_as_it_stores(rig: Rig, shm_root: Path, seed: i
         table = list(range(4 * EACH))
         for _ in range(2 if rig.small else 4):
             began = SPAWN.Event()
-            other = SPAWN.Process(target=_stores, args=(shm_root, range(1, 30), True, began), daemon=True)
+            other = SPAWN.Process(
+                target=_stores,
+                args=(shm_root, range(1, 30), True, began),
+                daemon=True,
+            )
             other.start()
             assert began.wait(240)
             until = time.monotonic() + 1.0 + float(random.random())

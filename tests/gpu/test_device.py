@@ -11,7 +11,10 @@ def test_a_gpu_is_here() -> None:
     if why_not():
         pytest.skip(why_not())
     if missing():
-        pytest.fail(f"the tests of the GPU need more than this Python has: {missing()}", pytrace=False)
+        pytest.fail(
+            f"the tests of the GPU need more than this Python has: {missing()}",
+            pytrace=False,
+        )
     if ON_CPU:
         pytest.skip("PAGODA_TEST_GPU_ON_CPU=1: nothing of this is about a GPU")
     import torch

@@ -1,4 +1,6 @@
-"""What waits for what: the producer, the engine's own work, snapshots, layers; and many threads at once."""
+"""What waits for what: the producer, the engine's own work, snapshots, layers; and many threads at
+once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def short(rig: Rig) -> Size:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("name", ["pages", "planes_first", "heads_first"])
-def test_the_producer_is_still_writing(rig: Rig, seed: int, name: str, way: str | None, kind: str) -> None:
+def test_the_producer_is_still_writing(
+    rig: Rig, seed: int, name: str, way: str | None, kind: str
+) -> None:
     """A long queue of work precedes the data when the store is called, on another thread."""
     memory = Memory.of(rig, BY_NAME[name], large(rig), "bfloat16", seed)
     engine = rig.engine(way)
@@ -56,7 +60,9 @@ def memory_table(memory: Memory, engine: CopyEngine):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ALL_WAYS)
-def test_the_engine_still_reads_what_is_overwritten(rig: Rig, seed: int, way: str | None, kind: str) -> None:
+def test_the_engine_still_reads_what_is_overwritten(
+    rig: Rig, seed: int, way: str | None, kind: str
+) -> None:
     memory = Memory.of(rig, BY_NAME["pages"], large(rig), "bfloat16", seed)
     engine = rig.engine(way)
     starts = memory.starts(seed)
@@ -69,7 +75,8 @@ def test_the_engine_still_reads_what_is_overwritten(rig: Rig, seed: int, way: st
     with ThreadPoolExecutor(1) as thread:
         thread.submit(memory.kv(engine).from_slots, starts, slots).result(60)
     after = torch.zeros_like(seen)
-    rig.launch(lambda: after.copy_(memory.flat))  # what is launched after the call sees all of it
+    # what is launched after the call sees all of it
+    rig.launch(lambda: after.copy_(memory.flat))
     rig.finish()
     assert torch.equal(seen, before)
     assert torch.equal(after, want)
@@ -78,12 +85,19 @@ def test_the_engine_still_reads_what_is_overwritten(rig: Rig, seed: int, way: st
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
     """A loop of matrix products runs all the time, and each result is right."""
-    memory = Memory.of(rig, BY_NAME["pages_in_blocks"], large(rig), "bfloat16", seed)
-    other = Memory.of(rig, BY_NAME["planes_first"], large(rig), "bfloat16", seed + 1)
+    memory = Memory.of(
+        rig, BY_NAME["pages_in_blocks"], large(rig), "bfloat16", seed
+    )
+    other = Memory.of(
+        rig, BY_NAME["planes_first"], large(rig), "bfloat16", seed + 1
+    )
     engine = rig.engine(way)
     stop = threading.Event()
     side = 64 if rig.small else 4096
-    a, b = (torch.randn((side, side), device=rig.device).to(torch.bfloat16) for _ in range(2))
+    a, b = (
+        torch.randn((side, side), device=rig.device).to(torch.bfloat16)
+        for _ in range(2)
+    )
     want = a @ b
     kv = other.kv(engine)
     store = memory.kv(engine)
@@ -95,12 +109,17 @@ def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
             slots = rig.slots(memory.layout, len(starts), "mixed")
             store.to_slots(starts, slots)
             for start, slot in zip(starts, slots, strict=True):
-                assert np.array_equal(slot[: memory.layout.chunk_bytes], chunks[start])
+                assert np.array_equal(
+                    slot[: memory.layout.chunk_bytes], chunks[start]
+                )
             kv.from_slots(starts, slots)
             rounds += 1
         return rounds
 
-    chunks = {start: memory.chunk(start).view(torch.uint8).cpu().numpy() for start in memory.starts(0)}
+    chunks = {
+        start: memory.chunk(start).view(torch.uint8).cpu().numpy()
+        for start in memory.starts(0)
+    }
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(transfers)
         wrong = torch.zeros((), dtype=torch.int64, device=rig.device)
@@ -113,13 +132,20 @@ def test_beside_a_compute_stream(rig: Rig, seed: int, way: str | None) -> None:
 
 
 def test_sources_that_are_let_go_of(rig: Rig, seed: int) -> None:
-    """Tensors whose owner has dropped them, while the allocator gives the memory to code that writes it at once."""
+    """Tensors whose owner has dropped them, while the allocator gives the memory to code that
+    writes it at once.
+    """
     random = np.random.default_rng(seed)
     engine = rig.engine()
     rounds = 4 if rig.small else 60
     size = TINY if rig.small else SHORT
 
-    def stored(memory_kv, starts: list[int], slots: list[np.ndarray], want: list[np.ndarray]) -> None:
+    def stored(
+        memory_kv,
+        starts: list[int],
+        slots: list[np.ndarray],
+        want: list[np.ndarray],
+    ) -> None:
         memory_kv.to_slots(starts, slots)
         for slot, own in zip(slots, want, strict=True):
             assert np.array_equal(slot[: own.size], own)
@@ -127,16 +153,34 @@ def test_sources_that_are_let_go_of(rig: Rig, seed: int) -> None:
     with ThreadPoolExecutor(4) as threads:
         for _ in range(rounds):
             running = []
-            rooms = rig.slots(BY_NAME["pages"].layout(size, "bfloat16"), 4 * size.chunks, "mixed")
+            rooms = rig.slots(
+                BY_NAME["pages"].layout(size, "bfloat16"),
+                4 * size.chunks,
+                "mixed",
+            )
             for number in range(4):
-                memory = Memory.of(rig, BY_NAME["pages"], size, "bfloat16", int(random.integers(2**31)))
+                memory = Memory.of(
+                    rig,
+                    BY_NAME["pages"],
+                    size,
+                    "bfloat16",
+                    int(random.integers(2**31)),
+                )
                 starts = memory.starts(number)
-                want = [memory.chunk(start).view(torch.uint8).cpu().numpy() for start in starts]
+                want = [
+                    memory.chunk(start).view(torch.uint8).cpu().numpy()
+                    for start in starts
+                ]
                 slots = rooms[number * size.chunks : (number + 1) * size.chunks]
-                running.append(threads.submit(stored, memory.kv(engine), starts, slots, want))
+                running.append(
+                    threads.submit(stored, memory.kv(engine), starts, slots, want)
+                )
                 del memory  # only the transfer has it now
             junk = [
-                torch.full((1 << 20,), number, dtype=torch.uint8, device=rig.device) for number in range(16)
+                torch.full(
+                    (1 << 20,), number, dtype=torch.uint8, device=rig.device
+                )
+                for number in range(16)
             ]
             del junk
             for one in running:
@@ -144,9 +188,16 @@ def test_sources_that_are_let_go_of(rig: Rig, seed: int) -> None:
 
 
 def test_snapshots_that_nobody_wants(rig: Rig, seed: int) -> None:
-    """A snapshot, its transfer and its tensors are dropped before the device reached it: nothing else is written."""
+    """A snapshot, its transfer and its tensors are dropped before the device reached it: nothing
+    else is written.
+    """
     size = short(rig)
-    bystander = torch.full((1 << (12 if rig.small else 26),), 77, dtype=torch.uint8, device=rig.device)
+    bystander = torch.full(
+        (1 << (12 if rig.small else 26),),
+        77,
+        dtype=torch.uint8,
+        device=rig.device,
+    )
     engine = rig.engine()
     for number in range(3 if rig.small else 20):
         memory = Memory.of(rig, BY_NAME["pages"], size, "bfloat16", seed + number)
@@ -154,7 +205,10 @@ def test_snapshots_that_nobody_wants(rig: Rig, seed: int) -> None:
         rig.busy()
         kv.snapshot(memory.starts(0))  # type: ignore[attr-defined]
         del kv, memory
-        junk = [torch.full((4096,), number, dtype=torch.int64, device=rig.device) for _ in range(64)]
+        junk = [
+            torch.full((4096,), number, dtype=torch.int64, device=rig.device)
+            for _ in range(64)
+        ]
     rig.finish()
     del junk
     assert bool((bystander == 77).all())
@@ -162,8 +216,12 @@ def test_snapshots_that_nobody_wants(rig: Rig, seed: int) -> None:
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_snapshot_is_what_was_there(rig: Rig, seed: int, way: str | None, kind: str) -> None:
-    """The engine overwrites the blocks at once, in the same stream; the bytes leave the device later."""
+def test_a_snapshot_is_what_was_there(
+    rig: Rig, seed: int, way: str | None, kind: str
+) -> None:
+    """The engine overwrites the blocks at once, in the same stream; the bytes leave the device
+    later.
+    """
     memory = Memory.of(rig, BY_NAME["pages"], large(rig), "bfloat16", seed)
     engine = rig.engine(way)
     starts = memory.starts(seed)
@@ -188,7 +246,9 @@ def test_a_snapshot_is_what_was_there(rig: Rig, seed: int, way: str | None, kind
 
 
 def test_many_threads_with_one_engine(rig: Rig, seed: int) -> None:
-    """Each has separate blocks and slots in the same pools; there are more of them than may run at once."""
+    """Each has separate blocks and slots in the same pools; there are more of them than may run at
+    once.
+    """
     size = short(rig)._replace(chunks=8, spare=3)
     memory = Memory.of(rig, BY_NAME["pages_in_blocks"], size, "bfloat16", seed)
     engine = rig.engine()
@@ -197,7 +257,8 @@ def test_many_threads_with_one_engine(rig: Rig, seed: int) -> None:
     shared = memory.kv(engine)
     assert isinstance(shared, DevicePagesKV)
     chunks = [
-        memory.chunk(number * size.chunk).view(torch.uint8).cpu().numpy() for number in range(size.chunks)
+        memory.chunk(number * size.chunk).view(torch.uint8).cpu().numpy()
+        for number in range(size.chunks)
     ]
 
     def back_and_forth(number: int) -> None:
@@ -223,11 +284,15 @@ def test_many_threads_with_one_engine(rig: Rig, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ALL_WAYS)
-@pytest.mark.parametrize("name", ["heads_first", "tokens_first", "pages", "pages_in_blocks"])
+@pytest.mark.parametrize(
+    "name", ["heads_first", "tokens_first", "pages", "pages_in_blocks"]
+)
 def test_a_layer_can_be_used_when_it_was_waited_for(
     rig: Rig, seed: int, name: str, way: str | None, kind: str
 ) -> None:
-    """This thread's stream computes on each layer at once, while the load is on its way on another thread."""
+    """This thread's stream computes on each layer at once, while the load is on its way on another
+    thread.
+    """
     size = large(rig)
     memory = Memory.of(rig, BY_NAME[name], size, "bfloat16", seed)
     engine = rig.engine(way, staging_bytes=2048 if rig.small else 16 << 20)
@@ -254,7 +319,9 @@ def test_a_layer_can_be_used_when_it_was_waited_for(
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_while_a_graph_is_captured(rig: Rig, seed: int, way: str | None) -> None:
-    """Another thread's transfers, the first of them with all that is made at first, spoil no capture."""
+    """Another thread's transfers, the first of them with all that is made at first, spoil no
+    capture.
+    """
     if rig.small:
         pytest.skip("there are no graphs on a CPU")
     memory = Memory.of(rig, BY_NAME["pages"], short(rig), "bfloat16", seed)
@@ -264,7 +331,10 @@ def test_while_a_graph_is_captured(rig: Rig, seed: int, way: str | None) -> None
     x = torch.arange(1 << 20, dtype=torch.int32, device=rig.device)
     captured = threading.Event()
     running = threading.Event()
-    want = {start: memory.chunk(start).view(torch.uint8).cpu().numpy() for start in starts}
+    want = {
+        start: memory.chunk(start).view(torch.uint8).cpu().numpy()
+        for start in starts
+    }
 
     def transfers() -> int:
         rounds = 0
@@ -288,6 +358,10 @@ def test_while_a_graph_is_captured(rig: Rig, seed: int, way: str | None) -> None
         assert done.result(60) >= 1
     graph.replay()
     rig.finish()
-    assert torch.equal(x, torch.arange(1 << 20, dtype=torch.int32, device=rig.device) + sum(range(50)))
+    assert torch.equal(
+        x,
+        torch.arange(1 << 20, dtype=torch.int32, device=rig.device)
+        + sum(range(50)),
+    )
     for start, slot in zip(starts, slots, strict=True):
         assert np.array_equal(slot[: memory.layout.chunk_bytes], want[start])

@@ -1,4 +1,6 @@
-"""Slabs registered with the real driver; its stub elsewhere (tests/slab/libcuda_stub.c) is only strict."""
+"""Slabs registered with the real driver; its stub elsewhere (tests/slab/libcuda_stub.c) is only
+strict.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.gpu.ready import ON_CPU
 SLOT = 3 << 20
 PIECE = 8 << 20  # two slots a piece
 
-pytestmark = pytest.mark.skipif(ON_CPU, reason="PAGODA_TEST_GPU_ON_CPU=1: there is no driver")
+pytestmark = pytest.mark.skipif(
+    ON_CPU, reason="PAGODA_TEST_GPU_ON_CPU=1: there is no driver"
+)
 
 
 @pytest.fixture
@@ -32,7 +36,10 @@ def driver() -> Driver:
 
 @pytest.fixture(params=["shared", "private"])
 def slab(
-    request: pytest.FixtureRequest, shm_root: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    shm_root: Path,
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[MemorySlab]:
     """Nine slots of random bytes, all registered."""
     monkeypatch.setattr(pinned, "PIECE_BYTES", PIECE)
@@ -40,7 +47,9 @@ def slab(
     if path is not None:
         path.write_bytes(bytes(9 * SLOT))
     slab = MemorySlab(path, 9, SLOT)
-    slab.array[:] = np.random.default_rng().integers(0, 256, slab.array.shape, np.uint8)
+    slab.array[:] = np.random.default_rng().integers(
+        0, 256, slab.array.shape, np.uint8
+    )
     held = slab.pin(torch.cuda.current_device(), driver=driver)
     assert held is not None
     assert held.wait(60)
@@ -71,18 +80,26 @@ def test_every_slot_goes_there_and_back(slab: MemorySlab, driver: Driver) -> Non
         assert (view == fresh).all()
 
 
-def test_a_copy_over_the_border_of_two_pieces(slab: MemorySlab, driver: Driver) -> None:
-    """Slots are never placed like this. `device_address` promises it for pieces contiguous in both memories."""
+def test_a_copy_over_the_border_of_two_pieces(
+    slab: MemorySlab, driver: Driver
+) -> None:
+    """Slots are never placed like this. `device_address` promises it for pieces contiguous in both
+    memories.
+    """
     device = torch.zeros(SLOT, dtype=torch.uint8, device="cuda")
     begin = 2 * SLOT - SLOT // 2
     place = device_address(slab.array.ctypes.data + begin, SLOT)
     if place is None:
         pytest.skip("the device sees the pieces apart")
     copied(driver, device.data_ptr(), place, SLOT)
-    assert (device.cpu().numpy() == slab.array.reshape(-1)[begin : begin + SLOT]).all()
+    assert (
+        device.cpu().numpy() == slab.array.reshape(-1)[begin : begin + SLOT]
+    ).all()
 
 
-def test_a_refusal_leaves_no_error_for_torch(slab: MemorySlab, driver: Driver) -> None:
+def test_a_refusal_leaves_no_error_for_torch(
+    slab: MemorySlab, driver: Driver
+) -> None:
     with pytest.raises(DriverError) as caught:
         driver.register(slab.array.ctypes.data, SLOT)
     assert caught.value.code == 712  # CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
@@ -90,13 +107,17 @@ def test_a_refusal_leaves_no_error_for_torch(slab: MemorySlab, driver: Driver) -
     assert int(torch.ones(1000, device="cuda").sum()) == 1000
 
 
-def test_what_is_closed_can_be_registered_again(slab: MemorySlab, driver: Driver) -> None:
+def test_what_is_closed_can_be_registered_again(
+    slab: MemorySlab, driver: Driver
+) -> None:
     array = slab.array
     with copying():
         assert device_address(array.ctypes.data, SLOT) is not None
     slab.close(30)
     assert device_address(array.ctypes.data, 1) is None
-    again = pinned.pin(array, torch.cuda.current_device(), driver=driver, background=False)
+    again = pinned.pin(
+        array, torch.cuda.current_device(), driver=driver, background=False
+    )
     assert again is not None
     assert again.nbytes == array.nbytes
     assert again.close(30)

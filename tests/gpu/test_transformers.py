@@ -1,4 +1,6 @@
-"""Transformers models on a GPU: the same text as without a cache, from the host layer by layer and from the disk."""
+"""Transformers models on a GPU: the same text as without a cache, from the host layer by layer and
+from the disk.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,18 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch cannot be imported")
-pytest.importorskip("transformers", reason="transformers cannot be imported: pip install transformers")
+pytest.importorskip(
+    "transformers",
+    reason="transformers cannot be imported: pip install transformers",
+)
 
 from pagoda.connectors.transformers import CachedModel  # noqa: E402
 from pagoda.connectors.transformers.layerwise import LayerLoads  # noqa: E402
 from tests.e2e.tiny import deepseek, generated, llama, prompt, qwen  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="torch sees no CUDA device"
+)
 
 DEVICE = "cuda"
 CHUNK = 16
@@ -66,7 +73,9 @@ def opened(shm_root: Path, tmp_path: Path):
 
 def text(cached: CachedModel, ids=IDS, **kwargs) -> list[list[int]]:
     options = {"max_new_tokens": NEW, "do_sample": False, **kwargs}
-    return cached.generate(ids.to(cached.model.device), **options)[:, ids.shape[1] :].tolist()
+    return cached.generate(ids.to(cached.model.device), **options)[
+        :, ids.shape[1] :
+    ].tolist()
 
 
 def plain(model, ids=IDS) -> list[list[int]]:
@@ -74,7 +83,9 @@ def plain(model, ids=IDS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("build", [llama, qwen, deepseek])
-def test_the_same_text_from_everywhere(build: Callable, opened, shm_root: Path) -> None:
+def test_the_same_text_from_everywhere(
+    build: Callable, opened, shm_root: Path
+) -> None:
     model = build().to(DEVICE)
     want = plain(model)
     cached = opened(model)
@@ -90,7 +101,10 @@ def test_the_same_text_from_everywhere(build: Callable, opened, shm_root: Path) 
     cached = opened(model, host_path=str(shm_root / "another"))
     for tier, begun in (("disk", 0), ("host", 1)):
         assert text(cached) == want
-        assert (cached.last.hit.by_tier, cached._loads.begun) == ({tier: WHOLE}, begun)
+        assert (cached.last.hit.by_tier, cached._loads.begun) == (
+            {tier: WHOLE},
+            begun,
+        )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -105,14 +119,19 @@ def test_kv_comes_back_bit_by_bit(dtype: str, opened) -> None:
     for got, want in zip(found.layers, computed.layers, strict=True):
         for a, b in ((got.keys, want.keys), (got.values, want.values)):
             assert a.device == b.device
-            assert torch.equal(a.view(torch.int16), b[:, :, :WHOLE].view(torch.int16))
+            assert torch.equal(
+                a.view(torch.int16), b[:, :, :WHOLE].view(torch.int16)
+            )
 
 
 def test_chunks_that_go_before_or_during_a_load(opened) -> None:
     model = llama().to(DEVICE)
     cached = opened(model)
     want = plain(model)
-    for rob in (cached.cache.clear, lambda: threading.Timer(0.0, cached.cache.clear).start()):
+    for rob in (
+        cached.cache.clear,
+        lambda: threading.Timer(0.0, cached.cache.clear).start(),
+    ):
         for _ in range(5):
             text(cached)
             cached._loads = Counted(rob)
@@ -127,7 +146,8 @@ def test_a_model_that_moves_is_followed(opened) -> None:
     assert text(cached) == want
     model.to(DEVICE)
     assert text(cached) == plain(model)
-    assert (cached.last.columns, cached._loads.begun) == (WHOLE, 1)  # its weights are the same
+    # its weights are the same
+    assert (cached.last.columns, cached._loads.begun) == (WHOLE, 1)
     model.to("cpu")
     assert text(cached) == want
     assert (cached.last.columns, cached._loads.begun) == (WHOLE, 1)
@@ -153,7 +173,8 @@ def test_threads_and_streams(opened) -> None:
 
 def test_computing_is_measured(opened) -> None:
     cached = opened(llama().to(DEVICE))
-    for seed in range(3):  # what one call measured is read at the latest by the next but one
+    # what one call measured is read at the latest by the next but one
+    for seed in range(3):
         text(cached, prompt(200, seed))
         torch.cuda.synchronize()
     assert cached.cache.stats()["rates"]["prefill_tokens_per_second"] > 0

@@ -1,4 +1,6 @@
-"""A process that has no Triton: `python -m tests.gpu.without_triton SEED`. KV crosses run by run, and is right."""
+"""A process that has no Triton: `python -m tests.gpu.without_triton SEED`. KV crosses run by run,
+and is right.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,18 @@ def main() -> None:
         size = TINY if rig.small else SHORT
         for form in FORMS:
             for kind in KINDS:
-                check_store(Memory.of(rig, form, size, "bfloat16", seed), engine, kind, seed)
-                check_load(Memory.of(rig, form, size, "bfloat16", seed + 1), engine, kind, seed)
+                check_store(
+                    Memory.of(rig, form, size, "bfloat16", seed),
+                    engine,
+                    kind,
+                    seed,
+                )
+                check_load(
+                    Memory.of(rig, form, size, "bfloat16", seed + 1),
+                    engine,
+                    kind,
+                    seed,
+                )
             rig.check()
         memory = Memory.of(rig, FORMS[6], size, "bfloat16", seed)
         kv = memory.kv(engine)

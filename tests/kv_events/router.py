@@ -18,8 +18,11 @@ class Router:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
         self._socket.subscribe(topic)
-        self.held: dict[str, set[int]] = {medium: set() for medium in MEDIA.values()}
-        self.tokens: dict[int, tuple[int, ...]] = {}  # by hash: all of a prompt up to the end of the block
+        self.held: dict[str, set[int]] = {
+            medium: set() for medium in MEDIA.values()
+        }
+        # by hash: all of a prompt up to the end of the block
+        self.tokens: dict[int, tuple[int, ...]] = {}
         self.adapters: dict[int, str | None] = {}
         self.events: list[dict[str, object]] = []
         self.numbers: list[int] = []
@@ -65,7 +68,14 @@ class Router:
         self.hear()
         held = {self.tokens[name] for name in self.held[medium]}
         ends = range(CHUNK, len(tokens) + 1, CHUNK)
-        return next((n for n, end in enumerate(ends) if tuple(tokens[:end].tolist()) not in held), len(ends))
+        return next(
+            (
+                n
+                for n, end in enumerate(ends)
+                if tuple(tokens[:end].tolist()) not in held
+            ),
+            len(ends),
+        )
 
     def close(self) -> None:
         self._socket.close()

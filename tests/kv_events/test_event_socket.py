@@ -1,4 +1,6 @@
-"""The socket of the publisher: what it takes from routers, and what strangers cost the engine's process."""
+"""The socket of the publisher: what it takes from routers, and what strangers cost the engine's
+process.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def events() -> Iterator[EventSocket]:
 
 
 @contextlib.contextmanager
-def router(events: EventSocket, topic: bytes = b"", **options: int) -> Iterator[zmq.Socket[bytes]]:
+def router(
+    events: EventSocket, topic: bytes = b"", **options: int
+) -> Iterator[zmq.Socket[bytes]]:
     """Run a router that has subscribed, with a library that we did not write."""
     with zmq.Context.instance().socket(zmq.SUB) as made:
         made.setsockopt(zmq.LINGER, 0)
@@ -60,7 +64,11 @@ def files() -> int:
 
 def resident() -> int:
     text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmRSS"))
+    return next(
+        int(line.split()[1]) << 10
+        for line in text.splitlines()
+        if line.startswith("VmRSS")
+    )
 
 
 def test_a_router_gets_what_it_has_subscribed_to(events: EventSocket) -> None:
@@ -69,7 +77,9 @@ def test_a_router_gets_what_it_has_subscribed_to(events: EventSocket) -> None:
         for body in bodies:
             events.send([TOPIC, body])
         for each in (one, same):
-            assert [each.recv_multipart() for _ in bodies] == [[TOPIC, body] for body in bodies]
+            assert [each.recv_multipart() for _ in bodies] == [
+                [TOPIC, body] for body in bodies
+            ]
         same.unsubscribe(TOPIC)
         time.sleep(0.2)
         events.send([TOPIC, b"later"])
@@ -94,7 +104,9 @@ def test_subscriptions_to_other_topics_are_not_kept(events: EventSocket) -> None
         assert client.prefixes == {len(TOPIC)}
 
 
-def test_a_router_that_checks_the_connection_is_answered(events: EventSocket) -> None:
+def test_a_router_that_checks_the_connection_is_answered(
+    events: EventSocket,
+) -> None:
     beat = {"HEARTBEAT_IVL": 50, "HEARTBEAT_TIMEOUT": 200, "HEARTBEAT_TTL": 1000}
     with router(events, **beat) as made:
         time.sleep(1.0)
@@ -104,7 +116,14 @@ def test_a_router_that_checks_the_connection_is_answered(events: EventSocket) ->
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["ipc://{}/events", "ipc://@pagoda-test-{}", "tcp://lo:*", "tcp://[::1]:*", "tcp://*:*"]
+    "endpoint",
+    [
+        "ipc://{}/events",
+        "ipc://@pagoda-test-{}",
+        "tcp://lo:*",
+        "tcp://[::1]:*",
+        "tcp://*:*",
+    ],
 )
 def test_it_listens_where_it_is_told(endpoint: str, tmp_path: Path) -> None:
     where = endpoint.format(tmp_path if "@" not in endpoint else os.getpid())
@@ -134,8 +153,10 @@ def test_it_listens_where_it_is_told(endpoint: str, tmp_path: Path) -> None:
         GREETING + READY + b"\x02" + (4 << 20).to_bytes(8, "big") + b"\x01",
         GREETING + READY + b"\x00\x01\x01" * 1000,
     ],
-)  # fmt: skip
-def test_who_does_not_keep_to_the_protocol_is_disconnected(events: EventSocket, sent: bytes) -> None:
+)
+def test_who_does_not_keep_to_the_protocol_is_disconnected(
+    events: EventSocket, sent: bytes
+) -> None:
     with stranger(events) as sock:
         sock.sendall(sent)
         assert is_closed(sock)
@@ -149,7 +170,12 @@ def test_a_long_subscription_costs_no_memory(events: EventSocket) -> None:
             sock = stack.enter_context(stranger(events))
             with contextlib.suppress(ConnectionError):
                 sock.sendall(
-                    GREETING + READY + b"\x02" + (4 << 20).to_bytes(8, "big") + b"\x01" + b"a" * (4 << 20)
+                    GREETING
+                    + READY
+                    + b"\x02"
+                    + (4 << 20).to_bytes(8, "big")
+                    + b"\x01"
+                    + b"a" * (4 << 20)
                 )
         with router(events):
             assert resident() - before < 20 << 20  # some of it is this test's
@@ -180,7 +206,9 @@ def test_who_does_not_end_his_handshake_is_disconnected(
         assert len(events._clients) == 1
 
 
-def test_all_who_read_nothing_cost_together_what_one_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_who_read_nothing_cost_together_what_one_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(event_socket, "MOST_BEHIND_BYTES", 4 << 20)
     events = EventSocket("tcp://127.0.0.1:*", topic=TOPIC)
     message = b"x" * (256 << 10)

@@ -1,4 +1,6 @@
-"""`Cache.publish_events` over real sockets and tiers: what routers believe is what the ledgers hold."""
+"""`Cache.publish_events` over real sockets and tiers: what routers believe is what the ledgers
+hold.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ from pagoda.kv_events.publisher import EventPublisher
 from pagoda.ledger import admin
 from testbed.servers import free_port
 from tests.cache import kit
-from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, SPAWN, cache_at, prompt, stored, wait_until
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    SPAWN,
+    cache_at,
+    prompt,
+    stored,
+    wait_until,
+)
 from tests.kv_events.router import MEDIA, Router
 
 ANY = "tcp://127.0.0.1:*"
@@ -40,12 +51,17 @@ def cache(shm_root: Path) -> Iterator[Cache]:
 def views(cache: Cache) -> dict[str, set[int]]:
     """Return what the ledgers hold, as events name it."""
     return {
-        MEDIA[tier]: {int.from_bytes(row.key[-8:], "big") for row in admin.list_chunks(ledger)}
+        MEDIA[tier]: {
+            int.from_bytes(row.key[-8:], "big")
+            for row in admin.list_chunks(ledger)
+        }
         for tier, ledger in cache._tiers.ledgers()
     }
 
 
-def test_what_is_stored_and_cleared_is_told(shm_root: Path, tmp_path: Path) -> None:
+def test_what_is_stored_and_cleared_is_told(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(5.5)
     with cache_at(shm_root, tmp_path) as cache:
         router = Router(cache.publish_events(ANY, topic="kv"), "kv")
@@ -54,7 +70,13 @@ def test_what_is_stored_and_cleared_is_told(shm_root: Path, tmp_path: Path) -> N
             wait_until(lambda medium=medium: router.believes(tokens, medium) == 5)  # type: ignore[misc]
         assert views(cache) == router.held
         cache.clear()
-        wait_until(lambda: router.believes(tokens, "CPU") == router.believes(tokens, "STORAGE") == 0)
+        wait_until(
+            lambda: (
+                router.believes(tokens, "CPU")
+                == router.believes(tokens, "STORAGE")
+                == 0
+            )
+        )
         assert router.numbers == sorted(set(router.numbers))
         router.close()
 
@@ -69,19 +91,33 @@ def test_who_comes_later_and_a_restarted_engine_tell_all_that_is_there(
         stored(cache, first)
         wait_until(lambda: early.believes(first, "STORAGE") == 5)
         late = Router(cache._resources.events.endpoint)  # type: ignore[union-attr]
-        wait_until(lambda: late.believes(first, "CPU") == late.believes(first, "STORAGE") == 5)
+        wait_until(
+            lambda: (
+                late.believes(first, "CPU")
+                == late.believes(first, "STORAGE")
+                == 5
+            )
+        )
         told = max(early.numbers)
         early.close(), late.close()
     with cache_at(shm_root, tmp_path) as cache:
         router = Router(cache.publish_events(ANY))
-        wait_until(lambda: router.believes(first, "CPU") == router.believes(first, "STORAGE") == 5)
+        wait_until(
+            lambda: (
+                router.believes(first, "CPU")
+                == router.believes(first, "STORAGE")
+                == 5
+            )
+        )
         stored(cache, second)
         wait_until(lambda: router.believes(second, "CPU") == 3)
         assert min(router.numbers) > told
         router.close()
 
 
-def test_chunks_of_other_processes_are_told_once_a_request_has_found_them(shm_root: Path) -> None:
+def test_chunks_of_other_processes_are_told_once_a_request_has_found_them(
+    shm_root: Path,
+) -> None:
     tokens = prompt(4)
     with cache_at(shm_root, None) as cache, cache_at(shm_root, None) as other:
         router = Router(cache.publish_events(ANY))
@@ -98,7 +134,9 @@ def live(host: Path, disk: Path, seed: int) -> None:
     random = Random(seed)
     with cache_at(host, disk) as cache:
         for _ in range(60):
-            tokens = prompt(24, random.randrange(12))[: random.randrange(1, 25) * CHUNK]
+            tokens = prompt(24, random.randrange(12))[
+                : random.randrange(1, 25) * CHUNK
+            ]
             cache.store(tokens, kit.kv_of(tokens).transfer)
             if random.random() < 0.05:
                 cache.clear()
@@ -112,7 +150,10 @@ def test_after_random_stores_evictions_and_clears_the_router_has_the_ledgers_vie
     random = Random(7)
     with cache_at(shm_root, tmp_path) as cache:
         router = Router(cache.publish_events(ANY))
-        others = [SPAWN.Process(target=live, args=(shm_root, tmp_path, seed)) for seed in range(2)]
+        others = [
+            SPAWN.Process(target=live, args=(shm_root, tmp_path, seed))
+            for seed in range(2)
+        ]
         for other in others:
             other.start()
         while any(other.is_alive() for other in others):
@@ -123,7 +164,8 @@ def test_after_random_stores_evictions_and_clears_the_router_has_the_ledgers_vie
             router.hear()
         assert [other.exitcode for other in others] == [0, 0]
         cache.flush(60)
-        for seed in range(12):  # of what others stored, routers hear when it is found
+        # of what others stored, routers hear when it is found
+        for seed in range(12):
             cache.lookup(prompt(24, seed))
             cache.lookup(prompt(24, seed), tiers=["disk"])
 
@@ -136,7 +178,9 @@ def test_after_random_stores_evictions_and_clears_the_router_has_the_ledgers_vie
         router.close()
 
 
-def test_of_a_tenant_no_tokens_are_told_and_of_an_adapter_its_name(cache: Cache) -> None:
+def test_of_a_tenant_no_tokens_are_told_and_of_an_adapter_its_name(
+    cache: Cache,
+) -> None:
     tokens = prompt(3)
     router = Router(cache.publish_events(ANY))
     for options in ({"salt": "a tenant"}, {"lora": "an adapter"}):
@@ -147,13 +191,18 @@ def test_of_a_tenant_no_tokens_are_told_and_of_an_adapter_its_name(cache: Cache)
         (False, None),
         (True, "an adapter"),
     }
-    notes = b"".join(path.read_bytes() for path in cache._tiers.ledgers()[0][1].directory.glob("notes*"))
+    notes = b"".join(
+        path.read_bytes()
+        for path in cache._tiers.ledgers()[0][1].directory.glob("notes*")
+    )
     assert tokens[:CHUNK].tobytes() in notes
     assert b"a tenant" not in notes
     router.close()
 
 
-def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(shm_root: Path, tmp_path: Path) -> None:
+def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(3, 1)
     tenant = prompt(3, 2)
     with cache_at(shm_root, tmp_path) as cache:
@@ -163,10 +212,16 @@ def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(shm_root: P
 
         def kept() -> list[int]:
             """Of which chunks of both prompts the tokens are beside each tier."""
-            files = [ledger.directory / "notes" for _, ledger in cache._tiers.ledgers()]
-            notes = [file.read_bytes() if file.exists() else b"" for file in files]
+            files = [
+                ledger.directory / "notes" for _, ledger in cache._tiers.ledgers()
+            ]
+            notes = [
+                file.read_bytes() if file.exists() else b"" for file in files
+            ]
             chunks = [
-                one[at : at + CHUNK].tobytes() for one in (tokens, tenant) for at in (0, CHUNK, 2 * CHUNK)
+                one[at : at + CHUNK].tobytes()
+                for one in (tokens, tenant)
+                for at in (0, CHUNK, 2 * CHUNK)
             ]
             return [sum(chunk in each for each in notes) for chunk in chunks]
 
@@ -174,7 +229,13 @@ def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(shm_root: P
         for _, ledger in cache._tiers.ledgers():
             assert admin.remove(ledger, [cache.keys(tokens)[2][-1]]) == 1
         assert kept() == [2, 2, 0, 2, 2, 2]
-        wait_until(lambda: router.believes(tokens, "CPU") == router.believes(tokens, "STORAGE") == 2)
+        wait_until(
+            lambda: (
+                router.believes(tokens, "CPU")
+                == router.believes(tokens, "STORAGE")
+                == 2
+            )
+        )
         cache.clear()
         assert kept() == [0, 0, 0, 2, 2, 2]
         cache.clear(everything=True)
@@ -183,10 +244,14 @@ def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(shm_root: P
 
 
 def test_each_event_names_the_chunk_before_its_first_one(shm_root: Path) -> None:
-    """The first chunk has none; one in the middle names it although another event told it, or it was evicted."""
+    """The first chunk has none; one in the middle names it although another event told it, or it
+    was evicted.
+    """
     tokens = prompt(6)
     with cache_at(shm_root, None) as cache:
-        names = [int.from_bytes(key[-8:], "big") for key in kit.keys_of(cache, tokens)]
+        names = [
+            int.from_bytes(key[-8:], "big") for key in kit.keys_of(cache, tokens)
+        ]
         router = Router(cache.publish_events(ANY))
         stored(cache, tokens[: 2 * CHUNK])
         wait_until(lambda: router.believes(tokens, "CPU") == 2)
@@ -195,7 +260,10 @@ def test_each_event_names_the_chunk_before_its_first_one(shm_root: Path) -> None
         before = dict(zip(names, [None, *names], strict=False))
         assert parents(router).items() <= before.items()
         ((_, ledger),) = cache._tiers.ledgers()
-        assert admin.remove(ledger, [kit.keys_of(cache, tokens)[n] for n in (0, 3)]) == 2
+        assert (
+            admin.remove(ledger, [kit.keys_of(cache, tokens)[n] for n in (0, 3)])
+            == 2
+        )
         router.close()
     with cache_at(shm_root, None) as cache:  # what it knows is beside the chunks
         router = Router(cache.publish_events(ANY))
@@ -207,13 +275,17 @@ def test_each_event_names_the_chunk_before_its_first_one(shm_root: Path) -> None
 def parents(router: Router) -> dict[object, object]:
     """Return what the events said that is before the first block of each."""
     told = (event for event in router.events if event["type"] == "BlockStored")
-    return {event["block_hashes"][0]: event["parent_block_hash"] for event in told}  # type: ignore[index]
+    return {
+        event["block_hashes"][0]: event["parent_block_hash"] for event in told
+    }  # type: ignore[index]
 
 
 def test_a_prompt_with_an_image_is_not_told(cache: Cache) -> None:
     tokens = prompt(3)
     router = Router(cache.publish_events(ANY))
-    stored(cache, tokens, items=[Item(start=CHUNK, stop=CHUNK + 4, digest=b"i" * 32)])
+    stored(
+        cache, tokens, items=[Item(start=CHUNK, stop=CHUNK + 4, digest=b"i" * 32)]
+    )
     other = prompt(2, 5)
     stored(cache, other)
     wait_until(lambda: router.believes(other, "CPU") == 2)
@@ -259,16 +331,24 @@ def test_weights_that_another_process_has_changed_take_all_back_without_a_reques
 
 
 @pytest.mark.slow
-def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(shm_root: Path) -> None:
-    """A process whose store was replaced leaves it within a second or so: then nothing of it hits."""
+def test_a_store_that_was_replaced_under_the_cache_is_credited_as_it_hits(
+    shm_root: Path,
+) -> None:
+    """A process whose store was replaced leaves it within a second or so: then nothing of it
+    hits.
+    """
     tokens = prompt(3)
     with cache_at(shm_root, None) as cache:
         router = Router(cache.publish_events(ANY))
         stored(cache, tokens)
         wait_until(lambda: router.believes(tokens, "CPU") == 3)
         ledger = cache._tiers.ledgers()[0][1]
-        found = ledger.match_prefix([key for *_, key in cache.keys(tokens)], touch=False)
-        assert ledger.is_ready(found.slots, found.generations).tolist() == [True] * 3
+        found = ledger.match_prefix(
+            [key for *_, key in cache.keys(tokens)], touch=False
+        )
+        assert (
+            ledger.is_ready(found.slots, found.generations).tolist() == [True] * 3
+        )
         shutil.rmtree(shm_root / "host")
         with SPAWN.Pool(1) as pool:
             pool.apply(other_store, (shm_root, 8))
@@ -284,13 +364,16 @@ def other_store(host: Path, chunks: int) -> None:
         stored(cache, prompt(chunks, 9))
 
 
-def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(cache: Cache) -> None:
+def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(
+    cache: Cache,
+) -> None:
     tokens = prompt(3, 1)
     later = prompt(2, 2)
     router = Router(cache.publish_events(ANY))
     stored(cache, tokens)
     wait_until(lambda: router.believes(tokens, "CPU") == 3)
-    asked = cache._checked(tokens, {})  # by another thread, which goes on after the change
+    # by another thread, which goes on after the change
+    asked = cache._checked(tokens, {})
     cache.weights_changed()
     assert cache._resources.events is not None
     cache._resources.events.heard(asked, None)
@@ -300,8 +383,12 @@ def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(cache:
     router.close()
 
 
-def test_what_is_noted_after_the_weights_changed_is_not_told(cache: Cache) -> None:
-    """Its namespace was found before, on another thread, and the reporting thread has followed the weights since."""
+def test_what_is_noted_after_the_weights_changed_is_not_told(
+    cache: Cache,
+) -> None:
+    """Its namespace was found before, on another thread, and the reporting thread has followed the
+    weights since.
+    """
     tokens = prompt(3, 1)
     later = prompt(2, 2)
     last = prompt(2, 3)
@@ -315,16 +402,25 @@ def test_what_is_noted_after_the_weights_changed_is_not_told(cache: Cache) -> No
     present = events._scope()[0].root
     cache.weights_changed()
     stored(cache, later)
-    wait_until(lambda: router.believes(later, "CPU") == 2 and not router.believes(tokens, "CPU"))
+    wait_until(
+        lambda: (
+            router.believes(later, "CPU") == 2
+            and not router.believes(tokens, "CPU")
+        )
+    )
     keys = [*asked.head, *asked.keys]
-    events._stored.found(partial(_note_of, asked, keys), asked.namespace.root, present, 0, keys)
+    events._stored.found(
+        partial(_note_of, asked, keys), asked.namespace.root, present, 0, keys
+    )
     stored(cache, last)
     wait_until(lambda: router.believes(last, "CPU") == 2)
     assert router.believes(tokens, "CPU") == 0
     router.close()
 
 
-def test_what_cannot_work_is_refused_with_its_remedy(cache: Cache, shm_root: Path) -> None:
+def test_what_cannot_work_is_refused_with_its_remedy(
+    cache: Cache, shm_root: Path
+) -> None:
     endpoint = cache.publish_events(f"tcp://127.0.0.1:{free_port()}")
     with pytest.raises(ValueError, match="already"):
         cache.publish_events(ANY)
@@ -335,7 +431,9 @@ def test_what_cannot_work_is_refused_with_its_remedy(cache: Cache, shm_root: Pat
             with pytest.raises(ConfigError, match="choose another"):
                 other.publish_events(wrong)
         assert other.publish_events(ANY) != endpoint
-    without = Cache(kit.config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[])
+    without = Cache(
+        kit.config_of(None, None), namespace=NAMESPACE, layout=LAYOUT, tiers=[]
+    )
     with without, pytest.raises(ConfigError, match="set host_size"):
         without.publish_events(ANY)
 
@@ -347,8 +445,12 @@ def test_the_port_is_free_once_the_cache_is_closed(shm_root: Path) -> None:
             assert cache.publish_events(endpoint) == endpoint
 
 
-def test_a_cache_that_is_dropped_or_closed_tells_nothing_more(shm_root: Path) -> None:
-    cache = Cache(kit.config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT)
+def test_a_cache_that_is_dropped_or_closed_tells_nothing_more(
+    shm_root: Path,
+) -> None:
+    cache = Cache(
+        kit.config_of(shm_root, None), namespace=NAMESPACE, layout=LAYOUT
+    )
     endpoint = cache.publish_events(ANY)
     del cache
     gc.collect()
@@ -358,7 +460,9 @@ def test_a_cache_that_is_dropped_or_closed_tells_nothing_more(shm_root: Path) ->
         other.publish_events(ANY)
 
 
-def test_a_forked_child_stores_and_leaves_the_telling_to_its_parent(cache: Cache) -> None:
+def test_a_forked_child_stores_and_leaves_the_telling_to_its_parent(
+    cache: Cache,
+) -> None:
     first = prompt(3, 1)
     second = prompt(3, 2)
     router = Router(cache.publish_events(ANY))
@@ -393,7 +497,9 @@ def test_a_router_that_reads_nothing_keeps_nobody_waiting(cache: Cache) -> None:
 def test_a_router_that_reads_nothing_costs_a_bounded_amount_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pagoda.kv_events.event_socket.MOST_BEHIND_BYTES", 16 << 20)
+    monkeypatch.setattr(
+        "pagoda.kv_events.event_socket.MOST_BEHIND_BYTES", 16 << 20
+    )
     message = 1 << 16
     publisher = EventPublisher(ANY)
     with zmq.Context() as context, context.socket(zmq.SUB) as stuck:
@@ -412,12 +518,15 @@ def test_a_router_that_reads_nothing_costs_a_bounded_amount_of_memory(
     publisher.close()
 
 
-def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_all(cache: Cache) -> None:
+def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_all(
+    cache: Cache,
+) -> None:
     tokens = prompt(4, 1)
     other = prompt(4, 2)
     router = Router(cache.publish_events(ANY))
     keys = cache.keys(other)
-    cache.store(None, kit.kv_of(other).transfer, keys=keys)  # nobody says their tokens
+    # nobody says their tokens
+    cache.store(None, kit.kv_of(other).transfer, keys=keys)
     cache.store(tokens, kit.kv_of(tokens).transfer)
     cache.lookup(tokens, start_tokens=2 * CHUNK)
     cache.lookup(tokens, keys=cache.keys(tokens, 2 * CHUNK))
@@ -429,8 +538,12 @@ def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_al
     router.close()
 
 
-def test_a_namespace_with_a_salt_of_its_own_tells_no_tokens(shm_root: Path) -> None:
-    with cache_at(shm_root, None, namespace=Namespace("a-model", salt="theirs")) as cache:
+def test_a_namespace_with_a_salt_of_its_own_tells_no_tokens(
+    shm_root: Path,
+) -> None:
+    with cache_at(
+        shm_root, None, namespace=Namespace("a-model", salt="theirs")
+    ) as cache:
         router = Router(cache.publish_events(ANY))
         stored(cache, np.asarray(prompt(2)))
         wait_until(lambda: router.hear() or len(router.held["CPU"]) == 2)  # type: ignore[func-returns-value]
@@ -438,8 +551,12 @@ def test_a_namespace_with_a_salt_of_its_own_tells_no_tokens(shm_root: Path) -> N
         router.close()
 
 
-def held_after_restart(host: Path, disk: Path, tokens: kit.Prompt) -> tuple[int, int, int, int]:
-    """Return what a router credits a restarted engine with, in both tiers, and what its look-ups find there."""
+def held_after_restart(
+    host: Path, disk: Path, tokens: kit.Prompt
+) -> tuple[int, int, int, int]:
+    """Return what a router credits a restarted engine with, in both tiers, and what its look-ups
+    find there.
+    """
     with cache_at(host, disk) as cache:
         found_on_host = cache.lookup(tokens, tiers=["host"]).num_tokens // CHUNK
         found_on_disk = cache.lookup(tokens, tiers=["disk"]).num_tokens // CHUNK
@@ -447,16 +564,22 @@ def held_after_restart(host: Path, disk: Path, tokens: kit.Prompt) -> tuple[int,
         router = Router(cache.publish_events(ANY))
 
         def credited() -> tuple[int, int]:
-            return router.believes(tokens, "CPU"), router.believes(tokens, "STORAGE")
+            return router.believes(tokens, "CPU"), router.believes(
+                tokens, "STORAGE"
+            )
 
         with suppress(AssertionError):
-            wait_until(lambda: credited() == (found_on_host, found_on_disk), seconds=5)
+            wait_until(
+                lambda: credited() == (found_on_host, found_on_disk), seconds=5
+            )
         on_host, on_disk = credited()
         router.close()
     return on_host, on_disk, found_on_host, found_on_disk
 
 
-def stored_and_closed(host: Path, disk: Path, tokens: kit.Prompt, pause_seconds: float) -> None:
+def stored_and_closed(
+    host: Path, disk: Path, tokens: kit.Prompt, pause_seconds: float
+) -> None:
     """Store a prompt in a cache that publishes its events, and close the cache a moment later."""
     with cache_at(host, disk) as cache:
         cache.publish_events(ANY)
@@ -484,14 +607,18 @@ def test_a_router_credits_what_a_lookup_finds_after_closes_at_any_moment(
         disk = tmp_path / str(number)
         tokens = prompt(random.randrange(1, 12), number)
         stored_and_closed(host, disk, tokens, random.random() * 0.4)
-        on_host, on_disk, found_on_host, found_on_disk = held_after_restart(host, disk, tokens)
+        on_host, on_disk, found_on_host, found_on_disk = held_after_restart(
+            host, disk, tokens
+        )
         assert found_on_host == len(tokens) // CHUNK
         agreed += (on_host, on_disk) == (found_on_host, found_on_disk)
     print(f"a router's credit is what a look-up finds: {agreed} of 50")
     assert agreed == 50
 
 
-def test_without_a_prompt_log_a_close_leaves_no_tokens(shm_root: Path, tmp_path: Path) -> None:
+def test_without_a_prompt_log_a_close_leaves_no_tokens(
+    shm_root: Path, tmp_path: Path
+) -> None:
     tokens = prompt(3)
     with cache_at(shm_root, tmp_path, prompt_log=False) as cache:
         cache.publish_events(ANY)

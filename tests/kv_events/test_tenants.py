@@ -21,13 +21,19 @@ FACTS = BlockFacts(CHUNK, CHUNK)
 
 
 class Engine:
-    """What an engine does around the events of one host tier; the rounds one by one, on this thread."""
+    """What an engine does around the events of one host tier; the rounds one by one, on this
+    thread.
+    """
 
     def __init__(self, cache: Cache, publisher: EventPublisher) -> None:
         assert cache.slots is not None
         self.slots = cache.slots
         self.events = StoredEvents(
-            cache.slots.ledgers, cache.slots.namespace, {0: FACTS}, ChunkEventForm(FACTS), publisher
+            cache.slots.ledgers,
+            cache.slots.namespace,
+            {0: FACTS},
+            ChunkEventForm(FACTS),
+            publisher,
         )
         (self.tier,) = self.events._tiers
 
@@ -35,13 +41,21 @@ class Engine:
         return self.slots.namespace(salt=tenant)
 
     def note(self, tenant: str, chunk: int) -> ChunkNote:
-        return ChunkNote(self.root(tenant), b"", self.root(tenant)[:-1] + bytes([chunk]))
+        return ChunkNote(
+            self.root(tenant), b"", self.root(tenant)[:-1] + bytes([chunk])
+        )
 
     def stored(self, tenant: str, chunks: int = 1) -> None:
         root = self.root(tenant)
         keys = [self.note(tenant, n).hashes for n in range(chunks)]
         outcomes = self.slots.reserve(keys, namespace=root, start=0, parent=None)
-        self.events.note(lambda n: self.note(tenant, n), root, self.slots.namespace(), 0, outcomes)
+        self.events.note(
+            lambda n: self.note(tenant, n),
+            root,
+            self.slots.namespace(),
+            0,
+            outcomes,
+        )
         done = [
             ChunkRef(one.key, n, None, one.slot, one.generation)
             for n, one in enumerate(outcomes)
@@ -52,7 +66,9 @@ class Engine:
     def found(self, tenant: str, chunks: int = 1) -> None:
         root = self.root(tenant)
         keys = [self.note(tenant, n).hashes for n in range(chunks)]
-        self.events.found(lambda n: self.note(tenant, n), root, self.slots.namespace(), 0, keys)
+        self.events.found(
+            lambda n: self.note(tenant, n), root, self.slots.namespace(), 0, keys
+        )
 
     def told(self) -> int:
         """Of how many chunks routers hold, after a round."""
@@ -71,8 +87,12 @@ def engine(shm_root: Path) -> Iterator[Engine]:
         publisher.close()
 
 
-def test_an_adapter_that_takes_its_name_again_is_told_again(engine: Engine) -> None:
-    """As after a change that is taken back: its notes are known still, and nothing of it is stored anew."""
+def test_an_adapter_that_takes_its_name_again_is_told_again(
+    engine: Engine,
+) -> None:
+    """As after a change that is taken back: its notes are known still, and nothing of it is stored
+    anew.
+    """
     engine.events.name_adapter("an adapter", engine.root("old"))
     engine.stored("old", 3)
     assert engine.told() == 3
@@ -84,7 +104,9 @@ def test_an_adapter_that_takes_its_name_again_is_told_again(engine: Engine) -> N
     assert engine.told() == 3
 
 
-def test_an_adapter_that_is_unknown_again_and_again_is_taken_back_once(engine: Engine) -> None:
+def test_an_adapter_that_is_unknown_again_and_again_is_taken_back_once(
+    engine: Engine,
+) -> None:
     """Each time all slots are looked at."""
     engine.events.name_adapter("an adapter", engine.root("old"))
     engine.stored("old")
@@ -95,11 +117,15 @@ def test_an_adapter_that_is_unknown_again_and_again_is_taken_back_once(engine: E
         assert engine.told() == 0
 
 
-def test_adapters_that_change_for_ever_are_forgotten(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_that_change_for_ever_are_forgotten(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pagoda.kv_events.stored_events._FEW_ROOTS", 4)
     for n in range(20):
         engine.events.name_adapter("an adapter", engine.root(f"version {n}"))
-    assert list(engine.events._gone) == [engine.root(f"version {n}") for n in range(15, 19)]
+    assert list(engine.events._gone) == [
+        engine.root(f"version {n}") for n in range(15, 19)
+    ]
 
 
 def test_tenants_of_which_nothing_is_held_are_forgotten_until_they_come_again(

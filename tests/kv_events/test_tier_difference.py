@@ -31,13 +31,18 @@ USUAL_LINES, MOST_LINES = 20 * PIECE, 60 * PIECE
 
 
 @pytest.fixture
-def events(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredEvents]:
-    """What tells of a full store, with notes; its rounds are called one by one, and take as long as they need."""
+def events(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StoredEvents]:
+    """What tells of a full store, with notes; its rounds are called one by one, and take as long as
+    they need.
+    """
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", 60.0)
     with cache_at(shm_root, None, host_size=SLOTS * LAYOUT.slot_bytes) as cache:
         publisher = EventPublisher("tcp://127.0.0.1:*")
         events = full(cache, publisher)
-        events._rested = time.thread_time()  # of this thread, which is not the one that tells
+        # of this thread, which is not the one that tells
+        events._rested = time.thread_time()
         yield events
         publisher.close()
 
@@ -54,21 +59,36 @@ def full(cache: Cache, publisher: EventPublisher) -> StoredEvents:
     columns.last_use[:] = random.permutation(SLOTS)
     notes = ((slot, columns.key_of(slot)) for slot in range(SLOTS))
     tokens = bytes(4 * CHUNK)
-    encoded = ((slot, key, msgspec.msgpack.encode(ChunkNote(root, b"", key, tokens))) for slot, key in notes)
+    encoded = (
+        (slot, key, msgspec.msgpack.encode(ChunkNote(root, b"", key, tokens)))
+        for slot, key in notes
+    )
     ChunkNotes(ledger.directory).write(encoded)
     facts = BlockFacts(CHUNK, CHUNK)
-    return StoredEvents({"host": ledger}, lambda: root, {0: facts}, ChunkEventForm(facts), publisher)
+    return StoredEvents(
+        {"host": ledger},
+        lambda: root,
+        {0: facts},
+        ChunkEventForm(facts),
+        publisher,
+    )
 
 
 @contextmanager
-def counted(events: StoredEvents, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Count the lines of Python that this thread runs between two places where it rests if it has to."""
+def counted(
+    events: StoredEvents, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[int]]:
+    """Count the lines of Python that this thread runs between two places where it rests if it has
+    to.
+    """
     lines = [0]
 
     def rest() -> None:
         lines.append(0)
 
-    def on_line(_frame: FrameType, what: str, _argument: object) -> Callable[..., object]:
+    def on_line(
+        _frame: FrameType, what: str, _argument: object
+    ) -> Callable[..., object]:
         lines[-1] += what == "line"
         return on_line
 
@@ -105,7 +125,9 @@ def test_between_two_rests_the_thread_runs_a_bounded_amount_of_python(
         others(SLOTS, 1)  # they have no notes
         assert events._round()
         assert not tier._held.any()
-        events.found(lambda _: None, bytes(32), events._root, 0, [columns.key_of(0)])
+        events.found(
+            lambda _: None, bytes(32), events._root, 0, [columns.key_of(0)]
+        )
         events._told_of = {columns.key_of(slot) for slot in range(0, SLOTS, 16)}
         assert events._round()  # looks at these again
         others(SLOTS, -1)
@@ -120,7 +142,9 @@ def test_between_two_rests_the_thread_runs_a_bounded_amount_of_python(
     assert sorted(lines)[len(lines) * 9 // 10] <= USUAL_LINES
 
 
-def test_what_is_told_again_is_told_from_the_beginning(events: StoredEvents) -> None:
+def test_what_is_told_again_is_told_from_the_beginning(
+    events: StoredEvents,
+) -> None:
     """A router that has forgotten the first chunks of a prompt ignores the others."""
     (tier,) = events._tiers
     assert events._for_a_while(map(events._send, tier.removed()))
@@ -134,7 +158,9 @@ def test_what_is_told_again_is_told_from_the_beginning(events: StoredEvents) -> 
 def test_while_nothing_changes_no_slot_is_looked_at(
     events: StoredEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it is told, of another namespace, without a note, or free: a million slots cost what one costs."""
+    """Whether it is told, of another namespace, without a note, or free: a million slots cost what
+    one costs.
+    """
     (tier,) = events._tiers
     ledger = tier.ledger
     columns = tier.ledger.columns
@@ -181,20 +207,26 @@ def test_while_nothing_changes_no_slot_is_looked_at(
 def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
     events: StoredEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of an engine that leaves no notes: they are used by each of its requests, and may be noted at any time."""
+    """Chunks of an engine that leaves no notes: they are used by each of its requests, and may be
+    noted at any time.
+    """
     (tier,) = events._tiers
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", 0.05)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._MOST_CHOSEN", 64)
     columns = tier.ledger.columns
     silent = range(100)
     columns.keys[: len(silent)] += np.uint64(1)
-    columns.last_use[: len(silent)] = NOT_READY - 1  # as if each round came after another use
+    # as if each round came after another use
+    columns.last_use[: len(silent)] = NOT_READY - 1
     until = time.monotonic() + 10.0
     while np.count_nonzero(tier._held) < SLOTS - len(silent):
         assert time.monotonic() < until, "chunks with notes are not told"
         events._round()
     root = events._root
-    notes = [(slot, columns.key_of(slot), ChunkNote(root, b"", columns.key_of(slot))) for slot in silent]
+    notes = [
+        (slot, columns.key_of(slot), ChunkNote(root, b"", columns.key_of(slot)))
+        for slot in silent
+    ]
     ChunkNotes(tier.ledger.directory).write(
         (slot, key, msgspec.msgpack.encode(note)) for slot, key, note in notes
     )
@@ -203,8 +235,12 @@ def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
         events._round()
 
 
-def test_what_was_told_is_not_remembered_by_name_while_nothing_changes(events: StoredEvents) -> None:
-    """A dictionary of a million chunks keeps the interpreter from the engine: when it grows, and when it is freed."""
+def test_what_was_told_is_not_remembered_by_name_while_nothing_changes(
+    events: StoredEvents,
+) -> None:
+    """A dictionary of a million chunks keeps the interpreter from the engine: when it grows, and
+    when it is freed.
+    """
     (tier,) = events._tiers
     for _ in range(2):
         while not events._round():

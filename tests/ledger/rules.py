@@ -1,4 +1,6 @@
-"""Shared by the tests of the ledger's rules: keys, chains, children and another process that continues."""
+"""Shared by the tests of the ledger's rules: keys, chains, children and another process that
+continues.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,16 @@ def keys(*numbers: int) -> list[bytes]:
 
 def spec(root: Path, slots: int = SLOTS) -> StoreSpec:
     """Return the spec of a store in memory."""
-    return StoreSpec(root=root, name="rules", kind="memory", slots=slots, slot_bytes=4096)
+    return StoreSpec(
+        root=root, name="rules", kind="memory", slots=slots, slot_bytes=4096
+    )
 
 
 def put(
-    ledger: Ledger, wanted: Sequence[bytes], namespace: bytes = TENANT, chained: bool = True
+    ledger: Ledger,
+    wanted: Sequence[bytes],
+    namespace: bytes = TENANT,
+    chained: bool = True,
 ) -> list[Reserved]:
     """Store a chain from its start (or single chunks, each the first of a separate chain)."""
     stored: list[Reserved] = []
@@ -72,7 +79,9 @@ def present(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
 
 
 class Peer:
-    """Another process that does `work`, reports whether it succeeded, and continues until it is ended."""
+    """Another process that does `work`, reports whether it succeeded, and continues until it is
+    ended.
+    """
 
     def __init__(self, work: Callable[[], object]) -> None:
         receive, send = os.pipe()

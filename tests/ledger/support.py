@@ -24,7 +24,8 @@ from tests.children import child
 TENANT = blake3(b"tenant").digest()
 OTHER = blake3(b"other tenant").digest()
 SLOT_BYTES = 4096
-PATIENT_SECONDS = 30.0  # for a call that must succeed: a busy machine may pause for a while
+# for a call that must succeed: a busy machine may pause for a while
+PATIENT_SECONDS = 30.0
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -33,22 +34,33 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 def spec(
-    root: Path, slots: int = 32, name: str = "store", kind: Kind = "memory", limit_bytes: int | None = None,
-    private: bool = False, slot_bytes: int = SLOT_BYTES,
-) -> StoreSpec:  # fmt: skip
+    root: Path,
+    slots: int = 32,
+    name: str = "store",
+    kind: Kind = "memory",
+    limit_bytes: int | None = None,
+    private: bool = False,
+    slot_bytes: int = SLOT_BYTES,
+) -> StoreSpec:
     """A small store."""
     return StoreSpec(root, name, kind, slots, slot_bytes, limit_bytes, private)
 
 
-def opened(root: Path, slots: int = 32, clock: Clock | None = None, kind: Kind = "memory") -> Ledger:
+def opened(
+    root: Path, slots: int = 32, clock: Clock | None = None, kind: Kind = "memory"
+) -> Ledger:
     """A ledger of a small store with one tenant."""
-    ledger = Ledger.open(spec(root, slots, kind=kind, limit_bytes=slots * SLOT_BYTES), clock=clock)
+    ledger = Ledger.open(
+        spec(root, slots, kind=kind, limit_bytes=slots * SLOT_BYTES), clock=clock
+    )
     ledger.namespaces.register(TENANT, {"model": "test"})
     return ledger
 
 
 def teach(ledger: Ledger, clock: FakeClock) -> None:
-    """Teach that chunks are requested again at an age of 10 to 50 s, so one of 9 s is worth more than a new one."""
+    """Teach that chunks are requested again at an age of 10 to 50 s, so one of 9 s is worth more
+    than a new one.
+    """
     learnt = _SharedValues.of(ledger.upkeep_thread.learned)  # type: ignore[arg-type]
     learnt.asked[:, 20:27] = learnt.watched[:, 20:27] = 100
     for _ in range(2):
@@ -63,7 +75,10 @@ def reserved(outcomes: Sequence[Outcome]) -> list[Reserved]:
 
 
 def put(
-    ledger: Ledger, wanted: Sequence[bytes], namespace: bytes = TENANT, chained: bool = True
+    ledger: Ledger,
+    wanted: Sequence[bytes],
+    namespace: bytes = TENANT,
+    chained: bool = True,
 ) -> list[Reserved]:
     """Store a chain from its start, or single chunks, each the first of its own chain."""
     stored: list[Reserved] = []
@@ -102,7 +117,9 @@ def places(stored: Sequence[Reserved]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Other:
-    """Another process that did `work`, reported its result (`said`), and waits; killed at the end of the block."""
+    """Another process that did `work`, reported its result (`said`), and waits; killed at the end
+    of the block.
+    """
 
     def __init__(self, work: Callable[[], bytes | None]) -> None:
         receive, send = os.pipe()
@@ -122,7 +139,10 @@ class Other:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.end()
 
@@ -135,13 +155,17 @@ class Other:
 
 
 def holding(path: Path, byte: int, exclusive: bool = True) -> Other:
-    """Let another process hold this byte of the lock file at `path`; threads of this process may hold it briefly."""
+    """Let another process hold this byte of the lock file at `path`; threads of this process may
+    hold it briefly.
+    """
     file = LockFile(
         path, first=BEYOND if path.name == STATE else 0
     )  # the child has it until its end; its locks are separate
 
     with contextlib.closing(file):
-        return Other(lambda: _must(file.lock(byte, exclusive, time.monotonic() + 60.0)))
+        return Other(
+            lambda: _must(file.lock(byte, exclusive, time.monotonic() + 60.0))
+        )
 
 
 def _must(holds: bool) -> None:
@@ -154,9 +178,13 @@ def gate_taken(ledger: Ledger) -> Other:
 
 
 def others_get_in(ledger: Ledger) -> bool:
-    """Return whether this process releases all transaction locks: its upkeep threads hold one for a moment."""
+    """Return whether this process releases all transaction locks: its upkeep threads hold one for a
+    moment.
+    """
     until = time.monotonic() + 20.0
-    with contextlib.closing(LockFile(ledger.directory / STATE, first=BEYOND)) as other:
+    with contextlib.closing(
+        LockFile(ledger.directory / STATE, first=BEYOND)
+    ) as other:
         while other.held_by_other(GATE) or other.held_by_other(INTENT):
             if time.monotonic() > until:
                 return False

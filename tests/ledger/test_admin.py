@@ -14,7 +14,16 @@ from pagoda.ledger.store_stats import StoreStats
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import COUNTERS, Reason
 from pagoda.testing import FakeClock
-from tests.ledger.support import OTHER, TENANT, keys, opened, places, put, reserved, spec
+from tests.ledger.support import (
+    OTHER,
+    TENANT,
+    keys,
+    opened,
+    places,
+    put,
+    reserved,
+    spec,
+)
 
 
 @pytest.fixture
@@ -46,7 +55,10 @@ def test_rows_come_in_pages_while_others_go_on(shm_root: Path) -> None:
     ledger = opened(shm_root, slots=1024)
     put(ledger, keys(*range(700)), chained=False)
     assert len({row.key for row in admin.list_chunks(ledger)}) == 700
-    assert [len(list(admin.list_chunks(ledger, limit))) for limit in (0, 1, 256, 257, 1000)] == [
+    assert [
+        len(list(admin.list_chunks(ledger, limit)))
+        for limit in (0, 1, 256, 257, 1000)
+    ] == [
         0,
         1,
         256,
@@ -64,7 +76,9 @@ def test_pins_are_listed_by_their_owners(ledger: Ledger) -> None:
     put(ledger, keys(1, 2, 3))
     assert admin.pin(ledger, keys(1, 2, 9), "ann") == 2
     assert admin.pin(ledger, keys(2), "bob") == 1
-    assert {who: set(pinned) for who, pinned in admin.list_pins(ledger).items()} == {
+    assert {
+        who: set(pinned) for who, pinned in admin.list_pins(ledger).items()
+    } == {
         "ann": set(keys(1, 2)),
         "bob": set(keys(2)),
     }
@@ -77,7 +91,9 @@ def test_pins_are_listed_by_their_owners(ledger: Ledger) -> None:
             admin.pin(ledger, keys(1), owner)
 
 
-def test_an_unpin_ends_the_pins_of_the_chunks_that_it_names(ledger: Ledger) -> None:
+def test_an_unpin_ends_the_pins_of_the_chunks_that_it_names(
+    ledger: Ledger,
+) -> None:
     put(ledger, keys(1, 2))
     admin.pin(ledger, keys(1, 2), "ann")
     assert admin.unpin(ledger, keys(1), "ann") == 1
@@ -86,7 +102,9 @@ def test_an_unpin_ends_the_pins_of_the_chunks_that_it_names(ledger: Ledger) -> N
     assert admin.list_pins(ledger) == {}
 
 
-def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(shm_root: Path) -> None:
+def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(
+    shm_root: Path,
+) -> None:
     ledger = Ledger.open(spec(shm_root, 36_000, slot_bytes=0))
     many = keys(*range(9_000))
     put(ledger, many)
@@ -95,7 +113,9 @@ def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(shm_root: Path) 
     rows: list[int] = []  # of the table of pins that each transaction read
     walk = Tables.rows
 
-    def counted(tables: Tables, txn: Txn, table: object, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+    def counted(
+        tables: Tables, txn: Txn, table: object, start: bytes = b""
+    ) -> Iterator[tuple[bytes, bytes]]:
         rows.append(0)
         for row in walk(tables, txn, table, start):  # type: ignore[arg-type]
             rows[-1] += table is tables.pins
@@ -106,9 +126,10 @@ def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(shm_root: Path) 
         assert StoreStats.of(ledger).pins == {"ann": 6_000, "bob": 6_000}
         assert admin.unpin(ledger, many[:4_000], "ann") == 4_000
         assert admin.unpin(ledger, None, "bob") == 6_000
-        assert {owner: sorted(pinned) for owner, pinned in admin.list_pins(ledger).items()} == {
-            "ann": sorted(many[4_000:6_000])
-        }
+        assert {
+            owner: sorted(pinned)
+            for owner, pinned in admin.list_pins(ledger).items()
+        } == {"ann": sorted(many[4_000:6_000])}
     assert 0 < max(rows) <= 5_000
     ledger.close()
 
@@ -131,9 +152,18 @@ def test_gauges_count_every_slot_once(ledger: Ledger) -> None:
     ledger.lease(*places(stored[:3]), 5.0)
     admin.pin(ledger, keys(0), "ann")
     assert admin.gauges(ledger) == {
-        "slots": 32, "free": 20, "reserved": 2, "ready": 10, "unscanned": 0, "unbacked": 0, "members": 1, "pinned": 1,
-        "leased": 3, "hint_bytes": 0, "locked_bytes": 0,
-    }  # fmt: skip
+        "slots": 32,
+        "free": 20,
+        "reserved": 2,
+        "ready": 10,
+        "unscanned": 0,
+        "unbacked": 0,
+        "members": 1,
+        "pinned": 1,
+        "leased": 3,
+        "hint_bytes": 0,
+        "locked_bytes": 0,
+    }
 
 
 def test_leases_are_bounded(ledger: Ledger, clock: FakeClock) -> None:
@@ -161,7 +191,9 @@ def test_a_lease_ends_with_its_chunk(ledger: Ledger) -> None:
     assert admin.gauges(ledger)["leased"] == 0
     again = put(ledger, keys(*range(10, 14)))
     assert {one.slot for one in again} == {one.slot for one in stored}
-    assert admin.gauges(ledger)["leased"] == 0, "what comes after it can be evicted at once"
+    assert admin.gauges(ledger)["leased"] == 0, (
+        "what comes after it can be evicted at once"
+    )
 
 
 def test_counters_are_the_fixed_vocabulary(ledger: Ledger) -> None:
@@ -170,13 +202,22 @@ def test_counters_are_the_fixed_vocabulary(ledger: Ledger) -> None:
     admin.remove(ledger, keys(1))
     ledger.count({"hit_tokens": 512})
     counters = admin.counters(ledger)
-    assert (counters["stored_chunks"], counters["removed_chunks"], counters["hit_tokens"]) == (2, 1, 512)
+    assert (
+        counters["stored_chunks"],
+        counters["removed_chunks"],
+        counters["hit_tokens"],
+    ) == (2, 1, 512)
     with pytest.raises(KeyError):
         ledger.count({"no such counter": 1})
 
 
-@pytest.mark.parametrize("reason", [Reason.EVICTED, Reason.REMOVED, Reason.CLEARED, Reason.FAILED_CHECK])
-def test_why_a_chunk_is_gone_and_since_when(ledger: Ledger, clock: FakeClock, reason: Reason) -> None:
+@pytest.mark.parametrize(
+    "reason",
+    [Reason.EVICTED, Reason.REMOVED, Reason.CLEARED, Reason.FAILED_CHECK],
+)
+def test_why_a_chunk_is_gone_and_since_when(
+    ledger: Ledger, clock: FakeClock, reason: Reason
+) -> None:
     [one] = put(ledger, keys(1))
     if reason is Reason.EVICTED:
         put(ledger, keys(*range(100, 132)), chained=False)
@@ -194,7 +235,9 @@ def test_why_a_chunk_is_gone_and_since_when(ledger: Ledger, clock: FakeClock, re
     assert ledger.explain_miss(keys(10**6)[0]) == (Reason.ABSENT, None)
 
 
-def test_the_reason_of_a_match_is_that_of_the_first_key_not_in_the_run(ledger: Ledger) -> None:
+def test_the_reason_of_a_match_is_that_of_the_first_key_not_in_the_run(
+    ledger: Ledger,
+) -> None:
     put(ledger, keys(1, 2, 3))
     admin.remove(ledger, keys(2))
     ledger.reserve(keys(5), namespace=OTHER)
@@ -209,27 +252,38 @@ def test_the_reason_of_a_match_is_that_of_the_first_key_not_in_the_run(ledger: L
 
 
 def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
-    """LMDB has no checksums: an entry may name a slot that does not exist, or the slot of another key."""
+    """LMDB has no checksums: an entry may name a slot that does not exist, or the slot of another
+    key.
+    """
     [one, two] = put(ledger, keys(1, 2))
     for slot, generation in ((10**6, one.generation), (two.slot, two.generation)):
         entry = ENTRY.pack(slot, generation, 1, 0)
-        ledger.session.write(lambda w, entry=entry: w.txn.put(one.key, entry, db=w.tables.entries), 1.0)  # type: ignore[misc]
+        ledger.session.write(
+            lambda w, entry=entry: w.txn.put(one.key, entry, db=w.tables.entries),
+            1.0,
+        )  # type: ignore[misc]
         match = ledger.match_prefix([one.key])
         assert not len(match.slots)
         assert match.reason is Reason.FAILED_CHECK
         assert not len(ledger.match_prefix([one.key]).slots)
-        assert len(ledger.match_prefix(keys(2)).slots) == 1, "the chunk in the named slot is not affected"
+        assert len(ledger.match_prefix(keys(2)).slots) == 1, (
+            "the chunk in the named slot is not affected"
+        )
         many = keys(*range(100, 108))
         put(ledger, many)
         assert len(ledger.match_prefix(many).slots) == 8
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 10**6])
-def test_an_entry_of_a_long_run_names_a_slot_that_does_not_exist(ledger: Ledger, beyond: int) -> None:
+def test_an_entry_of_a_long_run_names_a_slot_that_does_not_exist(
+    ledger: Ledger, beyond: int
+) -> None:
     run = keys(*range(12))
     stored = put(ledger, run)[9]
     entry = ENTRY.pack(ledger.slots + beyond, stored.generation, 1, 9)
-    ledger.session.write(lambda w: w.txn.put(stored.key, entry, db=w.tables.entries), 1.0)
+    ledger.session.write(
+        lambda w: w.txn.put(stored.key, entry, db=w.tables.entries), 1.0
+    )
     match = ledger.match_prefix(run)
     assert len(match.slots) == 9
     assert match.reason is Reason.FAILED_CHECK
@@ -240,12 +294,16 @@ def _entry(transaction: Transaction) -> None:
 
 
 def _slot(transaction: Transaction) -> None:
-    slot, *_ = ENTRY.unpack(transaction.get(keys(1)[0], db=transaction.tables.entries) or b"")
+    slot, *_ = ENTRY.unpack(
+        transaction.get(keys(1)[0], db=transaction.tables.entries) or b""
+    )
     transaction.txn.delete(SLOT_KEY.pack(slot), db=transaction.tables.slots)
 
 
 def _free(transaction: Transaction) -> None:
-    slot, *_ = ENTRY.unpack(transaction.get(keys(1)[0], db=transaction.tables.entries) or b"")
+    slot, *_ = ENTRY.unpack(
+        transaction.get(keys(1)[0], db=transaction.tables.entries) or b""
+    )
     transaction.txn.put(SLOT_KEY.pack(slot), b"", db=transaction.tables.free)
 
 
@@ -258,11 +316,17 @@ def _reserved(transaction: Transaction) -> None:
 
 
 def _pending(transaction: Transaction) -> None:
-    transaction.txn.put(keys(50)[0], PLACE.pack(3, 3), db=transaction.tables.pending)
+    transaction.txn.put(
+        keys(50)[0], PLACE.pack(3, 3), db=transaction.tables.pending
+    )
 
 
-@pytest.mark.parametrize("harm", [_entry, _slot, _free, _ready, _reserved, _pending])
-def test_what_does_not_add_up_is_found(ledger: Ledger, harm: Callable[[Transaction], None]) -> None:
+@pytest.mark.parametrize(
+    "harm", [_entry, _slot, _free, _ready, _reserved, _pending]
+)
+def test_what_does_not_add_up_is_found(
+    ledger: Ledger, harm: Callable[[Transaction], None]
+) -> None:
     put(ledger, keys(1, 2, 3))
     reserved(ledger.reserve(keys(9), namespace=TENANT))
     admin.check(ledger)

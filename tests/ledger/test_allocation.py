@@ -1,4 +1,6 @@
-"""Reserve, commit, abort and adopt: parts, refusals, quota, window, busy, superseded, and the choice of victims."""
+"""Reserve, commit, abort and adopt: parts, refusals, quota, window, busy, superseded, and the
+choice of victims.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import Busy, CommitResult, Ledger, Present, Refused, Reserved, admin
+from pagoda.ledger import (
+    Busy,
+    CommitResult,
+    Ledger,
+    Present,
+    Refused,
+    Reserved,
+    admin,
+)
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
-from tests.ledger.support import OTHER, TENANT, Other, keys, opened, places, put, reserved, there
+from tests.ledger.support import (
+    OTHER,
+    TENANT,
+    Other,
+    keys,
+    opened,
+    places,
+    put,
+    reserved,
+    there,
+)
 
 
 @pytest.fixture
@@ -33,7 +53,9 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
 
 
 @pytest.mark.parametrize("wrong", [b"", b"short", bytes(33)])
-def test_a_key_of_another_length_is_refused_before_anything_is_changed(ledger: Ledger, wrong: bytes) -> None:
+def test_a_key_of_another_length_is_refused_before_anything_is_changed(
+    ledger: Ledger, wrong: bytes
+) -> None:
     with pytest.raises(ValueError, match="32"):
         ledger.reserve([*keys(1), wrong], namespace=TENANT)
     assert not admin.gauges(ledger)["reserved"]
@@ -68,10 +90,14 @@ def test_one_key_twice_in_a_call_is_busy_with_itself(ledger: Ledger) -> None:
     assert ledger.commit([one]) == [True]
 
 
-def test_no_two_reservations_have_a_generation_or_a_slot_in_common(ledger: Ledger) -> None:
+def test_no_two_reservations_have_a_generation_or_a_slot_in_common(
+    ledger: Ledger,
+) -> None:
     seen: set[int] = set()
     for turn in range(20):
-        rooms = reserved(ledger.reserve(keys(*range(turn * 4, turn * 4 + 4)), namespace=TENANT))
+        rooms = reserved(
+            ledger.reserve(keys(*range(turn * 4, turn * 4 + 4)), namespace=TENANT)
+        )
         assert len({room.slot for room in rooms}) == 4
         assert not seen & {room.generation for room in rooms}
         seen |= {room.generation for room in rooms}
@@ -97,7 +123,9 @@ def test_a_reservation_may_be_sent_to_another_process(ledger: Ledger) -> None:
 
 def test_the_window_and_the_quota(ledger: Ledger) -> None:
     first = ledger.reserve(keys(*range(10)), namespace=TENANT)
-    assert [type(one) for one in first] == [Reserved] * ledger.window + [Refused] * (10 - ledger.window)
+    assert [type(one) for one in first] == [Reserved] * ledger.window + [
+        Refused
+    ] * (10 - ledger.window)
     second = ledger.reserve(keys(*range(100, 104)), namespace=TENANT)
     third = ledger.reserve(keys(200), namespace=TENANT)
     assert all(isinstance(one, Reserved) for one in second)
@@ -113,18 +141,37 @@ def test_the_quota_is_a_members_own(ledger: Ledger) -> None:
 
     def work() -> None:
         for start in (100, 104):
-            assert len(reserved(ledger.reserve(keys(*range(start, start + 4)), namespace=TENANT))) == 4
+            assert (
+                len(
+                    reserved(
+                        ledger.reserve(
+                            keys(*range(start, start + 4)), namespace=TENANT
+                        )
+                    )
+                )
+                == 4
+            )
         assert not reserved(ledger.reserve(keys(200), namespace=TENANT))
-        assert len(reserved(ledger.reserve(keys(0), namespace=TENANT))) == 0, "Busy"
+        assert len(reserved(ledger.reserve(keys(0), namespace=TENANT))) == 0, (
+            "Busy"
+        )
 
     in_child(work)
 
 
-def test_a_part_that_another_committed_frees_the_quota_of_who_reserved(ledger: Ledger) -> None:
+def test_a_part_that_another_committed_frees_the_quota_of_who_reserved(
+    ledger: Ledger,
+) -> None:
     rooms = reserved(ledger.reserve(keys(*range(4)), namespace=TENANT))
-    in_child(lambda: _must(all(ledger.adopt(rooms, 0)) and all(ledger.commit(rooms))))
-    assert len(reserved(ledger.reserve(keys(*range(10, 14)), namespace=TENANT))) == 4
-    assert len(reserved(ledger.reserve(keys(*range(20, 24)), namespace=TENANT))) == 4
+    in_child(
+        lambda: _must(all(ledger.adopt(rooms, 0)) and all(ledger.commit(rooms)))
+    )
+    assert (
+        len(reserved(ledger.reserve(keys(*range(10, 14)), namespace=TENANT))) == 4
+    )
+    assert (
+        len(reserved(ledger.reserve(keys(*range(20, 24)), namespace=TENANT))) == 4
+    )
 
 
 # busy and superseded
@@ -145,7 +192,9 @@ def test_a_key_is_busy_for_a_while_and_then_whoever_commits_last_loses(
     assert admin.gauges(ledger)["reserved"] == 0
 
 
-def test_the_superseded_one_loses_also_if_it_is_quicker(ledger: Ledger, clock: FakeClock) -> None:
+def test_the_superseded_one_loses_also_if_it_is_quicker(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
     clock.advance(11)
     quick = reserved(ledger.reserve(keys(1), namespace=TENANT))
@@ -153,7 +202,9 @@ def test_the_superseded_one_loses_also_if_it_is_quicker(ledger: Ledger, clock: F
     assert ledger.commit(quick) == [True]
 
 
-def test_a_dead_writer_keeps_nobody_from_reserving_its_key(ledger: Ledger) -> None:
+def test_a_dead_writer_keeps_nobody_from_reserving_its_key(
+    ledger: Ledger,
+) -> None:
     in_child(lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1])
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
     assert ledger.commit([room]) == [True]
@@ -162,7 +213,9 @@ def test_a_dead_writer_keeps_nobody_from_reserving_its_key(ledger: Ledger) -> No
 # parts
 
 
-def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(ledger: Ledger) -> None:
+def test_a_wrong_part_is_an_error_and_another_members_part_is_not_mine(
+    ledger: Ledger,
+) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
     for part in (-1, 2):
         with pytest.raises(ValueError, match="part"):
@@ -194,7 +247,9 @@ def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
         assert admin.gauges(ledger)["reserved"] == 1
         assert admin.reap(ledger) == 0
         [again] = reserved(ledger.reserve(keys(1), namespace=TENANT))
-        assert again.slot != room.slot, "the key is free at once, but the slot is not"
+        assert again.slot != room.slot, (
+            "the key is free at once, but the slot is not"
+        )
         assert ledger.commit([again]) == [True]
         assert ledger.commit([room], 0) == [False]
     assert admin.reap(ledger) == 1
@@ -202,7 +257,9 @@ def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
     assert ledger.match_prefix(keys(1)).slots.tolist() == [again.slot]
 
 
-def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(ledger: Ledger) -> None:
+def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(
+    ledger: Ledger,
+) -> None:
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=3))
     assert ledger.commit([room], 0) == [CommitResult.PART]
     receive, send = os.pipe()
@@ -246,7 +303,9 @@ def test_no_part_of_what_was_cleared_is_said_to_be_in(ledger: Ledger) -> None:
 
 
 def long_store(root: Path, clock: FakeClock) -> tuple[Ledger, list[bytes]]:
-    """Return a full store of 1024 slots whose oldest 64 chunks are the head of a chain of 128 keys."""
+    """Return a full store of 1024 slots whose oldest 64 chunks are the head of a chain of 128
+    keys.
+    """
     ledger = opened(root, 1024, clock)
     chain = keys(*range(128))
     put(ledger, chain[:64])
@@ -279,7 +338,9 @@ def test_what_one_call_will_find_is_not_evicted_by_its_own_earlier_batches(
     ledger.close()
 
 
-def test_what_a_call_found_is_not_evicted_by_its_second_attempt(ledger: Ledger, clock: FakeClock) -> None:
+def test_what_a_call_found_is_not_evicted_by_its_second_attempt(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     old = put(ledger, keys(1, 2))
     pinned = put(ledger, keys(*range(100, 104)), chained=False)
     admin.pin(ledger, [one.key for one in pinned], "ann")
@@ -289,19 +350,31 @@ def test_what_a_call_found_is_not_evicted_by_its_second_attempt(ledger: Ledger, 
     for room in old:
         ledger.columns.last_use[room.slot] += 1
     outcomes = ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT)
-    assert [type(one) for one in outcomes] == [Present, Present, Reserved, Reserved]
+    assert [type(one) for one in outcomes] == [
+        Present,
+        Present,
+        Reserved,
+        Reserved,
+    ]
     assert ledger.still_valid(*places(old)).all()
     ledger.abort(reserved(outcomes))
 
 
-def test_a_chain_whose_head_is_stored_anew_is_no_orphan(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_chain_whose_head_is_stored_anew_is_no_orphan(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     chain = keys(*range(4))
     put(ledger, chain)
     put(ledger, keys(*range(100, 128)), chained=False)
     admin.remove(ledger, chain[:1])
     clock.advance(1)
     outcomes = ledger.reserve(chain, namespace=TENANT)
-    assert [type(one) for one in outcomes] == [Reserved, Present, Present, Present]
+    assert [type(one) for one in outcomes] == [
+        Reserved,
+        Present,
+        Present,
+        Present,
+    ]
     assert ledger.commit(reserved(outcomes)) == [True]
     assert admin.check(ledger).unreachable == 0
     clock.advance(2)
@@ -309,7 +382,9 @@ def test_a_chain_whose_head_is_stored_anew_is_no_orphan(ledger: Ledger, clock: F
     assert all(there(ledger, chain))
 
 
-def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     put(ledger, keys(*range(100, 128)), chained=False)
     clock.advance(1)
     chain = keys(*range(4))
@@ -325,7 +400,9 @@ def test_tenants_share_the_room(ledger: Ledger, clock: FakeClock) -> None:
     clock.advance(1)
     put(ledger, keys(*range(100, 116)), OTHER, chained=False)
     assert there(ledger, keys(*range(32))) == [False] * 16 + [True] * 16
-    counts = {root: row.chunks for root, row in admin.list_namespaces(ledger).items()}
+    counts = {
+        root: row.chunks for root, row in admin.list_namespaces(ledger).items()
+    }
     assert counts == {TENANT: 16, OTHER: 16}
 
 
@@ -353,7 +430,9 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
 
     monkeypatch.setattr(ledger, "_victims", overtaken)
     [room] = reserved(ledger.reserve(keys(888), namespace=TENANT))
-    assert there(ledger, keys(777)) == [True], "a new chunk was evicted instead of an old one"
+    assert there(ledger, keys(777)) == [True], (
+        "a new chunk was evicted instead of an old one"
+    )
     assert room.slot not in [slot for slot, _ in named]
     assert sum(there(ledger, [one.key for one in old])) == ledger.slots - 2
     ledger.abort([room])

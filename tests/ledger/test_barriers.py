@@ -1,8 +1,8 @@
 """Where a memory barrier stands between a write and a read, which no test on x86 can see fail.
 
-Around each of these there are locks and system calls by chance, and each of those is a barrier on x86. So these tests
-look at the order of the steps only: the barrier comes after what this process wrote, and before it reads what others
-wrote.
+Around each of these there are locks and system calls by chance, and each of those is a barrier on
+x86. So these tests look at the order of the steps only: the barrier comes after what this process
+wrote, and before it reads what others wrote.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def guards_of(ledger: Ledger) -> PageGuards:
     return ledger.page_guards
 
 
-def test_a_generation_is_compared_after_a_barrier(ledger: Ledger, steps: list[str]) -> None:
+def test_a_generation_is_compared_after_a_barrier(
+    ledger: Ledger, steps: list[str]
+) -> None:
     slots, generations = places(put(ledger, keys(1)))
     columns: Columns = ledger.columns
     ledger.columns = Watched(columns, "columns", steps)  # type: ignore[assignment]
@@ -81,14 +83,18 @@ def test_a_generation_is_compared_after_a_barrier(ledger: Ledger, steps: list[st
     ledger.columns = columns
 
 
-def test_marks_of_others_are_read_after_a_barrier(ledger: Ledger, steps: list[str]) -> None:
+def test_marks_of_others_are_read_after_a_barrier(
+    ledger: Ledger, steps: list[str]
+) -> None:
     guards = guards_of(ledger)
     guards._rows = Watched(guards._rows, "marks", steps)  # type: ignore[assignment]
     assert guards.untouched([1], [0], 0.0) == [1]
     assert steps[:2] == ["barrier", "read marks"]
 
 
-def test_a_generation_is_read_after_the_mark_and_a_barrier(ledger: Ledger, steps: list[str]) -> None:
+def test_a_generation_is_read_after_the_mark_and_a_barrier(
+    ledger: Ledger, steps: list[str]
+) -> None:
     guards = guards_of(ledger)
     marks = guards._own
     guards._own = Watched(marks, "mark", steps)  # type: ignore[assignment]

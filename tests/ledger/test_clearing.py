@@ -1,4 +1,6 @@
-"""A clear is heeded from its commit on, whatever happens to its process, to the log of clears or to `state`."""
+"""A clear is heeded from its commit on, whatever happens to its process, to the log of clears or to
+`state`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import Ledger, Present, Reserved, admin, clears_and_labels, rebuild
+from pagoda.ledger import (
+    Ledger,
+    Present,
+    Reserved,
+    admin,
+    clears_and_labels,
+    rebuild,
+)
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import PROMPTS, Vouched, read_state, read_voucher
@@ -22,40 +31,59 @@ from tests.ledger.support import OTHER, TENANT, keys, opened, put
 
 def there(ledger: Ledger, wanted: list[bytes]) -> list[bool]:
     """Return which of these keys a look-up finds."""
-    return [len(ledger.match_prefix([key], start=None, namespace=TENANT).slots) == 1 for key in wanted]
+    return [
+        len(ledger.match_prefix([key], start=None, namespace=TENANT).slots) == 1
+        for key in wanted
+    ]
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_no_look_up_finds_what_is_being_cleared(tmp_path: Path, everything: bool) -> None:
-    """Also while its chunks still have their slots: removing them takes a transaction for every 64."""
+def test_no_look_up_finds_what_is_being_cleared(
+    tmp_path: Path, everything: bool
+) -> None:
+    """Also while its chunks still have their slots: removing them takes a transaction for every
+    64.
+    """
     ledger = opened(tmp_path, kind="file")
     put(ledger, keys(1, 2, 3))
     put(ledger, keys(4, 5), namespace=OTHER)
     root = None if everything else TENANT
-    ledger.session.write(lambda transaction: clears_and_labels.clear(transaction, root))
+    ledger.session.write(
+        lambda transaction: clears_and_labels.clear(transaction, root)
+    )
     match = ledger.match_prefix(keys(1, 2, 3), namespace=TENANT)
     assert not len(match.slots)
     assert match.reason is Reason.CLEARED
-    assert not len(ledger.match_prefix(keys(1)).slots), "also if the namespace is not known"
-    assert len(ledger.match_prefix(keys(4, 5), namespace=OTHER).slots) == (0 if everything else 2)
+    assert not len(ledger.match_prefix(keys(1)).slots), (
+        "also if the namespace is not known"
+    )
+    assert len(ledger.match_prefix(keys(4, 5), namespace=OTHER).slots) == (
+        0 if everything else 2
+    )
     assert ledger.touch(keys(1, 4)) == [False, not everything]
     again = ledger.reserve(keys(2), namespace=TENANT)
     assert isinstance(again[0], Reserved)
     assert not isinstance(again[0], Present)
     assert ledger.commit([again[0]]) == [True]
-    assert there(ledger, keys(1, 2, 3)) == [False, True, False], "what was stored since the clear is found"
+    assert there(ledger, keys(1, 2, 3)) == [False, True, False], (
+        "what was stored since the clear is found"
+    )
     assert admin.check(ledger)
     ledger.close()
 
 
-def killed_in_a_clear(root: Path, kind: str, root_of: bytes | None, step: str) -> None:
+def killed_in_a_clear(
+    root: Path, kind: str, root_of: bytes | None, step: str
+) -> None:
     def work() -> None:
         ledger = opened(root, kind=kind)
 
         def die(*_: object, **__: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        place = NamespaceRegistry if step == "save_clear" else type(ledger.clearing)
+        place = (
+            NamespaceRegistry if step == "save_clear" else type(ledger.clearing)
+        )
         setattr(place, step, die)
         admin.clear(ledger, root_of)
 
@@ -128,12 +156,15 @@ def lost_tables(directory: Path) -> None:
 def test_a_lost_log_of_clears_counts_as_a_broken_promise(
     tmp_path: Path, loss: Callable[[Path, bytes], None]
 ) -> None:
-    """The tables are lost too, so only the headers of the slab are left: none of them is believed."""
+    """The tables are lost too, so only the headers of the slab are left: none of them is
+    believed.
+    """
     ledger = opened(tmp_path, kind="file")
     log = ledger.directory / "clears-0"
     put(ledger, keys(1))
     before = headers_of(ledger, 1)
-    admin.clear(ledger, OTHER)  # a record before it: an older copy of the log is a whole one
+    # a record before it: an older copy of the log is a whole one
+    admin.clear(ledger, OTHER)
     older = log.read_bytes()
     admin.clear(ledger, TENANT)
     put(ledger, keys(2))
@@ -155,7 +186,9 @@ def test_a_lost_log_of_clears_counts_as_a_broken_promise(
 
 
 @pytest.mark.parametrize("loss", [gone, cut, emptied])
-def test_a_log_without_a_clear_may_be_lost(tmp_path: Path, loss: Callable[[Path, bytes], None]) -> None:
+def test_a_log_without_a_clear_may_be_lost(
+    tmp_path: Path, loss: Callable[[Path, bytes], None]
+) -> None:
     ledger = opened(tmp_path, kind="file")
     put(ledger, keys(1, 2))
     before = headers_of(ledger, 1, 2)
@@ -167,7 +200,9 @@ def test_a_log_without_a_clear_may_be_lost(tmp_path: Path, loss: Callable[[Path,
     assert there(ledger, keys(1, 2)) == [True, True]
     admin.clear(ledger, TENANT)
     voucher = read_voucher(ledger.directory, Vouched.CLEARS)
-    assert voucher is not None and voucher.first, "from now on it guards something"
+    assert voucher is not None and voucher.first, (
+        "from now on it guards something"
+    )
     ledger.close()
     lost_tables(ledger.directory)
     ledger = opened(tmp_path, kind="file")
@@ -177,7 +212,9 @@ def test_a_log_without_a_clear_may_be_lost(tmp_path: Path, loss: Callable[[Path,
 
 
 def test_an_older_copy_of_state_brings_back_nothing(tmp_path: Path) -> None:
-    """Its incarnation is an older one: numbers of chunks that were given out since then are not given out again."""
+    """Its incarnation is an older one: numbers of chunks that were given out since then are not
+    given out again.
+    """
     ledger = opened(tmp_path, kind="file")
     directory = ledger.directory
     put(ledger, keys(1))
@@ -204,11 +241,15 @@ def test_an_older_copy_of_state_brings_back_nothing(tmp_path: Path) -> None:
     admin.clear(ledger, TENANT)
     assert there(ledger, keys(3, 4)) == [False, False]
     put(ledger, keys(5))
-    assert there(ledger, keys(5)) == [True], "what is new is not taken for cleared"
+    assert there(ledger, keys(5)) == [True], (
+        "what is new is not taken for cleared"
+    )
     ledger.close()
 
 
-def test_what_an_older_copy_of_state_does_not_know_is_not_taken_back(tmp_path: Path) -> None:
+def test_what_an_older_copy_of_state_does_not_know_is_not_taken_back(
+    tmp_path: Path,
+) -> None:
     """The numbers of such chunks are given out again, so a clear could not cover them."""
     ledger = opened(tmp_path, kind="file")
     directory = ledger.directory
@@ -235,7 +276,9 @@ def test_a_clear_under_way_is_not_ended_by_others(tmp_path: Path) -> None:
 
     def work() -> None:
         other = opened(tmp_path, kind="file")
-        other.session.write(lambda transaction: clears_and_labels.clear(transaction, TENANT))
+        other.session.write(
+            lambda transaction: clears_and_labels.clear(transaction, TENANT)
+        )
         (tmp_path / "cleared").touch()
         time.sleep(600)
 

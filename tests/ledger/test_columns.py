@@ -62,7 +62,9 @@ def test_published_keys_are_compared_whole(tmp_path: Path) -> None:
         columns.keys[slot] = np.frombuffer(key, np.uint64)
     almost = keys(2)[0][:-1] + bytes([keys(2)[0][-1] ^ 1])
     rows = np.array([0, 1, 2], np.int64)
-    assert columns.are_published(rows, [keys(1)[0], almost, keys(3)[0]]).tolist() == [True, False, True]
+    assert columns.are_published(
+        rows, [keys(1)[0], almost, keys(3)[0]]
+    ).tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("slots", [50, 100, 150])
@@ -87,12 +89,17 @@ def test_a_resize_takes_over_what_both_have(tmp_path: Path, slots: int) -> None:
 def test_half_of_many_slots_are_leased_at_most_whatever_their_order(
     tmp_path: Path, slots: int, chunks: int
 ) -> None:
-    """Leases are counted in a sample, and prompts of equal length have their first chunks at equal distances."""
+    """Leases are counted in a sample, and prompts of equal length have their first chunks at equal
+    distances.
+    """
     now = 10**12
     rows = np.arange(slots)
     tails = rows[rows % chunks != 0]
     heads = rows[::chunks]
-    for wanted, least, most in ((tails, 0.45, 0.55), (heads, min(0.45, 0.95 / chunks), 0.55)):
+    for wanted, least, most in (
+        (tails, 0.45, 0.55),
+        (heads, min(0.45, 0.95 / chunks), 0.55),
+    ):
         columns = make(tmp_path, slots)
         for part in np.array_split(wanted, 64):
             columns.lease(part, now, 10**10)

@@ -1,4 +1,6 @@
-"""What a transaction decides it counts itself, whoever asked for it: chunks, bytes and commits that came too late."""
+"""What a transaction decides it counts itself, whoever asked for it: chunks, bytes and commits that
+came too late.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,23 @@ def counted(ledger: Ledger, *names: str) -> list[int]:
 
 def test_a_commit_counts_chunks_and_bytes(ledger: Ledger) -> None:
     put(ledger, keys(1, 2, 3))
-    assert counted(ledger, "stored_chunks", "stored_bytes") == [3, 3 * CHUNK_BYTES]
+    assert counted(ledger, "stored_chunks", "stored_bytes") == [
+        3,
+        3 * CHUNK_BYTES,
+    ]
 
 
 def test_a_commit_that_is_done_later_is_counted_then(ledger: Ledger) -> None:
     rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
     with gate_taken(ledger):
-        assert ledger.commit(rooms, deadline_seconds=0.01) == [CommitResult.LOST] * 2
+        assert (
+            ledger.commit(rooms, deadline_seconds=0.01) == [CommitResult.LOST] * 2
+        )
     put(ledger, keys(3))
-    assert counted(ledger, "stored_chunks", "stored_bytes") == [3, 3 * CHUNK_BYTES]
+    assert counted(ledger, "stored_chunks", "stored_bytes") == [
+        3,
+        3 * CHUNK_BYTES,
+    ]
     assert counted(ledger, "drop_ledger_busy", "drop_superseded") == [2, 0]
 
 
@@ -58,19 +68,29 @@ def test_a_chunk_of_two_parts_counts_once_and_whole(ledger: Ledger) -> None:
     assert counted(ledger, "stored_chunks", "stored_bytes") == [1, CHUNK_BYTES]
 
 
-def test_a_commit_that_came_too_late_is_a_counted_drop(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_commit_that_came_too_late_is_a_counted_drop(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     slow = reserved(ledger.reserve(keys(1), namespace=TENANT))
     clock.advance(11)
     put(ledger, keys(1))
     assert ledger.commit(slow) == [CommitResult.LOST]
-    assert counted(ledger, "stored_chunks", "stored_bytes", "drop_superseded") == [1, CHUNK_BYTES, 1]
+    assert counted(
+        ledger, "stored_chunks", "stored_bytes", "drop_superseded"
+    ) == [1, CHUNK_BYTES, 1]
 
 
-def test_a_chunk_of_two_parts_that_came_too_late_is_one_drop(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_chunk_of_two_parts_that_came_too_late_is_one_drop(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     slow = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
     clock.advance(11)
     put(ledger, keys(1))
-    assert ledger.commit(slow, part=0) == ledger.commit(slow, part=1) == [CommitResult.LOST]
+    assert (
+        ledger.commit(slow, part=0)
+        == ledger.commit(slow, part=1)
+        == [CommitResult.LOST]
+    )
     assert counted(ledger, "drop_superseded") == [1]
 
 

@@ -1,4 +1,6 @@
-"""Space and eviction, one rule in each test: what is evicted first, what is never evicted, and a member's limit."""
+"""Space and eviction, one rule in each test: what is evicted first, what is never evicted, and a
+member's limit.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_the_tail_of_a_prefix_goes_before_its_head(ledger: Ledger) -> None:
     assert present(ledger, chain) == [True] * (SLOTS - 10) + [False] * 10
 
 
-def test_a_touched_run_too_loses_its_tail_first(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_touched_run_too_loses_its_tail_first(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     chain = keys(*range(8))
     put(ledger, chain)
     put(ledger, keys(*range(100, 124)), chained=False)
@@ -64,17 +68,23 @@ def test_a_touched_run_too_loses_its_tail_first(ledger: Ledger, clock: FakeClock
     assert survivors == sorted(survivors, reverse=True)
 
 
-def test_the_least_recently_matched_goes_first(ledger: Ledger, clock: FakeClock) -> None:
+def test_the_least_recently_matched_goes_first(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     wanted = keys(*range(SLOTS))
     put(ledger, wanted, chained=False)
     clock.advance(1)
     for key in wanted[:4]:
         ledger.match_prefix([key])
     put(ledger, keys(100, 101, 102), chained=False)
-    assert present(ledger, wanted) == [True] * 4 + [False] * 3 + [True] * (SLOTS - 7)
+    assert present(ledger, wanted) == [True] * 4 + [False] * 3 + [True] * (
+        SLOTS - 7
+    )
 
 
-def test_a_chunk_whose_parent_is_gone_goes_first(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_chunk_whose_parent_is_gone_goes_first(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     put(ledger, keys(*range(SLOTS - 2)), chained=False)
     clock.advance(1)
     chain = keys(100, 101)
@@ -98,12 +108,22 @@ def test_orphans_that_are_too_young_to_go_do_not_hide_those_that_may(
         window = chain[start : start + ledger.window]
         assert all(
             ledger.commit(
-                reserved(ledger.reserve(window, namespace=TENANT, start=start, parent=parent, stamp=stamp))
+                reserved(
+                    ledger.reserve(
+                        window,
+                        namespace=TENANT,
+                        start=start,
+                        parent=parent,
+                        stamp=stamp,
+                    )
+                )
             )
         )
     admin.remove(ledger, chain[:1])
     # of the same request
-    outcomes = ledger.reserve(keys(200, 201, 202), namespace=TENANT, start=20, stamp=stamp)
+    outcomes = ledger.reserve(
+        keys(200, 201, 202), namespace=TENANT, start=20, stamp=stamp
+    )
     assert len(reserved(outcomes)) == 3
     assert present(ledger, chain) == [False] + [True] * 11
     ledger.abort(reserved(outcomes))
@@ -125,7 +145,10 @@ def test_pins_take_a_quarter_of_the_slots_at_most(ledger: Ledger) -> None:
     put(ledger, wanted, chained=False)
     assert admin.pin(ledger, wanted[:20], "ann") == SLOTS // 4
     assert admin.pin(ledger, wanted[20:], "bob") == 0
-    assert sum(len(pinned) for pinned in admin.list_pins(ledger).values()) == SLOTS // 4
+    assert (
+        sum(len(pinned) for pinned in admin.list_pins(ledger).values())
+        == SLOTS // 4
+    )
 
 
 def test_held_chunks_stay_until_they_are_released(ledger: Ledger) -> None:
@@ -140,7 +163,9 @@ def test_held_chunks_stay_until_they_are_released(ledger: Ledger) -> None:
     assert not any(present(ledger, wanted))
 
 
-def test_leased_chunks_are_passed_by_until_the_lease_ends(ledger: Ledger, clock: FakeClock) -> None:
+def test_leased_chunks_are_passed_by_until_the_lease_ends(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     wanted = keys(*range(SLOTS))
     kept = put(ledger, wanted, chained=False)[:5]
     ledger.lease(*places(kept), 5.0)
@@ -154,7 +179,8 @@ def test_leased_chunks_are_passed_by_until_the_lease_ends(ledger: Ledger, clock:
 def test_a_lease_counts_even_if_its_chunk_was_about_to_go(ledger: Ledger) -> None:
     wanted = keys(*range(SLOTS))
     stored = put(ledger, wanted, chained=False)
-    put(ledger, keys(100), chained=False)  # now the policy knows which chunk is next
+    # now the policy knows which chunk is next
+    put(ledger, keys(100), chained=False)
     ledger.lease(*places(stored[1:3]), 5.0)
     put(ledger, keys(101, 102), chained=False)
     assert present(ledger, wanted[:5]) == [False, True, True, False, False]
@@ -172,7 +198,9 @@ def test_leases_far_from_the_front_are_passed_by_in_a_large_store_too(
     ledger.close()
 
 
-def test_pins_and_holds_at_the_front_do_not_hide_what_may_go(shm_root: Path, clock: FakeClock) -> None:
+def test_pins_and_holds_at_the_front_do_not_hide_what_may_go(
+    shm_root: Path, clock: FakeClock
+) -> None:
     ledger = Ledger.open(spec(shm_root, 1024), clock=clock)
     wanted = keys(*range(1024))
     stored = put(ledger, wanted, chained=False)
@@ -183,7 +211,9 @@ def test_pins_and_holds_at_the_front_do_not_hide_what_may_go(shm_root: Path, clo
     ledger.close()
 
 
-def test_leases_give_way_when_only_they_stand_in_the_way_soonest_ending_first(ledger: Ledger) -> None:
+def test_leases_give_way_when_only_they_stand_in_the_way_soonest_ending_first(
+    ledger: Ledger,
+) -> None:
     wanted = keys(*range(SLOTS))
     stored = put(ledger, wanted, chained=False)
     assert all(ledger.hold(*places(stored[SLOTS // 2 :])))
@@ -194,7 +224,9 @@ def test_leases_give_way_when_only_they_stand_in_the_way_soonest_ending_first(le
     ledger.release(*places(stored[SLOTS // 2 :]))
 
 
-def test_what_the_same_call_asked_for_is_not_its_victim(ledger: Ledger, clock: FakeClock) -> None:
+def test_what_the_same_call_asked_for_is_not_its_victim(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     old = keys(0, 1)
     kept = keys(*range(10, 10 + SLOTS - 2))
     put(ledger, old)
@@ -215,8 +247,15 @@ def test_leading_keys_are_served_first(ledger: Ledger, clock: FakeClock) -> None
     assert all(ledger.hold(*places(stored[2:])))
     clock.advance(1)
     outcomes = ledger.reserve(keys(100, 101, 102, 103), namespace=TENANT)
-    assert [type(one) for one in outcomes] == [Reserved, Reserved, Refused, Refused]
-    assert all(one.reason is Reason.FULL for one in outcomes if isinstance(one, Refused))
+    assert [type(one) for one in outcomes] == [
+        Reserved,
+        Reserved,
+        Refused,
+        Refused,
+    ]
+    assert all(
+        one.reason is Reason.FULL for one in outcomes if isinstance(one, Refused)
+    )
     ledger.abort(reserved(outcomes))
     ledger.release(*places(stored))
 
@@ -224,24 +263,34 @@ def test_leading_keys_are_served_first(ledger: Ledger, clock: FakeClock) -> None
 def test_a_member_reserves_a_quarter_of_the_slots_at_most(ledger: Ledger) -> None:
     rooms: list[Reserved] = []
     for start in range(0, 20, ledger.window):
-        rooms += reserved(ledger.reserve(keys(*range(start, start + ledger.window)), namespace=TENANT))
+        rooms += reserved(
+            ledger.reserve(
+                keys(*range(start, start + ledger.window)), namespace=TENANT
+            )
+        )
     assert len(rooms) == SLOTS // 4 == admin.gauges(ledger)["reserved"]
     ledger.abort(rooms)
     assert admin.gauges(ledger)["reserved"] == 0
 
 
-def test_a_run_larger_than_the_window_is_never_served_whole(ledger: Ledger) -> None:
+def test_a_run_larger_than_the_window_is_never_served_whole(
+    ledger: Ledger,
+) -> None:
     assert ledger.window == SLOTS // 8
     wanted = keys(*range(ledger.window + 1))
     try:
         outcomes = ledger.reserve(wanted, namespace=TENANT)
     except ValueError:
         return
-    assert [type(one) for one in outcomes] == [Reserved] * ledger.window + [Refused]
+    assert [type(one) for one in outcomes] == [Reserved] * ledger.window + [
+        Refused
+    ]
     ledger.abort(reserved(outcomes))
 
 
-def test_a_prompt_larger_than_the_store_keeps_its_head(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_prompt_larger_than_the_store_keeps_its_head(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     prompt = keys(*range(SLOTS * 12 // 10))
     for _ in range(2):
         stamp = ledger.stamp()
@@ -263,7 +312,11 @@ def test_a_prompt_larger_than_the_store_keeps_its_head(ledger: Ledger, clock: Fa
 def test_every_mapped_file_has_all_its_blocks_before_it_is_used(
     tmp_path: Path, kind: Literal["memory", "file"]
 ) -> None:
-    ledger = Ledger.open(StoreSpec(root=tmp_path, name="rules", kind=kind, slots=64, slot_bytes=8192))
+    ledger = Ledger.open(
+        StoreSpec(
+            root=tmp_path, name="rules", kind=kind, slots=64, slot_bytes=8192
+        )
+    )
     for path in ledger.directory.iterdir():
         status = path.stat()
         assert status.st_blocks * 512 >= status.st_size, (

@@ -16,11 +16,19 @@ def table(slots: int) -> GhostTable:
 
 
 def remember(
-    ghosts: GhostTable, numbers: list[int], last_use: int, hits: int = 0, went: int | None = None
+    ghosts: GhostTable,
+    numbers: list[int],
+    last_use: int,
+    hits: int = 0,
+    went: int | None = None,
 ) -> None:
     size = len(numbers)
     ghosts.remember(
-        marks_of(keys(*numbers)), np.full(size, last_use), np.full(size, hits, np.uint32), went or last_use, 0
+        marks_of(keys(*numbers)),
+        np.full(size, last_use),
+        np.full(size, hits, np.uint32),
+        went or last_use,
+        0,
     )
 
 
@@ -59,11 +67,16 @@ def test_a_ghost_left_again_is_one_ghost() -> None:
     for time in range(1, 20):
         remember(ghosts, [1], time, time)
     assert np.count_nonzero(ghosts.last_use) == 1
-    assert [part.tolist() for part in ghosts.recall(marks_of(keys(1)))] == [[19], [19]]
+    assert [part.tolist() for part in ghosts.recall(marks_of(keys(1)))] == [
+        [19],
+        [19],
+    ]
     assert not list(ghosts.forgotten())
 
 
-def test_the_ghost_gives_way_that_was_asked_for_longest_ago_and_is_learnt_from() -> None:
+def test_the_ghost_gives_way_that_was_asked_for_longest_ago_and_is_learnt_from() -> (
+    None
+):
     ghosts = table(1)
     for number in range(PER_SLOT):
         remember(ghosts, [number], 100 + number, number)
@@ -85,7 +98,9 @@ def test_many_of_one_place_in_one_call() -> None:
 
 def test_hits_beyond_what_fits_stay_the_most() -> None:
     ghosts = table(1)
-    ghosts.remember(marks_of(keys(1)), np.array([5]), np.array([2**31], np.uint32), 5, 0)
+    ghosts.remember(
+        marks_of(keys(1)), np.array([5]), np.array([2**31], np.uint32), 5, 0
+    )
     assert ghosts.recall(marks_of(keys(1)))[0].tolist() == [2**16 - 1]
 
 
@@ -116,11 +131,14 @@ def test_a_resize_takes_over_the_latest(slots: int) -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["remember", "forget"]), st.lists(st.integers(0, 40), max_size=6, unique=True)
+            st.sampled_from(["remember", "forget"]),
+            st.lists(st.integers(0, 40), max_size=6, unique=True),
         )
     )
 )
-def test_what_is_recalled_was_remembered(steps: list[tuple[str, list[int]]]) -> None:
+def test_what_is_recalled_was_remembered(
+    steps: list[tuple[str, list[int]]],
+) -> None:
     ghosts = table(2)
     model = dict[int, tuple[int, int]]()
     for time, (what, numbers) in enumerate(steps, 1):

@@ -1,4 +1,6 @@
-"""The memory beside the tables of a store on disk: where it is, what depends on it, and that it is like the tables."""
+"""The memory beside the tables of a store on disk: where it is, what depends on it, and that it is
+like the tables.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.ledger import Ledger, Present, Reserved, StoreSpec, admin, hint_pages, session
+from pagoda.ledger import (
+    Ledger,
+    Present,
+    Reserved,
+    StoreSpec,
+    admin,
+    hint_pages,
+    session,
+)
 from pagoda.ledger.chunk_notes import ChunkNotes
-from pagoda.ledger.columns import NOT_READY, Columns, bounded_ghosts, columns_bytes
+from pagoda.ledger.columns import (
+    NOT_READY,
+    Columns,
+    bounded_ghosts,
+    columns_bytes,
+)
 from pagoda.ledger.hint_pages import Published
 from pagoda.ledger.store_state import COLUMNS, TABLES
 from pagoda.metrics import Reason
@@ -44,7 +59,9 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def mapped(directory: Path) -> dict[str, str]:
-    """Return the files of a directory that this process has mapped, each with all rights of its mappings."""
+    """Return the files of a directory that this process has mapped, each with all rights of its
+    mappings.
+    """
     found: dict[str, str] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         rights = line.split()[1]
@@ -56,11 +73,16 @@ def mapped(directory: Path) -> dict[str, str]:
 
 def hits(ledger: Ledger, *numbers: int) -> int:
     """Return how many of these chunks are found."""
-    return sum(len(ledger.match_prefix([key], touch=False).slots) for key in keys(*numbers))
+    return sum(
+        len(ledger.match_prefix([key], touch=False).slots)
+        for key in keys(*numbers)
+    )
 
 
 def other_process(memory: Path, root: Path, body: str) -> int:
-    """Run `body` in a new process that has the store open as `other`, with its memory there; return its exit code."""
+    """Run `body` in a new process that has the store open as `other`, with its memory there; return
+    its exit code.
+    """
     code = f"""
 import os, signal
 from pathlib import Path
@@ -72,7 +94,10 @@ def hits(*numbers):
     return sum(len(other.match_prefix([key], touch=False).slots) for key in keys(*numbers))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code + body], cwd=Path(__file__).parents[2], timeout=200, check=False
+        [sys.executable, "-c", code + body],
+        cwd=Path(__file__).parents[2],
+        timeout=200,
+        check=False,
     )
     return done.returncode
 
@@ -81,8 +106,12 @@ def hits(*numbers):
 
 
 @pytest.mark.parametrize("policy", ["lru", "hindsight"])
-def test_no_page_of_a_store_on_disk_is_mapped_for_writing(tmp_path: Path, policy: str) -> None:
-    ledger = Ledger.open(StoreSpec(tmp_path, "store", "file", 32, 4096), policy=policy)
+def test_no_page_of_a_store_on_disk_is_mapped_for_writing(
+    tmp_path: Path, policy: str
+) -> None:
+    ledger = Ledger.open(
+        StoreSpec(tmp_path, "store", "file", 32, 4096), policy=policy
+    )
     put(ledger, keys(*range(40)))
     ledger.match_prefix(keys(*range(5)), lease_seconds=1.0)
     ledger.upkeep_thread.run_once()
@@ -100,11 +129,19 @@ def test_the_memory_is_shared_and_goes_with_the_last_process(
     (made,) = memory.iterdir()
     assert made.stat().st_mode & 0o077 == 0
     assert ledger.session.hints.is_shared
-    assert {file.stat().st_mode & 0o777 for file in made.iterdir() if file.name != "store"} == {0o600}
+    assert {
+        file.stat().st_mode & 0o777
+        for file in made.iterdir()
+        if file.name != "store"
+    } == {0o600}
     gauges = admin.gauges(ledger)
     assert gauges["hint_bytes"] >= columns_bytes(32, bounded_ghosts(32))
 
-    other_process(memory, tmp_path, "other.columns.hits[3] = 77; os.kill(os.getpid(), signal.SIGKILL)")
+    other_process(
+        memory,
+        tmp_path,
+        "other.columns.hits[3] = 77; os.kill(os.getpid(), signal.SIGKILL)",
+    )
     assert ledger.columns.hits[3] == 77
     ledger.close()
     assert not list(memory.iterdir())
@@ -115,7 +152,9 @@ def test_ghosts_are_bounded() -> None:
     assert columns_bytes(2_000_000, bounded_ghosts(2_000_000)) < 220 << 20
 
 
-def test_memory_of_stores_that_are_gone_is_removed(memory: Path, tmp_path: Path) -> None:
+def test_memory_of_stores_that_are_gone_is_removed(
+    memory: Path, tmp_path: Path
+) -> None:
     def killed() -> None:
         put(opened(tmp_path / "old", kind="file"), keys(1))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -132,7 +171,10 @@ def test_memory_of_stores_that_are_gone_is_removed(memory: Path, tmp_path: Path)
     ledger.close()
 
 
-@pytest.mark.parametrize("squat", ["link", "directory", "long", "readable", "no directory", "open directory"])
+@pytest.mark.parametrize(
+    "squat",
+    ["link", "directory", "long", "readable", "no directory", "open directory"],
+)
 def test_a_name_that_another_took_is_not_used(
     squat: str, memory: Path, tmp_path: Path, shm_root: Path
 ) -> None:
@@ -163,7 +205,9 @@ def test_a_name_that_another_took_is_not_used(
         made.chmod(0o777)
     again = opened(tmp_path, kind="file")
     assert hits(again, *range(10)) == 10
-    assert again.session.hints.is_shared == (squat not in ("no directory", "open directory"))
+    assert again.session.hints.is_shared == (
+        squat not in ("no directory", "open directory")
+    )
     again.columns.last_use[:] = 5  # it can be written, wherever it is
     assert victim.read_bytes() == bytes(nbytes)
     if squat == "long":
@@ -171,8 +215,12 @@ def test_a_name_that_another_took_is_not_used(
     again.close()
 
 
-def test_without_room_in_memory_it_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hint_pages, "_root", lambda: tmp_path / "on disk" / ".hints")
+def test_without_room_in_memory_it_is_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        hint_pages, "_root", lambda: tmp_path / "on disk" / ".hints"
+    )
     ledger = opened(tmp_path / "t", kind="file")
     put(ledger, keys(*range(10)))
     assert not ledger.session.hints.is_shared
@@ -185,10 +233,16 @@ def test_without_room_in_memory_it_is_private(tmp_path: Path, monkeypatch: pytes
 # nothing depends on it
 
 
-def test_what_is_served_from_a_disk_is_not_decided_by_columns(ledger: Ledger) -> None:
+def test_what_is_served_from_a_disk_is_not_decided_by_columns(
+    ledger: Ledger,
+) -> None:
     match = ledger.match_prefix(keys(*range(10)), touch=False)
     dice = np.random.default_rng(1)
-    for column in (ledger.columns.generation, ledger.columns.keys, ledger.columns.last_use):
+    for column in (
+        ledger.columns.generation,
+        ledger.columns.keys,
+        ledger.columns.last_use,
+    ):
         column[:] = dice.integers(0, 1 << 40, column.shape).astype(column.dtype)
     again = ledger.match_prefix(keys(*range(10)), touch=False)
     assert again.slots.tolist() == match.slots.tolist()
@@ -198,7 +252,9 @@ def test_what_is_served_from_a_disk_is_not_decided_by_columns(ledger: Ledger) ->
     assert admin.counters(ledger)["failed_checks"] == 0
 
 
-def test_columns_that_still_have_a_cleared_chunk_do_not_make_it_valid(ledger: Ledger) -> None:
+def test_columns_that_still_have_a_cleared_chunk_do_not_make_it_valid(
+    ledger: Ledger,
+) -> None:
     match = ledger.match_prefix(keys(*range(10)), touch=False)
     slots = match.slots.tolist()
     generations = match.generations.tolist()
@@ -210,11 +266,14 @@ def test_columns_that_still_have_a_cleared_chunk_do_not_make_it_valid(ledger: Le
     assert not hits(ledger, *range(10))
 
 
-def test_notes_of_cleared_chunks_go_whatever_the_columns_say(ledger: Ledger) -> None:
+def test_notes_of_cleared_chunks_go_whatever_the_columns_say(
+    ledger: Ledger,
+) -> None:
     match = ledger.match_prefix(keys(*range(10)), touch=False)
     notes = ChunkNotes(ledger.directory)
     notes.write(
-        (slot, key, b"token ids") for slot, key in zip(match.slots.tolist(), keys(*range(10)), strict=True)
+        (slot, key, b"token ids")
+        for slot, key in zip(match.slots.tolist(), keys(*range(10)), strict=True)
     )
     ledger.columns.keys[:] = 0
     assert admin.remove(ledger, keys(3)) == 1
@@ -236,7 +295,10 @@ def lost(ledger: Ledger) -> None:
 
 
 def test_columns_are_compared_with_the_tables(ledger: Ledger) -> None:
-    before = {name: getattr(ledger.columns, name).copy() for name in ("generation", "position")}
+    before = {
+        name: getattr(ledger.columns, name).copy()
+        for name in ("generation", "position")
+    }
     lost(ledger)
     assert ledger.session.compare_hints(30.0)
     assert not ledger.session.compare_hints(30.0)
@@ -249,7 +311,9 @@ def test_columns_are_compared_with_the_tables(ledger: Ledger) -> None:
     assert ledger.columns.position[tail] == 9, "a tail goes before its head"
 
 
-def test_ranks_stay_where_slot_and_generation_are_the_same(ledger: Ledger) -> None:
+def test_ranks_stay_where_slot_and_generation_are_the_same(
+    ledger: Ledger,
+) -> None:
     ledger.match_prefix(keys(*range(4)))
     before = ledger.columns.last_use.copy()
     hit = ledger.columns.hits.copy()
@@ -265,7 +329,9 @@ def test_a_stamp_from_the_future_is_one_of_now(ledger: Ledger) -> None:
     ledger.columns.last_use[slot] = NOT_READY - 1
     Published.begin(ledger.session.hints._maps["published"])
     assert ledger.session.compare_hints(30.0)
-    assert ledger.columns.last_use[slot] <= ledger.session.stamp(ledger.session.clock.monotonic_ns())
+    assert ledger.columns.last_use[slot] <= ledger.session.stamp(
+        ledger.session.clock.monotonic_ns()
+    )
 
 
 def test_a_chunk_whose_process_died_before_it_was_published_is_ranked(
@@ -276,7 +342,9 @@ def test_a_chunk_whose_process_died_before_it_was_published_is_ranked(
         (one,) = other.reserve(keys(50), namespace=TENANT)
         assert isinstance(one, Reserved)
         monkeypatch.setattr(
-            session.Session, "_publish_and_count", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            session.Session,
+            "_publish_and_count",
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
         )
         other.commit([one])
 
@@ -285,7 +353,9 @@ def test_a_chunk_whose_process_died_before_it_was_published_is_ranked(
     assert ledger.columns.last_use[slot] == NOT_READY
     ledger.session.tend()
     assert ledger.columns.last_use[slot] != NOT_READY
-    assert not ledger.session.compare_hints(30.0), "all transactions since are published"
+    assert not ledger.session.compare_hints(30.0), (
+        "all transactions since are published"
+    )
 
 
 def test_processes_that_join_and_leave_need_no_comparison(
@@ -296,18 +366,25 @@ def test_processes_that_join_and_leave_need_no_comparison(
     published = ledger.session.published
     assert published is not None
     before = list(published._words[1:])
-    assert other_process(memory, tmp_path, "put(other, keys(60)); other.close()") == 0
+    assert (
+        other_process(memory, tmp_path, "put(other, keys(60)); other.close()")
+        == 0
+    )
     assert list(published._words[1:]) == before, "nobody compared"
     assert not ledger.session.compare_hints(30.0)
     assert hits(ledger, 60) == 1
 
 
 def test_processes_without_common_memory_share_the_store(
-    ledger: Ledger, tmp_path: Path, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger,
+    tmp_path: Path,
+    shm_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two containers with one disk: each finds and evicts what the other stored."""
     tend = session.Session.tend
-    monkeypatch.setattr(session.Session, "tend", lambda _: None)  # the thread must not be first
+    # the thread must not be first
+    monkeypatch.setattr(session.Session, "tend", lambda _: None)
     body = """
 assert hits(*range(10)) == 10
 put(other, keys(*range(100, 122)), chained=False)
@@ -327,8 +404,11 @@ other.close()
     admin.check(ledger)
 
 
-def test_a_full_store_finds_victims_that_hints_lack(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session.Session, "tend", lambda _: None)  # the thread would help
+def test_a_full_store_finds_victims_that_hints_lack(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the thread would help
+    monkeypatch.setattr(session.Session, "tend", lambda _: None)
     put(ledger, keys(*range(100, 122)), chained=False)
     lost(ledger)
     assert isinstance(ledger.reserve(keys(200), namespace=TENANT)[0], Reserved)
@@ -363,7 +443,9 @@ def fills(ledger: Ledger, first: int) -> int:
 
 
 def test_a_copy_of_a_store_has_memory_of_its_own(tmp_path: Path) -> None:
-    """It has the same id. By the ranks of the other one it would find no victims, and keep nothing new."""
+    """It has the same id. By the ranks of the other one it would find no victims, and keep nothing
+    new.
+    """
     ledger = opened(tmp_path / "first", kind="file")
     put(ledger, keys(1))
     ledger.close()
@@ -378,8 +460,12 @@ def test_a_copy_of_a_store_has_memory_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_memory_of_a_killed_process_is_not_that_of_an_older_copy(tmp_path: Path, in_place: bool) -> None:
-    """A backup is restored over a store whose process was killed; the number of transactions goes back."""
+def test_memory_of_a_killed_process_is_not_that_of_an_older_copy(
+    tmp_path: Path, in_place: bool
+) -> None:
+    """A backup is restored over a store whose process was killed; the number of transactions goes
+    back.
+    """
     root = tmp_path / "root"
     backup = tmp_path / "backup"
     ledger = opened(root, kind="file")
@@ -427,8 +513,12 @@ def test_ranks_outlive_the_memory(tmp_path: Path, memory: Path) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("damage", ["gone", "short", "other", "noise", "old version"])
-def test_saved_hints_that_are_damaged_cost_only_ranks(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ["gone", "short", "other", "noise", "old version"]
+)
+def test_saved_hints_that_are_damaged_cost_only_ranks(
+    tmp_path: Path, damage: str
+) -> None:
     ledger = opened(tmp_path, kind="file")
     put(ledger, keys(*range(32)), chained=False)
     ledger.close()
@@ -442,7 +532,9 @@ def test_saved_hints_that_are_damaged_cost_only_ranks(tmp_path: Path, damage: st
         content[24:40] = bytes(16)  # the id of the store
         path.write_bytes(content)
     elif damage == "noise":
-        path.write_bytes(content[:4096] + np.random.default_rng(2).bytes(len(content) - 4096))
+        path.write_bytes(
+            content[:4096] + np.random.default_rng(2).bytes(len(content) - 4096)
+        )
     else:
         path.write_bytes(bytes(columns_bytes(32)))
     again = opened(tmp_path, kind="file")
@@ -456,7 +548,9 @@ def test_saved_hints_that_are_damaged_cost_only_ranks(tmp_path: Path, damage: st
     again.close()
 
 
-def test_a_failed_save_is_counted_and_harms_nothing(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_failed_save_is_counted_and_harms_nothing(
+    ledger: Ledger, tmp_path: Path
+) -> None:
     (ledger.directory / COLUMNS).mkdir()
     assert not ledger.session.save_hints()
     assert admin.counters(ledger)["hint_write_failures"] == 1
@@ -468,15 +562,22 @@ def test_a_failed_save_is_counted_and_harms_nothing(ledger: Ledger, tmp_path: Pa
     again.close()
 
 
-def test_the_thread_saves_what_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_saves_what_was_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pagoda.ledger.upkeep_thread._SAVE_SECONDS", 0.0)
-    monkeypatch.setattr("pagoda.ledger.upkeep_thread._SAVE_BYTES_PER_SECOND", 1 << 40)
+    monkeypatch.setattr(
+        "pagoda.ledger.upkeep_thread._SAVE_BYTES_PER_SECOND", 1 << 40
+    )
     ledger = opened(tmp_path, kind="file")
     put(ledger, keys(*range(4)))
     ranked = set(np.flatnonzero(ledger.columns.last_use != NOT_READY))
     saved = Columns(None, 32, bounded_ghosts(32))
     until = time.monotonic() + 60
-    while set(np.flatnonzero(saved.last_use != NOT_READY)) != ranked and time.monotonic() < until:
+    while (
+        set(np.flatnonzero(saved.last_use != NOT_READY)) != ranked
+        and time.monotonic() < until
+    ):
         ledger.match_prefix(keys(0))
         time.sleep(0.02)
         path = tmp_path / "store" / COLUMNS
@@ -491,7 +592,9 @@ def test_the_thread_saves_what_was_used(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_tables_that_cannot_be_read_are_not_touched(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ledger: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(session, "_REST_SECONDS", 0.2)
     pages = ledger.session._pages
@@ -499,10 +602,14 @@ def test_tables_that_cannot_be_read_are_not_touched(
     kept = os.dup(pages._fd)
     directory = os.open(ledger.directory, os.O_RDONLY)
     os.dup2(directory, pages._fd)  # each `pread` is an error now
-    monkeypatch.setattr(session.Session, "_open", lambda _: pytest.fail("the tables are used"))
+    monkeypatch.setattr(
+        session.Session, "_open", lambda _: pytest.fail("the tables are used")
+    )
     assert ledger.match_prefix(keys(0)).reason is Reason.IO_ERROR
     assert ledger.session.resting
-    assert [one.reason for one in ledger.reserve(keys(90), namespace=TENANT)] == [Reason.IO_ERROR]  # type: ignore[union-attr]
+    assert [one.reason for one in ledger.reserve(keys(90), namespace=TENANT)] == [
+        Reason.IO_ERROR
+    ]  # type: ignore[union-attr]
     ledger.session.tend()
     monkeypatch.undo()
     os.dup2(kept, pages._fd)
@@ -518,9 +625,13 @@ def test_tables_that_cannot_be_read_are_not_touched(
 
 
 def test_a_store_whose_tables_cannot_be_opened_again_rests_and_says_so(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ledger: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Their pages can be read: a disk that became read-only fails a transaction, and LMDB must be opened again."""
+    """Their pages can be read: a disk that became read-only fails a transaction, and LMDB must be
+    opened again.
+    """
     monkeypatch.setattr(session, "_REST_SECONDS", 0.2)
 
     def work() -> None:
@@ -560,7 +671,9 @@ def test_a_commit_does_not_read_tables_that_cannot_be_read(
     directory = os.open(ledger.directory, os.O_RDONLY)
     os.dup2(directory, pages._fd)
     with monkeypatch.context() as patch:
-        patch.setattr(session.Session, "_open", lambda _: pytest.fail("the tables are used"))
+        patch.setattr(
+            session.Session, "_open", lambda _: pytest.fail("the tables are used")
+        )
         assert not any(ledger.commit([one]))
     os.dup2(kept, pages._fd)
     ledger.session._rests_until = 0.0
@@ -593,10 +706,14 @@ def test_pages_that_are_gone_are_noticed_without_a_signal(
     assert wait(child(cut)) == 0
 
 
-def test_pages_in_use_are_locked_as_far_as_allowed(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_in_use_are_locked_as_far_as_allowed(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pages = ledger.session._pages
     assert pages is not None
-    assert pages._used_bytes() == ledger.session.read(lambda _, tables: tables.used_bytes())
+    assert pages._used_bytes() == ledger.session.read(
+        lambda _, tables: tables.used_bytes()
+    )
     pages.load()
     assert pages.locked_bytes in (0, pages._used_bytes())
     assert admin.gauges(ledger)["locked_bytes"] == pages.locked_bytes
@@ -619,7 +736,9 @@ def test_a_forked_child_shares_it(ledger: Ledger) -> None:
     assert hits(ledger, *range(10), 70) == 11
 
 
-def test_tables_that_are_cut_while_they_are_open_are_not_read(tmp_path: Path) -> None:
+def test_tables_that_are_cut_while_they_are_open_are_not_read(
+    tmp_path: Path,
+) -> None:
     """A read beyond the end of a mapped file is SIGBUS."""
 
     def cut() -> None:
@@ -629,7 +748,10 @@ def test_tables_that_are_cut_while_they_are_open_are_not_read(tmp_path: Path) ->
         os.truncate(ledger.directory / TABLES, 8192)
         for _ in range(3):
             assert ledger.match_prefix(keys(*range(10))).reason is Reason.IO_ERROR
-            assert not any(isinstance(one, Reserved) for one in ledger.reserve(keys(90), namespace=TENANT))
+            assert not any(
+                isinstance(one, Reserved)
+                for one in ledger.reserve(keys(90), namespace=TENANT)
+            )
         os._exit(0)
 
     assert wait(child(cut)) == 0
@@ -638,18 +760,32 @@ def test_tables_that_are_cut_while_they_are_open_are_not_read(tmp_path: Path) ->
 def test_a_chunk_is_known_to_be_there_until_anybody_commits(
     ledger: Ledger, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each read from a disk it is asked whether the slot still has the chunk: without a lock if nobody wrote."""
+    """After each read from a disk it is asked whether the slot still has the chunk: without a lock
+    if nobody wrote.
+    """
     found = ledger.match_prefix(keys(0))
     slot = int(found.slots[0])
     generation = int(found.generations[0])
     second = ledger.match_prefix(keys(1))
     with monkeypatch.context() as patched:
-        patched.setattr(session.Session, "read", lambda *_: pytest.fail("the tables are locked"))
+        patched.setattr(
+            session.Session,
+            "read",
+            lambda *_: pytest.fail("the tables are locked"),
+        )
         assert ledger.is_valid(slot, generation)
         assert ledger.is_valid(int(second.slots[0]), int(second.generations[0]))
     assert not ledger.is_valid(slot, generation + 1)
-    assert other_process(memory, tmp_path, "put(other, keys(61)); other.close()") == 0
+    assert (
+        other_process(memory, tmp_path, "put(other, keys(61)); other.close()")
+        == 0
+    )
     assert ledger.is_valid(slot, generation), "the chunk is still there"
     found = ledger.match_prefix(keys(0))
-    assert other_process(memory, tmp_path, "admin.remove(other, keys(0)); other.close()") == 0
+    assert (
+        other_process(
+            memory, tmp_path, "admin.remove(other, keys(0)); other.close()"
+        )
+        == 0
+    )
     assert not ledger.is_valid(slot, generation)

@@ -1,4 +1,6 @@
-"""Held chunks: while a living member holds a slot, no other chunk gets it, even if its own chunk was removed."""
+"""Held chunks: while a living member holds a slot, no other chunk gets it, even if its own chunk
+was removed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.lmdb_tables import HOLD, SLOT_KEY
 from pagoda.metrics import Reason
 from tests.children import in_child
-from tests.ledger.support import TENANT, Other, keys, opened, places, put, reserved, there
+from tests.ledger.support import (
+    TENANT,
+    Other,
+    keys,
+    opened,
+    places,
+    put,
+    reserved,
+    there,
+)
 
 SLOTS = 32
 
@@ -66,7 +77,9 @@ def test_the_slot_of_a_chunk_that_goes_while_it_is_held_is_nobodys_until_the_rel
     assert admin.gauges(ledger)["reserved"] == 3
     assert admin.check(ledger)
     assert not slots & handed_out(ledger)
-    assert not slots & {one.slot for one in put(ledger, keys(1, 2, 3))}, "the keys are free at once"
+    assert not slots & {one.slot for one in put(ledger, keys(1, 2, 3))}, (
+        "the keys are free at once"
+    )
     ledger.release(*places(stored[:1]))
     assert admin.gauges(ledger)["reserved"] == 2
     assert admin.check(ledger)
@@ -84,7 +97,9 @@ def test_the_last_of_several_holds_frees_the_slot(ledger: Ledger) -> None:
         for _ in range(2):
             assert stored[0].slot not in handed_out(ledger)
             ledger.release(*places(stored))
-        assert stored[0].slot not in handed_out(ledger), "the other process holds it"
+        assert stored[0].slot not in handed_out(ledger), (
+            "the other process holds it"
+        )
         ledger.release(*places(stored))
         assert admin.gauges(ledger)["reserved"] == 1, (
             "a release without a hold does not end another process's hold"
@@ -105,7 +120,9 @@ def test_each_hold_of_one_process_is_ended_by_itself(ledger: Ledger) -> None:
     assert admin.gauges(ledger)["reserved"] == 0
 
 
-def test_a_holder_that_leaves_frees_what_it_held(shm_root: Path, ledger: Ledger) -> None:
+def test_a_holder_that_leaves_frees_what_it_held(
+    shm_root: Path, ledger: Ledger
+) -> None:
     stored = put(ledger, keys(1), chained=False)
 
     def hold_remove_leave() -> None:
@@ -126,14 +143,19 @@ def test_a_dead_holder_keeps_nothing(ledger: Ledger) -> None:
     assert admin.gauges(ledger)["reserved"] == 0
 
 
-def test_the_holds_of_a_dead_member_leave_nothing_in_the_tables(ledger: Ledger) -> None:
+def test_the_holds_of_a_dead_member_leave_nothing_in_the_tables(
+    ledger: Ledger,
+) -> None:
     """Otherwise each process that dies would leave a row for every chunk that it was reading."""
     stored = put(ledger, keys(*range(4)), chained=False)
     ledger.hold(*places(stored[:1]))
     with Other(lambda: _must(ledger.hold(*places(stored)) == [True] * 4)):
         pass
     admin.reap(ledger)
-    held = ledger.session.read(lambda txn, t: [(row, len(value)) for row, value in t.rows(txn, t.holds)], 5.0)
+    held = ledger.session.read(
+        lambda txn, t: [(row, len(value)) for row, value in t.rows(txn, t.holds)],
+        5.0,
+    )
     assert held == [(SLOT_KEY.pack(stored[0].slot), HOLD.size)]
     ledger.release(*places(stored[:1]))
 

@@ -1,4 +1,6 @@
-"""The policy that learns, in a real ledger: what is refused and why; a restart and other processes share it."""
+"""The policy that learns, in a real ledger: what is refused and why; a restart and other processes
+share it.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,21 @@ def test_who_is_refused_leaves_a_ghost_that_says_so(shm_root: Path) -> None:
     full_of_better(ledger, clock)
     wanted = keys(100, 101, 102)
     outcomes = ledger.reserve(wanted, namespace=TENANT)
-    assert [one.reason for one in outcomes if isinstance(one, Refused)] == [Reason.NOT_ADMITTED] * 3
-    assert [ledger.explain_miss(key).reason for key in wanted] == [Reason.NOT_ADMITTED] * 3
+    assert [one.reason for one in outcomes if isinstance(one, Refused)] == [
+        Reason.NOT_ADMITTED
+    ] * 3
+    assert [ledger.explain_miss(key).reason for key in wanted] == [
+        Reason.NOT_ADMITTED
+    ] * 3
     assert ledger.match_prefix(wanted).reason is Reason.NOT_ADMITTED
     assert admin.counters(ledger)["drop_not_admitted"] == 3
     assert admin.gauges(ledger)["ready"] == SLOTS
     ledger.close()
 
 
-def test_what_stands_behind_who_was_refused_is_remembered_too(shm_root: Path) -> None:
+def test_what_stands_behind_who_was_refused_is_remembered_too(
+    shm_root: Path,
+) -> None:
     clock = FakeClock()
     ledger = opened(shm_root, clock)
     full_of_better(ledger, clock)
@@ -80,13 +88,17 @@ def test_what_was_judged_once_is_not_asked_about_again(shm_root: Path) -> None:
     assert ledger.admit(keys(3), start=0, stamp=stamp) == 1  # it is stored
     assert ledger.admit([*keys(3), *keys(100, 101)], start=0, stamp=stamp) == 1
     assert ledger.explain_miss(keys(100)[0]).reason is Reason.NOT_ADMITTED
-    outcomes = ledger.reserve(keys(100), namespace=TENANT, stamp=stamp, already_admitted=True)
+    outcomes = ledger.reserve(
+        keys(100), namespace=TENANT, stamp=stamp, already_admitted=True
+    )
     assert [type(one) for one in outcomes] == [Reserved]
     ledger.close()
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_touch_raises_what_is_here_and_says_which_is_not(shm_root: Path, asked: bool) -> None:
+def test_a_touch_raises_what_is_here_and_says_which_is_not(
+    shm_root: Path, asked: bool
+) -> None:
     clock = FakeClock()
     ledger = opened(shm_root, clock)
     wanted = keys(0, 1, 2, 3)
@@ -99,9 +111,13 @@ def test_a_touch_raises_what_is_here_and_says_which_is_not(shm_root: Path, asked
     later = ledger.columns.last_use[slots] - before
     assert (later[[0, 2, 3]] >= 5e9).all()
     assert later[1] < 5e9
-    assert (ledger.columns.last_use[slots[0]], ledger.columns.last_use[slots[3]]) == (
-        ledger.columns.last_use[slots[2]] + 2, ledger.columns.last_use[slots[2]] - 1
-    )  # fmt: skip
+    assert (
+        ledger.columns.last_use[slots[0]],
+        ledger.columns.last_use[slots[3]],
+    ) == (
+        ledger.columns.last_use[slots[2]] + 2,
+        ledger.columns.last_use[slots[2]] - 1,
+    )
     assert ledger.columns.hits[slots].tolist() == [asked, 0, asked, asked]
     assert ledger.touch([]) == []
     ledger.close()
@@ -118,7 +134,9 @@ def test_a_restart_keeps_what_was_learnt(shm_root: Path) -> None:
     ledger.close()
 
 
-def test_what_was_asked_for_before_it_went_counts_when_it_is_back(shm_root: Path) -> None:
+def test_what_was_asked_for_before_it_went_counts_when_it_is_back(
+    shm_root: Path,
+) -> None:
     clock = FakeClock()
     ledger = opened(shm_root, clock)
     put(ledger, keys(1))
@@ -130,7 +148,8 @@ def test_what_was_asked_for_before_it_went_counts_when_it_is_back(shm_root: Path
     put(ledger, keys(1))
     ((slot),) = ledger.match_prefix(keys(1), touch=False).slots.tolist()
     assert ledger.columns.hits[slot] == 4
-    assert ledger.explain_miss(keys(1)[0]).reason is Reason.ABSENT  # its ghost was removed
+    # its ghost was removed
+    assert ledger.explain_miss(keys(1)[0]).reason is Reason.ABSENT
     ledger.close()
 
 
@@ -175,7 +194,10 @@ def test_a_damaged_file_of_what_was_learnt_is_begun_anew(shm_root: Path) -> None
 
 
 def test_an_unknown_policy_leaves_nobody_in_the_store(shm_root: Path) -> None:
-    with pytest.raises(ValueError, match="unknown policy 'best'; choose one of hindsight, lru, arc, fifo"):
+    with pytest.raises(
+        ValueError,
+        match="unknown policy 'best'; choose one of hindsight, lru, arc, fifo",
+    ):
         Ledger.open(spec(shm_root), "best")
     ledger = Ledger.open(spec(shm_root))
     assert admin.gauges(ledger)["members"] == 1
@@ -183,7 +205,9 @@ def test_an_unknown_policy_leaves_nobody_in_the_store(shm_root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", policies.NAMES)
-def test_every_policy_that_has_a_name_can_be_had(shm_root: Path, name: str) -> None:
+def test_every_policy_that_has_a_name_can_be_had(
+    shm_root: Path, name: str
+) -> None:
     assert Config(policy=name).policy == name
     ledger = Ledger.open(spec(shm_root, SLOTS), name)
     ledger.namespaces.register(TENANT, {"model": "test"})
@@ -202,9 +226,17 @@ def test_with_room_for_all_a_run_is_admitted_without_a_transaction(
     assert len(put(ledger, keys(0, 1))) == 2
     reads = list[object]()
     read = ledger.session.read
-    monkeypatch.setattr(ledger.session, "read", lambda *given: reads.append(given) or read(*given))
-    assert ledger.admit(keys(*range(2, SLOTS)), start=2, stamp=ledger.stamp()) == SLOTS - 2
+    monkeypatch.setattr(
+        ledger.session, "read", lambda *given: reads.append(given) or read(*given)
+    )
+    assert (
+        ledger.admit(keys(*range(2, SLOTS)), start=2, stamp=ledger.stamp())
+        == SLOTS - 2
+    )
     assert not reads
-    assert ledger.admit(keys(*range(2, SLOTS + 1)), start=2, stamp=ledger.stamp()) == SLOTS - 1
+    assert (
+        ledger.admit(keys(*range(2, SLOTS + 1)), start=2, stamp=ledger.stamp())
+        == SLOTS - 1
+    )
     assert reads
     ledger.close()

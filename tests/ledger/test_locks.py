@@ -40,7 +40,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store" / "locks"
 
 
-def test_a_file_is_made_for_its_owner_alone_and_only_if_it_may_be(path: Path) -> None:
+def test_a_file_is_made_for_its_owner_alone_and_only_if_it_may_be(
+    path: Path,
+) -> None:
     with pytest.raises(FileNotFoundError):
         LockFile(path, create=False)
     assert not path.exists()
@@ -50,7 +52,9 @@ def test_a_file_is_made_for_its_owner_alone_and_only_if_it_may_be(path: Path) ->
 
 
 @pytest.mark.parametrize("byte", [GATE, INTENT])
-def test_a_gate_is_waited_for_while_another_process_has_a_part_of_it(path: Path, byte: int) -> None:
+def test_a_gate_is_waited_for_while_another_process_has_a_part_of_it(
+    path: Path, byte: int
+) -> None:
     gate = Gate(LockFile(path))
     with holding(path, byte) as other:
         end = threading.Timer(0.2, other.end)
@@ -78,7 +82,9 @@ def store(tmp_path: Path) -> Path:
     return directory
 
 
-def test_who_gets_one_of_the_two_locks_of_a_store_keeps_neither(store: Path) -> None:
+def test_who_gets_one_of_the_two_locks_of_a_store_keeps_neither(
+    store: Path,
+) -> None:
     locks = StoreLocks(store, "state", "locks")
     with contextlib.closing(LockFile(store / "state", first=BEYOND)) as other:
         assert other.lock(OPEN, exclusive=True)
@@ -88,15 +94,21 @@ def test_who_gets_one_of_the_two_locks_of_a_store_keeps_neither(store: Path) -> 
     locks.close()
 
 
-def test_who_has_a_store_open_and_cannot_get_it_alone_still_has_it_open(store: Path) -> None:
+def test_who_has_a_store_open_and_cannot_get_it_alone_still_has_it_open(
+    store: Path,
+) -> None:
     locks = StoreLocks(store, "state", "locks")
     assert locks.lock(OPEN, exclusive=False)
     with contextlib.closing(LockFile(store / "state", first=BEYOND)) as other:
         assert other.lock(OPEN, exclusive=False)
         assert not locks.lock(OPEN, exclusive=True)
     with contextlib.closing(LockFile(store / "locks")) as older:
-        assert not older.lock(OPEN, exclusive=True), "an older version takes the store for its own"
-        assert older.lock(OPEN, exclusive=False), "others may no longer open the store"
+        assert not older.lock(OPEN, exclusive=True), (
+            "an older version takes the store for its own"
+        )
+        assert older.lock(OPEN, exclusive=False), (
+            "others may no longer open the store"
+        )
     locks.close()
 
 
@@ -157,11 +169,17 @@ def test_whatever_else_in_the_process_opens_and_closes_the_file_drops_no_lock(
     assert file.lock(7, exclusive=True)
     assert file.lock(GATE, exclusive=False)
     walk(path)
-    in_child(lambda: _must(LockFile(path).held_by_other(7) and LockFile(path).held_by_other(GATE)))
+    in_child(
+        lambda: _must(
+            LockFile(path).held_by_other(7) and LockFile(path).held_by_other(GATE)
+        )
+    )
 
 
 def descriptors(path: Path) -> int:
-    """Return how many descriptors this process has of a file; others come and go with the garbage of other tests."""
+    """Return how many descriptors this process has of a file; others come and go with the garbage
+    of other tests.
+    """
     found = 0
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -183,7 +201,9 @@ def test_locks_go_with_the_file(path: Path) -> None:
     assert not LockFile(path).held_by_other(7)
 
 
-def test_a_file_that_is_closed_is_unlocked_though_there_is_another_copy_of_its_descriptor(path: Path) -> None:
+def test_a_file_that_is_closed_is_unlocked_though_there_is_another_copy_of_its_descriptor(
+    path: Path,
+) -> None:
     file = LockFile(path)
     assert file.lock(7, exclusive=True)
     copy = os.dup(file._fd)  # as in a child without Python's fork hooks
@@ -192,7 +212,9 @@ def test_a_file_that_is_closed_is_unlocked_though_there_is_another_copy_of_its_d
     os.close(copy)
 
 
-def test_locks_of_an_older_version_and_ours_keep_each_other_out(path: Path) -> None:
+def test_locks_of_an_older_version_and_ours_keep_each_other_out(
+    path: Path,
+) -> None:
     file = LockFile(path)
 
     def take() -> None:
@@ -211,7 +233,9 @@ def test_locks_of_an_older_version_and_ours_keep_each_other_out(path: Path) -> N
     in_child(fail)
 
 
-def test_a_lock_keeps_other_processes_out_until_its_process_is_dead(path: Path) -> None:
+def test_a_lock_keeps_other_processes_out_until_its_process_is_dead(
+    path: Path,
+) -> None:
     file = LockFile(path)
     with holding(path, 7):
         assert not file.lock(7, exclusive=True)
@@ -241,7 +265,9 @@ def test_ones_own_lock_is_not_seen_and_is_converted_at_once(path: Path) -> None:
 def test_a_fork_inherits_no_lock(path: Path) -> None:
     file = LockFile(path)
     assert file.lock(7, exclusive=True)
-    in_child(lambda: _must(file.held_by_other(7) and not file.lock(7, exclusive=False)))
+    in_child(
+        lambda: _must(file.held_by_other(7) and not file.lock(7, exclusive=False))
+    )
 
 
 def test_what_a_child_unlocks_stays_locked(path: Path) -> None:
@@ -251,7 +277,9 @@ def test_what_a_child_unlocks_stays_locked(path: Path) -> None:
     in_child(lambda: _must(file.held_by_other(7)))
 
 
-def test_a_child_that_outlives_its_parent_does_not_keep_its_locks(path: Path) -> None:
+def test_a_child_that_outlives_its_parent_does_not_keep_its_locks(
+    path: Path,
+) -> None:
     receive, send = os.pipe()
 
     def parent() -> None:
@@ -274,23 +302,32 @@ def test_a_child_that_outlives_its_parent_does_not_keep_its_locks(path: Path) ->
 
 def test_a_program_that_is_started_has_no_lock_file(path: Path) -> None:
     file = LockFile(path)
-    in_child(lambda: _must(not file.lock(7, exclusive=False) or not _inherits(path)))
+    in_child(
+        lambda: _must(not file.lock(7, exclusive=False) or not _inherits(path))
+    )
     assert not _inherits(path)
     os.set_inheritable(file._fd, True)
     assert _inherits(path), "the check can return True"
 
 
 def _inherits(path: Path) -> bool:
-    """Return whether a program that is started without Python's fork hooks has the lock file open."""
+    """Return whether a program that is started without Python's fork hooks has the lock file
+    open.
+    """
     return (
         subprocess.run(
-            ["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False
+            ["ls", "-l", "/proc/self/fd"],
+            capture_output=True,
+            text=True,
+            close_fds=False,
         ).stdout.count(f"{path}\n")
         > 0
     )
 
 
-def test_a_child_locks_the_file_of_its_parent_though_it_was_removed(path: Path) -> None:
+def test_a_child_locks_the_file_of_its_parent_though_it_was_removed(
+    path: Path,
+) -> None:
     file = LockFile(path)
     assert file.lock(7, exclusive=True)
     path.unlink()
@@ -371,7 +408,11 @@ def test_the_gate_opens_again_after_an_error(path: Path) -> None:
             entering(lambda: {}[0], 1)
     gate.run(nothing, 0, exclusive=True)
     assert not gate.taken
-    in_child(lambda: _must(LockFile(path).lock(GATE, True) and LockFile(path).lock(INTENT, True)))
+    in_child(
+        lambda: _must(
+            LockFile(path).lock(GATE, True) and LockFile(path).lock(INTENT, True)
+        )
+    )
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.0, 0.05])
@@ -412,7 +453,9 @@ def test_who_is_inside_does_not_wait_for_itself(path: Path) -> None:
     gate.run(nothing, 0, exclusive=True)
 
 
-def test_what_keeps_threads_out_is_let_go_by_its_own_thread_only(path: Path) -> None:
+def test_what_keeps_threads_out_is_let_go_by_its_own_thread_only(
+    path: Path,
+) -> None:
     gate = Gate(LockFile(path))
     assert gate.hold(0)
     thread = threading.Thread(target=gate.let_go)
@@ -426,7 +469,9 @@ def test_what_keeps_threads_out_is_let_go_by_its_own_thread_only(path: Path) -> 
         missed.set()
 
     for _ in range(2):
-        thread = threading.Thread(target=other if not missed.is_set() else partial(gate.run, nothing, 0))
+        thread = threading.Thread(
+            target=other if not missed.is_set() else partial(gate.run, nothing, 0)
+        )
         thread.start()
         thread.join(60)
         assert missed.is_set()
@@ -439,9 +484,12 @@ class Interrupted(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300, method="thread")  # the other method uses the same timer as this test
+# the other method uses the same timer as this test
+@pytest.mark.timeout(300, method="thread")
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times: int) -> None:
+def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(
+    path: Path, times: int
+) -> None:
     """Each exception except the first is raised while the previous one is being handled."""
     gate = Gate(LockFile(path))
     other = LockFile(path)
@@ -481,14 +529,20 @@ def test_no_exceptions_of_signal_handlers_leave_the_gate_taken(path: Path, times
     finally:
         signal.signal(signal.SIGALRM, before)
     assert done > 1000
-    thread = threading.Thread(target=partial(gate.run, nothing, 10, exclusive=True))
+    thread = threading.Thread(
+        target=partial(gate.run, nothing, 10, exclusive=True)
+    )
     thread.start()
     thread.join(5)
-    assert not thread.is_alive(), "the threads' lock was released as often as it was taken"
+    assert not thread.is_alive(), (
+        "the threads' lock was released as often as it was taken"
+    )
 
 
 @pytest.mark.parametrize("byte", [GATE, INTENT])
-def test_a_process_that_stands_in_the_gate_is_not_waited_for_past_the_deadline(path: Path, byte: int) -> None:
+def test_a_process_that_stands_in_the_gate_is_not_waited_for_past_the_deadline(
+    path: Path, byte: int
+) -> None:
     gate = Gate(LockFile(path))
     with holding(path, byte):
         for entering in (gate.run, partial(gate.run, exclusive=True)):
@@ -499,7 +553,9 @@ def test_a_process_that_stands_in_the_gate_is_not_waited_for_past_the_deadline(p
     gate.run(nothing, 1, exclusive=True)
 
 
-def test_readers_of_two_processes_pass_together_and_a_writer_waits_for_them(path: Path) -> None:
+def test_readers_of_two_processes_pass_together_and_a_writer_waits_for_them(
+    path: Path,
+) -> None:
     gate = Gate(LockFile(path))
     with holding(path, GATE, exclusive=False):
         gate.run(nothing, 0.5)
@@ -509,9 +565,14 @@ def test_readers_of_two_processes_pass_together_and_a_writer_waits_for_them(path
 
 def test_readers_give_way_to_a_writer_that_waits(path: Path) -> None:
     gate = Gate(LockFile(path))
-    with holding(path, GATE, exclusive=False) as reader, Other(lambda: _wait_to_write(path)) as writer:
+    with (
+        holding(path, GATE, exclusive=False) as reader,
+        Other(lambda: _wait_to_write(path)) as writer,
+    ):
         until = time.monotonic() + 30
-        while not LockFile(path).held_by_other(INTENT) and time.monotonic() < until:
+        while (
+            not LockFile(path).held_by_other(INTENT) and time.monotonic() < until
+        ):
             time.sleep(0.001)
         with pytest.raises(DeadlineMissedError):
             gate.run(nothing, 0.05)

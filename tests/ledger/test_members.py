@@ -17,7 +17,16 @@ from pagoda.ledger.members import DEVICE_GRACE_NS
 from pagoda.ledger.transaction import BATCH
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
-from tests.ledger.support import TENANT, Other, keys, opened, places, put, reserved, there
+from tests.ledger.support import (
+    TENANT,
+    Other,
+    keys,
+    opened,
+    places,
+    put,
+    reserved,
+    there,
+)
 
 GRACE_SECONDS = DEVICE_GRACE_NS / 1e9
 
@@ -40,7 +49,9 @@ def test_numbers_are_never_used_again(shm_root: Path) -> None:
     for _ in range(3):
         ledger = opened(shm_root)
         seen.append(ledger.session.member)
-        with Other(lambda: str((admin.gauges(ledger), ledger.session.member)[1]).encode()) as other:  # noqa: B023
+        with Other(
+            lambda: str((admin.gauges(ledger), ledger.session.member)[1]).encode()  # noqa: B023
+        ) as other:
             seen.append(int(other.said))
         ledger.close()
     assert len(set(seen)) == 6
@@ -56,7 +67,9 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
         slots = np.array([one.slot for one in stored])
         generations = np.array([one.generation for one in stored], np.uint64)
         assert all(ledger.hold(slots, generations))
-        assert len(reserved(ledger.reserve(keys(10, 11, 12), namespace=TENANT))) == 3
+        assert (
+            len(reserved(ledger.reserve(keys(10, 11, 12), namespace=TENANT))) == 3
+        )
 
     with Other(work):
         assert admin.reap(ledger) == 0
@@ -72,12 +85,23 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
     assert not any(there(ledger, keys(*range(4))))
 
 
-def test_however_much_the_dead_reserved_is_taken_back_a_part_at_a_time(shm_root: Path) -> None:
+def test_however_much_the_dead_reserved_is_taken_back_a_part_at_a_time(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root, slots=1024)
 
     def work() -> None:
         for at in (0, 100):
-            assert len(reserved(ledger.reserve(keys(*range(at, at + 100)), namespace=TENANT))) == 100
+            assert (
+                len(
+                    reserved(
+                        ledger.reserve(
+                            keys(*range(at, at + 100)), namespace=TENANT
+                        )
+                    )
+                )
+                == 100
+            )
 
     in_child(work)
     assert ledger.session.write(partial(members.reap, most=BATCH)) == BATCH
@@ -88,28 +112,40 @@ def test_however_much_the_dead_reserved_is_taken_back_a_part_at_a_time(shm_root:
     ledger.close()
 
 
-def test_who_leaves_keeps_the_slots_into_which_another_member_copies(ledger: Ledger) -> None:
+def test_who_leaves_keeps_the_slots_into_which_another_member_copies(
+    ledger: Ledger,
+) -> None:
     def work() -> None:
         rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
-        os.write(tell, b"".join(b"%d %d\n" % (one.slot, one.generation) for one in rooms))
+        os.write(
+            tell,
+            b"".join(b"%d %d\n" % (one.slot, one.generation) for one in rooms),
+        )
         os.read(go, 1)
         ledger.close()
 
     (told, tell), (go, let) = os.pipe(), os.pipe()
     pid = child(work)
     lines = os.read(told, 4096).split()
-    rooms = [Reserved(key, int(lines[2 * i]), int(lines[2 * i + 1])) for i, key in enumerate(keys(1, 2))]
+    rooms = [
+        Reserved(key, int(lines[2 * i]), int(lines[2 * i + 1]))
+        for i, key in enumerate(keys(1, 2))
+    ]
     assert ledger.adopt(rooms[:1], 0) == [True]
     os.write(let, b"!")
     assert wait(pid) == 0
-    assert admin.gauges(ledger)["reserved"] == 1, "only what nobody writes into is free"
+    assert admin.gauges(ledger)["reserved"] == 1, (
+        "only what nobody writes into is free"
+    )
     assert ledger.commit(rooms[:1]) == [True]
     assert ledger.commit(rooms[1:]) == [False]
     for end in (told, tell, go, let):
         os.close(end)
 
 
-def test_a_chunk_in_memory_whose_member_died_right_after_the_commit_is_found(shm_root: Path) -> None:
+def test_a_chunk_in_memory_whose_member_died_right_after_the_commit_is_found(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     stored = put(ledger, keys(1, 2))
     slots, _ = places(stored)
@@ -135,19 +171,29 @@ def test_all_that_was_not_published_is_published_by_the_next_who_is_alone(
     ledger.close()
     ledger = opened(root, slots=4096, kind=kind)
     admin.reap(ledger)
-    assert (ledger.columns.last_use[slots] != NOT_READY).all(), "what is not published is never evicted"
+    assert (ledger.columns.last_use[slots] != NOT_READY).all(), (
+        "what is not published is never evicted"
+    )
     ledger.close()
 
 
-def test_what_the_dead_reserved_is_taken_back_when_room_is_short(ledger: Ledger) -> None:
+def test_what_the_dead_reserved_is_taken_back_when_room_is_short(
+    ledger: Ledger,
+) -> None:
     put(ledger, keys(*range(100, 128)), chained=False)
-    in_child(lambda: (ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT), None)[1])
+    in_child(
+        lambda: (ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT), None)[1]
+    )
     put(ledger, keys(11, 12, 13, 14))
-    assert all(there(ledger, keys(*range(100, 128)))), "no stored chunk was evicted"
+    assert all(there(ledger, keys(*range(100, 128)))), (
+        "no stored chunk was evicted"
+    )
 
 
 def test_a_stopped_member_is_alive(ledger: Ledger) -> None:
-    with Other(lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1]) as other:
+    with Other(
+        lambda: (ledger.reserve(keys(1), namespace=TENANT), None)[1]
+    ) as other:
         os.kill(other.pid, signal.SIGSTOP)
         assert admin.reap(ledger) == 0
         assert isinstance(ledger.reserve(keys(1), namespace=TENANT)[0], Busy)
@@ -177,7 +223,9 @@ def test_a_slot_that_a_gpu_may_still_write_is_kept_for_a_while_and_its_key_is_no
     assert all(there(ledger, keys(1, 2)))
 
 
-def test_the_grace_is_for_who_writes_and_not_for_who_reserved(ledger: Ledger, clock: FakeClock) -> None:
+def test_the_grace_is_for_who_writes_and_not_for_who_reserved(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
 
     def work() -> None:
@@ -213,7 +261,9 @@ def test_a_grace_ends_with_the_boot(tmp_path: Path) -> None:
 # rows of counters
 
 
-def test_counters_are_those_of_all_the_living_and_the_dead(ledger: Ledger) -> None:
+def test_counters_are_those_of_all_the_living_and_the_dead(
+    ledger: Ledger,
+) -> None:
     ledger.count({"lookups": 1})
 
     def work() -> None:
@@ -256,7 +306,8 @@ def test_too_many_members_are_refused_until_one_leaves(
         admin.gauges(ledger)
 
     def too_many() -> None:
-        ledger.close()  # this process's own ledger; the process is not a member yet
+        # this process's own ledger; the process is not a member yet
+        ledger.close()
         with pytest.raises(StoreError, match="close some"):
             opened(shm_root)
 
@@ -276,7 +327,9 @@ def test_a_member_that_died_while_it_enrolled_is_nobody(
     ledger = opened(shm_root)
 
     def die() -> None:
-        monkeypatch.setattr(session, "add_member", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(
+            session, "add_member", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        )
         admin.gauges(ledger)
 
     assert wait(child(die)) == -signal.SIGKILL

@@ -10,10 +10,27 @@ import msgspec
 import pytest
 
 from pagoda.errors import StoreError
-from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, clears_and_labels, hold_pin_remove, rebuild
+from pagoda.ledger import (
+    Ledger,
+    Reserved,
+    ScannedChunk,
+    admin,
+    clears_and_labels,
+    hold_pin_remove,
+    rebuild,
+)
 from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.ledger.store_state import NAMESPACES
-from tests.ledger.support import OTHER, TENANT, gate_taken, keys, opened, put, reserved, there
+from tests.ledger.support import (
+    OTHER,
+    TENANT,
+    gate_taken,
+    keys,
+    opened,
+    put,
+    reserved,
+    there,
+)
 
 LATER = 1 << 60  # a generation after every line
 
@@ -45,7 +62,9 @@ def test_labels_are_kept_and_never_lost_to_empty_ones(ledger: Ledger) -> None:
     assert read_labels(ledger.directory)[OTHER].fields == row.fields
 
 
-def test_a_namespace_nobody_registered_is_known_by_its_chunks(ledger: Ledger) -> None:
+def test_a_namespace_nobody_registered_is_known_by_its_chunks(
+    ledger: Ledger,
+) -> None:
     put(ledger, keys(1, 2), OTHER)
     assert admin.list_namespaces(ledger)[OTHER].chunks == 2
     assert admin.list_namespaces(ledger)[OTHER].fields == {}
@@ -80,7 +99,9 @@ def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
 def test_what_is_stored_while_a_clear_removes_stays(ledger: Ledger) -> None:
     """A clear first sets its watermark, and removes the chunks a few at a time."""
     put(ledger, keys(1, 2))
-    pending, chunks = ledger.session.write(lambda w: clears_and_labels.clear(w, TENANT))
+    pending, chunks = ledger.session.write(
+        lambda w: clears_and_labels.clear(w, TENANT)
+    )
     assert chunks == 2
     [first] = reserved(ledger.reserve(keys(3), namespace=TENANT))
     assert first.generation == pending.watermark
@@ -91,7 +112,9 @@ def test_what_is_stored_while_a_clear_removes_stays(ledger: Ledger) -> None:
     assert there(ledger, keys(1, 2, 3)) == [False, False, True]
 
 
-def test_a_clear_that_cannot_be_written_down_removes_what_is_there(ledger: Ledger) -> None:
+def test_a_clear_that_cannot_be_written_down_removes_what_is_there(
+    ledger: Ledger,
+) -> None:
     put(ledger, keys(1, 2))
     for file in ledger.directory.glob("clears-*"):
         file.unlink()
@@ -101,8 +124,12 @@ def test_a_clear_that_cannot_be_written_down_removes_what_is_there(ledger: Ledge
     assert there(ledger, keys(1, 2)) == [False, False]
 
 
-def test_a_list_of_namespaces_takes_no_longer_than_its_deadline(ledger: Ledger) -> None:
-    """The tables are read within what is left of it, however often another process keeps the gate."""
+def test_a_list_of_namespaces_takes_no_longer_than_its_deadline(
+    ledger: Ledger,
+) -> None:
+    """The tables are read within what is left of it, however often another process keeps the
+    gate.
+    """
     put(ledger, keys(1))
     ledger.namespaces.write_labels(5.0)
     with gate_taken(ledger):
@@ -114,7 +141,9 @@ def test_a_list_of_namespaces_takes_no_longer_than_its_deadline(ledger: Ledger) 
 
 def header(stored: Reserved, namespace: bytes = TENANT) -> ScannedChunk:
     """Return the contents of a chunk's header, as long as its slot is not written again."""
-    return ScannedChunk(stored.key, namespace, stored.generation, 0, 16, stored.generation)
+    return ScannedChunk(
+        stored.key, namespace, stored.generation, 0, 16, stored.generation
+    )
 
 
 def test_a_rebuild_knows_labels_and_what_was_cleared(tmp_path: Path) -> None:
@@ -125,7 +154,9 @@ def test_a_rebuild_knows_labels_and_what_was_cleared(tmp_path: Path) -> None:
     [new] = put(ledger, keys(3), OTHER)
     ledger.close()
     again = rebuilt(tmp_path)
-    rebuild.absorb(again, 0, [header(mine), header(old, OTHER), header(new, OTHER)])
+    rebuild.absorb(
+        again, 0, [header(mine), header(old, OTHER), header(new, OTHER)]
+    )
     assert there(again, keys(1, 2, 3)) == [True, False, True]
     assert admin.list_namespaces(again)[OTHER] == (OTHER, {"model": "b"}, 1)
     rebuild.absorb(again, 3, [None] * 29)
@@ -145,17 +176,26 @@ def test_a_clear_in_the_middle_of_a_scan_takes_what_is_found_after_it(
     rebuild.absorb(again, 0, [header(first)])
     assert admin.clear(again, None if everything else TENANT) == 1
     [new] = put(again, keys(4), chained=False)
-    rebuild.absorb(again, rebuild.unscanned(again)[0], [header(second), header(other, OTHER)])
+    rebuild.absorb(
+        again, rebuild.unscanned(again)[0], [header(second), header(other, OTHER)]
+    )
     assert there(again, keys(1, 2, 3, 4)) == [False, False, not everything, True]
     again.close()
-    (tmp_path / "store" / "data.mdb").unlink()  # and once more, before the first scan has ended
+    # and once more, before the first scan has ended
+    (tmp_path / "store" / "data.mdb").unlink()
     last = opened(tmp_path, kind="file")
-    rebuild.absorb(last, 0, [header(first), header(second), header(other, OTHER), header(new)])
+    rebuild.absorb(
+        last,
+        0,
+        [header(first), header(second), header(other, OTHER), header(new)],
+    )
     assert there(last, keys(1, 2, 3, 4)) == [False, False, not everything, True]
     last.close()
 
 
-def test_what_is_stored_during_a_scan_takes_nothing_from_what_the_scan_finds(tmp_path: Path) -> None:
+def test_what_is_stored_during_a_scan_takes_nothing_from_what_the_scan_finds(
+    tmp_path: Path,
+) -> None:
     ledger = opened(tmp_path, kind="file")
     first, second = put(ledger, keys(1, 2))
     ledger.close()
@@ -167,18 +207,36 @@ def test_what_is_stored_during_a_scan_takes_nothing_from_what_the_scan_finds(tmp
     again.close()
 
 
-def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(tmp_path: Path) -> None:
-    """That version counted the clears of each namespace in the file of labels, and wrote the number into headers."""
+def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(
+    tmp_path: Path,
+) -> None:
+    """That version counted the clears of each namespace in the file of labels, and wrote the number
+    into headers.
+    """
     opened(tmp_path, kind="file").close()
     for path in (tmp_path / "store").glob("clears-*"):
         path.unlink()
-    old = {OTHER.hex(): {"fields": {"model": "b"}, "epoch": 2}, TENANT.hex(): {"fields": {}, "epoch": 0}}
+    old = {
+        OTHER.hex(): {"fields": {"model": "b"}, "epoch": 2},
+        TENANT.hex(): {"fields": {}, "epoch": 0},
+    }
     (tmp_path / "store" / NAMESPACES).write_bytes(msgspec.json.encode(old))
-    for turn in range(2):  # its contents are kept, even after the file no longer has them
+    # its contents are kept, even after the file no longer has them
+    for turn in range(2):
         again = rebuilt(tmp_path)
-        rebuild.absorb(again, 0, [ScannedChunk(keys(n)[0], OTHER, n, 0, 16, 5 + n) for n in range(4)])
+        rebuild.absorb(
+            again,
+            0,
+            [ScannedChunk(keys(n)[0], OTHER, n, 0, 16, 5 + n) for n in range(4)],
+        )
         rebuild.absorb(again, 4, [ScannedChunk(keys(9)[0], TENANT, 0, 0, 16, 5)])
-        assert there(again, keys(0, 1, 2, 3, 9)) == [False, False, True, True, True], turn
+        assert there(again, keys(0, 1, 2, 3, 9)) == [
+            False,
+            False,
+            True,
+            True,
+            True,
+        ], turn
         assert admin.list_namespaces(again)[OTHER].fields == {"model": "b"}
         if turn:
             assert admin.clear(again, OTHER) == 2
@@ -186,8 +244,12 @@ def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(tmp_path:
         again.close()
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b'{"zz": {"fields": {}, "epoch": 1}}'])
-def test_a_damaged_file_of_labels_keeps_nobody_from_opening(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[1, 2]", b'{"zz": {"fields": {}, "epoch": 1}}']
+)
+def test_a_damaged_file_of_labels_keeps_nobody_from_opening(
+    tmp_path: Path, damage: bytes
+) -> None:
     opened(tmp_path, kind="file").close()
     (tmp_path / "store" / NAMESPACES).write_bytes(damage)
     again = opened(tmp_path, kind="file")
@@ -217,7 +279,12 @@ def test_of_one_key_the_highest_sequence_stands(tmp_path: Path) -> None:
     ledger = rebuilt(tmp_path)
     sequences = [5, 9, 7]
     rebuild.absorb(
-        ledger, 0, [ScannedChunk(keys(1)[0], TENANT, LATER, 0, 16, sequence) for sequence in sequences]
+        ledger,
+        0,
+        [
+            ScannedChunk(keys(1)[0], TENANT, LATER, 0, 16, sequence)
+            for sequence in sequences
+        ],
     )
     match = ledger.match_prefix(keys(1))
     assert match.slots.tolist() == [1]
@@ -227,7 +294,9 @@ def test_of_one_key_the_highest_sequence_stands(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_what_is_stored_during_a_scan_stands_before_what_the_scan_finds(tmp_path: Path) -> None:
+def test_what_is_stored_during_a_scan_stands_before_what_the_scan_finds(
+    tmp_path: Path,
+) -> None:
     opened(tmp_path, kind="file").close()
     ledger = rebuilt(tmp_path)
     rebuild.absorb(ledger, 0, [None] * 4)
@@ -252,7 +321,9 @@ def test_what_is_stored_during_a_scan_stands_before_what_the_scan_finds(tmp_path
     ledger.close()
 
 
-def test_after_a_rebuild_the_oldest_goes_first_and_of_a_chain_its_tail(tmp_path: Path) -> None:
+def test_after_a_rebuild_the_oldest_goes_first_and_of_a_chain_its_tail(
+    tmp_path: Path,
+) -> None:
     opened(tmp_path, kind="file").close()
     ledger = rebuilt(tmp_path)
     chain = [
@@ -272,11 +343,15 @@ def test_after_a_rebuild_the_oldest_goes_first_and_of_a_chain_its_tail(tmp_path:
     ledger.close()
 
 
-def test_no_room_during_a_scan_is_said_to_be_for_the_rebuild(tmp_path: Path) -> None:
+def test_no_room_during_a_scan_is_said_to_be_for_the_rebuild(
+    tmp_path: Path,
+) -> None:
     from pagoda.ledger import Refused
     from pagoda.metrics import Reason
 
     opened(tmp_path, kind="file").close()
     ledger = rebuilt(tmp_path)
-    assert ledger.reserve(keys(1), namespace=TENANT) == [Refused(keys(1)[0], Reason.REBUILDING)]
+    assert ledger.reserve(keys(1), namespace=TENANT) == [
+        Refused(keys(1)[0], Reason.REBUILDING)
+    ]
     ledger.close()

@@ -1,4 +1,6 @@
-"""Opening and closing stores in one process: at once, on several threads, and while garbage is collected."""
+"""Opening and closing stores in one process: at once, on several threads, and while garbage is
+collected.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.ledger.support import gate_taken, holding, keys, opened, put, spec
 SECONDS = 60.0
 
 
-def test_threads_that_open_one_store_at_once_share_one_ledger(shm_root: Path) -> None:
+def test_threads_that_open_one_store_at_once_share_one_ledger(
+    shm_root: Path,
+) -> None:
     with ThreadPoolExecutor(8) as threads:
         ledgers = list(threads.map(lambda _: opened(shm_root), range(8)))
     assert len(set(map(id, ledgers))) == 1
@@ -30,7 +34,9 @@ def test_threads_that_open_one_store_at_once_share_one_ledger(shm_root: Path) ->
     ledgers[0].close()
 
 
-def test_threads_that_open_several_stores_of_one_root_at_once_discard_none(shm_root: Path) -> None:
+def test_threads_that_open_several_stores_of_one_root_at_once_discard_none(
+    shm_root: Path,
+) -> None:
     def one(name: str) -> Ledger:
         return Ledger.open(spec(shm_root, name=name, limit_bytes=1 << 40))
 
@@ -41,11 +47,18 @@ def test_threads_that_open_several_stores_of_one_root_at_once_discard_none(shm_r
                 ledger.close()
 
 
-def test_another_store_is_closed_and_opened_while_one_waits_to_be_opened(shm_root: Path) -> None:
+def test_another_store_is_closed_and_opened_while_one_waits_to_be_opened(
+    shm_root: Path,
+) -> None:
     other = opened(shm_root / "other")
     opened(shm_root / "busy").close()
-    with holding(shm_root / "busy" / LOCKS, OPEN) as holder, ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(Ledger.open, spec(shm_root / "busy"), deadline_seconds=SECONDS)
+    with (
+        holding(shm_root / "busy" / LOCKS, OPEN) as holder,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        waiting = thread.submit(
+            Ledger.open, spec(shm_root / "busy"), deadline_seconds=SECONDS
+        )
         other.close()
         opened(shm_root / "other").close()
         assert not waiting.done()
@@ -53,7 +66,9 @@ def test_another_store_is_closed_and_opened_while_one_waits_to_be_opened(shm_roo
         waiting.result(SECONDS).close()
 
 
-def test_who_opens_a_store_that_is_being_closed_waits_for_it(shm_root: Path) -> None:
+def test_who_opens_a_store_that_is_being_closed_waits_for_it(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     put(ledger, keys(1))
     with gate_taken(ledger):
@@ -71,7 +86,9 @@ def test_who_opens_a_store_that_is_being_closed_waits_for_it(shm_root: Path) -> 
     again.close()
 
 
-def test_a_collection_while_a_store_is_opened_may_close_another(shm_root: Path) -> None:
+def test_a_collection_while_a_store_is_opened_may_close_another(
+    shm_root: Path,
+) -> None:
     code = f"""
 import gc, signal
 from pathlib import Path
@@ -89,17 +106,23 @@ for n in range(5):
     del cache
 print("opened")
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert (run.returncode, run.stdout) == (0, "opened\n"), run.stderr
 
 
-def test_a_store_that_was_dropped_without_a_close_makes_room_for_another(shm_root: Path) -> None:
+def test_a_store_that_was_dropped_without_a_close_makes_room_for_another(
+    shm_root: Path,
+) -> None:
     from pagoda.layout import KVLayout
     from tests.cache.kit import LAYOUT, NAMESPACE, Cache, config_of
 
     other = KVLayout.opaque(LAYOUT.chunk_tokens, LAYOUT.chunk_bytes, "another")
     for layout in (LAYOUT, other, LAYOUT):
-        cache = Cache(config_of(shm_root, None), namespace=NAMESPACE, layout=layout)
+        cache = Cache(
+            config_of(shm_root, None), namespace=NAMESPACE, layout=layout
+        )
         cache.me = cache  # type: ignore[attr-defined]
         del cache
     gc.collect()

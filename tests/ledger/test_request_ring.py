@@ -1,4 +1,6 @@
-"""The ring of the last requests: of all processes, whole or left out, and nothing that a store depends on."""
+"""The ring of the last requests: of all processes, whole or left out, and nothing that a store
+depends on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger import Ledger
-from pagoda.ledger.request_ring import MOST_REQUESTS, NAMESPACE_BYTES, RecentRequest, RequestRing
+from pagoda.ledger.request_ring import (
+    MOST_REQUESTS,
+    NAMESPACE_BYTES,
+    RecentRequest,
+    RequestRing,
+)
 from pagoda.ledger.store_state import REQUESTS
 from pagoda.metrics import TIER_KINDS, Reason
 from tests.children import child, wait
@@ -25,16 +32,30 @@ def append(ring: RequestRing, number: int, reason: str = "") -> None:
     ring.append({"asked_tokens": number}, TENANT, reason)
 
 
-def test_a_request_is_remembered_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+def test_a_request_is_remembered_with_all_that_is_known_of_it(
+    tmp_path: Path,
+) -> None:
     ring = RequestRing(tmp_path / "ring")
-    counts = {"lookups": 1, "asked_tokens": 700, "hit_tokens_host": 256, "hit_tokens_remote": 64}
+    counts = {
+        "lookups": 1,
+        "asked_tokens": 700,
+        "hit_tokens_host": 256,
+        "hit_tokens_remote": 64,
+    }
     ring.append(counts, TENANT, Reason.EVICTED)
     append(ring, 5)
-    last, first = RequestRing(tmp_path / "ring").newest()  # of another process that maps the same file
-    assert last == RecentRequest(last.time, os.getpid(), 5, NO_HITS, TENANT[:NAMESPACE_BYTES], None)
+    # of another process that maps the same file
+    last, first = RequestRing(tmp_path / "ring").newest()
+    assert last == RecentRequest(
+        last.time, os.getpid(), 5, NO_HITS, TENANT[:NAMESPACE_BYTES], None
+    )
     assert first[1:] == (
-        os.getpid(), 700, {"host": 256, "disk": 0, "remote": 64}, TENANT[:NAMESPACE_BYTES], "evicted",
-    )  # fmt: skip
+        os.getpid(),
+        700,
+        {"host": 256, "disk": 0, "remote": 64},
+        TENANT[:NAMESPACE_BYTES],
+        "evicted",
+    )
     assert first.time <= last.time
 
 
@@ -42,7 +63,9 @@ def test_the_last_ones_are_kept_the_newest_first(tmp_path: Path) -> None:
     ring = RequestRing(tmp_path / "ring")
     for number in range(3 * MOST_REQUESTS + 5):
         append(ring, number)
-    assert numbers(ring) == list(range(3 * MOST_REQUESTS + 4, 2 * MOST_REQUESTS + 4, -1))
+    assert numbers(ring) == list(
+        range(3 * MOST_REQUESTS + 4, 2 * MOST_REQUESTS + 4, -1)
+    )
 
 
 @pytest.mark.parametrize("reason", [*Reason, ""])
@@ -61,14 +84,17 @@ def test_a_torn_record_is_left_out(tmp_path: Path) -> None:
     page[2 * 64 + 20] ^= 1
     path.write_bytes(page)
     assert numbers(RequestRing(path)) == [2, 0]
-    path.write_bytes(b"\xff" * len(page))  # also the number of the next record is any
+    # also the number of the next record is any
+    path.write_bytes(b"\xff" * len(page))
     ring = RequestRing(path)
     assert numbers(ring) == []
     append(ring, 7)
     assert numbers(ring) == [7]
 
 
-def test_processes_append_at_once_and_no_record_is_a_mixture(tmp_path: Path) -> None:
+def test_processes_append_at_once_and_no_record_is_a_mixture(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "ring"
     ring = RequestRing(path)
 
@@ -76,7 +102,13 @@ def test_processes_append_at_once_and_no_record_is_a_mixture(tmp_path: Path) -> 
         for number in range(20_000):
             value = 3 * number + own
             ring.append(
-                {"asked_tokens": value, "hit_tokens_host": value, "hit_tokens_remote": value}, TENANT, ""
+                {
+                    "asked_tokens": value,
+                    "hit_tokens_host": value,
+                    "hit_tokens_remote": value,
+                },
+                TENANT,
+                "",
             )
 
     children = [child(lambda: fill(0)), child(lambda: fill(1))]
@@ -93,7 +125,9 @@ def test_processes_append_at_once_and_no_record_is_a_mixture(tmp_path: Path) -> 
     assert len(ring.newest()) >= MOST_REQUESTS - 1  # one may be torn for good
 
 
-def test_a_store_opens_with_it_without_it_and_where_it_cannot_be_made(tmp_path: Path) -> None:
+def test_a_store_opens_with_it_without_it_and_where_it_cannot_be_made(
+    tmp_path: Path,
+) -> None:
     def requests_of(ledger: Ledger) -> list[int]:
         found = numbers(ledger.requests)
         append(ledger.requests, len(found) + 1)

@@ -1,4 +1,6 @@
-"""One rule of the ledger in each test, as small as possible: no interleaving, policy or death may break it."""
+"""One rule of the ledger in each test, as small as possible: no interleaving, policy or death may
+break it.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,33 @@ import pytest
 
 from pagoda.clock import Clock
 from pagoda.errors import StoreError
-from pagoda.ledger import Busy, CommitResult, Ledger, Refused, Reserved, StoreSpec, admin
+from pagoda.ledger import (
+    Busy,
+    CommitResult,
+    Ledger,
+    Refused,
+    Reserved,
+    StoreSpec,
+    admin,
+)
 from pagoda.ledger.clear_log import ClearLog
 from pagoda.ledger.locks import BEYOND
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import in_child
 from tests.ledger import support
-from tests.ledger.rules import OTHER, SLOTS, TENANT, Peer, keys, places, present, put, reserved, spec
+from tests.ledger.rules import (
+    OTHER,
+    SLOTS,
+    TENANT,
+    Peer,
+    keys,
+    places,
+    present,
+    put,
+    reserved,
+    spec,
+)
 
 
 @pytest.fixture
@@ -42,7 +63,9 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
 
 
 class Interrupting(Clock):
-    """The machine's clock; its next reading first runs a call, as if another process had been faster."""
+    """The machine's clock; its next reading first runs a call, as if another process had been
+    faster.
+    """
 
     def __init__(self) -> None:
         self.first: Callable[[], None] | None = None
@@ -58,7 +81,9 @@ class Interrupting(Clock):
 # validity
 
 
-def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(shm_root: Path) -> None:
+def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(
+    shm_root: Path,
+) -> None:
     clock = Interrupting()
     ledger = Ledger.open(spec(shm_root, 8), clock=clock)
     [old], [new] = keys(1), keys(2)
@@ -93,7 +118,9 @@ def test_a_chunk_that_another_process_replaced_during_the_match_is_not_valid(shm
 
 
 @pytest.mark.parametrize("how", ["remove", "clear", "drop", "evict"])
-def test_a_chunk_that_is_gone_is_no_longer_valid(ledger: Ledger, how: str) -> None:
+def test_a_chunk_that_is_gone_is_no_longer_valid(
+    ledger: Ledger, how: str
+) -> None:
     [one] = put(ledger, keys(1))
     slots, generations = places([one])
     assert ledger.still_valid(slots, generations).tolist() == [True]
@@ -102,30 +129,39 @@ def test_a_chunk_that_is_gone_is_no_longer_valid(ledger: Ledger, how: str) -> No
     elif how == "clear":
         assert admin.clear(ledger, TENANT) == 1
     elif how == "drop":
-        assert ledger.remove_exact(one.key, one.slot, one.generation, Reason.FAILED_CHECK)
+        assert ledger.remove_exact(
+            one.key, one.slot, one.generation, Reason.FAILED_CHECK
+        )
     else:
         put(ledger, keys(*range(100, 100 + SLOTS)), chained=False)
     assert ledger.still_valid(slots, generations).tolist() == [False]
     assert not len(ledger.match_prefix([one.key]).slots)
 
 
-def test_an_aborted_reservation_was_never_valid_to_a_reader(ledger: Ledger) -> None:
+def test_an_aborted_reservation_was_never_valid_to_a_reader(
+    ledger: Ledger,
+) -> None:
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
     ledger.abort([room])
     assert ledger.still_valid(*places([room])).tolist() == [False]
     assert ledger.commit([room]) == [False]
 
 
-def test_a_key_that_was_published_for_another_slot_is_a_miss_and_its_entry_goes(ledger: Ledger) -> None:
+def test_a_key_that_was_published_for_another_slot_is_a_miss_and_its_entry_goes(
+    ledger: Ledger,
+) -> None:
     [one, two] = put(ledger, keys(1, 2))
-    ledger.columns.keys[one.slot] = ledger.columns.keys[two.slot]  # the state of a torn ledger
+    # the state of a torn ledger
+    ledger.columns.keys[one.slot] = ledger.columns.keys[two.slot]
     assert not len(ledger.match_prefix([one.key]).slots)
     assert present(ledger, [one.key, two.key]) == [False, True]
 
 
 def test_a_drop_with_another_generation_changes_nothing(ledger: Ledger) -> None:
     [one] = put(ledger, keys(1))
-    assert not ledger.remove_exact(one.key, one.slot, one.generation + 1, Reason.FAILED_CHECK)
+    assert not ledger.remove_exact(
+        one.key, one.slot, one.generation + 1, Reason.FAILED_CHECK
+    )
     assert present(ledger, [one.key]) == [True]
 
 
@@ -144,7 +180,9 @@ def test_a_chunk_of_two_parts_is_seen_when_both_are_in(ledger: Ledger) -> None:
     room = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
     assert ledger.commit(room, part=1) == [CommitResult.PART]
     assert not len(ledger.match_prefix(keys(1)).slots)
-    assert ledger.commit(room, part=1) == [False], "the same part twice is not both parts"
+    assert ledger.commit(room, part=1) == [False], (
+        "the same part twice is not both parts"
+    )
     assert not len(ledger.match_prefix(keys(1)).slots)
     assert ledger.commit(room, part=0) == [CommitResult.WHOLE]
     assert len(ledger.match_prefix(keys(1)).slots) == 1
@@ -166,7 +204,9 @@ def test_the_first_of_two_writers_of_a_key_that_was_taken_over_loses(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_is_in_flight_during_a_clear_does_not_come_in(ledger: Ledger, whole: bool) -> None:
+def test_what_is_in_flight_during_a_clear_does_not_come_in(
+    ledger: Ledger, whole: bool
+) -> None:
     put(ledger, keys(1), OTHER)
     room = reserved(ledger.reserve(keys(2), namespace=TENANT))
     admin.clear(ledger, None if whole else TENANT)
@@ -177,10 +217,14 @@ def test_what_is_in_flight_during_a_clear_does_not_come_in(ledger: Ledger, whole
 
 def on_disk(root: Path) -> Ledger:
     """A ledger in files."""
-    return Ledger.open(StoreSpec(root=root, name="rules", kind="file", slots=8, slot_bytes=8192))
+    return Ledger.open(
+        StoreSpec(root=root, name="rules", kind="file", slots=8, slot_bytes=8192)
+    )
 
 
-def test_what_was_cleared_is_on_the_disk_before_clear_returns(tmp_path: Path) -> None:
+def test_what_was_cleared_is_on_the_disk_before_clear_returns(
+    tmp_path: Path,
+) -> None:
     ledger = on_disk(tmp_path)
     [stored] = put(ledger, keys(1))
     admin.clear(ledger, TENANT)
@@ -190,7 +234,9 @@ def test_what_was_cleared_is_on_the_disk_before_clear_returns(tmp_path: Path) ->
     ledger.close()
 
 
-def test_clearing_says_so_if_what_was_cleared_could_come_back(tmp_path: Path) -> None:
+def test_clearing_says_so_if_what_was_cleared_could_come_back(
+    tmp_path: Path,
+) -> None:
     ledger = on_disk(tmp_path)
     put(ledger, keys(1))
     for path in ledger.directory.glob("clears-*"):
@@ -208,10 +254,17 @@ def test_clearing_says_so_if_what_was_cleared_could_come_back(tmp_path: Path) ->
 
 def filling(ledger: Ledger, *numbers: int) -> Peer:
     """Let another process reserve some keys."""
-    return Peer(lambda: len(reserved(ledger.reserve(keys(*numbers), namespace=TENANT))) == len(numbers))
+    return Peer(
+        lambda: (
+            len(reserved(ledger.reserve(keys(*numbers), namespace=TENANT)))
+            == len(numbers)
+        )
+    )
 
 
-def test_the_reservation_of_a_living_member_is_never_taken_back(ledger: Ledger, clock: FakeClock) -> None:
+def test_the_reservation_of_a_living_member_is_never_taken_back(
+    ledger: Ledger, clock: FakeClock
+) -> None:
     peer = filling(ledger, 1, 2)
     try:
         clock.advance(3600)
@@ -242,7 +295,9 @@ def test_a_stopped_member_lives(ledger: Ledger) -> None:
         peer.end()
 
 
-def test_the_reservation_of_a_dead_member_is_taken_back_when_it_is_met(ledger: Ledger) -> None:
+def test_the_reservation_of_a_dead_member_is_taken_back_when_it_is_met(
+    ledger: Ledger,
+) -> None:
     filling(ledger, 1).end()
     [outcome] = ledger.reserve(keys(1), namespace=TENANT)
     assert isinstance(outcome, Reserved)
@@ -251,7 +306,9 @@ def test_the_reservation_of_a_dead_member_is_taken_back_when_it_is_met(ledger: L
     assert admin.gauges(ledger)["reserved"] == 0
 
 
-def test_a_living_members_holds_keep_and_a_dead_ones_do_not(ledger: Ledger) -> None:
+def test_a_living_members_holds_keep_and_a_dead_ones_do_not(
+    ledger: Ledger,
+) -> None:
     kept = put(ledger, keys(*range(4)), chained=False)
     peer = Peer(lambda: all(ledger.hold(*places(kept))))
     put(ledger, keys(*range(100, 100 + 2 * SLOTS)), chained=False)
@@ -261,7 +318,9 @@ def test_a_living_members_holds_keep_and_a_dead_ones_do_not(ledger: Ledger) -> N
     assert not any(present(ledger, keys(*range(4))))
 
 
-def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one(ledger: Ledger) -> None:
+def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one(
+    ledger: Ledger,
+) -> None:
     receive, send = os.pipe()
 
     def work() -> bool:
@@ -293,14 +352,18 @@ def test_a_part_is_only_committed_by_its_writer(ledger: Ledger) -> None:
     assert ledger.commit(rooms) == [True]
 
 
-def test_a_stranger_cannot_abort_what_a_living_member_fills(ledger: Ledger) -> None:
+def test_a_stranger_cannot_abort_what_a_living_member_fills(
+    ledger: Ledger,
+) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
     in_child(lambda: ledger.abort(rooms))
     assert admin.gauges(ledger)["reserved"] == 1
     assert ledger.commit(rooms) == [True]
 
 
-def test_an_abort_frees_the_slot_only_when_the_writers_of_the_other_parts_are_done(ledger: Ledger) -> None:
+def test_an_abort_frees_the_slot_only_when_the_writers_of_the_other_parts_are_done(
+    ledger: Ledger,
+) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
     peer = Peer(lambda: ledger.adopt(rooms, 1) == [True])
     try:
@@ -317,29 +380,44 @@ def test_an_abort_frees_the_slot_only_when_the_writers_of_the_other_parts_are_do
 # waiting
 
 
-def test_calls_return_by_their_deadline_while_the_gate_is_taken(ledger: Ledger) -> None:
+def test_calls_return_by_their_deadline_while_the_gate_is_taken(
+    ledger: Ledger,
+) -> None:
     [stored] = put(ledger, keys(1))
     [room] = reserved(ledger.reserve(keys(2), namespace=TENANT))
     with gate_taken(ledger):
         for call in (
             lambda: ledger.match_prefix(keys(1), deadline_seconds=0.1),
-            lambda: ledger.reserve(keys(3), namespace=TENANT, deadline_seconds=0.1),
+            lambda: ledger.reserve(
+                keys(3), namespace=TENANT, deadline_seconds=0.1
+            ),
             lambda: ledger.commit([room], deadline_seconds=0.1),
         ):
             began = time.monotonic()
             call()
             assert 0.05 < time.monotonic() - began < 20.0
-        assert ledger.match_prefix(keys(1), deadline_seconds=0.0).reason is Reason.LEDGER_BUSY
-        [refused] = ledger.reserve(keys(3), namespace=TENANT, deadline_seconds=0.0)
+        assert (
+            ledger.match_prefix(keys(1), deadline_seconds=0.0).reason
+            is Reason.LEDGER_BUSY
+        )
+        [refused] = ledger.reserve(
+            keys(3), namespace=TENANT, deadline_seconds=0.0
+        )
         assert isinstance(refused, Refused)
         assert refused.reason is Reason.LEDGER_BUSY
-        assert ledger.still_valid(*places([stored])).all(), "validity needs no gate"
+        assert ledger.still_valid(*places([stored])).all(), (
+            "validity needs no gate"
+        )
     put(ledger, keys(4))
-    assert admin.gauges(ledger)["reserved"] == 0, "the next transaction has done the late commit"
+    assert admin.gauges(ledger)["reserved"] == 0, (
+        "the next transaction has done the late commit"
+    )
     assert admin.counters(ledger)["miss_ledger_busy"] >= 2
 
 
-def test_an_abort_that_was_late_is_done_by_the_next_transaction(ledger: Ledger) -> None:
+def test_an_abort_that_was_late_is_done_by_the_next_transaction(
+    ledger: Ledger,
+) -> None:
     rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
     with gate_taken(ledger):
         ledger.abort(rooms, deadline_seconds=0.05)
@@ -352,7 +430,12 @@ def test_an_abort_that_was_late_is_done_by_the_next_transaction(ledger: Ledger) 
 def gate_taken(ledger: Ledger) -> Iterator[None]:
     """Let another process hold the gate exclusively during the block."""
     state = ledger.directory / "state"
-    peer = Peer(lambda: fcntl.lockf(os.open(state, os.O_RDWR), fcntl.LOCK_EX, 1, BEYOND) is None)
+    peer = Peer(
+        lambda: (
+            fcntl.lockf(os.open(state, os.O_RDWR), fcntl.LOCK_EX, 1, BEYOND)
+            is None
+        )
+    )
     try:
         yield
     finally:
@@ -360,7 +443,9 @@ def gate_taken(ledger: Ledger) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("few", [3, 40])
-def test_a_run_ends_where_another_tenant_or_place_begins(shm_root: Path, few: int) -> None:
+def test_a_run_ends_where_another_tenant_or_place_begins(
+    shm_root: Path, few: int
+) -> None:
     with contextlib.closing(support.opened(shm_root, 1024)) as ledger:
         own, others, moved = (list(range(at, at + few)) for at in (0, 100, 200))
         put(ledger, keys(*own))
@@ -376,5 +461,10 @@ def test_a_run_ends_where_another_tenant_or_place_begins(shm_root: Path, few: in
             ([*own, *moved], 0, few, Reason.ABSENT),
             ([*own, *moved], None, 2 * few, None),
         ]:
-            match = ledger.match_prefix(keys(*asked), start=start, namespace=TENANT)
-            assert (len(match.slots), match.reason) == (found, reason), (asked, start)
+            match = ledger.match_prefix(
+                keys(*asked), start=start, namespace=TENANT
+            )
+            assert (len(match.slots), match.reason) == (found, reason), (
+                asked,
+                start,
+            )

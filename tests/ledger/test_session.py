@@ -1,4 +1,6 @@
-"""This process's part in a store: transactions, what waits for the next, forks, threads, the end."""
+"""This process's part in a store: transactions, what waits for the next, forks, threads, the
+end.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ import lmdb
 import pytest
 
 from pagoda.errors import ClosedError
-from pagoda.ledger import Ledger, Present, Refused, Reserved, admin, lmdb_tables, session
+from pagoda.ledger import (
+    Ledger,
+    Present,
+    Refused,
+    Reserved,
+    admin,
+    lmdb_tables,
+    session,
+)
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.hint_pages import HintPages
 from pagoda.ledger.session import UnavailableError
@@ -60,7 +70,9 @@ def busy_store(ledger: Ledger) -> None:
 # transactions
 
 
-def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger) -> None:
+def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(
+    ledger: Ledger,
+) -> None:
     for error, reason in (
         (lmdb.MapFullError(), Reason.FULL),
         (lmdb.Error(), Reason.IO_ERROR),
@@ -78,7 +90,9 @@ def test_trouble_in_a_transaction_is_a_reason_and_changes_nothing(ledger: Ledger
     admin.check(ledger)
 
 
-def test_the_error_of_a_transaction_can_be_sent_to_another_process(ledger: Ledger) -> None:
+def test_the_error_of_a_transaction_can_be_sent_to_another_process(
+    ledger: Ledger,
+) -> None:
     def fill(_: object) -> None:
         raise lmdb.MapFullError
 
@@ -89,8 +103,12 @@ def test_the_error_of_a_transaction_can_be_sent_to_another_process(ledger: Ledge
     assert sent.reason is Reason.FULL
 
 
-def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> None:
-    """LMDB does not continue with a transaction whose commit failed: every later call would fail too."""
+def test_after_an_error_of_lmdb_the_environment_is_another(
+    ledger: Ledger,
+) -> None:
+    """LMDB does not continue with a transaction whose commit failed: every later call would fail
+    too.
+    """
     before = ledger.session.read(lambda _, tables: tables).env
 
     def fail(*_: object) -> None:
@@ -103,7 +121,9 @@ def test_after_an_error_of_lmdb_the_environment_is_another(ledger: Ledger) -> No
         before.begin()  # it was closed
 
 
-def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_to_leave_syncs_before_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = opened(tmp_path, kind="file")
     put(ledger, keys(1))
     done: list[str] = []
@@ -123,8 +143,14 @@ def test_the_last_to_leave_syncs_before_it_says_so(tmp_path: Path, monkeypatch: 
     tables.env = Watched(tables.env)  # type: ignore[assignment]
     save = HintPages.save
     mark = OpenStore.mark_clean
-    monkeypatch.setattr(HintPages, "save", lambda self: (done.append("save"), save(self))[1])
-    monkeypatch.setattr(OpenStore, "mark_clean", lambda self, *a: (done.append("clean"), mark(self, *a))[1])
+    monkeypatch.setattr(
+        HintPages, "save", lambda self: (done.append("save"), save(self))[1]
+    )
+    monkeypatch.setattr(
+        OpenStore,
+        "mark_clean",
+        lambda self, *a: (done.append("clean"), mark(self, *a))[1],
+    )
     ledger.close()
     assert done == ["save", "sync", "clean"]
 
@@ -135,7 +161,9 @@ def fill_map(ledger: Ledger) -> None:
     number = 0
 
     def write(transaction: Transaction) -> None:
-        transaction.txn.put(b"%d" % number, b"x" * size, db=transaction.tables.pins)
+        transaction.txn.put(
+            b"%d" % number, b"x" * size, db=transaction.tables.pins
+        )
 
     while size:
         try:
@@ -160,7 +188,9 @@ def test_a_full_map_is_a_refusal_and_the_rest_goes_on(shm_root: Path) -> None:
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_a_full_map_keeps_nothing_from_being_taken_out(shm_root: Path, everything: bool) -> None:
+def test_a_full_map_keeps_nothing_from_being_taken_out(
+    shm_root: Path, everything: bool
+) -> None:
     """The map grows more than once, while other processes have opened the smaller map."""
     ledger = opened(shm_root, slots=1024)
     go_on = multiprocessing.Event()
@@ -192,7 +222,9 @@ def test_a_full_map_keeps_nothing_from_being_taken_out(shm_root: Path, everythin
     ledger.close()
 
 
-def test_what_waits_is_done_once_even_if_a_transaction_fails_between(ledger: Ledger) -> None:
+def test_what_waits_is_done_once_even_if_a_transaction_fails_between(
+    ledger: Ledger,
+) -> None:
     done = []
     ledger.session.defer(lambda transaction: done.append(transaction))
 
@@ -209,7 +241,9 @@ def test_what_waits_is_done_once_even_if_a_transaction_fails_between(ledger: Led
     assert len(done) == 3, "once it has been committed it is not done again"
 
 
-def test_a_late_commit_with_a_wrong_part_spoils_nobody_elses_call(ledger: Ledger) -> None:
+def test_a_late_commit_with_a_wrong_part_spoils_nobody_elses_call(
+    ledger: Ledger,
+) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
     with pytest.raises(ValueError, match="part"):
         ledger.commit(rooms, part=3)
@@ -223,7 +257,11 @@ def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
     rooms = reserved(ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT))
     with gate_taken(ledger):
         threads = [
-            threading.Thread(target=ledger.commit, args=([room], 0), kwargs={"deadline_seconds": 0.02})
+            threading.Thread(
+                target=ledger.commit,
+                args=([room], 0),
+                kwargs={"deadline_seconds": 0.02},
+            )
             for room in rooms
         ]
         for thread in threads:
@@ -236,7 +274,9 @@ def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
 
 
 @pytest.mark.slow
-def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(shm_root: Path) -> None:
+def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root, slots=2048)
     rooms = reserved(ledger.reserve(keys(*range(256)), namespace=TENANT))
     assert len(rooms) == 256
@@ -247,21 +287,30 @@ def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(shm_
             lambda: ledger.adopt(rooms * 10, 0, deadline_seconds=0.3),
             lambda: ledger.abort(rooms * 10, deadline_seconds=0.3),
             # four transactions
-            lambda: ledger.reserve(keys(*range(1000, 1256)), namespace=TENANT, deadline_seconds=2.5),
+            lambda: ledger.reserve(
+                keys(*range(1000, 1256)), namespace=TENANT, deadline_seconds=2.5
+            ),
             lambda: ledger.match_prefix(keys(*range(256)), deadline_seconds=0.3),
         ):
             began = time.monotonic()
             call()
             assert time.monotonic() - began < 9.0
-        outcomes = ledger.reserve(keys(*range(256)), namespace=TENANT, deadline_seconds=0.0)
-        assert {one.reason for one in outcomes if isinstance(one, Refused)} == {Reason.LEDGER_BUSY}
+        outcomes = ledger.reserve(
+            keys(*range(256)), namespace=TENANT, deadline_seconds=0.0
+        )
+        assert {one.reason for one in outcomes if isinstance(one, Refused)} == {
+            Reason.LEDGER_BUSY
+        }
     ledger.close()
 
 
 def test_a_call_of_a_child_ends_by_its_deadline_too(ledger: Ledger) -> None:
     def act() -> None:
         began = time.monotonic()
-        assert ledger.match_prefix(keys(1), deadline_seconds=0.3).reason is Reason.LEDGER_BUSY
+        assert (
+            ledger.match_prefix(keys(1), deadline_seconds=0.3).reason
+            is Reason.LEDGER_BUSY
+        )
         assert time.monotonic() - began < 20.0
 
     with gate_taken(ledger):
@@ -284,7 +333,9 @@ def steps(ledger: Ledger, rooms: list[Reserved], step: str) -> None:
         admin.clear(ledger, TENANT)
 
 
-@pytest.mark.parametrize("step", ["reserve", "commit", "abort", "remove", "clear"])
+@pytest.mark.parametrize(
+    "step", ["reserve", "commit", "abort", "remove", "clear"]
+)
 @pytest.mark.parametrize("when", ["before the commit", "before publishing"])
 def test_a_death_at_any_step_loses_no_slot(
     shm_root: Path, step: str, when: str, monkeypatch: pytest.MonkeyPatch
@@ -312,10 +363,14 @@ def test_a_death_at_any_step_loses_no_slot(
     assert not report.gauges["reserved"]
     assert report.stale_hints == 0
     for turn in range(3):
-        put(ledger, keys(*range(2000 + 100 * turn, 2032 + 100 * turn)), chained=False)
-    assert admin.gauges(ledger)["ready"] == 32 and not any(there(ledger, keys(600, 601))), (
-        "all slots can be used again"
-    )
+        put(
+            ledger,
+            keys(*range(2000 + 100 * turn, 2032 + 100 * turn)),
+            chained=False,
+        )
+    assert admin.gauges(ledger)["ready"] == 32 and not any(
+        there(ledger, keys(600, 601))
+    ), "all slots can be used again"
     busy_store(ledger)
     ledger.close()
 
@@ -326,7 +381,11 @@ def test_what_a_dead_member_committed_and_did_not_publish_can_be_evicted_after_t
     def die() -> None:
         ledger = opened(shm_root)
         rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
-        monkeypatch.setattr(Transaction, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(
+            Transaction,
+            "publish",
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+        )
         ledger.commit(rooms)
 
     assert wait(child(die)) == -signal.SIGKILL
@@ -366,7 +425,9 @@ def test_grandchildren_work_too(ledger: Ledger) -> None:
     assert all(there(ledger, keys(1, 2, 3)))
 
 
-def test_what_a_child_counts_before_its_first_transaction_is_not_its_parents(ledger: Ledger) -> None:
+def test_what_a_child_counts_before_its_first_transaction_is_not_its_parents(
+    ledger: Ledger,
+) -> None:
     ledger.count({"lookups": 7})
     in_child(lambda: ledger.count({"lookups": 100}))
     assert admin.counters(ledger)["lookups"] == 7
@@ -380,7 +441,9 @@ def test_what_a_child_counts_before_its_first_transaction_is_not_its_parents(led
     assert admin.counters(ledger)["lookups"] == 27
 
 
-def test_what_waits_in_the_parent_is_not_done_by_the_child(ledger: Ledger) -> None:
+def test_what_waits_in_the_parent_is_not_done_by_the_child(
+    ledger: Ledger,
+) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT))
     with gate_taken(ledger):
         ledger.abort(rooms, deadline_seconds=0.02)
@@ -394,7 +457,9 @@ def test_what_waits_in_the_parent_is_not_done_by_the_child(ledger: Ledger) -> No
     assert admin.gauges(ledger)["reserved"] == 0
 
 
-def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_while_a_thread_waits_at_the_gate(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(session, "_FORK_SECONDS", 0.1)
     put(ledger, keys(1))
     receive, send = os.pipe()
@@ -406,7 +471,9 @@ def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: py
 
     with gate_taken(ledger):
         waiting = threading.Thread(
-            target=ledger.match_prefix, args=(keys(1),), kwargs={"deadline_seconds": 60}
+            target=ledger.match_prefix,
+            args=(keys(1),),
+            kwargs={"deadline_seconds": 60},
         )
         waiting.start()
         until = time.monotonic() + 30
@@ -414,14 +481,18 @@ def test_a_fork_while_a_thread_waits_at_the_gate(ledger: Ledger, monkeypatch: py
             time.sleep(0.005)
         began = time.monotonic()
         pid = child(act)
-        assert time.monotonic() - began < 25.0, "a fork does not wait for a stopped process"
+        assert time.monotonic() - began < 25.0, (
+            "a fork does not wait for a stopped process"
+        )
     waiting.join(60)
     os.write(send, b"x")
     assert wait(pid) == 0
     assert all(there(ledger, keys(1, 2)))
 
 
-def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_while_a_thread_writes_hangs_nobody(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LMDB's close in the child would wait for that thread, which the child does not have."""
     monkeypatch.setattr(session, "_FORK_SECONDS", 0.1)
     put(ledger, keys(1))
@@ -429,7 +500,9 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: 
     leave = threading.Event()
 
     writer = threading.Thread(
-        target=lambda: ledger.session.write(lambda *_: (inside.set(), leave.wait(60)), 60.0)
+        target=lambda: ledger.session.write(
+            lambda *_: (inside.set(), leave.wait(60)), 60.0
+        )
     )
     writer.start()
     assert inside.wait(60)
@@ -442,7 +515,9 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(ledger: Ledger, monkeypatch: 
         finally:
             os._exit(1)
     until = time.monotonic() + 30
-    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until:
+    while (
+        not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until
+    ):
         time.sleep(0.01)
     if not ended[0]:  # it would hang in the fork itself, before any alarm
         os.kill(pid, signal.SIGKILL)
@@ -459,11 +534,15 @@ def test_two_threads_that_fork_at_once_leave_the_gate_open(
 ) -> None:
     monkeypatch.setattr(session, "_FORK_SECONDS", 0.05)
     session._before_fork()
-    other = threading.Thread(target=lambda: (session._before_fork(), session._after_in_parent()))
+    other = threading.Thread(
+        target=lambda: (session._before_fork(), session._after_in_parent())
+    )
     other.start()
     other.join(10)
     session._after_in_parent()
-    assert ledger.match_prefix(keys(1), deadline_seconds=0.2).reason is Reason.ABSENT
+    assert (
+        ledger.match_prefix(keys(1), deadline_seconds=0.2).reason is Reason.ABSENT
+    )
 
 
 @pytest.mark.slow
@@ -477,7 +556,9 @@ def test_forks_among_busy_threads(ledger: Ledger) -> None:
             ledger.match_prefix(keys(number))
             number += 1
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in (10_000, 20_000)]
+    threads = [
+        threading.Thread(target=work, args=(first,)) for first in (10_000, 20_000)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -502,16 +583,20 @@ def test_threads_share_one_ledger(shm_root: Path) -> None:
     def work(first: int) -> None:
         try:
             for number in range(first, first + 60):
-                outcomes = ledger.reserve(keys(number, 7), namespace=TENANT, deadline_seconds=30.0)
+                outcomes = ledger.reserve(
+                    keys(number, 7), namespace=TENANT, deadline_seconds=30.0
+                )
                 ledger.commit(reserved(outcomes), deadline_seconds=30.0)
                 match = ledger.match_prefix(keys(number), deadline_seconds=30.0)
                 assert len(match.slots) == 1
                 assert ledger.still_valid(match.slots, match.generations).all()
                 assert not any(isinstance(one, Refused) for one in outcomes)
-        except BaseException as error:  # noqa: BLE001 - told by the main thread
+        except BaseException as error:  # noqa: BLE001
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(1000 * n,)) for n in range(1, 5)]
+    threads = [
+        threading.Thread(target=work, args=(1000 * n,)) for n in range(1, 5)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -559,7 +644,9 @@ def test_a_closed_ledger_says_so(shm_root: Path, call: str) -> None:
             calls[call]()
 
 
-def test_closing_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> None:
+def test_closing_ends_in_time_while_another_sits_in_the_gate(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     ledger.reserve(keys(1), namespace=TENANT)
     with gate_taken(ledger):
@@ -576,13 +663,17 @@ def test_closing_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> 
 def test_what_another_thread_opens_during_a_fork_can_be_opened_in_the_child(
     shm_root: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LMDB lets a process open a file once; what the parent's thread opened could not be closed in the child."""
+    """LMDB lets a process open a file once; what the parent's thread opened could not be closed in
+    the child.
+    """
     hold = session.Session.before_fork
     opens = list[threading.Thread]()
 
     def slowly(held: session.Session, until: float) -> None:
         if not opens:
-            opens.append(threading.Thread(target=lambda: opened(shm_root / "other")))
+            opens.append(
+                threading.Thread(target=lambda: opened(shm_root / "other"))
+            )
             opens[0].start()
             opens[0].join(1.0)
         hold(held, until)
@@ -612,7 +703,9 @@ def test_tables_that_another_thread_has_open_without_a_session_can_be_opened_in_
     number = {"make": 1, "check": 1, "resize": 2}[step]
     seen: list[object] = []
 
-    def slowly(tables: lmdb_tables.Tables, *arguments: object, **named: object) -> None:
+    def slowly(
+        tables: lmdb_tables.Tables, *arguments: object, **named: object
+    ) -> None:
         init(tables, *arguments, **named)  # type: ignore[arg-type]
         seen.append(tables)
         if len(seen) == number:
@@ -622,7 +715,9 @@ def test_tables_that_another_thread_has_open_without_a_session_can_be_opened_in_
     monkeypatch.setattr(lmdb_tables.Tables, "__init__", slowly)
     ledgers = list[Ledger]()
     thread = threading.Thread(
-        target=lambda: ledgers.append(opened(shm_root, slots=32 if step == "resize" else 16))
+        target=lambda: ledgers.append(
+            opened(shm_root, slots=32 if step == "resize" else 16)
+        )
     )
     thread.start()
     assert is_open.wait(PATIENT_SECONDS)

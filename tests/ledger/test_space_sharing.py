@@ -1,4 +1,6 @@
-"""Stores of several layouts in one root: how much space each gets or gives up, without losing other chunks."""
+"""Stores of several layouts in one root: how much space each gets or gives up, without losing other
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,15 @@ from pagoda.ledger.upkeep_thread import UpkeepThread
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from tests.children import child, in_child, wait
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
-from tests.ledger.support import PATIENT_SECONDS, TENANT, Other, absorb_nothing, keys, put, spec
+from tests.ledger.support import (
+    PATIENT_SECONDS,
+    TENANT,
+    Other,
+    absorb_nothing,
+    keys,
+    put,
+    spec,
+)
 
 PAGE = 4096
 LIMIT = 64 * PAGE
@@ -49,20 +59,33 @@ class Room:
     """One store with its slab, and chunks whose bytes depend on their key."""
 
     def __init__(
-        self, root: Path, name: str = "a", kind: Kind = "memory", pages: int = 1, limit: int = LIMIT,
+        self,
+        root: Path,
+        name: str = "a",
+        kind: Kind = "memory",
+        pages: int = 1,
+        limit: int = LIMIT,
         clock: Clock | None = None,
-    ) -> None:  # fmt: skip
-        spec = StoreSpec(root, name, kind, max(1, limit // (pages * PAGE)), pages * PAGE, limit)
+    ) -> None:
+        spec = StoreSpec(
+            root, name, kind, max(1, limit // (pages * PAGE)), pages * PAGE, limit
+        )
         self.ledger = Ledger.open(spec, clock=clock)
         self.ledger.namespaces.register(TENANT, {"model": name})
         self.size = pages * PAGE
         slots = self.ledger.slots
         self.memory = (
-            MemorySlab(self.ledger.slab_path, slots, self.size, self.ledger.page_guards)
+            MemorySlab(
+                self.ledger.slab_path, slots, self.size, self.ledger.page_guards
+            )
             if kind == "memory"
             else None
         )
-        self.file = FileSlab(self.ledger.slab_path, slots, self.size) if kind == "file" else None
+        self.file = (
+            FileSlab(self.ledger.slab_path, slots, self.size)
+            if kind == "file"
+            else None
+        )
 
     def bytes_of(self, key: bytes) -> np.ndarray:
         return np.frombuffer(blake3(key).digest(self.size), np.uint8)
@@ -87,10 +110,17 @@ class Room:
         """Store single chunks; return how many are stored."""
         done = 0
         for key in wanted:
-            got = self.ledger.reserve([key], namespace=TENANT, tokens=16, deadline_seconds=PATIENT_SECONDS)[0]
+            got = self.ledger.reserve(
+                [key],
+                namespace=TENANT,
+                tokens=16,
+                deadline_seconds=PATIENT_SECONDS,
+            )[0]
             if isinstance(got, Reserved):
                 self.write(got.slot, key)
-                done += self.ledger.commit([got], deadline_seconds=PATIENT_SECONDS)[0]
+                done += self.ledger.commit(
+                    [got], deadline_seconds=PATIENT_SECONDS
+                )[0]
             done += isinstance(got, Present)
         return done
 
@@ -98,7 +128,9 @@ class Room:
         """Read single chunks and compare every byte; return how many were found."""
         found = 0
         for key in wanted:
-            match = self.ledger.match_prefix([key], touch=touch, deadline_seconds=PATIENT_SECONDS)
+            match = self.ledger.match_prefix(
+                [key], touch=touch, deadline_seconds=PATIENT_SECONDS
+            )
             if len(match.slots):
                 copy = self.read(int(match.slots[0]))
                 if self.ledger.still_valid(match.slots, match.generations)[0]:
@@ -126,14 +158,22 @@ class Room:
         return sum(map(len, self.ledger.space.backed_ranges()))
 
     def check(self) -> None:
-        """Check that the tables are consistent, and that every slot that can be reserved has pages."""
+        """Check that the tables are consistent, and that every slot that can be reserved has
+        pages.
+        """
         admin.check(self.ledger)
-        assert self._agrees(lambda gauges: self.backed == gauges["slots"] - gauges["unbacked"])
+        assert self._agrees(
+            lambda gauges: self.backed == gauges["slots"] - gauges["unbacked"]
+        )
         if self.memory is not None:
-            assert self._agrees(lambda _: self.pages * PAGE >= self.backed * self.size)
+            assert self._agrees(
+                lambda _: self.pages * PAGE >= self.backed * self.size
+            )
 
     def _agrees(self, right: Callable[[dict[str, int]], bool]) -> bool:
-        """Return whether two readings agree; they are taken again if another process took or gave space in between."""
+        """Return whether two readings agree; they are taken again if another process took or gave
+        space in between.
+        """
         return any(right(admin.gauges(self.ledger)) for _ in range(100))
 
     def close(self) -> None:
@@ -144,7 +184,9 @@ class Room:
 
 
 @pytest.fixture(autouse=True)
-def no_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_thread(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Let only `more` take space, except in tests of the other ways."""
     if "threads" not in request.fixturenames:
         monkeypatch.setattr(UpkeepThread, "wake", lambda *_, **__: None)
@@ -161,9 +203,15 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     return found
 
 
-def test_a_store_that_is_alone_has_all_at_once(shm_root: Path, kind: Kind) -> None:
+def test_a_store_that_is_alone_has_all_at_once(
+    shm_root: Path, kind: Kind
+) -> None:
     one = Room(shm_root, kind=kind)
-    assert (one.backed, one.pages, admin.gauges(one.ledger)["free"]) == (64, 64, 64)
+    assert (one.backed, one.pages, admin.gauges(one.ledger)["free"]) == (
+        64,
+        64,
+        64,
+    )
     assert not one.more()
     one.check()
     one.close()
@@ -186,7 +234,9 @@ def test_the_policy_knows_how_many_chunks_fit(shm_root: Path, kind: Kind) -> Non
         room.close()
 
 
-def test_two_layouts_used_in_turn_keep_what_they_have(shm_root: Path, kind: Kind) -> None:
+def test_two_layouts_used_in_turn_keep_what_they_have(
+    shm_root: Path, kind: Kind
+) -> None:
     for turn in range(4):
         for name, pages in (("a", 1), ("b", 2)):
             room = Room(shm_root, name, kind, pages)
@@ -213,14 +263,20 @@ def test_a_second_layout_opens_beside_a_full_one_and_gets_its_share_in_pieces(
         assert one.pages + two.pages <= 64
     assert two.pages == 32
     assert one.pages == 32
-    assert one.get(cold, touch=False) == 0 and one.get(hot) == 32, "the coldest were evicted"
-    assert two.put(keys(*range(200, 216))) == two.get(keys(*range(200, 216))) == 16
+    assert one.get(cold, touch=False) == 0 and one.get(hot) == 32, (
+        "the coldest were evicted"
+    )
+    assert (
+        two.put(keys(*range(200, 216))) == two.get(keys(*range(200, 216))) == 16
+    )
     for room in (one, two):
         room.check()
         room.close()
 
 
-def test_a_thread_of_the_ledger_gets_what_is_lacking(shm_root: Path, threads: None) -> None:
+def test_a_thread_of_the_ledger_gets_what_is_lacking(
+    shm_root: Path, threads: None
+) -> None:
     one = Room(shm_root)
     two = Room(shm_root, "b")
     until = time.monotonic() + PATIENT_SECONDS
@@ -234,9 +290,12 @@ def test_a_thread_of_the_ledger_gets_what_is_lacking(shm_root: Path, threads: No
         room.close()
 
 
-def test_a_thread_that_was_woken_at_its_end_is_started_again(shm_root: Path, threads: None) -> None:
+def test_a_thread_that_was_woken_at_its_end_is_started_again(
+    shm_root: Path, threads: None
+) -> None:
     one = Room(shm_root, limit=LIMIT)
-    one.ledger.upkeep_thread._woken.set()  # and the thread ended without seeing it
+    # and the thread ended without seeing it
+    one.ledger.upkeep_thread._woken.set()
     one.ledger.upkeep_thread.wake(lacks=True)
     thread = one.ledger.upkeep_thread._thread
     assert thread.is_alive()
@@ -254,7 +313,9 @@ def test_who_is_at_its_share_takes_only_what_is_colder_and_of_nobody_who_is_with
     assert two.backed == 32
     two.put(keys(*range(100, 132)))
     two.more()
-    assert two.backed > 32, "colder chunks of a store that no process has open are evicted"
+    assert two.backed > 32, (
+        "colder chunks of a store that no process has open are evicted"
+    )
     one = Room(shm_root, kind=kind)
     before = one.backed
     one.get(keys(*range(64)))
@@ -266,7 +327,9 @@ def test_who_is_at_its_share_takes_only_what_is_colder_and_of_nobody_who_is_with
         room.close()
 
 
-def test_what_is_free_is_taken_before_anything_goes(shm_root: Path, kind: Kind) -> None:
+def test_what_is_free_is_taken_before_anything_goes(
+    shm_root: Path, kind: Kind
+) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(8)))
     two = Room(shm_root, "b", kind)
@@ -282,7 +345,11 @@ def test_what_is_free_is_taken_before_anything_goes(shm_root: Path, kind: Kind) 
 def test_nothing_that_is_kept_is_taken(shm_root: Path) -> None:
     one = Room(shm_root)
     one.put(keys(*range(64)))
-    rooms = [r for r in one.ledger.reserve(keys(1000, 1001), namespace=TENANT) if isinstance(r, Reserved)]
+    rooms = [
+        r
+        for r in one.ledger.reserve(keys(1000, 1001), namespace=TENANT)
+        if isinstance(r, Reserved)
+    ]
     pinned = keys(*range(2, 12))
     held = keys(*range(12, 22))
     leased = keys(*range(22, 52))
@@ -305,7 +372,9 @@ def test_nothing_that_is_kept_is_taken(shm_root: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["pinned", "held"])
-def test_what_is_kept_and_cold_hides_nothing_behind_it(shm_root: Path, how: str) -> None:
+def test_what_is_kept_and_cold_hides_nothing_behind_it(
+    shm_root: Path, how: str
+) -> None:
     one = Room(shm_root)
     one.put(keys(*range(64)))
     kept = keys(*range(16))  # more than a piece, and the coldest
@@ -338,7 +407,9 @@ def test_a_taking_from_a_store_that_keeps_all_ends(shm_root: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["damaged", "reboot"])
-def test_an_idle_store_that_cannot_be_used_any_more_gives_its_room(shm_root: Path, how: str) -> None:
+def test_an_idle_store_that_cannot_be_used_any_more_gives_its_room(
+    shm_root: Path, how: str
+) -> None:
     def fill() -> None:
         room = Room(shm_root)
         room.put(keys(*range(64)))
@@ -361,7 +432,9 @@ def test_an_idle_store_that_cannot_be_used_any_more_gives_its_room(shm_root: Pat
     two.close()
 
 
-def test_hints_of_another_boot_or_without_a_state_say_nothing_about_age(shm_root: Path) -> None:
+def test_hints_of_another_boot_or_without_a_state_say_nothing_about_age(
+    shm_root: Path,
+) -> None:
     """Such a store gives first: its recency is of another clock."""
     two = Room(shm_root, "b")
     earlier = Room(shm_root, "a", clock=AfterReboot())
@@ -384,8 +457,12 @@ def test_a_damaged_limit_allows_nothing(shm_root: Path) -> None:
     one.close()
 
 
-@pytest.mark.parametrize("hot", [range(8), range(56, 64)], ids=["the first slots", "the last slots"])
-def test_holes_of_an_idle_store_that_is_to_be_scanned_are_no_room(shm_root: Path, hot: range) -> None:
+@pytest.mark.parametrize(
+    "hot", [range(8), range(56, 64)], ids=["the first slots", "the last slots"]
+)
+def test_holes_of_an_idle_store_that_is_to_be_scanned_are_no_room(
+    shm_root: Path, hot: range
+) -> None:
     one = Room(shm_root, kind="file")
     one.put(keys(*range(64)))
     one.get(keys(*hot))
@@ -440,11 +517,15 @@ def test_a_file_system_without_holes_costs_no_chunk(
     one.close()
 
 
-def test_pages_that_a_gpu_knows_stay(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_a_gpu_knows_stay(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = Room(shm_root)
     one.put(keys(*range(64)))
     assert one.ledger.register_device() == [range(64)]
-    with pytest.raises(NoRoomError, match=f"a holds {LIMIT:,}, open in this process"):
+    with pytest.raises(
+        NoRoomError, match=f"a holds {LIMIT:,}, open in this process"
+    ):
         Room(shm_root, "b")
     assert one.get(keys(*range(64))) == 64
     one.close()
@@ -464,7 +545,9 @@ def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
     assert "strange holds" in said
     assert "does not know" in said
     assert "-" not in said.replace(str(shm_root), "")
-    assert (shm_root / "strange" / "slab").stat().st_size == LIMIT, "and left alone"
+    assert (shm_root / "strange" / "slab").stat().st_size == LIMIT, (
+        "and left alone"
+    )
     assert not (shm_root / "a").exists()
 
     def hold() -> None:
@@ -473,7 +556,9 @@ def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
 
     with (
         Other(hold) as process,
-        pytest.raises(NoRoomError, match=f"a holds {LIMIT:,}, open in process {process.pid}"),
+        pytest.raises(
+            NoRoomError, match=f"a holds {LIMIT:,}, open in process {process.pid}"
+        ),
     ):
         Room(shm_root / "other", "b")
 
@@ -481,7 +566,9 @@ def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
 # sizes
 
 
-@pytest.mark.parametrize("limits", [(64, 16, 64, 8, 100), (8, 64, 9), (64, 1, 33)])
+@pytest.mark.parametrize(
+    "limits", [(64, 16, 64, 8, 100), (8, 64, 9), (64, 1, 33)]
+)
 def test_sizes_change_at_any_restart_and_keep_what_fits(
     shm_root: Path, kind: Kind, limits: tuple[int, ...]
 ) -> None:
@@ -490,7 +577,9 @@ def test_sizes_change_at_any_restart_and_keep_what_fits(
     for limit in limits:
         room = Room(shm_root, kind=kind, limit=limit * PAGE)
         assert room.backed == room.pages == limit
-        assert room.get(stored[-limit:], touch=False) == min(limit, len(stored)), "the coldest were evicted"
+        assert room.get(stored[-limit:], touch=False) == min(
+            limit, len(stored)
+        ), "the coldest were evicted"
         stored = stored[-limit:]
         new = keys(*range(number, number + limit // 2))
         assert room.put(new) == len(new)
@@ -501,10 +590,14 @@ def test_sizes_change_at_any_restart_and_keep_what_fits(
         room.close()
 
 
-def test_a_size_of_another_time_does_not_count_for_who_only_looks(shm_root: Path) -> None:
+def test_a_size_of_another_time_does_not_count_for_who_only_looks(
+    shm_root: Path,
+) -> None:
     in_child(lambda: Room(shm_root).close())
     two = Room(shm_root, "b", limit=16 * PAGE)
-    assert two.pages + os.stat(shm_root / "a" / "slab").st_blocks * 512 // PAGE <= 16
+    assert (
+        two.pages + os.stat(shm_root / "a" / "slab").st_blocks * 512 // PAGE <= 16
+    )
     looks = Ledger.attach(shm_root / "a")  # with 64 slots
     while two.more():
         pass
@@ -520,7 +613,8 @@ def test_a_smaller_size_beside_others_waits_for_them(shm_root: Path) -> None:
         kept.append(room)
 
     kept: list[Room] = []
-    with Other(fill):  # first: a later child would inherit the open stores of this process
+    # first: a later child would inherit the open stores of this process
+    with Other(fill):
         one = Room(shm_root, limit=8 * PAGE)
         assert one.backed == 64
         assert one.get(keys(*range(64))) == 64
@@ -536,7 +630,9 @@ def test_a_smaller_size_beside_others_waits_for_them(shm_root: Path) -> None:
     one.close()
 
 
-def test_less_than_a_slot_from_each_of_several_stores_is_enough_to_begin(shm_root: Path) -> None:
+def test_less_than_a_slot_from_each_of_several_stores_is_enough_to_begin(
+    shm_root: Path,
+) -> None:
     kept: list[Ledger] = []
 
     def hold(name: str, slots: int, pages: int) -> None:
@@ -545,7 +641,8 @@ def test_less_than_a_slot_from_each_of_several_stores_is_enough_to_begin(shm_roo
         if name == "c":
             put(kept[-1], keys(1))  # a store with chunks is asked last
 
-    # of four stores each has a share of 16 pages: the first two can give one each, and a slot needs four
+    # of four stores each has a share of 16 pages: the first two can give one each, and a slot needs
+    # four
     others = [("a", 17, 1), ("b", 17, 1), ("c", 10, 3)]
     with contextlib.ExitStack() as stack:
         for other in others:
@@ -575,7 +672,9 @@ def test_sizes_of_one_process_are_heeded_as_those_of_several(
         room.close()
 
 
-def test_a_smaller_size_beside_others_says_so(shm_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_smaller_size_beside_others_says_so(
+    shm_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept: list[Room] = []
     with Other(lambda: kept.append(Room(shm_root))):
         one = Room(shm_root, limit=8 * PAGE)
@@ -588,7 +687,10 @@ def test_a_second_policy_in_one_process_says_that_it_is_not_used(
     shm_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = StoreSpec(shm_root, "a", "memory", 64, PAGE, LIMIT)
-    with contextlib.closing(Ledger.open(spec, "lru")), contextlib.closing(Ledger.open(spec, "lru")):
+    with (
+        contextlib.closing(Ledger.open(spec, "lru")),
+        contextlib.closing(Ledger.open(spec, "lru")),
+    ):
         assert not caplog.records
         Ledger.open(spec, "arc").close()
         assert "has policy lru" in caplog.text
@@ -605,7 +707,9 @@ def test_what_was_leased_at_a_smaller_size_is_given_back_later(
         one.ledger.match_prefix([key], lease_seconds=30.0)
     one.close()
     one = Room(shm_root, kind=kind, limit=8 * PAGE)
-    assert one.pages == one.get(every, touch=False) > 8, "nobody gave what was leased"
+    assert one.pages == one.get(every, touch=False) > 8, (
+        "nobody gave what was leased"
+    )
     assert "given back later" in caplog.text
     assert one.ledger.space.exceeds
     one.ledger.columns.lease_until[:] = 0
@@ -625,13 +729,22 @@ def test_killed_before_a_taking_is_published(
 ) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
-    matches = [one.ledger.match_prefix([key], touch=False) for key in keys(*range(64))]
+    matches = [
+        one.ledger.match_prefix([key], touch=False) for key in keys(*range(64))
+    ]
     real = hold_pin_remove.vacate
 
     def vacates(
-        transaction: Transaction, count: int, victims: Sequence[tuple[int, int]], in_memory: bool
+        transaction: Transaction,
+        count: int,
+        victims: Sequence[tuple[int, int]],
+        in_memory: bool,
     ) -> list[int]:
-        monkeypatch.setattr(Transaction, "publish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(
+            Transaction,
+            "publish",
+            lambda *_: os.kill(os.getpid(), signal.SIGKILL),
+        )
         return real(transaction, count, victims, in_memory)
 
     def take() -> None:
@@ -645,13 +758,17 @@ def test_killed_before_a_taking_is_published(
     for key, match in zip(keys(*range(64)), matches, strict=True):
         copy = one.read(int(match.slots[0]))
         if one.ledger.still_valid(match.slots, match.generations)[0]:
-            assert np.array_equal(copy, one.bytes_of(key)), "a reader took zeros for the chunk"
+            assert np.array_equal(copy, one.bytes_of(key)), (
+                "a reader took zeros for the chunk"
+            )
     for room in (one, two):
         room.check()
         room.close()
 
 
-@pytest.mark.parametrize("step", ["vacate", "punch", "punched", "allocate_range", "allocated"])
+@pytest.mark.parametrize(
+    "step", ["vacate", "punch", "punched", "allocate_range", "allocated"]
+)
 def test_killed_at_any_step_of_a_taking(
     shm_root: Path, kind: Kind, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -681,7 +798,9 @@ def test_killed_at_any_step_of_a_taking(
     two = Room(shm_root, "b", kind)
     while two.more():
         pass
-    assert two.backed == two.pages == one.backed == one.pages == 32, "no space is lost permanently"
+    assert two.backed == two.pages == one.backed == one.pages == 32, (
+        "no space is lost permanently"
+    )
     assert one.get(keys(*range(40, 64))) == 24
     two.put(keys(*range(100, 132)))
     assert two.get(keys(*range(100, 132))) == 32
@@ -693,7 +812,9 @@ def test_killed_at_any_step_of_a_taking(
 # at the same time
 
 
-def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Path) -> None:
+def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(
+    shm_root: Path,
+) -> None:
     one = Room(shm_root)
     one.put(keys(0))
     match = one.ledger.match_prefix(keys(0), touch=False)
@@ -719,7 +840,9 @@ def test_a_view_keeps_its_pages_and_one_of_a_bare_slot_touches_none(shm_root: Pa
     one.close()
 
 
-def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Path) -> None:
+def test_the_view_of_another_process_keeps_its_pages_until_it_dies(
+    shm_root: Path,
+) -> None:
     one = Room(shm_root)
     two = Room(shm_root, "b")
     one.put(keys(*range(48)))
@@ -741,7 +864,9 @@ def test_the_view_of_another_process_keeps_its_pages_until_it_dies(shm_root: Pat
         room.close()
 
 
-def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) -> None:
+def test_the_views_of_the_dead_are_not_those_of_the_next_member(
+    shm_root: Path,
+) -> None:
     one = Room(shm_root)
     two = Room(shm_root, "b")
     one.put(keys(*range(48)))
@@ -755,7 +880,8 @@ def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) 
 
     def join() -> None:
         kept.append(Room(shm_root))
-        assert one.get(keys(47)) == 1  # as a new member, in the row of the dead one
+        # as a new member, in the row of the dead one
+        assert one.get(keys(47)) == 1
 
     Other(look).end()
     with Other(join):
@@ -765,7 +891,9 @@ def test_the_views_of_the_dead_are_not_those_of_the_next_member(shm_root: Path) 
         room.close()
 
 
-def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(shm_root: Path) -> None:
+def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(
+    shm_root: Path,
+) -> None:
     one = Room(shm_root)
     two = Room(shm_root, "b")
     one.put(keys(*range(48)))
@@ -791,7 +919,9 @@ def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(s
 
 
 @pytest.mark.slow
-def test_several_layouts_at_once_over_many_takings(shm_root: Path, kind: Kind, threads: None) -> None:
+def test_several_layouts_at_once_over_many_takings(
+    shm_root: Path, kind: Kind, threads: None
+) -> None:
     def work(name: str, pages: int, seed: int) -> Callable[[], None]:
         def act() -> None:
             dice = random.Random(seed)
@@ -811,7 +941,10 @@ def test_several_layouts_at_once_over_many_takings(shm_root: Path, kind: Kind, t
         return act
 
     layouts = [("a", 1), ("b", 2), ("a", 1), ("c", 3)]
-    children = [child(work(name, pages, seed)) for seed, (name, pages) in enumerate(layouts)]
+    children = [
+        child(work(name, pages, seed))
+        for seed, (name, pages) in enumerate(layouts)
+    ]
     assert [wait(pid) for pid in children] == [0, 0, 0, 0]
     rooms = [Room(shm_root, name, kind, pages) for name, pages in layouts[1:]]
     for room in rooms:
@@ -822,7 +955,9 @@ def test_several_layouts_at_once_over_many_takings(shm_root: Path, kind: Kind, t
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_anything_in_any_order_adds_up(shm_root: Path, kind: Kind, seed: int) -> None:
+def test_anything_in_any_order_adds_up(
+    shm_root: Path, kind: Kind, seed: int
+) -> None:
     dice = random.Random(seed)
     rooms = dict[str, Room]()
     pages = {"a": 1, "b": 2, "c": 5}
@@ -831,10 +966,13 @@ def test_anything_in_any_order_adds_up(shm_root: Path, kind: Kind, seed: int) ->
         room = rooms.get(name)
         if room is None:
             limit = dice.choice([LIMIT, LIMIT // 2, LIMIT * 2])
-            with contextlib.suppress(NoRoomError):  # space that all others protect is not taken
+            # space that all others protect is not taken
+            with contextlib.suppress(NoRoomError):
                 rooms[name] = Room(shm_root, name, kind, pages[name], limit)
             continue
-        wanted = keys(*range(first := dice.randrange(60), first + dice.randrange(1, 12)))
+        wanted = keys(
+            *range(first := dice.randrange(60), first + dice.randrange(1, 12))
+        )
         match dice.randrange(9):
             case 0 | 1 | 2:
                 room.put(wanted)
@@ -845,7 +983,9 @@ def test_anything_in_any_order_adds_up(shm_root: Path, kind: Kind, seed: int) ->
             case 6:
                 room.give(dice.randrange(1, 20) * PAGE, idle=False)
             case 7:
-                (admin.pin if dice.random() < 0.5 else admin.unpin)(room.ledger, wanted, "ann")
+                (admin.pin if dice.random() < 0.5 else admin.unpin)(
+                    room.ledger, wanted, "ann"
+                )
             case 8:
                 rooms.pop(name).close()
         for other in rooms.values():
@@ -936,16 +1076,21 @@ print("fine", one.backed, two.backed)
 
 @pytest.mark.slow
 def test_a_full_file_system_is_never_a_signal(tmp_path: Path) -> None:
-    assert "fine" in succeeded(python(FULL, tmp_path, ROOT, before=own_mounts(), seconds=200))
+    assert "fine" in succeeded(
+        python(FULL, tmp_path, ROOT, before=own_mounts(), seconds=200)
+    )
 
 
-def test_pages_behind_the_slots_that_were_ever_used_come_back(shm_root: Path, kind: Kind) -> None:
+def test_pages_behind_the_slots_that_were_ever_used_come_back(
+    shm_root: Path, kind: Kind
+) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
     two = Room(shm_root, "b", kind)
     backed = two.backed
     fd = os.open(two.ledger.slab_path, os.O_RDWR)
-    os.posix_fallocate(fd, backed * PAGE, 8 * PAGE)  # like a process that is killed before it records them
+    # like a process that is killed before it records them
+    os.posix_fallocate(fd, backed * PAGE, 8 * PAGE)
     os.close(fd)
     assert two.pages == backed + 8
     two.give(PAGE, idle=False)
@@ -960,7 +1105,8 @@ def test_an_allocation_that_fails_in_the_middle_leaves_nothing(
 ) -> None:
     real = os.posix_fallocate
 
-    def half(fd: int, offset: int, nbytes: int) -> None:  # like file systems without a way to undo it
+    # like file systems without a way to undo it
+    def half(fd: int, offset: int, nbytes: int) -> None:
         real(fd, offset, nbytes // 2)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -972,7 +1118,9 @@ def test_an_allocation_that_fails_in_the_middle_leaves_nothing(
         assert os.fstat(slab.fileno()).st_blocks * 512 == PAGE
 
 
-def test_a_scan_that_ends_by_a_taking_leaves_no_tenant_without_chunks(shm_root: Path) -> None:
+def test_a_scan_that_ends_by_a_taking_leaves_no_tenant_without_chunks(
+    shm_root: Path,
+) -> None:
     one = Room(shm_root, kind="file")
     one.put(keys(*range(64)))
     admin.clear(one.ledger, TENANT)
@@ -989,7 +1137,9 @@ def test_a_scan_that_ends_by_a_taking_leaves_no_tenant_without_chunks(shm_root: 
     one.close()
 
 
-def test_a_directory_that_was_replaced_gives_nothing(shm_root: Path, kind: Kind) -> None:
+def test_a_directory_that_was_replaced_gives_nothing(
+    shm_root: Path, kind: Kind
+) -> None:
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
     shutil.copytree(shm_root / "a", shm_root / "copy")
@@ -1002,7 +1152,9 @@ def test_a_directory_that_was_replaced_gives_nothing(shm_root: Path, kind: Kind)
     one.close()
 
 
-def test_what_others_use_gives_no_more_than_is_above_its_share(shm_root: Path, kind: Kind) -> None:
+def test_what_others_use_gives_no_more_than_is_above_its_share(
+    shm_root: Path, kind: Kind
+) -> None:
     one = Room(shm_root, kind=kind)
     two = Room(shm_root, "b", kind)
     one.put(keys(*range(one.backed)))
@@ -1019,20 +1171,29 @@ def test_what_others_use_gives_no_more_than_is_above_its_share(shm_root: Path, k
         room.close()
 
 
-def test_the_limit_of_a_store_that_nobody_has_open_counts_no_more(shm_root: Path, kind: Kind) -> None:
+def test_the_limit_of_a_store_that_nobody_has_open_counts_no_more(
+    shm_root: Path, kind: Kind
+) -> None:
     one = Room(shm_root, kind=kind, limit=2 * LIMIT)
     one.put(keys(*range(128)))
     one.give(112 * PAGE, idle=False)
     assert one.pages == 16
     one.close()
     two = Room(shm_root, "b", kind)  # grows into what is free
-    assert os.stat(shm_root / "a" / "slab").st_blocks * 512 + two.pages * PAGE <= LIMIT
+    assert (
+        os.stat(shm_root / "a" / "slab").st_blocks * 512 + two.pages * PAGE
+        <= LIMIT
+    )
     two.check()
     two.close()
 
 
-@pytest.mark.parametrize("trouble", ["its writer was killed", "it cannot be written"])
-def test_no_half_written_limit_is_left(shm_root: Path, kind: Kind, trouble: str) -> None:
+@pytest.mark.parametrize(
+    "trouble", ["its writer was killed", "it cannot be written"]
+)
+def test_no_half_written_limit_is_left(
+    shm_root: Path, kind: Kind, trouble: str
+) -> None:
     one = Room(shm_root, kind=kind)
     one.close()
     if trouble == "its writer was killed":
@@ -1065,10 +1226,20 @@ def test_what_was_killed_while_it_made_or_removed_a_store_is_not_grown_beside(
 def test_space_that_another_store_of_the_root_holds_is_no_lack_of_memory(
     shm_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A second cache in one root gets its share later; the log must not send people to look for memory."""
+    """A second cache in one root gets its share later; the log must not send people to look for
+    memory.
+    """
     size = 32 << 20
     stores = [
-        Ledger.open(spec(shm_root, size // 24576, name=name, slot_bytes=24576, limit_bytes=size))
+        Ledger.open(
+            spec(
+                shm_root,
+                size // 24576,
+                name=name,
+                slot_bytes=24576,
+                limit_bytes=size,
+            )
+        )
         for name in ("a", "b")
     ]
     for store in stores:

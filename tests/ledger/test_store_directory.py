@@ -47,13 +47,17 @@ def used_slots(ledger: Ledger) -> int:
 
 
 def used_bytes(root: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+    return sum(
+        path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file()
+    )
 
 
 # creating
 
 
-def test_a_new_store_has_all_its_blocks_and_is_its_owners_alone(shm_root: Path) -> None:
+def test_a_new_store_has_all_its_blocks_and_is_its_owners_alone(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root / "root")
     state = read_state(ledger.directory)
     assert state is not None
@@ -62,15 +66,28 @@ def test_a_new_store_has_all_its_blocks_and_is_its_owners_alone(shm_root: Path) 
     for name, size in state.sizes().items():
         status = (ledger.directory / name).stat()
         assert status.st_size == size and status.st_blocks * 512 >= size, name
-    for path in [shm_root / "root", ledger.directory, *ledger.directory.iterdir()]:
+    for path in [
+        shm_root / "root",
+        ledger.directory,
+        *ledger.directory.iterdir(),
+    ]:
         assert path.stat().st_mode & 0o077 == 0, path
     ledger.close()
 
 
 @pytest.mark.parametrize(
-    "bad", [{"slots": 0}, {"slot_bytes": 100}, {"name": ""}, {"name": "a/b"}, {"name": ".x"}]
+    "bad",
+    [
+        {"slots": 0},
+        {"slot_bytes": 100},
+        {"name": ""},
+        {"name": "a/b"},
+        {"name": ".x"},
+    ],
 )
-def test_a_spec_that_makes_no_sense_is_refused(shm_root: Path, bad: dict[str, object]) -> None:
+def test_a_spec_that_makes_no_sense_is_refused(
+    shm_root: Path, bad: dict[str, object]
+) -> None:
     with pytest.raises(ValueError):
         spec(shm_root, **bad)  # type: ignore[arg-type]
 
@@ -93,7 +110,9 @@ def test_an_unknown_policy_leaves_nothing_open(shm_root: Path) -> None:
 # opening again
 
 
-def test_a_store_is_warm_and_the_same_when_it_is_opened_again(shm_root: Path) -> None:
+def test_a_store_is_warm_and_the_same_when_it_is_opened_again(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     put(ledger, keys(1, 2, 3))
     number = ledger.store_id
@@ -106,7 +125,9 @@ def test_a_store_is_warm_and_the_same_when_it_is_opened_again(shm_root: Path) ->
     again.close()
 
 
-def test_one_process_has_one_ledger_a_store_until_the_last_close(shm_root: Path) -> None:
+def test_one_process_has_one_ledger_a_store_until_the_last_close(
+    shm_root: Path,
+) -> None:
     one = opened(shm_root)
     two = opened(shm_root)
     assert one is two
@@ -135,7 +156,14 @@ def test_a_store_that_is_open_by_another_path_is_not_discarded_for_room(
     put(ledger, keys(1))
     (tmp_path / "link").symlink_to(shm_root)
     with pytest.raises(NoRoomError):
-        Ledger.open(spec(tmp_path / "link", name="second", slot_bytes=1 << 20, limit_bytes=1 << 19))
+        Ledger.open(
+            spec(
+                tmp_path / "link",
+                name="second",
+                slot_bytes=1 << 20,
+                limit_bytes=1 << 19,
+            )
+        )
     assert names(shm_root) == {"store"}
     assert there(ledger, keys(1)) == [True]
     ledger.close()
@@ -148,11 +176,16 @@ def test_two_tiers_never_share_a_store(shm_root: Path) -> None:
     with pytest.raises(StoreError, match="its own path"):
         Ledger.open(spec(shm_root, kind="file"))
     ledger.close()
-    with Other(lambda: open_once(shm_root)), pytest.raises(StoreError, match="another path"):
+    with (
+        Other(lambda: open_once(shm_root)),
+        pytest.raises(StoreError, match="another path"),
+    ):
         Ledger.open(spec(shm_root, slot_bytes=8192))
 
 
-def test_a_store_whose_directory_was_removed_is_made_anew_beside_the_old(shm_root: Path) -> None:
+def test_a_store_whose_directory_was_removed_is_made_anew_beside_the_old(
+    shm_root: Path,
+) -> None:
     import shutil
 
     old = opened(shm_root)
@@ -172,7 +205,9 @@ def test_a_store_whose_directory_was_removed_is_made_anew_beside_the_old(shm_roo
 # waiting
 
 
-def test_opening_ends_in_time_while_another_holds_the_root(shm_root: Path) -> None:
+def test_opening_ends_in_time_while_another_holds_the_root(
+    shm_root: Path,
+) -> None:
     opened(shm_root).close()
     with holding(shm_root / LOCKS, OPEN):
         began = time.monotonic()
@@ -181,14 +216,21 @@ def test_opening_ends_in_time_while_another_holds_the_root(shm_root: Path) -> No
         assert time.monotonic() - began < 25.0
 
 
-def test_opening_ends_in_time_while_another_has_the_store_to_itself(shm_root: Path) -> None:
+def test_opening_ends_in_time_while_another_has_the_store_to_itself(
+    shm_root: Path,
+) -> None:
     opened(shm_root).close()
-    with holding(shm_root / "store" / LOCKS, OPEN), pytest.raises(StoreError, match="stopped"):
+    with (
+        holding(shm_root / "store" / LOCKS, OPEN),
+        pytest.raises(StoreError, match="stopped"),
+    ):
         Ledger.open(spec(shm_root), deadline_seconds=0.2)
     opened(shm_root).close()
 
 
-def test_opening_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> None:
+def test_opening_ends_in_time_while_another_sits_in_the_gate(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root)
     with gate_taken(ledger):
         ledger.close()
@@ -202,7 +244,9 @@ def test_opening_ends_in_time_while_another_sits_in_the_gate(shm_root: Path) -> 
 # attaching
 
 
-def test_an_existing_store_is_attached_to_as_it_is(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_store_is_attached_to_as_it_is(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = opened(shm_root, slots=40)
     put(ledger, keys(1))
     ledger.close()
@@ -247,9 +291,13 @@ def test_the_private_store_of_a_dead_process_is_swept(shm_root: Path) -> None:
 # space
 
 
-def test_a_store_that_cannot_fit_is_refused_with_the_remedy_and_nothing_stays(shm_root: Path) -> None:
+def test_a_store_that_cannot_fit_is_refused_with_the_remedy_and_nothing_stays(
+    shm_root: Path,
+) -> None:
     with pytest.raises(NoRoomError, match="limit"):
-        Ledger.open(spec(shm_root, slots=10, slot_bytes=1 << 20, limit_bytes=1 << 19))
+        Ledger.open(
+            spec(shm_root, slots=10, slot_bytes=1 << 20, limit_bytes=1 << 19)
+        )
     with pytest.raises(NoRoomError, match="smaller size"):
         Ledger.open(spec(shm_root, slots=1 << 40, slot_bytes=1 << 20))
     assert not names(shm_root)
@@ -260,7 +308,9 @@ def test_a_store_that_cannot_fit_is_refused_with_the_remedy_and_nothing_stays(sh
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 @pytest.mark.parametrize("slots", [8, 31, 33, 200])
-def test_a_resize_keeps_as_many_chunks_as_fit(shm_root: Path, kind: str, slots: int) -> None:
+def test_a_resize_keeps_as_many_chunks_as_fit(
+    shm_root: Path, kind: str, slots: int
+) -> None:
     ledger = opened(shm_root, 32, kind=kind)  # type: ignore[arg-type]
     stored = put(ledger, keys(*range(32)), chained=False)
     admin.pin(ledger, [one.key for one in stored], "ann")
@@ -269,24 +319,40 @@ def test_a_resize_keeps_as_many_chunks_as_fit(shm_root: Path, kind: str, slots: 
     again = opened(shm_root, slots, kind=kind)  # type: ignore[arg-type]
     admin.check(again)
     expected = {one.key for one in stored}
-    assert {row.key for row in admin.list_chunks(again)} - set(keys(100)) <= expected
+    assert {row.key for row in admin.list_chunks(again)} - set(
+        keys(100)
+    ) <= expected
     assert admin.gauges(again)["ready"] == min(31, slots)
     assert with_pages(again) == slots
-    assert set(keys(*range(8))) <= {row.key for row in admin.list_chunks(again)}, "pinned chunks stay"
+    assert set(keys(*range(8))) <= {
+        row.key for row in admin.list_chunks(again)
+    }, "pinned chunks stay"
     assert os.stat(again.slab_path).st_blocks * 512 == slots * 4096
-    assert os.stat(again.slab_path).st_size == max(slots, 32) * 4096, "a slab is never truncated"
+    assert os.stat(again.slab_path).st_size == max(slots, 32) * 4096, (
+        "a slab is never truncated"
+    )
     put(again, keys(*range(200, 200 + 3 * slots)), chained=False)
     admin.check(again)
     again.close()
 
 
 def sized(root: Path, slots: int, slot_bytes: int) -> Ledger:
-    """A file store, of whose first 64 chunks every second one stays: on ext4, its holes need one block more."""
+    """A file store, of whose first 64 chunks every second one stays: on ext4, its holes need one
+    block more.
+    """
     limit = slots * slot_bytes
-    ledger = Ledger.open(spec(root, slots, kind="file", slot_bytes=slot_bytes, limit_bytes=limit))
+    ledger = Ledger.open(
+        spec(root, slots, kind="file", slot_bytes=slot_bytes, limit_bytes=limit)
+    )
     if not admin.gauges(ledger)["ready"]:
         ledger.namespaces.register(TENANT, {"model": "test"})
-        admin.pin(ledger, [one.key for one in put(ledger, keys(*range(64)), chained=False)][::2], "ann")
+        admin.pin(
+            ledger,
+            [one.key for one in put(ledger, keys(*range(64)), chained=False)][
+                ::2
+            ],
+            "ann",
+        )
     return ledger
 
 
@@ -304,8 +370,12 @@ def test_the_metadata_of_a_file_system_takes_no_chunks_place(
     assert "too many" not in caplog.text
 
 
-def test_metadata_that_fills_slots_is_punched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts as what it is, space, but it is not taken for slots that a process left when it was killed."""
+def test_metadata_that_fills_slots_is_punched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts as what it is, space, but it is not taken for slots that a process left when it was
+    killed.
+    """
     sized(tmp_path, 64, 4096).close()
     with contextlib.closing(sized(tmp_path, 33, 4096)) as ledger:
         assert ledger.space.more() is False
@@ -329,7 +399,9 @@ def test_a_store_that_others_have_open_keeps_its_size(shm_root: Path) -> None:
     ("kind", "step"),
     [
         ("memory", "Columns"),  # a store on disk has none that must be there
-        *itertools.product(["memory", "file"], ["write_state", "allocate", "_resize_tables"]),
+        *itertools.product(
+            ["memory", "file"], ["write_state", "allocate", "_resize_tables"]
+        ),
     ],
 )
 def test_a_crash_in_the_middle_of_a_resize(
@@ -400,11 +472,18 @@ def _must(holds: bool) -> None:
 # directories of others
 
 
-def test_only_names_that_are_made_here_are_swept(shm_root: Path, tmp_path: Path) -> None:
+def test_only_names_that_are_made_here_are_swept(
+    shm_root: Path, tmp_path: Path
+) -> None:
     dear = tmp_path / "dear"
     dear.mkdir()
     (dear / "photo").touch()
-    for name in (".gone-holiday", ".new-0123", ".gone-0123456789ab.old", "a.gone-0123456789ab"):
+    for name in (
+        ".gone-holiday",
+        ".new-0123",
+        ".gone-0123456789ab.old",
+        "a.gone-0123456789ab",
+    ):
         (shm_root / name).mkdir()
     (shm_root / ".gone-0123456789ab").symlink_to(dear)
     (shm_root / ".new-0123456789ab").write_bytes(b"a file")
@@ -442,7 +521,11 @@ def test_a_store_that_is_a_symbolic_link_is_left_alone(shm_root: Path) -> None:
     with pytest.raises(StoreError, match="symbolic link"):
         opened(shm_root / "root")
     Ledger.open(
-        spec(shm_root / "root", name="other", limit_bytes=used_bytes(shm_root / "real") * 4 // 3)
+        spec(
+            shm_root / "root",
+            name="other",
+            limit_bytes=used_bytes(shm_root / "real") * 4 // 3,
+        )
     ).close()
     assert (shm_root / "real" / "store" / "state").exists()
     assert (shm_root / "root" / "store").is_symlink()

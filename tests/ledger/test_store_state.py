@@ -27,9 +27,19 @@ PAGE = 4096
 
 def state_of(**changed: object) -> StoreState:
     made = StoreState(
-        format=FORMAT, kind="file", store_id="00" * 16, slots=8, slot_bytes=4096, map_bytes=1 << 22,
-        incarnation=1, recency_offset=0, boot_id="this", clean=False, private=False, inodes={},
-    )  # fmt: skip
+        format=FORMAT,
+        kind="file",
+        store_id="00" * 16,
+        slots=8,
+        slot_bytes=4096,
+        map_bytes=1 << 22,
+        incarnation=1,
+        recency_offset=0,
+        boot_id="this",
+        clean=False,
+        private=False,
+        inodes={},
+    )
     return msgspec.structs.replace(made, **changed)
 
 
@@ -48,7 +58,9 @@ def test_a_torn_write_leaves_what_stood(tmp_path: Path, written: int) -> None:
     for n in range(1, written + 1):
         write_state(tmp_path, state_of(incarnation=n))
     before = (tmp_path / STATE).read_bytes()
-    write_state(tmp_path, state_of(incarnation=written, clean=True, checksum="ab" * 16))
+    write_state(
+        tmp_path, state_of(incarnation=written, clean=True, checksum="ab" * 16)
+    )
     after = (tmp_path / STATE).read_bytes()
     changed = [at for at in range(len(after)) if before[at] != after[at]]
     assert len({at // PAGE for at in changed}) == 1
@@ -63,7 +75,10 @@ def test_a_torn_write_leaves_what_stood(tmp_path: Path, written: int) -> None:
 
 
 def test_a_file_that_is_no_state_is_none(tmp_path: Path) -> None:
-    old = msgspec.json.encode(state_of(boot_id="here")).replace(b"here", b"\xffere")  # no UTF-8
+    # no UTF-8
+    old = msgspec.json.encode(state_of(boot_id="here")).replace(
+        b"here", b"\xffere"
+    )
     for content in (
         b"",
         b"{}",

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import ScannedChunk, admin, rebuild, store_directory, stores_under_root
+from pagoda.ledger import (
+    ScannedChunk,
+    admin,
+    rebuild,
+    store_directory,
+    stores_under_root,
+)
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.store_state import Kind, read_state, write_state
 from pagoda.metrics import Reason
@@ -35,7 +41,9 @@ def clean(root: Path) -> bool:
     return state.clean
 
 
-def test_only_the_last_to_leave_a_store_on_disk_marks_it_clean(tmp_path: Path) -> None:
+def test_only_the_last_to_leave_a_store_on_disk_marks_it_clean(
+    tmp_path: Path,
+) -> None:
     with Other(lambda: open_once(tmp_path, kind="file")):
         ledger = opened(tmp_path, kind="file")
         ledger.close()
@@ -62,7 +70,8 @@ def test_who_leaves_while_another_joins_does_not_mark_what_the_other_will_change
         time.sleep(0.005)
     real = store_directory.read_state
 
-    def leave_now(directory: Path) -> object:  # another process acts between two steps of this one
+    # another process acts between two steps of this one
+    def leave_now(directory: Path) -> object:
         if directory.name == "store":
             monkeypatch.setattr(store_directory, "read_state", real)
             os.write(said, b"x")
@@ -78,7 +87,9 @@ def test_who_leaves_while_another_joins_does_not_mark_what_the_other_will_change
     assert clean(tmp_path)
 
 
-def test_leases_are_void_after_a_reboot_and_recency_never_goes_back(tmp_path: Path) -> None:
+def test_leases_are_void_after_a_reboot_and_recency_never_goes_back(
+    tmp_path: Path,
+) -> None:
     clock = FakeClock(seconds=10**6)
     ledger = opened(tmp_path, clock=clock, kind="file")
     stored = put(ledger, keys(*range(32)), chained=False)
@@ -111,12 +122,18 @@ def test_a_damaged_recency_ends_in_no_overflow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_times_that_are_ahead_of_the_clock_end_with_the_next_opening(shm_root: Path, kind: Kind) -> None:
-    """By a clock of the same boot that was ahead: leases would keep chunks for days, and new chunks count as old."""
+def test_times_that_are_ahead_of_the_clock_end_with_the_next_opening(
+    shm_root: Path, kind: Kind
+) -> None:
+    """By a clock of the same boot that was ahead: leases would keep chunks for days, and new chunks
+    count as old.
+    """
     clock = FakeClock(seconds=1_000_000.0)
     ledger = opened(shm_root, clock=clock, kind=kind)
     stored = put(ledger, *[keys(*range(32))])
-    ledger.lease([one.slot for one in stored], [one.generation for one in stored], 1e9)
+    ledger.lease(
+        [one.slot for one in stored], [one.generation for one in stored], 1e9
+    )
     newest = int(ledger.columns.last_use.max())
     ledger.close()
     clock.reboot("fake-boot", seconds=10.0)
@@ -143,7 +160,9 @@ def test_memory_is_discarded_after_a_reboot(shm_root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "columns", "slab"])
-def test_a_store_in_memory_with_a_file_that_was_exchanged_is_discarded(shm_root: Path, name: str) -> None:
+def test_a_store_in_memory_with_a_file_that_was_exchanged_is_discarded(
+    shm_root: Path, name: str
+) -> None:
     """A copy has the right size, and the contents of the file at that time."""
     ledger = opened(shm_root)
     put(ledger, keys(1))
@@ -151,7 +170,8 @@ def test_a_store_in_memory_with_a_file_that_was_exchanged_is_discarded(shm_root:
     ledger.close()
     path = shm_root / "store" / name
     content = path.read_bytes()
-    path.rename(path.with_name("old"))  # otherwise the new file could get the same inode
+    # otherwise the new file could get the same inode
+    path.rename(path.with_name("old"))
     path.write_bytes(content)
     again = opened(shm_root)
     assert again.store_id != number
@@ -159,20 +179,26 @@ def test_a_store_in_memory_with_a_file_that_was_exchanged_is_discarded(shm_root:
     again.close()
 
 
-def test_after_a_power_cut_the_ledger_is_rebuilt_with_newer_generations(tmp_path: Path) -> None:
+def test_after_a_power_cut_the_ledger_is_rebuilt_with_newer_generations(
+    tmp_path: Path,
+) -> None:
     clock = FakeClock()
 
     def lose_power() -> None:
         ledger = opened(tmp_path, clock=clock, kind="file")
         stored = put(ledger, keys(1, 2))
-        (tmp_path / "generation").write_text(str(max(one.generation for one in stored)))
+        (tmp_path / "generation").write_text(
+            str(max(one.generation for one in stored))
+        )
 
     in_child(lose_power)
     clock.reboot("next boot")
     again = opened(tmp_path, clock=clock, kind="file")
     assert rebuild.unscanned(again) == range(32)
     assert not len(again.match_prefix(keys(1)).slots)
-    rebuild.absorb(again, 0, [ScannedChunk(keys(1)[0], TENANT, 1 << 60, 0, 16, 5), None])
+    rebuild.absorb(
+        again, 0, [ScannedChunk(keys(1)[0], TENANT, 1 << 60, 0, 16, 5), None]
+    )
     assert len(again.match_prefix(keys(1)).slots) == 1
     absorb_nothing(again)
     [new] = put(again, keys(3))
@@ -189,7 +215,11 @@ def test_a_crash_in_the_middle_of_a_rebuild(
     (tmp_path / "store" / "data.mdb").unlink()
 
     def crash() -> None:
-        monkeypatch.setattr(store_directory, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(
+            store_directory,
+            step,
+            lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL),
+        )
         opened(tmp_path, kind="file")
 
     assert wait(child(crash)) == -signal.SIGKILL
@@ -200,8 +230,12 @@ def test_a_crash_in_the_middle_of_a_rebuild(
     again.close()
 
 
-def test_a_child_whose_store_was_resized_before_it_could_open_it_again_finds_nothing(shm_root: Path) -> None:
-    """Its parent died between the fork and this; the files that it has mapped are no longer used by any process."""
+def test_a_child_whose_store_was_resized_before_it_could_open_it_again_finds_nothing(
+    shm_root: Path,
+) -> None:
+    """Its parent died between the fork and this; the files that it has mapped are no longer used by
+    any process.
+    """
     ledger = opened(shm_root)
     put(ledger, keys(1))
     state = read_state(ledger.directory)
@@ -218,7 +252,10 @@ def test_a_child_whose_store_was_resized_before_it_could_open_it_again_finds_not
 
     import msgspec
 
-    write_state(ledger.directory, msgspec.structs.replace(state, incarnation=state.incarnation + 1))
+    write_state(
+        ledger.directory,
+        msgspec.structs.replace(state, incarnation=state.incarnation + 1),
+    )
     in_child(orphan)
     write_state(ledger.directory, state)
     ledger.close()

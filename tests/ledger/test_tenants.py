@@ -1,4 +1,6 @@
-"""Thousands of tenants: each takes space only while it has chunks, and cleared chunks are never found again."""
+"""Thousands of tenants: each takes space only while it has chunks, and cleared chunks are never
+found again.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,33 @@ import pytest
 from blake3 import blake3
 
 from pagoda.errors import LedgerCorrupt
-from pagoda.ledger import Ledger, Reserved, ScannedChunk, admin, clears_and_labels, rebuild
+from pagoda.ledger import (
+    Ledger,
+    Reserved,
+    ScannedChunk,
+    admin,
+    clears_and_labels,
+    rebuild,
+)
 from pagoda.ledger.clear_log import _SPARE, ClearLog
 from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.ledger.lmdb_tables import NAMESPACE
 from pagoda.ledger.store_state import Kind
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
-from tests.ledger.support import OTHER, TENANT, gate_taken, keys, opened, put, reserved, there
+from tests.ledger.support import (
+    OTHER,
+    TENANT,
+    gate_taken,
+    keys,
+    opened,
+    put,
+    reserved,
+    there,
+)
 
-MANY = _SPARE + 200  # more clears than one file holds before the other one is written
+# more clears than one file holds before the other one is written
+MANY = _SPARE + 200
 
 
 def tenant(number: int) -> bytes:
@@ -29,10 +48,14 @@ def tenant(number: int) -> bytes:
 
 def header(stored: Reserved, namespace: bytes) -> ScannedChunk:
     """Return the contents of a chunk's header, as long as its slot is not written again."""
-    return ScannedChunk(stored.key, namespace, stored.generation, 0, 16, stored.generation)
+    return ScannedChunk(
+        stored.key, namespace, stored.generation, 0, 16, stored.generation
+    )
 
 
-def after_a_power_cut(root: Path, headers: list[ScannedChunk], boot: str = "next") -> Ledger:
+def after_a_power_cut(
+    root: Path, headers: list[ScannedChunk], boot: str = "next"
+) -> Ledger:
     """Return the store as after a power failure while it was open; the slab has these headers."""
     ledger = opened(root, clock=FakeClock(boot=boot), kind="file")
     assert len(rebuild.unscanned(ledger)) == ledger.slots
@@ -46,7 +69,9 @@ def after_a_power_cut(root: Path, headers: list[ScannedChunk], boot: str = "next
 def sizes(ledger: Ledger) -> dict[str, int]:
     """Return the files of a store, except the one of labels, which has its own bound."""
     return {
-        path.name: path.stat().st_size for path in ledger.directory.iterdir() if path.name != "namespaces"
+        path.name: path.stat().st_size
+        for path in ledger.directory.iterdir()
+        if path.name != "namespaces"
     }
 
 
@@ -65,15 +90,23 @@ def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
-def test_any_number_of_tenants_may_come_and_go(shm_root: Path, kind: Kind) -> None:
+def test_any_number_of_tenants_may_come_and_go(
+    shm_root: Path, kind: Kind
+) -> None:
     ledger = opened(shm_root, kind=kind)
     begun = sizes(ledger)
     for number in range(5000):  # the earlier limit was 4,096
-        ledger.namespaces.register(tenant(number), {"model": "m", "salt": f"{number}"})
+        ledger.namespaces.register(
+            tenant(number), {"model": "m", "salt": f"{number}"}
+        )
         put(ledger, keys(number), tenant(number), chained=False)
     rows = admin.list_namespaces(ledger)
     assert sum(row.chunks for row in rows.values()) == ledger.slots
-    assert len(rows) <= ledger.slots + ledger.session.read(lambda _, tables: tables).most_labels
+    assert (
+        len(rows)
+        <= ledger.slots
+        + ledger.session.read(lambda _, tables: tables).most_labels
+    )
     admin.check(ledger)
     assert sizes(ledger) == begun
     ledger.close()
@@ -97,7 +130,9 @@ def test_any_number_of_tenants_may_be_cleared(shm_root: Path, kind: Kind) -> Non
 def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
     ledger = opened(shm_root, slots=6000)
     for number in range(6000):
-        ledger.namespaces.register(tenant(number), {"model": "m" * 300, "salt": f"{number}" * 100})
+        ledger.namespaces.register(
+            tenant(number), {"model": "m" * 300, "salt": f"{number}" * 100}
+        )
         put(ledger, keys(number), tenant(number), chained=False)
     assert admin.gauges(ledger)["ready"] == 6000
     assert all(there(ledger, keys(*range(6000))))
@@ -136,7 +171,11 @@ def test_counts_that_are_off_are_found(shm_root: Path) -> None:
     put(ledger, keys(1, 2))
 
     def miscount(transaction: object) -> None:
-        for key, row in list(transaction.tables.rows(transaction.txn, transaction.tables.namespaces)):  # type: ignore[attr-defined]
+        for key, row in list(
+            transaction.tables.rows(
+                transaction.txn, transaction.tables.namespaces
+            )
+        ):  # type: ignore[attr-defined]
             root, line, chunks, reservations = NAMESPACE.unpack(row)
             wrong = NAMESPACE.pack(root, line, chunks + 1, reservations)
             transaction.txn.put(key, wrong, db=transaction.tables.namespaces)  # type: ignore[attr-defined]
@@ -150,8 +189,12 @@ def test_counts_that_are_off_are_found(shm_root: Path) -> None:
 # chunks that must never be found again
 
 
-def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(shm_root: Path) -> None:
-    """More tenants are cleared than have single records; some of them return, and others are new."""
+def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(
+    shm_root: Path,
+) -> None:
+    """More tenants are cleared than have single records; some of them return, and others are
+    new.
+    """
 
     def before() -> None:
         ledger = opened(shm_root, clock=FakeClock(), kind="file")
@@ -161,16 +204,22 @@ def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(shm_root: Path
         for number in range(1, MANY):
             admin.clear(ledger, tenant(number))
         lines = ClearLog(ledger.directory).read()
-        assert lines is not None and tenant(0) not in lines.of and OTHER in lines.of, "a new file was written"
+        assert (
+            lines is not None and tenant(0) not in lines.of and OTHER in lines.of
+        ), "a new file was written"
         [back] = put(ledger, keys(3), tenant(0))
         [evicted] = put(ledger, keys(4), tenant(5))
         admin.remove(ledger, keys(4))
         admin.clear(ledger, tenant(5))
-        (shm_root / "headers").write_text(repr([tuple(one) for one in (kept, doomed, back, evicted)]))
+        (shm_root / "headers").write_text(
+            repr([tuple(one) for one in (kept, doomed, back, evicted)])
+        )
         os.kill(os.getpid(), 9)
 
     assert wait(child(before)) == -9
-    kept, doomed, back, evicted = (Reserved(*one) for one in eval((shm_root / "headers").read_text()))
+    kept, doomed, back, evicted = (
+        Reserved(*one) for one in eval((shm_root / "headers").read_text())
+    )
     headers = [
         header(kept, OTHER),
         header(doomed, tenant(0)),
@@ -183,7 +232,9 @@ def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(shm_root: Path
     ledger.close()
 
 
-def test_a_clear_of_everything_stays_in_force_with_others_after_it(shm_root: Path) -> None:
+def test_a_clear_of_everything_stays_in_force_with_others_after_it(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [one], [two] = put(ledger, keys(1), TENANT), put(ledger, keys(2), OTHER)
     admin.clear(ledger)
@@ -192,12 +243,16 @@ def test_a_clear_of_everything_stays_in_force_with_others_after_it(shm_root: Pat
     ledger.namespaces._clear_log.replace(ledger.namespaces._watermarks())
     ledger.close()
     (shm_root / "store" / "data.mdb").unlink()
-    again = after_a_power_cut(shm_root, [header(one, TENANT), header(two, OTHER), header(new, OTHER)])
+    again = after_a_power_cut(
+        shm_root, [header(one, TENANT), header(two, OTHER), header(new, OTHER)]
+    )
     assert there(again, keys(1, 2, 3)) == [False, False, True]
     again.close()
 
 
-def test_a_tenant_that_comes_back_is_listed_with_a_line_of_its_own(shm_root: Path) -> None:
+def test_a_tenant_that_comes_back_is_listed_with_a_line_of_its_own(
+    shm_root: Path,
+) -> None:
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [old] = put(ledger, keys(1), OTHER)
     admin.clear(ledger, OTHER)
@@ -262,7 +317,9 @@ def test_several_processes_clear_at_once(shm_root: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["head", "record", "both"])
-def test_damaged_files_of_clears_bring_nothing_back(shm_root: Path, damage: str) -> None:
+def test_damaged_files_of_clears_bring_nothing_back(
+    shm_root: Path, damage: str
+) -> None:
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [one] = put(ledger, keys(1))
     admin.clear(ledger, TENANT)
@@ -279,7 +336,9 @@ def test_damaged_files_of_clears_bring_nothing_back(shm_root: Path, damage: str)
         if damage in ("record", "both"):
             content[48 + 20 : 48 + 24] = b"oops"
         path.write_bytes(content)
-    again = after_a_power_cut(shm_root, [header(one, TENANT), header(two, TENANT)])
+    again = after_a_power_cut(
+        shm_root, [header(one, TENANT), header(two, TENANT)]
+    )
     assert there(again, keys(1)) == [False]
     [new] = put(again, keys(3))
     again.close()
@@ -290,12 +349,18 @@ def test_damaged_files_of_clears_bring_nothing_back(shm_root: Path, damage: str)
 
 
 def test_a_torn_record_is_none(shm_root: Path) -> None:
-    """The power failed in the middle of a clear, which did not return: earlier clears remain valid."""
+    """The power failed in the middle of a clear, which did not return: earlier clears remain
+    valid.
+    """
     ledger = opened(shm_root, clock=FakeClock(), kind="file")
     [one], [two] = put(ledger, keys(1)), put(ledger, keys(2), OTHER)
     admin.clear(ledger, TENANT)
     ledger.close()
-    [path] = [path for path in (shm_root / "store").glob("clears-*") if any(path.read_bytes())]
+    [path] = [
+        path
+        for path in (shm_root / "store").glob("clears-*")
+        if any(path.read_bytes())
+    ]
     content = bytearray(path.read_bytes())
     content[2 * 48 : 2 * 48 + 30] = content[48 : 48 + 30]
     path.write_bytes(content)
@@ -313,7 +378,10 @@ def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
     put(ledger, keys(1))
     most = ledger.session.read(lambda _, tables: tables).most_labels
     for number in range(3 * most):
-        fields = {"model": "m" * 400, "lora": f"{number:05d}" + "/a/path/to/an/adapter" * 40}
+        fields = {
+            "model": "m" * 400,
+            "lora": f"{number:05d}" + "/a/path/to/an/adapter" * 40,
+        }
         ledger.namespaces.register(tenant(number), fields)
         if number % 50 == 0:
             ledger.namespaces.write_labels()
@@ -332,14 +400,18 @@ def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
 def test_a_name_is_told_without_a_transaction_of_its_own(ledger: Ledger) -> None:
     with gate_taken(ledger):
         for number in range(100):
-            ledger.namespaces.register(tenant(number), {"model": f"{number}"})  # waits for no lock
+            # waits for no lock
+            ledger.namespaces.register(tenant(number), {"model": f"{number}"})
     put(ledger, keys(1))  # writes them in its own transaction
     in_child(lambda: _knows(ledger.directory, 100))
 
 
 def _knows(directory: Path, count: int) -> None:
     known = admin.list_namespaces(Ledger.attach(directory, clock=FakeClock()))
-    assert all(known[tenant(number)].fields == {"model": f"{number}"} for number in range(count))
+    assert all(
+        known[tenant(number)].fields == {"model": f"{number}"}
+        for number in range(count)
+    )
 
 
 def test_a_flood_of_names_loses_none_that_is_told_again(ledger: Ledger) -> None:
@@ -349,7 +421,9 @@ def test_a_flood_of_names_loses_none_that_is_told_again(ledger: Ledger) -> None:
         ledger.namespaces.write_labels()
     rows = admin.list_namespaces(ledger)
     most = ledger.session.read(lambda _, tables: tables).most_labels
-    assert sum(tenant(number) in rows for number in range(600)) >= min(600, most) - 1
+    assert (
+        sum(tenant(number) in rows for number in range(600)) >= min(600, most) - 1
+    )
 
 
 def test_names_outlive_the_tables_when_they_were_saved(shm_root: Path) -> None:

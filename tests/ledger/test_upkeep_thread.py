@@ -24,7 +24,8 @@ def test_a_ledger_that_is_dropped_while_its_thread_waits_for_space_is_no_error(
         upkeep.wake(lacks=True)
         thread = upkeep._thread
         until = time.monotonic() + PATIENT_SECONDS
-        while upkeep._lacks and time.monotonic() < until:  # until the thread asks for space
+        # until the thread asks for space
+        while upkeep._lacks and time.monotonic() < until:
             time.sleep(0.001)
         ledger.close()
         del ledger

@@ -1,7 +1,9 @@
-"""Compare the import with LMCache's own loader: `make peers-test`. Needs LMCache; prints how many agree.
+"""Compare the import with LMCache's own loader: `make peers-test`. Needs LMCache; prints how many
+agree.
 
-200 seeded files and environments, with the words that people write. A configuration agrees if both sides end with the
-same value of every field, or if the import refuses it in one line that names the field.
+200 seeded files and environments, with the words that people write. A configuration agrees if both
+sides end with the same value of every field, or if the import refuses it in one line that names the
+field.
 """
 
 from __future__ import annotations
@@ -22,9 +24,30 @@ from pagoda.migrate.lmcache import read, translate, variables_in
 from pagoda.migrate.lmcache_loader import load, table
 
 FILES = 200
-TABLE = Path(__file__).parents[2] / "src" / "pagoda" / "migrate" / "lmcache_table.json"
+TABLE = (
+    Path(__file__).parents[2]
+    / "src"
+    / "pagoda"
+    / "migrate"
+    / "lmcache_table.json"
+)
 MAKER = Path(__file__).parents[2] / "tools" / "lmcache_table.py"
-BOOLS = [True, False, None, "yes", "on", "true", "True", "1", "0", "off", "no", 1, 0, "TRUE "]
+BOOLS = [
+    True,
+    False,
+    None,
+    "yes",
+    "on",
+    "true",
+    "True",
+    "1",
+    "0",
+    "off",
+    "no",
+    1,
+    0,
+    "TRUE ",
+]
 BY_KIND: dict[str, list[object]] = {
     "bool": BOOLS,
     "int": [0, 7, 128, "64", " 256 ", 2.0, None, "many"],
@@ -46,9 +69,15 @@ def value_for(name: str, rng: random.Random) -> object:
     return rng.choice(BY_KIND[table().fields[name][0]])
 
 
-def theirs(file: Path | None, variables: dict[str, str]) -> dict[str, object] | None:
+def theirs(
+    file: Path | None, variables: dict[str, str]
+) -> dict[str, object] | None:
     """Return LMCache's values before it validates them; None if its loader itself fails."""
-    saved = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("LMCACHE_")}
+    saved = {
+        name: os.environ.pop(name)
+        for name in list(os.environ)
+        if name.startswith("LMCACHE_")
+    }
     os.environ.update(variables)
     validate = LMCacheEngineConfig.validate
     LMCacheEngineConfig.validate = lambda self: self
@@ -60,7 +89,8 @@ def theirs(file: Path | None, variables: dict[str, str]) -> dict[str, object] | 
             config.update_config_from_env()
         found: dict[str, object] = config.to_dict()
         return found
-    except Exception:  # noqa: BLE001  # whatever its loader raises: the engine does not start
+    except Exception:  # noqa: BLE001
+        # whatever its loader raises: the engine does not start
         return None
     finally:
         LMCacheEngineConfig.validate = validate
@@ -81,7 +111,11 @@ def one(rng: random.Random, directory: Path) -> str:
     for name in names:
         value = value_for(name, rng)
         if value is not None and rng.random() < 0.5:
-            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            text = (
+                json.dumps(value)
+                if isinstance(value, dict | list)
+                else str(value)
+            )
             variables[f"LMCACHE_{name.upper()}"] = (
                 f'"{text}"' if rng.random() < 0.2 and '"' not in text else text
             )
@@ -90,12 +124,19 @@ def one(rng: random.Random, directory: Path) -> str:
         loaded = load(read(file) if file else None, variables_in(variables))
     except ConfigError as refusal:
         bad = str(refusal)
-        return "" if expected is None or any(bad.startswith(name) for name in names) else f"refused: {bad}"
+        return (
+            ""
+            if expected is None or any(bad.startswith(name) for name in names)
+            else f"refused: {bad}"
+        )
     if expected is None:
         return ""  # the engine does not start there; the import may say more
     for name, value in loaded.fields.items():
         if name != "lmcache_instance_id" and value != expected[name]:
-            return f"{name}: LMCache {expected[name]!r}, here {value!r} ({fields.get(name)!r}, {variables})"
+            return (
+                f"{name}: LMCache {expected[name]!r}, here {value!r} ({fields.get(name)!r}, "
+                f"{variables})"
+            )
     set_there = [
         name
         for name, value in expected.items()
@@ -115,17 +156,23 @@ def one(rng: random.Random, directory: Path) -> str:
     lost = [
         name
         for name, value in loaded.fields.items()
-        if value not in (None, "") and name != "extra_config" and name not in named
+        if value not in (None, "")
+        and name != "extra_config"
+        and name not in named
     ]
     return f"no answer for {lost}" if lost else ""
 
 
 def main() -> int:
     """Compare; return the exit code."""
-    made = subprocess.run([sys.executable, MAKER], capture_output=True, text=True, check=True).stdout
+    made = subprocess.run(
+        [sys.executable, MAKER], capture_output=True, text=True, check=True
+    ).stdout
     fresh = json.loads(made[made.index("{") :])
     same_table = fresh == json.loads(TABLE.read_text())
-    print(f"the table of {len(fresh['fields'])} fields is LMCache's: {same_table}")
+    print(
+        f"the table of {len(fresh['fields'])} fields is LMCache's: {same_table}"
+    )
     wrong = []
     with tempfile.TemporaryDirectory() as directory:
         for seed in range(FILES):
@@ -134,7 +181,9 @@ def main() -> int:
                 wrong.append(f"seed {seed}: {difference}")
     for text in wrong:
         print(text)
-    print(f"{FILES - len(wrong)} of {FILES} configurations are read as LMCache reads them")
+    print(
+        f"{FILES - len(wrong)} of {FILES} configurations are read as LMCache reads them"
+    )
     return bool(wrong) or not same_table
 
 

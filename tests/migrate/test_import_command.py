@@ -1,4 +1,6 @@
-"""`pagoda config import`: a file of LMCache's in, a pagoda.toml out that every command then takes."""
+"""`pagoda config import`: a file of LMCache's in, a pagoda.toml out that every command then
+takes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import pytest
 
 from tests.cli.shelf import answer, done_here, pagoda, refused
 
-GOOD = "chunk_size: 128\nlocal_cpu: true\nmax_local_cpu_size: 0.5\nremote_url: redis://u:hunter2@h:6379\n"
+GOOD = (
+    "chunk_size: 128\nlocal_cpu: true\nmax_local_cpu_size: 0.5\nremote_url: "
+    "redis://u:hunter2@h:6379\n"
+)
 
 
 @pytest.fixture
@@ -32,17 +37,29 @@ def test_what_comes_out_goes_in(lmcache: Path, tmp_path: Path) -> None:
     assert options["remote"]["value"] == ["redis://u:***@h:6379"]  # type: ignore[index]
     assert done_here("config", "import", lmcache).stdout == made.read_text()
     assert "exists already" in refused("config", "import", lmcache, "-o", made)
-    assert "cannot be written" in refused("config", "import", lmcache, "-o", tmp_path / "no" / "a.toml")
+    assert "cannot be written" in refused(
+        "config", "import", lmcache, "-o", tmp_path / "no" / "a.toml"
+    )
 
 
-def test_only_a_file_that_would_be_refused_needs_a_remark(lmcache: Path, tmp_path: Path) -> None:
-    assert pagoda("config", "import", lmcache, "-o", tmp_path / "kv.toml").stderr == ""
+def test_only_a_file_that_would_be_refused_needs_a_remark(
+    lmcache: Path, tmp_path: Path
+) -> None:
+    assert (
+        pagoda("config", "import", lmcache, "-o", tmp_path / "kv.toml").stderr
+        == ""
+    )
     lmcache.write_text("chunk_size: 128\nmax_local_cpu_size: 0.5\n")
-    assert pagoda("config", "import", lmcache, "-o", tmp_path / "pagoda.toml").stderr == ""
+    assert (
+        pagoda("config", "import", lmcache, "-o", tmp_path / "pagoda.toml").stderr
+        == ""
+    )
 
 
 def test_what_is_not_needed_is_a_remark(lmcache: Path) -> None:
-    lmcache.write_text(GOOD + "numa_mode: auto\nsave_decode_cache: false\nenable_p2p: false\n")
+    lmcache.write_text(
+        GOOD + "numa_mode: auto\nsave_decode_cache: false\nenable_p2p: false\n"
+    )
     done = done_here("config", "import", lmcache)
     assert done.returncode == 0
     assert done.stderr.splitlines() == [
@@ -54,7 +71,9 @@ def test_what_is_not_needed_is_a_remark(lmcache: Path) -> None:
 
 
 def test_what_is_not_supported_is_refused_unless_forced(lmcache: Path) -> None:
-    lmcache.write_text(GOOD + "enable_p2p: true\nmystery: 1\nremote_serde: cachegen\n")
+    lmcache.write_text(
+        GOOD + "enable_p2p: true\nmystery: 1\nremote_serde: cachegen\n"
+    )
     said = refused("config", "import", lmcache)
     assert "enable_p2p: " in said
     assert "mystery: " in said
@@ -74,7 +93,11 @@ def test_json(lmcache: Path) -> None:
     found = json.loads(done.stdout)
     assert done.returncode == 2
     assert found["ok"] is False
-    assert [one["field"] for one in found["fields"] if one["verdict"] == "not supported"] == ["enable_p2p"]
+    assert [
+        one["field"]
+        for one in found["fields"]
+        if one["verdict"] == "not supported"
+    ] == ["enable_p2p"]
     found = answer("config", "import", lmcache, "--force")
     assert found["ok"] is True and found["options"]["chunk_tokens"] == 128  # type: ignore[index]
 
@@ -83,10 +106,16 @@ def test_variables_count_alone_and_over_a_file(lmcache: Path) -> None:
     variables = {"LMCACHE_CHUNK_SIZE": "64", "LMCACHE_MAX_LOCAL_CPU_SIZE": "2"}
     found = answer("config", "import", "--workers", "2", **variables)
     assert found["options"] == {"chunk_tokens": 64, "host_size": "4GiB"}
-    done = done_here("config", "import", LMCACHE_CONFIG_FILE=str(lmcache), **variables)
+    done = done_here(
+        "config", "import", LMCACHE_CONFIG_FILE=str(lmcache), **variables
+    )
     assert "chunk_tokens = 64" in done.stdout
     assert 'host_size = "2GiB"' in done.stdout
     assert "LMCACHE_CHUNK_SIZE overrides the file" in done.stderr
     assert "name LMCache's file" in refused("config", "import")
-    assert "none.yaml" in refused("config", "import", lmcache.with_name("none.yaml"))
-    assert "max_local_cpu_size" in refused("config", "import", LMCACHE_MAX_LOCAL_CPU_SIZE="many")
+    assert "none.yaml" in refused(
+        "config", "import", lmcache.with_name("none.yaml")
+    )
+    assert "max_local_cpu_size" in refused(
+        "config", "import", LMCACHE_MAX_LOCAL_CPU_SIZE="many"
+    )

@@ -1,4 +1,6 @@
-"""LMCache's configuration in our words: each field is mapped, or named with the reason and what to write instead."""
+"""LMCache's configuration in our words: each field is mapped, or named with the reason and what to
+write instead.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,21 @@ from hypothesis import strategies as st
 from pagoda.config import Config
 from pagoda.config.sources import load
 from pagoda.errors import ConfigError
-from pagoda.migrate.lmcache import Translation, known_fields, read, translate, variables_in
-from pagoda.migrate.lmcache_fields import BELONGS, BLENDING, NOT_NEEDED, SWITCHES, WHEN_SET, FieldVerdict
+from pagoda.migrate.lmcache import (
+    Translation,
+    known_fields,
+    read,
+    translate,
+    variables_in,
+)
+from pagoda.migrate.lmcache_fields import (
+    BELONGS,
+    BLENDING,
+    NOT_NEEDED,
+    SWITCHES,
+    WHEN_SET,
+    FieldVerdict,
+)
 from pagoda.migrate.lmcache_loader import load as load_lmcache
 from pagoda.migrate.lmcache_loader import table
 
@@ -66,8 +81,12 @@ PRESENT = {
 }
 
 
-@pytest.mark.parametrize("fields", [OLDEST, PRESENT, PRESENT | {"remote_url": "lm://localhost:65432"}])
-def test_what_lmcache_has_by_default_comes_to_our_tiers_with_remarks(fields: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "fields", [OLDEST, PRESENT, PRESENT | {"remote_url": "lm://localhost:65432"}]
+)
+def test_what_lmcache_has_by_default_comes_to_our_tiers_with_remarks(
+    fields: dict[str, object],
+) -> None:
     made = translate(fields)
     assert made.refused == []
     assert made.options["chunk_tokens"] == 256
@@ -75,7 +94,11 @@ def test_what_lmcache_has_by_default_comes_to_our_tiers_with_remarks(fields: dic
     if fields["remote_url"]:
         assert made.options["remote"] == "http://localhost:65432?server=pagoda"
         assert "pagoda serve --listen" in text(made, "remote_url")
-        lossless = FieldVerdict.NOT_NEEDED if fields["remote_serde"] == "cachegen" else FieldVerdict.SAME
+        lossless = (
+            FieldVerdict.NOT_NEEDED
+            if fields["remote_serde"] == "cachegen"
+            else FieldVerdict.SAME
+        )
         assert verdict(made, "remote_serde") is lossless
     else:
         assert "remote" not in made.options
@@ -120,8 +143,17 @@ def test_all_of_a_file_that_maps(tmp_path: Path) -> None:
         "io_threads": 8,
     }
     assert made.refused == []
-    assert verdict(made, "save_decode_cache") is verdict(made, "remote_serde") is FieldVerdict.SAME
-    for field in ("error_handling", "lookup_url", "distributed_url", "blend_min_tokens"):
+    assert (
+        verdict(made, "save_decode_cache")
+        is verdict(made, "remote_serde")
+        is FieldVerdict.SAME
+    )
+    for field in (
+        "error_handling",
+        "lookup_url",
+        "distributed_url",
+        "blend_min_tokens",
+    ):
         assert verdict(made, field) is FieldVerdict.NOT_NEEDED
     assert not [one for one in made.findings if "p%20w" in one.text]
 
@@ -135,28 +167,47 @@ def test_what_is_printed_is_loaded_again(tmp_path: Path) -> None:
         "remote_url": "s3://bucket",
         "save_decode_cache": "false",
         "numa_mode": "auto",
-        "extra_config": json.dumps({"s3_region": "eu-west-1", "s3_file_prefix": "kv/a b/"}),
+        "extra_config": json.dumps(
+            {"s3_region": "eu-west-1", "s3_file_prefix": "kv/a b/"}
+        ),
     }
     made = translate(fields)
     file = tmp_path / "pagoda.toml"
     file.write_text(made.toml("some\nfile"))
     config = load(file=file, environ={}).config
-    assert (config.chunk_tokens, config.host_bytes, config.disk_bytes) == (64, 2**31, 3 * 2**29)
+    assert (config.chunk_tokens, config.host_bytes, config.disk_bytes) == (
+        64,
+        2**31,
+        3 * 2**29,
+    )
     assert config.disk_path == fields["local_disk"]
     assert config.remotes()[0].url == "s3://bucket/kv/a%20b"
     assert config.remotes()[0].options == {"region": "eu-west-1"}
     assert "# max_local_cpu_size: host_size" in file.read_text()
-    assert re.search(r"# set elsewhere:\n#   save_decode_cache: .*--no-store-output", file.read_text())
+    assert re.search(
+        r"# set elsewhere:\n#   save_decode_cache: .*--no-store-output",
+        file.read_text(),
+    )
     assert re.search(r"# not needed:\n#   numa_mode: ", file.read_text())
 
 
 def test_sizes_of_each_worker_are_added_up(tmp_path: Path) -> None:
     made = translate(
-        {"max_local_cpu_size": 20, "local_disk": str(tmp_path), "max_local_disk_size": 50}, workers=4
+        {
+            "max_local_cpu_size": 20,
+            "local_disk": str(tmp_path),
+            "max_local_disk_size": 50,
+        },
+        workers=4,
     )
-    assert (made.options["host_size"], made.options["disk_size"]) == ("80GiB", "200GiB")
+    assert (made.options["host_size"], made.options["disk_size"]) == (
+        "80GiB",
+        "200GiB",
+    )
     assert "20 GiB for each of 4 workers" in text(made, "max_local_cpu_size")
-    assert "--workers" in text(translate({"max_local_cpu_size": 20}), "max_local_cpu_size")
+    assert "--workers" in text(
+        translate({"max_local_cpu_size": 20}), "max_local_cpu_size"
+    )
 
 
 def test_the_host_tier() -> None:
@@ -171,37 +222,87 @@ def test_the_host_tier() -> None:
     ("fields", "field", "said"),
     [
         ({"local_disk": "/x"}, "local_disk", "max_local_disk_size: GB"),
-        ({"local_disk": True, "max_local_disk_size": 1}, "local_disk", "file:///PATH"),
-        ({"local_disk": "/x,/y", "max_local_disk_size": 1}, "local_disk", "RAID 0"),
+        (
+            {"local_disk": True, "max_local_disk_size": 1},
+            "local_disk",
+            "file:///PATH",
+        ),
+        (
+            {"local_disk": "/x,/y", "max_local_disk_size": 1},
+            "local_disk",
+            "RAID 0",
+        ),
         ({"enable_p2p": "true"}, "enable_p2p", "--peers http://HOST:7777"),
         ({"enable_pd": True}, "enable_pd", "vLLM's own connector"),
         ({"enable_controller": True}, "enable_controller", "pagoda stats"),
         ({"remote_url": "lm://host:port"}, "remote_url", "the port"),
         ({"remote_url": "lm://"}, "remote_url", "a host"),
-        ({"remote_url": "redis-sentinel://a:1,b:2"}, "remote_url", "name the service in the URL: remote ="),
+        (
+            {"remote_url": "redis-sentinel://a:1,b:2"},
+            "remote_url",
+            "name the service in the URL: remote =",
+        ),
         (
             {"remote_url": "mooncakestore://a:1"},
             "remote_url",
             'mooncakestore://: write remote = "mooncake://',
         ),
-        ({"remote_url": "u:hunter2@host"}, "remote_url", "this engine is not known"),
+        (
+            {"remote_url": "u:hunter2@host"},
+            "remote_url",
+            "this engine is not known",
+        ),
         ({"remote_url": "gs://bucket"}, "remote_url", "LMCache has no gs://"),
-        ({"remote_url": "azure://acct"}, "remote_url", "az://CONTAINER?account_name=ACCOUNT"),
-        ({"remote_config_url": "http://h/"}, "remote_config_url", "import that file"),
-        ({"enable_hidden_state_cache": True}, "enable_hidden_state_cache", "only KV is stored"),
+        (
+            {"remote_url": "azure://acct"},
+            "remote_url",
+            "az://CONTAINER?account_name=ACCOUNT",
+        ),
+        (
+            {"remote_config_url": "http://h/"},
+            "remote_config_url",
+            "import that file",
+        ),
+        (
+            {"enable_hidden_state_cache": True},
+            "enable_hidden_state_cache",
+            "only KV is stored",
+        ),
         ({"remote_url": "redis://u:hunter2@host:port"}, "remote_url", "the port"),
-        ({"remote_url": "s3://b.cwlota.com"}, "remote_url", 'remote = "s3://b?endpoint=https://cwlota.com"'),
-        ({"remote_url": "s3://b.s3express-a.eu.amazonaws.com"}, "remote_url", "s3_express=true"),
-        ({"remote_url": "redis://h", "remote_serde": "cachegen"}, "remote_serde", "remote_serde: naive"),
-        ({"remote_url": "redis://h", "remote_serde": "kivi"}, "remote_serde", "?codec=zstd"),
+        (
+            {"remote_url": "s3://b.cwlota.com"},
+            "remote_url",
+            'remote = "s3://b?endpoint=https://cwlota.com"',
+        ),
+        (
+            {"remote_url": "s3://b.s3express-a.eu.amazonaws.com"},
+            "remote_url",
+            "s3_express=true",
+        ),
+        (
+            {"remote_url": "redis://h", "remote_serde": "cachegen"},
+            "remote_serde",
+            "remote_serde: naive",
+        ),
+        (
+            {"remote_url": "redis://h", "remote_serde": "kivi"},
+            "remote_serde",
+            "?codec=zstd",
+        ),
         ({"cache_policy": "LFU"}, "cache_policy", "LRU"),
         ({"backend": "tape"}, "backend", "backend: cpu"),
         ({"gds_path": "/x"}, "gds_path", "local_disk: PATH"),
         ({"priority_limit": 0}, "priority_limit", "all priorities"),
-        ({"extra_config": {"enable_nixl_storage": True}}, "enable_nixl_storage", "local_disk: PATH"),
+        (
+            {"extra_config": {"enable_nixl_storage": True}},
+            "enable_nixl_storage",
+            "local_disk: PATH",
+        ),
     ],
 )
-def test_what_cannot_be_honoured_says_what_to_write(fields: dict[str, object], field: str, said: str) -> None:
+def test_what_cannot_be_honoured_says_what_to_write(
+    fields: dict[str, object], field: str, said: str
+) -> None:
     made = translate(fields)
     assert verdict(made, field) is FieldVerdict.NOT_SUPPORTED
     assert [one.field for one in made.refused] == [field]
@@ -210,7 +311,9 @@ def test_what_cannot_be_honoured_says_what_to_write(fields: dict[str, object], f
 
 
 def test_what_can_be_had_instead_is_had_if_it_is_forced() -> None:
-    made = translate({"remote_url": "redis://h?ttl=1h", "remote_serde": "cachegen"})
+    made = translate(
+        {"remote_url": "redis://h?ttl=1h", "remote_serde": "cachegen"}
+    )
     assert made.options["remote"] == "redis://h?ttl=1h&codec=zstd"
 
 
@@ -222,22 +325,60 @@ def test_what_can_be_had_instead_is_had_if_it_is_forced() -> None:
         ("valkey://h:1", {}, "redis://h:1"),
         (
             "valkey://h:1",
-            {"valkey_username": "me", "valkey_password": "a/b", "valkey_database": 3},
+            {
+                "valkey_username": "me",
+                "valkey_password": "a/b",
+                "valkey_database": 3,
+            },
             "redis://me:a%2Fb@h:1/3",
         ),
-        ("valkey://h:1,i:2", {"valkey_mode": "cluster"}, "redis+cluster://h:1,i:2"),
-        ("valkey://[::1]:1,[::2]:2", {"valkey_mode": "cluster"}, "redis+cluster://[::1]:1,[::2]:2"),
-        ("s3://bucket", {"s3_region": "US-WEST-04A"}, "s3://bucket?region=US-WEST-04A"),
-        ("s3://bucket.s3.eu-west-1.amazonaws.com", {}, "s3://bucket?region=eu-west-1"),
+        (
+            "valkey://h:1,i:2",
+            {"valkey_mode": "cluster"},
+            "redis+cluster://h:1,i:2",
+        ),
+        (
+            "valkey://[::1]:1,[::2]:2",
+            {"valkey_mode": "cluster"},
+            "redis+cluster://[::1]:1,[::2]:2",
+        ),
+        (
+            "s3://bucket",
+            {"s3_region": "US-WEST-04A"},
+            "s3://bucket?region=US-WEST-04A",
+        ),
+        (
+            "s3://bucket.s3.eu-west-1.amazonaws.com",
+            {},
+            "s3://bucket?region=eu-west-1",
+        ),
         ("redis-cluster://h:1,i:2", {}, "redis+cluster://h:1,i:2"),
-        ("azure://acct.blob.core.windows.net/kv", {}, "az://kv?account_name=acct"),
-        ("valkey://h:1", {"tls_enable": True, "valkey_password": "x"}, "rediss://:x@h:1"),
-        ("valkey://h:1,i:2", {"tls_enable": "true", "valkey_mode": "cluster"}, "rediss+cluster://h:1,i:2"),
-        ("resp://h:1", {"username": "me", "password": "a/b"}, "redis://me:a%2Fb@h:1"),
+        (
+            "azure://acct.blob.core.windows.net/kv",
+            {},
+            "az://kv?account_name=acct",
+        ),
+        (
+            "valkey://h:1",
+            {"tls_enable": True, "valkey_password": "x"},
+            "rediss://:x@h:1",
+        ),
+        (
+            "valkey://h:1,i:2",
+            {"tls_enable": "true", "valkey_mode": "cluster"},
+            "rediss+cluster://h:1,i:2",
+        ),
+        (
+            "resp://h:1",
+            {"username": "me", "password": "a/b"},
+            "redis://me:a%2Fb@h:1",
+        ),
         ("lm://host:65432", {}, "http://host:65432?server=pagoda"),
     ],
 )
-def test_urls_of_engines_that_are_known(url: str, extra: dict[str, object], ours: str) -> None:
+def test_urls_of_engines_that_are_known(
+    url: str, extra: dict[str, object], ours: str
+) -> None:
     made = translate({"remote_url": url, "extra_config": extra})
     assert made.options["remote"] == ours
     assert made.refused == []
@@ -255,31 +396,64 @@ def test_what_is_no_url_is_refused(url: str) -> None:
     ("fields", "options"),
     [
         ({"backend": "cpu"}, {"host_size": "5GiB"}),
-        ({"local_device": "cpu", "max_local_cache_size": 20}, {"host_size": "20GiB"}),
+        (
+            {"local_device": "cpu", "max_local_cache_size": 20},
+            {"host_size": "20GiB"},
+        ),
         (
             {"backend": "file:///tmp/lm", "max_local_cache_size": 9},
             {"host_size": 0, "disk_path": "/tmp/lm", "disk_size": "9GiB"},
         ),
-        ({"backend": "redis://h:1"}, {"host_size": "5GiB", "remote": "redis://h:1"}),
+        (
+            {"backend": "redis://h:1"},
+            {"host_size": "5GiB", "remote": "redis://h:1"},
+        ),
     ],
 )
-def test_the_older_fields(fields: dict[str, object], options: dict[str, object]) -> None:
+def test_the_older_fields(
+    fields: dict[str, object], options: dict[str, object]
+) -> None:
     made = translate(fields)
     assert made.options == options
     assert made.refused == []
-    assert translate({"backend": "lm://h:1"}).options["remote"] == "http://h:1?server=pagoda"
+    assert (
+        translate({"backend": "lm://h:1"}).options["remote"]
+        == "http://h:1?server=pagoda"
+    )
 
 
 def test_what_blends_there_has_its_share_and_its_least_tokens_here() -> None:
-    fields = {"enable_blending": True, "blend_recompute_ratios": [0.2, 0.4], "blend_min_tokens": 128}
+    fields = {
+        "enable_blending": True,
+        "blend_recompute_ratios": [0.2, 0.4],
+        "blend_min_tokens": 128,
+    }
     made = translate(
-        {**fields, "blend_check_layers": [1], "blend_special_str": " # # ", "blend_thresholds": [0.1]}
+        {
+            **fields,
+            "blend_check_layers": [1],
+            "blend_special_str": " # # ",
+            "blend_thresholds": [0.1],
+        }
     )
     assert made.refused == []
-    assert made.options == {"blend_recompute": 0.2, "blend_min_tokens": 128, "host_size": "5GiB"}
-    assert verdict(made, "enable_blending") is verdict(made, "blend_special_str") is FieldVerdict.ELSEWHERE
+    assert made.options == {
+        "blend_recompute": 0.2,
+        "blend_min_tokens": 128,
+        "host_size": "5GiB",
+    }
+    assert (
+        verdict(made, "enable_blending")
+        is verdict(made, "blend_special_str")
+        is FieldVerdict.ELSEWHERE
+    )
     said = text(made, "enable_blending")
-    for word in ("Transformers", "vLLM and SGLang", "verdict of pagoda quality", "documents=..."):
+    for word in (
+        "Transformers",
+        "vLLM and SGLang",
+        "verdict of pagoda quality",
+        "documents=...",
+    ):
         assert word in said
     assert verdict(made, "blend_check_layers") is FieldVerdict.SAME
     assert verdict(made, "blend_thresholds") is FieldVerdict.NOT_NEEDED
@@ -298,8 +472,12 @@ def test_what_blends_there_has_its_share_and_its_least_tokens_here() -> None:
         ("blend_recompute_ratios", [0], 0.0),
     ],
 )
-def test_the_share_that_is_computed_again(field: str, value: object, share: float) -> None:
-    made = translate({"enable_blending": "True", field: value, "blend_check_layers": "2"})
+def test_the_share_that_is_computed_again(
+    field: str, value: object, share: float
+) -> None:
+    made = translate(
+        {"enable_blending": "True", field: value, "blend_check_layers": "2"}
+    )
     assert made.options["blend_recompute"] == share
     assert "Deviation(layer=N)" in text(made, "blend_check_layers")
     off = translate({"enable_blending": False, field: value})
@@ -310,19 +488,33 @@ def test_the_share_that_is_computed_again(field: str, value: object, share: floa
 @pytest.mark.parametrize(
     "fields",
     [
-        {"blend_recompute_ratios": [1.5]}, {"blend_recompute_ratios": "a"}, {"blend_recompute_ratios": []},
-        {"blend_recompute_ratio": "nan"}, {"blend_min_tokens": -1}, {"blend_min_tokens": 2.5},
+        {"blend_recompute_ratios": [1.5]},
+        {"blend_recompute_ratios": "a"},
+        {"blend_recompute_ratios": []},
+        {"blend_recompute_ratio": "nan"},
+        {"blend_min_tokens": -1},
+        {"blend_min_tokens": 2.5},
         {"blend_check_layers": "x"},
     ],
-)  # fmt: skip
+)
 def test_values_of_blending_that_cannot_stand(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="blend_"):
         translate({"enable_blending": True, **fields})
 
 
 def test_unknown_fields_are_named_and_never_dropped() -> None:
-    made = translate({"chunk_sise": 256, "extra_config": {"secret_knob": "hunter2"}, "nothing": None})
-    assert [one.field for one in made.refused] == ["secret_knob", "chunk_sise", "nothing"]
+    made = translate(
+        {
+            "chunk_sise": 256,
+            "extra_config": {"secret_knob": "hunter2"},
+            "nothing": None,
+        }
+    )
+    assert [one.field for one in made.refused] == [
+        "secret_knob",
+        "chunk_sise",
+        "nothing",
+    ]
     assert {one.verdict for one in made.refused} == {FieldVerdict.UNKNOWN}
     assert "did you mean chunk_size?" in text(made, "chunk_sise")
     assert "hunter2" not in made.toml("x")
@@ -348,11 +540,21 @@ def test_every_field_gets_an_answer(field: str) -> None:
         "local_disk",
         "remote_url",
     }
-    assert [one for one in made.findings if one.field == field and one.verdict is not FieldVerdict.UNKNOWN]
+    assert [
+        one
+        for one in made.findings
+        if one.field == field and one.verdict is not FieldVerdict.UNKNOWN
+    ]
 
 
 def test_no_field_has_two_answers() -> None:
-    tables = [set(SWITCHES), set(WHEN_SET), set(NOT_NEEDED), set(BLENDING), *map(set, BELONGS.values())]
+    tables = [
+        set(SWITCHES),
+        set(WHEN_SET),
+        set(NOT_NEEDED),
+        set(BLENDING),
+        *map(set, BELONGS.values()),
+    ]
     assert sum(map(len, tables)) == len(set().union(*tables))
     assert set(BELONGS) <= set(SWITCHES)
 
@@ -379,19 +581,32 @@ def test_the_page_has_a_row_for_every_field() -> None:
         {"chunk_size": "inf"},
     ],
 )
-def test_a_value_that_its_field_cannot_have_is_a_config_error(fields: dict[str, object]) -> None:
+def test_a_value_that_its_field_cannot_have_is_a_config_error(
+    fields: dict[str, object],
+) -> None:
     with pytest.raises(ConfigError) as caught:
         translate(fields)
     assert "\n" not in str(caught.value)
 
 
 _VALUES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.lists(st.integers())
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=12)
+    | st.lists(st.integers())
 )
 
 
-@given(st.dictionaries(st.sampled_from(known_fields()) | st.text(max_size=8), _VALUES, max_size=6))
-def test_anything_is_a_translation_or_a_config_error(fields: dict[str, object]) -> None:
+@given(
+    st.dictionaries(
+        st.sampled_from(known_fields()) | st.text(max_size=8), _VALUES, max_size=6
+    )
+)
+def test_anything_is_a_translation_or_a_config_error(
+    fields: dict[str, object],
+) -> None:
     try:
         made = translate(fields)
     except ConfigError as trouble:
@@ -408,11 +623,24 @@ def test_anything_is_a_translation_or_a_config_error(fields: dict[str, object]) 
 
 def test_files(tmp_path: Path) -> None:
     file = tmp_path / "lmcache.yaml"
-    file.write_text("chunk_size: 128 # tokens\nlocal_disk: null\nextra_config:\n  use_odirect: true\n")
-    assert read(file) == {"chunk_size": 128, "local_disk": None, "extra_config": {"use_odirect": True}}
+    file.write_text(
+        "chunk_size: 128 # tokens\nlocal_disk: null\nextra_config:\n  use_odirect: true\n"
+    )
+    assert read(file) == {
+        "chunk_size": 128,
+        "local_disk": None,
+        "extra_config": {"use_odirect": True},
+    }
     (tmp_path / "a.json").write_text('{"chunk_size": 128}')
     assert read(tmp_path / "a.json") == {"chunk_size": 128}
-    for content in (b"", b"just text", b"- 1\n", b"a: [", b"\xff\xfe", b"a: !!python/object:os.system x"):
+    for content in (
+        b"",
+        b"just text",
+        b"- 1\n",
+        b"a: [",
+        b"\xff\xfe",
+        b"a: !!python/object:os.system x",
+    ):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=r"lmcache\.yaml") as caught:
             read(file)
@@ -432,24 +660,43 @@ def test_the_environment() -> None:
     }
     given = variables_in(environ)
     assert given == {name: environ[name] for name in list(environ)[:3]}
-    assert load_lmcache(None, given).fields == {"chunk_size": 64, "local_cpu": True, "local_disk": None}
+    assert load_lmcache(None, given).fields == {
+        "chunk_size": 64,
+        "local_cpu": True,
+        "local_disk": None,
+    }
 
 
 def test_variables_override_the_file_and_say_so() -> None:
     loaded = load_lmcache(
         {"chunk_size": 64, "max_local_cpu_size": 5, "local_cpu": "yes"},
-        {"LMCACHE_CHUNK_SIZE": '"128"', "LMCACHE_MAX_LOCAL_CPU_SIZE": "40", "LMCACHE_CACHE_POLICY": "FIFO"},
+        {
+            "LMCACHE_CHUNK_SIZE": '"128"',
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": "40",
+            "LMCACHE_CACHE_POLICY": "FIFO",
+        },
     )
     made = translate(loaded)
     assert made.options == {"chunk_tokens": 128, "host_size": 0, "policy": "fifo"}
-    said = {one.field: one.text for one in made.findings if one.verdict is FieldVerdict.REMARK}
-    assert said["chunk_size"] == "LMCACHE_CHUNK_SIZE overrides the file, as in LMCache"
+    said = {
+        one.field: one.text
+        for one in made.findings
+        if one.verdict is FieldVerdict.REMARK
+    }
+    assert (
+        said["chunk_size"]
+        == "LMCACHE_CHUNK_SIZE overrides the file, as in LMCache"
+    )
     assert "reads 'yes' as false" in said["local_cpu"]
     assert "cache_policy" not in said
 
 
 def test_a_field_counts_at_its_own_level_only() -> None:
-    made = translate(load_lmcache({"use_odirect": True, "extra_config": {"chunk_size": 64}}, {}))
+    made = translate(
+        load_lmcache(
+            {"use_odirect": True, "extra_config": {"chunk_size": 64}}, {}
+        )
+    )
     assert made.options == {"host_size": "5GiB"}
     assert made.refused == []
     assert "below extra_config only" in text(made, "use_odirect")
@@ -475,7 +722,9 @@ def test_credentials_in_variables_are_in_the_url() -> None:
 def test_every_field_of_lmcache_is_known_and_its_defaults_are_taken() -> None:
     assert len(table().fields) == 108
     assert not set(table().fields) - set(known_fields())
-    made = translate({name: default for name, (_, default) in table().fields.items()})
+    made = translate(
+        {name: default for name, (_, default) in table().fields.items()}
+    )
     assert made.refused == []
 
 
@@ -486,13 +735,21 @@ def test_without_pyyaml_there_is_a_remedy(tmp_path: Path) -> None:
         "from pathlib import Path\nfrom pagoda.migrate.lmcache import read\nread(Path(sys.argv[1]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "a.yaml")], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(tmp_path / "a.yaml")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert "pip install 'pagodakv[yaml]'" in done.stderr
 
 
 def test_p2p_comes_to_neighbours_that_are_named() -> None:
-    fields = {"enable_p2p": True, "lookup_url": "r:6379", "distributed_url": "a:8200", "p2p_host": "a"}
+    fields = {
+        "enable_p2p": True,
+        "lookup_url": "r:6379",
+        "distributed_url": "a:8200",
+        "p2p_host": "a",
+    }
     peers = ["http://b:7777", "http://:hunter2@c:7777"]
     made = translate(fields, peers=peers)
     assert made.refused == []
@@ -500,15 +757,26 @@ def test_p2p_comes_to_neighbours_that_are_named() -> None:
     assert verdict(made, "enable_p2p") is FieldVerdict.MAPPED
     assert "hunter2" not in text(made, "enable_p2p")
     assert "pagoda serve --listen a:8200" in text(made, "distributed_url")
-    assert verdict(made, "lookup_url") is verdict(made, "p2p_host") is FieldVerdict.NOT_NEEDED
+    assert (
+        verdict(made, "lookup_url")
+        is verdict(made, "p2p_host")
+        is FieldVerdict.NOT_NEEDED
+    )
     assert tomllib.loads(made.toml("x"))["peers"] == peers
     off = translate({"enable_p2p": False}, peers=peers)
     assert "peers" not in off.options
     assert "enable_p2p is off" in text(off, "--peers")
 
 
-def test_p2p_comes_to_a_directory_of_neighbours_where_they_are_not_named_or_many() -> None:
-    fields = {"enable_p2p": True, "lookup_url": "r:6379", "distributed_url": "a:8200", "p2p_host": "a"}
+def test_p2p_comes_to_a_directory_of_neighbours_where_they_are_not_named_or_many() -> (
+    None
+):
+    fields = {
+        "enable_p2p": True,
+        "lookup_url": "r:6379",
+        "distributed_url": "a:8200",
+        "p2p_host": "a",
+    }
     made = translate(fields)
     assert made.refused == []
     assert made.options["lookup"] == "redis://r:6379"
@@ -517,7 +785,9 @@ def test_p2p_comes_to_a_directory_of_neighbours_where_they_are_not_named_or_many
     assert "pagoda serve --listen a:8200" in text(made, "distributed_url")
     secret = translate({**fields, "lookup_url": "redis://:hunter2@r:6379/1"})
     assert "hunter2" not in "".join(one.text for one in secret.findings)
-    assert tomllib.loads(secret.toml("x"))["lookup"] == "redis://:hunter2@r:6379/1"
+    assert (
+        tomllib.loads(secret.toml("x"))["lookup"] == "redis://:hunter2@r:6379/1"
+    )
     many = [f"http://n{n}:7777" for n in range(9)]
     assert translate(fields, peers=many).options["lookup"] == "redis://r:6379"
     assert "lookup" not in translate(fields, peers=many[:8]).options

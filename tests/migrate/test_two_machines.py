@@ -1,4 +1,6 @@
-"""Two machines, each with a configuration that was imported from LMCache's: one hits what the other stored."""
+"""Two machines, each with a configuration that was imported from LMCache's: one hits what the other
+stored.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,17 @@ from pagoda.serve_token_file import default_token_file
 from testbed.servers import Server, pagoda_server, redis_server
 from tests.cache import kit
 
-OLDEST = {"chunk_size": kit.CHUNK, "local_device": "cpu", "remote_serde": "cachegen"}
-P2P = {"chunk_size": kit.CHUNK, "local_cpu": True, "enable_p2p": True, "lookup_url": "localhost:6379"}
+OLDEST = {
+    "chunk_size": kit.CHUNK,
+    "local_device": "cpu",
+    "remote_serde": "cachegen",
+}
+P2P = {
+    "chunk_size": kit.CHUNK,
+    "local_cpu": True,
+    "enable_p2p": True,
+    "lookup_url": "localhost:6379",
+}
 
 
 def share_token(server: Server) -> None:
@@ -24,7 +35,9 @@ def share_token(server: Server) -> None:
     default_token_file().write_text((server.root / "token").read_text())
 
 
-def imported(root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()) -> Path:
+def imported(
+    root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()
+) -> Path:
     """Return the file of one machine."""
     made = translate(fields, peers=peers)
     assert made.refused == []
@@ -33,16 +46,26 @@ def imported(root: Path, fields: dict[str, object], peers: tuple[str, ...] = ())
     return root / "pagoda.toml"
 
 
-def opened(root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()) -> Cache:
-    """Open the cache of one machine with what is imported, as its file says it, with little host memory."""
+def opened(
+    root: Path, fields: dict[str, object], peers: tuple[str, ...] = ()
+) -> Cache:
+    """Open the cache of one machine with what is imported, as its file says it, with little host
+    memory.
+    """
     imported(root, fields, peers)
-    small = {"host_path": str(root / "host"), "host_size": "2MiB", "worth_it": False}
+    small = {
+        "host_path": str(root / "host"),
+        "host_size": "2MiB",
+        "worth_it": False,
+    }
     config = load(file=root / "pagoda.toml", environ={}, **small).config
     return Cache(config, namespace=kit.NAMESPACE, layout=kit.LAYOUT)
 
 
 def hits_by(cache: Cache, tier: str) -> None:
-    """Check that the whole prompt comes from `tier`, sooner or later: a busy machine may be late."""
+    """Check that the whole prompt comes from `tier`, sooner or later: a busy machine may be
+    late.
+    """
     tokens = kit.prompt(8)
     seen = set[str]()
 
@@ -68,9 +91,13 @@ def test_lmcaches_server(shm_root: Path) -> None:
 
 @pytest.mark.slow
 def test_p2p(shm_root: Path) -> None:
-    with pagoda_server(shm_root / "a" / "host") as one, pagoda_server(shm_root / "b" / "host") as two:
+    with (
+        pagoda_server(shm_root / "a" / "host") as one,
+        pagoda_server(shm_root / "b" / "host") as two,
+    ):
         peers = tuple(
-            f"{server.url}?password_file={server.root}/token" for server in (one, two)
+            f"{server.url}?password_file={server.root}/token"
+            for server in (one, two)
         )  # the same list for both: each has itself in it
         with opened(shm_root / "a", P2P, peers) as cache:
             kit.stored(cache, kit.prompt(8))
@@ -80,15 +107,25 @@ def test_p2p(shm_root: Path) -> None:
 
 @pytest.mark.slow
 def test_p2p_with_a_look_up_server(shm_root: Path) -> None:
-    """No file names a neighbour: the machines meet in the Redis of `lookup_url`, and share one token."""
+    """No file names a neighbour: the machines meet in the Redis of `lookup_url`, and share one
+    token.
+    """
     default_token_file().parent.mkdir(parents=True, exist_ok=True)
     default_token_file().write_text("one-token-for-both")
     default_token_file().chmod(0o600)
     with redis_server() as meeting, ExitStack() as both:
         for name, port in (("a", 8200), ("b", 8300)):
-            place = {"lookup_url": f"localhost:{meeting.port}", "distributed_url": f"localhost:{port}"}
+            place = {
+                "lookup_url": f"localhost:{meeting.port}",
+                "distributed_url": f"localhost:{port}",
+            }
             file = imported(shm_root / name, P2P | place)
-            options = ("--config", str(file), "--token-file", str(default_token_file()))
+            options = (
+                "--config",
+                str(file),
+                "--token-file",
+                str(default_token_file()),
+            )
             both.enter_context(pagoda_server(shm_root / name / "host", *options))
         place = {"lookup_url": f"redis://localhost:{meeting.port}"}
         with opened(shm_root / "a", P2P | place) as cache:

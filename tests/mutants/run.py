@@ -1,12 +1,13 @@
 """Break the code on purpose, one line at a time, and check that the named test fails.
 
-`python tests/mutants/run.py [--engine vllm|sglang] [--eighth N] [NAME ...]`: each mutant of `mutants.toml`, or where
-this engine is installed of `vllm.toml` or `sglang.toml`, is applied to a copy of `src` in a temporary directory, never
-to the work tree. First all named tests must pass on an unchanged copy. Exit code 1 if a mutant survives, if its line is
-not found exactly once, or if a test cannot be collected.
+`python tests/mutants/run.py [--engine vllm|sglang] [--eighth N] [NAME ...]`: each mutant of
+`mutants.toml`, or where this engine is installed of `vllm.toml` or `sglang.toml`, is applied to a
+copy of `src` in a temporary directory, never to the work tree. First all named tests must pass on
+an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once, or if a
+test cannot be collected.
 
-The tests run in processes forked from one that has imported the slow dependencies, but nothing of `pagoda`. `pagoda` is
-compiled once: the copies are links to a copy that never changes.
+The tests run in processes forked from one that has imported the slow dependencies, but nothing of
+`pagoda`. `pagoda` is compiled once: the copies are links to a copy that never changes.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-# of one mutant, whose test takes a tenth of that when it passes: by engine. Each test imports SGLang anew.
+# of one mutant, whose test takes a tenth of that when it passes: by engine. Each test imports
+# SGLang anew.
 LIMIT_SECONDS = {None: 30.0, "vllm": 30.0, "sglang": 300.0}
 ALL_SECONDS = 900.0  # of all the tests on the unchanged source
 # exit codes of pytest
 PASSED = 0
 FAILED = 1
 ELSEWHERE = 99  # `pagoda` did not come from the copy
-HUNG = 98  # the test did not end in time: broken code may wait for ever, and a busy machine looks the same
+# the test did not end in time: broken code may wait for ever, and a busy machine looks the same
+HUNG = 98
 BATCHES_PER_JOB = 4  # of the tests on the unchanged source
-JUDGES_PER_JOB = {None: 3, "vllm": 3, "sglang": 1}  # broken code mostly waits, unless it imports SGLang
+# broken code mostly waits, unless it imports SGLang
+JUDGES_PER_JOB = {None: 3, "vllm": 3, "sglang": 1}
 PRELOAD = [
     "blake3",
     "hypothesis.stateful",
@@ -72,10 +76,12 @@ PRELOAD_ENGINE = {
         "vllm.v1.worker.kv_connector_model_runner_mixin",
         "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
     ),
-    "sglang": (),  # its parts must be made to run without a GPU before they are imported
+    # its parts must be made to run without a GPU before they are imported
+    "sglang": (),
 }
 FORKS = multiprocessing.get_context("forkserver")
-# Held while processes start and end: a start reaps any ended child, also one that another thread waits for.
+# Held while processes start and end: a start reaps any ended child, also one that another thread
+# waits for.
 _one_at_a_time = threading.Lock()
 
 
@@ -103,13 +109,18 @@ class Verdict:
 
 def mutants(table: str) -> list[Mutant]:
     """Return the mutants of a table."""
-    return [Mutant(**row) for row in tomllib.loads((HERE / table).read_text())["mutant"]]
+    return [
+        Mutant(**row)
+        for row in tomllib.loads((HERE / table).read_text())["mutant"]
+    ]
 
 
 def compiled_source(directory: Path) -> Path:
     """Copy `src`, compile it and return the copy."""
     target = directory / "src"
-    shutil.copytree(ROOT / "src", target, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "src", target, ignore=shutil.ignore_patterns("__pycache__")
+    )
     compileall.compile_dir(target, quiet=2)
     return target
 
@@ -127,7 +138,8 @@ def apply(mutant: Mutant, source: Path) -> str:
     text = path.read_text() if path.exists() else ""
     if (count := text.count(mutant.old)) != 1:
         return f"the line was found {count} times, not once"
-    Path(cache_from_source(str(path))).unlink(missing_ok=True)  # a script of the page has none
+    # a script of the page has none
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
     path.unlink()
     path.write_text(text.replace(mutant.old, mutant.new))
     return ""
@@ -143,13 +155,14 @@ def run_tests(source: Path, tests: Sequence[str], limit_seconds: float) -> int:
         if not ended:
             process.kill()
         process.join()
-    with contextlib.suppress(
-        ProcessLookupError
-    ):  # processes that its test started, and did not end because the code is broken
+    with contextlib.suppress(ProcessLookupError):
+        # processes that its test started, and did not end because the code is broken
         os.killpg(process.pid, signal.SIGKILL)
     code = process.exitcode if ended and process.exitcode is not None else HUNG
     if code not in (PASSED, FAILED, HUNG):
-        sys.stderr.write((source.parent / "output").read_text(errors="replace")[-4000:])
+        sys.stderr.write(
+            (source.parent / "output").read_text(errors="replace")[-4000:]
+        )
     return code
 
 
@@ -157,17 +170,31 @@ def _be_pytest(source: Path, tests: Sequence[str]) -> None:
     """Run in the child process, which ends with the exit code."""
     os.setpgid(0, 0)
     gc.freeze()  # keep the modules imported before the fork, which stay shared
-    output = os.open(source.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(
+        source.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    )
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
-    os.environ.update(PYTHONPATH=str(source), PYTHONDONTWRITEBYTECODE="1")  # for processes that tests start
+    # for processes that tests start
+    os.environ.update(PYTHONPATH=str(source), PYTHONDONTWRITEBYTECODE="1")
     os.environ["HYPOTHESIS_PROFILE"] = "mutants"
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(source))
     # anyio's takes a third of a start
-    plugins = ["--import-mode=importlib", "-pno:cacheprovider", "-pno:xdist", "-pno:anyio"]
-    options = ["-o", "addopts=", "-o", f"pythonpath={source} .", f"--basetemp={source.parent / 'tmp'}"]
+    plugins = [
+        "--import-mode=importlib",
+        "-pno:cacheprovider",
+        "-pno:xdist",
+        "-pno:anyio",
+    ]
+    options = [
+        "-o",
+        "addopts=",
+        "-o",
+        f"pythonpath={source} .",
+        f"--basetemp={source.parent / 'tmp'}",
+    ]
     code = pytest.main(["-x", "-q", *plugins, *options, *tests])
     import pagoda
 
@@ -182,8 +209,12 @@ def judge(mutant: Mutant, compiled: Path, limit_seconds: float) -> Verdict:
         if problem := apply(mutant, source):
             return Verdict(mutant, False, problem, time.monotonic() - began)
         code = run_tests(source, [mutant.test], limit_seconds)
-    detail = {PASSED: "SURVIVED", FAILED: "caught", HUNG: "hung"}.get(code, f"pytest ended with {code}")
-    return Verdict(mutant, code in (FAILED, HUNG), detail, time.monotonic() - began)
+    detail = {PASSED: "SURVIVED", FAILED: "caught", HUNG: "hung"}.get(
+        code, f"pytest ended with {code}"
+    )
+    return Verdict(
+        mutant, code in (FAILED, HUNG), detail, time.monotonic() - began
+    )
 
 
 def passes(tests: Sequence[str], compiled: Path) -> bool:
@@ -192,23 +223,38 @@ def passes(tests: Sequence[str], compiled: Path) -> bool:
         source = copy_of(compiled, Path(directory))
         code = run_tests(source, tests, ALL_SECONDS)
         if code in (FAILED, HUNG):
-            sys.stderr.write((source.parent / "output").read_text(errors="replace")[-4000:])
+            sys.stderr.write(
+                (source.parent / "output").read_text(errors="replace")[-4000:]
+            )
     return code == PASSED
 
 
-def healthy(chosen: Sequence[Mutant], compiled: Path, pool: ThreadPoolExecutor, jobs: int) -> bool:
-    """Return whether all named tests pass on the unchanged source (a test that always fails proves nothing)."""
+def healthy(
+    chosen: Sequence[Mutant], compiled: Path, pool: ThreadPoolExecutor, jobs: int
+) -> bool:
+    """Return whether all named tests pass on the unchanged source (a test that always fails proves
+    nothing).
+    """
     tests = sorted({mutant.test for mutant in chosen})
-    files = [list(group) for _, group in itertools.groupby(tests, lambda test: test.split("::")[0])]
-    batches = [
-        list(itertools.chain(*files[at :: jobs * BATCHES_PER_JOB])) for at in range(jobs * BATCHES_PER_JOB)
+    files = [
+        list(group)
+        for _, group in itertools.groupby(tests, lambda test: test.split("::")[0])
     ]
-    return all(pool.map(lambda batch: passes(batch, compiled), filter(None, batches)))
+    batches = [
+        list(itertools.chain(*files[at :: jobs * BATCHES_PER_JOB]))
+        for at in range(jobs * BATCHES_PER_JOB)
+    ]
+    return all(
+        pool.map(lambda batch: passes(batch, compiled), filter(None, batches))
+    )
 
 
 def plain(verdict: Verdict) -> str:
     """Print one line on one mutant."""
-    return f"{verdict.detail:10s} {verdict.seconds:5.1f} s  {verdict.mutant.name}  ({verdict.mutant.test})"
+    return (
+        f"{verdict.detail:10s} {verdict.seconds:5.1f} s  {verdict.mutant.name}  "
+        f"({verdict.mutant.test})"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -216,10 +262,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="only these")
     parser.add_argument(
-        "--engine", choices=("vllm", "sglang"), help="run the mutants whose tests need this engine"
+        "--engine",
+        choices=("vllm", "sglang"),
+        help="run the mutants whose tests need this engine",
     )
     parser.add_argument(
-        "--eighth", type=int, metavar="N", help="every eighth one; N to N + 7 together are all"
+        "--eighth",
+        type=int,
+        metavar="N",
+        help="every eighth one; N to N + 7 together are all",
     )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
@@ -227,12 +278,16 @@ def main(arguments: Sequence[str]) -> int:
     table = mutants(f"{options.engine or 'mutants'}.toml")
     if options.eighth is not None:
         table = table[options.eighth % 8 :: 8]
-    chosen = [one for one in table if not options.names or one.name in options.names]
+    chosen = [
+        one for one in table if not options.names or one.name in options.names
+    ]
     verdicts = []
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as directory,
         ThreadPoolExecutor(options.jobs) as pool,
-        ThreadPoolExecutor(options.jobs * JUDGES_PER_JOB[options.engine]) as judges,
+        ThreadPoolExecutor(
+            options.jobs * JUDGES_PER_JOB[options.engine]
+        ) as judges,
     ):
         compiled = compiled_source(Path(directory))
         if not chosen or not healthy(chosen, compiled, pool, options.jobs):
@@ -242,7 +297,8 @@ def main(arguments: Sequence[str]) -> int:
             )
             return 1
         for verdict in judges.map(
-            lambda mutant: judge(mutant, compiled, LIMIT_SECONDS[options.engine]), chosen
+            lambda mutant: judge(mutant, compiled, LIMIT_SECONDS[options.engine]),
+            chosen,
         ):
             verdicts.append(verdict)
             print(plain(verdict), flush=True)

@@ -1,4 +1,6 @@
-"""ARC in several processes, over a restart and with chains; how often it misses is tested in replay."""
+"""ARC in several processes, over a restart and with chains; how often it misses is tested in
+replay.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ SIZE = 40
 
 
 class Processes:
-    """One store and as many processes that have it open, which take turns; each request is a chain of chunks."""
+    """One store and as many processes that have it open, which take turns; each request is a chain
+    of chunks.
+    """
 
     def __init__(self, count: int, size: int = SIZE) -> None:
         self.columns = Columns(None, size)
@@ -31,7 +35,10 @@ class Processes:
         stamp = 10**9 + 65536 * self.turn
         advice = self.advices[self.turn % len(self.advices)]
         advice.share(self.values)
-        present = next((i for i, mark in enumerate(chain) if mark not in self.rows), len(chain))
+        present = next(
+            (i for i, mark in enumerate(chain) if mark not in self.rows),
+            len(chain),
+        )
         rows = np.array([self.rows[mark] for mark in chain[:present]], np.int64)
         advice.touch(rows, stamp - np.arange(present), True)
         self.store(advice, chain, present, stamp)
@@ -39,7 +46,9 @@ class Processes:
         self.misses += len(chain) - present
         return present
 
-    def store(self, advice: Evictor, chain: tuple[int, ...], present: int, stamp: int) -> None:
+    def store(
+        self, advice: Evictor, chain: tuple[int, ...], present: int, stamp: int
+    ) -> None:
         columns = self.columns
         marks = np.array(chain[present:], np.uint64)
         if not len(marks):
@@ -52,17 +61,23 @@ class Processes:
             gone = {row: mark for mark, row in self.rows.items()}
             for row in victims.tolist():
                 mark = np.array([gone[row]], np.uint64)
-                columns.table.remember(mark, columns.last_use[[row]], columns.hits[[row]], stamp, 0)
+                columns.table.remember(
+                    mark, columns.last_use[[row]], columns.hits[[row]], stamp, 0
+                )
                 del self.rows[gone[row]]
             free = np.concatenate([free, victims])
         for i, row in enumerate(free[: len(marks)].tolist()):
             columns.table.forget(marks[i : i + 1])
-            before = self.rows.get(chain[present + i - 1]) if present + i else None
+            before = (
+                self.rows.get(chain[present + i - 1]) if present + i else None
+            )
             columns.generation[row] = self.generation = self.generation + 1
             columns.hits[row] = known_hits[i]
             columns.position[row] = present + i
             columns.parent_slot[row] = NO_PARENT if before is None else before
-            columns.parent_generation[row] = 0 if before is None else columns.generation[before]
+            columns.parent_generation[row] = (
+                0 if before is None else columns.generation[before]
+            )
             columns.last_use[row] = stamps[i]
             self.rows[chain[present + i]] = row
 
@@ -99,11 +114,15 @@ def test_both_lists_of_ghosts_together_are_no_longer_than_the_cache() -> None:
             np.count_nonzero(ghosts) <= SIZE + 1
         )  # the ghost of the last victim is forgotten a request later
         once = np.count_nonzero(ghosts & (columns.ghosts.hits == 0))
-        t1 = np.count_nonzero((columns.last_use != NOT_READY) & (columns.hits == 0))
+        t1 = np.count_nonzero(
+            (columns.last_use != NOT_READY) & (columns.hits == 0)
+        )
         assert once + t1 <= SIZE + 1
 
 
-def test_a_forgotten_ghost_still_says_why_and_its_chunk_begins_as_a_new_one() -> None:
+def test_a_forgotten_ghost_still_says_why_and_its_chunk_begins_as_a_new_one() -> (
+    None
+):
     processes = Processes(1, 4)
     for mark in range(1, 20):
         processes.ask(mark)
@@ -130,9 +149,13 @@ def test_a_long_chain_of_new_chunks_loses_no_head_before_its_tail() -> None:
         length = 1 + turn * 7 % 30
         processes.ask(*range(1000 * (turn % 9), 1000 * (turn % 9) + length))
         columns = processes.columns
-        ready = np.flatnonzero((columns.last_use != NOT_READY) & (columns.parent_slot >= 0))
+        ready = np.flatnonzero(
+            (columns.last_use != NOT_READY) & (columns.parent_slot >= 0)
+        )
         parents = columns.parent_slot[ready]
-        assert (columns.generation[parents] == columns.parent_generation[ready]).all()
+        assert (
+            columns.generation[parents] == columns.parent_generation[ready]
+        ).all()
 
 
 def test_what_two_learn_at_once_adds_up_and_a_restart_keeps_it() -> None:
@@ -141,7 +164,9 @@ def test_what_two_learn_at_once_adds_up_and_a_restart_keeps_it() -> None:
     ours = Arc(columns)
     theirs = Arc(columns)
     values = np.zeros(1)
-    out_of_b1 = Newcomers(np.array([900]), np.zeros(1, np.uint32), np.array([500]))
+    out_of_b1 = Newcomers(
+        np.array([900]), np.zeros(1, np.uint32), np.array([500])
+    )
     for policy in (ours, ours, theirs):
         policy.admit(out_of_b1, 1, 0)
     for policy in (ours, theirs, ours):
@@ -176,7 +201,11 @@ def halves(target: float) -> tuple[Columns, Arc]:
     columns.last_use[:] = 100 + np.arange(10)
     columns.hits[5:] = 1
     columns.table.remember(
-        np.array([1, 2], np.uint64), np.array([50, 51]), np.array([0, 1], np.uint32), 900, 0
+        np.array([1, 2], np.uint64),
+        np.array([50, 51]),
+        np.array([0, 1], np.uint32),
+        900,
+        0,
     )
     policy = Arc(columns)
     policy._target = target
@@ -185,18 +214,31 @@ def halves(target: float) -> tuple[Columns, Arc]:
 
 @pytest.mark.parametrize(
     ("target", "hits", "victim"),
-    [(6.0, 1, 0), (7.0, 1, 5), (5.0, 1, 0), (4.0, 0, 5), (3.0, 0, 0), (9.5, 0, 5)],
+    [
+        (6.0, 1, 0),
+        (7.0, 1, 5),
+        (5.0, 1, 0),
+        (4.0, 0, 5),
+        (3.0, 0, 0),
+        (9.5, 0, 5),
+    ],
 )
-def test_where_the_victim_comes_from(target: float, hits: int, victim: int) -> None:
+def test_where_the_victim_comes_from(
+    target: float, hits: int, victim: int
+) -> None:
     _, policy = halves(target)
-    back = Newcomers(np.array([900]), np.array([hits], np.uint32), np.array([50 + hits]))
+    back = Newcomers(
+        np.array([900]), np.array([hits], np.uint32), np.array([50 + hits])
+    )
     assert policy.admit(back, 0, 0) == 1
     assert policy.victims(1, 900, 0).tolist() == [victim]
     assert policy.victims(1, 900, 0).tolist() == [victim]
     assert policy._target == min(10, target + 1 if hits == 0 else target - 1)
 
 
-def test_what_is_out_of_reach_goes_once_and_first_whichever_list_is_asked() -> None:
+def test_what_is_out_of_reach_goes_once_and_first_whichever_list_is_asked() -> (
+    None
+):
     columns, policy = halves(3.0)
     for row in (2, 7):
         columns.parent_slot[row] = 0

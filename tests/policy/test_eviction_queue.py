@@ -1,4 +1,6 @@
-"""The queue against a plain one that looks at everything each time: random trees, ranks, leases and touches."""
+"""The queue against a plain one that looks at everything each time: random trees, ranks, leases and
+touches.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ def columns_of(slots: int) -> Columns:
     return columns
 
 
-def put(columns: Columns, row: int, last_use: int, parent: int = NO_PARENT) -> None:
+def put(
+    columns: Columns, row: int, last_use: int, parent: int = NO_PARENT
+) -> None:
     columns.generation[row] = columns.generation.max() + np.uint64(1)
     columns.last_use[row] = last_use
     columns.lease_until[row] = 0
     columns.parent_slot[row] = parent
-    columns.parent_generation[row] = columns.generation[parent] if parent >= 0 else 0
+    columns.parent_generation[row] = (
+        columns.generation[parent] if parent >= 0 else 0
+    )
     columns.position[row] = columns.position[parent] + 1 if parent >= 0 else 0
 
 
@@ -37,14 +43,19 @@ def empty(columns: Columns, row: int) -> None:
 
 def behind(columns: Columns) -> dict[int, list[int]]:
     """Return each slot with a chunk, and all its descendants, itself included."""
-    ready = [row for row in range(columns.slots) if columns.last_use[row] != NOT_READY]
+    ready = [
+        row for row in range(columns.slots) if columns.last_use[row] != NOT_READY
+    ]
     below: dict[int, list[int]] = {row: [] for row in ready}
     for row in ready:
         at = row
         while at in below:
             below[at].append(row)
             parent = int(columns.parent_slot[at])
-            reached = parent >= 0 and columns.generation[parent] == columns.parent_generation[at]
+            reached = (
+                parent >= 0
+                and columns.generation[parent] == columns.parent_generation[at]
+            )
             at = parent if reached else NO_PARENT
     return below
 
@@ -58,12 +69,22 @@ def out_of_reach(columns: Columns, row: int) -> bool:
     return False
 
 
-def plain(columns: Columns, ranks: list[float], stamp: int, now: int) -> list[int]:
-    """Return the order of eviction: unreachable first, by rank, by the end of the lease; descendants count."""
+def plain(
+    columns: Columns, ranks: list[float], stamp: int, now: int
+) -> list[int]:
+    """Return the order of eviction: unreachable first, by rank, by the end of the lease;
+    descendants count.
+    """
     keys: dict[int, tuple[float, ...]] = {}
     for row, rows in behind(columns).items():
         position = int(columns.position[row])
-        age = max(int(columns.last_use[one]) + int(columns.position[one]) for one in rows) - position
+        age = (
+            max(
+                int(columns.last_use[one]) + int(columns.position[one])
+                for one in rows
+            )
+            - position
+        )
         lease = max(int(columns.lease_until[one]) for one in rows)
         if age >= stamp:
             continue
@@ -97,7 +118,9 @@ trees = st.lists(
 )
 
 
-def grow(tree: list[tuple[int, int, int, int, bool]]) -> tuple[Columns, list[float]]:
+def grow(
+    tree: list[tuple[int, int, int, int, bool]],
+) -> tuple[Columns, list[float]]:
     columns = columns_of(SLOTS)
     ranks = [0.0] * SLOTS
     for row, (parent, last_use, rank, lease, _) in enumerate(tree):
@@ -116,13 +139,21 @@ def test_the_order_is_that_of_a_plain_one(
     tree: list[tuple[int, int, int, int, bool]], count: int, stamp: int
 ) -> None:
     columns, ranks = grow(tree)
-    victims = EvictionQueue(columns, lambda: np.array(ranks)).first(count, stamp, NOW).tolist()
+    victims = (
+        EvictionQueue(columns, lambda: np.array(ranks))
+        .first(count, stamp, NOW)
+        .tolist()
+    )
     expected = plain(columns, ranks, stamp, NOW)
     assert_leaf_first(columns, victims)
     assert len(victims) == min(count, len(expected))
     # nothing is as old as another
     if len({columns.last_use[row] for row in expected}) == len(expected) == count:
-        leased = {row for row in expected if max(columns.lease_until[behind(columns)[row]]) > NOW}
+        leased = {
+            row
+            for row in expected
+            if max(columns.lease_until[behind(columns)[row]]) > NOW
+        }
         unleased = [row for row in expected if row not in leased]
         assert victims[: len(unleased)] == unleased[:count]
 
@@ -131,14 +162,19 @@ def test_the_order_is_that_of_a_plain_one(
 @given(
     trees,
     st.lists(
-        st.tuples(st.sampled_from(["touch", "lease", "go", "wait", "grow"]), st.integers(0, SLOTS - 1)),
+        st.tuples(
+            st.sampled_from(["touch", "lease", "go", "wait", "grow"]),
+            st.integers(0, SLOTS - 1),
+        ),
         max_size=25,
     ),
     st.booleans(),
 )
 @settings(max_examples=300)
 def test_no_parent_before_its_child_whatever_happened_since_it_was_queued(
-    tree: list[tuple[int, int, int, int, bool]], events: list[tuple[str, int]], by_use: bool
+    tree: list[tuple[int, int, int, int, bool]],
+    events: list[tuple[str, int]],
+    by_use: bool,
 ) -> None:
     columns, ranks = grow(tree)
     queue = EvictionQueue(columns, lambda: np.array(ranks), by_use)
@@ -150,7 +186,8 @@ def test_no_parent_before_its_child_whatever_happened_since_it_was_queued(
         count = 1 + number % 14
         if what == "wait":
             now += number
-        elif what == "grow":  # behind one that is touched, as all are in front of which somebody stores
+        elif what == "grow":
+            # behind one that is touched, as all are in front of which somebody stores
             free = np.flatnonzero(columns.last_use == NOT_READY)
             if len(free) and columns.last_use[row] != NOT_READY:
                 columns.last_use[row] = stamp
@@ -164,18 +201,24 @@ def test_no_parent_before_its_child_whatever_happened_since_it_was_queued(
         victims = queue.first(count, stamp + 1, now).tolist()
         assert_leaf_first(columns, victims)
         assert len(victims) == len(set(victims))
-        assert len(victims) == min(count, len(plain(columns, ranks, stamp + 1, now)))
+        assert len(victims) == min(
+            count, len(plain(columns, ranks, stamp + 1, now))
+        )
         if what == "go":
             for gone in victims:
                 empty(columns, gone)
 
 
 @pytest.mark.parametrize("by_use", [True, False])
-def test_what_is_touched_keeps_its_place_only_where_recency_is_nothing(by_use: bool) -> None:
+def test_what_is_touched_keeps_its_place_only_where_recency_is_nothing(
+    by_use: bool,
+) -> None:
     columns = columns_of(SLOTS)
     for row in range(SLOTS):
         put(columns, row, 100 + row)
-    queue = EvictionQueue(columns, lambda: columns.generation.astype(np.float64), by_use)
+    queue = EvictionQueue(
+        columns, lambda: columns.generation.astype(np.float64), by_use
+    )
     assert queue.first(2, 1000, NOW).tolist() == [0, 1]
     columns.last_use[0] = 900
     assert queue.first(2, 1000, NOW).tolist() == ([1, 2] if by_use else [0, 1])
@@ -211,17 +254,23 @@ def test_who_is_in_front_of_one_that_stays_stays(count: int) -> None:
     assert not np.isin(queue.first(count, 500, NOW)[:2], range(9)).any()
 
 
-def test_what_is_out_of_reach_goes_before_all_others_whatever_it_is_worth() -> None:
+def test_what_is_out_of_reach_goes_before_all_others_whatever_it_is_worth() -> (
+    None
+):
     columns = columns_of(SLOTS)
     for row in range(8):
         put(columns, row, 900 - row, row - 1)
     put(columns, 8, 100)
     empty(columns, 3)
-    queue = EvictionQueue(columns, lambda: np.arange(SLOTS, 0, -1).astype(np.float64))
+    queue = EvictionQueue(
+        columns, lambda: np.arange(SLOTS, 0, -1).astype(np.float64)
+    )
     assert queue.first(5, 1000, NOW).tolist() == [7, 6, 5, 4, 8]
 
 
-def test_nobody_is_named_twice_when_a_leased_chunk_was_put_behind_one_that_nobody_touched() -> None:
+def test_nobody_is_named_twice_when_a_leased_chunk_was_put_behind_one_that_nobody_touched() -> (
+    None
+):
     columns = columns_of(SLOTS)
     for row in range(3):
         put(columns, row, 100 + row)

@@ -25,7 +25,9 @@ def columns_of(seed: int = 0, slots: int = SLOTS) -> Columns:
     columns = Columns(None, slots)
     columns.reset()
     columns.generation[:] = np.arange(slots) + 1
-    columns.last_use[:] = START - (10 ** rng.uniform(8, 14, slots)).astype(np.int64)
+    columns.last_use[:] = START - (10 ** rng.uniform(8, 14, slots)).astype(
+        np.int64
+    )
     columns.hits[:] = rng.integers(0, 9, slots)
     return columns
 
@@ -49,14 +51,24 @@ def learn(policy: Hindsight, values: NDArray[np.float64], stamp: int) -> None:
 
 def ghosts_of(count: int, seconds: float, hits: int) -> Newcomers:
     stamps = START - np.arange(count)
-    return Newcomers(stamps, np.full(count, hits, np.uint32), stamps - int(seconds * SECOND))
+    return Newcomers(
+        stamps, np.full(count, hits, np.uint32), stamps - int(seconds * SECOND)
+    )
 
 
 def taught(columns: Columns, values: NDArray[np.float64]) -> Hindsight:
-    """Return a policy that has learned: chunks with a repeated request return after a minute, all others never."""
+    """Return a policy that has learned: chunks with a repeated request return after a minute, all
+    others never.
+    """
     policy = Hindsight(columns)
     long_ago = START - 3600 * SECOND - np.arange(1000)
-    columns.table.remember(np.arange(1, 1001, dtype=np.uint64), long_ago, np.zeros(1000, np.uint32), START, 0)
+    columns.table.remember(
+        np.arange(1, 1001, dtype=np.uint64),
+        long_ago,
+        np.zeros(1000, np.uint32),
+        START,
+        0,
+    )
     for _ in range(20):
         policy.admit(ghosts_of(64, 60, 1), 64, START)
     learn(policy, values, START)
@@ -69,8 +81,13 @@ def test_before_anything_is_known_it_does_as_lru_does(seed: int) -> None:
     policy = Hindsight(columns)
     lru = Lru(columns)
     for count in (5, 60, SLOTS):
-        assert policy.victims(count, START, 0).tolist() == lru.victims(count, START, 0).tolist()
-    newcomers = Newcomers(START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64))
+        assert (
+            policy.victims(count, START, 0).tolist()
+            == lru.victims(count, START, 0).tolist()
+        )
+    newcomers = Newcomers(
+        START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64)
+    )
     assert policy.admit(newcomers, 0, 0) == 9
 
 
@@ -81,7 +98,9 @@ def test_what_will_come_back_outlives_what_is_younger() -> None:
     columns.hits[:] = 0
     columns.hits[-50:] = 1
     policy = taught(columns, values)
-    assert not np.isin(policy.victims(SLOTS - 50, START, 0), np.arange(SLOTS - 50, SLOTS)).any()
+    assert not np.isin(
+        policy.victims(SLOTS - 50, START, 0), np.arange(SLOTS - 50, SLOTS)
+    ).any()
 
 
 def test_a_newcomer_that_never_comes_back_does_not_come_in() -> None:
@@ -90,7 +109,9 @@ def test_a_newcomer_that_never_comes_back_does_not_come_in() -> None:
     columns.last_use[:] = START - 50 * SECOND
     columns.hits[:] = 1
     policy = taught(columns, values)
-    nobody = Newcomers(START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64))
+    nobody = Newcomers(
+        START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64)
+    )
     assert policy.admit(nobody, 0, 0) == 0
     assert policy.admit(nobody, 4, 0) == 4
     columns.hits[:] = 0
@@ -109,8 +130,15 @@ def test_a_head_comes_in_for_its_tail() -> None:
     policy._worth[CLASSES - 1] = 1.0
     stamps = START + 30 * SECOND - np.arange(4)
     hits = np.array([0, 0, 0, 9999], np.uint32)
-    for order, admitted in ((hits, 4), (hits[::-1], 1), (hits[[0, 3, 1, 2]], 2), (hits[:3], 0)):
-        newcomers = Newcomers(stamps[: len(order)], order.copy(), np.zeros(len(order), np.int64))
+    for order, admitted in (
+        (hits, 4),
+        (hits[::-1], 1),
+        (hits[[0, 3, 1, 2]], 2),
+        (hits[:3], 0),
+    ):
+        newcomers = Newcomers(
+            stamps[: len(order)], order.copy(), np.zeros(len(order), np.int64)
+        )
         assert policy.admit(newcomers, 0, 0) == admitted
 
 
@@ -122,11 +150,15 @@ def test_it_counts_what_is_asked_for_again_and_not_what_is_one_use() -> None:
     policy = Hindsight(columns)
     ask(policy, columns, [0, 1, 2], START + SECOND // 2)  # one use
     ask(policy, columns, [0, 1, 2], START + SECOND // 2 + 10 * SECOND)
-    policy.touch(np.array([0, 1, 2]), np.full(3, START + 90 * SECOND), asked=False)
+    policy.touch(
+        np.array([0, 1, 2]), np.full(3, START + 90 * SECOND), asked=False
+    )
     policy.share(values)
     expected = np.zeros((CLASSES, AGES))
     for hits in (1, 2, 6):
-        expected[class_of(np.array([hits]))[0], age_of(np.array([10 * SECOND]))[0]] += 1
+        expected[
+            class_of(np.array([hits]))[0], age_of(np.array([10 * SECOND]))[0]
+        ] += 1
     assert (_SharedValues.of(values).asked == expected).all()
 
 
@@ -141,7 +173,9 @@ def test_what_is_being_filled_counts_for_nothing() -> None:
     assert not len(policy.victims(5, START, 0))
 
 
-def test_tallies_of_two_processes_add_up_and_what_one_learns_the_other_knows() -> None:
+def test_tallies_of_two_processes_add_up_and_what_one_learns_the_other_knows() -> (
+    None
+):
     columns = columns_of()
     values = new_values()
     ours = Hindsight(columns)
@@ -185,7 +219,8 @@ def test_who_is_killed_while_publishing_spoils_nothing() -> None:
     reader.share(values)
     whole = _SharedValues.of(values).current().copy()
     learnt = _SharedValues.of(values)
-    learnt.worth[(int(learnt.version[0]) + 1) % 2][: CLASSES // 2] = 7.0  # and here it was killed
+    # and here it was killed
+    learnt.worth[(int(learnt.version[0]) + 1) % 2][: CLASSES // 2] = 7.0
     for policy in (reader, Hindsight(columns)):
         policy.share(values)
         assert (policy._worth == whole).all()
@@ -206,7 +241,10 @@ def test_a_restart_keeps_what_was_learnt() -> None:
     assert after._refuses == before._refuses
     for policy in (before, after):
         policy.prepare(START + 10**13, 0)
-    assert after.victims(50, START, 0).tolist() == before.victims(50, START, 0).tolist()
+    assert (
+        after.victims(50, START, 0).tolist()
+        == before.victims(50, START, 0).tolist()
+    )
 
 
 @pytest.mark.parametrize("at", [0, 1, 5, 2 + CLASSES * AGES, -1])
@@ -229,7 +267,9 @@ def test_damaged_values_are_begun_anew(at: int, damage: float) -> None:
     assert policy.victims(SLOTS, START, 0).size == SLOTS
 
 
-def test_what_was_seen_long_ago_counts_less_and_never_grows_without_bound() -> None:
+def test_what_was_seen_long_ago_counts_less_and_never_grows_without_bound() -> (
+    None
+):
     columns = columns_of()
     values = new_values()
     policy = Hindsight(columns)
@@ -243,7 +283,10 @@ def test_what_was_seen_long_ago_counts_less_and_never_grows_without_bound() -> N
         policy.admit(ghosts_of(64, 6000, 1), 64, 0)
         policy.share(values)
     asked = _SharedValues.of(values).asked[1]
-    assert asked[age_of(np.array([60 * SECOND]))[0]] < asked[age_of(np.array([6000 * SECOND]))[0]] / 20
+    assert (
+        asked[age_of(np.array([60 * SECOND]))[0]]
+        < asked[age_of(np.array([6000 * SECOND]))[0]] / 20
+    )
 
 
 def test_a_clock_that_was_set_back_stops_nothing() -> None:
@@ -274,7 +317,8 @@ def test_it_keeps_what_comes_back_through_a_flood_of_what_does_not() -> None:
         simulation = Simulation([TierSpec("host", 100, name)])
         served = 0
         unique = 10**6
-        for turn in range(9000):  # fifteen minutes; 40 prompts repeat every minute, 560 never
+        # fifteen minutes; 40 prompts repeat every minute, 560 never
+        for turn in range(9000):
             document = turn % 15 == 0
             unique += 1
             one = turn // 15 % 40 if document else unique
@@ -285,16 +329,26 @@ def test_it_keeps_what_comes_back_through_a_flood_of_what_does_not() -> None:
     assert hits["hindsight"] >= 0.9 * 4500 / 15
 
 
-def test_ghosts_that_gave_way_are_not_forgotten_as_what_was_never_asked_for_again() -> None:
+def test_ghosts_that_gave_way_are_not_forgotten_as_what_was_never_asked_for_again() -> (
+    None
+):
     columns = columns_of(slots=1)
     values = new_values()
     for mark in range(1, 11):  # eight have a place
         columns.table.remember(
-            np.array([mark], np.uint64), np.array([mark]), np.zeros(1, np.uint32), START, 0
+            np.array([mark], np.uint64),
+            np.array([mark]),
+            np.zeros(1, np.uint32),
+            START,
+            0,
         )
     Hindsight(columns).share(values)
     learnt = _SharedValues.of(values)
-    assert learnt.watched[0, age_of(np.array([START]))[0]] == learnt.watched.sum() == 2
+    assert (
+        learnt.watched[0, age_of(np.array([START]))[0]]
+        == learnt.watched.sum()
+        == 2
+    )
     assert not learnt.asked.any()
 
 
@@ -305,7 +359,13 @@ def test_those_never_asked_for_again_count_as_well() -> None:
     policy = Hindsight(columns)
     policy.admit(ghosts_of(64, 5, 0), 64, START)
     long_ago = START - 60 * SECOND - np.arange(1000)
-    columns.table.remember(np.arange(1, 1001, dtype=np.uint64), long_ago, np.zeros(1000, np.uint32), START, 0)
+    columns.table.remember(
+        np.arange(1, 1001, dtype=np.uint64),
+        long_ago,
+        np.zeros(1000, np.uint32),
+        START,
+        0,
+    )
     learn(policy, values, START)
     chance = 64 / (64 + 1000)  # of requests at an age of about 5 s
     assert policy._worth[0, 0] < 1.5 * chance / 4
@@ -323,7 +383,9 @@ def test_nobody_is_refused_before_enough_has_been_seen() -> None:
     columns.last_use[:] = START - 50 * SECOND
     columns.hits[:] = 1
     policy = taught(columns, values)
-    nobody = Newcomers(START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64))
+    nobody = Newcomers(
+        START - np.arange(9), np.zeros(9, np.uint32), np.zeros(9, np.int64)
+    )
     assert policy.admit(nobody, 0, 0) == 0
     _SharedValues.of(values).asked[:] = 0
     policy.share(values)
@@ -341,18 +403,26 @@ def test_those_for_whom_there_is_room_are_compared_with_nobody() -> None:
     policy._worth[CLASSES - 1] = 1.0
     hits = np.array([0, 0, 9999, 9999, 0], np.uint32)
     stamps = START + 30 * SECOND - np.arange(5)
-    assert policy.admit(Newcomers(stamps, hits[[2, 0, 0, 0, 0]], np.zeros(5, np.int64)), 2, 0) == 2
+    assert (
+        policy.admit(
+            Newcomers(stamps, hits[[2, 0, 0, 0, 0]], np.zeros(5, np.int64)), 2, 0
+        )
+        == 2
+    )
     assert policy.admit(Newcomers(stamps, hits, np.zeros(5, np.int64)), 2, 0) == 4
 
 
 def test_no_queue_is_kept_ready_while_many_slots_are_free() -> None:
     columns = columns_of()
     policy = Hindsight(columns)
-    few = Newcomers(START - np.arange(2), np.zeros(2, np.uint32), np.zeros(2, np.int64))
+    few = Newcomers(
+        START - np.arange(2), np.zeros(2, np.uint32), np.zeros(2, np.int64)
+    )
     policy.admit(few, SLOTS // 8, 0)
     policy.prepare(START, 0)
     assert not len(policy._queue._batch.rows)
-    assert len(policy.victims(3, START, 0)) == 3  # asked all the same, it makes one
+    # asked all the same, it makes one
+    assert len(policy.victims(3, START, 0)) == 3
     policy = Hindsight(columns)
     policy.admit(few, SLOTS // 8 - 1, 0)
     policy.prepare(START, 0)

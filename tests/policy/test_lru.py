@@ -25,14 +25,22 @@ def columns_of(directory: Path, slots: int) -> Columns:
     return columns
 
 
-def fill(columns: Columns, row: int, last_use: int, parent: int = NO_PARENT, position: int = 0) -> None:
+def fill(
+    columns: Columns,
+    row: int,
+    last_use: int,
+    parent: int = NO_PARENT,
+    position: int = 0,
+) -> None:
     """Let a row hold a new chunk."""
     columns.generation[row] += np.uint64(1)
     columns.last_use[row] = last_use
     columns.lease_until[row] = 0
     columns.position[row] = position
     columns.parent_slot[row] = parent
-    columns.parent_generation[row] = columns.generation[parent] if parent >= 0 else 0
+    columns.parent_generation[row] = (
+        columns.generation[parent] if parent >= 0 else 0
+    )
 
 
 def empty(columns: Columns, row: int) -> None:
@@ -44,8 +52,16 @@ def empty(columns: Columns, row: int) -> None:
 def naive(columns: Columns, count: int, stamp: int, now: int) -> list[int]:
     """Return what should be evicted: by recency; then leased ones by the end of their lease."""
     ready = [row for row in range(columns.slots) if columns.last_use[row] < stamp]
-    free = sorted((int(columns.last_use[row]), row) for row in ready if columns.lease_until[row] <= now)
-    leased = sorted((int(columns.lease_until[row]), row) for row in ready if columns.lease_until[row] > now)
+    free = sorted(
+        (int(columns.last_use[row]), row)
+        for row in ready
+        if columns.lease_until[row] <= now
+    )
+    leased = sorted(
+        (int(columns.lease_until[row]), row)
+        for row in ready
+        if columns.lease_until[row] > now
+    )
     return [row for _, row in [*free, *leased]][:count]
 
 
@@ -56,7 +72,9 @@ without_leases = st.one_of(
     st.tuples(st.just("wait"), st.integers(0, 5)),
     st.tuples(st.just("evict"), st.integers(1, 12)),
 )
-actions = st.lists(without_leases | st.tuples(st.just("lease"), st.integers(0, 29)), max_size=60)
+actions = st.lists(
+    without_leases | st.tuples(st.just("lease"), st.integers(0, 29)), max_size=60
+)
 
 
 @given(actions)
@@ -87,7 +105,9 @@ def test_it_evicts_what_a_naive_one_evicts(
             assert len(victims) == len(expected)
             assert len(set(victims)) == len(victims)
             leased = [row for row in victims if columns.lease_until[row] > now]
-            assert leased == [row for row in expected if columns.lease_until[row] > now]
+            assert leased == [
+                row for row in expected if columns.lease_until[row] > now
+            ]
             for row in victims:
                 empty(columns, row)
 
@@ -117,7 +137,9 @@ def test_without_leases_the_order_is_exact(
 
 
 @pytest.mark.parametrize("slots", [300, 6000])
-def test_across_many_queues_the_order_is_exact(tmp_path: Path, slots: int) -> None:
+def test_across_many_queues_the_order_is_exact(
+    tmp_path: Path, slots: int
+) -> None:
     columns = columns_of(tmp_path, slots)
     uses = np.random.default_rng(1).permutation(slots) + 1
     for row in range(slots):
@@ -134,17 +156,28 @@ def test_across_many_queues_the_order_is_exact(tmp_path: Path, slots: int) -> No
 
 def chain(columns: Columns, rows: range, stamp: int) -> None:
     for position, row in enumerate(rows):
-        fill(columns, row, stamp - position, row - 1 if position else NO_PARENT, position)
+        fill(
+            columns,
+            row,
+            stamp - position,
+            row - 1 if position else NO_PARENT,
+            position,
+        )
 
 
 def test_a_tail_goes_before_its_head(tmp_path: Path) -> None:
     columns = columns_of(tmp_path, 20)
     chain(columns, range(10), 1000)
     chain(columns, range(10, 20), 2000)
-    assert Lru(columns).victims(20, NEWEST, NOW).tolist() == [*range(9, -1, -1), *range(19, 9, -1)]
+    assert Lru(columns).victims(20, NEWEST, NOW).tolist() == [
+        *range(9, -1, -1),
+        *range(19, 9, -1),
+    ]
 
 
-def test_what_is_out_of_reach_goes_first_the_tail_before_its_head(tmp_path: Path) -> None:
+def test_what_is_out_of_reach_goes_first_the_tail_before_its_head(
+    tmp_path: Path,
+) -> None:
     columns = columns_of(tmp_path, 600)
     chain(columns, range(300), 1000)
     chain(columns, range(300, 600), 5000)
@@ -173,7 +206,9 @@ def test_an_orphan_of_the_same_request_is_not_its_victim(tmp_path: Path) -> None
         assert not len(Lru(columns).victims(count, 4900, NOW))
 
 
-def test_what_was_leased_when_the_queue_was_made_is_found_when_the_lease_has_ended(tmp_path: Path) -> None:
+def test_what_was_leased_when_the_queue_was_made_is_found_when_the_lease_has_ended(
+    tmp_path: Path,
+) -> None:
     columns = columns_of(tmp_path, 20)
     for row in range(20):
         fill(columns, row, 100 + row)
@@ -200,6 +235,8 @@ def test_torn_hints_do_no_harm(tmp_path: Path) -> None:
     assert sorted(victims.tolist()) == list(range(50))
 
 
-def test_an_unknown_policy_is_refused_with_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_policy_is_refused_with_those_there_are(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ValueError, match="lru"):
         make("magic", columns_of(tmp_path, 4))

@@ -23,7 +23,8 @@ class TestConformance(_Named):
 
 
 class TestConformanceOfManyQueues(_Named):
-    slots = 4200  # a queue, a sixteenth of them, is longer than what is examined at once
+    # a queue, a sixteenth of them, is longer than what is examined at once
+    slots = 4200
 
 
 class TestConformanceOfFewSlots(_Named):

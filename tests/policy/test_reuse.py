@@ -1,4 +1,6 @@
-"""What a place is worth, against the definition in plain loops, and what it should be in plain cases."""
+"""What a place is worth, against the definition in plain loops, and what it should be in plain
+cases.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, tally, worth
+from pagoda.policy.reuse_worth import (
+    AGES,
+    CLASSES,
+    Table,
+    age_of,
+    class_of,
+    tally,
+    worth,
+)
 
 SECOND = 10**9
 WEIGHT = 20.0
@@ -26,10 +36,14 @@ def age_at(seconds: float) -> int:
 
 
 def risks(asked: Table, watched: Table) -> list[list[float]]:
-    """How many of a class were there to be asked for at each age; of those forgotten in the midst of it, half."""
+    """How many of a class were there to be asked for at each age; of those forgotten in the midst
+    of it, half.
+    """
     return [
         [
-            sum(watched[one][age + 1 :]) + asked[one][age] + (watched[one][age] - asked[one][age]) / 2
+            sum(watched[one][age + 1 :])
+            + asked[one][age]
+            + (watched[one][age] - asked[one][age]) / 2
             for age in range(AGES)
         ]
         for one in range(CLASSES)
@@ -47,31 +61,48 @@ def plain_worth(asked: Table, watched: Table) -> Table:
             asked_of_all = sum(asked[other][age] for other in range(CLASSES))
             risk_of_all = sum(risk[other][age] for other in range(CLASSES))
             guess = (asked_of_all + WEIGHT * prior) / (risk_of_all + WEIGHT)
-            hazard = min(1.0, (asked[one][age] + WEIGHT * guess) / (risk[one][age] + WEIGHT))
+            hazard = min(
+                1.0,
+                (asked[one][age] + WEIGHT * guess) / (risk[one][age] + WEIGHT),
+            )
             alive.append(alive[-1] * (1 - hazard))
-            held.append(held[-1] + (alive[-2] + alive[-1]) / 2 * width_seconds(age))
+            held.append(
+                held[-1] + (alive[-2] + alive[-1]) / 2 * width_seconds(age)
+            )
         for age in range(AGES):
             for horizon in range(age + 1, AGES + 1):
                 if held[horizon] > held[age]:
-                    gain = (alive[age] - alive[horizon]) / (held[horizon] - held[age])
+                    gain = (alive[age] - alive[horizon]) / (
+                        held[horizon] - held[age]
+                    )
                     best[one][age] = max(best[one][age], gain)
     return best
 
 
-@given(st.integers(0, 2**32), st.sampled_from([0.1, 3.0, 1000.0]), st.floats(0.0, 1.0))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.1, 3.0, 1000.0]),
+    st.floats(0.0, 1.0),
+)
 @settings(max_examples=15, deadline=None)
 def test_worth_is_as_defined(seed: int, scale: float, share: float) -> None:
     rng = np.random.default_rng(seed)
-    watched = rng.exponential(scale, (CLASSES, AGES)) * (rng.random((CLASSES, AGES)) < share)
+    watched = rng.exponential(scale, (CLASSES, AGES)) * (
+        rng.random((CLASSES, AGES)) < share
+    )
     asked = watched * rng.random((CLASSES, AGES))
-    assert worth(asked, watched) == pytest.approx(plain_worth(asked, watched), rel=1e-6, abs=1e-12)
+    assert worth(asked, watched) == pytest.approx(
+        plain_worth(asked, watched), rel=1e-6, abs=1e-12
+    )
 
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=50)
 def test_worth_is_finite_whatever_was_counted(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    asked, watched = 10.0 ** rng.uniform(-9, 15, (2, CLASSES, AGES)) * rng.integers(0, 2, (2, CLASSES, AGES))
+    asked, watched = 10.0 ** rng.uniform(
+        -9, 15, (2, CLASSES, AGES)
+    ) * rng.integers(0, 2, (2, CLASSES, AGES))
     values = worth(asked, watched)
     assert np.isfinite(values).all()
     assert (values >= 0).all()
@@ -91,7 +122,8 @@ def test_what_comes_back_every_minute_is_worth_more_shortly_before() -> None:
     values = worth(asked, asked + never)
     assert values[2, age_at(50)] > values[2, age_at(5)] > 3 * values[0, age_at(5)]
     assert values[2, age_at(5)] > 3 * values[0, age_at(50)]
-    assert values[2, age_at(300)] < values[2, age_at(5)]  # it should have been here by now
+    # it should have been here by now
+    assert values[2, age_at(300)] < values[2, age_at(5)]
 
 
 def test_what_has_not_been_watched_to_its_end_is_not_taken_for_dead() -> None:
@@ -99,10 +131,14 @@ def test_what_has_not_been_watched_to_its_end_is_not_taken_for_dead() -> None:
     young = tally(np.full(5000, 1), np.full(5000, age_at(10)))
     old = tally(np.full(5000, 1), np.full(5000, age_at(1000)))
     at = age_at(60)
-    assert worth(asked, asked + young)[1, at] > 3 * worth(asked, asked + old)[1, at]
+    assert (
+        worth(asked, asked + young)[1, at] > 3 * worth(asked, asked + old)[1, at]
+    )
 
 
-def test_before_anything_is_known_it_falls_with_age_and_is_the_same_for_all_classes() -> None:
+def test_before_anything_is_known_it_falls_with_age_and_is_the_same_for_all_classes() -> (
+    None
+):
     values = worth(np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES)))
     assert (np.diff(values, axis=1) < 0).all()
     assert (values == values[0]).all()
@@ -118,7 +154,12 @@ def test_classes_rise_with_hits_and_every_number_of_hits_has_one() -> None:
 
 
 def test_ages_rise_with_time_and_every_time_has_one() -> None:
-    assert age_of(np.array([-(10**18), -1, 0, 99_999_999])).tolist() == [0, 0, 0, 0]
+    assert age_of(np.array([-(10**18), -1, 0, 99_999_999])).tolist() == [
+        0,
+        0,
+        0,
+        0,
+    ]
     assert age_of(np.array([2**62])).tolist() == [AGES - 1]
     for age in range(AGES - 1):
         assert age_at(upper_seconds(age) * 1.001) == age + 1
@@ -130,4 +171,7 @@ def test_a_tally_counts_each_once() -> None:
     assert table[0, 1] == 5.0
     assert table[7, AGES - 1] == 2.5
     assert table.sum() == 7.5
-    assert tally(np.empty(0, np.int64), np.empty(0, np.int64)).shape == (CLASSES, AGES)
+    assert tally(np.empty(0, np.int64), np.empty(0, np.int64)).shape == (
+        CLASSES,
+        AGES,
+    )

@@ -1,4 +1,6 @@
-"""What LRU would have served is counted without a second cache, and it takes over where that is more."""
+"""What LRU would have served is counted without a second cache, and it takes over where that is
+more.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ def columns_of(slots: int = SLOTS) -> Columns:
     columns.reset()
     columns.last_use[:] = 1001 + np.arange(slots)
     gone = np.arange(1, 2 * slots + 1)
-    columns.table.remember(gone.astype(np.uint64), 1001 - gone, np.zeros(2 * slots, np.uint32), 10**6, 0)
+    columns.table.remember(
+        gone.astype(np.uint64),
+        1001 - gone,
+        np.zeros(2 * slots, np.uint32),
+        10**6,
+        0,
+    )
     return columns
 
 
 def test_lru_has_what_was_used_last_wherever_it_is() -> None:
     columns = columns_of()
     columns.last_use[:32] = (
-        500  # kept by the policy though long unused; LRU would have 32 of the ghosts instead
+        # kept by the policy though long unused; LRU would have 32 of the ghosts instead
+        500
     )
     shadow = ShadowLru(columns)
     values = np.zeros(ShadowLru.shared_values)
@@ -51,7 +60,9 @@ def test_nothing_is_counted_before_there_is_more_than_fits() -> None:
     assert not shadow.wins
 
 
-def test_it_wins_where_it_would_have_served_more_and_processes_count_together() -> None:
+def test_it_wins_where_it_would_have_served_more_and_processes_count_together() -> (
+    None
+):
     columns = columns_of()
     values = np.zeros(ShadowLru.shared_values)
     one = ShadowLru(columns)
@@ -107,7 +118,9 @@ def test_by_the_bound_it_serves_what_lru_serves(name: str) -> None:
     counted = np.zeros(3)
     count = policy._shadow.count
 
-    def counting(last_uses: np.ndarray[tuple[int], np.dtype[np.int64]], served: int) -> None:
+    def counting(
+        last_uses: np.ndarray[tuple[int], np.dtype[np.int64]], served: int
+    ) -> None:
         before = policy._shadow._here.copy()
         count(last_uses, served)
         counted[:] += np.subtract(policy._shadow._here, before)
@@ -116,7 +129,8 @@ def test_by_the_bound_it_serves_what_lru_serves(name: str) -> None:
     for request in requests:
         simulation.request(request)
     lru = simulate(requests, [TierSpec("host", 400, "lru")])
-    if counted[0] == 0:  # everything fits: there is no other policy to compare with
+    # everything fits: there is no other policy to compare with
+    if counted[0] == 0:
         assert lru.hits == simulation.outcome().hits
     else:
         assert abs(counted[2] / counted[0] - lru.hit_rate) < 0.02

@@ -11,29 +11,37 @@ def test_of_a_mean_it_is_what_the_normal_distribution_gives() -> None:
     found = ratio_interval(values, np.ones(400))
     error = values.std() / 20
     assert found.value == pytest.approx(values.mean())
-    assert found.low == pytest.approx(values.mean() - 1.96 * error, abs=0.1 * error)
-    assert found.high == pytest.approx(values.mean() + 1.96 * error, abs=0.1 * error)
+    assert found.low == pytest.approx(
+        values.mean() - 1.96 * error, abs=0.1 * error
+    )
+    assert found.high == pytest.approx(
+        values.mean() + 1.96 * error, abs=0.1 * error
+    )
 
 
 def test_of_a_share_it_is_what_the_binomial_distribution_gives() -> None:
     right = np.arange(200) < 150
     found = ratio_interval(right, np.ones(200))
     assert found.value == 0.75
-    assert (found.low, found.high) == pytest.approx((0.69, 0.81), abs=0.006)  # 0.75 -+ 1.96 * 0.0306
+    # 0.75 -+ 1.96 * 0.0306
+    assert (found.low, found.high) == pytest.approx((0.69, 0.81), abs=0.006)
 
 
 def test_it_holds_the_true_value_about_as_often_as_it_says() -> None:
     draw = np.random.default_rng(2)
     held = 0
     for seed in range(100):
-        found = ratio_interval(draw.exponential(1.0, 60), np.ones(60), confidence=0.9, seed=seed)
+        found = ratio_interval(
+            draw.exponential(1.0, 60), np.ones(60), confidence=0.9, seed=seed
+        )
         held += found.low <= 1.0 <= found.high
     assert 80 <= held <= 98  # of 100; 90 expected, a little fewer as it is skewed
 
 
 def test_pairs_cancel_what_both_sides_share() -> None:
     draw = np.random.default_rng(3)
-    hard = draw.normal(0.0, 10.0, 100)  # how hard each prompt is: far more than the difference
+    # how hard each prompt is: far more than the difference
+    hard = draw.normal(0.0, 10.0, 100)
     a = hard + 1.0 + draw.normal(0, 0.1, 100)
     b = hard
     paired = difference_interval(a, b, np.ones(100))
@@ -45,7 +53,9 @@ def test_pairs_cancel_what_both_sides_share() -> None:
 def test_a_constant_ratio_has_no_width() -> None:
     wholes = np.arange(1.0, 31.0)
     found = ratio_interval(0.25 * wholes, wholes)
-    assert (found.value, found.low, found.high) == pytest.approx((0.25, 0.25, 0.25))
+    assert (found.value, found.low, found.high) == pytest.approx(
+        (0.25, 0.25, 0.25)
+    )
 
 
 def test_weights_by_wholes() -> None:
@@ -55,7 +65,9 @@ def test_weights_by_wholes() -> None:
 def test_a_seed_gives_the_same_and_another_seed_hardly_another() -> None:
     values = np.random.default_rng(4).random(50)
     ones = np.ones(50)
-    assert ratio_interval(values, ones, seed=7) == ratio_interval(values, ones, seed=7)
+    assert ratio_interval(values, ones, seed=7) == ratio_interval(
+        values, ones, seed=7
+    )
     a = ratio_interval(values, ones, seed=7)
     b = ratio_interval(values, ones, seed=8)
     assert a != b
@@ -75,7 +87,11 @@ def test_draws_without_a_whole_are_left_out() -> None:
     assert (found.value, found.low, found.high) == (1.0, 1.0, 1.0)
 
 
-@pytest.mark.parametrize(("parts", "wholes"), [([], []), ([1.0], [1.0, 2.0]), ([1.0, 1.0], [0.0, 0.0])])
+@pytest.mark.parametrize(
+    ("parts", "wholes"), [([], []), ([1.0], [1.0, 2.0]), ([1.0, 1.0], [0.0, 0.0])]
+)
 def test_what_cannot_be_divided(parts: list[float], wholes: list[float]) -> None:
-    with pytest.raises(ValueError, match=r"one number per prompt|nothing to take"):
+    with pytest.raises(
+        ValueError, match=r"one number per prompt|nothing to take"
+    ):
         ratio_interval(parts, wholes)

@@ -12,18 +12,28 @@ from transformers import DynamicCache, LlamaForCausalLM
 from pagoda import codec
 from pagoda.blend.blend_policies import Deviation, FirstK, blend_setting
 from pagoda.connectors.transformers.model_checks import kv_argument, probe_model
-from pagoda.connectors.transformers.model_identity import adapters_digest, weights_digest
+from pagoda.connectors.transformers.model_identity import (
+    adapters_digest,
+    weights_digest,
+)
 from pagoda.quality import measure_quality
 from pagoda.quality.approaches import CONTROLS, Codec, KVCache, Prepared, Spoiled
 from pagoda.quality.judge import RunFacts, figures_of, judged
 from pagoda.quality.measure import QualitySample, measured
-from pagoda.quality.prompt_lines import ExpectedAnswer, QualityPrompt, prompts_digest
+from pagoda.quality.prompt_lines import (
+    ExpectedAnswer,
+    QualityPrompt,
+    prompts_digest,
+)
 from pagoda.quality.run import QualityRun
 from pagoda.quality_bounds import DEFAULT_BOUNDS
 from pagoda.quality_verdict import Result, weights_name
 from tests.quality.tiny import CHUNK, prompts, tiny_llama
 
-FEW = {feature: msgspec.structs.replace(bounds, prompts=4) for feature, bounds in DEFAULT_BOUNDS.items()}
+FEW = {
+    feature: msgspec.structs.replace(bounds, prompts=4)
+    for feature, bounds in DEFAULT_BOUNDS.items()
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,23 +76,50 @@ def exact_kv(model: LlamaForCausalLM, tokens: list[int]) -> KVCache:
 @pytest.mark.slow
 def test_the_rows(model: LlamaForCausalLM, run: QualityRun) -> None:
     assert [row.name for row in run.rows] == [
-        "exact", "plain reuse", "first_k:0.3", "deviation:1", "q8", "q4", "zeroed KV", "swapped values",
-    ]  # fmt: skip
+        "exact",
+        "plain reuse",
+        "first_k:0.3",
+        "deviation:1",
+        "q8",
+        "q4",
+        "zeroed KV",
+        "swapped values",
+    ]
     assert run.weights == weights_digest(model)
     exact = run.rows[0].figures
-    assert (exact.kl.value, exact.top1.value, exact.same_text.value, exact.ttft.value) == (0, 1, 1, 1)
+    assert (
+        exact.kl.value,
+        exact.top1.value,
+        exact.same_text.value,
+        exact.ttft.value,
+    ) == (0, 1, 1, 1)
     assert exact.answers is None
     for row in run.rows:
         assert row.seconds > 0
-        assert row.figures.ttft.low <= row.figures.ttft.value <= row.figures.ttft.high
+        assert (
+            row.figures.ttft.low
+            <= row.figures.ttft.value
+            <= row.figures.ttft.high
+        )
 
 
-def test_the_name_of_the_weights_has_the_active_adapters(model: LlamaForCausalLM) -> None:
+def test_the_name_of_the_weights_has_the_active_adapters(
+    model: LlamaForCausalLM,
+) -> None:
     adapted = model.model.layers[0].mlp
     adapted.active_adapters = ["style"]
     try:
-        run = measure_quality(model, prompts(1), codecs=["q8"], chunk_tokens=CHUNK, new_tokens=1, bounds=FEW)
-        assert run.weights == weights_name(weights_digest(model), adapters=adapters_digest(model))
+        run = measure_quality(
+            model,
+            prompts(1),
+            codecs=["q8"],
+            chunk_tokens=CHUNK,
+            new_tokens=1,
+            bounds=FEW,
+        )
+        assert run.weights == weights_name(
+            weights_digest(model), adapters=adapters_digest(model)
+        )
         assert "+adapters " in run.weights
     finally:
         del adapted.active_adapters
@@ -91,19 +128,39 @@ def test_the_name_of_the_weights_has_the_active_adapters(model: LlamaForCausalLM
 def test_computing_everything_again_is_exact_and_passes(run: QualityRun) -> None:
     everything = results(run)["deviation:1"]
     assert everything.figures.kl.high < 1e-4
-    assert everything.figures.top1.value == everything.figures.same_text.value == 1
+    assert (
+        everything.figures.top1.value == everything.figures.same_text.value == 1
+    )
     assert everything.passed
     assert everything.reasons == []
     assert everything.prompts_digest == prompts_digest(prompts(8))
 
 
-def test_least_tokens_of_a_document_are_measured_as_asked(model: LlamaForCausalLM) -> None:
+def test_least_tokens_of_a_document_are_measured_as_asked(
+    model: LlamaForCausalLM,
+) -> None:
     """All documents but the first have 9 and 14 tokens."""
     asked = [(FirstK(), 0.0), (FirstK(), 0.0, 10), (FirstK(), 0.0, 15)]
-    run = measure_quality(model, prompts(4), blends=asked, chunk_tokens=CHUNK, new_tokens=2, bounds=FEW)
+    run = measure_quality(
+        model,
+        prompts(4),
+        blends=asked,
+        chunk_tokens=CHUNK,
+        new_tokens=2,
+        bounds=FEW,
+    )
     kl = {name: one.figures.kl.value for name, one in results(run).items()}
-    assert list(kl) == ["plain reuse", "first_k:0:min_tokens=10", "first_k:0:min_tokens=15"]
-    assert kl["plain reuse"] > kl["first_k:0:min_tokens=10"] > 1e-3 > kl["first_k:0:min_tokens=15"]
+    assert list(kl) == [
+        "plain reuse",
+        "first_k:0:min_tokens=10",
+        "first_k:0:min_tokens=15",
+    ]
+    assert (
+        kl["plain reuse"]
+        > kl["first_k:0:min_tokens=10"]
+        > 1e-3
+        > kl["first_k:0:min_tokens=15"]
+    )
 
 
 def test_plain_reuse_of_documents_fails(run: QualityRun) -> None:
@@ -117,14 +174,17 @@ def test_plain_reuse_of_documents_fails(run: QualityRun) -> None:
 
 def test_controls_fail_the_gate(run: QualityRun) -> None:
     assert all(
-        result.controls == {"zeroed KV": True, "swapped values": True} for result in results(run).values()
+        result.controls == {"zeroed KV": True, "swapped values": True}
+        for result in results(run).values()
     )
     kl = {row.name: row.figures.kl.low for row in run.rows}
     assert min(kl["zeroed KV"], kl["swapped values"]) > FEW["blend"].kl
 
 
 @pytest.mark.parametrize("spoiled", CONTROLS)
-def test_a_feature_that_spoils_the_kv_fails(model: LlamaForCausalLM, spoiled: Spoiled) -> None:
+def test_a_feature_that_spoils_the_kv_fails(
+    model: LlamaForCausalLM, spoiled: Spoiled
+) -> None:
     """As if blending put documents in a wrong order, or lost them."""
 
     class Broken:
@@ -138,9 +198,16 @@ def test_a_feature_that_spoils_the_kv_fails(model: LlamaForCausalLM, spoiled: Sp
     assert any("KL divergence" in reason for reason in row.reasons)
 
 
-def judged_rows(found: dict[str, list[QualitySample]], settings: dict) -> dict[str, Result]:
+def judged_rows(
+    found: dict[str, list[QualitySample]], settings: dict
+) -> dict[str, Result]:
     rows = judged(
-        found, settings, ["zeroed KV"], FEW, False, RunFacts("", 3, confidence=0.95, seed=0, made="")
+        found,
+        settings,
+        ["zeroed KV"],
+        FEW,
+        False,
+        RunFacts("", 3, confidence=0.95, seed=0, made=""),
     )
     return {row.name: row.result for row in rows if row.result is not None}
 
@@ -150,7 +217,14 @@ def test_prompts_that_do_not_depend_on_the_kv_fail_everything() -> None:
     with torch.no_grad():
         for layer in deaf.model.layers:
             layer.self_attn.o_proj.weight.zero_()
-    run = measure_quality(deaf, prompts(5), codecs=["q8"], chunk_tokens=CHUNK, new_tokens=2, bounds=FEW)
+    run = measure_quality(
+        deaf,
+        prompts(5),
+        codecs=["q8"],
+        chunk_tokens=CHUNK,
+        new_tokens=2,
+        bounds=FEW,
+    )
     (result,) = results(run).values()
     assert result.figures.kl.high < 1e-6
     assert not result.passed
@@ -158,7 +232,9 @@ def test_prompts_that_do_not_depend_on_the_kv_fail_everything() -> None:
     assert all("do not depend on the KV" in reason for reason in result.reasons)
 
 
-def test_a_codec_costs_what_it_stores(model: LlamaForCausalLM, run: QualityRun) -> None:
+def test_a_codec_costs_what_it_stores(
+    model: LlamaForCausalLM, run: QualityRun
+) -> None:
     layout = probe_model(model, CHUNK).layout
     found = results(run)
     assert found["q8"].figures.kl.value < found["q4"].figures.kl.value
@@ -166,7 +242,9 @@ def test_a_codec_costs_what_it_stores(model: LlamaForCausalLM, run: QualityRun) 
     assert found["q8"].setting == codec.codec_setting("q8", layout.chunk_tokens)
 
 
-def test_a_codec_gives_back_whole_chunks_as_a_tier_would(model: LlamaForCausalLM) -> None:
+def test_a_codec_gives_back_whole_chunks_as_a_tier_would(
+    model: LlamaForCausalLM,
+) -> None:
     prompt = prompts(1)[0]
     probed = probe_model(model, CHUNK)
     kv = exact_kv(model, prompt.tokens[:-1])
@@ -176,7 +254,9 @@ def test_a_codec_gives_back_whole_chunks_as_a_tier_would(model: LlamaForCausalLM
     tokens = (len(prompt.tokens) - 1) // CHUNK * CHUNK
     assert lossy.get_seq_length() == tokens
     assert prepared.exact_bytes == tokens // CHUNK * probed.layout.chunk_bytes
-    for layer, exact, was in zip(lossy.layers, kv.layers, before.layers, strict=True):
+    for layer, exact, was in zip(
+        lossy.layers, kv.layers, before.layers, strict=True
+    ):
         for plane in ("keys", "values"):
             mine = getattr(layer, plane)
             theirs = getattr(exact, plane)[:, :, :tokens]
@@ -200,18 +280,28 @@ class Kept:
         return Prepared(lambda: copy.deepcopy(self.kv))
 
 
-def greedy(model: LlamaForCausalLM, tokens: list[int], kv: KVCache, count: int) -> list[int]:
+def greedy(
+    model: LlamaForCausalLM, tokens: list[int], kv: KVCache, count: int
+) -> list[int]:
     found: list[int] = []
     with torch.no_grad():
         ids = tokens[kv.get_seq_length() :]
         for _ in range(count):
-            found.append(int(model(torch.tensor([ids]), **kv_argument(model, kv)).logits[0, -1].argmax()))
+            found.append(
+                int(
+                    model(torch.tensor([ids]), **kv_argument(model, kv))
+                    .logits[0, -1]
+                    .argmax()
+                )
+            )
             ids = found[-1:]
     return found
 
 
 @pytest.mark.slow
-def test_answers_are_those_that_the_model_would_write_over_that_kv(model: LlamaForCausalLM) -> None:
+def test_answers_are_those_that_the_model_would_write_over_that_kv(
+    model: LlamaForCausalLM,
+) -> None:
     """From the first other token on, the answer is the approach's own."""
     different = 0
     for prompt in prompts(8, seed=3):
@@ -219,7 +309,9 @@ def test_answers_are_those_that_the_model_would_write_over_that_kv(model: LlamaF
         for layer in spoiled.layers:
             layer.values += 0.2 * layer.values.roll(1, dims=2)
         theirs = greedy(model, prompt.tokens, copy.deepcopy(spoiled), 8)
-        ours = greedy(model, prompt.tokens, exact_kv(model, prompt.tokens[:-1]), 8)
+        ours = greedy(
+            model, prompt.tokens, exact_kv(model, prompt.tokens[:-1]), 8
+        )
         for answer, is_theirs in ((theirs, True), (ours, ours == theirs)):
             asked = prompt._replace(expected=ExpectedAnswer(answer, "", 8))
             found = measured(model, [asked], [Kept(spoiled)])
@@ -234,18 +326,27 @@ def test_answers_are_judged_beside_exact_kv(model: LlamaForCausalLM) -> None:
     asked = [
         prompt._replace(
             expected=ExpectedAnswer(
-                greedy(model, prompt.tokens, exact_kv(model, prompt.tokens[:-1]), 2), "", 2
+                greedy(
+                    model, prompt.tokens, exact_kv(model, prompt.tokens[:-1]), 2
+                ),
+                "",
+                2,
             )
         )
         for prompt in prompts(6)
     ]
-    asked[0] = asked[0]._replace(expected=ExpectedAnswer([0, 0], "", 2))  # wrong also with exact KV
-    run = measure_quality(model, asked, blends=[(Deviation(), 1.0)], chunk_tokens=CHUNK, bounds=FEW)
+    # wrong also with exact KV
+    asked[0] = asked[0]._replace(expected=ExpectedAnswer([0, 0], "", 2))
+    run = measure_quality(
+        model, asked, blends=[(Deviation(), 1.0)], chunk_tokens=CHUNK, bounds=FEW
+    )
     found = results(run)
     assert found["deviation:1"].figures.answers == run.rows[0].figures.answers
     assert run.rows[0].figures.answers is not None
     assert run.rows[0].figures.answers.value == 1
-    assert any("right answers are" in reason for reason in found["plain reuse"].reasons)
+    assert any(
+        "right answers are" in reason for reason in found["plain reuse"].reasons
+    )
 
 
 def test_kl_is_what_torch_says(model: LlamaForCausalLM) -> None:
@@ -257,9 +358,13 @@ def test_kl_is_what_torch_says(model: LlamaForCausalLM) -> None:
     with torch.no_grad():
         exact = model(torch.tensor([prompt.tokens])).logits[0, -1].log_softmax(-1)
         other = (
-            model(torch.tensor([prompt.tokens[-1:]]), **kv_argument(model, kv)).logits[0, -1].log_softmax(-1)
+            model(torch.tensor([prompt.tokens[-1:]]), **kv_argument(model, kv))
+            .logits[0, -1]
+            .log_softmax(-1)
         )
-    wanted = torch.nn.functional.kl_div(other, exact, reduction="sum", log_target=True)
+    wanted = torch.nn.functional.kl_div(
+        other, exact, reduction="sum", log_target=True
+    )
     assert sample.kl == pytest.approx(float(wanted), rel=1e-3)
     assert sample.kl > 1e-3
 
@@ -268,7 +373,9 @@ def test_kv_that_makes_no_numbers_fails(model: LlamaForCausalLM) -> None:
     kv = exact_kv(model, prompts(1)[0].tokens[:-1])
     kv.layers[0].keys.fill_(np.nan)
     found = measured(model, prompts(1), [Kept(kv)], new_tokens=2)
-    figures = figures_of(found["kept"], found["exact"], False, RunFacts("", 3, 0.95, 0, ""))
+    figures = figures_of(
+        found["kept"], found["exact"], False, RunFacts("", 3, 0.95, 0, "")
+    )
     assert figures.kl.value == 1000
     assert figures.top1.value < 1
 
@@ -277,7 +384,11 @@ def test_kv_that_makes_no_numbers_fails(model: LlamaForCausalLM) -> None:
     ("asked", "options", "said"),
     [
         ([], {}, "no prompts"),
-        ([QualityPrompt(7, [], [1] * 20, None)], {"blends": [(FirstK(), 0.1)]}, "line 7 has no documents"),
+        (
+            [QualityPrompt(7, [], [1] * 20, None)],
+            {"blends": [(FirstK(), 0.1)]},
+            "line 7 has no documents",
+        ),
         (
             [QualityPrompt(7, [], [1] * CHUNK, None)],
             {"codecs": ["q8"]},

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.quality.prompt_lines import BadLine, ExpectedAnswer, QualityPrompt, prompts_digest, read_prompts
+from pagoda.quality.prompt_lines import (
+    BadLine,
+    ExpectedAnswer,
+    QualityPrompt,
+    prompts_digest,
+    read_prompts,
+)
 
 
 class Letters:
@@ -19,11 +25,19 @@ class Letters:
 
 
 def read(
-    path: Path, *lines: object, tokenizer: Letters | None = None, most: int | None = None
+    path: Path,
+    *lines: object,
+    tokenizer: Letters | None = None,
+    most: int | None = None,
 ) -> tuple[list[QualityPrompt], list[BadLine]]:
-    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    texts = [
+        line if isinstance(line, bytes) else json.dumps(line).encode()
+        for line in lines
+    ]
     (path / "prompts.jsonl").write_bytes(b"\n".join(texts))
-    return read_prompts(path / "prompts.jsonl", tokenizer, vocabulary=200, most_tokens=most)
+    return read_prompts(
+        path / "prompts.jsonl", tokenizer, vocabulary=200, most_tokens=most
+    )
 
 
 def test_ids_and_text(tmp_path: Path) -> None:
@@ -59,14 +73,29 @@ def test_ids_and_text(tmp_path: Path) -> None:
         ({"documents": [[]], "question": [1]}, "documents[0] is empty"),
         ({"documents": [[1], [2, "x"]], "question": [1]}, "documents[1] has 'x'"),
         ({"documents": [[1, True]], "question": [1]}, "documents[0] has True"),
-        ({"documents": [[1, 200]], "question": [1]}, "documents[0] has 200, and token ids are from 0 to 199"),
+        (
+            {"documents": [[1, 200]], "question": [1]},
+            "documents[0] has 200, and token ids are from 0 to 199",
+        ),
         ({"documents": [[1, -1]], "question": [1]}, "documents[0] has -1"),
-        ({"documents": ["a"], "question": [1]}, "documents[0] is text, and the model has no tokenizer"),
+        (
+            {"documents": ["a"], "question": [1]},
+            "documents[0] is text, and the model has no tokenizer",
+        ),
         ({"documents": [[1]], "question": [1], "answer": ""}, "no tokenizer"),
         ({"documents": [[1]], "question": [1], "answer": []}, "answer is empty"),
-        ({"documents": [[1]], "question": [1], "answer": 3}, "answer must be text"),
-        ({"documents": [[1]], "question": [1], "prompt": [1]}, "has 'prompt', which is none of"),
-        ({"prompt": [1, 2], "question": [1]}, "has 'question', which is none of answer, prompt"),
+        (
+            {"documents": [[1]], "question": [1], "answer": 3},
+            "answer must be text",
+        ),
+        (
+            {"documents": [[1]], "question": [1], "prompt": [1]},
+            "has 'prompt', which is none of",
+        ),
+        (
+            {"prompt": [1, 2], "question": [1]},
+            "has 'question', which is none of answer, prompt",
+        ),
         ({"k" * 100_000: [1]}, "which is none of answer, prompt"),
         ({"prompt": ["k" * 100_000]}, "prompt has 'kkk"),
         ({"prompt": [1]}, "has one token"),
@@ -74,7 +103,9 @@ def test_ids_and_text(tmp_path: Path) -> None:
     ],
 )
 def test_every_bad_line_is_named(tmp_path: Path, line: object, said: str) -> None:
-    good, bad = read(tmp_path, {"prompt": [1, 2]}, line, {"prompt": [1, 2]}, line, most=10)
+    good, bad = read(
+        tmp_path, {"prompt": [1, 2]}, line, {"prompt": [1, 2]}, line, most=10
+    )
     assert [one.line for one in good] == [1, 3]
     assert [one.line for one in bad] == [2, 4]
     assert all(said in one.why and len(one.why) < 200 for one in bad), bad

@@ -1,4 +1,6 @@
-"""Shared by the tests of remote tiers: chunks whose bytes are a function of their key, tiers over real servers."""
+"""Shared by the tests of remote tiers: chunks whose bytes are a function of their key, tiers over
+real servers.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ from pagoda.tiers import Bytes, Chunk, Done
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import ListingDeadline, StoreClient
 
-SMALL = KVLayout.opaque(4, 10_000, "a chunk of one piece that does not fill its last page")
+SMALL = KVLayout.opaque(
+    4, 10_000, "a chunk of one piece that does not fill its last page"
+)
 LARGE = KVLayout.opaque(4, (5 << 19) + 4096, "a chunk of three pieces")
 NAMESPACE = Namespace(model="remote")
 OTHER = Namespace(model="remote", salt="somebody else")
 ROOT = NAMESPACE.root
 DEADLINE_SECONDS = 0.5  # of the tiers under test
-PATIENT_SECONDS = 30.0  # for calls that must succeed: a busy machine may pause for a while
+# for calls that must succeed: a busy machine may pause for a while
+PATIENT_SECONDS = 30.0
 LATE_SECONDS = 3 * DEADLINE_SECONDS + 2.0  # a call that takes longer hangs
 
 
@@ -47,7 +52,13 @@ class QuickClock(Clock):
 
 
 _numbers = itertools.count()
-TROUBLE = {Reason.IO_ERROR, Reason.DEADLINE, Reason.FAILED_CHECK, Reason.TIER_SKIPPED}  # not merely absent
+# not merely absent
+TROUBLE = {
+    Reason.IO_ERROR,
+    Reason.DEADLINE,
+    Reason.FAILED_CHECK,
+    Reason.TIER_SKIPPED,
+}
 
 
 def fresh_prefix() -> str:
@@ -60,11 +71,21 @@ QUANTISABLE = KVLayout.dense(1, 2, 64, "float16", 32)
 
 
 def unchanged_by_codecs(layout: KVLayout, key: bytes) -> Bytes:
-    """Return a chunk that no codec changes, a function of its key: channels of K and tokens of V are constant."""
-    (k, _), tokens, draw = layout.planes, layout.chunk_tokens, np.random.default_rng(list(key))
+    """Return a chunk that no codec changes, a function of its key: channels of K and tokens of V
+    are constant.
+    """
+    (k, _), tokens, draw = (
+        layout.planes,
+        layout.chunk_tokens,
+        np.random.default_rng(list(key)),
+    )
     buffer = aligned(layout.slot_bytes)
     halves = draw.standard_normal((2, k.heads, 1024)).astype("<f2")
-    numbers = buffer[: layout.chunk_bytes].view("<f2").reshape(2, k.heads, tokens, k.dim)
+    numbers = (
+        buffer[: layout.chunk_bytes]
+        .view("<f2")
+        .reshape(2, k.heads, tokens, k.dim)
+    )
     numbers[0] = halves[0, :, None, : k.dim]
     numbers[1] = halves[1, 0, :tokens, None]
     return buffer
@@ -77,17 +98,26 @@ def name_of(prefix: str, key: bytes, root: bytes = ROOT) -> str:
 
 def keys_of(count: int, chain: int = 0, root: bytes = ROOT) -> list[bytes]:
     """Return the keys of one chain; another `chain` has no key in common."""
-    return derive_keys([chain.to_bytes(16, "little") + n.to_bytes(16, "little") for n in range(count)], root)
+    return derive_keys(
+        [
+            chain.to_bytes(16, "little") + n.to_bytes(16, "little")
+            for n in range(count)
+        ],
+        root,
+    )
 
 
 def payload_of(key: bytes, layout: KVLayout = SMALL) -> Bytes:
     """Return the bytes of a chunk, a function of its key: (slot_bytes,) uint8, page-aligned."""
     buffer = aligned(layout.slot_bytes)
-    buffer[: layout.chunk_bytes] = np.frombuffer(_noise_of(key, layout.chunk_bytes), np.uint8)
+    buffer[: layout.chunk_bytes] = np.frombuffer(
+        _noise_of(key, layout.chunk_bytes), np.uint8
+    )
     return buffer
 
 
-@functools.lru_cache(maxsize=8)  # a test compares the same large chunks again and again
+# a test compares the same large chunks again and again
+@functools.lru_cache(maxsize=8)
 def _noise_of(key: bytes, nbytes: int) -> bytes:
     return np.random.default_rng(int.from_bytes(key[:8], "little")).bytes(nbytes)
 
@@ -98,19 +128,34 @@ def always() -> bool:
 
 
 def chunks_of(
-    keys: Sequence[bytes], layout: KVLayout = SMALL, still_valid: Callable[[], bool] = always
+    keys: Sequence[bytes],
+    layout: KVLayout = SMALL,
+    still_valid: Callable[[], bool] = always,
 ) -> list[Chunk]:
     """The chunks of a chain."""
     return [
-        Chunk(key, n, layout.chunk_tokens, payload_of(key, layout), keys[n - 1] if n else None, still_valid)
+        Chunk(
+            key,
+            n,
+            layout.chunk_tokens,
+            payload_of(key, layout),
+            keys[n - 1] if n else None,
+            still_valid,
+        )
         for n, key in enumerate(keys)
     ]
 
 
 @contextlib.contextmanager
-def tier_on(remote: StoreClient, layout: KVLayout = SMALL, **options: object) -> Iterator[RemoteTier]:
+def tier_on(
+    remote: StoreClient, layout: KVLayout = SMALL, **options: object
+) -> Iterator[RemoteTier]:
     """Open a tier that waits half a second, and close it afterwards."""
-    wanted = {"deadline_seconds": DEADLINE_SECONDS, "look_seconds": DEADLINE_SECONDS, "clock": QuickClock()}
+    wanted = {
+        "deadline_seconds": DEADLINE_SECONDS,
+        "look_seconds": DEADLINE_SECONDS,
+        "clock": QuickClock(),
+    }
     wanted |= options
     tier = RemoteTier(layout, remote, **wanted)  # type: ignore[arg-type]
     try:
@@ -120,53 +165,94 @@ def tier_on(remote: StoreClient, layout: KVLayout = SMALL, **options: object) ->
         tier.close(1.0)
 
 
-def ends(futures: Sequence[Future[Done]], seconds: float = PATIENT_SECONDS) -> list[Done]:
+def ends(
+    futures: Sequence[Future[Done]], seconds: float = PATIENT_SECONDS
+) -> list[Done]:
     """Return the results of these futures; fail if they are late."""
     until = time.monotonic() + seconds
-    return [future.result(max(0.0, until - time.monotonic())) for future in futures]
+    return [
+        future.result(max(0.0, until - time.monotonic())) for future in futures
+    ]
 
 
-def save(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> list[Done]:
+def save(
+    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL
+) -> list[Done]:
     """Save a chain; return the results, which must be soon."""
     return ends(tier.save(chunks_of(keys, layout), ROOT), LATE_SECONDS)
 
 
-def saved(remote: StoreClient, keys: Sequence[bytes], layout: KVLayout = SMALL, codec: str = "raw") -> None:
+def saved(
+    remote: StoreClient,
+    keys: Sequence[bytes],
+    layout: KVLayout = SMALL,
+    codec: str = "raw",
+) -> None:
     """Store a chain through a tier that is closed when this returns."""
-    with tier_on(remote, layout, codec=codec, deadline_seconds=PATIENT_SECONDS) as tier:
-        assert all(end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT)))
+    with tier_on(
+        remote, layout, codec=codec, deadline_seconds=PATIENT_SECONDS
+    ) as tier:
+        assert all(
+            end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT))
+        )
 
 
 def load(
-    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL, seconds: float = LATE_SECONDS
+    tier: RemoteTier,
+    keys: Sequence[bytes],
+    layout: KVLayout = SMALL,
+    seconds: float = LATE_SECONDS,
 ) -> list[Reason | None]:
-    """Load a chain; return None for each loaded chunk with the right bytes, else the reason; it must be soon."""
+    """Load a chain; return None for each loaded chunk with the right bytes, else the reason; it
+    must be soon.
+    """
     buffers = [aligned(layout.slot_bytes) for _ in keys]
     outcome: list[Reason | None] = []
     done = ends(tier.load(keys, buffers, namespace=ROOT), seconds)
     for key, buffer, end in zip(keys, buffers, done, strict=True):
         right = payload_of(key, layout)[: layout.chunk_bytes]
-        assert not end.ok or np.array_equal(buffer[: layout.chunk_bytes], right), "wrong bytes were served"
+        assert not end.ok or np.array_equal(
+            buffer[: layout.chunk_bytes], right
+        ), "wrong bytes were served"
         assert end.ok or end.reason is not None
         outcome.append(None if end.ok else end.reason)
     return outcome
 
 
 def recovers(
-    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL, seconds: float = 25.0
+    tier: RemoteTier,
+    keys: Sequence[bytes],
+    layout: KVLayout = SMALL,
+    seconds: float = 25.0,
 ) -> None:
     """Check that the tier serves the chain again, by itself, after a while."""
     wait_until(lambda: load(tier, keys, layout) == [None] * len(keys), seconds)
 
 
-def stores(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> None:
-    """Check that the tier stores the chain, by itself, after a while: what a dead link has claimed is waited for."""
-    wait_until(lambda: all(end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT))))
+def stores(
+    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL
+) -> None:
+    """Check that the tier stores the chain, by itself, after a while: what a dead link has claimed
+    is waited for.
+    """
+    wait_until(
+        lambda: all(
+            end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT))
+        )
+    )
 
 
-def begun_since(before: Sequence[threading.Thread], *names: str) -> list[threading.Thread]:
-    """Return the threads of these names that were not there before: an earlier test's may end only with its garbage."""
-    return [t for t in threading.enumerate() if t not in before and t.name.startswith(names)]
+def begun_since(
+    before: Sequence[threading.Thread], *names: str
+) -> list[threading.Thread]:
+    """Return the threads of these names that were not there before: an earlier test's may end only
+    with its garbage.
+    """
+    return [
+        t
+        for t in threading.enumerate()
+        if t not in before and t.name.startswith(names)
+    ]
 
 
 def wait_until(true: Callable[[], bool], seconds: float = 25.0) -> None:
@@ -191,7 +277,9 @@ def soon(seconds: float = LATE_SECONDS) -> Iterator[None]:
     assert took < seconds, f"it took {took:.1f} s"
 
 
-def under_load(tier: RemoteTier, keys: Sequence[bytes], work: Callable[[], None]) -> Counter[Reason | None]:
+def under_load(
+    tier: RemoteTier, keys: Sequence[bytes], work: Callable[[], None]
+) -> Counter[Reason | None]:
     """Load a chain, and save others, while `work` is done; count what became of the loads.
 
     No byte is wrong: `load` checks.
@@ -204,10 +292,12 @@ def under_load(tier: RemoteTier, keys: Sequence[bytes], work: Callable[[], None]
         rng = random.Random(seed)
         try:
             while not stop.is_set():
-                if rng.random() < 0.3:  # others: what waits to be sent is served too
+                # others: what waits to be sent is served too
+                if rng.random() < 0.3:
                     save(tier, keys_of(10, chain=rng.randrange(1, 100)))
                 outcomes.update(load(tier, keys, seconds=PATIENT_SECONDS))
-        except BaseException as error:  # noqa: BLE001  # raised by the test's own thread
+        except BaseException as error:  # noqa: BLE001
+            # raised by the test's own thread
             trouble.append(error)
 
     threads = [threading.Thread(target=engine, args=(seed,)) for seed in range(2)]

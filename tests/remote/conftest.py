@@ -1,4 +1,6 @@
-"""What the tests of remote tiers share: one S3 server, which takes seconds to start, and stores of objects."""
+"""What the tests of remote tiers share: one S3 server, which takes seconds to start, and stores of
+objects.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Malicious servers: one speaks Redis' protocol, one speaks HTTP, and one sends any bytes that a test defines."""
+"""Malicious servers: one speaks Redis' protocol, one speaks HTTP, and one sends any bytes that a
+test defines.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from pathlib import Path
 
 BLOCK = bytes(1 << 20)
 SILENCE: tuple[bytes, ...] = ()
-Lie = Iterable[bytes]  # the bytes to send, piece by piece; the connection remains open
+# the bytes to send, piece by piece; the connection remains open
+Lie = Iterable[bytes]
 
 
 class Evil:
@@ -56,7 +59,9 @@ class Evil:
             with self._lock:
                 self._open.add(client)
                 self.connections += 1
-            threading.Thread(target=self._talk, args=(client,), daemon=True).start()
+            threading.Thread(
+                target=self._talk, args=(client,), daemon=True
+            ).start()
 
     def _talk(self, client: socket.socket) -> None:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -85,10 +90,11 @@ class Babble(Evil):
 
 
 class LyingRedis(Evil):
-    """Forwards each command to a true Redis, one at a time, except those for which it has a false answer.
+    """Forwards each command to a true Redis, one at a time, except those for which it has a false
+    answer.
 
-    `lies`: the command's name -> from its arguments to the answer (None: the truth). `heard` are all commands so far,
-    without arguments of more than 256 bytes.
+    `lies`: the command's name -> from its arguments to the answer (None: the truth). `heard` are
+    all commands so far, without arguments of more than 256 bytes.
     """
 
     def __init__(self, true_port: int) -> None:
@@ -100,13 +106,17 @@ class LyingRedis(Evil):
     def talk(self, client: socket.socket) -> None:
         """Answer commands in their order, until the client disconnects."""
         with (
-            socket.create_connection(("127.0.0.1", self._true_port), timeout=30.0) as truth,
+            socket.create_connection(
+                ("127.0.0.1", self._true_port), timeout=30.0
+            ) as truth,
             truth.makefile("rb") as answers,
             client.makefile("rb") as commands,
         ):
             while True:
                 raw, arguments = _command(commands)
-                self.heard.append([argument for argument in arguments if len(argument) <= 256])
+                self.heard.append(
+                    [argument for argument in arguments if len(argument) <= 256]
+                )
                 lie = self.lies.get(arguments[0].upper())
                 told = lie(arguments) if lie is not None else None
                 if told is None:
@@ -155,8 +165,12 @@ def bulk(data: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
-def endless(head: bytes = b"", block: bytes = BLOCK, blocks: int = 512) -> Iterator[bytes]:
-    """`head`, then block after block, up to a bound: a client that keeps them would take all memory of the machine."""
+def endless(
+    head: bytes = b"", block: bytes = BLOCK, blocks: int = 512
+) -> Iterator[bytes]:
+    """`head`, then block after block, up to a bound: a client that keeps them would take all memory
+    of the machine.
+    """
     yield head
     for _ in range(blocks):
         yield block
@@ -173,9 +187,11 @@ def dripping(data: bytes, pause_seconds: float = 0.05) -> Iterator[bytes]:
 
 
 class LyingHttp(Evil):
-    """An object store that understands PUT, GET (with a range), HEAD and DELETE, with false answers for some of them.
+    """An object store that understands PUT, GET (with a range), HEAD and DELETE, with false answers
+    for some of them.
 
-    `lies`: the method -> from the path to the raw answer (None: the truth). `heard` are methods and paths so far.
+    `lies`: the method -> from the path to the raw answer (None: the truth). `heard` are methods and
+    paths so far.
     """
 
     def __init__(self) -> None:
@@ -196,10 +212,16 @@ class LyingHttp(Evil):
                 self.heard.append((method, path))
                 lie = self.lies.get(method)
                 told = lie(path) if lie is not None else None
-                for piece in told if told is not None else self._truth(method, path, headers, body):
+                for piece in (
+                    told
+                    if told is not None
+                    else self._truth(method, path, headers, body)
+                ):
                     client.sendall(piece)
 
-    def _truth(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Lie:
+    def _truth(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> Lie:
         if method == "PUT":
             if headers.get("if-none-match") == "*" and path in self.objects:
                 return [http(412)]
@@ -213,19 +235,34 @@ class LyingHttp(Evil):
             return [http(204)]
         first, last = _range(headers.get("range"), len(found))
         part = found[first : last + 1]
-        more = {} if "range" not in headers else {"Content-Range": f"bytes {first}-{last}/{len(found)}"}
-        return [http(206 if more else 200, part if method == "GET" else b"", len(part), more)]
+        more = (
+            {}
+            if "range" not in headers
+            else {"Content-Range": f"bytes {first}-{last}/{len(found)}"}
+        )
+        return [
+            http(
+                206 if more else 200,
+                part if method == "GET" else b"",
+                len(part),
+                more,
+            )
+        ]
 
 
 class FolderedHttp(LyingHttp):
-    """A WebDAV server that makes no folder for a put, as Apache: 409, until MKCOL has made it in one that is there."""
+    """A WebDAV server that makes no folder for a put, as Apache: 409, until MKCOL has made it in
+    one that is there.
+    """
 
     def __init__(self, makes: bool = True) -> None:
         self.folders = {"/"}
         self._makes = makes
         super().__init__()
 
-    def _truth(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Lie:
+    def _truth(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> Lie:
         above = path.rstrip("/").rpartition("/")[0] + "/"
         if method not in ("PUT", "MKCOL"):
             return super()._truth(method, path, headers, body)
@@ -240,7 +277,9 @@ class FolderedHttp(LyingHttp):
 
 
 class HastyHttp(Evil):
-    """Answers each request as soon as it has its head, and disconnects: what follows is not read."""
+    """Answers each request as soon as it has its head, and disconnects: what follows is not
+    read.
+    """
 
     def __init__(self, answer: bytes, tls: ssl.SSLContext | None = None) -> None:
         self._answer = answer
@@ -278,7 +317,10 @@ def _range(text: str | None, size: int) -> tuple[int, int]:
 
 
 def http(
-    status: int, body: bytes = b"", length: int | None = None, more: dict[str, str] | None = None
+    status: int,
+    body: bytes = b"",
+    length: int | None = None,
+    more: dict[str, str] | None = None,
 ) -> bytes:
     """Return one HTTP answer; `length` is the length that it announces."""
     fields = {

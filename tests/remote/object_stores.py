@@ -1,4 +1,6 @@
-"""Shared by the tests of object stores: stores of each kind, destinations of reads, malicious stores."""
+"""Shared by the tests of object stores: stores of each kind, destinations of reads, malicious
+stores.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,16 @@ import numpy.typing as npt
 import pytest
 
 from pagoda.codec import HEADER_BYTES
-from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
-from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, RefusedError
+from pagoda.tiers.remote.object_store import (
+    ObjectStoreClient,
+    ObjectStoreConnection,
+)
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    PutRequest,
+    PutResult,
+    RefusedError,
+)
 from testbed.servers import BUCKET, Server
 from tests.remote.evil import Lie, LyingHttp
 
@@ -22,7 +32,8 @@ ENOUGH_SECONDS = 60.0  # for calls that must work, on a busy machine
 SHORT_SECONDS = 0.5  # for calls that must fail
 SLACK_SECONDS = 4.0  # of a busy machine
 MIB = 1 << 20
-MALICE_BYTES = 48 * MIB  # the most that a malicious server may make this process allocate beyond its need
+# the most that a malicious server may make this process allocate beyond its need
+MALICE_BYTES = 48 * MIB
 NAMESPACE = bytes(range(32))
 
 
@@ -31,7 +42,9 @@ def until(seconds: float = ENOUGH_SECONDS) -> float:
 
 
 def keys(count: int, salt: int = 0) -> list[bytes]:
-    return [bytes([nth % 256, nth // 256, salt]) + bytes(29) for nth in range(count)]
+    return [
+        bytes([nth % 256, nth // 256, salt]) + bytes(29) for nth in range(count)
+    ]
 
 
 def noise(nbytes: int, seed: int = 0) -> Array:
@@ -71,22 +84,34 @@ def put(
     seconds: float = ENOUGH_SECONDS,
 ) -> PutResult:
     (claim,) = connection.claim(NAMESPACE, [key], until(seconds))
-    return claim or connection.put(PutRequest(NAMESPACE, key, PAGE, stored, lambda: usable), until(seconds))
+    return claim or connection.put(
+        PutRequest(NAMESPACE, key, PAGE, stored, lambda: usable), until(seconds)
+    )
 
 
 def get(
-    connection: ObjectStoreConnection, key: bytes, room: Room, seconds: float = ENOUGH_SECONDS
+    connection: ObjectStoreConnection,
+    key: bytes,
+    room: Room,
+    seconds: float = ENOUGH_SECONDS,
 ) -> int | None:
-    return connection.get(GetRequest(NAMESPACE, key, room.page, room.place), until(seconds))
+    return connection.get(
+        GetRequest(NAMESPACE, key, room.page, room.place), until(seconds)
+    )
 
 
 def s3_options(url: str) -> dict[str, str]:
-    return {"endpoint": url, "region": "us-east-1", "access_key_id": "AKIA", "secret_access_key": "HUSHHUSH"}
+    return {
+        "endpoint": url,
+        "region": "us-east-1",
+        "access_key_id": "AKIA",
+        "secret_access_key": "HUSHHUSH",
+    }
 
 
-KINDS: dict[
-    str, dict[str, str]
-] = {  # of servers, and their options; "by obstore" has one with which chunks do not go over a connection of our own
+# of servers, and their options; "by obstore" has one with which chunks do not go over a connection
+# of our own
+KINDS: dict[str, dict[str, str]] = {
     "s3": {},
     "s3 by obstore": {"request_payer": "false"},
     "dav": {},
@@ -102,24 +127,35 @@ class Store:
         self.server = server
         self._options = KINDS[kind]
 
-    def remote(self, port: int | None = None, prefix: str = "pagoda") -> ObjectStoreClient:
+    def remote(
+        self, port: int | None = None, prefix: str = "pagoda"
+    ) -> ObjectStoreClient:
         at = f"http://127.0.0.1:{port or self.server.port}"
         if self.kind == "s3":
             options = s3_options(at) | self._options
-            return ObjectStoreClient(f"s3://{BUCKET}/deep/er", prefix=prefix, options=options)
-        return ObjectStoreClient(f"{at}/deep/er/", prefix=prefix, options=self._options)
+            return ObjectStoreClient(
+                f"s3://{BUCKET}/deep/er", prefix=prefix, options=options
+            )
+        return ObjectStoreClient(
+            f"{at}/deep/er/", prefix=prefix, options=self._options
+        )
 
     def plain(self, method: str, path: str, body: bytes = b"") -> int:
         """Send a plain request below the path of the URL."""
-        client = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=20)
+        client = http.client.HTTPConnection(
+            "127.0.0.1", self.server.port, timeout=20
+        )
         bucket = f"/{BUCKET}" if self.kind == "s3" else ""
         with contextlib.closing(client):
-            client.request(method, f"{bucket}/deep/er/{path}", body=body, headers=_AUTHORIZED)
+            client.request(
+                method, f"{bucket}/deep/er/{path}", body=body, headers=_AUTHORIZED
+            )
             return client.getresponse().status
 
 
 _AUTHORIZED = {
-    "Authorization": "AWS4-HMAC-SHA256 Credential=any/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, "
+    "Authorization": "AWS4-HMAC-SHA256 Credential=any/20200101/us-east-1/s3/aws4_request, "
+    "SignedHeaders=host, "
     "Signature=0"
 }
 
@@ -138,14 +174,22 @@ class Timed:
 
 @contextlib.contextmanager
 def liar(
-    lies: dict[str, bytes | Callable[[str], Lie | None]], options: Mapping[str, str] = {}
+    lies: dict[str, bytes | Callable[[str], Lie | None]],
+    options: Mapping[str, str] = {},
 ) -> Iterator[tuple[LyingHttp, ObjectStoreClient]]:
     """A malicious object store, and the remote that treats it as WebDAV."""
     server = LyingHttp()
     for method, lie in lies.items():
-        server.lies[method] = lie if callable(lie) else (lambda _, told=lie: [told])
+        server.lies[method] = (
+            lie if callable(lie) else (lambda _, told=lie: [told])
+        )
     try:
-        yield server, ObjectStoreClient(f"http://127.0.0.1:{server.port}/", options=options)
+        yield (
+            server,
+            ObjectStoreClient(
+                f"http://127.0.0.1:{server.port}/", options=options
+            ),
+        )
     finally:
         server.close()
 

@@ -15,12 +15,15 @@ _SLICE_SECONDS = 0.02  # how soon a new fault is noticed
 
 @dataclass(frozen=True)
 class Fault:
-    """The faults of one direction. Byte counts start again at zero, on each connection, when a fault is set."""
+    """The faults of one direction. Byte counts start again at zero, on each connection, when a
+    fault is set.
+    """
 
     delay_seconds: float = 0.0  # before each piece
     bytes_per_second: float = 0.0  # 0: as fast as possible
     piece_bytes: int = _PIECE_BYTES
-    cut_at: int | None = None  # both directions end when so many bytes have passed
+    # both directions end when so many bytes have passed
+    cut_at: int | None = None
     reset: bool = False  # the end is a reset, not a normal close
     corrupt: range = range(0)  # bytes at these counts are inverted
     lose: range = range(0)  # bytes at these counts are dropped
@@ -32,9 +35,11 @@ STALLED = Fault(stall=True)
 
 
 class Proxy:
-    """Forwards bytes between the clients of `port` and `target`; `up` is towards the target. Thread-safe.
+    """Forwards bytes between the clients of `port` and `target`; `up` is towards the target.
+    Thread-safe.
 
-    `connections` counts accepted connections, `up_bytes` and `down_bytes` the bytes received from each side.
+    `connections` counts accepted connections, `up_bytes` and `down_bytes` the bytes received from
+    each side.
     """
 
     def __init__(self, target: tuple[str, int]) -> None:
@@ -49,9 +54,13 @@ class Proxy:
 
     def accept(self) -> None:
         """Take connections (again)."""
-        self._listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
+        self._listener = socket.create_server(
+            ("127.0.0.1", self.port), backlog=64
+        )
         self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
+        threading.Thread(
+            target=self._serve, args=(self._listener,), daemon=True
+        ).start()
 
     def refuse(self) -> None:
         """Accept no more connections: the kernel refuses them. Open ones continue."""
@@ -76,7 +85,9 @@ class Proxy:
             pair.end(reset)
 
     def forget(self) -> None:
-        """Drop all bytes of the present connections, like a NAT that forgot them; new connections work."""
+        """Drop all bytes of the present connections, like a NAT that forgot them; new connections
+        work.
+        """
         with self._lock:
             for pair in self._pairs:
                 pair.forgotten = True
@@ -89,7 +100,9 @@ class Proxy:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Return connections and bytes from the client so far: if equal twice, no client called in between."""
+        """Return connections and bytes from the client so far: if equal twice, no client called in
+        between.
+        """
         with self._lock:
             return self.connections, self.up_bytes
 
@@ -107,7 +120,9 @@ class Proxy:
                 return
             with self._lock:
                 self.connections += 1
-            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+            threading.Thread(
+                target=self._connect, args=(client,), daemon=True
+            ).start()
 
     def _connect(self, client: socket.socket) -> None:
         try:
@@ -121,10 +136,14 @@ class Proxy:
         if self._closed:
             self.cut()
         for upwards in (True, False):
-            threading.Thread(target=self._pump, args=(pair, upwards), daemon=True).start()
+            threading.Thread(
+                target=self._pump, args=(pair, upwards), daemon=True
+            ).start()
 
     def _pump(self, pair: _Pair, upwards: bool) -> None:
-        source, sink = (pair.client, pair.server) if upwards else (pair.server, pair.client)
+        source, sink = (
+            (pair.client, pair.server) if upwards else (pair.server, pair.client)
+        )
         fault = self._fault(upwards)
         passed = 0
         try:
@@ -153,7 +172,9 @@ class Proxy:
 
     def _unstalled(self, pair: _Pair, upwards: bool) -> Fault:
         """Return the present fault of this direction; wait while nothing may pass."""
-        while (fault := self._fault(upwards)).stall and not pair.ended.wait(_SLICE_SECONDS):
+        while (fault := self._fault(upwards)).stall and not pair.ended.wait(
+            _SLICE_SECONDS
+        ):
             pass
         return fault
 
@@ -191,20 +212,30 @@ class _Pair:
 def _end(side: socket.socket, reset: bool) -> None:
     with contextlib.suppress(OSError):
         if reset:
-            side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            side.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
         else:
             side.shutdown(socket.SHUT_RDWR)
     side.close()
 
 
-def _pass(pair: _Pair, sink: socket.socket, piece: bytes, fault: Fault, passed: int) -> bool:
-    """Forward a piece, damaged according to the fault; return False if the connection must end now."""
-    wait = fault.delay_seconds + (len(piece) / fault.bytes_per_second if fault.bytes_per_second else 0.0)
+def _pass(
+    pair: _Pair, sink: socket.socket, piece: bytes, fault: Fault, passed: int
+) -> bool:
+    """Forward a piece, damaged according to the fault; return False if the connection must end
+    now.
+    """
+    wait = fault.delay_seconds + (
+        len(piece) / fault.bytes_per_second if fault.bytes_per_second else 0.0
+    )
     if wait and pair.ended.wait(wait):
         return False
     end = passed + len(piece)
     whole = fault.cut_at is None or end < fault.cut_at
-    spoilt = bytearray(piece if whole else piece[: max(0, (fault.cut_at or 0) - passed)])
+    spoilt = bytearray(
+        piece if whole else piece[: max(0, (fault.cut_at or 0) - passed)]
+    )
     for at in _within(fault.corrupt, passed, passed + len(spoilt)):
         spoilt[at] ^= 0xFF
     lost = _within(fault.lose, passed, passed + len(spoilt))
@@ -216,7 +247,10 @@ def _pass(pair: _Pair, sink: socket.socket, piece: bytes, fault: Fault, passed: 
 
 def _within(counts: range, begin: int, end: int) -> range:
     """Return the part of `counts` in [begin, end), relative to `begin`."""
-    return range(max(counts.start, begin) - begin, max(counts.start, begin, min(counts.stop, end)) - begin)
+    return range(
+        max(counts.start, begin) - begin,
+        max(counts.start, begin, min(counts.stop, end)) - begin,
+    )
 
 
 def _send(pair: _Pair, sink: socket.socket, data: bytearray) -> None:
@@ -238,8 +272,13 @@ def proxy_to(port: int) -> Iterator[Proxy]:
 
 @contextlib.contextmanager
 def black_hole() -> Iterator[int]:
-    """Return a port that never answers a connection: its queue is full, and the kernel drops new connections."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as fillers:
+    """Return a port that never answers a connection: its queue is full, and the kernel drops new
+    connections.
+    """
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as listener,
+        contextlib.ExitStack() as fillers,
+    ):
         port = listener.getsockname()[1]
         for _ in range(4):
             filler = fillers.enter_context(socket.socket())

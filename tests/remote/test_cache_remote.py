@@ -78,25 +78,34 @@ def test_one_line_adds_a_tier(shm_root: Path, tmp_path: Path, url: str) -> None:
         assert cache.tiers == ("host", "disk", "redis")
         stored(cache, prompt(10))
         for tier in cache.tiers:
-            assert served(cache, prompt(10), tiers=[tier])[0].by_tier == {tier: 160}
+            assert served(cache, prompt(10), tiers=[tier])[0].by_tier == {
+                tier: 160
+            }
 
 
-def test_the_remote_tier_serves_what_the_others_have_lost(shm_root: Path, tmp_path: Path, url: str) -> None:
+def test_the_remote_tier_serves_what_the_others_have_lost(
+    shm_root: Path, tmp_path: Path, url: str
+) -> None:
     tokens = prompt(10)
     with cache_over(url, shm_root / "before", tmp_path / "before") as cache:
         stored(cache, tokens)
     with cache_over(url, shm_root / "after", tmp_path / "after") as cache:
         assert cache.lookup(tokens, counted=False).by_tier == {"redis": 160}
         assert served(cache, tokens)[0].by_tier == {"redis": 160}
-        assert served(cache, tokens)[0].by_tier == {"host": 160}  # it was loaded during the call
+        # it was loaded during the call
+        assert served(cache, tokens)[0].by_tier == {"host": 160}
         assert counters_of(cache)["hit_tokens_remote"] == 160
 
 
-def test_one_run_from_three_tiers(shm_root: Path, tmp_path: Path, url: str) -> None:
+def test_one_run_from_three_tiers(
+    shm_root: Path, tmp_path: Path, url: str
+) -> None:
     tokens = prompt(12)
     with cache_over(url, shm_root / "1", tmp_path / "1") as cache:
         stored(cache, tokens)
-    with cache_over(url, shm_root / "2", tmp_path / "2", write_policy="write_through") as cache:
+    with cache_over(
+        url, shm_root / "2", tmp_path / "2", write_policy="write_through"
+    ) as cache:
         head = tokens[: 8 * CHUNK]
         cache.store(head, kv_of(head).transfer, tiers=["disk"])
         assert cache.flush(100)
@@ -106,14 +115,18 @@ def test_one_run_from_three_tiers(shm_root: Path, tmp_path: Path, url: str) -> N
         assert hit.by_tier == {"host": 64, "disk": 64, "redis": 64}
 
 
-def test_a_request_may_skip_tiers(shm_root: Path, tmp_path: Path, url: str) -> None:
+def test_a_request_may_skip_tiers(
+    shm_root: Path, tmp_path: Path, url: str
+) -> None:
     tokens = prompt(4)
     with cache_over(url, shm_root, tmp_path) as cache:
         cache.store(tokens, kv_of(tokens).transfer, tiers=["host", "disk"])
         assert cache.flush(100)
         assert served(cache, tokens, tiers=["redis"])[0].num_tokens == 0
         stored(cache, prompt(4, 1))
-        assert served(cache, prompt(4, 1), tiers=["disk", "redis"])[0].by_tier == {"disk": 64}
+        assert served(cache, prompt(4, 1), tiers=["disk", "redis"])[
+            0
+        ].by_tier == {"disk": 64}
         with pytest.raises(ValueError, match="no tier 's3'"):
             cache.lookup(tokens, tiers=["s3"])
 
@@ -132,19 +145,28 @@ def test_a_remote_tier_alone(url: str) -> None:
         assert served(cache, longer)[0].num_tokens == 320
 
 
-def test_a_header_names_the_chunk_before_it(shm_root: Path, redis: Server, url: str) -> None:
+def test_a_header_names_the_chunk_before_it(
+    shm_root: Path, redis: Server, url: str
+) -> None:
     """`pagoda warm` needs that."""
     tokens = prompt(4)
     truth = client.Redis(port=redis.port)
     with cache_over(url, shm_root) as cache:
         stored(cache, tokens)
         keys = keys_of(cache, tokens)
-    pages = [truth.hget(name, "h") for name in truth.scan_iter(f"{parse(url).prefix}:*")]
-    found = sorted((page.position, page.parent) for page in map(codec.parse, pages))  # type: ignore[arg-type,union-attr]
+    pages = [
+        truth.hget(name, "h")
+        for name in truth.scan_iter(f"{parse(url).prefix}:*")
+    ]
+    found = sorted(
+        (page.position, page.parent) for page in map(codec.parse, pages)
+    )  # type: ignore[arg-type,union-attr]
     assert found == list(enumerate([b"", *keys[:3]]))
 
 
-def test_compressed_and_plain_chunks_in_one_store(shm_root: Path, url: str) -> None:
+def test_compressed_and_plain_chunks_in_one_store(
+    shm_root: Path, url: str
+) -> None:
     with cache_over(url + "&codec=zstd", shm_root / "1") as cache:
         stored(cache, prompt(4))
     with cache_over(url, shm_root / "2") as cache:
@@ -162,10 +184,14 @@ def test_two_remote_tiers(shm_root: Path, url: str) -> None:
     with cache_over([url, far], shm_root / "2") as cache:
         cache.clear()
         stored(cache, prompt(4, 1))
-        assert served(cache, prompt(4, 1), tiers=["far"])[0].by_tier == {"far": 64}
+        assert served(cache, prompt(4, 1), tiers=["far"])[0].by_tier == {
+            "far": 64
+        }
 
 
-def test_a_prompt_is_brought_up_before_it_is_asked_for(shm_root: Path, url: str) -> None:
+def test_a_prompt_is_brought_up_before_it_is_asked_for(
+    shm_root: Path, url: str
+) -> None:
     with cache_over(url, shm_root / "before") as cache:
         stored(cache, prompt(10))
     with cache_over(url, shm_root / "after") as cache:
@@ -173,15 +199,24 @@ def test_a_prompt_is_brought_up_before_it_is_asked_for(shm_root: Path, url: str)
         assert served(cache, prompt(10))[0].by_tier == {"host": 160}
 
 
-def test_what_was_not_there_is_found_soon_after_it_came(shm_root: Path, url: str) -> None:
-    """A chunk that is known to be absent is not requested again for a moment, and only for a moment."""
-    with cache_over(url, shm_root / "1") as one, cache_over(url, shm_root / "2") as two:
+def test_what_was_not_there_is_found_soon_after_it_came(
+    shm_root: Path, url: str
+) -> None:
+    """A chunk that is known to be absent is not requested again for a moment, and only for a
+    moment.
+    """
+    with (
+        cache_over(url, shm_root / "1") as one,
+        cache_over(url, shm_root / "2") as two,
+    ):
         assert served(two, prompt(4))[0].num_tokens == 0
         stored(one, prompt(4))
         wait_until(lambda: served(two, prompt(4))[0].num_tokens == 64, 20)
 
 
-def test_a_server_that_forgets_is_filled_again(shm_root: Path, redis: Server, url: str) -> None:
+def test_a_server_that_forgets_is_filled_again(
+    shm_root: Path, redis: Server, url: str
+) -> None:
     truth = client.Redis(port=redis.port)
     prefix = url.split("prefix=")[1].split("&")[0]
     with cache_over(url, shm_root / "1") as cache:
@@ -190,7 +225,10 @@ def test_a_server_that_forgets_is_filled_again(shm_root: Path, redis: Server, ur
             truth.delete(name)
         assert served(cache, prompt(6))[0].by_tier == {"host": 96}
         assert served(cache, prompt(6), tiers=["redis"])[0].num_tokens == 0
-        assert cache.store(prompt(6, 1), kv_of(prompt(6, 1)).transfer).num_chunks == 6
+        assert (
+            cache.store(prompt(6, 1), kv_of(prompt(6, 1)).transfer).num_chunks
+            == 6
+        )
         assert cache.flush(100)
         assert served(cache, prompt(6, 1), tiers=["redis"])[0].num_tokens == 96
 
@@ -198,7 +236,9 @@ def test_a_server_that_forgets_is_filled_again(shm_root: Path, redis: Server, ur
 # ---- tenants, weights, clear
 
 
-def test_clear_of_a_tenant_leaves_the_others(shm_root: Path, tmp_path: Path, url: str) -> None:
+def test_clear_of_a_tenant_leaves_the_others(
+    shm_root: Path, tmp_path: Path, url: str
+) -> None:
     tokens = prompt(6)
     with cache_over(url, shm_root, tmp_path) as cache:
         stored(cache, tokens)
@@ -207,8 +247,17 @@ def test_clear_of_a_tenant_leaves_the_others(shm_root: Path, tmp_path: Path, url
         assert cleared.ok
         assert cleared.chunks["redis"] == 6
         for tier in cache.tiers:
-            wait_until(lambda tier=tier: served(cache, tokens, tiers=[tier], **TENANT)[0].num_tokens == 0)  # type: ignore[misc]
-            wait_until(lambda tier=tier: served(cache, tokens, tiers=[tier])[0].by_tier == {tier: 96})  # type: ignore[misc]
+            wait_until(
+                lambda tier=tier: (
+                    served(cache, tokens, tiers=[tier], **TENANT)[0].num_tokens
+                    == 0
+                )
+            )  # type: ignore[misc]
+            wait_until(
+                lambda tier=tier: (
+                    served(cache, tokens, tiers=[tier])[0].by_tier == {tier: 96}
+                )
+            )  # type: ignore[misc]
         assert cache.clear(everything=True).chunks["redis"] == 6
         assert served(cache, tokens)[0].num_tokens == 0
 
@@ -218,11 +267,16 @@ def test_two_tenants_never_share(url: str) -> None:
         stored(cache, prompt(4))
         hit, _ = served(cache, prompt(4), **TENANT)
         assert hit.num_tokens == 0
-        assert not set(keys_of(cache, prompt(4))) & {key for _, _, key in cache.keys(prompt(4), **TENANT)}
+        assert not set(keys_of(cache, prompt(4))) & {
+            key for _, _, key in cache.keys(prompt(4), **TENANT)
+        }
 
 
 def test_a_clear_that_fails_names_the_tier(shm_root: Path) -> None:
-    with redis_server() as server, cache_over(f"{server.url}/0?deadline=300ms", shm_root) as cache:
+    with (
+        redis_server() as server,
+        cache_over(f"{server.url}/0?deadline=300ms", shm_root) as cache,
+    ):
         stored(cache, prompt(4))
         server.kill()
         cleared = cache.clear()
@@ -231,36 +285,60 @@ def test_a_clear_that_fails_names_the_tier(shm_root: Path) -> None:
         assert cleared.chunks["host"] == 4
 
 
-def test_a_limit_ends_a_load_whose_chunks_still_come(redis: Server, url: str) -> None:
-    """Each chunk begins the patience of a call again, and the end of the call must not depend on it."""
+def test_a_limit_ends_a_load_whose_chunks_still_come(
+    redis: Server, url: str
+) -> None:
+    """Each chunk begins the patience of a call again, and the end of the call must not depend on
+    it.
+    """
     with proxy_to(redis.port) as proxy:
         far = url.replace(str(redis.port), str(proxy.port))
         with cache_over(far, None, deadline_seconds=30.0) as cache:
             stored(cache, prompt(12))
-            proxy.down = Fault(delay_seconds=0.1, piece_bytes=LAYOUT.chunk_bytes // 4)
+            proxy.down = Fault(
+                delay_seconds=0.1, piece_bytes=LAYOUT.chunk_bytes // 4
+            )
             hit, _ = served(cache, prompt(12), limit_seconds=1.0)
             assert hit.num_tokens < 12 * CHUNK
             assert hit.reason is Reason.DEADLINE
             proxy.heal()
-            wait_until(lambda: served(cache, prompt(12), limit_seconds=30.0)[0].num_tokens == 12 * CHUNK)
+            wait_until(
+                lambda: (
+                    served(cache, prompt(12), limit_seconds=30.0)[0].num_tokens
+                    == 12 * CHUNK
+                )
+            )
 
 
-def test_weights_that_changed_here_only_are_not_shared(shm_root: Path, url: str) -> None:
-    with cache_over(url, shm_root / "1") as one, cache_over(url, shm_root / "2") as two:
+def test_weights_that_changed_here_only_are_not_shared(
+    shm_root: Path, url: str
+) -> None:
+    with (
+        cache_over(url, shm_root / "1") as one,
+        cache_over(url, shm_root / "2") as two,
+    ):
         stored(one, prompt(4))
         one.weights_changed()
         assert served(one, prompt(4))[0].num_tokens == 0
         stored(one, prompt(4))
         assert served(one, prompt(4))[0].by_tier == {"host": 64}
-        assert served(one, prompt(4), tiers=["redis"])[0].reason is Reason.TIER_SKIPPED
-        assert served(two, prompt(4))[0].by_tier == {"redis": 64}  # it has the old weights
+        assert (
+            served(one, prompt(4), tiers=["redis"])[0].reason
+            is Reason.TIER_SKIPPED
+        )
+        # it has the old weights
+        assert served(two, prompt(4))[0].by_tier == {"redis": 64}
 
 
-@pytest.mark.parametrize("write_policy", ["write_through", "selective", "write_back"])
+@pytest.mark.parametrize(
+    "write_policy", ["write_through", "selective", "write_back"]
+)
 def test_what_new_weights_computed_does_not_leave_the_machine(
     shm_root: Path, tmp_path: Path, redis: Server, url: str, write_policy: str
 ) -> None:
-    """Also when it is used often: until the change has a name, another machine may use the same one for others."""
+    """Also when it is used often: until the change has a name, another machine may use the same one
+    for others.
+    """
     with (
         cache_over(url, shm_root, tmp_path, write_policy=write_policy) as cache,
         client.Redis(port=redis.port) as store,
@@ -273,12 +351,20 @@ def test_what_new_weights_computed_does_not_leave_the_machine(
                 served(cache, tokens, tiers=tiers)
             stored(cache, tokens)
         assert cache.flush(60)
-        wait_until(lambda: served(cache, prompt(4), tiers=["disk"])[0].num_tokens == 4 * CHUNK)
+        wait_until(
+            lambda: (
+                served(cache, prompt(4), tiers=["disk"])[0].num_tokens
+                == 4 * CHUNK
+            )
+        )
         assert not list(store.scan_iter(f"{prefix}*"))
 
 
 def test_a_named_version_is_shared_by_machines(shm_root: Path, url: str) -> None:
-    with cache_over(url, shm_root / "1") as one, cache_over(url, shm_root / "2") as two:
+    with (
+        cache_over(url, shm_root / "1") as one,
+        cache_over(url, shm_root / "2") as two,
+    ):
         one.weights_changed()
         one.weights_changed("step 1")
         stored(one, prompt(4))
@@ -331,11 +417,21 @@ def _both(url: str, root: Path, begin: int) -> None:
 
 
 @pytest.mark.slow
-def test_processes_that_store_and_retrieve_the_same_at_once(shm_root: Path, url: str) -> None:
-    run_all([SPAWN.Process(target=_both, args=(url, shm_root / str(n), 3 * n)) for n in range(3)])
+def test_processes_that_store_and_retrieve_the_same_at_once(
+    shm_root: Path, url: str
+) -> None:
+    run_all(
+        [
+            SPAWN.Process(target=_both, args=(url, shm_root / str(n), 3 * n))
+            for n in range(3)
+        ]
+    )
     with cache_over(url, None) as cache:
-        tokens = sum(served(cache, prompt(6, seed))[0].num_tokens for seed in range(8))
-        assert tokens > 4 * 6 * CHUNK  # a host tier that small may have lost some before they were written
+        tokens = sum(
+            served(cache, prompt(6, seed))[0].num_tokens for seed in range(8)
+        )
+        # a host tier that small may have lost some before they were written
+        assert tokens > 4 * 6 * CHUNK
 
 
 def _in_child(cache: Cache) -> None:
@@ -344,22 +440,31 @@ def _in_child(cache: Cache) -> None:
     assert served(cache, prompt(5, 1), tiers=["redis"])[0].num_tokens == 80
 
 
-def test_a_forked_child_goes_on_with_connections_of_its_own(shm_root: Path, url: str) -> None:
+def test_a_forked_child_goes_on_with_connections_of_its_own(
+    shm_root: Path, url: str
+) -> None:
     with cache_over(url, shm_root) as cache:
         stored(cache, prompt(5))
-        process = multiprocessing.get_context("fork").Process(target=_in_child, args=(cache,))
+        process = multiprocessing.get_context("fork").Process(
+            target=_in_child, args=(cache,)
+        )
         process.start()
         stored(cache, prompt(5, 2))
         process.join(60)
         assert process.exitcode == 0
         for seed in range(3):
-            assert served(cache, prompt(5, seed), tiers=["redis"])[0].num_tokens == 80
+            assert (
+                served(cache, prompt(5, seed), tiers=["redis"])[0].num_tokens
+                == 80
+            )
 
 
 # ---- what fails
 
 
-def test_an_engine_that_dies_and_comes_back(shm_root: Path, tmp_path: Path) -> None:
+def test_an_engine_that_dies_and_comes_back(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with redis_server() as server:
         url = f"{server.url}/0?deadline=300ms"
         with cache_over(url, shm_root, tmp_path) as cache:
@@ -382,8 +487,12 @@ def test_an_engine_that_dies_and_comes_back(shm_root: Path, tmp_path: Path) -> N
             wait_until(comes_back, 30)
 
 
-@pytest.mark.parametrize("with_host", [True, False], ids=["below a host tier", "alone"])
-def test_no_call_hangs_while_the_engine_stands_still(shm_root: Path, with_host: bool) -> None:
+@pytest.mark.parametrize(
+    "with_host", [True, False], ids=["below a host tier", "alone"]
+)
+def test_no_call_hangs_while_the_engine_stands_still(
+    shm_root: Path, with_host: bool
+) -> None:
     host = shm_root if with_host else None
     with redis_server() as server:
         url = f"{server.url}/0?deadline=300ms"
@@ -396,7 +505,9 @@ def test_no_call_hangs_while_the_engine_stands_still(shm_root: Path, with_host: 
                     lambda tokens=tokens: cache.retrieve(
                         tokens, blank(tokens).transfer, deadline_seconds=1.0
                     ),
-                    lambda tokens=tokens: cache.store(tokens, kv_of(tokens).transfer),
+                    lambda tokens=tokens: cache.store(
+                        tokens, kv_of(tokens).transfer
+                    ),
                     lambda tokens=tokens: cache.lookup(tokens),
                     lambda tokens=tokens: cache.prefetch(tokens).result(60),
                     lambda tokens=tokens: cache.explain(tokens),
@@ -416,7 +527,9 @@ def test_a_cache_opens_without_its_remote_engine(shm_root: Path) -> None:
         assert served(cache, prompt(4))[0].by_tier == {"host": 64}
 
 
-def test_a_retrieve_in_the_middle_of_which_the_engine_dies(shm_root: Path) -> None:
+def test_a_retrieve_in_the_middle_of_which_the_engine_dies(
+    shm_root: Path,
+) -> None:
     with redis_server() as server:
         url = f"{server.url}/0?deadline=1s&look=30s"
         with cache_over(url, shm_root / "1") as cache:
@@ -436,10 +549,14 @@ def test_a_retrieve_in_the_middle_of_which_the_engine_dies(shm_root: Path) -> No
 
 def s3_url(server: Server) -> str:
     keys = "access_key_id=any&secret_access_key=any&region=us-east-1"
-    return f"s3://{BUCKET}/{fresh_prefix()}?endpoint={server.url}&{keys}&{PATIENT}"
+    return (
+        f"s3://{BUCKET}/{fresh_prefix()}?endpoint={server.url}&{keys}&{PATIENT}"
+    )
 
 
-def test_what_one_machine_stored_in_s3_another_serves(shm_root: Path, s3: Server) -> None:
+def test_what_one_machine_stored_in_s3_another_serves(
+    shm_root: Path, s3: Server
+) -> None:
     url = s3_url(s3)
     tokens = prompt(10)
     with cache_over(url, shm_root / "before") as cache:
@@ -455,7 +572,9 @@ def test_what_one_machine_stored_in_s3_another_serves(shm_root: Path, s3: Server
         assert served(cache, tokens, tiers=["s3"], **TENANT)[0].num_tokens == 0
 
 
-def test_a_hierarchy_of_four(shm_root: Path, tmp_path: Path, s3: Server, url: str) -> None:
+def test_a_hierarchy_of_four(
+    shm_root: Path, tmp_path: Path, s3: Server, url: str
+) -> None:
     with cache_over([url, s3_url(s3)], shm_root, tmp_path) as cache:
         assert cache.tiers == ("host", "disk", "redis", "s3")
         stored(cache, prompt(3))
@@ -463,9 +582,14 @@ def test_a_hierarchy_of_four(shm_root: Path, tmp_path: Path, s3: Server, url: st
             assert served(cache, prompt(3), tiers=[tier])[0].by_tier == {tier: 48}
 
 
-def test_a_store_that_does_not_say_in_time_is_no_store_that_lacks_it(shm_root: Path) -> None:
+def test_a_store_that_does_not_say_in_time_is_no_store_that_lacks_it(
+    shm_root: Path,
+) -> None:
     """The answer names what is wrong; "never stored" would be false."""
-    with redis_server() as server, cache_over(f"{server.url}/0?look=1s&deadline=5s", shm_root) as cache:
+    with (
+        redis_server() as server,
+        cache_over(f"{server.url}/0?look=1s&deadline=5s", shm_root) as cache,
+    ):
         assert served(cache, prompt(2))[0].reason is Reason.ABSENT
         server.stop()
         hit, _ = served(cache, prompt(2, 1))

@@ -1,4 +1,6 @@
-"""All faults at once, at random: right bytes or a miss, in time, and everything works again afterwards."""
+"""All faults at once, at random: right bytes or a miss, in time, and everything works again
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ import pytest
 
 from pagoda.cache import Cache
 from testbed.servers import Server, redis_server
-from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, config_of, kv_of, prompt, served, stored, wait_until
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    config_of,
+    kv_of,
+    prompt,
+    served,
+    stored,
+    wait_until,
+)
 from tests.remote.chunks import begun_since, soon
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, proxy_to
 
@@ -66,8 +78,13 @@ def test_right_bytes_or_a_miss_whatever_happens(shm_root: Path) -> None:
     before = threading.enumerate()
     with redis_server() as server, proxy_to(server.port) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}/0?deadline=300ms"
-        config = config_of(shm_root, None, remote=url, host_size=16 * LAYOUT.slot_bytes)
-        with Cache(config, namespace=NAMESPACE, layout=LAYOUT) as cache, ThreadPoolExecutor(4) as threads:
+        config = config_of(
+            shm_root, None, remote=url, host_size=16 * LAYOUT.slot_bytes
+        )
+        with (
+            Cache(config, namespace=NAMESPACE, layout=LAYOUT) as cache,
+            ThreadPoolExecutor(4) as threads,
+        ):
             over = threading.Event()
             disturbing = threads.submit(disturb, server, proxy, over)
             until = time.monotonic() + SECONDS
@@ -83,7 +100,10 @@ def test_right_bytes_or_a_miss_whatever_happens(shm_root: Path) -> None:
                 tokens = prompt(4, 100 + len(tried))
                 tried.append(tokens)
                 stored(cache, tokens)
-                return served(cache, tokens, tiers=["redis"])[0].num_tokens == 4 * CHUNK
+                return (
+                    served(cache, tokens, tiers=["redis"])[0].num_tokens
+                    == 4 * CHUNK
+                )
 
             tried: list[object] = []
             wait_until(is_well, 30)

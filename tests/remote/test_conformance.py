@@ -42,7 +42,12 @@ from testbed.servers import (
     redis_sentinel,
     redis_server,
 )
-from tests.remote.chunks import PATIENT_SECONDS, QUANTISABLE, fresh_prefix, unchanged_by_codecs
+from tests.remote.chunks import (
+    PATIENT_SECONDS,
+    QUANTISABLE,
+    fresh_prefix,
+    unchanged_by_codecs,
+)
 
 LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 
@@ -93,7 +98,9 @@ def machine() -> Iterator[tuple[Server, Path]]:
     """Another machine: its server makes host stores."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     try:
-        with pagoda_server(root, "--host-size", "1MiB", PAGODA_POLICY="lru") as server:
+        with pagoda_server(
+            root, "--host-size", "1MiB", PAGODA_POLICY="lru"
+        ) as server:
             yield server, root
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -144,8 +151,13 @@ class TestQ4OnRedis(TestRedis):
     def test_it_is_a_lossy_chunk_that_is_stored(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             self.saved(tier, keys_of(ONE, 1))
-            (name,) = client.Redis(port=self.server.port).scan_iter(f"{self.prefix}*")
-            found = [parse(value) for value in client.Redis(port=self.server.port).hvals(name)]
+            (name,) = client.Redis(port=self.server.port).scan_iter(
+                f"{self.prefix}*"
+            )
+            found = [
+                parse(value)
+                for value in client.Redis(port=self.server.port).hvals(name)
+            ]
             (header,) = [each for each in found if each is not None]
             assert header.codec == self.codec
             assert header.stored_bytes < header.length / 2
@@ -162,7 +174,11 @@ class TestRedisPool(Remotely):
 
     def remote(self) -> StoreClient:
         places = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
-        return RedisPoolClient(f"redis+pool://{places}", prefix=self.prefix, look_seconds=PATIENT_SECONDS)
+        return RedisPoolClient(
+            f"redis+pool://{places}",
+            prefix=self.prefix,
+            look_seconds=PATIENT_SECONDS,
+        )
 
 
 class TestRedisCluster(Remotely):
@@ -172,7 +188,9 @@ class TestRedisCluster(Remotely):
 
     def remote(self) -> StoreClient:
         url = f"redis+cluster://127.0.0.1:{self.server.port}"
-        return RedisClusterClient(url, prefix=self.prefix, look_seconds=PATIENT_SECONDS)
+        return RedisClusterClient(
+            url, prefix=self.prefix, look_seconds=PATIENT_SECONDS
+        )
 
 
 class TestRedisSentinel(Remotely):
@@ -181,7 +199,10 @@ class TestRedisSentinel(Remotely):
         self.server = sentinel
 
     def remote(self) -> StoreClient:
-        return RedisClient(f"redis+sentinel://127.0.0.1:{self.server.port}/kv", prefix=self.prefix)
+        return RedisClient(
+            f"redis+sentinel://127.0.0.1:{self.server.port}/kv",
+            prefix=self.prefix,
+        )
 
 
 class TestCompressedRedis(TestRedis):
@@ -191,14 +212,19 @@ class TestCompressedRedis(TestRedis):
         """Bytes that can be made smaller, as those of KV."""
         buffer = aligned(tier.chunk_bytes)
         rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
-        words = rng.standard_normal(tier.chunk_bytes // 2, np.float32).view(np.uint32) >> 16
+        words = (
+            rng.standard_normal(tier.chunk_bytes // 2, np.float32).view(np.uint32)
+            >> 16
+        )
         buffer[:] = words.astype(np.uint16).view(np.uint8)
         return buffer
 
     def test_it_takes_less_room(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             self.saved(tier, keys_of(ONE, 1))
-        (name,) = client.Redis(port=self.server.port).scan_iter(f"{self.prefix}:*")
+        (name,) = client.Redis(port=self.server.port).scan_iter(
+            f"{self.prefix}:*"
+        )
         page, stored = client.Redis(port=self.server.port).hmget(name, "h", "0")
         header = parse(page)
         assert header is not None
@@ -218,7 +244,9 @@ class TestS3(Remotely):
             "access_key_id": "any",
             "secret_access_key": "any",
         }
-        return ObjectStoreClient(f"s3://{BUCKET}", prefix=self.prefix, options=options)
+        return ObjectStoreClient(
+            f"s3://{BUCKET}", prefix=self.prefix, options=options
+        )
 
 
 class TestIndexedS3(TestS3):
@@ -227,7 +255,9 @@ class TestIndexedS3(TestS3):
         self.index = redis
 
     def remote(self) -> StoreClient:
-        return IndexedStoreClient(super().remote(), RedisClient(self.index.url, prefix=self.prefix))
+        return IndexedStoreClient(
+            super().remote(), RedisClient(self.index.url, prefix=self.prefix)
+        )
 
 
 class TestPagodaServer(Remotely):
@@ -238,7 +268,9 @@ class TestPagodaServer(Remotely):
         self.server, self.stores = machine
 
     def remote(self) -> StoreClient:
-        return PagodaServerClient(url_with_password(self.server.url, str(self.server.root / "token")))
+        return PagodaServerClient(
+            url_with_password(self.server.url, str(self.server.root / "token"))
+        )
 
     def make_tier(self, tmp_path: Path) -> Tier:
         """A new tier over the server, whose stores were emptied: it has no prefixes."""
@@ -247,7 +279,9 @@ class TestPagodaServer(Remotely):
                 admin.clear(ledger)
         return super().make_tier(tmp_path)
 
-    def test_clear_of_one_namespace_leaves_the_other(self, tmp_path: Path) -> None:
+    def test_clear_of_one_namespace_leaves_the_other(
+        self, tmp_path: Path
+    ) -> None:
         """What is stored there is that machine's: it is cleared there."""
         with self.opened(tmp_path) as tier:
             keys = self.saved(tier, keys_of(ONE, 4))

@@ -1,4 +1,6 @@
-"""Chunks that are hot on one machine stay in the shared store, and are stored again after a loss."""
+"""Chunks that are hot on one machine stay in the shared store, and are stored again after a
+loss.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,27 @@ PATIENT = "deadline=30s&look=30s"
 
 @contextmanager
 def machine(
-    url: str, memory: Path, clock: FakeClock, disk: Path | None = None, **options: object
+    url: str,
+    memory: Path,
+    clock: FakeClock,
+    disk: Path | None = None,
+    **options: object,
 ) -> Iterator[Cache]:
     """A machine's cache: host memory, perhaps a disk, and the store that it shares with others."""
-    config = config_of(memory, disk, remote=f"{url}{'&' if '?' in url else '?'}{PATIENT}", **options)
+    config = config_of(
+        memory,
+        disk,
+        remote=f"{url}{'&' if '?' in url else '?'}{PATIENT}",
+        **options,
+    )
     with Cache(config, namespace=NAMESPACE, layout=LAYOUT, clock=clock) as cache:
         yield cache
 
 
 def found_by_another(url: str, memory: Path) -> int:
-    """How many chunks of the hot prompt a machine that begins with empty memory gets from the store."""
+    """How many chunks of the hot prompt a machine that begins with empty memory gets from the
+    store.
+    """
     with machine(url, memory, FakeClock()) as cache:
         return served(cache, HOT)[0].by_tier.get("redis", 0) // CHUNK
 
@@ -58,7 +71,10 @@ def use(cache: Cache, clock: FakeClock, seconds: float = 3.0) -> None:
 
 def test_after_flushall(shm_root: Path) -> None:
     clock = FakeClock()
-    with redis_server() as redis, machine(redis.url, shm_root / "a", clock) as cache:
+    with (
+        redis_server() as redis,
+        machine(redis.url, shm_root / "a", clock) as cache,
+    ):
         stored(cache, HOT)
         client.Redis(port=redis.port).flushall()
         use(cache, clock)
@@ -68,7 +84,10 @@ def test_after_flushall(shm_root: Path) -> None:
 def test_after_it_went_on_as_an_empty_server(shm_root: Path) -> None:
     """As after a restart, or a failover to a replica that had nothing."""
     clock = FakeClock()
-    with redis_server() as redis, machine(redis.url, shm_root / "a", clock) as cache:
+    with (
+        redis_server() as redis,
+        machine(redis.url, shm_root / "a", clock) as cache,
+    ):
         stored(cache, HOT)
         redis.restart()
         for _ in range(3):  # the first meets a connection that was cut
@@ -78,7 +97,10 @@ def test_after_it_went_on_as_an_empty_server(shm_root: Path) -> None:
 
 def test_after_a_store_of_what_is_here_already(shm_root: Path) -> None:
     clock = FakeClock()
-    with redis_server() as redis, machine(redis.url, shm_root / "a", clock) as cache:
+    with (
+        redis_server() as redis,
+        machine(redis.url, shm_root / "a", clock) as cache,
+    ):
         stored(cache, HOT)
         client.Redis(port=redis.port).flushall()
         clock.advance(3)
@@ -90,9 +112,17 @@ def test_after_a_store_of_what_is_here_already(shm_root: Path) -> None:
 @pytest.mark.slow
 def test_while_others_fill_the_server(shm_root: Path) -> None:
     clock = FakeClock()
-    limits = ("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru", "--maxmemory-samples", "10")
+    limits = (
+        "--maxmemory",
+        "12mb",
+        "--maxmemory-policy",
+        "allkeys-lru",
+        "--maxmemory-samples",
+        "10",
+    )
     with redis_server(*limits) as redis:
-        url = f"{redis.url}?connections=1"  # each takes up to a MiB of the server's memory
+        # each takes up to a MiB of the server's memory
+        url = f"{redis.url}?connections=1"
         with machine(url, shm_root / "a", clock) as cache:
             stored(cache, HOT)
             with machine(url, shm_root / "others", FakeClock()) as others:
@@ -108,13 +138,17 @@ def test_while_others_fill_the_server(shm_root: Path) -> None:
                 use(cache, clock)
                 return found_by_another(url, next(fresh)) == 20
 
-            wait_until(is_served)  # Redis counts idleness in seconds, and chooses among a few
+            # Redis counts idleness in seconds, and chooses among a few
+            wait_until(is_served)
 
 
 @pytest.mark.parametrize("from_below", [False, True])
 def test_with_an_end_that_use_puts_off(shm_root: Path, from_below: bool) -> None:
     clock = FakeClock()
-    with redis_server() as redis, machine(f"{redis.url}?ttl=1h", shm_root / "a", clock) as cache:
+    with (
+        redis_server() as redis,
+        machine(f"{redis.url}?ttl=1h", shm_root / "a", clock) as cache,
+    ):
         stored(cache, HOT)
         truth = client.Redis(port=redis.port)
         names = list(truth.scan_iter("pagoda:1:*"))
@@ -123,7 +157,9 @@ def test_with_an_end_that_use_puts_off(shm_root: Path, from_below: bool) -> None
             assert truth.pexpire(name, 60_000)  # as if most of the hour were over
         clock.advance(1800)
         if from_below:
-            assert served(cache, HOT, tiers=["redis"])[0].by_tier == {"redis": 20 * CHUNK}
+            assert served(cache, HOT, tiers=["redis"])[0].by_tier == {
+                "redis": 20 * CHUNK
+            }
             assert cache.flush(100)
         else:
             use(cache, clock)
@@ -132,7 +168,10 @@ def test_with_an_end_that_use_puts_off(shm_root: Path, from_below: bool) -> None
 
 def test_after_its_end(shm_root: Path) -> None:
     clock = FakeClock()
-    with redis_server() as redis, machine(f"{redis.url}?ttl=1h", shm_root / "a", clock) as cache:
+    with (
+        redis_server() as redis,
+        machine(f"{redis.url}?ttl=1h", shm_root / "a", clock) as cache,
+    ):
         stored(cache, HOT)
         truth = client.Redis(port=redis.port)
         for name in truth.scan_iter("pagoda:1:*"):
@@ -144,7 +183,10 @@ def test_after_its_end(shm_root: Path) -> None:
         assert found_by_another(redis.url, shm_root / "b") == 20
 
 
-ACL = "-@all +select +exists +set +hset +hget +hlen +pexpire +persist +renamenx +unlink +multi +exec +discard +scan"
+ACL = (
+    "-@all +select +exists +set +hset +hget +hlen +pexpire +persist +renamenx +unlink +multi "
+    "+exec +discard +scan"
+)
 ACL += " +info +object|idletime +object|freq"
 READ_ONLY = "-@all +select +exists +hget +info"
 
@@ -168,14 +210,24 @@ def test_the_rule_of_the_documentation_is_enough(
             *ACL.split(),
         )
         url = f"redis://user:secret@127.0.0.1:{redis.port}/0?{ttl}"
-        with machine(url, shm_root / "a", clock) as cache, caplog.at_level(logging.WARNING):
+        with (
+            machine(url, shm_root / "a", clock) as cache,
+            caplog.at_level(logging.WARNING),
+        ):
             stored(cache, HOT)
-            idle = [truth.object("idletime", name) for name in truth.scan_iter("pagoda:1:*")]
+            idle = [
+                truth.object("idletime", name)
+                for name in truth.scan_iter("pagoda:1:*")
+            ]
             assert len(idle) == 20
             truth.flushdb()
             use(cache, clock)
             assert truth.dbsize() == 20
-            assert not [record for record in caplog.records if record.name == "pagoda.tiers.remote"]
+            assert not [
+                record
+                for record in caplog.records
+                if record.name == "pagoda.tiers.remote"
+            ]
             assert counters_of(cache)["miss_io_error"] == 0
 
 
@@ -188,16 +240,38 @@ def test_who_may_only_read_is_told_once_and_reads_on(
             stored(writer, HOT)
         truth = client.Redis(port=redis.port)
         truth.execute_command(
-            "ACL", "SETUSER", "reader", "on", ">secret", "resetkeys", "~pagoda:1:*", "resetchannels", *READ_ONLY.split()
-        )  # fmt: skip
+            "ACL",
+            "SETUSER",
+            "reader",
+            "on",
+            ">secret",
+            "resetkeys",
+            "~pagoda:1:*",
+            "resetchannels",
+            *READ_ONLY.split(),
+        )
         url = f"redis://reader:secret@127.0.0.1:{redis.port}/0"
-        with machine(url, shm_root / "b", clock) as cache, caplog.at_level(logging.WARNING):
+        with (
+            machine(url, shm_root / "b", clock) as cache,
+            caplog.at_level(logging.WARNING),
+        ):
             assert served(cache, HOT)[0].by_tier == {"redis": 20 * CHUNK}
             for _ in range(10):
                 use(cache, clock)
                 clock.advance(3)
-                assert served(cache, HOT, tiers=["redis"])[0].by_tier == {"redis": 20 * CHUNK}
-            assert len([record for record in caplog.records if "touching" in record.message]) == 1
+                assert served(cache, HOT, tiers=["redis"])[0].by_tier == {
+                    "redis": 20 * CHUNK
+                }
+            assert (
+                len(
+                    [
+                        record
+                        for record in caplog.records
+                        if "touching" in record.message
+                    ]
+                )
+                == 1
+            )
 
 
 def test_objects_are_looked_for_again_once_in_a_while(
@@ -219,14 +293,18 @@ def test_objects_are_looked_for_again_once_in_a_while(
         assert tier.touch(keys, namespace=cache.namespace.root) == [True] * 20
 
 
-def test_what_only_the_disk_served_is_kept_alive_further_down(shm_root: Path, tmp_path: Path) -> None:
+def test_what_only_the_disk_served_is_kept_alive_further_down(
+    shm_root: Path, tmp_path: Path
+) -> None:
     clock = FakeClock()
     with redis_server() as redis:
         with machine(redis.url, shm_root / "a", clock, tmp_path) as cache:
             stored(cache, HOT)
         truth = client.Redis(port=redis.port)
         truth.flushall()
-        with machine(redis.url, shm_root / "after a boot", clock, tmp_path) as cache:
+        with machine(
+            redis.url, shm_root / "after a boot", clock, tmp_path
+        ) as cache:
             assert on_disk(cache, HOT) == 20
             assert served(cache, HOT)[0].by_tier == {"disk": 20 * CHUNK}
             assert cache.flush(100)

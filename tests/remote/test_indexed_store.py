@@ -21,7 +21,16 @@ from pagoda.tiers.base import Done
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
 from testbed.servers import BUCKET, Server, emptied_s3, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
-from tests.remote.chunks import PATIENT_SECONDS, ROOT, chunks_of, ends, keys_of, soon, tier_on, wait_until
+from tests.remote.chunks import (
+    PATIENT_SECONDS,
+    ROOT,
+    chunks_of,
+    ends,
+    keys_of,
+    soon,
+    tier_on,
+    wait_until,
+)
 from tests.remote.evil import LyingRedis
 from tests.remote.object_stores import until
 
@@ -50,12 +59,17 @@ def counted(s3: Server) -> Iterator[tuple[str, Counter[str]]]:
         def _forward(self) -> None:
             asked[self.command] += 1
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            with closing(HTTPConnection("127.0.0.1", s3.port, timeout=20)) as line:
+            with closing(
+                HTTPConnection("127.0.0.1", s3.port, timeout=20)
+            ) as line:
                 line.request(self.command, self.path, body, dict(self.headers))
                 answer = line.getresponse()
                 text = answer.read()
             self.send_response(answer.status)
-            self.send_header("Content-Length", answer.getheader("Content-Length") or str(len(text)))
+            self.send_header(
+                "Content-Length",
+                answer.getheader("Content-Length") or str(len(text)),
+            )
             self.end_headers()
             self.wfile.write(text)
 
@@ -76,8 +90,12 @@ def counted(s3: Server) -> Iterator[tuple[str, Counter[str]]]:
 
 
 @pytest.fixture
-def place(s3: Server, redis: Server, request: pytest.FixtureRequest) -> Iterator[tuple[str, Counter[str]]]:
-    """The URL of an indexed tier that this test has for itself, and the requests that its object store got."""
+def place(
+    s3: Server, redis: Server, request: pytest.FixtureRequest
+) -> Iterator[tuple[str, Counter[str]]]:
+    """The URL of an indexed tier that this test has for itself, and the requests that its object
+    store got.
+    """
     with client.Redis(port=redis.port) as other:
         other.flushall()
     with counted(s3) as (endpoint, asked):
@@ -88,7 +106,9 @@ def place(s3: Server, redis: Server, request: pytest.FixtureRequest) -> Iterator
         )
 
 
-def test_a_look_up_sends_the_object_store_nothing(place: tuple[str, Counter[str]]) -> None:
+def test_a_look_up_sends_the_object_store_nothing(
+    place: tuple[str, Counter[str]],
+) -> None:
     url, asked = place
     tokens = prompt(40)
     with cache_at(None, None, remote=url) as cache:
@@ -115,7 +135,9 @@ def test_an_object_that_was_received_is_served_whatever_becomes_of_its_mark(
         stored(cache, tokens)
     with closing(LyingRedis(redis.port)) as proxy:
         proxy.lies[b"HLEN"] = lambda said: [b"-NOPERM this user may not\r\n"]
-        with cache_at(None, None, remote=url.replace(f":{redis.port}/", f":{proxy.port}/")) as cache:
+        with cache_at(
+            None, None, remote=url.replace(f":{redis.port}/", f":{proxy.port}/")
+        ) as cache:
             assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
 
 
@@ -131,7 +153,9 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
     with client.Redis(port=redis.port) as other:
         (mark,) = other.keys(f"*{{{third.hex()}}}")
     root = bytes.fromhex(mark.decode().split(":")[2])
-    bucket = parse(url.partition("&index=")[0]).engine().connection().open(until())
+    bucket = (
+        parse(url.partition("&index=")[0]).engine().connection().open(until())
+    )
     assert bucket.remove(root, [third], until()) == 1
     bucket.close()
     with cache_at(None, None, remote=url) as cache:
@@ -159,7 +183,9 @@ def test_an_index_that_was_emptied_is_filled_by_stores(
         assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
 
 
-def test_a_load_keeps_the_mark(place: tuple[str, Counter[str]], redis: Server) -> None:
+def test_a_load_keeps_the_mark(
+    place: tuple[str, Counter[str]], redis: Server
+) -> None:
     """A Redis that evicts what was not used for long must know that the object is used."""
     url, _ = place
     with client.Redis(port=redis.port) as other:
@@ -172,25 +198,39 @@ def test_a_load_keeps_the_mark(place: tuple[str, Counter[str]], redis: Server) -
         assert 2_000_000 < other.pttl(mark) <= 3_600_000
 
 
-def test_a_load_ranks_the_mark_as_the_store_did(place: tuple[str, Counter[str]]) -> None:
-    """Where Redis evicts by life, the mark of a chunk deep in a chain goes first, also after it was used."""
+def test_a_load_ranks_the_mark_as_the_store_did(
+    place: tuple[str, Counter[str]],
+) -> None:
+    """Where Redis evicts by life, the mark of a chunk deep in a chain goes first, also after it was
+    used.
+    """
     options = ("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl")
     root = bytes(32)
     key = b"k" * 32
     page = np.ones(4096, np.uint8)
     stored_bytes = np.ones(100, np.uint8)
     room = np.empty(100, np.uint8)
-    with redis_server(*options) as by_life, client.Redis(port=by_life.port) as other:
+    with (
+        redis_server(*options) as by_life,
+        client.Redis(port=by_life.port) as other,
+    ):
         url = f"{place[0].partition('&index=')[0]}&index={by_life.url}/0%3Fttl=1h"
         soon = time.monotonic() + 30
         with closing(parse(url).engine().connection().open(soon)) as connection:
             assert (
-                connection.put(PutRequest(root, key, page, stored_bytes, lambda: True), soon)
+                connection.put(
+                    PutRequest(root, key, page, stored_bytes, lambda: True), soon
+                )
                 is PutResult.STORED
             )
             (mark,) = other.keys("pagoda-index-*")
             other.pexpire(mark, 1_000_000)
-            assert connection.get(GetRequest(root, key, page, lambda: room, 600_000), soon) == 100
+            assert (
+                connection.get(
+                    GetRequest(root, key, page, lambda: room, 600_000), soon
+                )
+                == 100
+            )
         assert 2_900_000 < other.pttl(mark) <= 3_000_000
 
 
@@ -203,7 +243,11 @@ def test_what_is_claimed_in_the_index_and_not_sent_is_released(
         def still_valid() -> bool:
             return len(truth.keys("*:w")) < len(keys)
 
-        with tier_on(parse(place[0]).engine(), connections=1, deadline_seconds=PATIENT_SECONDS) as tier:
+        with tier_on(
+            parse(place[0]).engine(),
+            connections=1,
+            deadline_seconds=PATIENT_SECONDS,
+        ) as tier:
             done = ends(tier.save(chunks_of(keys, still_valid=still_valid), ROOT))
             assert done == [Done(False, Reason.STALE)] * len(keys)
             with soon():
@@ -211,7 +255,9 @@ def test_what_is_claimed_in_the_index_and_not_sent_is_released(
     assert not place[1]["PUT"]
 
 
-def test_what_is_stale_once_it_was_sent_gets_no_mark(place: tuple[str, Counter[str]], redis: Server) -> None:
+def test_what_is_stale_once_it_was_sent_gets_no_mark(
+    place: tuple[str, Counter[str]], redis: Server
+) -> None:
     url, asked = place
     with tier_on(parse(url).engine(), deadline_seconds=PATIENT_SECONDS) as tier:
         chunks = chunks_of(keys_of(1), still_valid=lambda: not asked["PUT"])
@@ -221,9 +267,14 @@ def test_what_is_stale_once_it_was_sent_gets_no_mark(place: tuple[str, Counter[s
     assert asked["PUT"] == 1
 
 
-def test_remove_and_clear_reach_both(place: tuple[str, Counter[str]], redis: Server) -> None:
+def test_remove_and_clear_reach_both(
+    place: tuple[str, Counter[str]], redis: Server
+) -> None:
     url, _ = place
-    with client.Redis(port=redis.port) as other, cache_at(None, None, remote=url) as cache:
+    with (
+        client.Redis(port=redis.port) as other,
+        cache_at(None, None, remote=url) as cache,
+    ):
         stored(cache, prompt(4))
         assert len(other.keys("pagoda-index-*")) == 4 == other.dbsize()
         cache.clear()
@@ -231,7 +282,10 @@ def test_remove_and_clear_reach_both(place: tuple[str, Counter[str]], redis: Ser
         assert served(cache, prompt(4))[0].num_tokens == 0
 
     keys = keys_of(2)
-    with client.Redis(port=redis.port) as other, tier_on(parse(url).engine(), deadline_seconds=30) as tier:
+    with (
+        client.Redis(port=redis.port) as other,
+        tier_on(parse(url).engine(), deadline_seconds=30) as tier,
+    ):
         assert all(end.ok for end in ends(tier.save(chunks_of(keys), ROOT)))
         assert tier.remove(keys[1], ROOT)
         assert not tier.remove(keys[1], ROOT)
@@ -252,7 +306,9 @@ def test_an_index_that_does_not_answer_is_a_miss_that_the_log_explains(
 
 
 def test_two_stores_share_an_index(s3: Server, redis: Server) -> None:
-    """Also with the chunks of a Redis tier: no mark is taken for another store's, or for a chunk."""
+    """Also with the chunks of a Redis tier: no mark is taken for another store's, or for a
+    chunk.
+    """
     base = f"endpoint=http://127.0.0.1:{s3.port}&{KEYS}&look=30s&deadline=30s&index=redis://127.0.0.1:{redis.port}/0"
     one = f"s3://{BUCKET}/one?{base}"
     two = f"s3://{BUCKET}/two?{base}"

@@ -1,4 +1,6 @@
-"""Look-ups of long prompts: few questions, and what is missing in the middle costs a shorter hit and nothing else."""
+"""Look-ups of long prompts: few questions, and what is missing in the middle costs a shorter hit
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,15 @@ def asked(db: client.Redis) -> int:
     return int(calls)
 
 
-@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(2, 16), st.integers(16, 600))
-def test_without_holes_it_is_the_leading_run(count: int, there: int, probes: int, exact: int) -> None:
+@given(
+    st.integers(0, 3000),
+    st.integers(0, 3000),
+    st.integers(2, 16),
+    st.integers(16, 600),
+)
+def test_without_holes_it_is_the_leading_run(
+    count: int, there: int, probes: int, exact: int
+) -> None:
     there = min(count, there)
     questions = list[Sequence[int]]()
 
@@ -64,13 +73,20 @@ def test_without_holes_it_is_the_leading_run(count: int, there: int, probes: int
     assert leading_run(count, ask, probes=probes, exact=exact) == there
     assert all(len(positions) <= max(probes, exact) for positions in questions)
     assert len(questions) <= 1 or count > exact
-    assert len({at for positions in questions for at in positions}) == sum(map(len, questions)), "asked twice"
+    assert len({at for positions in questions for at in positions}) == sum(
+        map(len, questions)
+    ), "asked twice"
 
 
 @given(st.sets(st.integers(0, 99)), st.integers(2, 8), st.integers(8, 120))
-def test_with_holes_it_is_never_less(absent: set[int], probes: int, exact: int) -> None:
+def test_with_holes_it_is_never_less(
+    absent: set[int], probes: int, exact: int
+) -> None:
     def ask(positions: Sequence[int]) -> int:
-        return next((nth for nth, at in enumerate(positions) if at in absent), len(positions))
+        return next(
+            (nth for nth, at in enumerate(positions) if at in absent),
+            len(positions),
+        )
 
     found = leading_run(100, ask, probes=probes, exact=exact)
     assert found >= min(absent, default=100)
@@ -79,13 +95,16 @@ def test_with_holes_it_is_never_less(absent: set[int], probes: int, exact: int) 
 
 
 @pytest.mark.parametrize("there", [0, 1, EXACT_KEYS, LONG - 1, LONG])
-def test_a_long_prompt_is_a_few_questions(server: Server, db: client.Redis, there: int) -> None:
+def test_a_long_prompt_is_a_few_questions(
+    server: Server, db: client.Redis, there: int
+) -> None:
     keys = chain_of(LONG)
     present(db, keys[:there])
     with tier_on(RedisClient(server.url), look_seconds=PATIENT_SECONDS) as tier:
         before = asked(db)
         assert tier.find(keys, namespace=ROOT) == there
-        assert asked(db) - before <= 2 + 16 + LONG // 16  # with those that a connection begins with
+        # with those that a connection begins with
+        assert asked(db) - before <= 2 + 16 + LONG // 16
 
 
 def test_a_short_prompt_is_exact(server: Server, db: client.Redis) -> None:
@@ -99,21 +118,28 @@ def test_several_nodes_find_a_long_run(server: Server, db: client.Redis) -> None
     keys = chain_of(2 * LONG)
     with redis_server() as second, client.Redis(port=second.port) as other:
         places = f"127.0.0.1:{server.port},127.0.0.1:{second.port}"
-        pool = RedisPoolClient(f"redis+pool://{places}", look_seconds=PATIENT_SECONDS)
+        pool = RedisPoolClient(
+            f"redis+pool://{places}", look_seconds=PATIENT_SECONDS
+        )
         for node, share in pool.shares(keys).items():
             present(
-                db if str(server.port) in node.place else other, [keys[at] for at in share if at < LONG + 9]
+                db if str(server.port) in node.place else other,
+                [keys[at] for at in share if at < LONG + 9],
             )
         with tier_on(pool, look_seconds=PATIENT_SECONDS) as tier:
             assert tier.find(keys, namespace=ROOT) == LONG + 9
 
 
-def test_what_was_not_asked_about_is_stored(server: Server, db: client.Redis) -> None:
+def test_what_was_not_asked_about_is_stored(
+    server: Server, db: client.Redis
+) -> None:
     """A look-up takes a missing chunk for present; the save that follows must not."""
     keys = chain_of(LONG)
     present(db, [key for at, key in enumerate(keys) if at != HOLE])
     with tier_on(
-        RedisClient(server.url), look_seconds=PATIENT_SECONDS, deadline_seconds=PATIENT_SECONDS
+        RedisClient(server.url),
+        look_seconds=PATIENT_SECONDS,
+        deadline_seconds=PATIENT_SECONDS,
     ) as tier:
         assert tier.find(keys, namespace=ROOT) == LONG
         assert save(tier, [keys[HOLE]])[0].ok
@@ -121,7 +147,9 @@ def test_what_was_not_asked_about_is_stored(server: Server, db: client.Redis) ->
 
 
 @pytest.mark.slow
-def test_a_hole_is_a_shorter_hit(server: Server, db: client.Redis, tmp_path: Path) -> None:
+def test_a_hole_is_a_shorter_hit(
+    server: Server, db: client.Redis, tmp_path: Path
+) -> None:
     """With the right bytes, a reason, and the hole is filled by what is computed then."""
     url = f"{server.url}/0?deadline=30s&look=30s&queue_chunks=4096"
     tokens = prompt(LONG)
@@ -138,11 +166,15 @@ def test_a_hole_is_a_shorter_hit(server: Server, db: client.Redis, tmp_path: Pat
         assert served(cache, tokens)[0].num_tokens == LONG * CHUNK
 
 
-def test_an_absence_explains_a_miss_for_longer_than_it_is_believed(db: client.Redis, server: Server) -> None:
+def test_an_absence_explains_a_miss_for_longer_than_it_is_believed(
+    db: client.Redis, server: Server
+) -> None:
     """Another tier may be asked meanwhile: this one has answered."""
     clock = FakeClock()
     (key,) = chain_of(1)
-    with tier_on(RedisClient(server.url), clock=clock, look_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        RedisClient(server.url), clock=clock, look_seconds=PATIENT_SECONDS
+    ) as tier:
         assert not tier.knows(key, ROOT)
         assert tier.find([key], namespace=ROOT) == 0
         assert tier.knows(key, ROOT)

@@ -1,4 +1,6 @@
-"""A Mooncake pool whose parts fail: its master, its machines, the processes that call its library, what is stored."""
+"""A Mooncake pool whose parts fail: its master, its machines, the processes that call its library,
+what is stored.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.base import Bytes, Done
-from pagoda.tiers.remote.mooncake import _HELPER, MooncakeClient, MooncakeProcess, PoolAddress
+from pagoda.tiers.remote.mooncake import (
+    _HELPER,
+    MooncakeClient,
+    MooncakeProcess,
+    PoolAddress,
+)
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import PutRequest
 from testbed.servers import Server, mooncake_master, mooncake_peer
@@ -45,8 +52,10 @@ from tests.remote.chunks import (
     wait_until,
 )
 
-QUICK = "-client_ttl=2"  # seconds after which the master forgets a machine that is silent
-START_SECONDS = 10.0  # a process that calls Mooncake may start slowly on a busy machine
+# seconds after which the master forgets a machine that is silent
+QUICK = "-client_ttl=2"
+# a process that calls Mooncake may start slowly on a busy machine
+START_SECONDS = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +69,29 @@ def client_of(master: Server, **options: object) -> MooncakeClient:
     return MooncakeClient(master.url, prefix=fresh_prefix(), **options)  # type: ignore[arg-type]
 
 
-def save(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> list[Done]:
-    """Save a chain; return the results, which may take as long as a busy machine takes to start processes."""
+def save(
+    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL
+) -> list[Done]:
+    """Save a chain; return the results, which may take as long as a busy machine takes to start
+    processes.
+    """
     return ends(tier.save(chunks_of(keys, layout), ROOT))
 
 
-def stores(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> None:
+def stores(
+    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL
+) -> None:
     """Check that the tier stores the chain, by itself, after a while."""
     wait_until(lambda: all(end.ok for end in save(tier, keys, layout)))
 
 
-def recovers(tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL) -> None:
+def recovers(
+    tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL
+) -> None:
     """Check that the tier serves the chain, by itself, after a while."""
-    wait_until(lambda: load(tier, keys, layout, PATIENT_SECONDS) == [None] * len(keys))
+    wait_until(
+        lambda: load(tier, keys, layout, PATIENT_SECONDS) == [None] * len(keys)
+    )
 
 
 def helpers() -> set[int]:
@@ -81,14 +100,24 @@ def helpers() -> set[int]:
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if str(_HELPER).encode() in words and words[-2] == b"%d" % os.getpid() and _runs(int(entry.name)):
+            if (
+                str(_HELPER).encode() in words
+                and words[-2] == b"%d" % os.getpid()
+                and _runs(int(entry.name))
+            ):
                 found.add(int(entry.name))
     return found
 
 
 def _runs(process: int) -> bool:
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{process}/stat")
+            .read_text()
+            .rpartition(")")[2]
+            .split()[0]
+            != "Z"
+        )
     except OSError:
         return False
 
@@ -101,7 +130,9 @@ class RawStore:
     """Reads and writes values without a tier."""
 
     def __init__(self, master: Server) -> None:
-        self._process = MooncakeProcess(PoolAddress("127.0.0.1", master.port, "tcp"))
+        self._process = MooncakeProcess(
+            PoolAddress("127.0.0.1", master.port, "tcp")
+        )
         self._until = time.monotonic() + 10 * PATIENT_SECONDS
         self._process.join(self._until)
 
@@ -154,13 +185,17 @@ LIES: dict[str, Callable[[Bytes], Bytes]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_damaged_values_are_misses_and_make_way(pool: Server, is_warm: bool) -> None:
+def test_damaged_values_are_misses_and_make_way(
+    pool: Server, is_warm: bool
+) -> None:
     remote = client_of(pool)
     keys = keys_of(len(LIES))
     (good,) = keys_of(1, chain=1)
     with tier_on(remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
         for key in (*keys, good):  # each the first of its chain
-            assert all(end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT)))
+            assert all(
+                end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT))
+            )
     raw = RawStore(pool)
     for key, lie in zip(keys, LIES.values(), strict=True):
         value = raw.get(name_in(remote, key))
@@ -168,15 +203,22 @@ def test_damaged_values_are_misses_and_make_way(pool: Server, is_warm: bool) -> 
         raw.put(name_in(remote, key), lie(value))
     with ExitStack() as tiers:
         for key, name in zip(keys, LIES, strict=True):
-            if not is_warm or key == keys[0]:  # a new tier's memory that is shared has no size yet
+            # a new tier's memory that is shared has no size yet
+            if not is_warm or key == keys[0]:
                 tiers.close()
-                patient = tier_on(remote, LARGE, connections=2, deadline_seconds=PATIENT_SECONDS)
+                patient = tier_on(
+                    remote, LARGE, connections=2, deadline_seconds=PATIENT_SECONDS
+                )
                 tier = tiers.enter_context(patient)
             if is_warm:
                 assert load(tier, [good], LARGE, PATIENT_SECONDS) == [None]
-            assert load(tier, [key], LARGE, PATIENT_SECONDS) == [Reason.FAILED_CHECK], name
+            assert load(tier, [key], LARGE, PATIENT_SECONDS) == [
+                Reason.FAILED_CHECK
+            ], name
             assert raw.get(name_in(remote, key)) is None, name
-            assert all(end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT)))
+            assert all(
+                end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT))
+            )
             assert load(tier, [key], LARGE, PATIENT_SECONDS) == [None], name
     raw.close()
 
@@ -191,7 +233,10 @@ def test_the_value_of_another_key_is_a_miss(pool: Server) -> None:
     raw.put(name_in(remote, key), value)
     raw.close()
     with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:
-        assert load(tier, [key, other], seconds=PATIENT_SECONDS) == [Reason.FAILED_CHECK, None]
+        assert load(tier, [key, other], seconds=PATIENT_SECONDS) == [
+            Reason.FAILED_CHECK,
+            None,
+        ]
 
 
 def test_a_chunk_in_use_can_be_removed(pool: Server) -> None:
@@ -199,12 +244,18 @@ def test_a_chunk_in_use_can_be_removed(pool: Server) -> None:
     remote = client_of(pool)
     keys = keys_of(3)
     saved(remote, keys)
-    with tier_on(remote, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        remote, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS
+    ) as tier:
         assert tier.find(keys, namespace=ROOT) == 3
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
         assert tier.remove(keys[0])
         assert not tier.remove(keys[0])
-        assert load(tier, keys, seconds=PATIENT_SECONDS) == [Reason.ABSENT, None, None]
+        assert load(tier, keys, seconds=PATIENT_SECONDS) == [
+            Reason.ABSENT,
+            None,
+            None,
+        ]
 
 
 @pytest.mark.slow
@@ -212,10 +263,15 @@ def test_a_clear_keeps_to_its_prefix_and_namespace(pool: Server) -> None:
     remote = client_of(pool)
     others = client_of(pool)
     keys = keys_of(3)
-    similar = MooncakeClient(pool.url, prefix=remote.base.partition(":")[0].replace("-", ".", 1))
+    similar = MooncakeClient(
+        pool.url, prefix=remote.base.partition(":")[0].replace("-", ".", 1)
+    )
     for each in (remote, others, similar):
         saved(each, keys)
-    patient = {"deadline_seconds": PATIENT_SECONDS, "look_seconds": PATIENT_SECONDS}
+    patient = {
+        "deadline_seconds": PATIENT_SECONDS,
+        "look_seconds": PATIENT_SECONDS,
+    }
     with tier_on(similar, **patient) as tier:  # its dot is no pattern
         assert tier.clear(OTHER.root) == 0
         assert tier.clear() == 3
@@ -226,17 +282,28 @@ def test_a_clear_keeps_to_its_prefix_and_namespace(pool: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_full_pool_takes_no_more_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_pool_takes_no_more_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with mooncake_master() as master, mooncake_peer(master, "16MB"):
-        patient = {"deadline_seconds": PATIENT_SECONDS, "look_seconds": PATIENT_SECONDS}
-        with tier_on(client_of(master), LARGE, queue_chunks=128, **patient) as tier:
+        patient = {
+            "deadline_seconds": PATIENT_SECONDS,
+            "look_seconds": PATIENT_SECONDS,
+        }
+        with tier_on(
+            client_of(master), LARGE, queue_chunks=128, **patient
+        ) as tier:
             keys = keys_of(12)
             done = ends(tier.save(chunks_of(keys, LARGE), ROOT))
             assert {end.reason for end in done if not end.ok} == {Reason.FULL}
             assert tier.stats()["drop_full"] == sum(not end.ok for end in done)
             here = load(tier, keys, LARGE, PATIENT_SECONDS)
             assert None in here
-            assert all(end.ok for end, reason in zip(done, here, strict=True) if reason is None)
+            assert all(
+                end.ok
+                for end, reason in zip(done, here, strict=True)
+                if reason is None
+            )
     assert "segment=SIZE" in caplog.text
 
 
@@ -244,8 +311,14 @@ def test_a_full_pool_takes_no_more_and_says_so(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.slow
-def test_a_machine_that_dies_costs_its_chunks_only(caplog: pytest.LogCaptureFixture) -> None:
-    with mooncake_master() as master, mooncake_peer(master), mooncake_peer(master) as second:
+def test_a_machine_that_dies_costs_its_chunks_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        mooncake_master() as master,
+        mooncake_peer(master),
+        mooncake_peer(master) as second,
+    ):
         remote = client_of(master)
         keys = keys_of(24)
         saved(remote, keys)
@@ -268,7 +341,11 @@ def test_what_a_dead_machine_had_is_stored_again() -> None:
             first.kill()
             with mooncake_peer(master):
                 wait_until(
-                    lambda: bool(save(tier, keys)) and load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 4
+                    lambda: (
+                        bool(save(tier, keys))
+                        and load(tier, keys, seconds=PATIENT_SECONDS)
+                        == [None] * 4
+                    )
                 )
 
 
@@ -276,7 +353,11 @@ def test_what_a_dead_machine_had_is_stored_again() -> None:
 def test_the_master_is_killed_and_comes_back() -> None:
     keys = keys_of(4)
     later = keys_of(4, chain=1)
-    with mooncake_master() as master, mooncake_peer(master), tier_on(client_of(master)) as tier:
+    with (
+        mooncake_master() as master,
+        mooncake_peer(master),
+        tier_on(client_of(master)) as tier,
+    ):
         stores(tier, keys)
         recovers(tier, keys)
         master.kill()
@@ -289,7 +370,8 @@ def test_the_master_is_killed_and_comes_back() -> None:
         with soon(0.5):
             assert load(tier, keys) == [Reason.TIER_SKIPPED] * 4
         master.restart()
-        stores(tier, later)  # it has forgotten all names; the machines join it again by themselves
+        # it has forgotten all names; the machines join it again by themselves
+        stores(tier, later)
         recovers(tier, later)
 
 
@@ -300,7 +382,9 @@ def test_a_master_that_comes_later_is_found() -> None:
             keys = keys_of(2)
             with soon():
                 assert tier.find(keys, namespace=ROOT) == 0
-            wait_until(lambda: tier.find(keys, namespace=ROOT) == 0 and tier.resting)
+            wait_until(
+                lambda: tier.find(keys, namespace=ROOT) == 0 and tier.resting
+            )
             master.restart()
             with mooncake_peer(master):
                 stores(tier, keys)
@@ -309,14 +393,18 @@ def test_a_master_that_comes_later_is_found() -> None:
 
 @pytest.mark.slow
 def test_a_pool_whose_master_stands_still_is_left_soon() -> None:
-    """The library waits for it for a minute, without letting other threads of Python run; the memory stays as long."""
+    """The library waits for it for a minute, without letting other threads of Python run; the
+    memory stays as long.
+    """
     with mooncake_master() as master:
         remote = client_of(master, segment_bytes=1 << 24)
         until = time.monotonic() + PATIENT_SECONDS
         connection = remote.connection().open(until)
         page = np.zeros(HEADER_BYTES, np.uint8)
         stored = np.zeros(100, np.uint8)
-        connection.put(PutRequest(ROOT, b"k" * 32, page, stored, lambda: True), until)
+        connection.put(
+            PutRequest(ROOT, b"k" * 32, page, stored, lambda: True), until
+        )
         connection.close()
         master.stop()
         try:
@@ -328,8 +416,13 @@ def test_a_pool_whose_master_stands_still_is_left_soon() -> None:
 
 @pytest.mark.slow
 def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
-    """The machine that has the chunk stops in the middle: Mooncake waits for it for half a minute."""
-    with mooncake_master("-client_ttl=60") as master, mooncake_peer(master) as machine:
+    """The machine that has the chunk stops in the middle: Mooncake waits for it for half a
+    minute.
+    """
+    with (
+        mooncake_master("-client_ttl=60") as master,
+        mooncake_peer(master) as machine,
+    ):
         keys = keys_of(4)
         with tier_on(client_of(master), LARGE) as tier:
             stores(tier, keys, LARGE)
@@ -338,21 +431,29 @@ def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
             buffers = [np.full(LARGE.slot_bytes, 7, np.uint8) for _ in keys]
             with soon(4 * LATE_SECONDS):
                 done = ends(tier.load(keys, buffers, namespace=ROOT))
-            assert {end.reason for end in done} <= {Reason.DEADLINE, Reason.TIER_SKIPPED}
+            assert {end.reason for end in done} <= {
+                Reason.DEADLINE,
+                Reason.TIER_SKIPPED,
+            }
             machine.cont()
             recovers(tier, keys, LARGE)
             assert all((buffer == 7).all() for buffer in buffers)
 
 
 def test_a_hanging_call_does_not_delay_the_end() -> None:
-    with mooncake_master("-client_ttl=60") as master, mooncake_peer(master) as machine:
+    with (
+        mooncake_master("-client_ttl=60") as master,
+        mooncake_peer(master) as machine,
+    ):
         keys = keys_of(2)
         before = helpers()
         with tier_on(client_of(master), deadline_seconds=PATIENT_SECONDS) as tier:
             stores(tier, keys)
             recovers(tier, keys)
             machine.stop()
-            futures = tier.load(keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT)
+            futures = tier.load(
+                keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT
+            )
             with pytest.raises(TimeoutError):
                 futures[0].result(1.0)
             with soon():
@@ -379,7 +480,9 @@ def test_a_crash_of_the_library_costs_no_more_than_a_call(pool: Server) -> None:
 
 
 @pytest.mark.slow
-def test_the_memory_of_this_machine_is_part_of_the_pool(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_memory_of_this_machine_is_part_of_the_pool(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """From the first save on, until the client is dropped; a process that ends is replaced."""
     with mooncake_master(QUICK) as master:
         keys = keys_of(4)
@@ -389,12 +492,15 @@ def test_the_memory_of_this_machine_is_part_of_the_pool(caplog: pytest.LogCaptur
         reader = client_of(master)
         reader.base = giving[0].base
 
-        def stored(chain: Sequence[bytes]) -> None:  # after it nothing refers to the tier
+        # after it nothing refers to the tier
+        def stored(chain: Sequence[bytes]) -> None:
             with tier_on(giving[0], deadline_seconds=START_SECONDS) as tier:
                 assert tier.find(chain, namespace=ROOT) == 0
                 wait_until(
                     lambda: (
-                        bool(save(tier, chain)) and load(tier, chain, seconds=PATIENT_SECONDS) == [None] * 4
+                        bool(save(tier, chain))
+                        and load(tier, chain, seconds=PATIENT_SECONDS)
+                        == [None] * 4
                     )
                 )
 
@@ -410,7 +516,8 @@ def test_the_memory_of_this_machine_is_part_of_the_pool(caplog: pytest.LogCaptur
             recovers(others, later)
             giving.clear()
             gc.collect()
-            with soon(10.0):  # its master was told, and does not wait for it to be silent
+            # its master was told, and does not wait for it to be silent
+            with soon(10.0):
                 wait_until(lambda: set(load(others, later)) == {Reason.ABSENT})
         wait_until(lambda: helpers() <= before)
 
@@ -449,9 +556,12 @@ with tier_on(MooncakeClient({pool.url!r}, prefix="ends", segment_bytes=1 << 24),
         os._exit(0)
     print(*helpers(), flush=True)
     time.sleep(60)
-"""
+"""  # noqa: E501
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
@@ -469,28 +579,48 @@ with tier_on(MooncakeClient({pool.url!r}, prefix="ends", segment_bytes=1 << 24),
 
 
 def test_a_library_that_cannot_be_loaded_is_named(
-    pool: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    pool: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     package = tmp_path / "mooncake"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "store.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
+    (package / "store.py").write_text(
+        "raise ImportError('libibverbs.so.1: cannot open shared object file')"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with caplog.at_level(logging.WARNING), tier_on(client_of(pool), deadline_seconds=START_SECONDS) as tier:
-        assert load(tier, keys_of(1), seconds=2 * START_SECONDS) == [Reason.IO_ERROR]
+    with (
+        caplog.at_level(logging.WARNING),
+        tier_on(client_of(pool), deadline_seconds=START_SECONDS) as tier,
+    ):
+        assert load(tier, keys_of(1), seconds=2 * START_SECONDS) == [
+            Reason.IO_ERROR
+        ]
     assert "libibverbs.so.1" in caplog.text
     assert "needs libibverbs, libnuma and libcurl" in caplog.text
 
 
-def test_rdma_without_a_device_is_refused(pool: Server, caplog: pytest.LogCaptureFixture) -> None:
-    if Path("/sys/class/infiniband").exists() and os.listdir("/sys/class/infiniband"):
+def test_rdma_without_a_device_is_refused(
+    pool: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    if Path("/sys/class/infiniband").exists() and os.listdir(
+        "/sys/class/infiniband"
+    ):
         pytest.skip("this machine has an RDMA device")
-    with tier_on(client_of(pool, protocol="rdma"), deadline_seconds=START_SECONDS) as tier:
-        assert load(tier, keys_of(1), seconds=2 * START_SECONDS) == [Reason.IO_ERROR]
+    with tier_on(
+        client_of(pool, protocol="rdma"), deadline_seconds=START_SECONDS
+    ) as tier:
+        assert load(tier, keys_of(1), seconds=2 * START_SECONDS) == [
+            Reason.IO_ERROR
+        ]
     assert "no RDMA device" in caplog.text
 
 
-def test_without_its_package_the_advice_is_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_package_the_advice_is_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pagodakv\[mooncake\]"):
         MooncakeClient("mooncake://127.0.0.1")

@@ -57,7 +57,9 @@ def net() -> Iterator[Network]:
 
 def gone(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        )
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state == "Z"
@@ -68,14 +70,23 @@ def test_joined_shaped_cut_and_mended(net: Network) -> None:
     near = net.place("near")
     far = net.place("far")
     cable = net.cable(near, far)
-    server = far.start(sys.executable, "-c", SENDS, cable.far, stdout=subprocess.PIPE)
+    server = far.start(
+        sys.executable, "-c", SENDS, cable.far, stdout=subprocess.PIPE
+    )
     assert server.stdout.readline() == b"ready\n"
 
     def ask(nbytes: int, patience: float = 20.0) -> float:
         process = near.start(
-            sys.executable, "-c", ASKS, cable.far, str(nbytes), str(patience), stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+            sys.executable,
+            "-c",
+            ASKS,
+            cable.far,
+            str(nbytes),
+            str(patience),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
         said, _ = process.communicate(timeout=60)
         got, seconds = said.split() or (-1, 0)
         assert int(got) in (nbytes, -1)
@@ -85,7 +96,11 @@ def test_joined_shaped_cut_and_mended(net: Network) -> None:
     assert ask(1 << 20) > 0
     cable.shape(100e6)
     took = ask(8 << 20)
-    assert 0.8 * (8 << 20) / (100 * megabit) < took < 10.0 * (8 << 20) / (100 * megabit)
+    assert (
+        0.8 * (8 << 20) / (100 * megabit)
+        < took
+        < 10.0 * (8 << 20) / (100 * megabit)
+    )
     cable.shape(200e6)
     assert ask(8 << 20) < 2.0 * (8 << 20) / (100 * megabit)
     cable.cut()
@@ -102,8 +117,13 @@ def test_a_place_sees_only_its_own_network(net: Network) -> None:
     place = net.place("alone")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        code = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), timeout=5)"
-        process = place.start(sys.executable, "-c", code, port, stderr=subprocess.PIPE, text=True)
+        code = (
+            "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), "
+            "timeout=5)"
+        )
+        process = place.start(
+            sys.executable, "-c", code, port, stderr=subprocess.PIPE, text=True
+        )
         _, said = process.communicate(timeout=30)
     assert "ConnectionRefusedError" in said
     assert "lo:" in place.run("ip", "link")
@@ -122,10 +142,16 @@ def test_nothing_is_left_behind() -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_is_left_behind_by_a_process_that_is_killed(how: signal.Signals) -> None:
+def test_nothing_is_left_behind_by_a_process_that_is_killed(
+    how: signal.Signals,
+) -> None:
     need_network()
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", PARENT],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
         pids = [int(word) for word in parent.stdout.readline().split()]
@@ -147,10 +173,16 @@ def test_what_is_not_permitted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert netns.why_not() is None
     with network() as net:
         place = net.place("one")
-        with pytest.raises(netns.NotPermittedError, match=r"(?s)ip link set nothing up: .*needs root"):
+        with pytest.raises(
+            netns.NotPermittedError,
+            match=r"(?s)ip link set nothing up: .*needs root",
+        ):
             place.run("ip", "link", "set", "nothing", "up")
     monkeypatch.setenv("PATH", "/nowhere")
-    assert netns.why_not() == "network namespaces need coreutils and iproute2 and util-linux: install them"
+    assert (
+        netns.why_not()
+        == "network namespaces need coreutils and iproute2 and util-linux: install them"
+    )
     monkeypatch.delenv("CI", raising=False)
     with pytest.raises(unittest.SkipTest, match="iproute2"):
         need_network()
@@ -163,11 +195,24 @@ def test_what_is_not_permitted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_root_the_kernels_words_are_passed_on() -> None:
     need_network()
     code = "from testbed.netns import why_not; print(why_not())"
-    command = ["setpriv", "--reuid", "65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
+    command = [
+        "setpriv",
+        "--reuid",
+        "65534",
+        "--clear-groups",
+        "--inh-caps=-all",
+        "--bounding-set=-all",
+    ]
     done = subprocess.run(
-        [*command, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [*command, sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     if done.returncode:
-        pytest.skip(f"nobody may not run Python from here: {done.stderr.splitlines()[-1:]}")
+        pytest.skip(
+            f"nobody may not run Python from here: {done.stderr.splitlines()[-1:]}"
+        )
     assert "no network namespace can be made" in done.stdout
     assert "needs root" in done.stdout

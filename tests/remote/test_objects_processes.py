@@ -51,7 +51,7 @@ def in_child(work: Callable[[], str]) -> str:
         signal.alarm(20)
         try:
             said = work()
-        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 (it is the answer)
+        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001
             said = f"{type(error).__name__}: {error}"
         os.write(writable, said.encode())
         os._exit(0)
@@ -62,7 +62,9 @@ def in_child(work: Callable[[], str]) -> str:
     return said
 
 
-def test_a_forked_child_is_told_at_once(store: Store, connection: ObjectStoreConnection) -> None:
+def test_a_forked_child_is_told_at_once(
+    store: Store, connection: ObjectStoreConnection
+) -> None:
     remote = store.remote()
 
     def child() -> str:
@@ -76,7 +78,8 @@ def test_a_forked_child_is_told_at_once(store: Store, connection: ObjectStoreCon
         connection.close()
         took = time.monotonic() - begun
         gc.collect()
-        return "told" if took < 20 else "slow"  # and not when the deadline has passed
+        # and not when the deadline has passed
+        return "told" if took < 20 else "slow"
 
     assert in_child(child) == "told"
     put(connection, keys(1)[0], noise(10))  # the parent's continues
@@ -97,9 +100,17 @@ if child == 0:
 sys.exit(os.waitpid(child, 0)[1])
 """
     url = f"s3://{BUCKET}" if store.kind == "s3" else f"{store.server.url}/"
-    options = [f"{name}={value}" for name, value in s3_options(store.server.url).items()]
+    options = [
+        f"{name}={value}" for name, value in s3_options(store.server.url).items()
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", script, url, *(options if store.kind == "s3" else [])],
+        [
+            sys.executable,
+            "-c",
+            script,
+            url,
+            *(options if store.kind == "s3" else []),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -119,10 +130,18 @@ try:
 except TimeoutError:
     print("late")
 connection.close()
-"""
-    with liar({"PUT": lambda _: []}) as (server, _):  # receives everything and answers nothing
+"""  # noqa: E501
+    # receives everything and answers nothing
+    with liar({"PUT": lambda _: []}) as (server, _):
         done = subprocess.run(
-            [sys.executable, "-X", "dev", "-c", script, f"http://127.0.0.1:{server.port}/"],
+            [
+                sys.executable,
+                "-X",
+                "dev",
+                "-c",
+                script,
+                f"http://127.0.0.1:{server.port}/",
+            ],
             capture_output=True,
             text=True,
             timeout=60,
@@ -140,12 +159,16 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert "pip install 'pagodakv[objects]'" in done.stdout
 
 
 @pytest.mark.slow
-def test_a_private_authority_is_trusted_by_its_certificate(tmp_path: Path) -> None:
+def test_a_private_authority_is_trusted_by_its_certificate(
+    tmp_path: Path,
+) -> None:
     certificate = authority(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "server.crt", tmp_path / "server.key")
@@ -158,10 +181,20 @@ try:
 except OSError as error:
     print(error)
 """
-    with socket.create_server(("127.0.0.1", 0)) as listener, encrypted(listener, context):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        encrypted(listener, context),
+    ):
         url = f"https://localhost:{listener.getsockname()[1]}/"
-        for file, said in (("", "certificate verify failed"), (str(certificate), "trusted")):
-            environment = {**os.environ, "SSL_CERT_FILE": file} if file else dict(os.environ)
+        for file, said in (
+            ("", "certificate verify failed"),
+            (str(certificate), "trusted"),
+        ):
+            environment = (
+                {**os.environ, "SSL_CERT_FILE": file}
+                if file
+                else dict(os.environ)
+            )
             done = subprocess.run(
                 [sys.executable, "-c", script, url],
                 capture_output=True,

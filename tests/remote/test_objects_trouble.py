@@ -15,11 +15,21 @@ import pytest
 from pagoda.codec import HEADER_BYTES
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.http import resolve
-from pagoda.tiers.remote.object_store import ObjectStoreClient, ObjectStoreConnection
+from pagoda.tiers.remote.object_store import (
+    ObjectStoreClient,
+    ObjectStoreConnection,
+)
 from pagoda.tiers.remote.store_client import PutResult, RefusedError
 from testbed.servers import BUCKET, Server, free_port
 from tests.remote.chunks import begun_since, walk
-from tests.remote.evil import FolderedHttp, Lie, LyingHttp, dripping, endless, growth
+from tests.remote.evil import (
+    FolderedHttp,
+    Lie,
+    LyingHttp,
+    dripping,
+    endless,
+    growth,
+)
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
     BY_OBSTORE,
@@ -56,19 +66,30 @@ def connection(store: Store) -> Iterator[ObjectStoreConnection]:
 # ---- bad answers
 
 
-@pytest.mark.parametrize("more", [{}, {"request_payer": "false"}], ids=["straight", "by obstore"])
+@pytest.mark.parametrize(
+    "more", [{}, {"request_payer": "false"}], ids=["straight", "by obstore"]
+)
 def test_a_missing_bucket_is_refused(more: dict[str, str], moto: Server) -> None:
-    remote = ObjectStoreClient("s3://no-such-bucket", options=s3_options(moto.url) | more)
+    remote = ObjectStoreClient(
+        "s3://no-such-bucket", options=s3_options(moto.url) | more
+    )
     with pytest.raises(RefusedError, match="no such bucket") as refused:
         remote.connection().open(until())
     assert refused.value.reason is Reason.IO_ERROR
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_wrong_credentials_are_refused_in_one_line_without_secrets(status: int) -> None:
+def test_wrong_credentials_are_refused_in_one_line_without_secrets(
+    status: int,
+) -> None:
     body = b"<Error><Code>InvalidAccessKeyId</Code><Message>HUSHHUSH\n\nHUSHHUSH</Message></Error>"
-    with liar({method: answer(status, body) for method in ("GET", "PUT", "HEAD")}) as (server, _):
-        remote = ObjectStoreClient(f"s3://{BUCKET}", options=s3_options(f"http://127.0.0.1:{server.port}"))
+    with liar(
+        {method: answer(status, body) for method in ("GET", "PUT", "HEAD")}
+    ) as (server, _):
+        remote = ObjectStoreClient(
+            f"s3://{BUCKET}",
+            options=s3_options(f"http://127.0.0.1:{server.port}"),
+        )
         with pytest.raises(RefusedError) as refused:
             remote.connection().open(until())
         said = str(refused.value)
@@ -77,29 +98,44 @@ def test_wrong_credentials_are_refused_in_one_line_without_secrets(status: int) 
         assert "HUSHHUSH" not in said
         assert "\n" not in said
         assert len(said) < 300
-        assert refused.value.__suppress_context__ or refused.value.__context__ is None
+        assert (
+            refused.value.__suppress_context__
+            or refused.value.__context__ is None
+        )
 
 
 GREAT = 1 << 40  # of lengths that are not true
 BODY = PAGE.tobytes() + bytes(MIB)
 LIES: dict[str, Callable[[str], Lie]] = {
     "shorter than a header": lambda _: [answer(200, bytes(100))],
-    "shorter than announced, and then nothing": lambda _: [answer(200, BODY, len(BODY) + 1)],
+    "shorter than announced, and then nothing": lambda _: [
+        answer(200, BODY, len(BODY) + 1)
+    ],
     "much larger than its place": lambda _: endless(answer(200, b"", GREAT)),
     "no length": lambda _: endless(
         b"HTTP/1.1 200 OK\r\nLast-Modified: Thu, 01 Jan 2026 00:00:00 GMT\r\n\r\n"
     ),
     "in chunks": lambda _: endless(
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + bytes(MIB) + b"\r\n"
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"100000\r\n" + bytes(MIB) + b"\r\n",
     ),
     "a negative length": lambda _: [answer(200, BODY, -1)],
     "two lengths": lambda _: [answer(200, BODY, more={"content-length": "7"})],
     "a drip": lambda _: dripping(answer(200, BODY)),
-    "a body that drips": lambda _: [answer(200, b"", len(BODY)), *dripping(BODY[:20])],
-    "redirects without end": lambda path: [answer(302, more={"Location": path + "x"})],
+    "a body that drips": lambda _: [
+        answer(200, b"", len(BODY)),
+        *dripping(BODY[:20]),
+    ],
+    "redirects without end": lambda path: [
+        answer(302, more={"Location": path + "x"})
+    ],
     "a header without end": lambda _: endless(b"HTTP/1.1 200 OK\r\nX-Large: "),
-    "headers without end": lambda _: endless(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 100_000),
-    "interim answers without end": lambda _: endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000),
+    "headers without end": lambda _: endless(
+        b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 100_000
+    ),
+    "interim answers without end": lambda _: endless(
+        b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000
+    ),
     "noise": lambda _: [bytes(range(256)) * 100],
     "silence": lambda _: [],
     "server error": lambda _: [answer(500, b"HUSHHUSH")],
@@ -107,9 +143,13 @@ LIES: dict[str, Callable[[str], Lie]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
+@pytest.mark.parametrize(
+    "options", [{}, BY_OBSTORE], ids=["straight", "by obstore"]
+)
 @pytest.mark.parametrize("lie", LIES)
-def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, str]) -> None:
+def test_a_get_ends_in_time_whatever_is_answered(
+    lie: str, options: dict[str, str]
+) -> None:
     with (
         liar({}, options) as (server, remote),
         contextlib.closing(remote.connection().open(until())) as connection,
@@ -117,7 +157,9 @@ def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, st
         server.lies["GET"] = LIES[lie]
         room = Room(MIB)
         with growth() as grown:
-            error = trouble(lambda: get(connection, keys(1)[0], room, SHORT_SECONDS))
+            error = trouble(
+                lambda: get(connection, keys(1)[0], room, SHORT_SECONDS)
+            )
         assert room.wall_stands
         assert grown.peak_bytes < MALICE_BYTES
         if lie in ("shorter than a header", "much larger than its place"):
@@ -126,18 +168,34 @@ def test_a_get_ends_in_time_whatever_is_answered(lie: str, options: dict[str, st
 
 
 @pytest.mark.parametrize(
-    "lie", ["a drip", "redirects without end", "headers without end", "noise", "silence", "slow down"]
+    "lie",
+    [
+        "a drip",
+        "redirects without end",
+        "headers without end",
+        "noise",
+        "silence",
+        "slow down",
+    ],
 )
 @pytest.mark.parametrize("method", ["HEAD", "PUT"])
-@pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
-def test_a_put_ends_in_time_whatever_is_answered(lie: str, method: str, options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, BY_OBSTORE], ids=["straight", "by obstore"]
+)
+def test_a_put_ends_in_time_whatever_is_answered(
+    lie: str, method: str, options: dict[str, str]
+) -> None:
     with (
         liar({}, options) as (server, remote),
         contextlib.closing(remote.connection().open(until())) as connection,
     ):
         server.lies[method] = LIES[lie]
         with growth() as grown:
-            trouble(lambda: put(connection, keys(1)[0], noise(MIB), seconds=SHORT_SECONDS))
+            trouble(
+                lambda: put(
+                    connection, keys(1)[0], noise(MIB), seconds=SHORT_SECONDS
+                )
+            )
         assert grown.peak_bytes < MALICE_BYTES
 
 
@@ -146,21 +204,33 @@ ERRORS: dict[str, Callable[[str], Lie]] = {
     "a great length, and nothing": lambda _: [answer(500, b"", 1 << 50)],
     "no length": lambda _: endless(b"HTTP/1.1 404 Not Found\r\n\r\n"),
     "chunks": lambda _: endless(
-        b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + bytes(MIB) + b"\r\n"
+        b"HTTP/1.1 403 No\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"100000\r\n" + bytes(MIB) + b"\r\n",
     ),
 }
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
-def test_errors_take_no_memory_however_long_they_are(method: str, error: str) -> None:
-    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
+def test_errors_take_no_memory_however_long_they_are(
+    method: str, error: str
+) -> None:
+    with (
+        liar({}) as (server, remote),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
         server.lies[method] = ERRORS[error]
         with growth() as grown, Timed():
             with contextlib.suppress(OSError, RefusedError):
                 get(connection, keys(1)[0], Room(MIB), SHORT_SECONDS)
             with contextlib.suppress(OSError, RefusedError):
-                put(connection, keys(1)[0], noise(10), usable=False, seconds=SHORT_SECONDS)
+                put(
+                    connection,
+                    keys(1)[0],
+                    noise(10),
+                    usable=False,
+                    seconds=SHORT_SECONDS,
+                )
         assert grown.peak_bytes < 8 * MIB
 
 
@@ -168,23 +238,37 @@ def test_an_error_in_chunks_is_understood() -> None:
     body = b"<Error><Code>NoSuchBucket</Code></Error>"
     head = b"HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n"
     lie = head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    with liar({"GET": lie}) as (_, remote), Timed(), pytest.raises(RefusedError, match="no such bucket"):
+    with (
+        liar({"GET": lie}) as (_, remote),
+        Timed(),
+        pytest.raises(RefusedError, match="no such bucket"),
+    ):
         remote.connection().open(until())
 
 
 def test_interim_answers_are_passed_over() -> None:
     interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
-    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
-        server.lies["GET"] = lambda _: [interim + answer(200, PAGE.tobytes() + b"abc")]
+    with (
+        liar({}) as (server, remote),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
+        server.lies["GET"] = lambda _: [
+            interim + answer(200, PAGE.tobytes() + b"abc")
+        ]
         for _ in range(2):
             room = Room(10)
             assert get(connection, keys(1)[0], room, 5.0) == 3
             assert room.memory[:3].tobytes() == b"abc"
 
 
-def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer() -> None:
+def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer() -> (
+    None
+):
     body = PAGE.tobytes() + b"abc"
-    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
+    with (
+        liar({}) as (server, remote),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
         server.lies["GET"] = lambda _: [answer(200, body + BODY, len(body))]
         for _ in range(3):
             room = Room(10)
@@ -195,11 +279,18 @@ def test_a_body_longer_than_announced_is_cut_and_not_taken_for_the_next_answer()
 
 def test_nothing_is_unpacked_on_the_way() -> None:
     body = gzip.compress(bytes(64 * MIB))
-    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
-        server.lies["GET"] = lambda _: [answer(200, body, more={"Content-Encoding": "gzip"})]
+    with (
+        liar({}) as (server, remote),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
+        server.lies["GET"] = lambda _: [
+            answer(200, body, more={"Content-Encoding": "gzip"})
+        ]
         room = Room(MIB)
         with growth() as grown:
-            assert get(connection, keys(1)[0], room, 5.0) == len(body) - HEADER_BYTES
+            assert (
+                get(connection, keys(1)[0], room, 5.0) == len(body) - HEADER_BYTES
+            )
         assert room.page.tobytes() == body[:HEADER_BYTES]
         assert grown.peak_bytes < MALICE_BYTES
 
@@ -213,7 +304,11 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
 
     with liar({}) as (server, _):
         options = s3_options(f"http://127.0.0.1:{server.port}")
-        connection = ObjectStoreClient(f"s3://{BUCKET}", options=options).connection().open(until())
+        connection = (
+            ObjectStoreClient(f"s3://{BUCKET}", options=options)
+            .connection()
+            .open(until())
+        )
         server.lies["PUT"] = first_says_no
         assert put(connection, keys(2)[0], noise(1)) is PutResult.STORED
         assert len(heard) == 2
@@ -223,7 +318,8 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "reason"), [(413, Reason.TOO_LARGE), (507, Reason.FULL), (403, Reason.IO_ERROR)]
+    ("status", "reason"),
+    [(413, Reason.TOO_LARGE), (507, Reason.FULL), (403, Reason.IO_ERROR)],
 )
 def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
     with (
@@ -235,11 +331,18 @@ def test_a_put_that_is_refused_says_why(status: int, reason: Reason) -> None:
         assert refused.value.reason is reason
 
 
-@pytest.mark.parametrize("options", [{}, BY_OBSTORE], ids=["straight", "by obstore"])
-def test_a_web_server_with_a_page_for_everything_is_no_store(options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, BY_OBSTORE], ids=["straight", "by obstore"]
+)
+def test_a_web_server_with_a_page_for_everything_is_no_store(
+    options: dict[str, str],
+) -> None:
     page = answer(200, b"<!doctype html>" + bytes(5000))
     with (
-        liar({"GET": page, "HEAD": answer(200, b"", 5015)}, options) as (_, remote),
+        liar({"GET": page, "HEAD": answer(200, b"", 5015)}, options) as (
+            _,
+            remote,
+        ),
         pytest.raises(RefusedError, match="look at the URL"),
     ):
         remote.connection().open(until())
@@ -248,7 +351,10 @@ def test_a_web_server_with_a_page_for_everything_is_no_store(options: dict[str, 
 def test_folders_are_made_where_a_put_makes_none() -> None:
     server = FolderedHttp()
     remote = ObjectStoreClient(f"http://127.0.0.1:{server.port}/deep/er/")
-    with contextlib.closing(server), contextlib.closing(remote.connection().open(until())) as connection:
+    with (
+        contextlib.closing(server),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
         for key in keys(3):
             assert put(connection, key, noise(10)) is PutResult.STORED
         assert connection.find(NAMESPACE, keys(3), until()) == 3
@@ -268,24 +374,39 @@ def test_nothing_is_taken_for_stored_where_no_folder_can_be_made() -> None:
     assert not server.objects
 
 
-def test_what_another_writer_may_have_taken_back_is_not_taken_for_present() -> None:
+def test_what_another_writer_may_have_taken_back_is_not_taken_for_present() -> (
+    None
+):
     with liar({"PUT": answer(409)}) as (server, _):
         options = s3_options(f"http://127.0.0.1:{server.port}")
-        connection = ObjectStoreClient(f"s3://{BUCKET}", options=options).connection().open(until())
+        connection = (
+            ObjectStoreClient(f"s3://{BUCKET}", options=options)
+            .connection()
+            .open(until())
+        )
         assert put(connection, keys(1)[0], noise(10)) is PutResult.BUSY
         connection.close()
 
 
 def test_a_walk_ends_however_deep_the_folders_go() -> None:
     def deeper(path: str) -> Lie:
-        names = [path, *(f"{path.rstrip('/')}/{part}" for part in ("ab", "cd" * 32))]
+        names = [
+            path,
+            *(f"{path.rstrip('/')}/{part}" for part in ("ab", "cd" * 32)),
+        ]
         rows = "".join(
-            f"<D:response><D:href>{name}</D:href><D:propstat><D:prop><D:getlastmodified>Thu, 01 Jan 2026 00:00:00 GMT"
+            f"<D:response><D:href>{name}</D:href><D:propstat><D:prop><D:getlastmodified>Thu, 01 "
+            "Jan 2026 00:00:00 GMT"
             "</D:getlastmodified><D:resourcetype><D:collection/></D:resourcetype></D:prop>"
             "<D:status>HTTP/1.1 200 OK</D:status></D:propstat></D:response>"
             for name in names
         )
-        return [answer(207, f'<D:multistatus xmlns:D="DAV:">{rows}</D:multistatus>'.encode())]
+        return [
+            answer(
+                207,
+                f'<D:multistatus xmlns:D="DAV:">{rows}</D:multistatus>'.encode(),
+            )
+        ]
 
     with (
         liar({"PROPFIND": deeper}) as (server, remote),
@@ -298,10 +419,14 @@ def test_a_walk_ends_however_deep_the_folders_go() -> None:
 def test_a_listing_may_come_in_chunks() -> None:
     key = keys(1)[0].hex()
     path = f"/pagoda/1/{NAMESPACE.hex()}/{key[:2]}/{key}"
-    listing = f"<d:multistatus><d:response><d:href> {path} </d:href></d:response></d:multistatus>".encode()
+    listing = f"<d:multistatus><d:response><d:href> {path} </d:href></d:response></d:multistatus>".encode()  # noqa: E501
     parts = [listing[at : at + 7] for at in range(0, len(listing), 7)]
     pieces = b"".join(b"%X;x=y\r\n%b\r\n" % (len(part), part) for part in parts)
-    lie = b"HTTP/1.1 207 M\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\nTrailer: x\r\n\r\n"
+    lie = (
+        b"HTTP/1.1 207 M\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + pieces
+        + b"0\r\nTrailer: x\r\n\r\n"
+    )
     with (
         liar({"PROPFIND": lie}) as (_, remote),
         contextlib.closing(remote.connection().open(until())) as connection,
@@ -336,7 +461,9 @@ def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
             remote.connection().open(until())
         thread.join(5)
     sent = b"Basic " + base64.b64encode(b"me:HUSH/HUSH")
-    assert b"authorization: " + sent in asked[0].replace(b"Authorization", b"authorization")
+    assert b"authorization: " + sent in asked[0].replace(
+        b"Authorization", b"authorization"
+    )
     assert "HUSH" not in str(refused.value)
     assert "HUSH" not in remote.address
 
@@ -346,13 +473,21 @@ def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
 
 def test_nobody_there_is_an_oserror() -> None:
     trouble(
-        lambda: ObjectStoreClient(f"http://127.0.0.1:{free_port()}/").connection().open(until(SHORT_SECONDS))
+        lambda: (
+            ObjectStoreClient(f"http://127.0.0.1:{free_port()}/")
+            .connection()
+            .open(until(SHORT_SECONDS))
+        )
     )
 
 
 def test_an_unknown_host_is_an_oserror() -> None:
     error = trouble(
-        lambda: ObjectStoreClient("https://no-such-host.invalid/").connection().open(until(SHORT_SECONDS))
+        lambda: (
+            ObjectStoreClient("https://no-such-host.invalid/")
+            .connection()
+            .open(until(SHORT_SECONDS))
+        )
     )
     assert isinstance(error, OSError)
 
@@ -360,23 +495,39 @@ def test_an_unknown_host_is_an_oserror() -> None:
 def test_a_port_that_never_answers_is_given_up_in_time() -> None:
     with black_hole() as port:
         error = trouble(
-            lambda: ObjectStoreClient(f"http://127.0.0.1:{port}/").connection().open(until(SHORT_SECONDS))
+            lambda: (
+                ObjectStoreClient(f"http://127.0.0.1:{port}/")
+                .connection()
+                .open(until(SHORT_SECONDS))
+            )
         )
         assert isinstance(error, TimeoutError)
 
 
-def test_a_time_that_has_passed_is_a_timeout(connection: ObjectStoreConnection) -> None:
-    assert isinstance(trouble(lambda: get(connection, keys(1)[0], Room(1), -1.0)), TimeoutError)
+def test_a_time_that_has_passed_is_a_timeout(
+    connection: ObjectStoreConnection,
+) -> None:
+    assert isinstance(
+        trouble(lambda: get(connection, keys(1)[0], Room(1), -1.0)), TimeoutError
+    )
 
 
-@pytest.mark.parametrize("what", ["find", "get", "put", "remove", "clear", "census", "ping"])
+@pytest.mark.parametrize(
+    "what", ["find", "get", "put", "remove", "clear", "census", "ping"]
+)
 def test_a_stopped_server_is_given_up_in_time(store: Store, what: str) -> None:
     connection = store.remote().connection().open(until())
     calls: dict[str, Callable[[], object]] = {
-        "find": lambda: connection.find(NAMESPACE, keys(40), until(SHORT_SECONDS)),
+        "find": lambda: connection.find(
+            NAMESPACE, keys(40), until(SHORT_SECONDS)
+        ),
         "get": lambda: get(connection, keys(1)[0], Room(10), SHORT_SECONDS),
-        "put": lambda: put(connection, keys(1)[0], noise(8 * MIB), seconds=SHORT_SECONDS),
-        "remove": lambda: connection.remove(NAMESPACE, keys(3), until(SHORT_SECONDS)),
+        "put": lambda: put(
+            connection, keys(1)[0], noise(8 * MIB), seconds=SHORT_SECONDS
+        ),
+        "remove": lambda: connection.remove(
+            NAMESPACE, keys(3), until(SHORT_SECONDS)
+        ),
         "clear": lambda: connection.clear(NAMESPACE, walk(SHORT_SECONDS)),
         "census": lambda: connection.count_by_namespace(walk(SHORT_SECONDS)),
         "ping": lambda: connection.ping(until(SHORT_SECONDS)),
@@ -406,9 +557,14 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_bad_network_on_the_way_down(store: Store, connection: ObjectStoreConnection, fault: str) -> None:
+def test_a_bad_network_on_the_way_down(
+    store: Store, connection: ObjectStoreConnection, fault: str
+) -> None:
     put(connection, keys(1)[0], noise(4 * MIB))
-    with proxy_to(store.server.port) as proxy, contextlib.closing(through(store, proxy)) as bad:
+    with (
+        proxy_to(store.server.port) as proxy,
+        contextlib.closing(through(store, proxy)) as bad,
+    ):
         proxy.down = FAULTS[fault]
         room = Room(4 * MIB)
         trouble(lambda: get(bad, keys(1)[0], room, SHORT_SECONDS))
@@ -423,13 +579,18 @@ def test_a_bad_network_on_the_way_up_leaves_no_part(
     store: Store, connection: ObjectStoreConnection, fault: str
 ) -> None:
     stored = noise(4 * MIB)
-    with proxy_to(store.server.port) as proxy, contextlib.closing(through(store, proxy)) as bad:
+    with (
+        proxy_to(store.server.port) as proxy,
+        contextlib.closing(through(store, proxy)) as bad,
+    ):
         proxy.up = FAULTS[fault]
         trouble(lambda: put(bad, keys(1)[0], stored, seconds=SHORT_SECONDS))
         assert get(connection, keys(1)[0], Room(4 * MIB)) in (None, 4 * MIB)
 
 
-def test_a_half_open_connection_is_not_used_again_by_the_next_link(store: Store) -> None:
+def test_a_half_open_connection_is_not_used_again_by_the_next_link(
+    store: Store,
+) -> None:
     with proxy_to(store.server.port) as proxy:
         connection = through(store, proxy)
         proxy.both(STALLED)
@@ -454,7 +615,9 @@ def test_what_is_given_up_ends_its_connection(store: Store) -> None:
 def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
     nbytes = 32 * MIB  # more than what the sockets on the way hold
     with proxy_to(store.server.port) as proxy:
-        with contextlib.closing(store.remote().connection().open(until())) as connection:
+        with contextlib.closing(
+            store.remote().connection().open(until())
+        ) as connection:
             put(connection, keys(1)[0], noise(nbytes))
         with contextlib.closing(through(store, proxy)) as slow:
             proxy.down = Fault(bytes_per_second=2e7)
@@ -466,20 +629,31 @@ def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
             finally:
                 killer.join()
                 store.server.restart()
-    with contextlib.closing(store.remote().connection().open(until())) as connection:
+    with contextlib.closing(
+        store.remote().connection().open(until())
+    ) as connection:
         # the files are there again, what was only in memory is not
-        assert get(connection, keys(1)[0], Room(nbytes)) == (nbytes if store.kind == "dav" else None)
+        assert get(connection, keys(1)[0], Room(nbytes)) == (
+            nbytes if store.kind == "dav" else None
+        )
         connection.clear(None, walk(ENOUGH_SECONDS))
 
 
-def test_a_server_that_was_restarted_is_used_by_the_same_link(store: Store) -> None:
-    with contextlib.closing(store.remote().connection().open(until())) as connection:
+def test_a_server_that_was_restarted_is_used_by_the_same_link(
+    store: Store,
+) -> None:
+    with contextlib.closing(
+        store.remote().connection().open(until())
+    ) as connection:
         store.server.restart()
         assert get(connection, keys(1)[0], Room(1)) is None
 
 
 def test_abort_ends_a_call_from_another_thread() -> None:
-    with liar({}) as (server, remote), contextlib.closing(remote.connection().open(until())) as connection:
+    with (
+        liar({}) as (server, remote),
+        contextlib.closing(remote.connection().open(until())) as connection,
+    ):
         server.lies["GET"] = LIES["silence"]
         threading.Timer(0.1, connection.abort).start()
         with Timed(), pytest.raises(OSError, match="aborted"):
@@ -508,24 +682,35 @@ def test_links_leave_no_files_open(store: Store) -> None:
         connection.find(NAMESPACE, keys(16), until())
         connection.close()
     del connection
-    assert eventually(lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 2)
+    assert eventually(
+        lambda: len(list(Path("/proc/self/fd").iterdir())) <= before + 2
+    )
 
 
 # ---- names of hosts
 
 
-def test_a_host_whose_first_address_leads_nowhere_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_first_address_leads_nowhere_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = LyingHttp()
     with black_hole() as hole, contextlib.closing(server):
         ports = hole, server.port
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for port in ports]
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
+            for port in ports
+        ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        connection = ObjectStoreClient("http://localhost:1/").connection().open(until(4.0))
+        connection = (
+            ObjectStoreClient("http://localhost:1/").connection().open(until(4.0))
+        )
         assert connection.find(NAMESPACE, keys(1), until()) == 0
         connection.close()
 
 
-def test_names_that_take_too_long_cost_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_take_too_long_cost_one_thread_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     release = threading.Event()
     before = threading.enumerate()
 
@@ -547,7 +732,9 @@ def test_names_that_take_too_long_cost_one_thread_each(monkeypatch: pytest.Monke
         release.set()
 
 
-def test_a_look_up_that_fails_in_any_way_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_that_fails_in_any_way_is_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fails(*_: object, **__: object) -> list[object]:
         raise MemoryError
 

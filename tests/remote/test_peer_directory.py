@@ -1,4 +1,6 @@
-"""The directory of neighbours in a real Redis: who has what, found among many, whatever the hints or the Redis do."""
+"""The directory of neighbours in a real Redis: who has what, found among many, whatever the hints
+or the Redis do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from pagoda.serve.server import ServeOptions
 from pagoda.tiers import HostTier
 from pagoda.tiers.remote import peer_directory
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
-from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
+from pagoda.tiers.remote.peer_directory import (
+    PERIOD_SECONDS,
+    PeerDirectory,
+    PeerDirectoryConnection,
+)
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.store_client import RefusedError
 from testbed.servers import Server, free_port, need, pagoda_server, redis_server
@@ -79,7 +85,9 @@ def until(seconds: float = 30.0) -> float:
 
 
 @contextlib.contextmanager
-def connected(server: Server, prefix: str = "pagoda") -> Iterator[PeerDirectoryConnection]:
+def connected(
+    server: Server, prefix: str = "pagoda"
+) -> Iterator[PeerDirectoryConnection]:
     connection = PeerDirectory(server.url, prefix=prefix).connection()
     try:
         yield connection.open(until())
@@ -94,11 +102,15 @@ def tell(server: Server, keys: Sequence[bytes], *urls: str) -> None:
             connection.announce(keys, url, until())
 
 
-def client_of(meeting: Server, *urls: str, look_seconds: float = 5.0) -> PeersClient:
+def client_of(
+    meeting: Server, *urls: str, look_seconds: float = 5.0
+) -> PeersClient:
     """Return the neighbours that the directory names, of `urls` if there are any."""
     peers = [PeerUrl(url, False) for url in urls]
     directory = PeerDirectory(meeting.url)
-    return PeersClient(peers, directory=directory, look_seconds=look_seconds, clock=QuickClock())
+    return PeersClient(
+        peers, directory=directory, look_seconds=look_seconds, clock=QuickClock()
+    )
 
 
 @contextlib.contextmanager
@@ -111,7 +123,9 @@ def machine(meeting: Server | None, **variables: str) -> Iterator[Server]:
         (root / "token").write_text(TOKEN)
         (root / "token").chmod(0o600)
         options = ["--host-size", "16MiB", "--token-file", str(root / "token")]
-        with pagoda_server(root / "host", *options, PAGODA_POLICY="lru", **variables) as server:
+        with pagoda_server(
+            root / "host", *options, PAGODA_POLICY="lru", **variables
+        ) as server:
             yield server
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -135,7 +149,9 @@ def give_value(server: Server, tokens: Sequence[int]) -> None:
     """Store the chunks of a prompt of the tests of commands on one machine."""
     client = serve_kit.Client(server.url, TOKEN)
     for position, key in enumerate(chunk_keys(tokens, LLAMA.root, CHUNK)):
-        value = serve_kit.value_of(LLAMA.root, key, position, serve_kit.payload_of(1, position))
+        value = serve_kit.value_of(
+            LLAMA.root, key, position, serve_kit.payload_of(1, position)
+        )
         assert client.put(LLAMA.root, key, value).status == 201
 
 
@@ -155,10 +171,18 @@ def test_machines_find_each_other_after_the_clock_of_the_redis_was_set(
     keys = fresh_keys(3)
     liar = LyingRedis(meeting.port)
     with contextlib.closing(liar):
-        before = PeerDirectory(f"redis://127.0.0.1:{liar.port}").connection().open(until())
+        before = (
+            PeerDirectory(f"redis://127.0.0.1:{liar.port}")
+            .connection()
+            .open(until())
+        )
         tomorrow = b"%d" % (time.time() + 86400)
         liar.lies[b"TIME"] = lambda _: [b"*2\r\n" + bulk(tomorrow) + bulk(b"0")]
-        after = PeerDirectory(f"redis://127.0.0.1:{liar.port}").connection().open(until())
+        after = (
+            PeerDirectory(f"redis://127.0.0.1:{liar.port}")
+            .connection()
+            .open(until())
+        )
         before.announce(keys, ELSEWHERE, until())
         assert after.machines(keys, until()) == [ELSEWHERE]
         assert before.machines(keys, until()) == [ELSEWHERE]
@@ -171,21 +195,34 @@ def test_whoever_has_most_is_named_first(meeting: Server) -> None:
     for count, name in ((500, "c"), (3, "a"), (200, "b")):
         tell(meeting, keys[:count], f"http://{name}:7777")
     with connected(meeting) as connection:
-        assert connection.machines(keys, until()) == ["http://c:7777", "http://b:7777", "http://a:7777"]
+        assert connection.machines(keys, until()) == [
+            "http://c:7777",
+            "http://b:7777",
+            "http://a:7777",
+        ]
         assert connection.machines(fresh_keys(1), until()) == []
-        before = redis.Redis(port=meeting.port).info("commandstats")["cmdstat_srandmember"]["calls"]
+        before = redis.Redis(port=meeting.port).info("commandstats")[
+            "cmdstat_srandmember"
+        ]["calls"]
         connection.machines(keys, until())
-        after = redis.Redis(port=meeting.port).info("commandstats")["cmdstat_srandmember"]["calls"]
+        after = redis.Redis(port=meeting.port).info("commandstats")[
+            "cmdstat_srandmember"
+        ]["calls"]
         assert after - before <= 2 * 17  # however long the prompt is
 
 
 @pytest.mark.parametrize("count", [1, 2, 14, 15, 16, 17, 30, 31, 32, 1000])
-def test_the_first_and_the_last_key_are_asked_about(meeting: Server, count: int) -> None:
+def test_the_first_and_the_last_key_are_asked_about(
+    meeting: Server, count: int
+) -> None:
     keys = fresh_keys(count)
     tell(meeting, keys[:1], "http://head:1")
     tell(meeting, keys[-1:], "http://tail:1")
     with connected(meeting) as connection:
-        assert set(connection.machines(keys, until())) == {"http://head:1", "http://tail:1"}
+        assert set(connection.machines(keys, until())) == {
+            "http://head:1",
+            "http://tail:1",
+        }
 
 
 def test_a_hint_ends_by_itself(meeting: Server) -> None:
@@ -196,14 +233,18 @@ def test_a_hint_ends_by_itself(meeting: Server) -> None:
         assert connection.machines(keys, until()) == [ELSEWHERE]
         connection._ahead += PERIOD_SECONDS
         assert connection.machines(keys, until()) == []
-    names = list(redis.Redis(port=meeting.port).scan_iter(f"pagoda:at:*:{keys[0].hex()}"))
+    names = list(
+        redis.Redis(port=meeting.port).scan_iter(f"pagoda:at:*:{keys[0].hex()}")
+    )
     assert 0 < redis.Redis(port=meeting.port).ttl(names[0]) <= 2 * PERIOD_SECONDS
 
 
 def test_what_is_no_machine_is_left_out(meeting: Server) -> None:
     keys = fresh_keys(2)
     tell(meeting, keys, ELSEWHERE)
-    (name,) = redis.Redis(port=meeting.port).scan_iter(f"pagoda:at:*:{keys[0].hex()}")
+    (name,) = redis.Redis(port=meeting.port).scan_iter(
+        f"pagoda:at:*:{keys[0].hex()}"
+    )
     evil = [
         b"",
         b"\xff\x00",
@@ -217,7 +258,10 @@ def test_what_is_no_machine_is_left_out(meeting: Server) -> None:
         assert connection.machines(keys, until()) == [ELSEWHERE]
     redis.Redis(port=meeting.port).delete(name)
     redis.Redis(port=meeting.port).set(name, "no set")
-    with connected(meeting) as connection, pytest.raises(RefusedError, match="WRONGTYPE"):
+    with (
+        connected(meeting) as connection,
+        pytest.raises(RefusedError, match="WRONGTYPE"),
+    ):
         connection.machines(keys, until())
 
 
@@ -244,17 +288,22 @@ def test_a_machine_says_what_it_has_and_another_finds_it_among_many(
     listed = [f"http://:{TOKEN}@127.0.0.1:{free_port()}" for _ in range(20)]
     url = two[1].url.replace("://", f"://:{TOKEN}@")
     with tier_on(client_of(meeting, *listed, url), **PATIENT) as tier, soon(20.0):
-        assert tier.find(keys, namespace=ROOT) == 8  # none of the twenty is asked, and none of them runs
+        # none of the twenty is asked, and none of them runs
+        assert tier.find(keys, namespace=ROOT) == 8
         assert load(tier, keys) == [None] * 8
 
 
-def test_only_neighbours_that_are_listed_are_asked_if_there_is_a_list(meeting: Server) -> None:
+def test_only_neighbours_that_are_listed_are_asked_if_there_is_a_list(
+    meeting: Server,
+) -> None:
     """Whoever can write the hints does not get the token."""
     stranger = LyingHttp()
     try:
         keys = fresh_keys(2)
         tell(meeting, keys, f"http://127.0.0.1:{stranger.port}")
-        with tier_on(client_of(meeting, f"http://127.0.0.1:{free_port()}")) as tier:
+        with tier_on(
+            client_of(meeting, f"http://127.0.0.1:{free_port()}")
+        ) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert None not in load(tier, keys)
         assert not stranger.heard
@@ -263,7 +312,9 @@ def test_only_neighbours_that_are_listed_are_asked_if_there_is_a_list(meeting: S
 
 
 def test_a_lie_is_a_miss(meeting: Server, two: list[Server]) -> None:
-    """Of hints for what no machine has, for a machine that is none, and for one that lies itself."""
+    """Of hints for what no machine has, for a machine that is none, and for one that lies
+    itself.
+    """
     keys = fresh_keys(4)
     held = fresh_keys(4)
     liar = LyingHttp()
@@ -272,48 +323,83 @@ def test_a_lie_is_a_miss(meeting: Server, two: list[Server]) -> None:
         give(two[0], held)
         wait_until(lambda: knows(meeting, held, two[0].url))
         tell(meeting, keys, two[0].url, f"http://127.0.0.1:{free_port()}")
-        tell(meeting, held, f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{liar.port}")
+        tell(
+            meeting,
+            held,
+            f"http://127.0.0.1:{free_port()}",
+            f"http://127.0.0.1:{liar.port}",
+        )
         with tier_on(client_of(meeting), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
-            wait_until(lambda: load(tier, held) == [None] * 4 or not tier.find(held, namespace=ROOT))
-            wait_until(lambda: tier.find(held, namespace=ROOT) == 4 and load(tier, held) == [None] * 4)
+            wait_until(
+                lambda: (
+                    load(tier, held) == [None] * 4
+                    or not tier.find(held, namespace=ROOT)
+                )
+            )
+            wait_until(
+                lambda: (
+                    tier.find(held, namespace=ROOT) == 4
+                    and load(tier, held) == [None] * 4
+                )
+            )
     finally:
         liar.close()
 
 
 @pytest.mark.slow
-def test_what_two_machines_have_survives_one(meeting: Server, two: list[Server]) -> None:
+def test_what_two_machines_have_survives_one(
+    meeting: Server, two: list[Server]
+) -> None:
     keys = fresh_keys(4)
     with machine(meeting) as dying:
         give(dying, keys)
         give(two[0], keys)
-        wait_until(lambda: knows(meeting, keys, two[0].url) and knows(meeting, keys, dying.url))
+        wait_until(
+            lambda: (
+                knows(meeting, keys, two[0].url)
+                and knows(meeting, keys, dying.url)
+            )
+        )
         with tier_on(client_of(meeting), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 4
             dying.kill()
             wait_until(lambda: load(tier, keys, seconds=60) == [None] * 4)
-            wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4)
+            wait_until(
+                lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4
+            )
 
 
-def test_many_dead_machines_hide_no_living_one(meeting: Server, two: list[Server]) -> None:
+def test_many_dead_machines_hide_no_living_one(
+    meeting: Server, two: list[Server]
+) -> None:
     keys = fresh_keys(2)
     give(two[0], keys)
     wait_until(lambda: knows(meeting, keys, two[0].url))
     tell(meeting, keys, *(f"http://127.0.0.1:{free_port()}" for _ in range(14)))
     with tier_on(client_of(meeting), **PATIENT) as tier:
-        wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 2)
+        wait_until(
+            lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 2
+        )
         wait_until(lambda: load(tier, keys, seconds=60) == [None] * 2)
 
 
-def test_neighbours_out_of_order_leave_their_places_to_others(meeting: Server) -> None:
+def test_neighbours_out_of_order_leave_their_places_to_others(
+    meeting: Server,
+) -> None:
     client = client_of(meeting)
     assert client.directory is not None
     dead = [f"http://127.0.0.1:{n}" for n in range(1, 13)]
-    assert [peer.client.address for peer in client.directory.choose(dead, [])] == dead[:8]
+    assert [
+        peer.client.address for peer in client.directory.choose(dead, [])
+    ] == dead[:8]
     for peer in client.known():
         for _ in range(2):
             peer.record_failure(ConnectionError("refused"))
-    assert client.directory.choose([*dead, ELSEWHERE], [])[0].client.address == ELSEWHERE
+    assert (
+        client.directory.choose([*dead, ELSEWHERE], [])[0].client.address
+        == ELSEWHERE
+    )
 
 
 @pytest.mark.slow
@@ -323,7 +409,11 @@ def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None
         later = fresh_keys(4)
         give(two[0], [*keys])
         tell(meeting, keys, two[0].url)
-        with tier_on(client_of(meeting, look_seconds=1.0), deadline_seconds=10.0, look_seconds=1.0) as tier:
+        with tier_on(
+            client_of(meeting, look_seconds=1.0),
+            deadline_seconds=10.0,
+            look_seconds=1.0,
+        ) as tier:
             wait_until(lambda: tier.find(keys, namespace=ROOT) == 4)
             meeting.kill()
             give(two[0], later)
@@ -344,11 +434,16 @@ def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None
 def test_a_redis_that_hangs_delays_no_look_up_beyond_its_time() -> None:
     with redis_server() as meeting:
         meeting.stop()
-        with tier_on(client_of(meeting, look_seconds=0.2), look_seconds=0.2) as tier:
+        with tier_on(
+            client_of(meeting, look_seconds=0.2), look_seconds=0.2
+        ) as tier:
             for _ in range(5):
                 with soon(0.2 + 0.3):
                     assert tier.find(fresh_keys(2), namespace=ROOT) == 0
-            assert load(tier, fresh_keys(1))[0] in (Reason.TIER_SKIPPED, Reason.ABSENT)
+            assert load(tier, fresh_keys(1))[0] in (
+                Reason.TIER_SKIPPED,
+                Reason.ABSENT,
+            )
             with soon():
                 tier.close(1.0)
         meeting.cont()
@@ -356,18 +451,27 @@ def test_a_redis_that_hangs_delays_no_look_up_beyond_its_time() -> None:
 
 def test_a_directory_that_was_never_reached_is_trouble_and_no_miss() -> None:
     directory = PeerDirectory(f"redis://127.0.0.1:{free_port()}")
-    with tier_on(PeersClient([], directory=directory, clock=QuickClock())) as tier:
-        wait_until(lambda: tier.find(fresh_keys(1), namespace=ROOT) == 0 and tier.resting)
+    with tier_on(
+        PeersClient([], directory=directory, clock=QuickClock())
+    ) as tier:
+        wait_until(
+            lambda: tier.find(fresh_keys(1), namespace=ROOT) == 0 and tier.resting
+        )
         assert load(tier, fresh_keys(1)) == [Reason.TIER_SKIPPED]
 
 
 @pytest.mark.slow
-def test_neighbours_are_bounded_and_their_connections_too(meeting: Server) -> None:
+def test_neighbours_are_bounded_and_their_connections_too(
+    meeting: Server,
+) -> None:
     client = client_of(meeting, look_seconds=0.5)
     connection = client.connection().open(until())
     try:
         for part in range(3):
-            urls = [f"http://127.0.0.{2 + n % 250}:{1 + n}" for n in range(600 * part, 600 * (part + 1))]
+            urls = [
+                f"http://127.0.0.{2 + n % 250}:{1 + n}"
+                for n in range(600 * part, 600 * (part + 1))
+            ]
             for n in range(0, 600, 12):
                 keys = fresh_keys(1)
                 tell(meeting, keys, *urls[n : n + 12])
@@ -379,7 +483,9 @@ def test_neighbours_are_bounded_and_their_connections_too(meeting: Server) -> No
         connection.close()
 
 
-def test_a_forked_child_asks_the_directory_itself(meeting: Server, two: list[Server]) -> None:
+def test_a_forked_child_asks_the_directory_itself(
+    meeting: Server, two: list[Server]
+) -> None:
     keys = fresh_keys(3)
     give(two[0], keys)
     tell(meeting, keys, two[0].url)
@@ -387,7 +493,11 @@ def test_a_forked_child_asks_the_directory_itself(meeting: Server, two: list[Ser
         assert tier.find(keys, namespace=ROOT) == 3
 
         def child() -> None:
-            os._exit(0 if tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 3 else 1)
+            os._exit(
+                0
+                if tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 3
+                else 1
+            )
 
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
@@ -409,7 +519,9 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
-    running = Announcer(PeerDirectory(meeting.url), lambda own: f"http://{own}:7", stores, counts)
+    running = Announcer(
+        PeerDirectory(meeting.url), lambda own: f"http://{own}:7", stores, counts
+    )
 
     def announced(key: bytes) -> bool:
         return knows(meeting, [key], "http://127.0.0.1:7")
@@ -419,7 +531,8 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
         wait_until(lambda: all(map(announced, keys)))
         first = counts["announced"]
         tier.remove(keys[3])
-        wait_until(lambda: counts["announced"] > first + 8)  # rounds that began before the removal have ended
+        # rounds that began before the removal have ended
+        wait_until(lambda: counts["announced"] > first + 8)
         redis.Redis(port=meeting.port).flushall()
         wait_until(lambda: all(map(announced, keys[:3])))
         seen = counts["announced"]
@@ -434,7 +547,11 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
         for store in stores.end():
             store.close()
         tier.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "pagoda-announcer"]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == "pagoda-announcer"
+    ]
 
 
 def test_the_rounds_go_on_whatever_fails_in_one(
@@ -472,7 +589,12 @@ def test_no_round_announces_more_than_its_part(
     batches: list[int] = []
     announce = PeerDirectoryConnection.announce
 
-    def counted(self: PeerDirectoryConnection, keys: Sequence[bytes], url: str, until: float) -> None:
+    def counted(
+        self: PeerDirectoryConnection,
+        keys: Sequence[bytes],
+        url: str,
+        until: float,
+    ) -> None:
         batches.append(len(keys))
         announce(self, keys, url, until)
 
@@ -482,7 +604,9 @@ def test_no_round_announces_more_than_its_part(
     assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
-    running = Announcer(PeerDirectory(meeting.url), lambda own: ELSEWHERE, stores, Counter())
+    running = Announcer(
+        PeerDirectory(meeting.url), lambda own: ELSEWHERE, stores, Counter()
+    )
     try:
         wait_until(lambda: all(knows(meeting, [key], ELSEWHERE) for key in keys))
     finally:
@@ -498,9 +622,13 @@ def test_no_round_announces_more_than_its_part(
 
 def test_more_than_eight_neighbours_need_a_directory() -> None:
     many = [f"http://node-{n}:7777" for n in range(100)]
-    with pytest.raises(ConfigError, match=r"100 servers, and at most 8 .* set lookup"):
+    with pytest.raises(
+        ConfigError, match=r"100 servers, and at most 8 .* set lookup"
+    ):
         Config(peers=tuple(many))
-    assert len(Config(peers=tuple(many), lookup="redis://meet:6379/3").peers) == 100
+    assert (
+        len(Config(peers=tuple(many), lookup="redis://meet:6379/3").peers) == 100
+    )
 
 
 @pytest.mark.parametrize("url", ["", "  "])
@@ -544,13 +672,25 @@ def test_explain_asks_the_neighbours_that_are_named(
     first = next(_chains) * 100
     tokens = list(range(first, first + 64))
     give_value(two[1], tokens)
-    wait_until(lambda: knows(meeting, chunk_keys(tokens, LLAMA.root, CHUNK), two[1].url))
+    wait_until(
+        lambda: knows(meeting, chunk_keys(tokens, LLAMA.root, CHUNK), two[1].url)
+    )
     dead = ",".join(f"http://127.0.0.1:{free_port()}" for _ in range(3))
     for peers in ("", f"{two[1].url},{dead}"):
-        where = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_LOOKUP": meeting.url, "PAGODA_PEERS": peers}
+        where = {
+            "PAGODA_HOST_PATH": str(shm_root),
+            "PAGODA_LOOKUP": meeting.url,
+            "PAGODA_PEERS": peers,
+        }
         where["PAGODA_SERVE_TOKEN"] = TOKEN
         with soon(30.0):
-            found = answer("explain", "--tokens", "-", stdin=" ".join(map(str, tokens)), **where)
+            found = answer(
+                "explain",
+                "--tokens",
+                "-",
+                stdin=" ".join(map(str, tokens)),
+                **where,
+            )
         told = [(one["tier"], one["num_tokens"]) for one in found["answers"]]  # type: ignore[attr-defined]
         assert told == [("host", 0), ("peers", 64), ("all", 64)]
 
@@ -562,15 +702,22 @@ def test_the_command_says_what_is_missing(meeting: Server) -> None:
     assert shown["lookup"]["value"] == f"redis://:***@127.0.0.1:{meeting.port}"  # type: ignore[index]
     assert "hunter2" not in pagoda("config", "show", **lookup).stdout
     checked = pagoda(
-        "config", "check", PAGODA_LOOKUP=f"redis://127.0.0.1:{free_port()}", PAGODA_HOST_SIZE="1MiB"
+        "config",
+        "check",
+        PAGODA_LOOKUP=f"redis://127.0.0.1:{free_port()}",
+        PAGODA_HOST_SIZE="1MiB",
     )
     assert checked.returncode == 1
     assert checked.stderr.startswith("pagoda: lookup (redis://127.0.0.1:")
-    assert "hunter2" not in refused("vllm", "--lookup", lookup["PAGODA_LOOKUP"], "--print", "serve", "x")
+    assert "hunter2" not in refused(
+        "vllm", "--lookup", lookup["PAGODA_LOOKUP"], "--print", "serve", "x"
+    )
     listen = ("serve", "--listen", "127.0.0.1:0", "--advertise")
     assert "the option lookup" in refused(*listen, "http://a:7777")
     assert "write the URL at which" in refused(*listen, "a:7777", **lookup)
-    assert "--listen HOST:PORT" in refused("serve", "--advertise", "http://a:7777", **lookup)
+    assert "--listen HOST:PORT" in refused(
+        "serve", "--advertise", "http://a:7777", **lookup
+    )
 
 
 @pytest.mark.parametrize(
@@ -579,11 +726,19 @@ def test_the_command_says_what_is_missing(meeting: Server) -> None:
         ({"listen": ("127.0.0.1", 0)}, "http://127.0.0.1:{port}"),
         ({"listen": ("0.0.0.0", 0)}, "http://10.1.2.3:{port}"),
         ({"listen": ("::", 0)}, "http://10.1.2.3:{port}"),
-        ({"listen": ("0.0.0.0", 0), "certificate": Path("c.pem")}, "https://10.1.2.3:{port}"),
-        ({"listen": ("0.0.0.0", 0), "advertise": "http://node-7:80"}, "http://node-7:80"),
+        (
+            {"listen": ("0.0.0.0", 0), "certificate": Path("c.pem")},
+            "https://10.1.2.3:{port}",
+        ),
+        (
+            {"listen": ("0.0.0.0", 0), "advertise": "http://node-7:80"},
+            "http://node-7:80",
+        ),
     ],
 )
-def test_a_server_says_where_it_is_reached(options: dict[str, object], expected: str) -> None:
+def test_a_server_says_where_it_is_reached(
+    options: dict[str, object], expected: str
+) -> None:
     wanted = ServeOptions(find_stores=list, **options)  # type: ignore[arg-type]
     family = socket.AF_INET6 if wanted.listen == ("::", 0) else socket.AF_INET
     with socket.socket(family) as listening:
@@ -592,16 +747,29 @@ def test_a_server_says_where_it_is_reached(options: dict[str, object], expected:
         assert url == expected.format(port=listening.getsockname()[1])
 
 
-def test_a_server_that_sends_others_to_themselves_says_so(two: list[Server]) -> None:
+def test_a_server_that_sends_others_to_themselves_says_so(
+    two: list[Server],
+) -> None:
     assert "by which each reaches itself" in two[0].log()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["plain", "json"])
-def test_a_server_that_cannot_tell_anybody_says_so(log_format: str, tmp_path: Path) -> None:
+def test_a_server_that_cannot_tell_anybody_says_so(
+    log_format: str, tmp_path: Path
+) -> None:
     gone = f"redis://:hunter2@127.0.0.1:{free_port()}"
-    with machine(None, PAGODA_LOOKUP=gone, PAGODA_LOG_FORMAT=log_format) as server:
-        wait_until(lambda: "other machines may not find new chunks of this one" in server.log())
-        (line,) = [line for line in server.log().splitlines() if "may not find" in line]
+    with machine(
+        None, PAGODA_LOOKUP=gone, PAGODA_LOG_FORMAT=log_format
+    ) as server:
+        wait_until(
+            lambda: (
+                "other machines may not find new chunks of this one"
+                in server.log()
+            )
+        )
+        (line,) = [
+            line for line in server.log().splitlines() if "may not find" in line
+        ]
         assert line.startswith("{") is (log_format == "json")
         assert "hunter2" not in server.log()

@@ -1,4 +1,6 @@
-"""Neighbours: what one machine stored another reads over `pagoda serve`, whatever the neighbours do."""
+"""Neighbours: what one machine stored another reads over `pagoda serve`, whatever the neighbours
+do.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def machine(size: str = "64MiB") -> Iterator[Server]:
     """Another machine: its server makes host stores for what tests put there."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     try:
-        with pagoda_server(root, "--host-size", size, PAGODA_POLICY="lru") as server:
+        with pagoda_server(
+            root, "--host-size", size, PAGODA_POLICY="lru"
+        ) as server:
             yield server
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -88,20 +92,33 @@ def url_of(server: Server) -> str:
 
 def client_of(*servers: Server | str, look_seconds: float = 0.5) -> PeersClient:
     """Return the neighbours as one store; texts are URLs."""
-    urls = [server if isinstance(server, str) else url_of(server) for server in servers]
-    return PeersClient([PeerUrl(url, False) for url in urls], look_seconds=look_seconds, clock=QuickClock())
+    urls = [
+        server if isinstance(server, str) else url_of(server)
+        for server in servers
+    ]
+    return PeersClient(
+        [PeerUrl(url, False) for url in urls],
+        look_seconds=look_seconds,
+        clock=QuickClock(),
+    )
 
 
 def give(server: Server, keys: Sequence[bytes], layout: KVLayout = SMALL) -> None:
     """Store a chain on one machine."""
-    with tier_on(PagodaServerClient(url_of(server)), layout, queue_chunks=4096, **PATIENT) as tier:
-        assert all(done.ok for done in ends(tier.save(chunks_of(keys, layout), ROOT)))
+    with tier_on(
+        PagodaServerClient(url_of(server)), layout, queue_chunks=4096, **PATIENT
+    ) as tier:
+        assert all(
+            done.ok for done in ends(tier.save(chunks_of(keys, layout), ROOT))
+        )
 
 
 # ---- finding and loading
 
 
-def test_a_look_up_takes_the_longest_run_and_loads_come_from_whoever_has_them(three: list[Server]) -> None:
+def test_a_look_up_takes_the_longest_run_and_loads_come_from_whoever_has_them(
+    three: list[Server],
+) -> None:
     keys = fresh_keys(12)
     for server, count in zip(three, (4, 0, 9), strict=True):
         if count:
@@ -120,26 +137,38 @@ def test_a_chunk_is_loaded_without_a_look_up(three: list[Server]) -> None:
         assert load(tier, keys) == [None] * 3
 
 
-def test_another_neighbour_helps_when_one_has_lost_a_chunk(three: list[Server]) -> None:
+def test_another_neighbour_helps_when_one_has_lost_a_chunk(
+    three: list[Server],
+) -> None:
     keys = fresh_keys(6)
     for server in three[:2]:
         give(server, keys)
     with tier_on(client_of(*three), **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 6
-        losing = PagodaServerClient(url_of(three[0])).connection().open(time.monotonic() + 30)
+        losing = (
+            PagodaServerClient(url_of(three[0]))
+            .connection()
+            .open(time.monotonic() + 30)
+        )
         assert losing.remove(ROOT, keys, time.monotonic() + 30) == 6
         losing.close()
         assert load(tier, keys) == [None] * 6
 
 
-def test_a_neighbour_that_evicts_a_prompt_before_its_load_is_no_liar(three: list[Server]) -> None:
+def test_a_neighbour_that_evicts_a_prompt_before_its_load_is_no_liar(
+    three: list[Server],
+) -> None:
     evicted = fresh_keys(20)
     kept = fresh_keys(3)
     give(three[0], evicted)
     give(three[0], kept)
     with tier_on(client_of(three[0]), **PATIENT) as tier:
         assert tier.find(evicted, namespace=ROOT) == 20
-        losing = PagodaServerClient(url_of(three[0])).connection().open(time.monotonic() + 30)
+        losing = (
+            PagodaServerClient(url_of(three[0]))
+            .connection()
+            .open(time.monotonic() + 30)
+        )
         assert losing.remove(ROOT, evicted, time.monotonic() + 30) == 20
         losing.close()
         assert load(tier, evicted) == [Reason.ABSENT] * 20
@@ -167,13 +196,22 @@ def test_a_name_stands_for_all_its_addresses(three: list[Server]) -> None:
     url = url_of(three[0]).replace("127.0.0.1", "localhost")
     client = PeersClient([PeerUrl(url, True)], look_seconds=30.0)
     with tier_on(client, **PATIENT) as tier:
-        wait_until(lambda: bool(client.peers()) or tier.find(fresh_keys(1), namespace=ROOT) > 0)
-        assert f"http://127.0.0.1:{three[0].port}" in [peer.client.address for peer in client.peers()]
+        wait_until(
+            lambda: (
+                bool(client.peers())
+                or tier.find(fresh_keys(1), namespace=ROOT) > 0
+            )
+        )
+        assert f"http://127.0.0.1:{three[0].port}" in [
+            peer.client.address for peer in client.peers()
+        ]
         wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
         assert load(tier, keys) == [None] * 3
 
 
-def test_connections_to_neighbours_that_are_gone_are_closed(three: list[Server]) -> None:
+def test_connections_to_neighbours_that_are_gone_are_closed(
+    three: list[Server],
+) -> None:
     client = client_of(*three, look_seconds=60.0)
     connection = client.connection()
     try:
@@ -194,7 +232,9 @@ def test_a_name_without_addresses_is_no_neighbour() -> None:
         assert load(tier, fresh_keys(1)) == [Reason.ABSENT]
 
 
-def test_a_wrong_token_says_what_to_write(three: list[Server], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_token_says_what_to_write(
+    three: list[Server], caplog: pytest.LogCaptureFixture
+) -> None:
     wrong = three[0].url.replace("http://", "http://:not-this-machines-token@")
     with tier_on(client_of(wrong)) as tier:
         assert tier.find(fresh_keys(1), namespace=ROOT) == 0
@@ -207,11 +247,14 @@ def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
     three: list[Server], shm_root: Path, option: str
 ) -> None:
     wrong = three[0].url.replace("http://", "http://:not-this-machines-token@")
-    urls = {"peers": [wrong], "remote": [f"{wrong}?server=pagoda&look=30s"]}[option]
+    urls = {"peers": [wrong], "remote": [f"{wrong}?server=pagoda&look=30s"]}[
+        option
+    ]
     tokens = kit.prompt(3, seed=4)
     with kit.cache_at(shm_root, None, **{option: urls}) as cache:
         hit = kit.served(cache, tokens)[0]
-        while hit.reason is Reason.DEADLINE:  # a busy machine: the answer came after the time of a lookup
+        # a busy machine: the answer came after the time of a lookup
+        while hit.reason is Reason.DEADLINE:
             hit = kit.served(cache, tokens)[0]
         tier = cache.tiers[-1]
         assert hit.reason in (Reason.IO_ERROR, Reason.TIER_SKIPPED), hit
@@ -227,7 +270,9 @@ def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
 
 
 @pytest.mark.parametrize("status", [503, 404])
-def test_a_neighbour_that_answers_an_error_is_told_as_an_error(evil: LyingHttp, status: int) -> None:
+def test_a_neighbour_that_answers_an_error_is_told_as_an_error(
+    evil: LyingHttp, status: int
+) -> None:
     evil.lies["POST"] = lambda _: [http(status, b"")]
     with tier_on(client_of(f"http://127.0.0.1:{evil.port}"), **PATIENT) as tier:
         assert tier.find(fresh_keys(1), namespace=ROOT) == 0
@@ -270,31 +315,53 @@ def test_a_dead_neighbour_is_left_out_and_used_again(three: list[Server]) -> Non
             assert None not in outcome[3:]
             for _ in range(3):
                 with soon(1.0):
-                    assert tier.find([*keys[:3], *fresh_keys(1)], namespace=ROOT) == 3
+                    assert (
+                        tier.find([*keys[:3], *fresh_keys(1)], namespace=ROOT)
+                        == 3
+                    )
             dying.restart()  # the store outlives its server
-            wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 5)
+            wait_until(
+                lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 5
+            )
             assert load(tier, keys) == [None] * 5
 
 
 def test_all_neighbours_dead_is_a_tier_that_rests() -> None:
-    with tier_on(client_of(f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}")) as tier:
-        wait_until(lambda: tier.find(fresh_keys(1), namespace=ROOT) == 0 and tier.resting)
+    with tier_on(
+        client_of(
+            f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+        )
+    ) as tier:
+        wait_until(
+            lambda: tier.find(fresh_keys(1), namespace=ROOT) == 0 and tier.resting
+        )
         assert load(tier, fresh_keys(1)) == [Reason.TIER_SKIPPED]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_neighbour_that_ends_during_a_load_is_a_miss_in_time(three: list[Server], how: str) -> None:
-    """The reads are under way when it ends: what the other one lacks is a miss, and nothing is late or wrong."""
+def test_a_neighbour_that_ends_during_a_load_is_a_miss_in_time(
+    three: list[Server], how: str
+) -> None:
+    """The reads are under way when it ends: what the other one lacks is a miss, and nothing is late
+    or wrong.
+    """
     with machine("256MiB") as ending:
         keys = fresh_keys(24)
         give(ending, keys, layout=LARGE)
         give(three[1], keys[:4], layout=LARGE)
-        with tier_on(client_of(ending, three[1]), LARGE, deadline_seconds=1.0, look_seconds=5.0) as tier:
+        with tier_on(
+            client_of(ending, three[1]),
+            LARGE,
+            deadline_seconds=1.0,
+            look_seconds=5.0,
+        ) as tier:
             assert tier.find(keys, namespace=ROOT) == 24
             outcome: list[Reason | None] = []
             thread = threading.Thread(
-                target=lambda: outcome.extend(load(tier, keys, LARGE, seconds=4 * LATE_SECONDS))
+                target=lambda: outcome.extend(
+                    load(tier, keys, LARGE, seconds=4 * LATE_SECONDS)
+                )
             )
             thread.start()
             wait_until(lambda: tier.stats()["loaded_chunks"] >= 2)
@@ -310,24 +377,36 @@ def test_a_neighbour_that_ends_during_a_load_is_a_miss_in_time(three: list[Serve
                 Reason.ABSENT,
             }
             assert tier.stats()["failed_checks"] == 0
-            wait_until(lambda: load(tier, keys[:4], LARGE, seconds=2 * LATE_SECONDS) == [None] * 4)
+            wait_until(
+                lambda: (
+                    load(tier, keys[:4], LARGE, seconds=2 * LATE_SECONDS)
+                    == [None] * 4
+                )
+            )
 
 
-def test_a_slow_neighbour_never_delays_a_look_up_beyond_its_time(three: list[Server]) -> None:
+def test_a_slow_neighbour_never_delays_a_look_up_beyond_its_time(
+    three: list[Server],
+) -> None:
     with machine() as slow:
         keys = fresh_keys(4)
         give(three[0], keys)
-        with tier_on(client_of(three[0], slow, look_seconds=0.2), look_seconds=0.2) as tier:
+        with tier_on(
+            client_of(three[0], slow, look_seconds=0.2), look_seconds=0.2
+        ) as tier:
             tier.find(keys, namespace=ROOT)  # connections are made
             slow.stop()
             took = []
             for _ in range(5):
                 asked = [*keys, *fresh_keys(1)]
                 began = time.monotonic()
-                assert tier.find(asked, namespace=ROOT) in (0, 4)  # a busy machine may be late itself
+                # a busy machine may be late itself
+                assert tier.find(asked, namespace=ROOT) in (0, 4)
                 took.append(time.monotonic() - began)
             assert sorted(took)[2] < 0.2 + 0.3
-            wait_until(lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4)
+            wait_until(
+                lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4
+            )
 
 
 @pytest.mark.slow
@@ -337,7 +416,9 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
 ) -> None:
     first = shm_root / "first"
     with (
-        serve_kit.engine("LARGE", host_path=str(first), host_size=80 << 20) as producer,
+        serve_kit.engine(
+            "LARGE", host_path=str(first), host_size=80 << 20
+        ) as producer,
         serve_kit.server(first) as served,
         proxy_to(served.address[1]) as proxy,
     ):
@@ -351,30 +432,47 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
         }
         with serve_kit.engine("LARGE", **there) as reader:
             proxy.down = Fault(bytes_per_second=40e6)
-            wait_until(lambda: reader.tell("lookup", 1, 8) == f"{8 * serve_kit.CHUNK}")
+            wait_until(
+                lambda: reader.tell("lookup", 1, 8) == f"{8 * serve_kit.CHUNK}"
+            )
             reader.begin("retrieve", 1, 8)
             wait_until(lambda: proxy.down_bytes > 6 << 20)
             reader.process.send_signal(number)
             for chain in range(2, 5):  # more than there is room for
                 producer.store(chain, 8)
-            assert served.get(producer.root, serve_kit.keys_of(producer.root, 4, 8)[0]).status == 200
+            assert (
+                served.get(
+                    producer.root, serve_kit.keys_of(producer.root, 4, 8)[0]
+                ).status
+                == 200
+            )
             proxy.heal()
             if number == signal.SIGSTOP:
                 reader.process.send_signal(signal.SIGCONT)
                 assert reader.answer().endswith(" True")
                 whole = f"{8 * serve_kit.CHUNK} True"
                 wait_until(lambda: reader.tell("retrieve", 4, 8) == whole)
-        assert served.get(producer.root, serve_kit.keys_of(producer.root, 4, 8)[0]).status == 200
+        assert (
+            served.get(
+                producer.root, serve_kit.keys_of(producer.root, 4, 8)[0]
+            ).status
+            == 200
+        )
 
 
-def test_the_late_answer_of_a_neighbour_far_away_serves_the_next_look_up(three: list[Server]) -> None:
+def test_the_late_answer_of_a_neighbour_far_away_serves_the_next_look_up(
+    three: list[Server],
+) -> None:
     keys = fresh_keys(3)
     give(three[0], keys)
     with proxy_to(three[0].port) as proxy:
         proxy.both(Fault(delay_seconds=0.1))
         url = url_of(three[0]).replace(str(three[0].port), str(proxy.port))
         with tier_on(
-            client_of(url, look_seconds=0.05), look_seconds=0.05, deadline_seconds=30.0, clock=Clock()
+            client_of(url, look_seconds=0.05),
+            look_seconds=0.05,
+            deadline_seconds=30.0,
+            clock=Clock(),
         ) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
@@ -390,7 +488,9 @@ LIES: dict[str, dict[str, Callable[[str], Lie | None]]] = {
     "not even a header": {"GET": lambda _: [http(200, NOISE[:100])]},
     "nothing": {"GET": lambda _: [http(200)]},
     "endless": {"GET": lambda _: endless(http(200, b"", 1 << 40), blocks=64)},
-    "a drip": {"GET": lambda _: dripping(http(200, NOISE[: HEADER_BYTES + 10_000]))},
+    "a drip": {
+        "GET": lambda _: dripping(http(200, NOISE[: HEADER_BYTES + 10_000]))
+    },
     "silence": {"GET": lambda _: SILENCE},
     "garbage": {"GET": lambda _: [NOISE]},
     "absent": {"GET": lambda _: [http(404)]},
@@ -399,10 +499,16 @@ LIES: dict[str, dict[str, Callable[[str], Lie | None]]] = {
     "less than none": {"POST": lambda _: [http(200, b'{"found": -1}')]},
     "no number": {"POST": lambda _: [http(200, b'{"found": true}')]},
     "no json": {"POST": lambda _: [http(200, NOISE[:1000])]},
-    "json without end": {"POST": lambda _: endless(http(200, b"", 1 << 40), b"[" * (1 << 20), blocks=64)},
+    "json without end": {
+        "POST": lambda _: endless(
+            http(200, b"", 1 << 40), b"[" * (1 << 20), blocks=64
+        )
+    },
     "find drips": {"POST": lambda _: dripping(http(200, FOUND))},
     "find is silent": {"POST": lambda _: SILENCE},
-    "find moved": {"POST": lambda _: [http(302, more={"Location": "http://127.0.0.1:1/"})]},
+    "find moved": {
+        "POST": lambda _: [http(302, more={"Location": "http://127.0.0.1:1/"})]
+    },
 }
 
 
@@ -420,7 +526,12 @@ def evil() -> Iterator[LyingHttp]:
 def test_an_evil_neighbour_causes_only_misses(evil: LyingHttp, lie: str) -> None:
     evil.lies |= LIES[lie]
     keys = fresh_keys(3)
-    with tier_on(client_of(f"http://127.0.0.1:{evil.port}"), deadline_seconds=0.3) as tier, soon(2.5):
+    with (
+        tier_on(
+            client_of(f"http://127.0.0.1:{evil.port}"), deadline_seconds=0.3
+        ) as tier,
+        soon(2.5),
+    ):
         assert tier.find(keys, namespace=ROOT) <= 3
         assert None not in load(tier, keys)
         stats = tier.stats()
@@ -428,7 +539,9 @@ def test_an_evil_neighbour_causes_only_misses(evil: LyingHttp, lie: str) -> None
         assert sum(stats[name] for name in stats if name.startswith("miss_"))
 
 
-@pytest.mark.parametrize("lie", ["other bytes", "too few", "absent", "garbage", "find is silent"])
+@pytest.mark.parametrize(
+    "lie", ["other bytes", "too few", "absent", "garbage", "find is silent"]
+)
 def test_an_honest_neighbour_serves_beside_an_evil_one(
     three: list[Server], evil: LyingHttp, lie: str
 ) -> None:
@@ -437,10 +550,17 @@ def test_an_honest_neighbour_serves_beside_an_evil_one(
     give(three[0], keys)
     client = client_of(f"http://127.0.0.1:{evil.port}", three[0])
     with tier_on(client) as tier:
-        wait_until(lambda: tier.find(keys, namespace=ROOT) == 3 and load(tier, keys) == [None] * 3)
+        wait_until(
+            lambda: (
+                tier.find(keys, namespace=ROOT) == 3
+                and load(tier, keys) == [None] * 3
+            )
+        )
 
 
-def test_a_neighbour_that_lies_again_and_again_is_not_asked_for_a_while(evil: LyingHttp) -> None:
+def test_a_neighbour_that_lies_again_and_again_is_not_asked_for_a_while(
+    evil: LyingHttp,
+) -> None:
     evil.lies["GET"] = lambda _: [http(200, NOISE[: HEADER_BYTES + 10_000])]
     client = client_of(f"http://127.0.0.1:{evil.port}")
     with tier_on(client) as tier:
@@ -452,14 +572,23 @@ def test_a_neighbour_that_lies_again_and_again_is_not_asked_for_a_while(evil: Ly
         assert len(evil.heard) == asked
 
 
-def test_a_neighbour_whose_answers_nobody_understands_is_left_out(evil: LyingHttp) -> None:
+def test_a_neighbour_whose_answers_nobody_understands_is_left_out(
+    evil: LyingHttp,
+) -> None:
     evil.lies["POST"] = lambda _: [http(200, b"[" * 60_000)]  # nested too deeply
     client = client_of(f"http://127.0.0.1:{evil.port}")
     with tier_on(client) as tier:
-        wait_until(lambda: tier.find(fresh_keys(3), namespace=ROOT) == 0 and not client.known()[0].is_used)
+        wait_until(
+            lambda: (
+                tier.find(fresh_keys(3), namespace=ROOT) == 0
+                and not client.known()[0].is_used
+            )
+        )
 
 
-def test_a_neighbour_that_never_has_what_it_says_it_has_is_not_asked_for_a_while(evil: LyingHttp) -> None:
+def test_a_neighbour_that_never_has_what_it_says_it_has_is_not_asked_for_a_while(
+    evil: LyingHttp,
+) -> None:
     evil.lies["GET"] = lambda _: [http(404)]
     client = client_of(f"http://127.0.0.1:{evil.port}")
     with tier_on(client) as tier:
@@ -480,7 +609,9 @@ def serving(host: Path) -> Iterator[Server]:
         yield server
 
 
-def test_what_one_machine_computed_another_serves(tmp_path: Path, shm_root: Path) -> None:
+def test_what_one_machine_computed_another_serves(
+    tmp_path: Path, shm_root: Path
+) -> None:
     first = shm_root / "first"
     second = shm_root / "second"
     with kit.cache_at(first, None) as cache:
@@ -489,13 +620,22 @@ def test_what_one_machine_computed_another_serves(tmp_path: Path, shm_root: Path
         token = f"{server.url}?password_file={server.root}/token"
         with kit.cache_at(second, tmp_path, peers=[token]) as cache:
             assert cache.tiers == ("host", "disk", "peers")
-            wait_until(lambda: cache.lookup(kit.prompt(10)).by_tier.get("peers") == 160)
+            wait_until(
+                lambda: cache.lookup(kit.prompt(10)).by_tier.get("peers") == 160
+            )
             assert kit.served(cache, kit.prompt(10))[0].by_tier == {"peers": 160}
             assert kit.served(cache, kit.prompt(10))[0].by_tier == {"host": 160}
-            kit.stored(cache, kit.prompt(10, seed=1))  # in the tiers of this machine, and nowhere else
-            assert kit.served(cache, kit.prompt(10), tiers=["disk"])[0].by_tier == {"disk": 160}
+            # in the tiers of this machine, and nowhere else
+            kit.stored(cache, kit.prompt(10, seed=1))
+            assert kit.served(cache, kit.prompt(10), tiers=["disk"])[
+                0
+            ].by_tier == {"disk": 160}
             counters = cache.stats()
-            assert not [name for name in counters if name.startswith("drop_") and counters[name]]
+            assert not [
+                name
+                for name in counters
+                if name.startswith("drop_") and counters[name]
+            ]
             assert cache.stats()["waiting_chunks"] == 0
         with kit.cache_at(first, None) as cache:
             assert cache.lookup(kit.prompt(10, seed=1)).num_tokens == 0
@@ -503,7 +643,9 @@ def test_what_one_machine_computed_another_serves(tmp_path: Path, shm_root: Path
 
 
 def test_nothing_is_queued_for_neighbours(shm_root: Path) -> None:
-    with kit.cache_at(shm_root, None, peers=[f"http://127.0.0.1:{free_port()}"]) as cache:
+    with kit.cache_at(
+        shm_root, None, peers=[f"http://127.0.0.1:{free_port()}"]
+    ) as cache:
         kit.stored(cache, kit.prompt(10))
         kit.served(cache, kit.prompt(10))
         assert cache._resources.writeback == ()
@@ -512,11 +654,20 @@ def test_nothing_is_queued_for_neighbours(shm_root: Path) -> None:
 
 
 def _reads_prompts(root: Path, peers: list[str], work: Connection) -> None:
-    """Read each prompt that is asked for and compare all bytes; answer how many chunks, and how many from peers."""
-    with kit.cache_at(root, None, host_size=1000 * kit.LAYOUT.slot_bytes, peers=peers) as cache:
+    """Read each prompt that is asked for and compare all bytes; answer how many chunks, and how
+    many from peers.
+    """
+    with kit.cache_at(
+        root, None, host_size=1000 * kit.LAYOUT.slot_bytes, peers=peers
+    ) as cache:
         while True:
             hit, _ = kit.served(cache, kit.prompt(PROMPT_CHUNKS, work.recv()))
-            work.send([tokens // kit.CHUNK for tokens in (hit.num_tokens, hit.by_tier.get("peers", 0))])
+            work.send(
+                [
+                    tokens // kit.CHUNK
+                    for tokens in (hit.num_tokens, hit.by_tier.get("peers", 0))
+                ]
+            )
 
 
 PROMPT_CHUNKS = 250
@@ -525,7 +676,9 @@ PROMPT_CHUNKS = 250
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
-    """Both stores take four prompts: chunks are evicted on both machines, also those that are being sent."""
+    """Both stores take four prompts: chunks are evicted on both machines, also those that are being
+    sent.
+    """
     rng = random.Random()
     done = threading.Event()
     counts = Counter[str]()
@@ -545,7 +698,9 @@ def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
         def reader() -> tuple[SpawnProcess, Connection]:
             ours, theirs = kit.SPAWN.Pipe()
             peers = [f"{server.url}?password_file={server.root}/token"]
-            process = kit.SPAWN.Process(target=_reads_prompts, args=(shm_root / "second", peers, theirs))
+            process = kit.SPAWN.Process(
+                target=_reads_prompts, args=(shm_root / "second", peers, theirs)
+            )
             process.start()
             theirs.close()
             return process, ours
@@ -556,7 +711,8 @@ def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
         process, work = reader()
         try:
             while counts["chunks"] < 100_000:
-                work.send(seed - rng.randrange(5))  # the oldest of these is evicted, or is about to be
+                # the oldest of these is evicted, or is about to be
+                work.send(seed - rng.randrange(5))
                 counts["prompts"] += 1
                 for _ in range(rng.randrange(3) if found == PROMPT_CHUNKS else 0):
                     seed += 1
@@ -568,7 +724,8 @@ def test_100_000_chunks_byte_by_byte_whatever_is_killed(shm_root: Path) -> None:
                     counts["readers killed"] += 1
                     continue
                 assert work.poll(120), "a reader hangs"
-                found, loaded = work.recv()  # EOFError: it found wrong bytes, and ended
+                # EOFError: it found wrong bytes, and ended
+                found, loaded = work.recv()
                 counts["chunks"] += loaded
                 counts["whole prompts"] += loaded == PROMPT_CHUNKS
         finally:
@@ -592,12 +749,18 @@ def test_2000_chunks_byte_by_byte(shm_root: Path) -> None:
                 kit.stored(cache, tokens[: chunks * kit.CHUNK])
             server = stack.enter_context(serving(shm_root / name / "host"))
             peers.append(f"{server.url}?password_file={server.root}/token")
-        cache = stack.enter_context(kit.cache_at(shm_root / "third", None, host_size=slots, peers=peers))
-        wait_until(lambda: kit.served(cache, tokens)[0].by_tier == {"host": len(tokens)})
+        cache = stack.enter_context(
+            kit.cache_at(shm_root / "third", None, host_size=slots, peers=peers)
+        )
+        wait_until(
+            lambda: kit.served(cache, tokens)[0].by_tier == {"host": len(tokens)}
+        )
         assert cache.stats()["tiers"]["peers"]["loaded_chunks"] >= 2000
 
 
-def test_slow_neighbours_are_not_loaded_from_when_computing_is_faster(shm_root: Path) -> None:
+def test_slow_neighbours_are_not_loaded_from_when_computing_is_faster(
+    shm_root: Path,
+) -> None:
     first = shm_root / "first"
     second = shm_root / "second"
     with kit.cache_at(first, None) as cache:
@@ -606,18 +769,29 @@ def test_slow_neighbours_are_not_loaded_from_when_computing_is_faster(shm_root: 
     with serving(first / "host") as server:
         token = f"{server.url}?password_file={server.root}/token"
         with kit.cache_at(second, None, peers=[token], worth_it=True) as cache:
-            cache.observe_prefill(10**9, 0.001)  # an engine that computes faster than any network
+            # an engine that computes faster than any network
+            cache.observe_prefill(10**9, 0.001)
             hits = []
             for seed in range(5):
                 wait_until(
-                    lambda seed=seed: cache.lookup(kit.prompt(4, seed)).by_tier.get("peers") or len(hits) > 2
+                    lambda seed=seed: (
+                        cache.lookup(kit.prompt(4, seed)).by_tier.get("peers")
+                        or len(hits) > 2
+                    )
                 )  # type: ignore[misc]
-                hits.append(cache.retrieve(kit.prompt(4, seed), kit.blank(kit.prompt(4, seed)).transfer))
+                hits.append(
+                    cache.retrieve(
+                        kit.prompt(4, seed),
+                        kit.blank(kit.prompt(4, seed)).transfer,
+                    )
+                )
             assert hits[-1].reason is Reason.NOT_WORTH_IT
             assert "peers" in (hits[-1].detail or "")
 
 
-def test_a_server_is_an_ordinary_remote_tier(three: list[Server], shm_root: Path) -> None:
+def test_a_server_is_an_ordinary_remote_tier(
+    three: list[Server], shm_root: Path
+) -> None:
     url = f"{three[0].url}?server=pagoda&password_file={three[0].root}/token&deadline=30s&look=30s"
     tokens = kit.prompt(6, seed=99)
     with kit.cache_at(shm_root / "first", None, remote=[url]) as cache:
@@ -632,7 +806,9 @@ def test_a_forked_child_makes_its_own_connections(three: list[Server]) -> None:
     give(three[0], keys)
     with tier_on(client_of(*three), **PATIENT) as tier:
         assert load(tier, keys) == [None] * 3
-        child = multiprocessing.get_context("fork").Process(target=_loads_in_child, args=(tier, keys))
+        child = multiprocessing.get_context("fork").Process(
+            target=_loads_in_child, args=(tier, keys)
+        )
         child.start()
         child.join(60)
         assert child.exitcode == 0
@@ -642,7 +818,9 @@ def test_a_forked_child_makes_its_own_connections(three: list[Server]) -> None:
 # ---- prefill on one machine, decoding on another
 
 
-def test_a_look_up_finds_what_was_stored_a_moment_ago(three: list[Server]) -> None:
+def test_a_look_up_finds_what_was_stored_a_moment_ago(
+    three: list[Server],
+) -> None:
     """Even if one a moment before found less."""
     keys = fresh_keys(6)
     clock = FakeClock()
@@ -656,8 +834,12 @@ def test_a_look_up_finds_what_was_stored_a_moment_ago(three: list[Server]) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", ["grow", "store"])
-def test_a_decoder_loads_what_is_stored_while_the_producer_stores_the_tail(word: str, shm_root: Path) -> None:
-    """Chunk by chunk or as one; it is stopped again and again: in a copy, in a commit, holding the ledger."""
+def test_a_decoder_loads_what_is_stored_while_the_producer_stores_the_tail(
+    word: str, shm_root: Path
+) -> None:
+    """Chunk by chunk or as one; it is stopped again and again: in a copy, in a commit, holding the
+    ledger.
+    """
     layout = serve_kit.LARGE
     chunks = 8
     runs = [0]
@@ -667,14 +849,24 @@ def test_a_decoder_loads_what_is_stored_while_the_producer_stores_the_tail(word:
     wanted = serve_kit.kv_of(1, chunks, layout)
     blank = serve_kit.kv_of(2, chunks, layout)
     with (
-        serve_kit.engine("LARGE", host_path=str(first), host_size=64 << 20) as producer,
+        serve_kit.engine(
+            "LARGE", host_path=str(first), host_size=64 << 20
+        ) as producer,
         serve_kit.server(first) as served,
     ):
         url = served.url.replace("http://", f"http://:{serve_kit.TOKEN}@")
-        options = {"host_path": str(shm_root / "decoder"), "host_size": 64 << 20, "peers": [url]}
+        options = {
+            "host_path": str(shm_root / "decoder"),
+            "host_size": 64 << 20,
+            "peers": [url],
+        }
         with Cache(
-            namespace=serve_kit.NAMESPACE, layout=layout, chunk_tokens=serve_kit.CHUNK, worth_it=False, **options
-        ) as decoder:  # fmt: skip
+            namespace=serve_kit.NAMESPACE,
+            layout=layout,
+            chunk_tokens=serve_kit.CHUNK,
+            worth_it=False,
+            **options,
+        ) as decoder:
             producer.begin(word, 1, chunks)
             until = time.monotonic() + 60.0
             while runs[-1] < chunks:
@@ -686,8 +878,13 @@ def test_a_decoder_loads_what_is_stored_while_the_producer_stores_the_tail(word:
                 finally:
                     producer.process.send_signal(signal.SIGCONT)
                 runs.append(hit.num_tokens // serve_kit.CHUNK)
-                for ours, theirs in zip(itertools.chain(*blank), itertools.chain(*wanted), strict=True):
-                    assert ours[:, : hit.num_tokens].tobytes() == theirs[:, : hit.num_tokens].tobytes()
+                for ours, theirs in zip(
+                    itertools.chain(*blank), itertools.chain(*wanted), strict=True
+                ):
+                    assert (
+                        ours[:, : hit.num_tokens].tobytes()
+                        == theirs[:, : hit.num_tokens].tobytes()
+                    )
             assert producer.answer() == "done"
     assert runs == sorted(runs)
     assert word == "store" or len(set(runs)) > 3, runs

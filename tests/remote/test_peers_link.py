@@ -1,4 +1,6 @@
-"""Neighbours on two machines: network namespaces, joined by a link that is shaped, cut and mended."""
+"""Neighbours on two machines: network namespaces, joined by a link that is shaped, cut and
+mended.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ WHOLE = f"{CHUNKS * CHUNK} True"
 
 
 class Machines(NamedTuple):
-    """One engine computes and a server gives away what it stored; the other engine is at the near end."""
+    """One engine computes and a server gives away what it stored; the other engine is at the near
+    end.
+    """
 
     cable: Cable
     computes: Engine
@@ -37,22 +41,38 @@ def machines(shm_root: Path) -> Iterator[Machines]:
         far = net.place("far")
         cable = net.cable(near, far)
         roots = [str(shm_root / place.name) for place in (near, far)]
-        sizes = {"host_size": 256 << 20, "deadline_seconds": DEADLINE_SECONDS, "worth_it": False}
+        sizes = {
+            "host_size": 256 << 20,
+            "deadline_seconds": DEADLINE_SECONDS,
+            "worth_it": False,
+        }
         url = f"http://:{TOKEN}@{cable.far}:7777"
         with (
             engine("LARGE", place=far, host_path=roots[1], **sizes) as computes,
-            engine("LARGE", place=near, host_path=roots[0], peers=[url], **sizes) as asks,
+            engine(
+                "LARGE", place=near, host_path=roots[0], peers=[url], **sizes
+            ) as asks,
         ):
             server = far.start(
-                sys.executable, "-c", RUN, "serve", "--json", roots[1], "--listen", f"{cable.far}:7777",
-                env={**os.environ, "PAGODA_SERVE_TOKEN": TOKEN}, stdout=subprocess.PIPE,
-            )  # fmt: skip
+                sys.executable,
+                "-c",
+                RUN,
+                "serve",
+                "--json",
+                roots[1],
+                "--listen",
+                f"{cable.far}:7777",
+                env={**os.environ, "PAGODA_SERVE_TOKEN": TOKEN},
+                stdout=subprocess.PIPE,
+            )
             assert server.stdout.readline()
             yield Machines(cable, computes, asks)
 
 
 @pytest.mark.slow
-def test_a_link_that_is_shaped_cut_mended_and_loses_packets(machines: Machines) -> None:
+def test_a_link_that_is_shaped_cut_mended_and_loses_packets(
+    machines: Machines,
+) -> None:
     """What arrives is right, what does not is a miss in time, and the next prompts hit again."""
     cable, computes, asks = machines
     for chain in range(1, 6):

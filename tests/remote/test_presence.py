@@ -16,7 +16,11 @@ def test_both_answers_are_forgotten_after_a_while() -> None:
     known = PresenceCache(clock, present_seconds=2.0, absent_seconds=1.0)
     known.record(NS, [b"a"], True)
     known.record(NS, [b"b"], False)
-    assert (known.get(NS, b"a"), known.get(NS, b"b"), known.get(NS, b"c")) == (True, False, None)
+    assert (known.get(NS, b"a"), known.get(NS, b"b"), known.get(NS, b"c")) == (
+        True,
+        False,
+        None,
+    )
     clock.advance(1.5)
     assert (known.get(NS, b"a"), known.get(NS, b"b")) == (True, None)
     clock.advance(1.0)
@@ -32,17 +36,30 @@ def test_the_latest_word_stands() -> None:
     assert known.get(NS, b"a") is None
 
 
-def test_the_oldest_go_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_MOST_KEYS", 8)  # each has two names: under its namespace, and under any
+def test_the_oldest_go_when_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # each has two names: under its namespace, and under any
+    monkeypatch.setattr(presence, "_MOST_KEYS", 8)
     known = PresenceCache(FakeClock())
     known.record(NS, [b"%d" % n for n in range(5)], True)
     known.record(NS, [b"1"], True)
     known.record(NS, [b"9"], True)
-    assert [known.get(NS, b"%d" % n) for n in range(5)] == [None, True, None, True, True]
+    assert [known.get(NS, b"%d" % n) for n in range(5)] == [
+        None,
+        True,
+        None,
+        True,
+        True,
+    ]
 
 
 def test_namespaces_are_apart() -> None:
     known = PresenceCache(FakeClock())
     known.record(NS, [b"a"], True)
     known.record(b"other", [b"a"], False)
-    assert (known.get(NS, b"a"), known.get(b"other", b"a"), known.get(None, b"a")) == (True, False, True)
+    assert (
+        known.get(NS, b"a"),
+        known.get(b"other", b"a"),
+        known.get(None, b"a"),
+    ) == (True, False, True)

@@ -1,5 +1,6 @@
-"""Servers that pose as a `pagoda serve`: they do not get the token, nor anything that is worth something elsewhere,
-and nothing is taken from them. And servers of an older version, proxies, and connections that end.
+"""Servers that pose as a `pagoda serve`: they do not get the token, nor anything that is worth
+something elsewhere, and nothing is taken from them. And servers of an older version, proxies, and
+connections that end.
 """
 
 from __future__ import annotations
@@ -32,7 +33,16 @@ from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.store_client import RefusedError
 from testbed.servers import Server, need, pagoda_server, redis_server
 from tests.faults.support import ROOT as TREE
-from tests.remote.chunks import ROOT, QuickClock, chunks_of, ends, keys_of, load, tier_on, wait_until
+from tests.remote.chunks import (
+    ROOT,
+    QuickClock,
+    chunks_of,
+    ends,
+    keys_of,
+    load,
+    tier_on,
+    wait_until,
+)
 from tests.remote.evil import Evil
 from tests.remote.evil import http as raw_answer
 from tests.remote.proxy import proxy_to
@@ -74,8 +84,16 @@ def machine(*options: str, **variables: str) -> Iterator[Server]:
     try:
         (root / "token").write_text(TOKEN)
         (root / "token").chmod(0o600)
-        given = ["--host-size", "16MiB", "--token-file", str(root / "token"), *options]
-        with pagoda_server(root / "host", *given, PAGODA_POLICY="lru", **variables) as server:
+        given = [
+            "--host-size",
+            "16MiB",
+            "--token-file",
+            str(root / "token"),
+            *options,
+        ]
+        with pagoda_server(
+            root / "host", *given, PAGODA_POLICY="lru", **variables
+        ) as server:
             yield server
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -90,7 +108,9 @@ def honest() -> Iterator[Server]:
 
 def give(server: Server, keys: Sequence[bytes]) -> None:
     """Store a chain on one machine."""
-    with tier_on(PagodaServerClient(server.url), queue_chunks=4096, **PATIENT) as tier:
+    with tier_on(
+        PagodaServerClient(server.url), queue_chunks=4096, **PATIENT
+    ) as tier:
         assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
 
 
@@ -103,22 +123,31 @@ def tell(meeting: Server, keys: Sequence[bytes], url: str) -> None:
 
 def found_in(meeting: Server) -> PeersClient:
     """Return the neighbours that the directory names."""
-    return PeersClient([], directory=PeerDirectory(meeting.url), look_seconds=5.0, clock=QuickClock())
+    return PeersClient(
+        [],
+        directory=PeerDirectory(meeting.url),
+        look_seconds=5.0,
+        clock=QuickClock(),
+    )
 
 
 def named(url: str, *, sends_token: bool = False) -> PeersClient:
-    return PeersClient([PeerUrl(url, False, sends_token)], look_seconds=5.0, clock=QuickClock())
+    return PeersClient(
+        [PeerUrl(url, False, sends_token)], look_seconds=5.0, clock=QuickClock()
+    )
 
 
 class Poser(Evil):
     """Answers requests as `how` says, and keeps every byte that it receives.
 
-    "older": it asks for the token itself. "silent about it": it answers as if no token were needed. "challenge": it
-    asks for proofs, accepts them, and has none. "repeats": as that, with the nonce and the proofs that a real server
-    once sent to somebody else.
+    "older": it asks for the token itself. "silent about it": it answers as if no token were needed.
+    "challenge": it asks for proofs, accepts them, and has none. "repeats": as that, with the nonce
+    and the proofs that a real server once sent to somebody else.
     """
 
-    def __init__(self, how: str, nonce: str = "", proofs: Sequence[str] = ()) -> None:
+    def __init__(
+        self, how: str, nonce: str = "", proofs: Sequence[str] = ()
+    ) -> None:
         self.how = how
         self.heard = b""
         self._nonce = nonce or secrets.token_hex(16)
@@ -143,7 +172,9 @@ class Poser(Evil):
         if self.how == "older":
             return raw_answer(401, b"", 0, {"WWW-Authenticate": "Bearer"})
         if is_question and self.how != "silent about it":
-            return raw_answer(401, b"", 0, {"WWW-Authenticate": f"Pagoda nonce={self._nonce}"})
+            return raw_answer(
+                401, b"", 0, {"WWW-Authenticate": f"Pagoda nonce={self._nonce}"}
+            )
         more = {"Pagoda-Proof": proofs.pop(0)} if proofs else {}
         if method == b"POST":
             return raw_answer(200, b'{"found": 3}', more=more)
@@ -170,7 +201,8 @@ def worth_nothing_at(server: Server, poser: Poser) -> None:
     """Try all that a poser has heard at a server that has the same token."""
     assert TOKEN.encode() not in poser.heard
     requests = re.findall(
-        rb"(\S+) (\S+) HTTP/1.1\r\nHost: (\S+)\r\n(?:.*\r\n)*?Authorization: (\S.*)\r\n", poser.heard
+        rb"(\S+) (\S+) HTTP/1.1\r\nHost: (\S+)\r\n(?:.*\r\n)*?Authorization: (\S.*)\r\n",
+        poser.heard,
     )
     for method, target, host, authorization in requests:
         client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -186,7 +218,10 @@ def worth_nothing_at(server: Server, poser: Poser) -> None:
 
 @pytest.mark.parametrize("poser", HOWS, indirect=True)
 def test_a_poser_in_the_directory_gets_nothing_and_nothing_is_taken_from_him(
-    meeting: Server, honest: Server, poser: Poser, caplog: pytest.LogCaptureFixture
+    meeting: Server,
+    honest: Server,
+    poser: Poser,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     keys = fresh_keys(3)
     tell(meeting, keys, f"http://127.0.0.1:{poser.port}")
@@ -194,7 +229,9 @@ def test_a_poser_in_the_directory_gets_nothing_and_nothing_is_taken_from_him(
         assert tier.find(keys, namespace=ROOT) == 0
         assert tier.refusal is not None
         assert tier.refusal[0] is Reason.IO_ERROR
-        assert "update it" in tier.refusal[1] or "did not prove" in tier.refusal[1]
+        assert (
+            "update it" in tier.refusal[1] or "did not prove" in tier.refusal[1]
+        )
         assert None not in load(tier, keys)
     assert poser.heard
     assert f"127.0.0.1:{poser.port}" in caplog.text
@@ -218,14 +255,18 @@ def test_a_poser_at_an_address_that_was_named_gets_nothing_either(
         if option == "remote":
             chunks = chunks_of(keys)
             assert not any(done.ok for done in ends(tier.save(chunks, ROOT)))
-            assert all(bytes(chunk.payload[:64]) not in poser.heard for chunk in chunks)
+            assert all(
+                bytes(chunk.payload[:64]) not in poser.heard for chunk in chunks
+            )
     assert poser.heard
     assert keys[0] not in poser.heard
     worth_nothing_at(honest, poser)
 
 
 def test_answers_that_were_recorded_are_no_answers(honest: Server) -> None:
-    """Later he answers by himself: with the nonce of the real server, and the proofs of all its answers."""
+    """Later he answers by himself: with the nonce of the real server, and the proofs of all its
+    answers.
+    """
     keys = fresh_keys(3)
     give(honest, keys)
     poser = Recorder(honest.port)
@@ -265,8 +306,12 @@ class Recorder(Poser):
         if self.how == "repeats":
             super().talk(client)
             return
-        with socket.create_connection(("127.0.0.1", self._true_port), timeout=30.0) as truth:
-            threading.Thread(target=self._pass_down, args=(truth, client), daemon=True).start()
+        with socket.create_connection(
+            ("127.0.0.1", self._true_port), timeout=30.0
+        ) as truth:
+            threading.Thread(
+                target=self._pass_down, args=(truth, client), daemon=True
+            ).start()
             while piece := client.recv(1 << 16):
                 truth.sendall(piece)
 
@@ -277,7 +322,9 @@ class Recorder(Poser):
                 client.sendall(piece)
 
 
-def test_who_passes_requests_on_must_be_named(meeting: Server, honest: Server) -> None:
+def test_who_passes_requests_on_must_be_named(
+    meeting: Server, honest: Server
+) -> None:
     """He is in the directory with his own address, and passes everything on to a real server."""
     keys = fresh_keys(3)
     give(honest, keys)
@@ -294,7 +341,9 @@ def test_who_passes_requests_on_must_be_named(meeting: Server, honest: Server) -
             assert load(tier, keys) == [None] * 3
 
 
-def test_a_server_is_found_by_the_address_that_it_advertises(meeting: Server) -> None:
+def test_a_server_is_found_by_the_address_that_it_advertises(
+    meeting: Server,
+) -> None:
     with proxy_to(1) as between:
         url = f"http://localhost:{between.port}"
         with machine("--advertise", url, PAGODA_LOOKUP=meeting.url) as server:
@@ -331,7 +380,10 @@ def test_a_wrong_token_says_what_to_do(
     keys = fresh_keys(3)
     tell(meeting, keys, honest.url)
     monkeypatch.setenv("PAGODA_SERVE_TOKEN", "the-token-of-another-fleet")
-    for client, remedy in ((found_in(meeting), "copy the file"), (named(honest.url), "?password_file=PATH")):
+    for client, remedy in (
+        (found_in(meeting), "copy the file"),
+        (named(honest.url), "?password_file=PATH"),
+    ):
         with tier_on(client, **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
@@ -342,15 +394,21 @@ def test_a_wrong_token_says_what_to_do(
 # ---- connections
 
 
-def test_a_connection_that_ended_is_opened_again_with_new_proofs(honest: Server) -> None:
+def test_a_connection_that_ended_is_opened_again_with_new_proofs(
+    honest: Server,
+) -> None:
     keys = fresh_keys(3)
     give(honest, keys)
     with proxy_to(honest.port) as between:
-        connection = PagodaServerClient(f"http://127.0.0.1:{between.port}").connection()
+        connection = PagodaServerClient(
+            f"http://127.0.0.1:{between.port}"
+        ).connection()
         connection.open(until())
         try:
             for _ in range(3):
-                assert [connection.find(ROOT, keys, until()) for _ in range(4)] == [3] * 4
+                assert [
+                    connection.find(ROOT, keys, until()) for _ in range(4)
+                ] == [3] * 4
                 made = between.connections
                 between.cut(reset=False)
                 assert connection.find(ROOT, keys, until()) == 3
@@ -359,11 +417,17 @@ def test_a_connection_that_ended_is_opened_again_with_new_proofs(honest: Server)
             connection.close()
 
 
-def test_a_large_body_is_sent_once_also_on_a_new_connection(honest: Server) -> None:
-    """A small request comes before it: no answer 401 to a large one is needed to learn the nonce."""
+def test_a_large_body_is_sent_once_also_on_a_new_connection(
+    honest: Server,
+) -> None:
+    """A small request comes before it: no answer 401 to a large one is needed to learn the
+    nonce.
+    """
     keys = fresh_keys(4096)
     with proxy_to(honest.port) as between:
-        connection = PagodaServerClient(f"http://127.0.0.1:{between.port}").connection()
+        connection = PagodaServerClient(
+            f"http://127.0.0.1:{between.port}"
+        ).connection()
         try:
             assert connection.find(ROOT, keys, until()) == 0
             body = 4096 * 32
@@ -372,7 +436,9 @@ def test_a_large_body_is_sent_once_also_on_a_new_connection(honest: Server) -> N
             connection.close()
 
 
-def test_a_proxy_that_spreads_requests_over_connections_is_named(honest: Server) -> None:
+def test_a_proxy_that_spreads_requests_over_connections_is_named(
+    honest: Server,
+) -> None:
     """As nginx does: each request comes on another connection."""
     keys = fresh_keys(3)
     give(honest, keys)
@@ -403,11 +469,17 @@ class SpreadingProxy(Evil):
                 method, target, _ = line.split(" ", 2)
                 headers = dict(http.client.parse_headers(requests).items())
                 body = requests.read(int(headers.get("Content-Length", "0")))
-                truth = http.client.HTTPConnection("127.0.0.1", self._true_port, timeout=30)
+                truth = http.client.HTTPConnection(
+                    "127.0.0.1", self._true_port, timeout=30
+                )
                 truth.request(method, target, body or None, headers)
                 answer = truth.getresponse()
                 told = answer.read()
-                more = {name: value for name, value in answer.headers.items() if name != "Content-Length"}
+                more = {
+                    name: value
+                    for name, value in answer.headers.items()
+                    if name != "Content-Length"
+                }
                 length = int(answer.headers.get("Content-Length", "0"))
                 client.sendall(raw_answer(answer.status, told, length, more))
                 truth.close()
@@ -420,10 +492,15 @@ class SpreadingProxy(Evil):
 def older_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source of the older version, from the history of this repository."""
     packed = subprocess.run(
-        ["git", "-C", TREE, "archive", OLDER, "src"], capture_output=True, check=False, timeout=60
+        ["git", "-C", TREE, "archive", OLDER, "src"],
+        capture_output=True,
+        check=False,
+        timeout=60,
     )
     if packed.returncode:
-        pytest.skip(f"needs the history of the repository: {packed.stderr.decode().strip()}")
+        pytest.skip(
+            f"needs the history of the repository: {packed.stderr.decode().strip()}"
+        )
     place = tmp_path_factory.mktemp(OLDER)
     with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
         archive.extractall(place, filter="data")
@@ -435,7 +512,9 @@ def test_an_older_server_is_not_told_the_token_unless_the_user_says_so(
 ) -> None:
     keys = fresh_keys(3)
     with machine(PYTHONPATH=str(older_source)) as older:
-        with tier_on(PagodaServerClient(older.url, sends_token=True), **PATIENT) as tier:
+        with tier_on(
+            PagodaServerClient(older.url, sends_token=True), **PATIENT
+        ) as tier:
             assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
         tell(meeting, keys, older.url)
         for client, remedy in (
@@ -449,7 +528,11 @@ def test_an_older_server_is_not_told_the_token_unless_the_user_says_so(
                 assert tier.refusal[0] is Reason.IO_ERROR
                 assert "older version" in tier.refusal[1]
                 assert remedy in tier.refusal[1]
-            lines = [one for one in caplog.messages if "older version" in one and older.url in one]
+            lines = [
+                one
+                for one in caplog.messages
+                if "older version" in one and older.url in one
+            ]
             assert lines
         with tier_on(named(older.url, sends_token=True), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 3
@@ -466,15 +549,29 @@ for client in (PagodaServerClient(url), PeersClient([PeerUrl(url, False)], look_
     connection.open(time.monotonic() + 30)
     print(connection.find(namespace, keys, time.monotonic() + 30))
     connection.close()
-"""
+"""  # noqa: E501
 
 
 def test_an_older_client_is_served(honest: Server, older_source: Path) -> None:
     keys = fresh_keys(3)
     give(honest, keys)
-    command = [sys.executable, "-c", _OLD_CLIENT, honest.url, ROOT.hex(), ",".join(key.hex() for key in keys)]
+    command = [
+        sys.executable,
+        "-c",
+        _OLD_CLIENT,
+        honest.url,
+        ROOT.hex(),
+        ",".join(key.hex() for key in keys),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(older_source)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.stdout.split() == ["3", "3"], done.stderr
 
 
@@ -490,13 +587,18 @@ def test_the_option_in_a_url() -> None:
     peer = parse_peer("http://host:7777?proof=off&dns=all")
     assert dict(peer.options) == {"proof": "off", "dns": "all"}
     assert dict(parse_peer("http://host:7777").options) == {}
-    for wrong in ("http://host:7777?server=pagoda&proof=on", "http://host/dav?proof=off&server=other"):
+    for wrong in (
+        "http://host:7777?server=pagoda&proof=on",
+        "http://host/dav?proof=off&server=other",
+    ):
         with pytest.raises(ConfigError):
             parse(wrong)
 
 
 def test_a_command_names_an_older_server(
-    older_source: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    older_source: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with machine(PYTHONPATH=str(older_source)) as older:
         monkeypatch.setenv("PAGODA_PEERS", older.url)
@@ -507,7 +609,9 @@ def test_a_command_names_an_older_server(
         assert main(["config", "check"]) == 0
 
 
-def test_kept_engines_read_over_a_server_with_a_token_of_its_own(shm_root: Path) -> None:
+def test_kept_engines_read_over_a_server_with_a_token_of_its_own(
+    shm_root: Path,
+) -> None:
     """Two whole machines: an engine, its server, and an engine that reads from it."""
     first = shm_root / "first"
     second = shm_root / "second"
@@ -520,4 +624,8 @@ def test_kept_engines_read_over_a_server_with_a_token_of_its_own(shm_root: Path)
         with serve_kit.engine(
             host_path=str(second), host_size=16 << 20, peers=[url], worth_it=False
         ) as reader:
-            wait_until(lambda: reader.tell("retrieve", 1, 4) == f"{4 * serve_kit.CHUNK} True")
+            wait_until(
+                lambda: (
+                    reader.tell("retrieve", 1, 4) == f"{4 * serve_kit.CHUNK} True"
+                )
+            )

@@ -1,4 +1,6 @@
-"""A connection to a real Redis: what it stores, finds, serves and removes, and that nothing else is ever touched."""
+"""A connection to a real Redis: what it stores, finds, serves and removes, and that nothing else is
+ever touched.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_ttl import LIFE_SECONDS
 from pagoda.tiers.remote.resp import Reply, ReplyShape
-from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, RefusedError
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    PutRequest,
+    PutResult,
+    RefusedError,
+)
 from testbed.servers import Server, need, redis_server
 from tests.remote.chunks import walk
 
@@ -79,13 +86,19 @@ def put(
     seconds: float = 10.0,
 ) -> PutResult:
     (claim,) = connection.claim(root, [key(number)], soon(seconds))
-    return claim or connection.put(PutRequest(root, key(number), PAGE, stored, usable), soon(seconds))
+    return claim or connection.put(
+        PutRequest(root, key(number), PAGE, stored, usable), soon(seconds)
+    )
 
 
-def get(connection: RedisConnection, number: int, size: int, root: bytes = ROOT) -> Bytes | None:
+def get(
+    connection: RedisConnection, number: int, size: int, root: bytes = ROOT
+) -> Bytes | None:
     page = np.zeros(HEADER_BYTES, np.uint8)
     room = np.zeros(size, np.uint8)
-    got = connection.get(GetRequest(root, key(number), page, lambda: room), soon())
+    got = connection.get(
+        GetRequest(root, key(number), page, lambda: room), soon()
+    )
     if got is None:
         return None
     assert got == size
@@ -122,7 +135,9 @@ def second(server: Server, client: Client) -> Iterator[RedisConnection]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_was_put_is_got(connection: RedisConnection, client: Client, size: int) -> None:
+def test_what_was_put_is_got(
+    connection: RedisConnection, client: Client, size: int
+) -> None:
     stored = content(1, size)
     assert put(connection, 1, stored) is PutResult.STORED
     assert connection.find(ROOT, [key(1), key(2)], soon()) == 1
@@ -130,7 +145,10 @@ def test_what_was_put_is_got(connection: RedisConnection, client: Client, size: 
     assert came is not None
     assert np.array_equal(came, stored)
     (name,) = client.keys("*")
-    assert name == b"pagoda:1:%b:{%b}" % (ROOT.hex().encode(), key(1).hex().encode())
+    assert name == b"pagoda:1:%b:{%b}" % (
+        ROOT.hex().encode(),
+        key(1).hex().encode(),
+    )
     pieces = -(-size // PIECE_BYTES)
     assert set(client.hkeys(name)) == {b"h", *(b"%d" % i for i in range(pieces))}
     assert 0 < client.ttl(name) <= LIFE_SECONDS
@@ -154,12 +172,20 @@ def test_find_of_thousands(connection: RedisConnection, client: Client) -> None:
             pipeline.hset(name_of(number), "h", b"")
         pipeline.execute()
     assert connection.find(ROOT, [key(i) for i in range(9000)], soon(30)) == 9000
-    assert connection.find(ROOT, [key(i) for i in range(8990, 9100)], soon()) == 10
-    assert connection.remove(ROOT, [key(i) for i in range(10000)], soon(30)) == 9000
+    assert (
+        connection.find(ROOT, [key(i) for i in range(8990, 9100)], soon()) == 10
+    )
+    assert (
+        connection.remove(ROOT, [key(i) for i in range(10000)], soon(30)) == 9000
+    )
 
 
-def test_a_ttl_begins_when_the_chunk_is_whole(server: Server, client: Client) -> None:
-    connection = RedisClient(server.url, ttl_seconds=0.4).connection().open(soon())
+def test_a_ttl_begins_when_the_chunk_is_whole(
+    server: Server, client: Client
+) -> None:
+    connection = (
+        RedisClient(server.url, ttl_seconds=0.4).connection().open(soon())
+    )
     for number, size in enumerate((100, 2 * MIB)):
         assert put(connection, number, content(1, size)) is PutResult.STORED
         assert 0 < client.pttl(client.keys("*")[0]) <= 400
@@ -170,7 +196,9 @@ def test_a_ttl_begins_when_the_chunk_is_whole(server: Server, client: Client) ->
 
 
 @pytest.mark.parametrize("size", [100, 3 * MIB])
-def test_what_is_not_usable_leaves_nothing(connection: RedisConnection, client: Client, size: int) -> None:
+def test_what_is_not_usable_leaves_nothing(
+    connection: RedisConnection, client: Client, size: int
+) -> None:
     asked: list[int] = []
 
     def usable() -> bool:
@@ -184,7 +212,9 @@ def test_what_is_not_usable_leaves_nothing(connection: RedisConnection, client: 
 
 
 @pytest.mark.parametrize("size", [100, 3 * MIB])
-def test_what_is_there_stays(connection: RedisConnection, client: Client, size: int) -> None:
+def test_what_is_there_stays(
+    connection: RedisConnection, client: Client, size: int
+) -> None:
     first = content(1, size)
     assert put(connection, 1, first) is PutResult.STORED
     assert put(connection, 1, content(2, size)) is PutResult.PRESENT
@@ -194,7 +224,10 @@ def test_what_is_there_stays(connection: RedisConnection, client: Client, size: 
 
 @pytest.mark.parametrize("size", [500, 3 * MIB])
 def test_of_two_writers_one_writes(
-    connection: RedisConnection, second: RedisConnection, client: Client, size: int
+    connection: RedisConnection,
+    second: RedisConnection,
+    client: Client,
+    size: int,
 ) -> None:
     answers: list[PutResult] = []
 
@@ -210,7 +243,10 @@ def test_of_two_writers_one_writes(
 
 @pytest.mark.parametrize("size", [500, 3 * MIB])
 def test_of_two_writers_with_a_claim_that_has_expired_the_first_to_end_wins(
-    connection: RedisConnection, second: RedisConnection, client: Client, size: int
+    connection: RedisConnection,
+    second: RedisConnection,
+    client: Client,
+    size: int,
 ) -> None:
     answers: list[PutResult] = []
 
@@ -226,18 +262,26 @@ def test_of_two_writers_with_a_claim_that_has_expired_the_first_to_end_wins(
 
 
 def test_a_chunk_that_comes_between_question_and_claim_is_not_sent(
-    connection: RedisConnection, second: RedisConnection, client: Client, monkeypatch: pytest.MonkeyPatch
+    connection: RedisConnection,
+    second: RedisConnection,
+    client: Client,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = connection._replies
 
-    def then_another_stores(commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
+    def then_another_stores(
+        commands: Sequence[bytes], until: float, shape: ReplyShape
+    ) -> list[Reply]:
         replies = asked(commands, until, shape)
         monkeypatch.undo()
         put(second, 1, content(1, 500))
         return replies
 
     monkeypatch.setattr(connection, "_replies", then_another_stores)
-    assert connection.claim(ROOT, [key(1), key(2)], soon()) == [PutResult.PRESENT, None]
+    assert connection.claim(ROOT, [key(1), key(2)], soon()) == [
+        PutResult.PRESENT,
+        None,
+    ]
     assert client.keys("*:w") == [(name_of(2) + ":w").encode()]
 
 
@@ -246,13 +290,18 @@ def test_a_batch_is_claimed_together(
 ) -> None:
     put(connection, 1, content(1, 500))
     asked = [key(number) for number in range(4)]
-    assert connection.claim(ROOT, asked[:2], soon(0.2)) == [None, PutResult.PRESENT]
+    assert connection.claim(ROOT, asked[:2], soon(0.2)) == [
+        None,
+        PutResult.PRESENT,
+    ]
     busy = PutResult.BUSY
     present = PutResult.PRESENT
     assert second.claim(ROOT, asked, soon()) == [busy, present, None, None]
     assert all(client.pttl(name) > 0 for name in client.keys("*:w"))
     assert len(client.keys("*:w")) == 3
-    assert 0 < client.pttl(name_of(0) + ":w") <= 2200, "it dies soon after its owner"
+    assert 0 < client.pttl(name_of(0) + ":w") <= 2200, (
+        "it dies soon after its owner"
+    )
     assert connection.clear(ROOT, walk(10)) == 1
     assert client.dbsize() == 0
 
@@ -331,7 +380,9 @@ def test_a_writer_that_is_cut_off_anywhere_leaves_nothing_for_long(
     assert all(client.pttl(name) > 0 for name in names)
 
 
-def test_a_draft_that_went_is_not_published(connection: RedisConnection, client: Client) -> None:
+def test_a_draft_that_went_is_not_published(
+    connection: RedisConnection, client: Client
+) -> None:
     def lose() -> bool:
         client.delete(*client.keys("*:w:*"))
         return True
@@ -343,7 +394,9 @@ def test_a_draft_that_went_is_not_published(connection: RedisConnection, client:
     assert get(connection, 1, 3 * MIB) is None
 
 
-def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, client: Client) -> None:
+def test_a_draft_that_lost_pieces_is_not_published(
+    connection: RedisConnection, client: Client
+) -> None:
     """As when Redis evicts or expires a draft, and the next piece starts it again."""
     begun = threading.Event()
     stop = threading.Event()
@@ -371,14 +424,29 @@ def test_a_draft_that_lost_pieces_is_not_published(connection: RedisConnection, 
     assert client.dbsize() == 0
 
 
-def test_clear_census_and_neighbours(connection: RedisConnection, server: Server, client: Client) -> None:
+def test_clear_census_and_neighbours(
+    connection: RedisConnection, server: Server, client: Client
+) -> None:
     other = RedisClient(server.url, prefix="pago").connection().open(soon())
     name = name_of(1)
     foreign = [
-        "pagoda", "pagoda:", "pagoda:1:", "pagoda:2" + name[8:], "xpagoda" + name[6:], name[:-1], name + "x",
-        name + ":w:", name + ":w:xyz", name + ":w:" + "0" * 33, name.replace("01", "0G"), name.upper(), name + "\n",
-        name.replace("{", "").replace("}", ""), name + "x" * 100_000, "user:1",
-    ]  # fmt: skip
+        "pagoda",
+        "pagoda:",
+        "pagoda:1:",
+        "pagoda:2" + name[8:],
+        "xpagoda" + name[6:],
+        name[:-1],
+        name + "x",
+        name + ":w:",
+        name + ":w:xyz",
+        name + ":w:" + "0" * 33,
+        name.replace("01", "0G"),
+        name.upper(),
+        name + "\n",
+        name.replace("{", "").replace("}", ""),
+        name + "x" * 100_000,
+        "user:1",
+    ]
     for text in foreign:
         client.set(text, "mine")
     for number in range(3):
@@ -402,11 +470,16 @@ def test_clear_census_and_neighbours(connection: RedisConnection, server: Server
 
 def test_a_prefix_is_no_pattern(server: Server, client: Client) -> None:
     wild, plain = (
-        RedisClient(server.url, prefix=prefix).connection().open(soon()) for prefix in ("a*[b]?\\", "aXb?\\")
+        RedisClient(server.url, prefix=prefix).connection().open(soon())
+        for prefix in ("a*[b]?\\", "aXb?\\")
     )
     for connection in (wild, plain):
         put(connection, 1, content(1, 100))
-    assert wild.count_by_namespace(walk(5)) == plain.count_by_namespace(walk(5)) == {ROOT: 1}
+    assert (
+        wild.count_by_namespace(walk(5))
+        == plain.count_by_namespace(walk(5))
+        == {ROOT: 1}
+    )
     assert wild.clear(None, walk(5)) == 1
     assert get(plain, 1, 100) is not None
     wild.close()
@@ -435,14 +508,18 @@ def test_usage(connection: RedisConnection, client: Client) -> None:
 
 
 @pytest.mark.parametrize("size", [MIB, 8 * MIB, 32 * MIB])
-def test_a_chunk_takes_little_more_than_its_bytes(connection: RedisConnection, size: int) -> None:
+def test_a_chunk_takes_little_more_than_its_bytes(
+    connection: RedisConnection, size: int
+) -> None:
     before = connection.usage(soon()).used_bytes
     for number in range(64 * MIB // size):
         put(connection, number, content(1, size))
     after = connection.usage(soon()).used_bytes
     assert before is not None
     assert after is not None
-    assert after - before < 64 * MIB * 1.03 + 3 * MIB, "and the connection's buffer"
+    assert after - before < 64 * MIB * 1.03 + 3 * MIB, (
+        "and the connection's buffer"
+    )
 
 
 def test_a_ping_asks_for_our_names(connection: RedisConnection) -> None:
@@ -464,7 +541,9 @@ def test_a_full_server_refuses_and_nothing_is_left(
     assert client.dbsize() == 1
 
 
-def test_a_server_that_fills_up_under_a_put(connection: RedisConnection, client: Client) -> None:
+def test_a_server_that_fills_up_under_a_put(
+    connection: RedisConnection, client: Client
+) -> None:
     client.config_set("maxmemory", client.info("memory")["used_memory"] + 4 * MIB)
     with pytest.raises(RefusedError) as refused:
         put(connection, 1, content(1, 32 * MIB))
@@ -473,8 +552,12 @@ def test_a_server_that_fills_up_under_a_put(connection: RedisConnection, client:
     assert put(connection, 2, content(2, MIB)) is PutResult.STORED
 
 
-def test_eviction_takes_whole_chunks(client: Client, connection: RedisConnection) -> None:
-    client.config_set("maxmemory", client.info("memory")["used_memory"] + 20 * MIB)
+def test_eviction_takes_whole_chunks(
+    client: Client, connection: RedisConnection
+) -> None:
+    client.config_set(
+        "maxmemory", client.info("memory")["used_memory"] + 20 * MIB
+    )
     client.config_set("maxmemory-policy", "allkeys-lru")
     try:
         ends = []
@@ -484,7 +567,11 @@ def test_eviction_takes_whole_chunks(client: Client, connection: RedisConnection
             except RefusedError as refused:
                 assert refused.reason is Reason.FULL
         assert set(ends) == {PutResult.STORED}
-        here = [number for number in range(20) if get(connection, number, 3 * MIB + 1) is not None]
+        here = [
+            number
+            for number in range(20)
+            if get(connection, number, 3 * MIB + 1) is not None
+        ]
         assert len(ends) > 10
         assert 1 < len(here) < 8
         assert client.dbsize() == len(here)
@@ -492,7 +579,9 @@ def test_eviction_takes_whole_chunks(client: Client, connection: RedisConnection
         client.config_set("maxmemory-policy", "noeviction")
 
 
-def test_what_is_not_a_chunk_is_refused(connection: RedisConnection, client: Client) -> None:
+def test_what_is_not_a_chunk_is_refused(
+    connection: RedisConnection, client: Client
+) -> None:
     name = name_of(1)
     page = np.zeros(HEADER_BYTES, np.uint8)
     room = np.zeros(3 * PIECE_BYTES, np.uint8)
@@ -500,12 +589,21 @@ def test_what_is_not_a_chunk_is_refused(connection: RedisConnection, client: Cli
     head = bytes(HEADER_BYTES)
     whole: dict[str, bytes] = {"h": head, "0": piece, "1": piece, "2": piece}
     wrong: list[object] = [
-        "a string", {"x": "no page"}, {**whole, "h": head[1:]}, {**whole, "h": head + b"x"}, {**whole, "1": b""},
-        {**whole, "2": piece[1:]}, {**whole, "0": b"short"}, {**whole, "3": b"more"}, {"h": head, "0": piece},
-    ]  # fmt: skip
+        "a string",
+        {"x": "no page"},
+        {**whole, "h": head[1:]},
+        {**whole, "h": head + b"x"},
+        {**whole, "1": b""},
+        {**whole, "2": piece[1:]},
+        {**whole, "0": b"short"},
+        {**whole, "3": b"more"},
+        {"h": head, "0": piece},
+    ]
     for value in wrong:
         client.delete(name)
-        client.set(name, value) if isinstance(value, str) else client.hset(name, mapping=value)
+        client.set(name, value) if isinstance(value, str) else client.hset(
+            name, mapping=value
+        )
         with pytest.raises(RefusedError) as refused:
             connection.get(GetRequest(ROOT, key(1), page, lambda: room), soon())
         assert refused.value.reason is Reason.FAILED_CHECK
@@ -515,11 +613,16 @@ def test_what_is_not_a_chunk_is_refused(connection: RedisConnection, client: Cli
     assert refused.value.reason is Reason.FAILED_CHECK
     client.delete(name)
     client.hset(name, mapping=whole)
-    assert connection.get(GetRequest(ROOT, key(1), page, lambda: room), soon()) == 3 * PIECE_BYTES
+    assert (
+        connection.get(GetRequest(ROOT, key(1), page, lambda: room), soon())
+        == 3 * PIECE_BYTES
+    )
     assert connection.remove(ROOT, [key(1)], soon()) == 1
 
 
-def test_a_chunk_that_goes_while_it_is_read_is_not_there(connection: RedisConnection, client: Client) -> None:
+def test_a_chunk_that_goes_while_it_is_read_is_not_there(
+    connection: RedisConnection, client: Client
+) -> None:
     put(connection, 1, content(1, 16 * MIB))
 
     def lose() -> Bytes:
@@ -527,7 +630,13 @@ def test_a_chunk_that_goes_while_it_is_read_is_not_there(connection: RedisConnec
         return room
 
     room = np.zeros(16 * MIB, np.uint8)
-    assert connection.get(GetRequest(ROOT, key(1), np.zeros(HEADER_BYTES, np.uint8), lose), soon()) is None
+    assert (
+        connection.get(
+            GetRequest(ROOT, key(1), np.zeros(HEADER_BYTES, np.uint8), lose),
+            soon(),
+        )
+        is None
+    )
     connection.ping(soon())
 
 

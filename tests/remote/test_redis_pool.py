@@ -1,4 +1,6 @@
-"""Several independent Redis as one store: where chunks are, and that a lost node costs its own chunks only."""
+"""Several independent Redis as one store: where chunks are, and that a lost node costs its own
+chunks only.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,14 @@ from tests.thread_limits import no_threads
 
 @contextlib.contextmanager
 def three() -> Iterator[list[Server]]:
-    """Three nodes that had values before: each chunk is stored at its own place (see `test_redis_pool_runs`)."""
-    with redis_server() as first, redis_server() as second, redis_server() as third:
+    """Three nodes that had values before: each chunk is stored at its own place (see
+    `test_redis_pool_runs`).
+    """
+    with (
+        redis_server() as first,
+        redis_server() as second,
+        redis_server() as third,
+    ):
         servers = [first, second, third]
         for server in servers:
             server.call("SET", "another:program", "1")
@@ -79,23 +87,34 @@ def servers() -> Iterator[list[Server]]:
         yield servers
 
 
-def on(servers: Sequence[Server], prefix: str = "p", **options: object) -> RedisPoolClient:
+def on(
+    servers: Sequence[Server], prefix: str = "p", **options: object
+) -> RedisPoolClient:
     """The engine over these servers."""
     places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
     return RedisPoolClient(f"redis+pool://{places}", prefix=prefix, **options)  # type: ignore[arg-type]
 
 
-def of(servers: Sequence[Server], keys: Sequence[bytes], prefix: str = "p") -> dict[Server, list[bytes]]:
+def of(
+    servers: Sequence[Server], keys: Sequence[bytes], prefix: str = "p"
+) -> dict[Server, list[bytes]]:
     """Return which of the keys each server has."""
     here = {}
     for server in servers:
         with client.Redis(port=server.port) as truth:
-            here[server] = [key for key in keys if truth.exists(name_of(prefix, key))]
+            here[server] = [
+                key for key in keys if truth.exists(name_of(prefix, key))
+            ]
     return here
 
 
-def shares(pool: RedisPoolClient, keys: Sequence[bytes]) -> dict[RedisNode, set[bytes]]:
-    return {node: {keys[at] for at in share} for node, share in pool.shares(keys).items()}
+def shares(
+    pool: RedisPoolClient, keys: Sequence[bytes]
+) -> dict[RedisNode, set[bytes]]:
+    return {
+        node: {keys[at] for at in share}
+        for node, share in pool.shares(keys).items()
+    }
 
 
 # ---- where chunks are
@@ -105,7 +124,10 @@ def test_where_a_chunk_is_never_changes() -> None:
     """Other versions of this program, and the other machines, look for it there."""
     pool = RedisPoolClient("redis+pool://a:6379,b:6379,c")
     keys = [n.to_bytes(1, "big") * 32 for n in range(12)]
-    assert "".join(pool.node_of(key).client.address[8] for key in keys) == "ccbbcaccccbc"
+    assert (
+        "".join(pool.node_of(key).client.address[8] for key in keys)
+        == "ccbbcaccccbc"
+    )
 
 
 def test_the_order_of_nodes_and_the_other_nodes_move_no_key() -> None:
@@ -113,17 +135,25 @@ def test_the_order_of_nodes_and_the_other_nodes_move_no_key() -> None:
     three = shares(RedisPoolClient("redis+pool://a,b,c"), keys)
     again = shares(RedisPoolClient("redis+pool://C:6379,a,b/2"), keys)
     by_name = {node.client.address[8]: share for node, share in three.items()}
-    assert {node.client.address[8].lower(): share for node, share in again.items()} == by_name
+    assert {
+        node.client.address[8].lower(): share for node, share in again.items()
+    } == by_name
     assert all(1800 < len(share) < 2200 for share in by_name.values())
     dotted = shares(RedisPoolClient("redis+pool://b.,a:6379,c"), keys)
-    assert {node.client.address[8]: share for node, share in dotted.items()} == by_name
+    assert {
+        node.client.address[8]: share for node, share in dotted.items()
+    } == by_name
     two = shares(RedisPoolClient("redis+pool://a,c"), keys)
     for node, share in two.items():
-        assert share > by_name[node.client.address[8]], "a key of a present node moved"
+        assert share > by_name[node.client.address[8]], (
+            "a key of a present node moved"
+        )
         assert 2800 < len(share) < 3200
 
 
-def test_without_a_node_its_keys_are_on_the_others_and_no_other_key_moves() -> None:
+def test_without_a_node_its_keys_are_on_the_others_and_no_other_key_moves() -> (
+    None
+):
     keys = [os.urandom(32) for _ in range(600)]
     pool = RedisPoolClient("redis+pool://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3")
     before = shares(pool, keys)
@@ -143,34 +173,56 @@ def test_it_shows_no_password() -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("localhost:1", "127.0.0.1:1"), ("[::1]:1", "[0:0::0:1]:1"), ("[FE80::A%25eth0]", "[fe80::a%25eth0]")],
+    [
+        ("localhost:1", "127.0.0.1:1"),
+        ("[::1]:1", "[0:0::0:1]:1"),
+        ("[FE80::A%25eth0]", "[fe80::a%25eth0]"),
+    ],
 )
 def test_two_spellings_of_a_host_are_one_node(one: str, other: str) -> None:
     keys = [os.urandom(32) for _ in range(100)]
-    pools = [RedisPoolClient(f"redis+pool://{host},b:2,c:3") for host in (one, other)]
+    pools = [
+        RedisPoolClient(f"redis+pool://{host},b:2,c:3") for host in (one, other)
+    ]
     assert pools[0].address == pools[1].address
-    first, second = ({node.place: share for node, share in shares(pool, keys).items()} for pool in pools)
+    first, second = (
+        {node.place: share for node, share in shares(pool, keys).items()}
+        for pool in pools
+    )
     assert first == second
 
 
 # ---- with all nodes
 
 
-def test_chunks_are_on_all_nodes_and_all_calls_reach_them(shared: list[Server]) -> None:
+def test_chunks_are_on_all_nodes_and_all_calls_reach_them(
+    shared: list[Server],
+) -> None:
     prefix = fresh_prefix()
     keys = keys_of(60)
     pool = on(shared, prefix, look_seconds=PATIENT_SECONDS)
     saved(pool, keys)
-    assert sorted(key for here in of(shared, keys, prefix).values() for key in here) == sorted(keys)
+    assert sorted(
+        key for here in of(shared, keys, prefix).values() for key in here
+    ) == sorted(keys)
     assert all(len(here) > 5 for here in of(shared, keys, prefix).values())
     connection = pool.connection().open(time.monotonic() + PATIENT_SECONDS)
     until = time.monotonic() + PATIENT_SECONDS
     try:
         connection.ping(until)
         assert connection.find(ROOT, keys, until) == 60
-        assert connection.find(ROOT, keys[:30] + keys_of(1, chain=1) + keys[30:], until) == 30
+        assert (
+            connection.find(
+                ROOT, keys[:30] + keys_of(1, chain=1) + keys[30:], until
+            )
+            == 30
+        )
         assert connection.find(ROOT, [], until) == 0
-        assert connection.touch(ROOT, [keys[0], b"\0" * 32, keys[1]], until) == [True, False, True]
+        assert connection.touch(ROOT, [keys[0], b"\0" * 32, keys[1]], until) == [
+            True,
+            False,
+            True,
+        ]
         assert connection.count_by_namespace(walk(5)) == {ROOT: 60}
         used = connection.usage(until)
         assert used.used_bytes is not None
@@ -201,9 +253,13 @@ def test_random_operations(shared: list[Server]) -> None:
     keys = keys_of(40)
     stored: set[bytes] = set()
     with (
-        tier_on(on(shared, prefix, look_seconds=PATIENT_SECONDS), deadline_seconds=PATIENT_SECONDS) as one,
         tier_on(
-            on(shared[::-1], prefix, look_seconds=PATIENT_SECONDS), deadline_seconds=PATIENT_SECONDS
+            on(shared, prefix, look_seconds=PATIENT_SECONDS),
+            deadline_seconds=PATIENT_SECONDS,
+        ) as one,
+        tier_on(
+            on(shared[::-1], prefix, look_seconds=PATIENT_SECONDS),
+            deadline_seconds=PATIENT_SECONDS,
         ) as two,
     ):
         for _ in range(150):
@@ -215,29 +271,54 @@ def test_random_operations(shared: list[Server]) -> None:
                     stored.update(chunk.key for chunk in some)
                 case 2:
                     there = load(tier, keys, seconds=PATIENT_SECONDS)
-                    assert {key for key, reason in zip(keys, there, strict=True) if reason is None} <= stored
+                    assert {
+                        key
+                        for key, reason in zip(keys, there, strict=True)
+                        if reason is None
+                    } <= stored
                 case 3:
                     tier.remove(some[0].key, ROOT)
                     stored.discard(some[0].key)
-                    for each in (one, two):  # else it would be believed to be there for two seconds
+                    # else it would be believed to be there for two seconds
+                    for each in (one, two):
                         each._store.presence.clear()
-    with tier_on(on(shared, prefix, look_seconds=PATIENT_SECONDS), deadline_seconds=PATIENT_SECONDS) as third:
+    with tier_on(
+        on(shared, prefix, look_seconds=PATIENT_SECONDS),
+        deadline_seconds=PATIENT_SECONDS,
+    ) as third:
         here = load(third, keys, seconds=PATIENT_SECONDS)
-        assert {key for key, reason in zip(keys, here, strict=True) if reason is None} == stored
+        assert {
+            key for key, reason in zip(keys, here, strict=True) if reason is None
+        } == stored
 
 
 # ---- a node that fails
 
 
-def reasons(tier: RemoteTier, keys: Sequence[bytes], some: Sequence[bytes]) -> set[Reason | None]:
+def reasons(
+    tier: RemoteTier, keys: Sequence[bytes], some: Sequence[bytes]
+) -> set[Reason | None]:
     """Load a chain; return the reasons of some of its chunks; None: served."""
-    return {reason for key, reason in zip(keys, load(tier, keys), strict=True) if key in some}
+    return {
+        reason
+        for key, reason in zip(keys, load(tier, keys), strict=True)
+        if key in some
+    }
 
 
-def healthy(tier: RemoteTier, keys: Sequence[bytes], some: Sequence[bytes] | None = None) -> None:
-    """Check that a chain, or some chunks of it, are found and served; a busy machine may be late at first."""
+def healthy(
+    tier: RemoteTier, keys: Sequence[bytes], some: Sequence[bytes] | None = None
+) -> None:
+    """Check that a chain, or some chunks of it, are found and served; a busy machine may be late at
+    first.
+    """
     some = keys if some is None else some
-    wait_until(lambda: tier.find(some, namespace=ROOT) == len(some) and reasons(tier, keys, some) == {None})
+    wait_until(
+        lambda: (
+            tier.find(some, namespace=ROOT) == len(some)
+            and reasons(tier, keys, some) == {None}
+        )
+    )
 
 
 def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
@@ -260,7 +341,8 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
             while not stop.is_set():
                 rounds += 1
                 for key, reason in zip(keys, load(tier, keys), strict=True):
-                    if reason not in (None, Reason.DEADLINE) and key in others:  # a busy machine may be late
+                    # a busy machine may be late
+                    if reason not in (None, Reason.DEADLINE) and key in others:
                         wrong.append(f"{reason}")
 
         thread = threading.Thread(target=engine)
@@ -271,8 +353,14 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
             wait_until(lambda: len(shares(pool, keys)) == 2)
             healthy(tier, keys, others)
             assert not tier.resting
-            # what was lost is stored again, elsewhere, once it is not believed to be where it was any more
-            wait_until(lambda: all(end.ok for end in save(tier, keys)) and set(load(tier, keys)) == {None})
+            # what was lost is stored again, elsewhere, once it is not believed to be where it was
+            # any more
+            wait_until(
+                lambda: (
+                    all(end.ok for end in save(tier, keys))
+                    and set(load(tier, keys)) == {None}
+                )
+            )
             healthy(tier, keys)
         finally:
             stop.set()
@@ -282,12 +370,19 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
         lost.restart()  # empty
         wait_until(lambda: len(shares(pool, keys)) == 3)
         healthy(tier, keys, others)
-        wait_until(lambda: save(tier, keys)[-1].ok and sorted(of(servers, keys)[lost]) == sorted(here[lost]))
+        wait_until(
+            lambda: (
+                save(tier, keys)[-1].ok
+                and sorted(of(servers, keys)[lost]) == sorted(here[lost])
+            )
+        )
         assert not tier.resting
         assert tier.stats()["failed_checks"] == 0
 
 
-def test_a_node_that_refuses_to_be_read_is_left_out(servers: list[Server]) -> None:
+def test_a_node_that_refuses_to_be_read_is_left_out(
+    servers: list[Server],
+) -> None:
     """As after a mistake in the rights of a user, while all are connected."""
     keys = keys_of(60)
     pool = on(servers, look_seconds=PATIENT_SECONDS)
@@ -295,7 +390,9 @@ def test_a_node_that_refuses_to_be_read_is_left_out(servers: list[Server]) -> No
     here = of(servers, keys)
     odd = servers[0]
     others = [key for key in keys if key not in here[odd]]
-    with tier_on(pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS
+    ) as tier:
         healthy(tier, keys)
         odd.call("ACL", "SETUSER", "default", "-exists", "-hget")
         for key in here[odd][:4]:
@@ -305,7 +402,12 @@ def test_a_node_that_refuses_to_be_read_is_left_out(servers: list[Server]) -> No
         wait_until(lambda: len(shares(pool, keys)) == 2)
         tier._store.presence.clear()
         healthy(tier, keys, others)
-        wait_until(lambda: all(end.ok for end in save(tier, keys)) and set(load(tier, keys)) == {None})
+        wait_until(
+            lambda: (
+                all(end.ok for end in save(tier, keys))
+                and set(load(tier, keys)) == {None}
+            )
+        )
         for server in servers:
             server.call("ACL", "SETUSER", "default", "-exists", "-hget")
         connection = pool.connection()
@@ -313,21 +415,35 @@ def test_a_node_that_refuses_to_be_read_is_left_out(servers: list[Server]) -> No
             connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
         connection.close()
         odd.call("ACL", "SETUSER", "default", "+exists", "+hget")
-        wait_until(lambda: f"127.0.0.1:{odd.port}" in {node.place for node in shares(pool, keys)})
+        wait_until(
+            lambda: (
+                f"127.0.0.1:{odd.port}"
+                in {node.place for node in shares(pool, keys)}
+            )
+        )
 
 
-def test_a_node_that_refuses_loads_alone_is_left_out(servers: list[Server]) -> None:
-    """It still says which chunks it has; so only the loads can find out, and the other nodes are used as before."""
+def test_a_node_that_refuses_loads_alone_is_left_out(
+    servers: list[Server],
+) -> None:
+    """It still says which chunks it has; so only the loads can find out, and the other nodes are
+    used as before.
+    """
     keys = keys_of(60)
     pool = on(servers, look_seconds=PATIENT_SECONDS)
     saved(pool, keys)
     here = of(servers, keys)
     odd = servers[0]
-    with tier_on(pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS
+    ) as tier:
         healthy(tier, keys)
         odd.call("ACL", "SETUSER", "default", "-hget")
         for key in here[odd][:6]:
-            assert load(tier, [key]) == [Reason.IO_ERROR] or len(shares(pool, keys)) == 2
+            assert (
+                load(tier, [key]) == [Reason.IO_ERROR]
+                or len(shares(pool, keys)) == 2
+            )
             assert not tier.resting
         wait_until(lambda: len(shares(pool, keys)) == 2)
         healthy(tier, keys, [key for key in keys if key not in here[odd]])
@@ -342,7 +458,9 @@ def test_a_node_that_refuses_touches_keeps_none_from_the_others(
         server.call("CONFIG", "SET", "maxmemory-policy", "volatile-ttl")
         server.call("ACL", "SETUSER", "less", "on", ">x", "~*", "+@all")
     places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    pool = RedisPoolClient(f"redis+pool://less:x@{places}", prefix="p", look_seconds=PATIENT_SECONDS)
+    pool = RedisPoolClient(
+        f"redis+pool://less:x@{places}", prefix="p", look_seconds=PATIENT_SECONDS
+    )
     saved(pool, keys)
     here = of(servers, keys)
     odd = servers[0]
@@ -354,12 +472,19 @@ def test_a_node_that_refuses_touches_keeps_none_from_the_others(
                     server.call("PEXPIRE", name_of("p", key), "100000")
             assert tier.touch(keys, namespace=ROOT) == [True] * len(keys)
             for server in servers[1:]:
-                assert all(int(server.call("PTTL", name_of("p", key))[1:]) > 100_000 for key in here[server])
-            assert tier.touch(here[odd][:1], namespace=ROOT) == [True], "asked for instead"
+                assert all(
+                    int(server.call("PTTL", name_of("p", key))[1:]) > 100_000
+                    for key in here[server]
+                )
+            assert tier.touch(here[odd][:1], namespace=ROOT) == [True], (
+                "asked for instead"
+            )
         assert f"{odd.port}/0: RefusedError: NOPERM" in caplog.text
 
 
-def test_a_node_is_used_again_though_no_thread_could_ask_it_at_first(servers: list[Server]) -> None:
+def test_a_node_is_used_again_though_no_thread_could_ask_it_at_first(
+    servers: list[Server],
+) -> None:
     keys = keys_of(60)
     pool = on(servers)
     for _ in range(2):
@@ -371,7 +496,9 @@ def test_a_node_is_used_again_though_no_thread_could_ask_it_at_first(servers: li
 
 
 @pytest.mark.slow
-def test_a_node_that_stands_still_delays_no_look_up_for_long(servers: list[Server]) -> None:
+def test_a_node_that_stands_still_delays_no_look_up_for_long(
+    servers: list[Server],
+) -> None:
     keys = keys_of(60)
     saved(on(servers, look_seconds=PATIENT_SECONDS), keys)
     lost = servers[1]
@@ -385,13 +512,20 @@ def test_a_node_that_stands_still_delays_no_look_up_for_long(servers: list[Serve
             for _ in range(10):
                 with soon(0.3 + 0.5):
                     tier.find(keys, namespace=ROOT)
-            wait_until(lambda: tier.find(keys, namespace=ROOT) >= 0 and len(pool.shares(keys)) == 2)
+            wait_until(
+                lambda: (
+                    tier.find(keys, namespace=ROOT) >= 0
+                    and len(pool.shares(keys)) == 2
+                )
+            )
             for _ in range(3):
                 healthy(tier, keys, others)
             assert not tier.resting
             connection = pool.connection().open(time.monotonic() + 1)
             with soon(0.25):  # nothing waits for it while it is left out
-                assert connection.find(ROOT, others, time.monotonic() + 5) == len(others)
+                assert connection.find(ROOT, others, time.monotonic() + 5) == len(
+                    others
+                )
             connection.close()
         finally:
             lost.cont()
@@ -399,7 +533,9 @@ def test_a_node_that_stands_still_delays_no_look_up_for_long(servers: list[Serve
         healthy(tier, keys)
 
 
-def test_a_look_up_goes_on_without_a_node_that_stands_still(servers: list[Server]) -> None:
+def test_a_look_up_goes_on_without_a_node_that_stands_still(
+    servers: list[Server],
+) -> None:
     keys = keys_of(60)
     pool = on(servers, look_seconds=0.3)
     saved(pool, keys)
@@ -407,17 +543,23 @@ def test_a_look_up_goes_on_without_a_node_that_stands_still(servers: list[Server
     lost = next(server for server in servers if keys[0] not in here[server])
     connection = pool.connection().open(time.monotonic() + 1)
     try:
-        assert connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS) == 60
+        assert (
+            connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS) == 60
+        )
         lost.stop()
         with soon():  # the first time too
-            found = connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
+            found = connection.find(
+                ROOT, keys, time.monotonic() + PATIENT_SECONDS
+            )
         assert found == keys.index(here[lost][0]) > 0
     finally:
         lost.cont()
         connection.close()
 
 
-def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(servers: list[Server]) -> None:
+def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(
+    servers: list[Server],
+) -> None:
     """They would keep all threads of the tier from the other nodes."""
     keys = keys_of(60)
     lost = servers[0]
@@ -429,11 +571,19 @@ def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(se
         lost.stop()
         try:
             loads = [
-                tier.load([key], [aligned(SMALL.slot_bytes)], namespace=ROOT, start=keys.index(key))[0]
+                tier.load(
+                    [key],
+                    [aligned(SMALL.slot_bytes)],
+                    namespace=ROOT,
+                    start=keys.index(key),
+                )[0]
                 for key in here[lost][:4]
             ]
             wait_until(
-                lambda: tier.find(keys_of(20, chain=1), namespace=ROOT) >= 0 and len(shares(pool, keys)) == 2
+                lambda: (
+                    tier.find(keys_of(20, chain=1), namespace=ROOT) >= 0
+                    and len(shares(pool, keys)) == 2
+                )
             )
             assert not any(end.ok for end in ends(loads, LATE_SECONDS))
             others = [key for key in keys if key not in here[lost]]
@@ -442,7 +592,9 @@ def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(se
             lost.cont()
 
 
-def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(servers: list[Server]) -> None:
+def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(
+    servers: list[Server],
+) -> None:
     pool = on(servers, look_seconds=0.2)
     keys = keys_of(60)
     saved(pool, keys)
@@ -451,19 +603,27 @@ def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(servers: list[Server]
     servers[0].call("ACL", "SETUSER", "default", "-exists")
     servers[1].stop()
     try:
-        with contextlib.suppress(RefusedError):  # the first chunk may be on either
+        # the first chunk may be on either
+        with contextlib.suppress(RefusedError):
             connection.find(ROOT, keys, time.monotonic() + LATE_SECONDS)
-        assert pool.nodes[1] not in connection._lines, "the next call would share it with a thread"
+        assert pool.nodes[1] not in connection._lines, (
+            "the next call would share it with a thread"
+        )
     finally:
         servers[1].cont()
         connection.close()
 
 
-def test_a_name_with_something_else_costs_its_own_chunk_only(shared: list[Server]) -> None:
+def test_a_name_with_something_else_costs_its_own_chunk_only(
+    shared: list[Server],
+) -> None:
     """It is not there; the touches of all other chunks, on this node and the others, go on."""
     prefix = fresh_prefix()
     keys = keys_of(20)
-    with tier_on(on(shared, prefix, look_seconds=PATIENT_SECONDS), deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        on(shared, prefix, look_seconds=PATIENT_SECONDS),
+        deadline_seconds=PATIENT_SECONDS,
+    ) as tier:
         stores(tier, keys)
         for server, here in of(shared, keys, prefix).items():
             if keys[3] in here:
@@ -474,52 +634,79 @@ def test_a_name_with_something_else_costs_its_own_chunk_only(shared: list[Server
         assert there == [key != keys[3] for key in keys]
         assert not tier._store.touch_breaker.resting
         # a load removes it, and then the chunk can be stored again
-        wait_until(lambda: save(tier, keys)[-1].ok and load(tier, keys) == [None] * 20)
+        wait_until(
+            lambda: save(tier, keys)[-1].ok and load(tier, keys) == [None] * 20
+        )
 
 
 def test_a_distant_pool_is_waited_for(shared: list[Server]) -> None:
-    """Where no node answers in the time that is usual, the first answer says how long the others may take."""
+    """Where no node answers in the time that is usual, the first answer says how long the others
+    may take.
+    """
     prefix = fresh_prefix()
     keys = keys_of(12)
-    with proxy_to(shared[0].port) as a, proxy_to(shared[1].port) as b, proxy_to(shared[2].port) as c:
+    with (
+        proxy_to(shared[0].port) as a,
+        proxy_to(shared[1].port) as b,
+        proxy_to(shared[2].port) as c,
+    ):
         places = ",".join(f"127.0.0.1:{proxy.port}" for proxy in (a, b, c))
-        pool = RedisPoolClient(f"redis+pool://{places}", prefix=prefix, look_seconds=0.02)
+        pool = RedisPoolClient(
+            f"redis+pool://{places}", prefix=prefix, look_seconds=0.02
+        )
         saved(pool, keys)
         for proxy in (a, b, c):
             proxy.both(Fault(delay_seconds=0.05))
         connection = pool.connection().open(time.monotonic() + 1)
-        assert connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS) == 12
-        assert connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS) == 12
+        assert (
+            connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS) == 12
+        )
+        assert (
+            connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS) == 12
+        )
         connection.close()
 
 
-def test_a_writer_waits_for_a_slow_node(shared: list[Server], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look-up waits for it: a node that takes longer than that to answer a writer has not failed.
+def test_a_writer_waits_for_a_slow_node(
+    shared: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No look-up waits for it: a node that takes longer than that to answer a writer has not
+    failed.
 
-    The node answers when it is waited for up to the deadline, and not before, however slow this machine is.
+    The node answers when it is waited for up to the deadline, and not before, however slow this
+    machine is.
     """
     keys = keys_of(24)
     prefix = fresh_prefix()
     with proxy_to(shared[0].port) as proxy:
         places = f"127.0.0.1:{shared[1].port},127.0.0.1:{proxy.port}"
-        pool = RedisPoolClient(f"redis+pool://{places}", prefix=prefix, look_seconds=0.01)
+        pool = RedisPoolClient(
+            f"redis+pool://{places}", prefix=prefix, look_seconds=0.01
+        )
         _, slow = pool.nodes
 
         deadline_seconds = 4 * PATIENT_SECONDS
 
-        def answering(futures: Collection[Future[object]], seconds: float) -> None:
+        def answering(
+            futures: Collection[Future[object]], seconds: float
+        ) -> None:
             if len(futures) == 2 and seconds > deadline_seconds / 2:
                 proxy.heal()
             wait(futures, seconds)
 
-        with tier_on(pool, deadline_seconds=deadline_seconds, look_seconds=0.01) as tier:
+        with tier_on(
+            pool, deadline_seconds=deadline_seconds, look_seconds=0.01
+        ) as tier:
             assert all(
                 end.ok for end in ends(tier.save(chunks_of(keys_of(2)), ROOT))
             )  # it knows the mark now
             monkeypatch.setattr(redis_nodes, "wait", answering)
             proxy.both(STALLED)
             saving = tier.save(chunks_of(keys), ROOT)
-            wait_until(lambda: slow.trusted_since or all(end.done() for end in saving), deadline_seconds)
+            wait_until(
+                lambda: slow.trusted_since or all(end.done() for end in saving),
+                deadline_seconds,
+            )
             assert slow.trusted_since == 0.0, "it did not count as failed"
             assert all(end.ok for end in ends(saving))
     here = of(shared[:2], keys, prefix)
@@ -529,14 +716,21 @@ def test_a_writer_waits_for_a_slow_node(shared: list[Server], monkeypatch: pytes
 
 def test_a_full_node_refuses_its_own_chunks_only(servers: list[Server]) -> None:
     keys = keys_of(48)
-    with tier_on(on(servers, look_seconds=PATIENT_SECONDS), LARGE, queue_chunks=100) as tier:
+    with tier_on(
+        on(servers, look_seconds=PATIENT_SECONDS), LARGE, queue_chunks=100
+    ) as tier:
         with client.Redis(port=servers[0].port) as truth:
             truth.config_set("maxmemory", "1mb")
         pool = tier._store.client
         place = f":{servers[0].port}/"
         node = next(each for each in pool.nodes if place in each.client.address)  # type: ignore[attr-defined]
-        own = [chunk for chunk in chunks_of(keys, LARGE) if pool.node_of(chunk.key) is node]  # type: ignore[attr-defined]
-        for chunk in own:  # one after the other: nothing else is stored between them
+        own = [
+            chunk
+            for chunk in chunks_of(keys, LARGE)
+            if pool.node_of(chunk.key) is node
+        ]  # type: ignore[attr-defined]
+        # one after the other: nothing else is stored between them
+        for chunk in own:
             assert ends(tier.save([chunk], ROOT))[0].reason is Reason.FULL
         assert len(own) > 4
         assert not tier._store.write_breaker.is_open
@@ -563,7 +757,12 @@ def test_without_any_node_the_tier_rests_and_comes_back() -> None:
                 assert set(load(tier, keys)) <= TROUBLE
             for server in servers[1:]:  # two of three are enough
                 server.restart()
-            wait_until(lambda: save(tier, keys)[-1].ok and reasons(tier, keys, keys) == {None})
+            wait_until(
+                lambda: (
+                    save(tier, keys)[-1].ok
+                    and reasons(tier, keys, keys) == {None}
+                )
+            )
 
 
 def test_what_cannot_be_removed_everywhere_is_said(servers: list[Server]) -> None:
@@ -586,7 +785,9 @@ def test_an_encrypted_pool(tmp_path: Path) -> None:
         authorities = tmp_path / "ca.crt"
         authorities.write_text(first.ca.read_text() + second.ca.read_text())
         places = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
-        spec = parse(f"rediss+pool://{places}?ssl_ca_certs={authorities}&look=30s")
+        spec = parse(
+            f"rediss+pool://{places}?ssl_ca_certs={authorities}&look=30s"
+        )
         keys = keys_of(20)
         saved(spec.engine(), keys)
         with tier_on(spec.engine(), deadline_seconds=PATIENT_SECONDS) as tier:
@@ -597,10 +798,17 @@ def test_an_encrypted_pool(tmp_path: Path) -> None:
         untrusting.close()
 
 
-def test_a_node_that_forgot_the_password_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    with redis_server(password="geheim") as first, redis_server(password="other") as second:
+def test_a_node_that_forgot_the_password_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        redis_server(password="geheim") as first,
+        redis_server(password="other") as second,
+    ):
         places = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
-        pool = RedisPoolClient(f"redis+pool://:geheim@{places}", look_seconds=PATIENT_SECONDS)
+        pool = RedisPoolClient(
+            f"redis+pool://:geheim@{places}", look_seconds=PATIENT_SECONDS
+        )
         with tier_on(pool) as tier:
             keys = keys_of(20)
             stores(tier, keys)
@@ -609,7 +817,9 @@ def test_a_node_that_forgot_the_password_is_left_out(caplog: pytest.LogCaptureFi
         assert "geheim" not in caplog.text
 
 
-def test_a_host_that_does_not_exist_is_left_out_and_named(shared: list[Server]) -> None:
+def test_a_host_that_does_not_exist_is_left_out_and_named(
+    shared: list[Server],
+) -> None:
     with socket.socket() as held:  # nobody else listens there meanwhile
         held.bind(("127.0.0.1", 0))
         gone = f"127.0.0.1:{held.getsockname()[1]}"
@@ -624,20 +834,27 @@ def test_a_host_that_does_not_exist_is_left_out_and_named(shared: list[Server]) 
     assert not well.trouble
 
 
-def test_two_machines_can_compare_the_nodes_they_name(shared: list[Server]) -> None:
+def test_two_machines_can_compare_the_nodes_they_name(
+    shared: list[Server],
+) -> None:
     ports = [server.port for server in shared]
     first = ",".join(f"127.0.0.1:{port}" for port in ports)
     again = ",".join(f"127.0.0.1:{port}" for port in reversed(ports))
     other = ",".join(f"127.0.0.2:{port}" for port in ports)
     urls = (first, again, other, f"{first}/1", f"{first}?prefix=x")
-    said = [checked.nodes for checked in pinged([parse(f"redis+pool://{url}") for url in urls])]
+    said = [
+        checked.nodes
+        for checked in pinged([parse(f"redis+pool://{url}") for url in urls])
+    ]
     assert said[0] == said[1]
     assert len(set(said)) == 4
     assert ",".join(sorted(first.split(","))) in said[0]
     assert not pinged([parse(shared[0].url)])[0].nodes
 
 
-def test_a_call_that_waits_ends_when_the_tier_is_closed(servers: list[Server]) -> None:
+def test_a_call_that_waits_ends_when_the_tier_is_closed(
+    servers: list[Server],
+) -> None:
     before = threading.enumerate()
     pool = on(servers, look_seconds=60.0)
     keys = keys_of(12)
@@ -647,14 +864,20 @@ def test_a_call_that_waits_ends_when_the_tier_is_closed(servers: list[Server]) -
     try:
         with tier_on(pool, deadline_seconds=60.0, look_seconds=0.05) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
-            loads = tier.load(keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT)
+            loads = tier.load(
+                keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT
+            )
             with soon(4.0):
                 tier.close(2.0)
             assert not any(end.ok for end in ends(loads, LATE_SECONDS))
     finally:
         for server in servers:
             server.cont()
-    wait_until(lambda: not begun_since(before, "pagoda-redis-nodes", "pagoda-redis-connect"))
+    wait_until(
+        lambda: (
+            not begun_since(before, "pagoda-redis-nodes", "pagoda-redis-connect")
+        )
+    )
 
 
 def test_a_forked_child_uses_the_pool(shared: list[Server]) -> None:

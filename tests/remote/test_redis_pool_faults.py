@@ -1,4 +1,6 @@
-"""A pool of one Redis is a Redis: what its server does wrong, and what one that lies says, costs the same misses."""
+"""A pool of one Redis is a Redis: what its server does wrong, and what one that lies says, costs
+the same misses.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,13 @@ from tests.remote import test_tier_evil, test_tier_faults
 from tests.remote.chunks import PATIENT_SECONDS, QuickClock
 from tests.remote.proxy import Proxy
 
-SUITES = (test_tier_evil, test_tier_faults)  # the fixtures of the second replace those of the first
+# the fixtures of the second replace those of the first
+SUITES = (test_tier_evil, test_tier_faults)
 
 
-def on(server: Server | Proxy | int, prefix: str = "p", **options: object) -> RedisPoolClient:
+def on(
+    server: Server | Proxy | int, prefix: str = "p", **options: object
+) -> RedisPoolClient:
     """The pool at a server's port."""
     port = server if isinstance(server, int) else server.port
     return RedisPoolClient(
@@ -38,7 +43,11 @@ def _over_a_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _tests_of(suite: ModuleType) -> dict[str, object]:
     """Return the tests of a module, and its fixtures."""
     fixtures = ("shared", "server", "proxy", "liar")
-    return {name: each for name, each in vars(suite).items() if name.startswith("test_") or name in fixtures}
+    return {
+        name: each
+        for name, each in vars(suite).items()
+        if name.startswith("test_") or name in fixtures
+    }
 
 
 for _suite in SUITES:

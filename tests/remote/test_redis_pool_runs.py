@@ -1,4 +1,6 @@
-"""Several independent Redis as one store: what one request stores is on one node, and is found wherever it is."""
+"""Several independent Redis as one store: what one request stores is on one node, and is found
+wherever it is.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ CHUNKS = 12
 @pytest.fixture
 def servers() -> Iterator[list[Server]]:
     """Servers without any value."""
-    with redis_server() as first, redis_server() as second, redis_server() as third:
+    with (
+        redis_server() as first,
+        redis_server() as second,
+        redis_server() as third,
+    ):
         yield [first, second, third]
 
 
@@ -42,14 +48,25 @@ def patient(servers: Sequence[Server]) -> RedisPoolClient:
     return on(servers, look_seconds=PATIENT_SECONDS)
 
 
-def stored(tier: RemoteTier, keys: Sequence[bytes], stamp: int, first: int = 0) -> None:
-    """Store what is missing of a prompt, as write-back does: in parts, under the stamp of the request."""
+def stored(
+    tier: RemoteTier, keys: Sequence[bytes], stamp: int, first: int = 0
+) -> None:
+    """Store what is missing of a prompt, as write-back does: in parts, under the stamp of the
+    request.
+    """
     chunks = chunks_of(keys)
     present = tier.touch(keys, namespace=ROOT, stamp=stamp)
     assert present is not None
-    missing = [chunk for chunk, is_here in zip(chunks, present, strict=True) if not is_here]
+    missing = [
+        chunk
+        for chunk, is_here in zip(chunks, present, strict=True)
+        if not is_here
+    ]
     for at in range(first, len(missing), 5):
-        assert all(end.ok for end in ends(tier.save(missing[at : at + 5], ROOT, stamp=stamp)))
+        assert all(
+            end.ok
+            for end in ends(tier.save(missing[at : at + 5], ROOT, stamp=stamp))
+        )
 
 
 def prompts() -> list[list[bytes]]:
@@ -57,16 +74,24 @@ def prompts() -> list[list[bytes]]:
 
 
 def hits(servers: Sequence[Server], nodes: int = 3) -> list[int]:
-    """Return how many leading chunks of each prompt another machine finds, and check that it can load them.
+    """Return how many leading chunks of each prompt another machine finds, and check that it can
+    load them.
 
     `nodes`: how many are up; the machine has noticed that the others are not.
     """
     with patient_tier(servers) as tier:
-        wait_until(lambda: tier.find(keys_of(1), namespace=ROOT) == 0 and in_use(tier) == nodes)
+        wait_until(
+            lambda: (
+                tier.find(keys_of(1), namespace=ROOT) == 0
+                and in_use(tier) == nodes
+            )
+        )
         found = []
         for keys in prompts():
             count = tier.find(keys, namespace=ROOT)
-            assert load(tier, keys[:count], SMALL, PATIENT_SECONDS) == [None] * count
+            assert (
+                load(tier, keys[:count], SMALL, PATIENT_SECONDS) == [None] * count
+            )
             found.append(count)
         return found
 
@@ -77,22 +102,39 @@ def in_use(tier: RemoteTier) -> int:
     return len(pool.in_use())
 
 
-def patient_tier(servers: Sequence[Server]) -> contextlib.AbstractContextManager[RemoteTier]:
-    return tier_on(patient(servers), look_seconds=PATIENT_SECONDS, deadline_seconds=PATIENT_SECONDS)
+def patient_tier(
+    servers: Sequence[Server],
+) -> contextlib.AbstractContextManager[RemoteTier]:
+    return tier_on(
+        patient(servers),
+        look_seconds=PATIENT_SECONDS,
+        deadline_seconds=PATIENT_SECONDS,
+    )
 
 
-def test_what_a_request_stores_is_on_one_node_and_requests_are_on_all(servers: list[Server]) -> None:
+def test_what_a_request_stores_is_on_one_node_and_requests_are_on_all(
+    servers: list[Server],
+) -> None:
     with patient_tier(servers) as tier:
         for stamp, keys in enumerate(prompts()):
             stored(tier, keys, stamp)
-        assert [server.call("EXISTS", MARK) for server in servers] == [":1\r\n"] * 3
+        assert [server.call("EXISTS", MARK) for server in servers] == [
+            ":1\r\n"
+        ] * 3
         for keys in prompts():
             assert sorted(map(len, of(servers, keys).values())) == [0, 0, CHUNKS]
-        assert all(sum(map(len, (of(servers, keys)[server] for keys in prompts()))) for server in servers)
+        assert all(
+            sum(map(len, (of(servers, keys)[server] for keys in prompts())))
+            for server in servers
+        )
         # the next request of a conversation is a run of its own
         longer = keys_of(3 * CHUNKS, chain=1)
         stored(tier, longer, PROMPTS)
-        assert sorted(map(len, of(servers, longer[CHUNKS:]).values())) == [0, 0, 2 * CHUNKS]
+        assert sorted(map(len, of(servers, longer[CHUNKS:]).values())) == [
+            0,
+            0,
+            2 * CHUNKS,
+        ]
         assert tier.find(longer, namespace=ROOT) == 3 * CHUNKS
 
 
@@ -131,12 +173,20 @@ def test_a_lost_node_takes_whole_requests_and_is_no_second_loss_when_it_is_back(
     lost.restart()  # empty
     assert hits(servers) == [CHUNKS] * PROMPTS
     with patient_tier(servers) as tier:
-        wait_until(lambda: tier.find(keys_of(1), namespace=ROOT) == 0 and in_use(tier) == 3)
+        wait_until(
+            lambda: (
+                tier.find(keys_of(1), namespace=ROOT) == 0 and in_use(tier) == 3
+            )
+        )
         stored(tier, keys_of(2, chain=99), 1)
-    assert lost.call("EXISTS", MARK) == ":1\r\n", "the mark was not copied to the node that came back empty"
+    assert lost.call("EXISTS", MARK) == ":1\r\n", (
+        "the mark was not copied to the node that came back empty"
+    )
 
 
-def test_a_pool_that_has_values_keeps_own_places_until_it_is_marked(servers: list[Server]) -> None:
+def test_a_pool_that_has_values_keeps_own_places_until_it_is_marked(
+    servers: list[Server],
+) -> None:
     """Versions before runs look for a chunk at its own place only."""
     servers[0].call("SET", "another:program", "1")
     with patient_tier(servers) as tier:
@@ -144,10 +194,13 @@ def test_a_pool_that_has_values_keeps_own_places_until_it_is_marked(servers: lis
         stored(tier, keys, 1)
         own = shares(patient(servers), keys)
         for node, share in own.items():
-            (server,) = (one for one in servers if f":{one.port}/" in node.client.address)
+            (server,) = (
+                one for one in servers if f":{one.port}/" in node.client.address
+            )
             assert set(of([server], keys)[server]) == share
         assert servers[0].call("EXISTS", MARK) == ":0\r\n"
-    servers[2].call("SET", MARK, "1")  # a person, once no machine has an older version
+    # a person, once no machine has an older version
+    servers[2].call("SET", MARK, "1")
     with patient_tier(servers) as tier:
         assert tier.find(keys, namespace=ROOT) == 30
         new = keys_of(30, chain=2)
@@ -156,7 +209,9 @@ def test_a_pool_that_has_values_keeps_own_places_until_it_is_marked(servers: lis
     assert [server.call("EXISTS", MARK) for server in servers] == [":1\r\n"] * 3
 
 
-def test_without_a_mark_too_a_chunk_is_found_on_any_node(servers: list[Server]) -> None:
+def test_without_a_mark_too_a_chunk_is_found_on_any_node(
+    servers: list[Server],
+) -> None:
     servers[0].call("SET", "another:program", "1")
     keys = keys_of(40)
     lost = servers[1]
@@ -168,15 +223,23 @@ def test_without_a_mark_too_a_chunk_is_found_on_any_node(servers: list[Server]) 
     with patient_tier(servers) as tier:
         assert tier.find(keys, namespace=ROOT) == 40
         stored(tier, keys, 2)
-        assert not of([lost], keys)[lost], "chunks that other nodes have were stored again"
+        assert not of([lost], keys)[lost], (
+            "chunks that other nodes have were stored again"
+        )
     with patient_tier(servers) as tier:  # loads that no look-up came before
-        wait_until(lambda: load(tier, keys, SMALL, PATIENT_SECONDS) == [None] * 40)
+        wait_until(
+            lambda: load(tier, keys, SMALL, PATIENT_SECONDS) == [None] * 40
+        )
         assert tier.remove(keys[0], ROOT)
         assert tier.find(keys, namespace=ROOT) == 0
 
 
-def test_a_first_chunk_that_all_prompts_share_makes_no_busy_node(servers: list[Server]) -> None:
-    """Where a request's chunks go is decided by its first new chunk, not by the first chunk of the prompt."""
+def test_a_first_chunk_that_all_prompts_share_makes_no_busy_node(
+    servers: list[Server],
+) -> None:
+    """Where a request's chunks go is decided by its first new chunk, not by the first chunk of the
+    prompt.
+    """
     shared = keys_of(2)
     client = patient(servers)
     client.keeps_runs = True
@@ -208,8 +271,12 @@ def test_what_is_remembered_of_places_is_bounded(
 
 
 def test_commands_say_which_nodes_answer(servers: list[Server]) -> None:
-    """`pagoda check` names the silent node and says that the others answer; `top` and `stats` see a dead pool."""
-    url = "redis+pool://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    """`pagoda check` names the silent node and says that the others answer; `top` and `stats` see a
+    dead pool.
+    """
+    url = "redis+pool://" + ",".join(
+        f"127.0.0.1:{server.port}" for server in servers
+    )
     assert [asked.verdict for asked in pinged([parse(url)])] == ["answers"]
     servers[0].kill()
     (asked,) = pinged([parse(url)])

@@ -1,4 +1,6 @@
-"""A Redis that Sentinels watch: its master is asked for, and followed after a failover. Passwords that change."""
+"""A Redis that Sentinels watch: its master is asked for, and followed after a failover. Passwords
+that change.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ def test_a_lying_sentinel_is_left_for_the_next() -> None:
                 with pytest.raises(OSError, match="no Sentinel names a master"):
                     connection.open(time.monotonic() + 10)
                 connection.close()
-                RedisClient(f"{url},127.0.0.1:{sentinel.port}/kv").connection().open(
-                    time.monotonic() + 10
-                ).close()
+                RedisClient(
+                    f"{url},127.0.0.1:{sentinel.port}/kv"
+                ).connection().open(time.monotonic() + 10).close()
         finally:
             liar.close()
 
@@ -60,17 +62,23 @@ def test_after_a_failover_the_new_master_is_used() -> None:
     quick = ("--repl-diskless-sync-delay", "0")
     with (
         redis_server(*quick) as first,
-        redis_server(*quick, "--replicaof", "127.0.0.1", str(first.port)) as second,
+        redis_server(
+            *quick, "--replicaof", "127.0.0.1", str(first.port)
+        ) as second,
         redis_sentinel(first, "kv") as one,
         redis_sentinel(first, "kv") as two,
         redis_sentinel(first, "kv") as three,
     ):
         with client.Redis(port=one.port) as asked:
-            wait_until(lambda: asked.sentinel_master("kv")["num-other-sentinels"] == 2)
+            wait_until(
+                lambda: asked.sentinel_master("kv")["num-other-sentinels"] == 2
+            )
             wait_until(lambda: asked.sentinel_master("kv")["num-slaves"] == 1)
         wait_until(lambda: "master_link_status:up" in second.call("INFO"))
         gone = free_port()  # of a Sentinel that is not there
-        hosts = ",".join(f"127.0.0.1:{port}" for port in (gone, one.port, two.port, three.port))
+        hosts = ",".join(
+            f"127.0.0.1:{port}" for port in (gone, one.port, two.port, three.port)
+        )
         prefix = fresh_prefix()
         keys = keys_of(10)
         remote = RedisClient(f"redis+sentinel://{hosts}/kv", prefix=prefix)
@@ -87,12 +95,18 @@ def test_after_a_failover_the_new_master_is_used() -> None:
                 print(f"misses ended after {time.monotonic() - began:.1f} s")
 
             under_load(tier, keys, kill)
-            wait_until(lambda: {end.ok for end in save(tier, keys_of(10, chain=1))} == {True})
+            wait_until(
+                lambda: (
+                    {end.ok for end in save(tier, keys_of(10, chain=1))} == {True}
+                )
+            )
             assert "role:master" in second.call("INFO")
             assert tier.stats()["failed_checks"] == 0
 
 
-def test_what_a_sentinel_says_is_shown_without_its_password(tmp_path: Path) -> None:
+def test_what_a_sentinel_says_is_shown_without_its_password(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "password").write_text("geheim")
     with redis_server() as server:
         liar = LyingRedis(server.port)
@@ -108,19 +122,27 @@ def test_what_a_sentinel_says_is_shown_without_its_password(tmp_path: Path) -> N
 def test_without_a_sentinel_or_a_service_it_is_said() -> None:
     with redis_server() as server, redis_sentinel(server, "kv") as sentinel:
         for place, service in ((free_port(), "kv"), (sentinel.port, "other")):
-            connection = RedisClient(f"redis+sentinel://127.0.0.1:{place}/{service}").connection()
+            connection = RedisClient(
+                f"redis+sentinel://127.0.0.1:{place}/{service}"
+            ).connection()
             with pytest.raises(OSError, match="no Sentinel names a master"):
                 connection.open(time.monotonic() + 10)
             connection.close()
-        connection = RedisClient(f"redis+sentinel://127.0.0.1:{sentinel.port}/kv/3").connection()
+        connection = RedisClient(
+            f"redis+sentinel://127.0.0.1:{sentinel.port}/kv/3"
+        ).connection()
         connection.open(time.monotonic() + 10).ping(time.monotonic() + 10)
         connection.close()
 
 
-def test_sentinels_and_their_master_over_tls_with_passwords(tmp_path: Path) -> None:
+def test_sentinels_and_their_master_over_tls_with_passwords(
+    tmp_path: Path,
+) -> None:
     with (
         redis_server(tls=True, password="geheim") as server,
-        redis_sentinel(server, "kv", quorum=1, password="geheim", tls=True) as sentinel,
+        redis_sentinel(
+            server, "kv", quorum=1, password="geheim", tls=True
+        ) as sentinel,
     ):
         (tmp_path / "password").write_text("geheim\n")
         hosts = f"127.0.0.1:{free_port()},127.0.0.1:{sentinel.port}"
@@ -135,10 +157,20 @@ def test_sentinels_and_their_master_over_tls_with_passwords(tmp_path: Path) -> N
             wait_until(lambda: load(tier, keys) == [None] * 10)
         for url, trouble in (
             (f"rediss+sentinel://:geheim@{hosts}/kv?{options}", "NOAUTH"),
-            (f"rediss+sentinel://{hosts}/kv?{own}&{options}", "NOAUTH"),  # the master's
-            (f"rediss+sentinel://:geheim@{hosts}/kv?{own}&sentinel_username=x&{options}", "WRONGPASS"),
-            (f"rediss+sentinel://:geheim@{hosts}/kv?{own}", "certificate verify failed"),
-            (f"redis+sentinel://:geheim@{hosts}/kv?{own}", "no Sentinel names a master"),
+            # the master's
+            (f"rediss+sentinel://{hosts}/kv?{own}&{options}", "NOAUTH"),
+            (
+                f"rediss+sentinel://:geheim@{hosts}/kv?{own}&sentinel_username=x&{options}",
+                "WRONGPASS",
+            ),
+            (
+                f"rediss+sentinel://:geheim@{hosts}/kv?{own}",
+                "certificate verify failed",
+            ),
+            (
+                f"redis+sentinel://:geheim@{hosts}/kv?{own}",
+                "no Sentinel names a master",
+            ),
         ):
             connection = parse(url).engine().connection()
             with pytest.raises((OSError, RefusedError), match=trouble):
@@ -168,7 +200,10 @@ class Broken:
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+pool", "redis+sentinel"])
 def test_a_credential_provider_is_asked_for_each_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, scheme: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    scheme: str,
 ) -> None:
     """As of an IAM, whose tokens are good for some minutes."""
     name = f"iam_{scheme.replace('+', '_')}"
@@ -181,10 +216,22 @@ def test_a_credential_provider_is_asked_for_each_connection(
         redis_sentinel(server, "kv", quorum=1) as sentinel,
         client.Redis(port=server.port) as truth,
     ):
-        truth.acl_setuser("kv", enabled=True, passwords=["+first"], keys=["*"], commands=["+@all"])
-        truth.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+admin"])
+        truth.acl_setuser(
+            "kv",
+            enabled=True,
+            passwords=["+first"],
+            keys=["*"],
+            commands=["+@all"],
+        )
+        truth.acl_setuser(
+            "default", enabled=True, reset_passwords=True, passwords=["+admin"]
+        )
         truth = client.Redis(port=server.port, password="admin")
-        place = f"127.0.0.1:{sentinel.port}/kv" if "sentinel" in scheme else f"127.0.0.1:{server.port}"
+        place = (
+            f"127.0.0.1:{sentinel.port}/kv"
+            if "sentinel" in scheme
+            else f"127.0.0.1:{server.port}"
+        )
         spec = parse(f"{scheme}://{place}?credential_provider={name}:Provider")
         assert spec.redacted.endswith(f"?credential_provider={name}:Provider")
         assert not spec.lacks_secret
@@ -192,20 +239,34 @@ def test_a_credential_provider_is_asked_for_each_connection(
             keys = keys_of(4)
             stores(tier, keys)
             wait_until(lambda: load(tier, keys) == [None] * 4)
-            truth.acl_setuser("kv", enabled=True, reset_passwords=True, passwords=["+second"])
+            truth.acl_setuser(
+                "kv", enabled=True, reset_passwords=True, passwords=["+second"]
+            )
             secrets.write_text('["kv", "second"]')
             truth.execute_command("CLIENT", "KILL", "USER", "kv")
             wait_until(lambda: load(tier, keys) == [None] * 4)
             secrets.write_text("no JSON")
             truth.execute_command("CLIENT", "KILL", "USER", "kv")
-            wait_until(lambda: set(load(tier, keys)) <= TROUBLE and "JSONDecodeError" in caplog.text)
+            wait_until(
+                lambda: (
+                    set(load(tier, keys)) <= TROUBLE
+                    and "JSONDecodeError" in caplog.text
+                )
+            )
             secrets.write_text('["second"]')
-            truth.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+second"])
+            truth.acl_setuser(
+                "default",
+                enabled=True,
+                reset_passwords=True,
+                passwords=["+second"],
+            )
             wait_until(lambda: load(tier, keys) == [None] * 4)
             assert "second" not in caplog.text
         secrets.write_text('["kv", 2]')
         connection = spec.engine().connection()
-        with pytest.raises(OSError, match=r"neither \(password,\) nor|no node answers"):
+        with pytest.raises(
+            OSError, match=r"neither \(password,\) nor|no node answers"
+        ):
             connection.open(time.monotonic() + 10)
             connection.ping(time.monotonic() + 10)
         connection.close()
@@ -224,7 +285,10 @@ def test_a_credential_provider_that_cannot_be_used_is_said(
         ("iam_useless:Broken", "no role"),
     ):
         for scheme in ("redis", "redis+pool", "redis+cluster"):
-            with pytest.raises(ConfigError, match=f"credential_provider={name}: cannot be used: .*{said}"):
+            with pytest.raises(
+                ConfigError,
+                match=f"credential_provider={name}: cannot be used: .*{said}",
+            ):
                 parse(f"{scheme}://host?credential_provider={name}").engine()
 
 
@@ -234,8 +298,16 @@ def test_a_password_file_is_read_again(tmp_path: Path, is_pool: bool) -> None:
     file = tmp_path / "password"
     file.write_text("first@/:\n")
     with redis_server() as server, client.Redis(port=server.port) as truth:
-        truth.acl_setuser("kv", enabled=True, passwords=["+first@/:"], keys=["*"], commands=["+@all"])
-        truth.acl_setuser("default", enabled=True, reset_passwords=True, passwords=["+admin"])
+        truth.acl_setuser(
+            "kv",
+            enabled=True,
+            passwords=["+first@/:"],
+            keys=["*"],
+            commands=["+@all"],
+        )
+        truth.acl_setuser(
+            "default", enabled=True, reset_passwords=True, passwords=["+admin"]
+        )
         truth = client.Redis(port=server.port, password="admin")
         place = f"kv@127.0.0.1:{server.port}"
         engine = RedisPoolClient if is_pool else RedisClient
@@ -246,7 +318,9 @@ def test_a_password_file_is_read_again(tmp_path: Path, is_pool: bool) -> None:
             keys = keys_of(4)
             stores(tier, keys)
             wait_until(lambda: load(tier, keys) == [None] * 4)
-            truth.acl_setuser("kv", enabled=True, reset_passwords=True, passwords=["+second"])
+            truth.acl_setuser(
+                "kv", enabled=True, reset_passwords=True, passwords=["+second"]
+            )
             truth.execute_command("CLIENT", "KILL", "USER", "kv")
             file.write_text("second\n")
             wait_until(lambda: load(tier, keys) == [None] * 4)

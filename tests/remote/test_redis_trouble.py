@@ -1,4 +1,6 @@
-"""A connection to a Redis that is away, full of hate, or not ours to use: an error in time, and never more."""
+"""A connection to a Redis that is away, full of hate, or not ours to use: an error in time, and
+never more.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,20 @@ def always() -> bool:
     return True
 
 
-def put(connection: RedisConnection, stored: Bytes, until: float, key: bytes = KEY) -> PutResult:
+def put(
+    connection: RedisConnection, stored: Bytes, until: float, key: bytes = KEY
+) -> PutResult:
     (claim,) = connection.claim(ROOT, [key], until)
-    return claim or connection.put(PutRequest(ROOT, key, PAGE, stored, always), until)
+    return claim or connection.put(
+        PutRequest(ROOT, key, PAGE, stored, always), until
+    )
 
 
 def get(connection: RedisConnection, room: Bytes, until: float) -> int | None:
-    return connection.get(GetRequest(ROOT, KEY, np.zeros(HEADER_BYTES, np.uint8), lambda: room), until)
+    return connection.get(
+        GetRequest(ROOT, KEY, np.zeros(HEADER_BYTES, np.uint8), lambda: room),
+        until,
+    )
 
 
 @contextlib.contextmanager
@@ -76,7 +85,10 @@ def works(connection: RedisConnection) -> None:
     assert connection.find(ROOT, [key], soon()) == 1
     room = np.zeros(2 * MIB, np.uint8)
     assert (
-        connection.get(GetRequest(ROOT, key, np.zeros(HEADER_BYTES, np.uint8), lambda: room), soon())
+        connection.get(
+            GetRequest(ROOT, key, np.zeros(HEADER_BYTES, np.uint8), lambda: room),
+            soon(),
+        )
         == 2 * MIB
     )
     assert np.array_equal(room, STORED[: 2 * MIB])
@@ -92,7 +104,9 @@ def test_a_password() -> None:
         works(RedisClient(right).connection().open(soon()))
         assert RedisClient(right).address == f"redis://127.0.0.1:{server.port}/3"
         for wrong in (right.replace("geheim", "falsch"), server.url):
-            with pytest.raises(RefusedError, match=r"WRONGPASS|NOAUTH") as refused:
+            with pytest.raises(
+                RefusedError, match=r"WRONGPASS|NOAUTH"
+            ) as refused:
                 RedisClient(wrong).connection().open(soon())
             assert refused.value.reason is Reason.IO_ERROR
             assert "geheim" not in str(refused.value)
@@ -113,11 +127,19 @@ def test_a_unix_socket_and_a_database() -> None:
 
 def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
     """The rule of docs/how-to/redis.md."""
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "redis.md").read_text()
-    (rule,) = [line.strip() for line in page.splitlines() if line.strip().startswith("ACL SETUSER pagoda")]
+    page = (
+        Path(__file__).parents[2] / "docs" / "how-to" / "redis.md"
+    ).read_text()
+    (rule,) = [
+        line.strip()
+        for line in page.splitlines()
+        if line.strip().startswith("ACL SETUSER pagoda")
+    ]
     with redis_server() as server, redis.Redis(port=server.port) as client:
         client.execute_command(rule)
-        remote = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}/1", ttl_seconds=60)
+        remote = RedisClient(
+            f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}/1", ttl_seconds=60
+        )
         works(remote.connection().open(soon()))
         url = f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}"
         connection = RedisClient(url, second_sight=True).connection().open(soon())
@@ -125,14 +147,21 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
         for size in (100, 3 * MIB):
             assert put(connection, STORED[:size], soon()) is PutResult.STORED
             assert (
-                connection.put(PutRequest(ROOT, b"\x08" * 32, PAGE, STORED[:size], lambda: False), soon())
+                connection.put(
+                    PutRequest(
+                        ROOT, b"\x08" * 32, PAGE, STORED[:size], lambda: False
+                    ),
+                    soon(),
+                )
                 is PutResult.STALE
             )
             assert isinstance(connection.usage(soon()), Usage)
             assert connection.count_by_namespace(walk(5)) == {ROOT: 1}
             assert connection.remove(ROOT, [KEY], soon()) == 1
         assert connection.clear(ROOT, walk(5)) == 0
-        other = RedisClient(f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}", prefix="else")
+        other = RedisClient(
+            f"redis://pagoda:PASSWORD@127.0.0.1:{server.port}", prefix="else"
+        )
         with pytest.raises(RefusedError, match="NOPERM") as refused:
             other.connection().open(soon())
         assert refused.value.reason is Reason.IO_ERROR
@@ -142,8 +171,14 @@ def test_the_documented_user_may_do_all_we_do_and_no_more() -> None:
 @pytest.mark.parametrize("size", [100, 3 * MIB])
 def test_a_user_that_may_only_read(size: int) -> None:
     with redis_server() as server, redis.Redis(port=server.port) as client:
-        client.execute_command("ACL SETUSER reader on >x ~* -@all +exists +hget +select")
-        connection = RedisClient(f"redis://reader:x@127.0.0.1:{server.port}").connection().open(soon())
+        client.execute_command(
+            "ACL SETUSER reader on >x ~* -@all +exists +hget +select"
+        )
+        connection = (
+            RedisClient(f"redis://reader:x@127.0.0.1:{server.port}")
+            .connection()
+            .open(soon())
+        )
         with pytest.raises(RefusedError, match="NOPERM"):
             put(connection, STORED[:size], soon())
         connection.ping(soon())
@@ -208,22 +243,35 @@ def test_a_replica_that_only_reads() -> None:
 
 
 def test_a_replica_without_its_master_does_not_answer() -> None:
-    options = ("--replicaof", "127.0.0.1", str(free_port()), "--replica-serve-stale-data", "no")
-    with redis_server(*options) as server, pytest.raises(OSError, match="MASTERDOWN"):
+    options = (
+        "--replicaof",
+        "127.0.0.1",
+        str(free_port()),
+        "--replica-serve-stale-data",
+        "no",
+    )
+    with (
+        redis_server(*options) as server,
+        pytest.raises(OSError, match="MASTERDOWN"),
+    ):
         RedisClient(server.url).connection().open(soon())
 
 
 # unreachable servers
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "x" * 70, "..", "127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "host", ["no-such-host.invalid", "x" * 70, "..", "127.0.0.1:1"]
+)
 def test_nobody_there(host: str) -> None:
     with ends_by(soon(3)):
         RedisClient(f"redis://{host}").connection().open(soon(3))
 
 
 def test_a_connection_that_nobody_takes() -> None:
-    """The kernel's queue of connections is full: no answer at all, as from a machine that is off."""
+    """The kernel's queue of connections is full: no answer at all, as from a machine that is
+    off.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         port = listener.getsockname()[1]
         fill = [socket.socket() for _ in range(4)]
@@ -255,12 +303,18 @@ def test_a_name_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         release.set()
 
 
-def test_a_host_whose_first_address_leads_nowhere_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_first_address_leads_nowhere_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with redis_server() as server, black_hole() as hole:
         places = [("127.0.0.1", port) for port in (hole, server.port)]
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+        found = [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places
+        ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        connection = RedisClient("redis://somewhere:1").connection().open(soon(4.0))
+        connection = (
+            RedisClient("redis://somewhere:1").connection().open(soon(4.0))
+        )
         assert connection.find(bytes(32), [bytes(32)], soon(4.0)) == 0
         connection.close()
 
@@ -294,7 +348,8 @@ def test_a_server_that_goes_under_way(act: str, verb: str) -> None:
             connection.ping(soon())
         connection.close()
         if act == "stop":
-            with ends_by(late := soon(0.3)):  # the kernel accepts the connection, but there is no answer
+            # the kernel accepts the connection, but there is no answer
+            with ends_by(late := soon(0.3)):
                 remote.connection().open(late)
             server.cont()
         if act == "kill":
@@ -342,11 +397,16 @@ def test_a_forked_child_makes_links_of_its_own() -> None:
             try:
                 del connection
                 own = remote.connection().open(soon())
-                os._exit(0 if put(own, STORED[:100], soon()) is PutResult.STORED else 1)
+                os._exit(
+                    0 if put(own, STORED[:100], soon()) is PutResult.STORED else 1
+                )
             finally:
                 os._exit(2)
         end = soon(20)
-        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+        while (
+            not (ended := os.waitpid(child, os.WNOHANG))[0]
+            and time.monotonic() < end
+        ):
             time.sleep(0.02)
         if not ended[0]:
             os.kill(child, signal.SIGKILL)
@@ -359,9 +419,13 @@ def test_a_forked_child_makes_links_of_its_own() -> None:
 
 
 class Liar:
-    """A server that greets as it should and then sends `answer`, whatever it is asked; it reads all that comes."""
+    """A server that greets as it should and then sends `answer`, whatever it is asked; it reads all
+    that comes.
+    """
 
-    def __init__(self, answer: bytes, then: str, greeting: bytes = b":0\r\n" * 4) -> None:
+    def __init__(
+        self, answer: bytes, then: str, greeting: bytes = b":0\r\n" * 4
+    ) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
         self._answer = answer
@@ -377,7 +441,9 @@ class Liar:
             peer.recv(4096)
             peer.sendall(self._greeting)
             peer.recv(1, socket.MSG_PEEK)
-            reader = threading.Thread(target=self._read, args=(peer,), daemon=True)
+            reader = threading.Thread(
+                target=self._read, args=(peer,), daemon=True
+            )
             reader.start()
             try:
                 self._lie(peer)
@@ -389,8 +455,14 @@ class Liar:
     def _lie(self, peer: socket.socket) -> None:
         peer.sendall(self._answer)
         drips = self._then == "drip"
-        more = b"x" if drips else (self._answer or b"x") * (1 + 10000 // (1 + len(self._answer)))
-        while self._then != "close" and not self._stop.wait(0.002 if drips else 0):
+        more = (
+            b"x"
+            if drips
+            else (self._answer or b"x") * (1 + 10000 // (1 + len(self._answer)))
+        )
+        while self._then != "close" and not self._stop.wait(
+            0.002 if drips else 0
+        ):
             peer.sendall(more)
 
     def _read(self, peer: socket.socket) -> None:
@@ -432,7 +504,9 @@ CALLS: dict[str, Callable[[RedisConnection, float], object]] = {
     "find": lambda connection, until: connection.find(ROOT, [KEY] * 10, until),
     "put": lambda connection, until: put(connection, STORED[: 2 * MIB], until),
     "small put": lambda connection, until: put(connection, STORED[:100], until),
-    "get": lambda connection, until: get(connection, np.zeros(3 * MIB, np.uint8), until),
+    "get": lambda connection, until: get(
+        connection, np.zeros(3 * MIB, np.uint8), until
+    ),
     "remove": lambda connection, until: connection.remove(ROOT, [KEY], until),
     "clear": lambda connection, until: connection.clear(ROOT, walk(0.3)),
     "census": lambda connection, until: connection.count_by_namespace(walk(0.3)),
@@ -452,7 +526,9 @@ def test_a_liar_is_left_in_time(lie: str, then: str) -> None:
             try:
                 with contextlib.suppress(OSError, RefusedError):
                     came = call(connection, until)
-                    assert name != "get" or came is None, "nobody has sent three pieces"
+                    assert name != "get" or came is None, (
+                        "nobody has sent three pieces"
+                    )
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -462,13 +538,22 @@ def test_a_liar_is_left_in_time(lie: str, then: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "greeting", [b"", b"-ERR I know: geheim\r\n" * 2, b"+", b"$99999999999\r\n", b"+OK\r\n" * 9]
+    "greeting",
+    [
+        b"",
+        b"-ERR I know: geheim\r\n" * 2,
+        b"+",
+        b"$99999999999\r\n",
+        b"+OK\r\n" * 9,
+    ],
 )
 def test_a_liar_at_the_door(greeting: bytes) -> None:
     with Liar(b"", "drip", greeting) as liar:
         until = soon(0.4)
         with contextlib.suppress(OSError, RefusedError):
-            RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(until)
+            RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(
+                until
+            )
         assert time.monotonic() < until + LATE
 
 
@@ -476,25 +561,35 @@ def test_a_liar_at_the_door(greeting: bytes) -> None:
 def test_no_error_tells_the_password() -> None:
     with Liar(b"", "drip", b"-ERR you said geheim\r\n" * 5) as liar:
         with pytest.raises(RefusedError) as refused:
-            RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(soon(2))
+            RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(
+                soon(2)
+            )
         assert str(refused.value) == "ERR you said ***"
 
 
 @contextlib.contextmanager
 def scanned(answers: Iterator[bytes]) -> Iterator[RedisConnection]:
-    """A connection to a server that answers each SCAN with the next of these, and everything else with a number."""
+    """A connection to a server that answers each SCAN with the next of these, and everything else
+    with a number.
+    """
 
     def serve() -> None:
         with contextlib.suppress(OSError), listener.accept()[0] as peer:
             while asked := peer.recv(1 << 20):
                 peer.sendall(
-                    next(answers) if b"SCAN" in asked else b":0\r\n" * (4 if b"INFO" in asked else 1)
+                    next(answers)
+                    if b"SCAN" in asked
+                    else b":0\r\n" * (4 if b"INFO" in asked else 1)
                 )
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        connection = RedisClient(f"redis://127.0.0.1:{listener.getsockname()[1]}").connection().open(soon())
+        connection = (
+            RedisClient(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+            .connection()
+            .open(soon())
+        )
         try:
             yield connection
         finally:
@@ -511,11 +606,16 @@ def test_a_walk_over_names_without_end_ends_at_one_deadline(call: str) -> None:
         began = time.monotonic()
         given = ListingDeadline(5.0, 0.5)
         with pytest.raises(ListingTimeout, match=r"not ended after 0\.5 s"):
-            connection.clear(ROOT, given) if call == "clear" else connection.count_by_namespace(given)
+            connection.clear(
+                ROOT, given
+            ) if call == "clear" else connection.count_by_namespace(given)
         assert time.monotonic() - began < 5.0
 
 
 def test_a_loading_server_does_not_count_as_answering() -> None:
     greeting = b"-LOADING Redis is loading the dataset in memory\r\n" * 4
-    with Liar(b"", "drip", greeting) as liar, pytest.raises(OSError, match="LOADING"):
+    with (
+        Liar(b"", "drip", greeting) as liar,
+        pytest.raises(OSError, match="LOADING"),
+    ):
         RedisClient(liar.url).connection().open(soon(2))

@@ -1,4 +1,6 @@
-"""RESP on a connected socket: what is read and sent, and that no peer can make it wait, fill memory or lose step."""
+"""RESP on a connected socket: what is read and sent, and that no peer can make it wait, fill memory
+or lose step.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from testbed.servers import authority
 
 MIB = 1 << 20
 ANY = ReplyShape(b":+$*", 512, items=1 << 14, depth=2)
-LATE = 30.0  # a busy machine's slack after a deadline, in seconds: a wait for the other end would never end
+# a busy machine's slack after a deadline, in seconds: a wait for the other end would never end
+LATE = 30.0
 Peer = tuple[RespConnection, socket.socket]
 _beside: list[threading.Thread] = []
 
@@ -49,7 +52,9 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     """A RespConnection and the other end of its connection."""
     ours, theirs = socket.socketpair() if request.param == "unix" else tcp_pair()
     if request.param == "tls":
-        ours, theirs = encrypted(ours, theirs, request.getfixturevalue("certificates"))
+        ours, theirs = encrypted(
+            ours, theirs, request.getfixturevalue("certificates")
+        )
     theirs.settimeout(10)
     connection = RespConnection(ours)
     try:
@@ -58,7 +63,8 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
         abort(connection._socket)
         with contextlib.suppress(OSError):
             theirs.shutdown(socket.SHUT_RDWR)
-        while _beside:  # else one may send on, into the next test's socket of the same number
+        # else one may send on, into the next test's socket of the same number
+        while _beside:
             _beside.pop().join(10)
         connection._socket.close()
         theirs.close()
@@ -70,12 +76,16 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
         return ours, listener.accept()[0]
 
 
-def encrypted(ours: socket.socket, theirs: socket.socket, root: Path) -> tuple[socket.socket, socket.socket]:
+def encrypted(
+    ours: socket.socket, theirs: socket.socket, root: Path
+) -> tuple[socket.socket, socket.socket]:
     there = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     there.load_cert_chain(root / "server.crt", root / "server.key")
     here = ssl.create_default_context(cafile=str(root / "ca.crt"))
     done: list[socket.socket] = []
-    thread = threading.Thread(target=lambda: done.append(there.wrap_socket(theirs, server_side=True)))
+    thread = threading.Thread(
+        target=lambda: done.append(there.wrap_socket(theirs, server_side=True))
+    )
     thread.start()
     client = here.wrap_socket(ours, server_hostname="127.0.0.1")
     thread.join(10)
@@ -120,7 +130,10 @@ def test_commands() -> None:
         (b"*0\r\n", []),
         (b"*2\r\n$1\r\n7\r\n*2\r\n$1\r\na\r\n:3\r\n", [b"7", [b"a", 3]]),
         (b"-OOM no room\r\n", ErrorReply("OOM", "OOM no room")),
-        (b"*2\r\n:1\r\n-ERR no such key\r\n", [1, ErrorReply("ERR", "ERR no such key")]),
+        (
+            b"*2\r\n:1\r\n-ERR no such key\r\n",
+            [1, ErrorReply("ERR", "ERR no such key")],
+        ),
         (b"-\r\n", ErrorReply("", "")),
     ],
 )
@@ -151,7 +164,9 @@ def test_an_error_is_one_printable_line_of_bounded_length(peer: Peer) -> None:
 def test_a_long_string_is_cut_and_skipped(peer: Peer) -> None:
     connection, theirs = peer
     asked(connection, 2)
-    thread = beside(lambda: theirs.sendall(b"$1000000\r\n" + b"y" * 1000000 + b"\r\n+OK\r\n"))
+    thread = beside(
+        lambda: theirs.sendall(b"$1000000\r\n" + b"y" * 1000000 + b"\r\n+OK\r\n")
+    )
     assert connection.read_reply(soon(), ReplyShape(b"$", 10)) == b"y" * 10
     assert connection.read_reply(soon(), ANY) == b"OK"
     thread.join(5)
@@ -163,14 +178,18 @@ def test_bulk_bytes_come_straight_into_their_place(peer: Peer, size: int) -> Non
     content = np.random.default_rng(size).integers(0, 255, size, np.uint8)
     asked(connection, 4)
     answer = b"$%d\r\n%b\r\n" % (size, content.tobytes())
-    thread = beside(lambda: theirs.sendall(answer + b"$-1\r\n" + answer + b":5\r\n"))
+    thread = beside(
+        lambda: theirs.sendall(answer + b"$-1\r\n" + answer + b":5\r\n")
+    )
     place = np.zeros(size + 1, np.uint8)
     assert connection.read_into(place.data[:size], soon()) == size
     assert np.array_equal(place[:size], content)
     assert place[size] == 0
     assert connection.read_into(place.data[:size], soon()) is None
     place[:] = 7
-    assert connection.read_into(place.data, soon()) == size, "it does not fit: skipped"
+    assert connection.read_into(place.data, soon()) == size, (
+        "it does not fit: skipped"
+    )
     assert (place == 7).all()
     assert connection.read_reply(soon(), ANY) == 5
     thread.join(5)
@@ -212,7 +231,9 @@ NONSENSE = [
 
 @pytest.mark.parametrize("sent", NONSENSE, ids=lambda sent: repr(sent[:20]))
 @pytest.mark.parametrize("bulk", [False, True], ids=["answer", "fill"])
-def test_nonsense_is_an_error_and_the_end(peer: Peer, sent: bytes, bulk: bool) -> None:
+def test_nonsense_is_an_error_and_the_end(
+    peer: Peer, sent: bytes, bulk: bool
+) -> None:
     connection, theirs = peer
     asked(connection)
     beside(lambda: theirs.sendall(sent))
@@ -220,7 +241,9 @@ def test_nonsense_is_an_error_and_the_end(peer: Peer, sent: bytes, bulk: bool) -
     tracemalloc.start()
     try:
         with pytest.raises(OSError, match=r"RESP2|out of step"):
-            connection.read_into(place, soon()) if bulk else connection.read_reply(soon(), ANY)
+            connection.read_into(
+                place, soon()
+            ) if bulk else connection.read_reply(soon(), ANY)
         assert tracemalloc.get_traced_memory()[1] < 4 * MIB
     finally:
         tracemalloc.stop()
@@ -263,7 +286,9 @@ def test_an_error_is_an_answer_of_any_shape(peer: Peer) -> None:
     connection, theirs = peer
     asked(connection)
     theirs.sendall(b"-READONLY no\r\n")
-    assert connection.read_reply(soon(), NUMBER) == ErrorReply("READONLY", "READONLY no")
+    assert connection.read_reply(soon(), NUMBER) == ErrorReply(
+        "READONLY", "READONLY no"
+    )
     connection.check_usable()
 
 
@@ -290,18 +315,24 @@ def test_a_string_too_long_for_an_answer(peer: Peer) -> None:
         connection.read_reply(soon(), ANY)
 
 
-def test_a_string_of_any_length_that_redis_can_have_is_skipped(peer: Peer) -> None:
+def test_a_string_of_any_length_that_redis_can_have_is_skipped(
+    peer: Peer,
+) -> None:
     """A value of another program under our name: no reason to close the connection."""
     connection, theirs = peer
     asked(connection)
-    thread = beside(lambda: theirs.sendall(b"$3000000\r\n" + bytes(3_000_000) + b"\r\n"))
+    thread = beside(
+        lambda: theirs.sendall(b"$3000000\r\n" + bytes(3_000_000) + b"\r\n")
+    )
     place = memoryview(bytearray(100))
     assert connection.read_into(place, soon()) == 3_000_000
     connection.check_usable()
     thread.join(5)
 
 
-@pytest.mark.parametrize("sent", [b"", b"$10\r\nabc", b"+O", b"*3\r\n:1\r\n", b"$3\r\nabc\r"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"$10\r\nabc", b"+O", b"*3\r\n:1\r\n", b"$3\r\nabc\r"]
+)
 def test_an_early_end(peer: Peer, sent: bytes) -> None:
     connection, theirs = peer
     asked(connection)
@@ -314,7 +345,14 @@ def test_an_early_end(peer: Peer, sent: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"+", b"$1000000\r\n", b"*1000\r\n", b"$1000000\r\nx" + b"y" * 1000, b"*5\r\n$900\r\n"]
+    "sent",
+    [
+        b"+",
+        b"$1000000\r\n",
+        b"*1000\r\n",
+        b"$1000000\r\nx" + b"y" * 1000,
+        b"*5\r\n$900\r\n",
+    ],
 )
 def test_drips_end_at_the_deadline(peer: Peer, sent: bytes) -> None:
     connection, theirs = peer
@@ -351,7 +389,11 @@ def test_who_does_not_read_is_not_waited_for(peer: Peer) -> None:
     connection, _ = peer
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        connection.send(command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 0.3)
+        connection.send(
+            command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))),
+            1,
+            began + 0.3,
+        )
     assert 0.2 < time.monotonic() - began < 0.3 + LATE
 
 
@@ -366,7 +408,11 @@ def test_who_reads_slowly_is_not_waited_for(peer: Peer) -> None:
     thread = beside(sip)
     began = time.monotonic()
     with pytest.raises(TimeoutError):
-        connection.send(command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 0.3)
+        connection.send(
+            command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))),
+            1,
+            began + 0.3,
+        )
     assert time.monotonic() - began < 0.3 + LATE
     stop.set()
     thread.join(5)
@@ -382,7 +428,10 @@ def test_a_deadline_that_has_passed(peer: Peer) -> None:
 def test_all_parts_are_sent_whole(peer: Peer) -> None:
     connection, theirs = peer
     sizes = [0, 1, 3 * MIB + 7, *range(2000)]  # more parts than one call may have
-    parts = [np.random.default_rng(i).integers(0, 255, size, np.uint8).data for i, size in enumerate(sizes)]
+    parts = [
+        np.random.default_rng(i).integers(0, 255, size, np.uint8).data
+        for i, size in enumerate(sizes)
+    ]
     came = bytearray()
 
     def read() -> None:
@@ -410,7 +459,11 @@ def test_abort_wakes_who_sends(peer: Peer) -> None:
     threading.Timer(0.2, lambda: abort(connection._socket)).start()
     began = time.monotonic()
     with pytest.raises(OSError):
-        connection.send(command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))), 1, began + 10)
+        connection.send(
+            command_parts(b"SET", b"k", memoryview(bytearray(64 * MIB))),
+            1,
+            began + 10,
+        )
     assert time.monotonic() - began < 5
 
 
@@ -444,7 +497,8 @@ def test_an_answer_nobody_asked_for_is_noticed(peer: Peer) -> None:
     theirs.sendall(b"+OK\r\n+AND\r\n")
     time.sleep(0.05)
     assert connection.read_reply(soon(), ANY) == b"OK"
-    if connection._start == connection._end:  # TLS or a slow machine may not have had it yet
+    # TLS or a slow machine may not have had it yet
+    if connection._start == connection._end:
         pytest.skip("the second answer came later")
     with pytest.raises(OSError, match="out of step"):
         connection.check_usable()
@@ -460,12 +514,19 @@ def test_an_answer_nobody_read_is_noticed(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_answers_of_one_digit_are_read_together_and_others_one_by_one(peer: Peer, seed: int) -> None:
+def test_answers_of_one_digit_are_read_together_and_others_one_by_one(
+    peer: Peer, seed: int
+) -> None:
     connection, theirs = peer
     draw = np.random.default_rng(seed)
     usual = [b":0\r\n", b":1\r\n"]
     rare = [b":7\r\n", b":-1\r\n", b":11\r\n", b":000\r\n"]
-    sent = [usual[draw.integers(2)] if draw.random() < 0.97 else rare[draw.integers(4)] for _ in range(5000)]
+    sent = [
+        usual[draw.integers(2)]
+        if draw.random() < 0.97
+        else rare[draw.integers(4)]
+        for _ in range(5000)
+    ]
     whole = b"".join(sent)
     cuts = sorted(draw.integers(0, len(whole), 7).tolist())
 
@@ -483,7 +544,9 @@ def test_answers_of_one_digit_are_read_together_and_others_one_by_one(peer: Peer
     assert connection.read_reply(soon(LATE)) == 5  # in step
 
 
-def test_an_error_among_many_answers_is_returned_and_the_rest_is_read(peer: Peer) -> None:
+def test_an_error_among_many_answers_is_returned_and_the_rest_is_read(
+    peer: Peer,
+) -> None:
     connection, theirs = peer
     connection.send([b"x"], 4, soon())
     theirs.sendall(b":1\r\n-NOPERM no\r\n:0\r\n:1\r\n")
@@ -493,8 +556,13 @@ def test_an_error_among_many_answers_is_returned_and_the_rest_is_read(peer: Peer
     assert connection.read_reply(soon()) == 1
 
 
-@pytest.mark.parametrize("wrong", [b"+OK\r\n", b"$1\r\n1\r\n", b":x\r\n\r\n", b":1\r1", b"*1\r\n:1\r\n"])
-def test_answers_that_are_no_numbers_end_the_connection(peer: Peer, wrong: bytes) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [b"+OK\r\n", b"$1\r\n1\r\n", b":x\r\n\r\n", b":1\r1", b"*1\r\n:1\r\n"],
+)
+def test_answers_that_are_no_numbers_end_the_connection(
+    peer: Peer, wrong: bytes
+) -> None:
     connection, theirs = peer
     connection.send([b"x"], 2, soon())
     theirs.sendall(b":1\r\n" + wrong + b":1\r\n")

@@ -1,4 +1,6 @@
-"""write_policy=second_sight: a chunk is sent to the store when a second request, on any machine, has asked for it."""
+"""write_policy=second_sight: a chunk is sent to the store when a second request, on any machine,
+has asked for it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from pagoda.tiers.base import Done
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from testbed.servers import Server, need, redis_server
-from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, config_of, kv_of, prompt, served
+from tests.cache.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    config_of,
+    kv_of,
+    prompt,
+    served,
+)
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
@@ -50,7 +60,10 @@ def prefix() -> str:
 
 @contextmanager
 def machine(
-    server: Server, prefix: str, memory: Path | None, clock: FakeClock | None = None
+    server: Server,
+    prefix: str,
+    memory: Path | None,
+    clock: FakeClock | None = None,
 ) -> Iterator[Cache]:
     """A machine's cache over the store."""
     url = f"{server.url}/0?prefix={prefix}&write_policy=second_sight&deadline=30s&look=30s"
@@ -70,7 +83,10 @@ def in_store(server: Server, prefix: str) -> tuple[int, int]:
     with redis.Redis.from_url(server.url) as client:
         names = client.keys(f"{prefix}:*")
         marks = [name for name in names if name.endswith(b":g")]
-        assert all(0 < client.pttl(name) <= 3_600_000 and client.get(name) == b"1" for name in marks)
+        assert all(
+            0 < client.pttl(name) <= 3_600_000 and client.get(name) == b"1"
+            for name in marks
+        )
         return len(names) - len(marks), len(marks)
 
 
@@ -91,7 +107,9 @@ def test_the_second_machine_that_computes_it_sends_it(
         assert served(third, SEEN)[0].by_tier == {"redis": 20 * CHUNK}
 
 
-def test_the_second_request_on_the_same_machine_sends_it(server: Server, prefix: str, shm_root: Path) -> None:
+def test_the_second_request_on_the_same_machine_sends_it(
+    server: Server, prefix: str, shm_root: Path
+) -> None:
     clock = FakeClock()
     with machine(server, prefix, shm_root, clock) as cache:
         compute(cache)
@@ -102,13 +120,23 @@ def test_the_second_request_on_the_same_machine_sends_it(server: Server, prefix:
         assert in_store(server, prefix) == (20, 20)
 
 
-def test_what_nobody_asked_for_again_in_time_is_new(server: Server, prefix: str) -> None:
+def test_what_nobody_asked_for_again_in_time_is_new(
+    server: Server, prefix: str
+) -> None:
     keys = keys_of(6)
-    with tier_on(RedisClient(server.url, prefix=prefix, second_sight=True)) as tier:
+    with tier_on(
+        RedisClient(server.url, prefix=prefix, second_sight=True)
+    ) as tier:
         assert save(tier, keys[:4]) == [Done(False, Reason.NOT_ADMITTED)] * 4
         assert load(tier, keys[:4]) == [Reason.ABSENT] * 4
         with redis.Redis.from_url(server.url) as client:
-            client.delete(*[name for name in client.keys(f"{prefix}:*") if keys[1].hex().encode() in name])
+            client.delete(
+                *[
+                    name
+                    for name in client.keys(f"{prefix}:*")
+                    if keys[1].hex().encode() in name
+                ]
+            )
         # one batch: some for the first time, some for the second
         refused = [not done.ok for done in save(tier, keys)]
         assert refused == [False, True, False, False, True, True]
@@ -116,7 +144,9 @@ def test_what_nobody_asked_for_again_in_time_is_new(server: Server, prefix: str)
         assert load(tier, keys) == [None] * 6
 
 
-def test_marks_are_no_chunks_and_go_with_them(server: Server, prefix: str) -> None:
+def test_marks_are_no_chunks_and_go_with_them(
+    server: Server, prefix: str
+) -> None:
     client = RedisClient(server.url, prefix=prefix, second_sight=True)
     with tier_on(client) as tier:
         save(tier, keys_of(6))
@@ -141,12 +171,17 @@ def test_over_a_pool(server: Server, prefix: str) -> None:
 
 
 def test_a_pool_has_seen_a_chunk_whatever_request_it_was_in(prefix: str) -> None:
-    """What one request stores is on one node; so a chunk may have another place in the request that asks again."""
+    """What one request stores is on one node; so a chunk may have another place in the request that
+    asks again.
+    """
     with ExitStack() as stack:
         servers = [stack.enter_context(redis_server()) for _ in range(3)]
         nodes = ",".join(f"127.0.0.1:{server.port}" for server in servers)
         pool = RedisPoolClient(
-            f"redis+pool://{nodes}", prefix=prefix, second_sight=True, look_seconds=PATIENT_SECONDS
+            f"redis+pool://{nodes}",
+            prefix=prefix,
+            second_sight=True,
+            look_seconds=PATIENT_SECONDS,
         )
         tier = stack.enter_context(tier_on(pool))
         unseen = Done(False, Reason.NOT_ADMITTED)
@@ -154,31 +189,45 @@ def test_a_pool_has_seen_a_chunk_whatever_request_it_was_in(prefix: str) -> None
         for chain in range(8):
             keys = keys_of(6, chain=chain)
             chunks = chunks_of(keys)
+            # what the first prompt still lacks: it begins with another chunk
             requests = [
                 (chunks, [unseen] * 6),
-                (chunks[:3], [Done(True)] * 3),  # another prompt that begins alike
+                # another prompt that begins alike
+                (chunks[:3], [Done(True)] * 3),
                 (
                     chunks[3:],
                     [Done(True)] * 3,
-                ),  # what the first prompt still lacks: it begins with another chunk
+                ),
             ]
             for asked, expected in requests:
                 stamp += 1
-                assert ends(tier.save(asked, ROOT, stamp=stamp)) == expected, chain
+                assert ends(tier.save(asked, ROOT, stamp=stamp)) == expected, (
+                    chain
+                )
             assert load(tier, keys) == [None] * 6
 
 
-def test_a_pool_without_the_node_of_the_marks_admits_its_chunks(prefix: str) -> None:
+def test_a_pool_without_the_node_of_the_marks_admits_its_chunks(
+    prefix: str,
+) -> None:
     with ExitStack() as stack:
         servers = [stack.enter_context(redis_server()) for _ in range(3)]
         nodes = ",".join(f"127.0.0.1:{server.port}" for server in servers)
         pool = RedisPoolClient(
-            f"redis+pool://{nodes}", prefix=prefix, second_sight=True, look_seconds=PATIENT_SECONDS
+            f"redis+pool://{nodes}",
+            prefix=prefix,
+            second_sight=True,
+            look_seconds=PATIENT_SECONDS,
         )
         tier = stack.enter_context(tier_on(pool))
         save(tier, keys_of(1))
         servers[1].kill()
-        wait_until(lambda: tier.find(keys_of(1), namespace=ROOT) == 0 and len(pool.in_use()) == 2)
+        wait_until(
+            lambda: (
+                tier.find(keys_of(1), namespace=ROOT) == 0
+                and len(pool.in_use()) == 2
+            )
+        )
         keys = keys_of(12, chain=2)
         assert [done.ok for done in save(tier, keys)] == [False] * 12
         assert [done.ok for done in save(tier, keys)] == [True] * 12

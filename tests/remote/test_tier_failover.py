@@ -1,4 +1,6 @@
-"""A remote tier whose name leads to another server than before, whose connections were forgotten; one far away."""
+"""A remote tier whose name leads to another server than before, whose connections were forgotten;
+one far away.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ from tests.remote.proxy import STALLED, Fault, Proxy, proxy_to
 redis = pytest.importorskip("redis")
 need("redis-server")
 
-MEDIUM = KVLayout.opaque(4, 300_000, "a chunk that is asked for before it is sent, in one transaction")
+MEDIUM = KVLayout.opaque(
+    4, 300_000, "a chunk that is asked for before it is sent, in one transaction"
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,24 +65,40 @@ def through(proxy: Proxy, prefix: str) -> RedisClient:
 
 def replicates(first: Server, second: Server) -> None:
     """Make the second a replica of the first, and wait until it has all that this has."""
-    with redis.Redis.from_url(first.url) as master, redis.Redis.from_url(second.url) as replica:
+    with (
+        redis.Redis.from_url(first.url) as master,
+        redis.Redis.from_url(second.url) as replica,
+    ):
         replica.replicaof("127.0.0.1", first.port)
-        wait_until(lambda: replica.info("replication")["master_link_status"] == "up")
+        wait_until(
+            lambda: replica.info("replication")["master_link_status"] == "up"
+        )
         wait_until(lambda: replica.dbsize() == master.dbsize())
 
 
 def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
-    """The name moves, the old master becomes a replica, and no connection is cut: READONLY is all that shows it."""
+    """The name moves, the old master becomes a replica, and no connection is cut: READONLY is all
+    that shows it.
+    """
     options = ("--repl-diskless-sync-delay", "0")
     # nothing rests only for a while: it never gets later
     prefix = fresh_prefix()
     clock = FakeClock()
     keys = keys_of(40)
-    with redis_server(*options) as first, redis_server(*options) as second, proxy_to(first.port) as name:
+    with (
+        redis_server(*options) as first,
+        redis_server(*options) as second,
+        proxy_to(first.port) as name,
+    ):
         remote = through(name, prefix)
-        with tier_on(remote, clock=clock, deadline_seconds=PATIENT_SECONDS) as tier:
-            assert all(end.ok for end in ends(tier.save(chunks_of(keys[:4]), ROOT)))
-            clock.advance(10.0)  # stored chunks are no longer remembered, so they are queried
+        with tier_on(
+            remote, clock=clock, deadline_seconds=PATIENT_SECONDS
+        ) as tier:
+            assert all(
+                end.ok for end in ends(tier.save(chunks_of(keys[:4]), ROOT))
+            )
+            # stored chunks are no longer remembered, so they are queried
+            clock.advance(10.0)
             assert tier.find(keys[:4], namespace=ROOT) == 4
             replicates(first, second)
             with redis.Redis.from_url(second.url) as client:
@@ -103,12 +123,18 @@ def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
 
 
 def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
-    with redis_server("--repl-diskless-sync-delay", "0") as first, redis_server() as second:
+    with (
+        redis_server("--repl-diskless-sync-delay", "0") as first,
+        redis_server() as second,
+    ):
         prefix = fresh_prefix()
         keys = keys_of(30)
         saved(RedisClient(first.url, prefix=prefix), keys[:4])
         replicates(first, second)
-        with tier_on(RedisClient(second.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+        with tier_on(
+            RedisClient(second.url, prefix=prefix),
+            deadline_seconds=PATIENT_SECONDS,
+        ) as tier:
             for key in keys[4:20]:
                 assert save(tier, [key])[0].reason is Reason.IO_ERROR
             assert load(tier, keys[:4]) == [None] * 4
@@ -119,14 +145,21 @@ def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
             stores(tier, keys[4:])
 
 
-@pytest.mark.parametrize("said", ["LOADING x", "MASTERDOWN x", "CLUSTERDOWN x", "BUSY x"])
-def test_a_server_that_is_not_ready_is_left_and_the_next_one_is_used(server: Server, said: str) -> None:
+@pytest.mark.parametrize(
+    "said", ["LOADING x", "MASTERDOWN x", "CLUSTERDOWN x", "BUSY x"]
+)
+def test_a_server_that_is_not_ready_is_left_and_the_next_one_is_used(
+    server: Server, said: str
+) -> None:
     liar = LyingRedis(server.port)
     prefix = fresh_prefix()
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
     try:
-        with proxy_to(liar.port) as name, tier_on(through(name, prefix), clock=FakeClock()) as tier:
+        with (
+            proxy_to(liar.port) as name,
+            tier_on(through(name, prefix), clock=FakeClock()) as tier,
+        ):
             assert load(tier, keys) == [None] * 3
             assert tier.find(keys, namespace=ROOT) == 3
             for command in (b"HGET", b"EXISTS"):
@@ -148,7 +181,10 @@ def test_an_idle_connection_that_was_forgotten_costs_nothing(
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
     monkeypatch.setattr(resp, "IDLE_SECONDS", 0.5)
-    with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier, soon(PATIENT_SECONDS):
+    with (
+        tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier,
+        soon(PATIENT_SECONDS),
+    ):
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
         time.sleep(0.6)
         proxy.forget()
@@ -156,18 +192,25 @@ def test_an_idle_connection_that_was_forgotten_costs_nothing(
         assert not any(tier.stats()[f"miss_{reason}"] for reason in Reason)
 
 
-def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(proxy: Proxy) -> None:
+def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(
+    proxy: Proxy,
+) -> None:
     """With a clock that does not advance, a skipped tier would be skipped forever."""
     with tier_on(through(proxy, fresh_prefix()), clock=FakeClock()) as tier:
         store = tier._store
         connections = [WorkerConnection(store) for _ in range(3)]
 
         def pinged(connection: WorkerConnection) -> object:
-            return connection.call(lambda connection: connection.ping(store.deadline()), "a ping")
+            return connection.call(
+                lambda connection: connection.ping(store.deadline()), "a ping"
+            )
 
         assert [pinged(connection) for connection in connections] == [None] * 3
         proxy.forget()
-        threads = [threading.Thread(target=pinged, args=(connection,)) for connection in connections[:2]]
+        threads = [
+            threading.Thread(target=pinged, args=(connection,))
+            for connection in connections[:2]
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -180,7 +223,9 @@ def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(pr
             connection.close()
 
 
-def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) -> None:
+def test_the_connection_for_look_ups_is_kept_open(
+    server: Server, proxy: Proxy
+) -> None:
     remote = through(proxy, fresh_prefix())
     keys = keys_of(1)
     remote.keepalive_seconds = 0.05
@@ -198,34 +243,55 @@ def test_the_connection_for_look_ups_is_kept_open(server: Server, proxy: Proxy) 
 # ---- writers
 
 
-@pytest.mark.parametrize("layout", [SMALL, MEDIUM, LARGE], ids=["small", "medium", "large"])
-def test_machines_that_compute_the_same_send_it_once(server: Server, proxy: Proxy, layout: KVLayout) -> None:
-    """Each chunk crosses the network once, whichever machine begins first; all know in the end that it is stored."""
+@pytest.mark.parametrize(
+    "layout", [SMALL, MEDIUM, LARGE], ids=["small", "medium", "large"]
+)
+def test_machines_that_compute_the_same_send_it_once(
+    server: Server, proxy: Proxy, layout: KVLayout
+) -> None:
+    """Each chunk crosses the network once, whichever machine begins first; all know in the end that
+    it is stored.
+    """
     prefix = fresh_prefix()
     keys = keys_of(12)
     chunks = chunks_of(keys, layout)
     before = proxy.up_bytes
     with contextlib.ExitStack() as stack:
         options = {"deadline_seconds": PATIENT_SECONDS}
-        tiers = [stack.enter_context(tier_on(through(proxy, prefix), layout, **options)) for _ in range(4)]
+        tiers = [
+            stack.enter_context(
+                tier_on(through(proxy, prefix), layout, **options)
+            )
+            for _ in range(4)
+        ]
         futures = [future for tier in tiers for future in tier.save(chunks, ROOT)]
         assert all(end.ok for end in ends(futures))
         assert sum(tier.stats()["stored_chunks"] for tier in tiers) == 12
     asked = 60_000  # claims and answers
-    assert proxy.up_bytes - before < 1.05 * 12 * (layout.chunk_bytes + 4096) + asked
+    assert (
+        proxy.up_bytes - before < 1.05 * 12 * (layout.chunk_bytes + 4096) + asked
+    )
 
 
-def test_a_chunk_whose_writer_died_is_sent_by_another(server: Server, proxy: Proxy) -> None:
+def test_a_chunk_whose_writer_died_is_sent_by_another(
+    server: Server, proxy: Proxy
+) -> None:
     """The claim of a machine that is no more expires, and no chunk is lost by it."""
     prefix = fresh_prefix()
     keys = keys_of(3)
-    dead = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
+    dead = (
+        through(proxy, prefix)
+        .connection()
+        .open(time.monotonic() + PATIENT_SECONDS)
+    )
     assert dead.claim(ROOT, keys[:2], time.monotonic() + 0.5) == [None, None]
     dead.close()
     with tier_on(through(proxy, prefix)) as tier:
         futures = tier.save(chunks_of(keys), ROOT)
         assert ends(futures[2:]) == [Done(True)]
-        assert load(tier, keys) == [None] * 3, "read from what is still to be sent"
+        assert load(tier, keys) == [None] * 3, (
+            "read from what is still to be sent"
+        )
         assert all(end.ok for end in ends(futures))
         assert tier.stats()["stored_chunks"] == 3
     with tier_on(through(proxy, prefix)) as reader:
@@ -237,12 +303,19 @@ def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_cl
 ) -> None:
     prefix = fresh_prefix()
     keys = keys_of(2)
-    other = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
+    other = (
+        through(proxy, prefix)
+        .connection()
+        .open(time.monotonic() + PATIENT_SECONDS)
+    )
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
-    with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        through(proxy, prefix), deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         first, second = tier.save(chunks_of(keys), ROOT)
         before = proxy.up_bytes
-        wait_until(lambda: proxy.up_bytes - before > 2000)  # it asks again and again
+        # it asks again and again
+        wait_until(lambda: proxy.up_bytes - before > 2000)
         assert tier.remove(keys[0], ROOT)
         assert ends([first]) == [Done(False, Reason.REMOVED)]
         assert not second.done()
@@ -252,8 +325,12 @@ def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_cl
     other.close()
 
 
-def test_a_save_that_close_breaks_off_is_no_failure_of_the_store(server: Server, proxy: Proxy) -> None:
-    with tier_on(through(proxy, fresh_prefix()), deadline_seconds=PATIENT_SECONDS) as tier:
+def test_a_save_that_close_breaks_off_is_no_failure_of_the_store(
+    server: Server, proxy: Proxy
+) -> None:
+    with tier_on(
+        through(proxy, fresh_prefix()), deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         proxy.down = STALLED
         begun = tier.save(chunks_of(keys_of(1)), ROOT)
         wait_until(lambda: proxy.up_bytes > 0)  # it waits for an answer
@@ -269,7 +346,11 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
     monkeypatch.setattr(remote_tier, "_BUSY_SECONDS", -1.0)
     prefix = fresh_prefix()
     keys = keys_of(1)
-    other = through(proxy, prefix).connection().open(time.monotonic() + PATIENT_SECONDS)
+    other = (
+        through(proxy, prefix)
+        .connection()
+        .open(time.monotonic() + PATIENT_SECONDS)
+    )
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
     with tier_on(through(proxy, prefix)) as tier:
         assert save(tier, keys) == [Done(False, Reason.BUSY)]
@@ -277,8 +358,12 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
     other.close()
 
 
-def test_a_writer_far_away_sends_nothing_that_is_there(server: Server, proxy: Proxy) -> None:
-    """The look-up was given up long before the answer arrives; the writer has a separate, longer patience."""
+def test_a_writer_far_away_sends_nothing_that_is_there(
+    server: Server, proxy: Proxy
+) -> None:
+    """The look-up was given up long before the answer arrives; the writer has a separate, longer
+    patience.
+    """
     prefix = fresh_prefix()
     keys = keys_of(6)
     saved(RedisClient(server.url, prefix=prefix), keys, MEDIUM)
@@ -286,7 +371,9 @@ def test_a_writer_far_away_sends_nothing_that_is_there(server: Server, proxy: Pr
     options = {"look_seconds": 0.01, "deadline_seconds": PATIENT_SECONDS}
     with tier_on(through(proxy, prefix), MEDIUM, **options) as tier:
         assert tier.find(keys, namespace=ROOT) == 0, "not known in time"
-        assert all(end.ok for end in ends(tier.save(chunks_of(keys, MEDIUM), ROOT)))
+        assert all(
+            end.ok for end in ends(tier.save(chunks_of(keys, MEDIUM), ROOT))
+        )
         assert proxy.up_bytes < MEDIUM.chunk_bytes / 4
         assert tier.stats()["stored_chunks"] == 0
 
@@ -294,10 +381,14 @@ def test_a_writer_far_away_sends_nothing_that_is_there(server: Server, proxy: Pr
 # ---- answers that are none
 
 
-def test_answers_to_a_look_up_take_no_memory_whatever_they_are(server: Server) -> None:
+def test_answers_to_a_look_up_take_no_memory_whatever_they_are(
+    server: Server,
+) -> None:
     liar = LyingRedis(server.port)
     strings = b"*16000\r\n" + (b"+" + b"x" * 510 + b"\r\n") * 16000
-    liar.lies[b"EXISTS"] = lambda said: None if said[1].endswith(b"probe") else endless(b"", strings, 40)
+    liar.lies[b"EXISTS"] = lambda said: (
+        None if said[1].endswith(b"probe") else endless(b"", strings, 40)
+    )
     address = RedisClient(f"redis://127.0.0.1:{liar.port}", prefix=fresh_prefix())
     try:
         with tier_on(address, deadline_seconds=5.0) as tier, growth() as memory:
@@ -309,7 +400,9 @@ def test_answers_to_a_look_up_take_no_memory_whatever_they_are(server: Server) -
         liar.close()
 
 
-def test_a_walk_of_the_tier_has_one_deadline(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_of_the_tier_has_one_deadline(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pagoda.errors import StoreError
 
     liar = LyingRedis(server.port)
@@ -317,7 +410,11 @@ def test_a_walk_of_the_tier_has_one_deadline(server: Server, monkeypatch: pytest
     monkeypatch.setattr(remote_tier, "_LISTING_SECONDS", 0.5)
     try:
         client = RedisClient(f"redis://127.0.0.1:{liar.port}")
-        with tier_on(client) as tier, soon(PATIENT_SECONDS), pytest.raises(StoreError, match="had not ended"):
+        with (
+            tier_on(client) as tier,
+            soon(PATIENT_SECONDS),
+            pytest.raises(StoreError, match="had not ended"),
+        ):
             tier.clear()
     finally:
         liar.close()

@@ -1,4 +1,6 @@
-"""A remote tier whose server dies, stops, forgets, is full, refuses: misses and drops, then it recovers by itself."""
+"""A remote tier whose server dies, stops, forgets, is full, refuses: misses and drops, then it
+recovers by itself.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,13 @@ def proxy(server: Server) -> Iterator[Proxy]:
         yield running
 
 
-def on(server: Server | Proxy, prefix: str = "p", **options: object) -> RedisClient:
+def on(
+    server: Server | Proxy, prefix: str = "p", **options: object
+) -> RedisClient:
     """The engine at a server's port."""
-    return RedisClient(f"redis://127.0.0.1:{server.port}", prefix=prefix, **options)  # type: ignore[arg-type]
+    return RedisClient(
+        f"redis://127.0.0.1:{server.port}", prefix=prefix, **options
+    )  # type: ignore[arg-type]
 
 
 def moving(futures: list[Future[Done]], proxy: Proxy) -> list[Future[Done]]:
@@ -80,7 +86,9 @@ def moving(futures: list[Future[Done]], proxy: Proxy) -> list[Future[Done]]:
 
 
 @pytest.mark.parametrize("deed", ["save", "load"])
-def test_the_server_is_killed_in_the_middle_of_a_transfer(server: Server, proxy: Proxy, deed: str) -> None:
+def test_the_server_is_killed_in_the_middle_of_a_transfer(
+    server: Server, proxy: Proxy, deed: str
+) -> None:
     warm = keys_of(1, chain=1)
     keys = keys_of(2)
     with tier_on(on(proxy), LARGE, connections=1) as tier:
@@ -89,7 +97,9 @@ def test_the_server_is_killed_in_the_middle_of_a_transfer(server: Server, proxy:
             stores(tier, keys, LARGE)
         proxy.both(SLOW)
         if deed == "load":
-            begun = tier.load(keys, [aligned(LARGE.slot_bytes) for _ in keys], namespace=ROOT)
+            begun = tier.load(
+                keys, [aligned(LARGE.slot_bytes) for _ in keys], namespace=ROOT
+            )
         else:
             begun = tier.save(chunks_of(keys, LARGE), ROOT)
         moving(begun, proxy)
@@ -105,7 +115,9 @@ def test_the_server_is_killed_in_the_middle_of_a_transfer(server: Server, proxy:
 
 
 @pytest.mark.parametrize("deed", ["save", "load"])
-def test_the_server_stands_still_in_the_middle_of_a_transfer(server: Server, proxy: Proxy, deed: str) -> None:
+def test_the_server_stands_still_in_the_middle_of_a_transfer(
+    server: Server, proxy: Proxy, deed: str
+) -> None:
     warm = keys_of(1, chain=1)
     keys = keys_of(2)
     with tier_on(on(proxy), LARGE, connections=1) as tier:
@@ -114,7 +126,9 @@ def test_the_server_stands_still_in_the_middle_of_a_transfer(server: Server, pro
             stores(tier, keys, LARGE)
         proxy.both(SLOW)
         if deed == "load":
-            begun = tier.load(keys, [aligned(LARGE.slot_bytes) for _ in keys], namespace=ROOT)
+            begun = tier.load(
+                keys, [aligned(LARGE.slot_bytes) for _ in keys], namespace=ROOT
+            )
         else:
             begun = tier.save(chunks_of(keys, LARGE), ROOT)
         moving(begun, proxy)
@@ -125,7 +139,11 @@ def test_the_server_stands_still_in_the_middle_of_a_transfer(server: Server, pro
             assert all(end.ok or end.reason in TROUBLE for end in done)
             for _ in range(3):
                 reasons = load(tier, keys_of(2, chain=1), LARGE)
-                assert set(reasons) <= {Reason.DEADLINE, Reason.IO_ERROR, Reason.TIER_SKIPPED}
+                assert set(reasons) <= {
+                    Reason.DEADLINE,
+                    Reason.IO_ERROR,
+                    Reason.TIER_SKIPPED,
+                }
         finally:
             server.cont()
         stores(tier, keys, LARGE)
@@ -139,11 +157,17 @@ def test_close_ends_in_time_while_the_server_stands_still(server: Server) -> Non
     server.stop()
     with tier_on(on(server), deadline_seconds=60.0) as tier:
         saves = tier.save(chunks_of(keys[4:]), ROOT)
-        loads = tier.load(keys[:4], [aligned(65536) for _ in range(4)], namespace=ROOT)
+        loads = tier.load(
+            keys[:4], [aligned(65536) for _ in range(4)], namespace=ROOT
+        )
         with soon(2.0 + 2.0):
             tier.close(2.0)
-        assert set(ends(saves, LATE_SECONDS)) <= {Done(False, reason) for reason in (Reason.CLOSED, *TROUBLE)}
-        assert set(ends(loads, LATE_SECONDS)) <= {Done(False, reason) for reason in (Reason.CLOSED, *TROUBLE)}
+        assert set(ends(saves, LATE_SECONDS)) <= {
+            Done(False, reason) for reason in (Reason.CLOSED, *TROUBLE)
+        }
+        assert set(ends(loads, LATE_SECONDS)) <= {
+            Done(False, reason) for reason in (Reason.CLOSED, *TROUBLE)
+        }
     server.cont()
     wait_until(lambda: not begun_since(before, "pagoda-redis"))
 
@@ -156,12 +180,15 @@ def test_the_server_forgets_everything(server: Server) -> None:
         recovers(tier, keys)
         truth.flushall()
         assert load(tier, keys) == [Reason.ABSENT] * 4
-        wait_until(lambda: tier.find(keys) == 0)  # what the tier remembers is corrected
+        # what the tier remembers is corrected
+        wait_until(lambda: tier.find(keys) == 0)
         stores(tier, keys)
         recovers(tier, keys)
 
 
-def test_the_server_forgets_in_the_middle_of_a_save(server: Server, proxy: Proxy) -> None:
+def test_the_server_forgets_in_the_middle_of_a_save(
+    server: Server, proxy: Proxy
+) -> None:
     warm = keys_of(1, chain=1)
     keys = keys_of(1)
     truth = client.Redis(port=server.port)
@@ -172,9 +199,15 @@ def test_the_server_forgets_in_the_middle_of_a_save(server: Server, proxy: Proxy
         truth.flushall()
         proxy.heal()
         (end,) = ends(begun, LATE_SECONDS)
-        reasons = load(tier, keys, LARGE)  # a value of which a part is missing is never served
+        # a value of which a part is missing is never served
+        reasons = load(tier, keys, LARGE)
         assert reasons == [None] if end.ok else reasons[0] is not None
-        wait_until(lambda: save(tier, keys, LARGE)[0].ok and load(tier, keys, LARGE) == [None])
+        wait_until(
+            lambda: (
+                save(tier, keys, LARGE)[0].ok
+                and load(tier, keys, LARGE) == [None]
+            )
+        )
 
 
 # ---- a server that refuses
@@ -197,15 +230,21 @@ def test_a_full_server_refuses_and_what_it_has_is_served(server: Server) -> None
         stores(tier, more, LARGE)
 
 
-def test_a_server_that_refuses_chunks_and_grants_claims_is_left_alone(server: Server) -> None:
+def test_a_server_that_refuses_chunks_and_grants_claims_is_left_alone(
+    server: Server,
+) -> None:
     """As one that is so full that a claim fits and a chunk does not."""
     truth = client.Redis(port=server.port)
     keys = keys_of(12)
     truth.execute_command("ACL SETUSER claims on >x ~* +@all -hset")
-    with tier_on(RedisClient(f"redis://claims:x@127.0.0.1:{server.port}"), clock=Clock()) as tier:
+    with tier_on(
+        RedisClient(f"redis://claims:x@127.0.0.1:{server.port}"), clock=Clock()
+    ) as tier:
         for each in keys:
             save(tier, [each])
-    assert truth.info("commandstats")["cmdstat_hset"]["rejected_calls"] < len(keys)
+    assert truth.info("commandstats")["cmdstat_hset"]["rejected_calls"] < len(
+        keys
+    )
 
 
 def test_a_server_that_evicts_whole_chunks(server: Server) -> None:
@@ -227,7 +266,9 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
     client.Redis(port=server.port).config_set("repl-diskless-sync-delay", "0")
     with redis_server("--replicaof", "127.0.0.1", str(server.port)) as replica:
         truth = client.Redis(port=replica.port)
-        wait_until(lambda: truth.info("replication").get("master_link_status") == "up")
+        wait_until(
+            lambda: truth.info("replication").get("master_link_status") == "up"
+        )
         wait_until(lambda: truth.dbsize() >= 2)
         with tier_on(on(replica)) as tier:
             recovers(tier, keys)
@@ -245,15 +286,24 @@ def test_a_server_that_is_slow_for_a_while(server: Server) -> None:
     truth = client.Redis(port=server.port)
     with tier_on(on(server)) as tier:
         truth.execute_command("CLIENT", "PAUSE", "2500", "ALL")
-        assert set(load(tier, keys)) <= {Reason.DEADLINE, Reason.IO_ERROR, Reason.TIER_SKIPPED}
+        assert set(load(tier, keys)) <= {
+            Reason.DEADLINE,
+            Reason.IO_ERROR,
+            Reason.TIER_SKIPPED,
+        }
         recovers(tier, keys)
 
 
 def test_a_server_with_another_password(prefix: str = "p") -> None:
     with redis_server(password="right") as server:
-        good = RedisClient(f"redis://:right@127.0.0.1:{server.port}", prefix=prefix)
+        good = RedisClient(
+            f"redis://:right@127.0.0.1:{server.port}", prefix=prefix
+        )
         saved(good, keys_of(2))
-        for wrong in (f"redis://:wrong@127.0.0.1:{server.port}", f"redis://127.0.0.1:{server.port}"):
+        for wrong in (
+            f"redis://:wrong@127.0.0.1:{server.port}",
+            f"redis://127.0.0.1:{server.port}",
+        ):
             with tier_on(RedisClient(wrong, prefix=prefix)) as tier:
                 reasons = load(tier, keys_of(2))
                 assert None not in reasons
@@ -269,9 +319,19 @@ def test_a_user_who_may_not(shared: Server) -> None:
     prefix = fresh_prefix()
     saved(on(shared, prefix), keys_of(2))
     truth.execute_command(
-        "ACL", "SETUSER", "reader", "on", ">pw", f"~{prefix}:*", "+@read", "+ping", "+@connection"
+        "ACL",
+        "SETUSER",
+        "reader",
+        "on",
+        ">pw",
+        f"~{prefix}:*",
+        "+@read",
+        "+ping",
+        "+@connection",
     )
-    remote = RedisClient(f"redis://reader:pw@127.0.0.1:{shared.port}", prefix=prefix)
+    remote = RedisClient(
+        f"redis://reader:pw@127.0.0.1:{shared.port}", prefix=prefix
+    )
     with tier_on(remote) as tier:
         recovers(tier, keys_of(2))
         assert not any(end.ok for end in save(tier, keys_of(2, chain=1)))
@@ -288,7 +348,10 @@ def test_encryption_by_the_wrong_authority(tmp_path: object) -> None:
             f"{url}?ssl_ca_certs={another.ca}",
             f"redis://127.0.0.1:{server.port}",  # not encrypted
         ):
-            with soon(2 * LATE_SECONDS), tier_on(RedisClient(wrong, prefix="p")) as tier:
+            with (
+                soon(2 * LATE_SECONDS),
+                tier_on(RedisClient(wrong, prefix="p")) as tier,
+            ):
                 reasons = load(tier, keys_of(2))
                 assert set(reasons) <= TROUBLE
         with tier_on(good) as tier:
@@ -296,7 +359,9 @@ def test_encryption_by_the_wrong_authority(tmp_path: object) -> None:
 
 
 def test_a_server_that_does_not_encrypt(shared: Server) -> None:
-    with tier_on(RedisClient(f"rediss://127.0.0.1:{shared.port}", prefix="p")) as tier:
+    with tier_on(
+        RedisClient(f"rediss://127.0.0.1:{shared.port}", prefix="p")
+    ) as tier:
         assert set(load(tier, keys_of(2))) <= TROUBLE
 
 
@@ -311,7 +376,10 @@ def test_another_namespace_finds_and_gets_nothing(shared: Server) -> None:
         tier.register(OTHER)
         assert tier.find(keys, namespace=OTHER.root) == 0
         (done, _) = ends(
-            tier.load(keys, [aligned(65536), aligned(65536)], namespace=OTHER.root), LATE_SECONDS
+            tier.load(
+                keys, [aligned(65536), aligned(65536)], namespace=OTHER.root
+            ),
+            LATE_SECONDS,
         )
         assert done == Done(False, Reason.ABSENT)
         assert tier.clear(OTHER.root) == 0
@@ -347,7 +415,14 @@ def test_clear_leaves_what_is_not_ours(shared: Server) -> None:
         f"a{prefix}:1:{ROOT.hex()}:{{b}}",
     ]
     ours = name_of(prefix, bytes(32))
-    near += [f"{ours}x", f"{ours}:wx", f"{ours}:w:{'g' * 32}", f"{ours}\n", ours.upper(), f" {ours}"]
+    near += [
+        f"{ours}x",
+        f"{ours}:wx",
+        f"{ours}:w:{'g' * 32}",
+        f"{ours}\n",
+        ours.upper(),
+        f" {ours}",
+    ]
     for name in near:
         truth.set(name, "somebody's")
     saved(on(shared, prefix), keys_of(3))
@@ -361,8 +436,18 @@ def test_two_writers_of_one_key(shared: Server, connections: int) -> None:
     keys = keys_of(8)
     prefix = fresh_prefix()
     with (
-        tier_on(on(shared, prefix), LARGE, connections=connections, deadline_seconds=PATIENT_SECONDS) as one,
-        tier_on(on(shared, prefix), LARGE, connections=connections, deadline_seconds=PATIENT_SECONDS) as two,
+        tier_on(
+            on(shared, prefix),
+            LARGE,
+            connections=connections,
+            deadline_seconds=PATIENT_SECONDS,
+        ) as one,
+        tier_on(
+            on(shared, prefix),
+            LARGE,
+            connections=connections,
+            deadline_seconds=PATIENT_SECONDS,
+        ) as two,
     ):
         chunks = chunks_of(keys, LARGE)
         begun = [tier.save(chunks, ROOT) for tier in (one, two)]
@@ -379,7 +464,11 @@ def test_a_time_to_live(shared: Server) -> None:
     keys = keys_of(1)
     prefix = fresh_prefix()
     saved(on(shared, prefix, ttl_seconds=100.0), keys)
-    assert 0 < client.Redis(port=shared.port).pttl(name_of(prefix, keys[0])) <= 100_000
+    assert (
+        0
+        < client.Redis(port=shared.port).pttl(name_of(prefix, keys[0]))
+        <= 100_000
+    )
 
 
 # ---- the queue
@@ -387,7 +476,9 @@ def test_a_time_to_live(shared: Server) -> None:
 
 def test_a_full_queue_drops_the_newest(server: Server) -> None:
     keys = keys_of(10)
-    with tier_on(on(server), queue_chunks=4, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        on(server), queue_chunks=4, deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         save(tier, keys_of(1, chain=1))
         server.stop()
         try:
@@ -407,7 +498,9 @@ def test_a_find_of_what_is_queued_but_gone_ends_in_time(server: Server) -> None:
     """Its host slot was given to another chunk while it waited, and the store cannot be asked."""
     keys = keys_of(3)
     valid = [True]
-    with tier_on(on(server), look_seconds=0.05, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        on(server), look_seconds=0.05, deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         stores(tier, keys_of(1, chain=1))
         server.stop()
         try:

@@ -1,4 +1,6 @@
-"""Values that another program wrote into the store, with valid headers: a miss, and removed if they are useless."""
+"""Values that another program wrote into the store, with valid headers: a miss, and removed if they
+are useless.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from tests.remote.chunks import (
 )
 from tests.remote.evil import BLOCK, growth
 
-ROOM_BYTES = 64 << 20  # what a tier may take for anything: its buffers, threads and what libraries keep
+# what a tier may take for anything: its buffers, threads and what libraries keep
+ROOM_BYTES = 64 << 20
 MIB = 1 << 20
 PLANE_BYTES = 1 << 17  # of a block of words of two bytes
 NOISE = np.random.default_rng(0).bytes(1 << 20)
@@ -51,7 +54,8 @@ class Forger:
         self.prefix = fresh_prefix()
         self.remote = RedisClient(server.url, prefix=self.prefix)
         self.truth = client.Redis(port=server.port)
-        (self.key,), (self.twin,) = keys_of(1), keys_of(1, chain=1)  # alike in all but their key
+        # alike in all but their key
+        (self.key,), (self.twin,) = keys_of(1), keys_of(1, chain=1)
         for key in (self.key, self.twin):
             saved(self.remote, [key], LARGE)
 
@@ -73,9 +77,14 @@ class Forger:
         """Give the value under `key` a header with other fields and a valid checksum."""
         header = replace(self.header(self.key), **changed)  # type: ignore[arg-type]
         payload = payload_of(self.key, LARGE)
-        whole = np.zeros(max(header.length, payload.nbytes), np.uint8) if header.length < 1 << 28 else payload
+        whole = (
+            np.zeros(max(header.length, payload.nbytes), np.uint8)
+            if header.length < 1 << 28
+            else payload
+        )
         whole[: payload.nbytes] = payload
-        if header.length > whole.nbytes:  # what cannot be sealed over its bytes is sealed over none
+        # what cannot be sealed over its bytes is sealed over none
+        if header.length > whole.nbytes:
             header, sealed = replace(header, length=0), header
             page = seal(header, whole)
             header = sealed
@@ -84,7 +93,9 @@ class Forger:
         self.write(h=page.tobytes())
 
     def is_a_miss(self, reason: Reason = Reason.FAILED_CHECK) -> None:
-        """Check that it is not served, that the other one is, and that it is removed and can be stored again."""
+        """Check that it is not served, that the other one is, and that it is removed and can be
+        stored again.
+        """
         with tier_on(self.remote, LARGE) as tier, growth() as memory:
             assert load(tier, [self.key], LARGE) == [reason]
             assert tier.stats()[f"miss_{reason}"] == 1
@@ -111,7 +122,9 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("changed", CHANGES.values(), ids=CHANGES)
-def test_a_well_sealed_header_of(forger: Forger, changed: dict[str, object]) -> None:
+def test_a_well_sealed_header_of(
+    forger: Forger, changed: dict[str, object]
+) -> None:
     forger.reseal(**changed)
     forger.is_a_miss()
 
@@ -126,7 +139,9 @@ def stays(forger: Forger, reason: Reason) -> None:
     assert forger.fields(forger.key) == before
 
 
-def test_a_chunk_that_was_asked_for_at_another_position_stays(forger: Forger) -> None:
+def test_a_chunk_that_was_asked_for_at_another_position_stays(
+    forger: Forger,
+) -> None:
     forger.reseal(position=3)
     stays(forger, Reason.FAILED_CHECK)
 
@@ -136,10 +151,16 @@ def test_a_codec_that_this_version_does_not_know_stays(forger: Forger) -> None:
     stays(forger, Reason.FAILED_CHECK)
 
 
-def test_a_header_of_another_format_stays_while_it_is_whole(forger: Forger) -> None:
-    page = np.frombuffer(bytearray(forger.fields(forger.key)[b"h"]), np.uint8).copy()
+def test_a_header_of_another_format_stays_while_it_is_whole(
+    forger: Forger,
+) -> None:
+    page = np.frombuffer(
+        bytearray(forger.fields(forger.key)[b"h"]), np.uint8
+    ).copy()
     struct.pack_into("<I", page.data, 8, 2)  # of format 2
-    page[header_module._OWN] = np.frombuffer(header_module._own_checksum(page.data), np.uint8)
+    page[header_module._OWN] = np.frombuffer(
+        header_module._own_checksum(page.data), np.uint8
+    )
     forger.write(h=page.tobytes())
     stays(forger, Reason.FAILED_CHECK)
     page[3000] ^= 1
@@ -150,13 +171,20 @@ def test_a_header_of_another_format_stays_while_it_is_whole(forger: Forger) -> N
 def test_another_chunk_s_whole_value_under_this_key(forger: Forger) -> None:
     truth = forger.truth
     truth.delete(name_of(forger.prefix, forger.key))
-    truth.copy(name_of(forger.prefix, forger.twin), name_of(forger.prefix, forger.key))
+    truth.copy(
+        name_of(forger.prefix, forger.twin), name_of(forger.prefix, forger.key)
+    )
     forger.is_a_miss()
 
 
 def test_another_namespace_s_whole_value_under_this_name(forger: Forger) -> None:
-    """The same tokens in another namespace have another key; the same key there is a forgery all the same."""
-    page = seal(replace(forger.header(forger.key), namespace=OTHER.root), payload_of(forger.key, LARGE))
+    """The same tokens in another namespace have another key; the same key there is a forgery all
+    the same.
+    """
+    page = seal(
+        replace(forger.header(forger.key), namespace=OTHER.root),
+        payload_of(forger.key, LARGE),
+    )
     forger.write(h=page.tobytes())
     forger.is_a_miss()
 
@@ -167,9 +195,13 @@ def test_the_header_of_one_and_the_bytes_of_another(forger: Forger) -> None:
     forger.is_a_miss()
 
 
-@pytest.mark.parametrize("piece", [b"", b"x", NOISE, NOISE + b"x", bytes(40 << 20)], ids=len)
+@pytest.mark.parametrize(
+    "piece", [b"", b"x", NOISE, NOISE + b"x", bytes(40 << 20)], ids=len
+)
 @pytest.mark.parametrize("field", ["h", "0", "2"])
-def test_a_field_of_another_size(forger: Forger, field: str, piece: bytes) -> None:
+def test_a_field_of_another_size(
+    forger: Forger, field: str, piece: bytes
+) -> None:
     forger.write(**{field: piece})
     forger.is_a_miss()
 
@@ -178,7 +210,10 @@ def test_a_field_of_another_size(forger: Forger, field: str, piece: bytes) -> No
 def test_a_field_that_is_missing(forger: Forger, field: str) -> None:
     forger.truth.hdel(name_of(forger.prefix, forger.key), field)
     with tier_on(forger.remote, LARGE) as tier:
-        assert load(tier, [forger.key], LARGE)[0] in {Reason.FAILED_CHECK, Reason.ABSENT}
+        assert load(tier, [forger.key], LARGE)[0] in {
+            Reason.FAILED_CHECK,
+            Reason.ABSENT,
+        }
         assert load(tier, [forger.twin], LARGE) == [None]
 
 
@@ -206,8 +241,12 @@ def test_a_value_of_another_kind(forger: Forger, kind: str) -> None:
         case "stream":
             truth.xadd(name, {"h": "x"})
     with tier_on(forger.remote, LARGE) as tier:
-        assert load(tier, [forger.key], LARGE)[0] in {Reason.FAILED_CHECK, Reason.IO_ERROR}
-        assert load(tier, [forger.twin], LARGE) == [None]  # one bad value does not make a bad server
+        assert load(tier, [forger.key], LARGE)[0] in {
+            Reason.FAILED_CHECK,
+            Reason.IO_ERROR,
+        }
+        # one bad value does not make a bad server
+        assert load(tier, [forger.twin], LARGE) == [None]
 
 
 # ---- compressed values
@@ -215,11 +254,16 @@ def test_a_value_of_another_kind(forger: Forger, kind: str) -> None:
 
 @functools.cache
 def zeros(nbytes: int, *, says: bool) -> bytes:
-    """Return a zstd frame that decodes to `nbytes` of zeros; `says`: whether it announces that size."""
-    squeeze = zstandard.ZstdCompressor(level=1, write_content_size=says).compressobj(
-        size=nbytes if says else -1
+    """Return a zstd frame that decodes to `nbytes` of zeros; `says`: whether it announces that
+    size.
+    """
+    squeeze = zstandard.ZstdCompressor(
+        level=1, write_content_size=says
+    ).compressobj(size=nbytes if says else -1)
+    return (
+        b"".join(squeeze.compress(BLOCK) for _ in range(nbytes // MIB))
+        + squeeze.flush()
     )
-    return b"".join(squeeze.compress(BLOCK) for _ in range(nbytes // MIB)) + squeeze.flush()
 
 
 def modest(frame: bytes) -> bytes:
@@ -236,9 +280,15 @@ BOMBS: dict[str, Callable[[], bytes]] = {
     "much, and it says little": lambda: modest(zeros(1 << 30, says=True)),
     "a little too much": lambda: zeros(16 << 20, says=False),
     "many frames": lambda: zeros(1 << 20, says=True) * 2000,
-    "a frame that says much and has nothing": lambda: b"\x28\xb5\x2f\xfd\xe0" + b"\xff" * 8,
-    "a window as large as can be": lambda: b"\x28\xb5\x2f\xfd\x00\xff" + zeros(1 << 20, says=False)[6:],
-    "frames to be skipped": lambda: b"\x50\x2a\x4d\x18\xf0\xff\xff\xff" + BLOCK[:1000],
+    "a frame that says much and has nothing": lambda: (
+        b"\x28\xb5\x2f\xfd\xe0" + b"\xff" * 8
+    ),
+    "a window as large as can be": lambda: (
+        b"\x28\xb5\x2f\xfd\x00\xff" + zeros(1 << 20, says=False)[6:]
+    ),
+    "frames to be skipped": lambda: (
+        b"\x50\x2a\x4d\x18\xf0\xff\xff\xff" + BLOCK[:1000]
+    ),
     "another compression": lambda: zlib.compress(BLOCK),
     "nothing": lambda: b"",
     "noise": lambda: NOISE,
@@ -254,9 +304,18 @@ def test_a_value_that_would_become_very_large(
     data = bomb()
     table = struct.pack("<BI", 1, len(data))
     head = struct.pack("<BBBQ", 1, 2, 18, LARGE.chunk_bytes)
-    value = (head + table + table + data + data if framed else data)[: LARGE.chunk_bytes - 1]
-    header = replace(forger.header(forger.key), codec="zstd", stored_bytes=len(value))
+    value = (head + table + table + data + data if framed else data)[
+        : LARGE.chunk_bytes - 1
+    ]
+    header = replace(
+        forger.header(forger.key), codec="zstd", stored_bytes=len(value)
+    )
     forger.truth.delete(name_of(forger.prefix, forger.key))
-    pieces = {str(n): value[n * PIECE_BYTES :][:PIECE_BYTES] for n in range(-(-len(value) // PIECE_BYTES))}
-    forger.write(h=seal(header, payload_of(forger.key, LARGE)).tobytes(), **pieces)
+    pieces = {
+        str(n): value[n * PIECE_BYTES :][:PIECE_BYTES]
+        for n in range(-(-len(value) // PIECE_BYTES))
+    }
+    forger.write(
+        h=seal(header, payload_of(forger.key, LARGE)).tobytes(), **pieces
+    )
     forger.is_a_miss()

@@ -1,4 +1,6 @@
-"""A remote tier over a bad network: a miss or a drop with its reason, in time, and well again by itself."""
+"""A remote tier over a bad network: a miss or a drop with its reason, in time, and well again by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ STEADY = {
     "cut in the last piece": Fault(cut_at=2_600_000),
     "stalled": STALLED,
 }
-WHEN_SAVING = ["slow", "cut at once", "cut in the page", "reset in a piece", "stalled"]
+WHEN_SAVING = [
+    "slow",
+    "cut at once",
+    "cut in the page",
+    "reset in a piece",
+    "stalled",
+]
 SPOILT = {
     "a spoilt protocol": Fault(corrupt=range(8)),
     "a spoilt header": Fault(corrupt=range(2000, 2001)),
@@ -73,28 +81,38 @@ def through(proxy: Proxy, prefix: str) -> RedisClient:
 
 
 @pytest.mark.parametrize("fault", (STEADY | SPOILT).values(), ids=STEADY | SPOILT)
-def test_a_load_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fault: Fault) -> None:
+def test_a_load_over_a_bad_network(
+    server: Server, proxy: Proxy, prefix: str, fault: Fault
+) -> None:
     warm = keys_of(1, chain=1)
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), warm, LARGE)
     saved(RedisClient(server.url, prefix=prefix), keys, LARGE)
     with tier_on(through(proxy, prefix), LARGE, connections=1) as tier:
-        recovers(tier, warm, LARGE)  # so that the fault strikes in the middle of a transfer
+        # so that the fault strikes in the middle of a transfer
+        recovers(tier, warm, LARGE)
         proxy.down = fault
         reasons = load(tier, keys, LARGE)
         assert reasons[0] in TROUBLE
         assert set(reasons) <= {None, *TROUBLE}
         stats = tier.stats()
-        assert sum(stats[f"miss_{reason}"] for reason in TROUBLE) >= sum(r is not None for r in reasons)
+        assert sum(stats[f"miss_{reason}"] for reason in TROUBLE) >= sum(
+            r is not None for r in reasons
+        )
         proxy.heal()
-        if Reason.FAILED_CHECK in reasons:  # chunks that fail their check are removed
+        # chunks that fail their check are removed
+        if Reason.FAILED_CHECK in reasons:
             saved(RedisClient(server.url, prefix=prefix), keys, LARGE)
         recovers(tier, keys, LARGE)
         assert proxy.open_connections <= 2  # one for transfers, one for probes
 
 
-@pytest.mark.parametrize("fault", [STEADY[name] for name in WHEN_SAVING], ids=WHEN_SAVING)
-def test_a_save_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fault: Fault) -> None:
+@pytest.mark.parametrize(
+    "fault", [STEADY[name] for name in WHEN_SAVING], ids=WHEN_SAVING
+)
+def test_a_save_over_a_bad_network(
+    server: Server, proxy: Proxy, prefix: str, fault: Fault
+) -> None:
     warm = keys_of(1, chain=1)
     keys = keys_of(1)
     truth = client.Redis(port=server.port)
@@ -108,7 +126,9 @@ def test_a_save_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fa
         assert tier.stats()[f"drop_{end.reason}"] >= 1
         assert not truth.exists(name_of(prefix, keys[0]))  # not even a part of it
         for left in truth.scan_iter(f"{prefix}:*"):
-            assert left == name_of(prefix, warm[0]).encode() or truth.pttl(left) > 0, "an orphan that stays"
+            assert (
+                left == name_of(prefix, warm[0]).encode() or truth.pttl(left) > 0
+            ), "an orphan that stays"
         proxy.heal()
         # it takes a while: what a dead link has claimed is its own for some seconds
         if fault.reset or fault.stall:
@@ -117,8 +137,12 @@ def test_a_save_over_a_bad_network(server: Server, proxy: Proxy, prefix: str, fa
 
 
 @pytest.mark.parametrize("at", [20_000, 1_000_000, 2_500_000])
-def test_bytes_spoilt_on_their_way_to_the_store(server: Server, proxy: Proxy, prefix: str, at: int) -> None:
-    """They are stored, found damaged at a read, and then removed: the next save stores them correctly."""
+def test_bytes_spoilt_on_their_way_to_the_store(
+    server: Server, proxy: Proxy, prefix: str, at: int
+) -> None:
+    """They are stored, found damaged at a read, and then removed: the next save stores them
+    correctly.
+    """
     warm = keys_of(1, chain=1)
     keys = keys_of(1)
     with tier_on(through(proxy, prefix), LARGE, connections=1) as tier:
@@ -135,46 +159,65 @@ def test_bytes_spoilt_on_their_way_to_the_store(server: Server, proxy: Proxy, pr
         recovers(tier, keys, LARGE)
 
 
-def test_a_delay_within_the_deadline_is_only_a_delay(server: Server, proxy: Proxy, prefix: str) -> None:
+def test_a_delay_within_the_deadline_is_only_a_delay(
+    server: Server, proxy: Proxy, prefix: str
+) -> None:
     keys = keys_of(3)
-    with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        through(proxy, prefix), deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         proxy.both(Fault(delay_seconds=0.05))
         stores(tier, keys)
         recovers(tier, keys)
 
 
-def test_what_failed_once_is_not_taken_to_be_absent(server: Server, proxy: Proxy, prefix: str) -> None:
+def test_what_failed_once_is_not_taken_to_be_absent(
+    server: Server, proxy: Proxy, prefix: str
+) -> None:
     keys = keys_of(1)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(through(proxy, prefix), clock=Clock(), deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        through(proxy, prefix), clock=Clock(), deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         proxy.down = Fault(cut_at=0)
         assert load(tier, keys) == [Reason.IO_ERROR]
         proxy.heal()
         assert load(tier, keys) == [None]
 
 
-def test_two_prompts_with_one_beginning_are_told_apart(server: Server, proxy: Proxy, prefix: str) -> None:
+def test_two_prompts_with_one_beginning_are_told_apart(
+    server: Server, proxy: Proxy, prefix: str
+) -> None:
     """Asked at once, of equal length: only callers that ask for the same keys share an answer."""
     (head, *one), (_, *two) = keys_of(3), keys_of(3, chain=1)
     saved(RedisClient(server.url, prefix=prefix), [head, *one])
     proxy.down = Fault(delay_seconds=0.3)
     remote = through(proxy, prefix)
-    patient = {"deadline_seconds": PATIENT_SECONDS, "look_seconds": PATIENT_SECONDS}
+    patient = {
+        "deadline_seconds": PATIENT_SECONDS,
+        "look_seconds": PATIENT_SECONDS,
+    }
     with tier_on(remote, **patient) as tier, ThreadPoolExecutor(2) as asking:
         answers = asking.map(tier.find, [[head, *one], [head, *two]])
         assert list(answers) == [3, 1]
 
 
-def test_a_question_that_makes_no_sense_is_the_asker_s_trouble_alone(server: Server, prefix: str) -> None:
+def test_a_question_that_makes_no_sense_is_the_asker_s_trouble_alone(
+    server: Server, prefix: str
+) -> None:
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(RedisClient(server.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        RedisClient(server.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         assert tier.find(keys_of(1, chain=1), namespace=b"too short") == 0
         assert tier.find(keys) == 2
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
-def test_a_link_that_dies_without_a_word(server: Server, proxy: Proxy, prefix: str, up: bool) -> None:
+def test_a_link_that_dies_without_a_word(
+    server: Server, proxy: Proxy, prefix: str, up: bool
+) -> None:
     """Half-open: nothing passes one way, in new connections neither."""
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), keys)
@@ -185,7 +228,11 @@ def test_a_link_that_dies_without_a_word(server: Server, proxy: Proxy, prefix: s
         else:
             proxy.down = STALLED
         for _ in range(3):
-            assert set(load(tier, keys)) <= {Reason.DEADLINE, Reason.IO_ERROR, Reason.TIER_SKIPPED}
+            assert set(load(tier, keys)) <= {
+                Reason.DEADLINE,
+                Reason.IO_ERROR,
+                Reason.TIER_SKIPPED,
+            }
         with soon():
             assert tier.find(keys_of(2, chain=1)) == 0
         assert not any(end.ok for end in save(tier, keys_of(2, chain=2)))
@@ -193,7 +240,9 @@ def test_a_link_that_dies_without_a_word(server: Server, proxy: Proxy, prefix: s
         recovers(tier, keys)
 
 
-@pytest.mark.parametrize("fault", [STALLED, Fault(cut_at=0), Fault(corrupt=range(1 << 40))])
+@pytest.mark.parametrize(
+    "fault", [STALLED, Fault(cut_at=0), Fault(corrupt=range(1 << 40))]
+)
 def test_a_network_that_is_bad_from_the_first_byte(
     server: Server, proxy: Proxy, prefix: str, fault: Fault
 ) -> None:
@@ -208,7 +257,9 @@ def test_a_network_that_is_bad_from_the_first_byte(
         recovers(tier, keys)
 
 
-def test_nobody_listens_and_later_somebody_does(server: Server, proxy: Proxy, prefix: str) -> None:
+def test_nobody_listens_and_later_somebody_does(
+    server: Server, proxy: Proxy, prefix: str
+) -> None:
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), keys)
     proxy.refuse()
@@ -219,7 +270,9 @@ def test_nobody_listens_and_later_somebody_does(server: Server, proxy: Proxy, pr
         recovers(tier, keys)
 
 
-def test_connections_cut_while_nothing_moves_are_made_anew(server: Server, proxy: Proxy, prefix: str) -> None:
+def test_connections_cut_while_nothing_moves_are_made_anew(
+    server: Server, proxy: Proxy, prefix: str
+) -> None:
     """A server's idle timeout, a restarted load balancer: not worth a miss."""
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
@@ -233,9 +286,15 @@ def test_a_name_that_does_not_resolve(prefix: str) -> None:
     keys = keys_of(2)
     with (
         soon(2 * LATE_SECONDS),
-        tier_on(RedisClient("redis://no-such-host.invalid:6379", prefix=prefix)) as tier,
+        tier_on(
+            RedisClient("redis://no-such-host.invalid:6379", prefix=prefix)
+        ) as tier,
     ):
-        assert set(load(tier, keys)) <= {Reason.IO_ERROR, Reason.DEADLINE, Reason.TIER_SKIPPED}
+        assert set(load(tier, keys)) <= {
+            Reason.IO_ERROR,
+            Reason.DEADLINE,
+            Reason.TIER_SKIPPED,
+        }
         assert not any(end.ok for end in save(tier, keys))
         assert tier.find(keys) == 0
 
@@ -245,10 +304,22 @@ def test_a_connection_that_is_never_answered(prefix: str) -> None:
     with black_hole() as port:
         remote = RedisClient(f"redis://127.0.0.1:{port}", prefix=prefix)
         with soon(2 * LATE_SECONDS), tier_on(remote) as tier:
-            assert set(load(tier, keys)) <= {Reason.IO_ERROR, Reason.DEADLINE, Reason.TIER_SKIPPED}
+            assert set(load(tier, keys)) <= {
+                Reason.IO_ERROR,
+                Reason.DEADLINE,
+                Reason.TIER_SKIPPED,
+            }
             assert not any(end.ok for end in save(tier, keys))
 
 
 def test_a_port_that_nobody_has(prefix: str) -> None:
-    with soon(), tier_on(RedisClient(f"redis://127.0.0.1:{free_port()}", prefix=prefix)) as tier:
-        assert set(load(tier, keys_of(2))) <= {Reason.IO_ERROR, Reason.TIER_SKIPPED}
+    with (
+        soon(),
+        tier_on(
+            RedisClient(f"redis://127.0.0.1:{free_port()}", prefix=prefix)
+        ) as tier,
+    ):
+        assert set(load(tier, keys_of(2))) <= {
+            Reason.IO_ERROR,
+            Reason.TIER_SKIPPED,
+        }

@@ -17,7 +17,16 @@ from pagoda.tiers import HostTier
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from testbed.servers import Server, redis_server
-from tests.cache.kit import LAYOUT, NAMESPACE, PATIENT_SECONDS, blank, config_of, prompt, served, stored
+from tests.cache.kit import (
+    LAYOUT,
+    NAMESPACE,
+    PATIENT_SECONDS,
+    blank,
+    config_of,
+    prompt,
+    served,
+    stored,
+)
 from tests.remote.chunks import fresh_prefix, wait_until
 from tests.remote.proxy import STALLED, Proxy, proxy_to
 
@@ -39,11 +48,20 @@ def proxy(server: Server) -> Iterator[Proxy]:
 def cache_on(proxy: Proxy, host: Path) -> tuple[Cache, RemoteTier]:
     """A cache with a host tier over a remote one, with real time."""
     config = config_of(host, None)
-    top = HostTier.open(LAYOUT, Path(config.host_path), config.host_bytes, deadline_seconds=PATIENT_SECONDS)
-    remote = RemoteTier(
-        LAYOUT, RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=fresh_prefix()), deadline_seconds=0.3
+    top = HostTier.open(
+        LAYOUT,
+        Path(config.host_path),
+        config.host_bytes,
+        deadline_seconds=PATIENT_SECONDS,
     )
-    return Cache(config, namespace=NAMESPACE, layout=LAYOUT, tiers=[top, remote]), remote
+    remote = RemoteTier(
+        LAYOUT,
+        RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=fresh_prefix()),
+        deadline_seconds=0.3,
+    )
+    return Cache(
+        config, namespace=NAMESPACE, layout=LAYOUT, tiers=[top, remote]
+    ), remote
 
 
 def rests(cache: Cache, remote: RemoteTier) -> None:
@@ -57,7 +75,9 @@ def rests(cache: Cache, remote: RemoteTier) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_asked_of_an_engine_that_is_away(shm_root: Path, proxy: Proxy) -> None:
+def test_nothing_is_asked_of_an_engine_that_is_away(
+    shm_root: Path, proxy: Proxy
+) -> None:
     cache, remote = cache_on(proxy, shm_root)
     with cache:
         stored(cache, prompt(4))
@@ -81,7 +101,9 @@ def test_nothing_is_asked_of_an_engine_that_is_away(shm_root: Path, proxy: Proxy
         assert remote.stats()["resting"] == 1
         proxy.heal()
         wait_until(lambda: not remote.resting)
-        wait_until(lambda: served(cache, prompt(4), tiers=["redis"])[0].num_tokens == 64)
+        wait_until(
+            lambda: served(cache, prompt(4), tiers=["redis"])[0].num_tokens == 64
+        )
 
 
 def test_only_threads_of_the_tier_use_its_sockets(
@@ -124,7 +146,9 @@ def test_a_retrieve_takes_no_longer_while_the_engine_is_away(
             times.append(time.perf_counter() - began)
         return median(times)
 
-    alone = Cache(config_of(shm_root / "alone", None), namespace=NAMESPACE, layout=LAYOUT)
+    alone = Cache(
+        config_of(shm_root / "alone", None), namespace=NAMESPACE, layout=LAYOUT
+    )
     with cache, alone:
         stored(cache, prompt(4))
         proxy.both(STALLED)
@@ -135,10 +159,13 @@ def test_a_retrieve_takes_no_longer_while_the_engine_is_away(
         _ = stored(alone, prompt(4))
         without = seconds(0), seconds(1)
     for mine, theirs in zip(away, without, strict=True):
-        assert mine < 3 * theirs + 0.02  # a wait for the engine would be 50 ms at least
+        # a wait for the engine would be 50 ms at least
+        assert mine < 3 * theirs + 0.02
 
 
-def test_stores_do_not_wait_for_an_engine_that_is_away(shm_root: Path, proxy: Proxy) -> None:
+def test_stores_do_not_wait_for_an_engine_that_is_away(
+    shm_root: Path, proxy: Proxy
+) -> None:
     cache, remote = cache_on(proxy, shm_root)
     with cache:
         proxy.both(STALLED)
@@ -151,7 +178,9 @@ def test_stores_do_not_wait_for_an_engine_that_is_away(shm_root: Path, proxy: Pr
         assert cache.stats()["waiting_chunks"] == 0
 
 
-def test_a_slow_engine_costs_a_retrieve_a_moment_only(shm_root: Path, proxy: Proxy) -> None:
+def test_a_slow_engine_costs_a_retrieve_a_moment_only(
+    shm_root: Path, proxy: Proxy
+) -> None:
     """Before the failure is known, a look-up waits for the answer only `look_seconds`."""
     cache, _remote = cache_on(proxy, shm_root)
     with cache:

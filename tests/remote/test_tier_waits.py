@@ -54,11 +54,15 @@ def through(proxy: Proxy, prefix: str) -> RedisClient:
     return RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
 
 
-def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(server: Server, proxy: Proxy) -> None:
+def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(
+    server: Server, proxy: Proxy
+) -> None:
     prefix = fresh_prefix()
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(through(proxy, prefix), connections=1, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        through(proxy, prefix), connections=1, deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         for reset in (False, True):
             assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
             proxy.cut(reset=reset)
@@ -73,14 +77,17 @@ def test_a_look_waits_no_longer_than_it_was_told_and_a_late_answer_serves_the_ne
     prefix = fresh_prefix()
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(through(proxy, prefix), look_seconds=0.05, deadline_seconds=20.0) as tier:
+    with tier_on(
+        through(proxy, prefix), look_seconds=0.05, deadline_seconds=20.0
+    ) as tier:
         wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
         others = keys_of(3, chain=1)
         saved(RedisClient(server.url, prefix=prefix), others)
         proxy.both(STALLED)
         began = time.monotonic()
         assert tier.find(others, namespace=ROOT) == 0
-        assert time.monotonic() - began < 10.0  # half of the deadline of the question itself
+        # half of the deadline of the question itself
+        assert time.monotonic() - began < 10.0
         assert tier.stats()["miss_deadline"] >= 1
         proxy.heal()
         wait_until(lambda: tier.find(others, namespace=ROOT) == 3)
@@ -91,7 +98,9 @@ def test_a_look_waits_no_longer_than_it_was_told_and_a_late_answer_serves_the_ne
 def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
     clock = FakeClock()
     absent = keys_of(4)
-    with tier_on(through(proxy, fresh_prefix()), clock=clock, look_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        through(proxy, fresh_prefix()), clock=clock, look_seconds=PATIENT_SECONDS
+    ) as tier:
         assert tier.find(absent, namespace=ROOT) == 0
         asked = proxy.traffic
         assert not any(tier.find(absent, namespace=ROOT) for _ in range(20))
@@ -107,8 +116,13 @@ def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
     remote = RedisClient(server.url, prefix=fresh_prefix())
     keys = keys_of(2)
     zeros = KVLayout.opaque(4, 8192, "chunks that become smaller")
-    with tier_on(remote, zeros, codec="zstd", deadline_seconds=PATIENT_SECONDS) as tier:
-        assert all(tier.put(key, np.zeros(8192, np.uint8), namespace=ROOT) for key in keys)
+    with tier_on(
+        remote, zeros, codec="zstd", deadline_seconds=PATIENT_SECONDS
+    ) as tier:
+        assert all(
+            tier.put(key, np.zeros(8192, np.uint8), namespace=ROOT)
+            for key in keys
+        )
     with tier_on(remote, zeros, deadline_seconds=PATIENT_SECONDS) as tier:
         with monkeypatch.context() as elsewhere:
             elsewhere.setitem(sys.modules, "zstandard", None)
@@ -119,7 +133,11 @@ def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
 
 
 def bucket(at: str) -> ObjectStoreClient:
-    options = {"endpoint": f"http://{at}", "access_key_id": "a", "secret_access_key": "b"}
+    options = {
+        "endpoint": f"http://{at}",
+        "access_key_id": "a",
+        "secret_access_key": "b",
+    }
     return ObjectStoreClient("s3://bucket", options=options)
 
 
@@ -134,11 +152,14 @@ ENGINES: dict[str, Callable[[str], StoreClient]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 def test_close_ends_connections_that_are_being_made(engine: str) -> None:
     keys = keys_of(4)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts for it, and it never answers
+    # the kernel accepts for it, and it never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         remote = ENGINES[engine](f"127.0.0.1:{silent.getsockname()[1]}")
         with tier_on(remote, deadline_seconds=60.0) as tier:
             saves = tier.save(chunks_of(keys[:2]), ROOT)
-            loads = tier.load(keys[2:], [aligned(65536) for _ in keys[2:]], namespace=ROOT)
+            loads = tier.load(
+                keys[2:], [aligned(65536) for _ in keys[2:]], namespace=ROOT
+            )
             time.sleep(0.3)  # all of them wait for the first answer
             assert not any(future.done() for future in (*saves[:1], *loads[:1]))
             began = time.monotonic()
@@ -148,7 +169,9 @@ def test_close_ends_connections_that_are_being_made(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["http", "https"])
-def test_close_ends_connections_that_are_not_yet_begun(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_ends_connections_that_are_not_yet_begun(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     making = threading.Event()
     closed = threading.Event()
     init = HttpConnection.__init__
@@ -201,8 +224,12 @@ def test_a_probe_that_fails_unexpectedly_is_not_the_last(server: Server) -> None
         assert load(tier, keys_of(1), seconds=PATIENT_SECONDS) == [Reason.ABSENT]
 
 
-@pytest.mark.parametrize("scheme", ["redis", "redis+pool", "redis+cluster", "redis+sentinel"])
-def test_a_line_of_the_log_names_the_store_once(scheme: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "scheme", ["redis", "redis+pool", "redis+cluster", "redis+sentinel"]
+)
+def test_a_line_of_the_log_names_the_store_once(
+    scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
     place = f"{scheme}://127.0.0.1:{free_port()}/{'kv' if scheme == 'redis+sentinel' else ''}"
     with tier_on(parse(place).engine(), look_seconds=PATIENT_SECONDS) as tier:
         assert tier.find(keys_of(1), namespace=ROOT) == 0
@@ -217,10 +244,14 @@ def test_what_close_ends_is_no_failure(
     prefix = fresh_prefix()
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        through(proxy, prefix), deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         assert tier.find(keys, namespace=ROOT) == 3
         proxy.both(STALLED)
-        loads = tier.load(keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT)
+        loads = tier.load(
+            keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT
+        )
         assert tier.find(keys_of(3, chain=1), namespace=ROOT) == 0
         caplog.clear()
         tier.close(5.0)

@@ -1,4 +1,6 @@
-"""Eight processes and one prompt: machines that compute it send it once; one machine loads it once for all of them."""
+"""Eight processes and one prompt: machines that compute it send it once; one machine loads it once
+for all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from pagoda.cache import Cache
 from pagoda.layout import KVLayout
 from pagoda.tiers.remote.redis import RedisClient
 from testbed.servers import need, redis_server
-from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, run_all, served, stored
+from tests.cache.kit import (
+    LAYOUT,
+    NAMESPACE,
+    config_of,
+    prompt,
+    run_all,
+    served,
+    stored,
+)
 from tests.children import in_light_process
 from tests.remote.chunks import (
     LARGE,
@@ -30,7 +40,8 @@ from tests.remote.chunks import (
 redis = pytest.importorskip("redis")
 need("redis-server")
 
-FORK = multiprocessing.get_context("fork")  # in a light process: eight others would import everything again
+# in a light process: eight others would import everything again
+FORK = multiprocessing.get_context("fork")
 MACHINES = 8
 CHUNKS = 48
 
@@ -38,27 +49,48 @@ CHUNKS = 48
 def all_machines(work: Callable[..., None], *arguments: object) -> None:
     """Do this in eight processes at once."""
     gate = FORK.Barrier(MACHINES)
-    run_all([FORK.Process(target=work, args=(*arguments, gate)) for _ in range(MACHINES)])
+    run_all(
+        [
+            FORK.Process(target=work, args=(*arguments, gate))
+            for _ in range(MACHINES)
+        ]
+    )
 
 
 def store(url: str, layout: KVLayout, gate: Barrier) -> None:
     """Store the prompt when all machines are ready; end when the store has it."""
     chunks = chunks_of(keys_of(CHUNKS), layout)
-    with tier_on(RedisClient(url), layout, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(
+        RedisClient(url), layout, deadline_seconds=PATIENT_SECONDS
+    ) as tier:
         gate.wait(PATIENT_SECONDS)
-        assert all(end.ok for end in ends(tier.save(chunks, ROOT), 2 * PATIENT_SECONDS))
+        assert all(
+            end.ok for end in ends(tier.save(chunks, ROOT), 2 * PATIENT_SECONDS)
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "commands"), [(SMALL, 1), (LARGE, 4)], ids=["small", "large"])
-def test_eight_processes_send_each_chunk_once(layout: KVLayout, commands: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "commands"), [(SMALL, 1), (LARGE, 4)], ids=["small", "large"]
+)
+def test_eight_processes_send_each_chunk_once(
+    layout: KVLayout, commands: int
+) -> None:
     """`commands`: how many HSET move one chunk."""
     with redis_server() as server, redis.Redis.from_url(server.url) as client:
         in_light_process(all_machines, store, server.url, layout)
-        assert client.info("commandstats")["cmdstat_hset"]["calls"] <= 1.1 * commands * CHUNKS
+        assert (
+            client.info("commandstats")["cmdstat_hset"]["calls"]
+            <= 1.1 * commands * CHUNKS
+        )
         assert client.dbsize() == CHUNKS, "no claim or draft is left"
-        with tier_on(RedisClient(server.url), layout, deadline_seconds=PATIENT_SECONDS) as tier:
-            assert load(tier, keys_of(CHUNKS), layout, PATIENT_SECONDS) == [None] * CHUNKS
+        with tier_on(
+            RedisClient(server.url), layout, deadline_seconds=PATIENT_SECONDS
+        ) as tier:
+            assert (
+                load(tier, keys_of(CHUNKS), layout, PATIENT_SECONDS)
+                == [None] * CHUNKS
+            )
 
 
 def retrieve(url: str, memory: Path, gate: Barrier) -> None:
@@ -70,14 +102,22 @@ def retrieve(url: str, memory: Path, gate: Barrier) -> None:
 
 
 @pytest.mark.slow
-def test_eight_processes_of_one_machine_load_each_chunk_once(shm_root: Path) -> None:
+def test_eight_processes_of_one_machine_load_each_chunk_once(
+    shm_root: Path,
+) -> None:
     with redis_server() as server, redis.Redis.from_url(server.url) as client:
         with Cache(
-            config_of(shm_root / "other", None, remote=server.url), namespace=NAMESPACE, layout=LAYOUT
+            config_of(shm_root / "other", None, remote=server.url),
+            namespace=NAMESPACE,
+            layout=LAYOUT,
         ) as cache:
             stored(cache, prompt(CHUNKS))
         assert client.dbsize() == CHUNKS
         client.config_resetstat()
         in_light_process(all_machines, retrieve, server.url, shm_root)
-        fields = 5  # are asked for with each load: the header page and four pieces
-        assert client.info("commandstats")["cmdstat_hget"]["calls"] <= 1.1 * fields * CHUNKS
+        # are asked for with each load: the header page and four pieces
+        fields = 5
+        assert (
+            client.info("commandstats")["cmdstat_hget"]["calls"]
+            <= 1.1 * fields * CHUNKS
+        )

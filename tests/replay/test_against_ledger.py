@@ -1,4 +1,6 @@
-"""The simulated tier and a real ledger, side by side: the same chunks in the same slots after each request."""
+"""The simulated tier and a real ledger, side by side: the same chunks in the same slots after each
+request.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ COLUMNS = ("last_use", "hits", "position", "parent_slot")
 
 
 class Real:
-    """A ledger that serves one request after the other and learns at the same times as the simulator."""
+    """A ledger that serves one request after the other and learns at the same times as the
+    simulator.
+    """
 
     def __init__(self, root: Path, slots: int, policy: str) -> None:
         self._clock = FakeClock()
@@ -39,17 +43,29 @@ class Real:
         now = self._begun + round(asked.timestamp_ms * 1e6)
         self._clock.advance((now - self._clock.monotonic_ns()) / 1e9)
         self._upkeep(now)
-        keys = [mark.tobytes() + bytes(24) for mark in marks_of_ids(asked.hash_ids)]
+        keys = [
+            mark.tobytes() + bytes(24) for mark in marks_of_ids(asked.hash_ids)
+        ]
         stamp = self.ledger.stamp()
-        have = len(self.ledger.match_prefix(keys, stamp=stamp, deadline_seconds=PATIENT_SECONDS).slots)
+        have = len(
+            self.ledger.match_prefix(
+                keys, stamp=stamp, deadline_seconds=PATIENT_SECONDS
+            ).slots
+        )
         if have < len(keys):
             parent = keys[have - 1] if have else None
             assert len(keys) - have <= self.ledger.window
             outcomes = self.ledger.reserve(
-                keys[have:], namespace=TENANT, start=have, parent=parent, stamp=stamp, deadline_seconds=PATIENT_SECONDS
-            )  # fmt: skip
+                keys[have:],
+                namespace=TENANT,
+                start=have,
+                parent=parent,
+                stamp=stamp,
+                deadline_seconds=PATIENT_SECONDS,
+            )
             self.ledger.commit(
-                [item for item in outcomes if isinstance(item, Reserved)], deadline_seconds=PATIENT_SECONDS
+                [item for item in outcomes if isinstance(item, Reserved)],
+                deadline_seconds=PATIENT_SECONDS,
             )
         return have
 
@@ -63,8 +79,12 @@ class Real:
             self.ledger.upkeep_thread._prepare()
 
 
-def compare(slots: int, policy: str, requests: Sequence[Request], every: int = 1) -> Simulation:
-    """Play the requests to both; they must agree after each (or so many) in all that a policy reads."""
+def compare(
+    slots: int, policy: str, requests: Sequence[Request], every: int = 1
+) -> Simulation:
+    """Play the requests to both; they must agree after each (or so many) in all that a policy
+    reads.
+    """
     simulation = Simulation([TierSpec("tier", slots, policy)])
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     with pytest.MonkeyPatch.context() as patch:
@@ -96,9 +116,14 @@ def agree(simulation: Simulation, ledger: Ledger) -> None:
         simulated = getattr(tier._columns, name)[there]
         real = getattr(ledger.columns, name)[there]
         assert simulated.tolist() == real.tolist(), name
-    ages = [columns.generation[there].argsort().tolist() for columns in (tier._columns, ledger.columns)]
+    ages = [
+        columns.generation[there].argsort().tolist()
+        for columns in (tier._columns, ledger.columns)
+    ]
     assert ages[0] == ages[1]
-    assert sorted(tier._columns.ghosts.last_use.tolist()) == sorted(ledger.columns.ghosts.last_use.tolist())
+    assert sorted(tier._columns.ghosts.last_use.tolist()) == sorted(
+        ledger.columns.ghosts.last_use.tolist()
+    )
 
 
 def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
@@ -109,7 +134,11 @@ def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
     for number in range(count):
         talk = int(random.zipf(1.3)) % (2 * talks)
         length = int(random.integers(1, longest + 1))
-        shared = min(length, int(random.integers(1, longest + 1))) if talk < talks else 0
+        shared = (
+            min(length, int(random.integers(1, longest + 1)))
+            if talk < talks
+            else 0
+        )
         ids = [10_000 * (talk + 1) + i for i in range(shared)]
         ids += [10**7 + 1000 * number + i for i in range(length - shared)]
         ms += int(random.choice([0, 1, 60, 400, 1500, 20_000]))
@@ -119,7 +148,9 @@ def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
 
 @pytest.mark.slow
 @settings(max_examples=15)
-@given(st.integers(0, 2**32), st.sampled_from([32, 40]), st.sampled_from(POLICIES))
+@given(
+    st.integers(0, 2**32), st.sampled_from([32, 40]), st.sampled_from(POLICIES)
+)
 def test_short_requests(seed: int, slots: int, policy: str) -> None:
     tier = compare(slots, policy, stream(seed, 80, 4, 12)).outcome().tiers[0]
     assert tier.hits
@@ -132,11 +163,14 @@ def test_trees(requests: list[Request], policy: str) -> None:
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 60), max_size=4, unique=True), max_size=40), st.sampled_from(POLICIES)
+    st.lists(st.lists(st.integers(0, 60), max_size=4, unique=True), max_size=40),
+    st.sampled_from(POLICIES),
 )
 @example([[1, 2, 3, 4], [2], [5, 2, 6], [3, 9, 2, 5]] * 3, "lru")
 def test_what_is_no_chain(paths: list[list[int]], policy: str) -> None:
-    compare(32, policy, [request(*ids, ms=700.0 * i) for i, ids in enumerate(paths)])
+    compare(
+        32, policy, [request(*ids, ms=700.0 * i) for i, ids in enumerate(paths)]
+    )
 
 
 @pytest.mark.slow
@@ -144,15 +178,24 @@ def test_what_is_no_chain(paths: list[list[int]], policy: str) -> None:
 @given(st.integers(0, 2**32))
 def test_what_is_no_chain_in_a_full_tier(seed: int) -> None:
     random = np.random.default_rng(seed)
-    paths = [random.permutation(60)[: random.integers(1, 5)].tolist() for _ in range(80)]
+    paths = [
+        random.permutation(60)[: random.integers(1, 5)].tolist()
+        for _ in range(80)
+    ]
     for policy in POLICIES:
-        compare(32, policy, [request(*ids, ms=100.0 * i) for i, ids in enumerate(paths)])
+        compare(
+            32,
+            policy,
+            [request(*ids, ms=100.0 * i) for i, ids in enumerate(paths)],
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_recorded_requests(policy: str) -> None:
-    requests = [replace(asked, hash_ids=asked.hash_ids[:128]) for asked in sample()[:600]]
+    requests = [
+        replace(asked, hash_ids=asked.hash_ids[:128]) for asked in sample()[:600]
+    ]
     tier = compare(1024, policy, requests, every=20).outcome().tiers[0]
     assert tier.evicted
     assert (tier.refused > 0) == (policy == "hindsight")

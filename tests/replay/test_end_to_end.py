@@ -1,4 +1,6 @@
-"""The real cache, driven by a trace, has the simulator's hits; also across a restart and with two processes."""
+"""The real cache, driven by a trace, has the simulator's hits; also across a restart and with two
+processes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_the_cache_hits_what_the_simulator_says(
     live = Live(shm_root, policy, host=CHUNKS)
     rate = live.play(requests[:most])
     live.close()
-    assert rate.share == pytest.approx(simulated(requests[:most], CHUNKS, policy), abs=0.005)
+    assert rate.share == pytest.approx(
+        simulated(requests[:most], CHUNKS, policy), abs=0.005
+    )
 
 
 @pytest.mark.slow
@@ -52,21 +56,33 @@ def test_two_tiers_hit_what_the_simulator_says(
     rate = live.play(few)
     counters = admin.counters(live.ledgers[0])
     live.close()
-    outcome = simulate(few, [TierSpec("host", host, policy), TierSpec("disk", 1000, policy)])
+    outcome = simulate(
+        few, [TierSpec("host", host, policy), TierSpec("disk", 1000, policy)]
+    )
     assert rate.share == pytest.approx(outcome.hit_rate, abs=0.005)
-    served = [counters[f"hit_tokens_{tier.name}"] / CHUNK for tier in outcome.tiers]
-    assert served == pytest.approx([tier.hits for tier in outcome.tiers], abs=0.005 * rate.accesses)
+    served = [
+        counters[f"hit_tokens_{tier.name}"] / CHUNK for tier in outcome.tiers
+    ]
+    assert served == pytest.approx(
+        [tier.hits for tier in outcome.tiers], abs=0.005 * rate.accesses
+    )
 
 
-def _watched(root: Path, requests: list[Request], host: int) -> tuple[float, float]:
-    """Play requests to a disk of 200 chunks below such a host tier; the hit rate, and how much its policy saw."""
+def _watched(
+    root: Path, requests: list[Request], host: int
+) -> tuple[float, float]:
+    """Play requests to a disk of 200 chunks below such a host tier; the hit rate, and how much its
+    policy saw.
+    """
     live = Live(root, "hindsight", host=host, disk=200)
     rate = live.play(requests)
     ledger = live.ledgers[-1]
     ledger.upkeep_thread.run_once()
     assert admin.counters(ledger)["drop_not_admitted"] > 1000
     live.close()
-    return rate.share, float(_SharedValues.of(ledger.upkeep_thread.learned).watched.sum())  # type: ignore[arg-type]
+    return rate.share, float(
+        _SharedValues.of(ledger.upkeep_thread.learned).watched.sum()
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -89,31 +105,51 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def _disk_only(root: Path, begin: int, end: int) -> tuple[Rate, Rate]:
     """Play requests [begin, end) in one process; the rates in either half of the trace."""
     requests = sample()
-    live = Live(root, "hindsight", disk=CHUNKS // 3, at_ms=requests[max(0, begin - 1)].timestamp_ms)
-    halves = live.play(requests[begin : min(end, HALF)]), live.play(requests[max(begin, HALF) : end])
+    live = Live(
+        root,
+        "hindsight",
+        disk=CHUNKS // 3,
+        at_ms=requests[max(0, begin - 1)].timestamp_ms,
+    )
+    halves = (
+        live.play(requests[begin : min(end, HALF)]),
+        live.play(requests[max(begin, HALF) : end]),
+    )
     live.close()
     return halves
 
 
 @pytest.mark.slow
-def test_a_restart_forgets_nothing(tmp_path: Path, process: ProcessPoolExecutor) -> None:
-    through = process.submit(_disk_only, tmp_path / "through", 0, 2 * HALF).result(PATIENT_SECONDS)
-    # A machine that stalls for a second while the tables are verified rebuilds them from the headers, and their ghosts
-    # are lost, which is not under test.
+def test_a_restart_forgets_nothing(
+    tmp_path: Path, process: ProcessPoolExecutor
+) -> None:
+    through = process.submit(
+        _disk_only, tmp_path / "through", 0, 2 * HALF
+    ).result(PATIENT_SECONDS)
+    # A machine that stalls for a second while the tables are verified rebuilds them from the
+    # headers, and their ghosts are lost, which is not under test.
     for attempt in ("first", "second", "third"):
-        before = process.submit(_disk_only, tmp_path / attempt, 0, HALF).result(PATIENT_SECONDS)
-        after = process.submit(_disk_only, tmp_path / attempt, HALF, 2 * HALF).result(PATIENT_SECONDS)
+        before = process.submit(_disk_only, tmp_path / attempt, 0, HALF).result(
+            PATIENT_SECONDS
+        )
+        after = process.submit(
+            _disk_only, tmp_path / attempt, HALF, 2 * HALF
+        ).result(PATIENT_SECONDS)
         assert before[0].accesses == through[0].accesses
         assert after[1].accesses == through[1].accesses
         if after[1].share > through[1].share - 0.01:
             break
     assert after[1].share > through[1].share - 0.01
-    forgetful = process.submit(_disk_only, tmp_path / "new", HALF, 2 * HALF).result(PATIENT_SECONDS)
+    forgetful = process.submit(
+        _disk_only, tmp_path / "new", HALF, 2 * HALF
+    ).result(PATIENT_SECONDS)
     assert after[1].share > forgetful[1].share + 0.01
 
 
 def _one_of_two(root: Path, number: int, barrier: Barrier) -> Rate:
-    """Play the trace in turns with another process: one has all that the other has open, and waits."""
+    """Play the trace in turns with another process: one has all that the other has open, and
+    waits.
+    """
     requests = sample()[:SHARED]
     live = Live(root, "hindsight", host=CHUNKS)
     rate = Rate()
@@ -128,16 +164,30 @@ def _one_of_two(root: Path, number: int, barrier: Barrier) -> Rate:
 
 
 @pytest.mark.slow
-def test_two_processes_share_what_they_learn(shm_root: Path, requests: list[Request]) -> None:
+def test_two_processes_share_what_they_learn(
+    shm_root: Path, requests: list[Request]
+) -> None:
     requests = requests[:SHARED]
-    with SPAWN.Manager() as manager, ProcessPoolExecutor(2, mp_context=SPAWN) as pool:
+    with (
+        SPAWN.Manager() as manager,
+        ProcessPoolExecutor(2, mp_context=SPAWN) as pool,
+    ):
         barrier = manager.Barrier(2)
-        both = [pool.submit(_one_of_two, shm_root, number, barrier) for number in (0, 1)]
+        both = [
+            pool.submit(_one_of_two, shm_root, number, barrier)
+            for number in (0, 1)
+        ]
         rates = [one.result(PATIENT_SECONDS) for one in both]
-    total = Rate(sum(rate.accesses for rate in rates), sum(rate.hits for rate in rates))
+    total = Rate(
+        sum(rate.accesses for rate in rates), sum(rate.hits for rate in rates)
+    )
     assert total.accesses == sum(len(request.hash_ids) for request in requests)
-    assert total.share == pytest.approx(simulated(requests, CHUNKS, "hindsight"), abs=0.02)
-    live = Live(shm_root, "hindsight", host=CHUNKS, at_ms=requests[-1].timestamp_ms)
+    assert total.share == pytest.approx(
+        simulated(requests, CHUNKS, "hindsight"), abs=0.02
+    )
+    live = Live(
+        shm_root, "hindsight", host=CHUNKS, at_ms=requests[-1].timestamp_ms
+    )
     report = admin.check(live.ledgers[0])
     assert report.stale_hints == 0
     assert report.gauges["reserved"] == 0

@@ -1,4 +1,6 @@
-"""Each chunk is a separate request: hits and misses equal those of libCacheSim under the same policy."""
+"""Each chunk is a separate request: hits and misses equal those of libCacheSim under the same
+policy.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,20 @@ from hypothesis import strategies as st
 from pagoda.replay.simulate import Simulation, TierSpec
 from pagoda.replay.trace import Request, read_trace
 
-THEIRS = {"lru": libcachesim.LRU, "fifo": libcachesim.FIFO, "arc": libcachesim.ARC}
+THEIRS = {
+    "lru": libcachesim.LRU,
+    "fifo": libcachesim.FIFO,
+    "arc": libcachesim.ARC,
+}
 policies = pytest.mark.parametrize("policy", THEIRS)
 
 
 def our_hits(policy: str, chunks: int, stream: Sequence[int]) -> list[bool]:
     simulation = Simulation([TierSpec("host", chunks, policy)])
-    return [simulation.request(Request(i * 1000.0, 512, 0, (one,)))[0] > 0 for i, one in enumerate(stream)]
+    return [
+        simulation.request(Request(i * 1000.0, 512, 0, (one,)))[0] > 0
+        for i, one in enumerate(stream)
+    ]
 
 
 def their_hits(policy: str, chunks: int, stream: Sequence[int]) -> list[bool]:
@@ -44,7 +53,9 @@ def loop(rng: np.random.Generator) -> list[int]:
 
 
 def scans(rng: np.random.Generator) -> list[int]:
-    """Request popular chunks repeatedly, and sometimes a long run of chunks that are requested once."""
+    """Request popular chunks repeatedly, and sometimes a long run of chunks that are requested
+    once.
+    """
     stream = []
     new = 1000
     for _ in range(5):
@@ -61,13 +72,17 @@ def shifts(rng: np.random.Generator) -> list[int]:
 @policies
 @pytest.mark.parametrize("chunks", [7, 50])
 @pytest.mark.parametrize("make", [zipf, loop, scans, shifts])
-def test_made_up_streams(policy: str, chunks: int, make: Callable[[np.random.Generator], list[int]]) -> None:
+def test_made_up_streams(
+    policy: str, chunks: int, make: Callable[[np.random.Generator], list[int]]
+) -> None:
     stream = make(np.random.default_rng(chunks))
     assert our_hits(policy, chunks, stream) == their_hits(policy, chunks, stream)
 
 
 @policies
-@given(stream=st.lists(st.integers(1, 12), max_size=150), chunks=st.integers(2, 8))
+@given(
+    stream=st.lists(st.integers(1, 12), max_size=150), chunks=st.integers(2, 8)
+)
 @settings(max_examples=50, deadline=None)
 def test_random_streams(policy: str, stream: list[int], chunks: int) -> None:
     assert our_hits(policy, chunks, stream) == their_hits(policy, chunks, stream)
@@ -79,5 +94,9 @@ def test_random_streams(policy: str, stream: list[int], chunks: int) -> None:
 def test_a_real_stream(policy: str, chunks: int) -> None:
     sample = resources.files("pagoda.replay") / "sample.jsonl.gz"
     with resources.as_file(sample) as path:
-        stream = [one for request in islice(read_trace(path), 250) for one in request.hash_ids]
+        stream = [
+            one
+            for request in islice(read_trace(path), 250)
+            for one in request.hash_ids
+        ]
     assert our_hits(policy, chunks, stream) == their_hits(policy, chunks, stream)

@@ -36,25 +36,42 @@ def best(requests: Sequence[Request], chunks: int) -> int:
 
 
 @given(chained(depth=3, most=6), st.integers(1, 3))
-def test_equals_the_best_of_all_that_can_be_done(requests: list[Request], chunks: int) -> None:
+def test_equals_the_best_of_all_that_can_be_done(
+    requests: list[Request], chunks: int
+) -> None:
     accesses = sum(len(one.hash_ids) for one in requests)
     assert round(optimum(requests, chunks) * accesses) == best(requests, chunks)
 
 
 @settings(max_examples=30)
 @given(chained(most=60), st.integers(1, 20), st.sampled_from(POLICIES))
-def test_no_policy_beats_it(requests: list[Request], chunks: int, policy: str) -> None:
+def test_no_policy_beats_it(
+    requests: list[Request], chunks: int, policy: str
+) -> None:
     done = simulate(requests, [TierSpec("tier", chunks, policy)])
-    assert done.hit_rate <= optimum(requests, chunks) + 1e-12 <= infinite(requests) + 2e-12
+    assert (
+        done.hit_rate
+        <= optimum(requests, chunks) + 1e-12
+        <= infinite(requests) + 2e-12
+    )
 
 
 @given(chained(most=20))
-def test_with_room_for_all_it_is_the_cache_without_bounds(requests: list[Request]) -> None:
+def test_with_room_for_all_it_is_the_cache_without_bounds(
+    requests: list[Request],
+) -> None:
     assert optimum(requests, 10_000) == pytest.approx(infinite(requests))
 
 
 def test_lets_pass_what_is_asked_for_later_than_all_it_keeps() -> None:
-    requests = [request(1), request(2), request(1), request(2), request(1), request(2)]
+    requests = [
+        request(1),
+        request(2),
+        request(1),
+        request(2),
+        request(1),
+        request(2),
+    ]
     assert optimum(requests, 1) == pytest.approx(2 / 6)
 
 
@@ -69,7 +86,9 @@ def test_no_room() -> None:
 
 
 def test_a_cache_without_bounds_serves_leading_runs_only() -> None:
-    assert infinite([request(1, 2, 3), request(9, 2, 3), request(1, 2, 4)]) == pytest.approx(2 / 9)
+    assert infinite(
+        [request(1, 2, 3), request(9, 2, 3), request(1, 2, 4)]
+    ) == pytest.approx(2 / 9)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +103,17 @@ def test_a_cache_without_bounds_serves_leading_runs_only() -> None:
         ("synthetic", 63.96, 20_000, 63.96),
     ],
 )
-def test_known_figures_of_the_traces(name: str, without_bounds: float, chunks: int, percent: float) -> None:
+def test_known_figures_of_the_traces(
+    name: str, without_bounds: float, chunks: int, percent: float
+) -> None:
     requests = mooncake(name)
     assert 100 * infinite(requests) == pytest.approx(without_bounds, abs=0.1)
     assert 100 * optimum(requests, chunks) == pytest.approx(percent, abs=0.1)
 
 
-@pytest.mark.parametrize(("chunks", "percent"), [(500, 13.314), (1000, 17.999), (5000, 28.906)])
+@pytest.mark.parametrize(
+    ("chunks", "percent"), [(500, 13.314), (1000, 17.999), (5000, 28.906)]
+)
 def test_figures_of_the_sample(chunks: int, percent: float) -> None:
     assert 100 * infinite(sample()) == pytest.approx(28.906, abs=0.001)
     assert 100 * optimum(sample(), chunks) == pytest.approx(percent, abs=0.001)

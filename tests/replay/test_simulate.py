@@ -10,14 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.replay import Request, SimulatedOutcome, Simulation, TierSpec, infinite, simulate
+from pagoda.replay import (
+    Request,
+    SimulatedOutcome,
+    Simulation,
+    TierSpec,
+    infinite,
+    simulate,
+)
 from pagoda.replay.simulated_tier import marks_of_ids
 from tests.replay.traces import chained, mooncake, request, sample
 
 POLICIES = ("lru", "fifo", "arc", "hindsight")
 
 
-def one(requests: Sequence[Request], chunks: int, policy: str = "lru") -> SimulatedOutcome:
+def one(
+    requests: Sequence[Request], chunks: int, policy: str = "lru"
+) -> SimulatedOutcome:
     return simulate(requests, [TierSpec("host", chunks, policy)])
 
 
@@ -34,11 +43,17 @@ def one(requests: Sequence[Request], chunks: int, policy: str = "lru") -> Simula
         ("synthetic", 20_000, 57.18),
     ],
 )
-def test_known_figures_of_the_traces(name: str, chunks: int, percent: float) -> None:
-    assert 100 * one(mooncake(name), chunks).hit_rate == pytest.approx(percent, abs=0.1)
+def test_known_figures_of_the_traces(
+    name: str, chunks: int, percent: float
+) -> None:
+    assert 100 * one(mooncake(name), chunks).hit_rate == pytest.approx(
+        percent, abs=0.1
+    )
 
 
-@pytest.mark.parametrize(("chunks", "hits"), [(500, 2055), (1000, 2218), (2000, 2652), (5000, 6324)])
+@pytest.mark.parametrize(
+    ("chunks", "hits"), [(500, 2055), (1000, 2218), (2000, 2652), (5000, 6324)]
+)
 def test_figures_of_the_sample(chunks: int, hits: int) -> None:
     done = one(sample(), chunks)
     tier = done.tiers[0]
@@ -54,7 +69,14 @@ def naive_lru(requests: Sequence[Request], chunks: int) -> list[int]:
     hits = []
     for asked in requests:
         hits.append(
-            next((i for i, chunk in enumerate(asked.hash_ids) if chunk not in kept), len(asked.hash_ids))
+            next(
+                (
+                    i
+                    for i, chunk in enumerate(asked.hash_ids)
+                    if chunk not in kept
+                ),
+                len(asked.hash_ids),
+            )
         )
         for chunk in reversed(asked.hash_ids[:chunks]):
             kept[chunk] = None
@@ -65,17 +87,25 @@ def naive_lru(requests: Sequence[Request], chunks: int) -> list[int]:
 
 
 @given(chained(most=60), st.integers(1, 30))
-def test_lru_is_least_recently_used_tail_first(requests: list[Request], chunks: int) -> None:
+def test_lru_is_least_recently_used_tail_first(
+    requests: list[Request], chunks: int
+) -> None:
     simulation = Simulation([TierSpec("host", chunks, "lru")])
-    assert [simulation.request(asked)[0] for asked in requests] == naive_lru(requests, chunks)
+    assert [simulation.request(asked)[0] for asked in requests] == naive_lru(
+        requests, chunks
+    )
 
 
 @given(chained(most=30), st.sampled_from(POLICIES))
-def test_with_room_for_all_everything_stays(requests: list[Request], policy: str) -> None:
+def test_with_room_for_all_everything_stays(
+    requests: list[Request], policy: str
+) -> None:
     done = one(requests, 2000, policy)
     assert done.hit_rate == pytest.approx(infinite(requests))
     assert (done.tiers[0].evicted, done.tiers[0].refused) == (0, 0)
-    assert done.tiers[0].chunks_written == len({chunk for asked in requests for chunk in asked.hash_ids})
+    assert done.tiers[0].chunks_written == len(
+        {chunk for asked in requests for chunk in asked.hash_ids}
+    )
 
 
 @given(
@@ -88,14 +118,25 @@ def test_with_room_for_all_everything_stays(requests: list[Request], policy: str
 def test_nothing_is_counted_twice(
     requests: list[Request], host: int, disk: int, above: str, below: str
 ) -> None:
-    simulation = Simulation([TierSpec("host", host, above), TierSpec("disk", disk, below)])
+    simulation = Simulation(
+        [TierSpec("host", host, above), TierSpec("disk", disk, below)]
+    )
     served = [simulation.request(asked) for asked in requests]
     done = simulation.outcome()
-    assert (done.requests, done.accesses) == (len(requests), sum(len(asked.hash_ids) for asked in requests))
+    assert (done.requests, done.accesses) == (
+        len(requests),
+        sum(len(asked.hash_ids) for asked in requests),
+    )
     assert [tier.hits for tier in done.tiers] == np.sum(served, axis=0).tolist()
-    assert done.hits == sum(map(sum, served)) == round(done.hit_rate * done.accesses)
+    assert (
+        done.hits == sum(map(sum, served)) == round(done.hit_rate * done.accesses)
+    )
     for tier, simulated in zip(done.tiers, simulation._tiers, strict=True):
-        assert len(simulated.residents()) == tier.chunks_written - tier.evicted <= tier.chunks
+        assert (
+            len(simulated.residents())
+            == tier.chunks_written - tier.evicted
+            <= tier.chunks
+        )
 
 
 @given(chained(most=60), st.integers(4, 10), st.integers(60, 90))
@@ -103,13 +144,17 @@ def test_a_larger_tier_below_holds_what_it_would_hold_alone(
     requests: list[Request], host: int, disk: int
 ) -> None:
     alone = [one(requests, chunks).hits for chunks in (host, disk)]
-    both = simulate(requests, [TierSpec("host", host, "lru"), TierSpec("disk", disk, "lru")])
+    both = simulate(
+        requests, [TierSpec("host", host, "lru"), TierSpec("disk", disk, "lru")]
+    )
     assert both.tiers[0].hits == alone[0]
     assert both.hits >= alone[0]
 
 
 def test_what_a_lower_tier_has_is_brought_up() -> None:
-    simulation = Simulation([TierSpec("host", 3, "lru"), TierSpec("disk", 100, "lru")])
+    simulation = Simulation(
+        [TierSpec("host", 3, "lru"), TierSpec("disk", 100, "lru")]
+    )
     first = request(1, 2, 3)
     second = request(4, 5, 6)
     assert simulation.request(first) == (0, 0)
@@ -119,12 +164,17 @@ def test_what_a_lower_tier_has_is_brought_up() -> None:
     assert simulation.request(request(1, 2, 9)) == (2, 0)
     assert simulation.request(request(4, 5, 6, 7)) == (0, 3)
     host, disk = simulation.outcome().tiers
-    assert (host.chunks_written, disk.chunks_written) == (3 + 3 + 3 + 1 + 3, 3 + 3 + 1 + 1)
+    assert (host.chunks_written, disk.chunks_written) == (
+        3 + 3 + 3 + 1 + 3,
+        3 + 3 + 1 + 1,
+    )
     assert (host.hits, disk.hits) == (5, 6)
 
 
 def test_what_found_no_room_above_goes_below() -> None:
-    simulation = Simulation([TierSpec("host", 4, "lru"), TierSpec("disk", 100, "lru")])
+    simulation = Simulation(
+        [TierSpec("host", 4, "lru"), TierSpec("disk", 100, "lru")]
+    )
     long = request(*range(10))
     assert simulation.request(long) == (0, 0)
     assert simulation.request(long) == (4, 6)
@@ -134,7 +184,10 @@ def test_what_found_no_room_above_goes_below() -> None:
 
 @pytest.mark.slow
 def test_every_tier_may_refuse() -> None:
-    tiers = [TierSpec("host", 300, "hindsight"), TierSpec("disk", 1000, "hindsight")]
+    tiers = [
+        TierSpec("host", 300, "hindsight"),
+        TierSpec("disk", 1000, "hindsight"),
+    ]
     host, disk = simulate(sample(), tiers).tiers
     alone = simulate(sample(), tiers[:1]).tiers[0]
     assert host.refused > 0
@@ -142,20 +195,32 @@ def test_every_tier_may_refuse() -> None:
     assert host.chunks_written < alone.chunks_written + disk.hits
 
 
-@given(chained(most=60), st.integers(1, 40), st.integers(1, 40), st.sampled_from(POLICIES))
+@given(
+    chained(most=60),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from(POLICIES),
+)
 def test_a_tier_below_does_what_it_would_do_alone(
     requests: list[Request], host: int, disk: int, policy: str
 ) -> None:
     """So that a host tier above it, however small, never makes it serve less."""
     alone = Simulation([TierSpec("disk", disk, policy)])
-    both = Simulation([TierSpec("host", host, policy), TierSpec("disk", disk, policy)])
+    both = Simulation(
+        [TierSpec("host", host, policy), TierSpec("disk", disk, policy)]
+    )
     for asked in requests:
         assert sum(both.request(asked)) >= sum(alone.request(asked))
-        assert both._tiers[1].residents().keys() == alone._tiers[0].residents().keys()
+        assert (
+            both._tiers[1].residents().keys()
+            == alone._tiers[0].residents().keys()
+        )
 
 
 def test_what_is_hot_above_stays_below() -> None:
-    simulation = Simulation([TierSpec("host", 8, "lru"), TierSpec("disk", 12, "lru")])
+    simulation = Simulation(
+        [TierSpec("host", 8, "lru"), TierSpec("disk", 12, "lru")]
+    )
     hot = request(1, 2, 3)
     for number in range(10):
         simulation.request(hot)
@@ -165,12 +230,18 @@ def test_what_is_hot_above_stays_below() -> None:
 
 @pytest.mark.slow
 def test_the_same_again() -> None:
-    tiers = [TierSpec("host", 300, "hindsight"), TierSpec("disk", 1000, "hindsight")]
+    tiers = [
+        TierSpec("host", 300, "hindsight"),
+        TierSpec("disk", 1000, "hindsight"),
+    ]
     assert simulate(sample()[:500], tiers) == simulate(sample()[:500], tiers)
 
 
 def test_only_the_leading_run_counts() -> None:
-    done = simulate([request(1, 2, 3), request(9, 2, 3), request(1, 2, 4)], [TierSpec("host", 100, "lru")])
+    done = simulate(
+        [request(1, 2, 3), request(9, 2, 3), request(1, 2, 4)],
+        [TierSpec("host", 100, "lru")],
+    )
     assert done.hits == 2
     assert done.tiers[0].chunks_written == 5
 

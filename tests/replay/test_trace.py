@@ -16,7 +16,10 @@ from msgspec.structs import replace
 from pagoda.replay import Request, format_request, read_trace
 from tests.replay.traces import SAMPLE, mooncake, sample
 
-GOOD = '{"timestamp": 27, "input_length": 700, "output_length": 5, "hash_ids": [3, 18446744073709551615]}'
+GOOD = (
+    '{"timestamp": 27, "input_length": 700, "output_length": 5, "hash_ids": [3, '
+    "18446744073709551615]}"
+)
 REQUEST = Request(27.0, 700, 5, (3, 2**64 - 1), 512)
 
 requests = st.builds(
@@ -43,8 +46,9 @@ class Stdin:
 def test_a_line_is_a_request(tmp_path: Path) -> None:
     more = GOOD.replace("}", ', "chunk_tokens": 16, "who": "else"}')
     assert list(read_trace(written(tmp_path, GOOD, "", more, ""))) == [
-        REQUEST, replace(REQUEST, chunk_tokens=16)
-    ]  # fmt: skip
+        REQUEST,
+        replace(REQUEST, chunk_tokens=16),
+    ]
 
 
 def test_an_empty_trace(tmp_path: Path) -> None:
@@ -60,8 +64,13 @@ def test_what_is_written_is_read(tmp_path: Path, wanted: list[Request]) -> None:
 
 
 def test_time_never_goes_back(tmp_path: Path) -> None:
-    lines = [format_request(replace(REQUEST, timestamp_ms=ms)) for ms in (5.0, 3.5, 6.25)]
-    assert [request.timestamp_ms for request in read_trace(written(tmp_path, *lines))] == [5.0, 5.0, 6.25]
+    lines = [
+        format_request(replace(REQUEST, timestamp_ms=ms))
+        for ms in (5.0, 3.5, 6.25)
+    ]
+    assert [
+        request.timestamp_ms for request in read_trace(written(tmp_path, *lines))
+    ] == [5.0, 5.0, 6.25]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,10 @@ def test_time_never_goes_back(tmp_path: Path) -> None:
         (GOOD.replace("27", '"noon"'), r"timestamp"),
         (GOOD.replace("[3,", "[-3,"), r"hash_ids"),
         (GOOD.replace("[3,", "[3.5,"), r"hash_ids"),
-        (GOOD.replace("18446744073709551615", "18446744073709551616"), r"hash_ids"),
+        (
+            GOOD.replace("18446744073709551615", "18446744073709551616"),
+            r"hash_ids",
+        ),
         (GOOD.replace("700", "-700"), r"input_length"),
         (GOOD.replace('"input_length": 700, ', ""), r"input_length"),
         (GOOD.replace("}", ', "chunk_tokens": 0}'), r"chunk_tokens"),
@@ -105,12 +117,17 @@ def test_packed_whatever_its_name(tmp_path: Path) -> None:
     assert list(read_trace(str(path))) == [REQUEST] * 2
 
 
-@pytest.mark.parametrize("damage", [lambda packed: packed[:-12], lambda packed: packed[:30] + b"?" * 40])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda packed: packed[:-12], lambda packed: packed[:30] + b"?" * 40],
+)
 def test_packed_and_damaged(tmp_path: Path, damage: object) -> None:
     assert callable(damage)
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(damage(gzip.compress("\n".join([GOOD] * 1000).encode(), 1)))
-    with pytest.raises(ValueError, match=r"trace\.jsonl\.gz:\d+: what was packed is damaged"):
+    with pytest.raises(
+        ValueError, match=r"trace\.jsonl\.gz:\d+: what was packed is damaged"
+    ):
         list(read_trace(path))
 
 
@@ -149,7 +166,11 @@ def test_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sample() -> None:
     first = sample()[0]
     assert len(sample()) == 2000
-    assert (first.timestamp_ms, first.input_length, first.output_length) == (0.0, 6758, 500)
+    assert (first.timestamp_ms, first.input_length, first.output_length) == (
+        0.0,
+        6758,
+        500,
+    )
     assert first.hash_ids == tuple(range(14))
 
 

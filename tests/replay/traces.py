@@ -25,12 +25,17 @@ def sample() -> Sequence[Request]:
 
 @cache
 def mooncake(name: str) -> Sequence[Request]:
-    """Return a complete trace of the Mooncake FAST'25 release; skip the test where it is not available."""
-    directory = Path(os.environ.get("MOONCAKE_TRACES", ROOT.parent / "shared" / "traces"))
+    """Return a complete trace of the Mooncake FAST'25 release; skip the test where it is not
+    available.
+    """
+    directory = Path(
+        os.environ.get("MOONCAKE_TRACES", ROOT.parent / "shared" / "traces")
+    )
     path = directory / f"mooncake_{name}.jsonl"
     if not path.exists():
         pytest.skip(
-            f"{path} is not here: MOONCAKE_TRACES names the directory of the traces; the sample is tested instead"
+            f"{path} is not here: MOONCAKE_TRACES names the directory of the traces; the sample "
+            "is tested instead"
         )
     return list(read_trace(path))
 
@@ -41,8 +46,12 @@ def request(*ids: int, ms: float = 0.0, tokens: int = 512) -> Request:
 
 
 @st.composite
-def chained(draw: st.DrawFn, depth: int = 6, most: int = 12, gaps_ms: int = 3000) -> list[Request]:
-    """Generate requests whose ids name whole prefixes: paths in a tree in which each chunk has three successors."""
+def chained(
+    draw: st.DrawFn, depth: int = 6, most: int = 12, gaps_ms: int = 3000
+) -> list[Request]:
+    """Generate requests whose ids name whole prefixes: paths in a tree in which each chunk has
+    three successors.
+    """
     paths = st.lists(st.integers(0, 2), min_size=1, max_size=depth)
     requests = []
     ms = 0

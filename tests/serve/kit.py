@@ -1,4 +1,6 @@
-"""A real `pagoda serve`, engines in other processes that store chunks, and a small HTTP client, for all tests."""
+"""A real `pagoda serve`, engines in other processes that store chunks, and a small HTTP client, for
+all tests.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,18 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 CHUNK = 64
-LAYOUT = KVLayout.dense(layers=2, kv_heads=2, head_dim=32, dtype="float32", chunk_tokens=CHUNK)  # 64 KiB
-ODD = KVLayout.dense(layers=1, kv_heads=1, head_dim=5, dtype="float32", chunk_tokens=CHUNK)  # 2560 bytes
-LARGE = KVLayout.dense(layers=4, kv_heads=8, head_dim=256, dtype="float32", chunk_tokens=CHUNK)  # 4 MiB
+# 64 KiB
+LAYOUT = KVLayout.dense(
+    layers=2, kv_heads=2, head_dim=32, dtype="float32", chunk_tokens=CHUNK
+)
+# 2560 bytes
+ODD = KVLayout.dense(
+    layers=1, kv_heads=1, head_dim=5, dtype="float32", chunk_tokens=CHUNK
+)
+# 4 MiB
+LARGE = KVLayout.dense(
+    layers=4, kv_heads=8, head_dim=256, dtype="float32", chunk_tokens=CHUNK
+)
 NAMESPACE = Namespace("served")
 TOKEN = "a-token-of-the-tests"
 RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
@@ -73,7 +84,7 @@ with Cache(namespace=NAMESPACE, layout=layout, chunk_tokens=CHUNK, **options) as
             if number == chain + 3:
                 print("writes", flush=True)
         print("done", flush=True)
-"""
+"""  # noqa: E501
 
 
 _LIMITED = (
@@ -100,54 +111,101 @@ def keys_of(root: bytes, chain: int, chunks: int) -> list[bytes]:
 
 def payload_of(chain: int, position: int, layout: KVLayout = LAYOUT) -> Bytes:
     """Return the bytes of one chunk: numbers below 2."""
-    words = np.random.default_rng((chain, position)).integers(0, 256, layout.chunk_bytes, np.uint8)
-    words[3::4] &= 0xBF  # of a float32 the highest bit of the exponent: neither infinite nor NaN
+    words = np.random.default_rng((chain, position)).integers(
+        0, 256, layout.chunk_bytes, np.uint8
+    )
+    # of a float32 the highest bit of the exponent: neither infinite nor NaN
+    words[3::4] &= 0xBF
     return words
 
 
-def kv_of(chain: int, chunks: int, layout: KVLayout = LAYOUT) -> list[list[npt.NDArray[np.float32]]]:
+def kv_of(
+    chain: int, chunks: int, layout: KVLayout = LAYOUT
+) -> list[list[npt.NDArray[np.float32]]]:
     """Return the KV of a prompt as an engine has it: K and V of each layer."""
     plane = layout.planes[0]
     shape = layout.layers, len(layout.planes), plane.heads, CHUNK, plane.dim
-    whole = [payload_of(chain, n, layout).view(np.float32).reshape(shape) for n in range(chunks)]
+    whole = [
+        payload_of(chain, n, layout).view(np.float32).reshape(shape)
+        for n in range(chunks)
+    ]
     joined = np.concatenate(whole, axis=3)
-    return [[joined[layer, part] for part in range(shape[1])] for layer in range(shape[0])]
+    return [
+        [joined[layer, part] for part in range(shape[1])]
+        for layer in range(shape[0])
+    ]
 
 
 def value_of(
-    root: bytes, key: bytes, position: int, payload: Bytes, layout: KVLayout = LAYOUT, **other: object
+    root: bytes,
+    key: bytes,
+    position: int,
+    payload: Bytes,
+    layout: KVLayout = LAYOUT,
+    **other: object,
 ) -> bytes:
     """Return the value of a chunk as clients send it."""
     fields: dict[str, object] = {
-        "store_id": STORE_ID, "slot": 0, "namespace": root, "epoch": 0, "key": key, "position": position,
-        "length": layout.chunk_bytes, "tokens": CHUNK, "codec": "raw", "fingerprint": layout.fingerprint, "sequence": 1,
-    }  # fmt: skip
+        "store_id": STORE_ID,
+        "slot": 0,
+        "namespace": root,
+        "epoch": 0,
+        "key": key,
+        "position": position,
+        "length": layout.chunk_bytes,
+        "tokens": CHUNK,
+        "codec": "raw",
+        "fingerprint": layout.fingerprint,
+        "sequence": 1,
+    }
     page = codec.seal(codec.Header(**(fields | other)), payload)  # type: ignore[arg-type]
     return page.tobytes() + payload.tobytes()
 
 
-def verified(value: bytes, root: bytes, key: bytes, layout: KVLayout = LAYOUT) -> Bytes | None:
+def verified(
+    value: bytes, root: bytes, key: bytes, layout: KVLayout = LAYOUT
+) -> Bytes | None:
     """Return the payload of a value if it passes the check of every reader."""
     if len(value) != HEADER_BYTES + layout.chunk_bytes:
         return None
     whole = aligned(len(value))
     whole[:] = np.frombuffer(value, np.uint8)
     expected = codec.Expected(
-        store_id=STORE_ID, slot=0, namespace=root, epoch=0, key=key, length=layout.chunk_bytes,
+        store_id=STORE_ID,
+        slot=0,
+        namespace=root,
+        epoch=0,
+        key=key,
+        length=layout.chunk_bytes,
         fingerprint=layout.fingerprint,
-    )  # fmt: skip
-    good = codec.verify(whole[:HEADER_BYTES], whole[HEADER_BYTES:], expected) is None
+    )
+    good = (
+        codec.verify(whole[:HEADER_BYTES], whole[HEADER_BYTES:], expected) is None
+    )
     return whole[HEADER_BYTES:] if good else None
 
 
 class Engine:
     """A process with a Cache, which stores chunks when told to."""
 
-    def __init__(self, layout: str = "LAYOUT", place: Place | None = None, **options: object) -> None:
-        """Open the cache, in a network of its own if `place` is given; `options` are those of `Config`, as literals."""
+    def __init__(
+        self,
+        layout: str = "LAYOUT",
+        place: Place | None = None,
+        **options: object,
+    ) -> None:
+        """Open the cache, in a network of its own if `place` is given; `options` are those of
+        `Config`, as literals.
+        """
         code = [sys.executable, "-c", _ENGINE, layout, repr(options)]
-        start = subprocess.Popen if place is None else lambda code, **pipes: place.start(*code, **pipes)
-        self.process = start(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        start = (
+            subprocess.Popen
+            if place is None
+            else lambda code, **pipes: place.start(*code, **pipes)
+        )
+        self.process = start(
+            code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.root = bytes.fromhex(self.answer())
 
     def tell(self, word: str, chain: int, chunks: int) -> str:
@@ -156,13 +214,17 @@ class Engine:
         return self.answer()
 
     def begin(self, word: str, chain: int, chunks: int) -> None:
-        """Say "store" (and flush), "grow" (store it chunk by chunk), "lookup", "retrieve" or "write" (for ever)."""
+        """Say "store" (and flush), "grow" (store it chunk by chunk), "lookup", "retrieve" or
+        "write" (for ever).
+        """
         assert self.process.stdin is not None
         self.process.stdin.write(f"{word} {chain} {chunks}\n")
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        """Return the next line of the engine: how many tokens it found, and of a retrieve whether all are right."""
+        """Return the next line of the engine: how many tokens it found, and of a retrieve whether
+        all are right.
+        """
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
@@ -181,7 +243,9 @@ class Engine:
 
 
 @contextmanager
-def engine(layout: str = "LAYOUT", place: Place | None = None, **options: object) -> Iterator[Engine]:
+def engine(
+    layout: str = "LAYOUT", place: Place | None = None, **options: object
+) -> Iterator[Engine]:
     """Run an engine; kill it afterwards."""
     made = Engine(layout, place, **options)
     try:
@@ -246,10 +310,18 @@ class Client:
         return socket.create_connection(self.address, SECONDS)
 
     def ask(
-        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Answer:
         """Return the answer to one request, on the kept connection or a new one."""
-        sent = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        sent = (
+            {}
+            if self.token is None
+            else {"Authorization": f"Bearer {self.token}"}
+        )
         connection = self._connection or self.connection()
         self._connection = None
         connection.request(method, path, body, {**sent, **(headers or {})})
@@ -271,7 +343,9 @@ class Client:
 
     def find(self, root: bytes, keys: Sequence[bytes]) -> int:
         """Return the leading run."""
-        found = self.ask("POST", f"/v1/{root.hex()}/find", b"".join(keys)).json["found"]
+        found = self.ask("POST", f"/v1/{root.hex()}/find", b"".join(keys)).json[
+            "found"
+        ]
         assert isinstance(found, int)
         return found
 
@@ -291,8 +365,11 @@ class Server(Client):
         given = {} if token is None else {"PAGODA_SERVE_TOKEN": token}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, "serve", "--json", *map(str, arguments)],
-            env={**os.environ, **given, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env={**os.environ, **given, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         line = self.process.stdout.readline()
@@ -315,7 +392,10 @@ class Server(Client):
 def pagoda(*arguments: object) -> str:
     """Run another command; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS
+        [sys.executable, "-c", RUN, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -323,7 +403,10 @@ def pagoda(*arguments: object) -> str:
 
 @contextmanager
 def server(
-    *arguments: object, token: str | None = TOKEN, limits: Mapping[str, float] | None = None, **variables: str
+    *arguments: object,
+    token: str | None = TOKEN,
+    limits: Mapping[str, float] | None = None,
+    **variables: str,
 ) -> Iterator[Server]:
     """Run a server, by default on a free port of loopback; kill it afterwards."""
     if "--listen" not in arguments:

@@ -8,20 +8,36 @@ from pathlib import Path
 import pytest
 
 from tests.serve import kit
-from tests.serve.kit import LAYOUT, engine, keys_of, payload_of, server, verified, wait_until
+from tests.serve.kit import (
+    LAYOUT,
+    engine,
+    keys_of,
+    payload_of,
+    server,
+    verified,
+    wait_until,
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ODD", "LARGE"])
-def test_every_byte_of_an_engines_chunks_arrives_from_memory(name: str, shm_root: Path) -> None:
+def test_every_byte_of_an_engines_chunks_arrives_from_memory(
+    name: str, shm_root: Path
+) -> None:
     layout = getattr(kit, name)
-    with engine(name, host_path=str(shm_root), host_size=40 << 20) as running, server(shm_root) as served:
+    with (
+        engine(name, host_path=str(shm_root), host_size=40 << 20) as running,
+        server(shm_root) as served,
+    ):
         keys = running.store(1, 5)
         wait_until(lambda: served.find(running.root, keys) == 5)
         for _ in range(2):  # the second time with the header that is kept
             for position, key in enumerate(keys):
                 answer = served.get(running.root, key)
-                assert (answer.status, answer.headers["Pagoda-Tier"]) == (200, "host")
+                assert (answer.status, answer.headers["Pagoda-Tier"]) == (
+                    200,
+                    "host",
+                )
                 found = verified(answer.body, running.root, key, layout)
                 assert found is not None
                 assert (found == payload_of(1, position, layout)).all()
@@ -29,7 +45,9 @@ def test_every_byte_of_an_engines_chunks_arrives_from_memory(name: str, shm_root
 
 @pytest.mark.slow
 def test_every_byte_arrives_from_the_disk(shm_root: Path, tmp_path: Path) -> None:
-    with engine(host_size=0, disk_path=str(tmp_path), disk_size=16 << 20) as running:
+    with engine(
+        host_size=0, disk_path=str(tmp_path), disk_size=16 << 20
+    ) as running:
         keys = running.store(1, 5)
         with server(tmp_path) as served:
             assert served.find(running.root, keys) == 5
@@ -52,7 +70,10 @@ def test_a_store_outlives_its_engine_and_is_served(shm_root: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_absent_is_a_miss_with_its_reason(shm_root: Path) -> None:
-    with engine(host_path=str(shm_root), host_size=16 << 20) as running, server(shm_root) as served:
+    with (
+        engine(host_path=str(shm_root), host_size=16 << 20) as running,
+        server(shm_root) as served,
+    ):
         keys = running.store(1, 3)
         others = keys_of(running.root, 2, 3)
         wait_until(lambda: served.find(running.root, keys) == 3)
@@ -60,15 +81,21 @@ def test_what_is_absent_is_a_miss_with_its_reason(shm_root: Path) -> None:
         assert served.find(running.root, []) == 0
         answer = served.get(running.root, others[0])
         assert (answer.status, answer.json) == (404, {"reason": "absent"})
-        assert served.get(bytes(32), keys[0]).status == 404  # of another namespace
+        # of another namespace
+        assert served.get(bytes(32), keys[0]).status == 404
         path = f"/v1/{running.root.hex()}/"
         head = served.ask("HEAD", path + keys[0].hex())
-        assert (head.status, int(head.headers["Content-Length"])) == (200, 4096 + LAYOUT.chunk_bytes)
+        assert (head.status, int(head.headers["Content-Length"])) == (
+            200,
+            4096 + LAYOUT.chunk_bytes,
+        )
         assert served.ask("HEAD", path + others[0].hex()).status == 404
 
 
 @pytest.mark.slow
-def test_a_unix_socket_needs_no_token_and_ends_with_the_server(shm_root: Path, tmp_path: Path) -> None:
+def test_a_unix_socket_needs_no_token_and_ends_with_the_server(
+    shm_root: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "private" / "serve.sock"
     with engine(host_path=str(shm_root), host_size=16 << 20) as running:
         keys = running.store(1, 2)
@@ -77,9 +104,18 @@ def test_a_unix_socket_needs_no_token_and_ends_with_the_server(shm_root: Path, t
             signal.SIGTERM,
             signal.SIGINT,
         ):  # after the first its socket is still there
-            with server(shm_root, "--listen", f"unix:{path}", token=None) as served:
+            with server(
+                shm_root, "--listen", f"unix:{path}", token=None
+            ) as served:
                 assert served.url == f"unix:{path}"
-                assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+                assert (
+                    path.parent.stat().st_mode & 0o777,
+                    path.stat().st_mode & 0o777,
+                ) == (0o700, 0o600)
                 assert served.get(running.root, keys[1]).status == 200
                 code, err = served.stop(number)
-            assert number is signal.SIGKILL or (code, err, path.exists()) == (0, "", False)
+            assert number is signal.SIGKILL or (code, err, path.exists()) == (
+                0,
+                "",
+                False,
+            )

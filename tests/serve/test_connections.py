@@ -17,19 +17,27 @@ TOKEN = "a-token-of-the-tests"
 MOST = 4
 
 
-async def _connect(port: int, own: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(
+    port: int, own: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", port, local_addr=(own, 0))
 
 
-async def _ask(client: tuple[asyncio.StreamReader, asyncio.StreamWriter], token: str = "") -> None:
+async def _ask(
+    client: tuple[asyncio.StreamReader, asyncio.StreamWriter], token: str = ""
+) -> None:
     reader, writer = client
     sent = f"Authorization: Bearer {token}\r\n" if token else ""
-    writer.write(f"GET /healthz HTTP/1.1\r\nHost: localhost\r\n{sent}\r\n".encode())
+    writer.write(
+        f"GET /healthz HTTP/1.1\r\nHost: localhost\r\n{sent}\r\n".encode()
+    )
     assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
     await reader.readexactly(12)
 
 
-async def _has_ended(client: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
+async def _has_ended(
+    client: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> bool:
     with contextlib.suppress(ConnectionError):
         return await asyncio.wait_for(client[0].read(1), 20.0) == b""
     return True
@@ -39,7 +47,9 @@ def test_the_quietest_stranger_of_the_busiest_address_makes_room() -> None:
     async def run() -> None:
         limits = ServeLimits(connections=MOST, header_seconds=600.0)
         access = AccessRules(TOKEN, ["localhost"], None, limits)
-        runner = web.AppRunner(make_app(ServeOptions(find_stores=list, limits=limits), access))
+        runner = web.AppRunner(
+            make_app(ServeOptions(find_stores=list, limits=limits), access)
+        )
         await runner.setup()
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -59,7 +69,8 @@ def test_the_quietest_stranger_of_the_busiest_address_makes_room() -> None:
             for client in (first, lonely):
                 await _ask(client)
             await _ask(neighbour, TOKEN)
-            # now four addresses have one connection each, and the strangers are first, lonely and fifth
+            # now four addresses have one connection each, and the strangers are first, lonely and
+            # fifth
             await _ask(lonely)
             await _ask(first)
             sixth = await _connect(port, "127.0.0.5")
@@ -70,7 +81,15 @@ def test_the_quietest_stranger_of_the_busiest_address_makes_room() -> None:
             for client in (sixth, *seventh[1:]):
                 await _ask(client)
             await _ask(neighbour, TOKEN)  # the only one that has shown the token
-            for _, writer in (neighbour, lonely, first, second, fifth, sixth, *seventh):
+            for _, writer in (
+                neighbour,
+                lonely,
+                first,
+                second,
+                fifth,
+                sixth,
+                *seventh,
+            ):
                 writer.close()
         finally:
             connections.close()
@@ -86,7 +105,9 @@ def test_the_quietest_stranger_of_the_busiest_address_makes_room() -> None:
         (socket.AF_INET6, "::1", "0000000000000000"),
     ],
 )
-def test_who_is_connected(family: socket.AddressFamily, bound: str, client: str) -> None:
+def test_who_is_connected(
+    family: socket.AddressFamily, bound: str, client: str
+) -> None:
     with (
         socket.create_server((bound, 0), family=family) as listening,
         socket.create_connection(listening.getsockname()[:2]),

@@ -1,4 +1,6 @@
-"""What Prometheus reads: the names, which are an interface, the help of each, and the numbers of real stores."""
+"""What Prometheus reads: the names, which are an interface, the help of each, and the numbers of
+real stores.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,20 @@ from pagoda.clock import Clock
 from pagoda.ledger import Ledger, NamespaceRow, admin
 from pagoda.ledger.store_stats import StoreStats
 from pagoda.metrics import COUNTERS, LOAD_BUCKETS, TIER_KINDS, Reason
-from pagoda.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES, Exposition, exposition
+from pagoda.serve.exposition import (
+    COUNTED,
+    FAMILIES,
+    MOST_NAMESPACES,
+    Exposition,
+    exposition,
+)
 from pagoda.tiers.remote.store_client import Usage
 from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
 from tests.cli.shelf import LLAMA, QWEN, RUN, host, put
 
 STORE = "tier store"
-# Dashboards and alert rules name these: to rename one or its labels breaks them without a word. New ones may be added.
+# Dashboards and alert rules name these: to rename one or its labels breaks them without a word. New
+# ones may be added.
 INTERFACE = {
     "pagoda_lookups": f"counter {STORE}",
     "pagoda_hits": f"counter {STORE}",
@@ -80,51 +89,100 @@ def samples(found: Exposition) -> dict[str, list[Sample]]:
 def snapshot(root: Path, **changes: object) -> StoreStats:
     """An empty store, with these changes."""
     gauges = {family.name.removeprefix("pagoda_"): 0 for family in FAMILIES}
-    empty = StoreStats(root, "host", "memory", 4096, gauges, dict.fromkeys(COUNTERS, 0), {}, [], [])
+    empty = StoreStats(
+        root,
+        "host",
+        "memory",
+        4096,
+        gauges,
+        dict.fromkeys(COUNTERS, 0),
+        {},
+        [],
+        [],
+    )
     return empty._replace(**changes)  # type: ignore[arg-type]
 
 
 def test_the_names_types_and_labels_are_an_interface() -> None:
-    assert {f.name: f"{f.kind} {' '.join(f.labels)}" for f in FAMILIES} == INTERFACE
-    assert all(len(family.help) > 10 and "`" not in family.help for family in FAMILIES)
+    assert {
+        f.name: f"{f.kind} {' '.join(f.labels)}" for f in FAMILIES
+    } == INTERFACE
+    assert all(
+        len(family.help) > 10 and "`" not in family.help for family in FAMILIES
+    )
 
 
 def test_every_counter_is_explained_and_shown(tmp_path: Path) -> None:
-    grouped = ("miss_", "drop_", "loads_", "load_microseconds_", "prefill_microseconds")
-    assert set(COUNTED) == {name for name in COUNTERS if not name.startswith(grouped)}
+    grouped = (
+        "miss_",
+        "drop_",
+        "loads_",
+        "load_microseconds_",
+        "prefill_microseconds",
+    )
+    assert set(COUNTED) == {
+        name for name in COUNTERS if not name.startswith(grouped)
+    }
     counters = {name: number for number, name in enumerate(COUNTERS, 1)}
     named = samples(Exposition([snapshot(tmp_path, counters=counters)]))
     (seconds,) = named["pagoda_prefill_seconds_total"]
     assert seconds.value == counters.pop("prefill_microseconds") / 1e6
-    shown = {s.value for each in named.values() for s in each if not s.name.startswith("pagoda_load_seconds")}
-    assert {n for name, n in counters.items() if not name.startswith("load")} <= shown
-    assert len(named["pagoda_misses_total"]) == len(named["pagoda_drops_total"]) == len(Reason)
+    shown = {
+        s.value
+        for each in named.values()
+        for s in each
+        if not s.name.startswith("pagoda_load_seconds")
+    }
+    assert {
+        n for name, n in counters.items() if not name.startswith("load")
+    } <= shown
+    assert (
+        len(named["pagoda_misses_total"])
+        == len(named["pagoda_drops_total"])
+        == len(Reason)
+    )
 
 
 def test_a_family_that_no_store_has_is_left_out() -> None:
     assert exposition(Exposition([]))[0] == b""
 
 
-def test_the_stores_of_a_machine_and_those_that_cannot_be_read(shm_root: Path) -> None:
+def test_the_stores_of_a_machine_and_those_that_cannot_be_read(
+    shm_root: Path,
+) -> None:
     a = host(shm_root, name="a")
     b = host(shm_root, name="b")
     put(a, LLAMA, range(64))
     put(b, QWEN, range(32))
     admin.pin(a, put(a, LLAMA, range(16)), "me")
     usage = {"redis": Usage(5, None), "s3": None}
-    named = samples(Exposition([StoreStats.of(a), StoreStats.of(b)], ["/gone"], usage))
-    ready = {s.labels["store"]: (s.labels["tier"], s.value) for s in named["pagoda_ready"]}
+    named = samples(
+        Exposition([StoreStats.of(a), StoreStats.of(b)], ["/gone"], usage)
+    )
+    ready = {
+        s.labels["store"]: (s.labels["tier"], s.value)
+        for s in named["pagoda_ready"]
+    }
     assert ready == {str(a.directory): ("host", 4), str(b.directory): ("host", 2)}
-    assert {s.labels["model"]: s.value for s in named["pagoda_namespace_chunks"]} == {"llama": 4, "qwen": 2}
+    assert {
+        s.labels["model"]: s.value for s in named["pagoda_namespace_chunks"]
+    } == {"llama": 4, "qwen": 2}
     assert [s.value for s in named["pagoda_pinned"]] == [1, 0]
-    assert {s.labels["store"]: s.value for s in named["pagoda_store_readable"]}["/gone"] == 0
-    assert {s.labels["tier"]: s.value for s in named["pagoda_remote_reachable"]} == {"redis": 1, "s3": 0}
+    assert {s.labels["store"]: s.value for s in named["pagoda_store_readable"]}[
+        "/gone"
+    ] == 0
+    assert {
+        s.labels["tier"]: s.value for s in named["pagoda_remote_reachable"]
+    } == {"redis": 1, "s3": 0}
     assert [s.value for s in named["pagoda_remote_used_bytes"]] == [5]
     assert "pagoda_remote_limit_bytes" not in named
 
 
 def test_labels_are_bounded_and_have_no_salt(tmp_path: Path) -> None:
-    rows = [NamespaceRow(bytes([n]) * 32, {"model": "m" * 900, "salt": "secret"}, n) for n in range(200)]
+    rows = [
+        NamespaceRow(bytes([n]) * 32, {"model": "m" * 900, "salt": "secret"}, n)
+        for n in range(200)
+    ]
     named = samples(Exposition([snapshot(tmp_path, namespaces=rows)]))
     found = {s.labels["namespace"]: s for s in named["pagoda_namespace_chunks"]}
     assert len(found) == MOST_NAMESPACES + 1
@@ -143,19 +201,31 @@ def test_a_path_with_odd_characters_is_one_label(tmp_path: Path) -> None:
 
 def loads(stats: Mapping[str, int]) -> dict[str, int]:
     """How many loads of each kind of tier were counted, in all buckets."""
-    return {kind: sum(stats[name] for name in LOAD_BUCKETS[kind].values()) for kind in TIER_KINDS}
+    return {
+        kind: sum(stats[name] for name in LOAD_BUCKETS[kind].values())
+        for kind in TIER_KINDS
+    }
 
 
 def test_loads_are_a_histogram_by_tier(shm_root: Path, tmp_path: Path) -> None:
-    """One count for each call and tier, whatever the number of chunks, and the seconds; `le` is cumulative."""
+    """One count for each call and tier, whatever the number of chunks, and the seconds; `le` is
+    cumulative.
+    """
     tokens = prompt(8)
     with cache_at(shm_root / "a", tmp_path) as cache:
         stored(cache, tokens)
         for _ in range(3):
             assert served(cache, tokens)[0].by_tier["host"] == 8 * CHUNK
-        assert loads(cache.stats()["counters"]) == {"host": 3, "disk": 0, "remote": 0}
-    with cache_at(shm_root / "b", tmp_path) as cache:  # another host tier: the disk has all of it
-        assert served(cache, tokens, counted=False)[0].by_tier["disk"] == 8 * CHUNK
+        assert loads(cache.stats()["counters"]) == {
+            "host": 3,
+            "disk": 0,
+            "remote": 0,
+        }
+    # another host tier: the disk has all of it
+    with cache_at(shm_root / "b", tmp_path) as cache:
+        assert (
+            served(cache, tokens, counted=False)[0].by_tier["disk"] == 8 * CHUNK
+        )
         assert served(cache, prompt(8, seed=1))[0].num_tokens == 0
         stats = cache.stats()["counters"]
         assert loads(stats) == {"host": 0, "disk": 1, "remote": 0}
@@ -164,21 +234,48 @@ def test_loads_are_a_histogram_by_tier(shm_root: Path, tmp_path: Path) -> None:
         with closing(Ledger.attach(store.parent)) as ledger:
             named = samples(Exposition([StoreStats.of(ledger)]))
     buckets = {
-        s.labels["le"]: s.value for s in named["pagoda_load_seconds_bucket"] if s.labels["tier"] == "disk"
+        s.labels["le"]: s.value
+        for s in named["pagoda_load_seconds_bucket"]
+        if s.labels["tier"] == "disk"
     }
-    assert list(buckets) == ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3", "1.0", "3.0", "+Inf"]
+    assert list(buckets) == [
+        "0.001",
+        "0.003",
+        "0.01",
+        "0.03",
+        "0.1",
+        "0.3",
+        "1.0",
+        "3.0",
+        "+Inf",
+    ]
     assert list(buckets.values()) == sorted(buckets.values())
     assert buckets["+Inf"] == 1
-    (seconds,) = [s.value for s in named["pagoda_load_seconds_sum"] if s.labels["tier"] == "disk"]
+    (seconds,) = [
+        s.value
+        for s in named["pagoda_load_seconds_sum"]
+        if s.labels["tier"] == "disk"
+    ]
     assert seconds == pytest.approx(stats["load_microseconds_disk"] / 1e6)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "edge"), [(0.0, "0.001"), (0.001, "0.001"), (0.0011, "0.003"), (3.0, "3.0"), (3.1, "inf")]
+    ("seconds", "edge"),
+    [
+        (0.0, "0.001"),
+        (0.001, "0.001"),
+        (0.0011, "0.003"),
+        (3.0, "3.0"),
+        (3.1, "inf"),
+    ],
 )
 def test_the_edge_of_a_bucket_belongs_to_it(seconds: float, edge: str) -> None:
     counters = CacheCounters(None, Clock())
-    counters.add(counters.load_counts(2, 9, {"disk": seconds, "redis": seconds, "s3": seconds}))
+    counters.add(
+        counters.load_counts(
+            2, 9, {"disk": seconds, "redis": seconds, "s3": seconds}
+        )
+    )
     found = counters.read(1.0)
     assert found[LOAD_BUCKETS["disk"][edge]] == 1
     assert found[LOAD_BUCKETS["remote"][edge]] == 2
@@ -187,10 +284,15 @@ def test_the_edge_of_a_bucket_belongs_to_it(seconds: float, edge: str) -> None:
     assert found["loaded_chunks"] == 2
 
 
-def test_without_prometheus_client_the_command_says_what_to_install(shm_root: Path) -> None:
+def test_without_prometheus_client_the_command_says_what_to_install(
+    shm_root: Path,
+) -> None:
     put(host(shm_root), LLAMA, range(16))
     code = f"import sys; sys.modules['prometheus_client'] = None; {RUN}"
     command = [sys.executable, "-c", code, "stats", shm_root, "--prometheus"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr == "pagoda: --prometheus needs prometheus-client: pip install 'pagodakv[metrics]'\n"
+    assert (
+        done.stderr
+        == "pagoda: --prometheus needs prometheus-client: pip install 'pagodakv[metrics]'\n"
+    )

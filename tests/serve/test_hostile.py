@@ -1,4 +1,6 @@
-"""`pagoda serve`: clients that are slow, endless, wrong or many cost a bounded amount, and others are answered."""
+"""`pagoda serve`: clients that are slow, endless, wrong or many cost a bounded amount, and others
+are answered.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ AUTH = f"Authorization: Bearer {TOKEN}\r\n"
 
 
 @pytest.fixture(scope="module")
-def running(shm_module_root: Path) -> Iterator[tuple[Server, Engine, list[bytes]]]:
+def running(
+    shm_module_root: Path,
+) -> Iterator[tuple[Server, Engine, list[bytes]]]:
     """Run one engine with large chunks and one server, for the tests of this module."""
     root = shm_module_root
     with engine("LARGE", host_path=str(root), host_size=64 << 20) as made:
@@ -62,24 +66,32 @@ def raw(served: Server, text: str | bytes, seconds: float = kit.SECONDS) -> int:
         return int(answer.split()[1]) if answer else 0
 
 
-def head(method: str, path: str, more: str = AUTH, host: str = "localhost") -> str:
+def head(
+    method: str, path: str, more: str = AUTH, host: str = "localhost"
+) -> str:
     return f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{more}\r\n"
 
 
 def test_everything_but_health_needs_the_token(served: Server, path: str) -> None:
     for token in ("", "x", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "ÿ"):
         served.token = token
-        statuses = [served.ask(how, path).status for how in ("GET", "HEAD", "PUT", "DELETE")]
+        statuses = [
+            served.ask(how, path).status
+            for how in ("GET", "HEAD", "PUT", "DELETE")
+        ]
         statuses.append(served.ask("GET", "/nothing").status)
         assert set(statuses) <= {401, 429}, token
     served.token = TOKEN
     assert raw(served, head("GET", path, "")) in (401, 429)
     assert raw(served, head("GET", f"{path}?token={TOKEN}", "")) in (401, 429)
     assert raw(served, head("GET", "/healthz", "")) == 200
-    assert raw(served, head("GET", path)) == 200  # also right after so many wrong ones
+    # also right after so many wrong ones
+    assert raw(served, head("GET", path)) == 200
 
 
-def test_other_names_of_this_machine_are_refused(served: Server, path: str) -> None:
+def test_other_names_of_this_machine_are_refused(
+    served: Server, path: str
+) -> None:
     port = served.address[1]
     for host in (
         "evil.example",
@@ -91,19 +103,41 @@ def test_other_names_of_this_machine_are_refused(served: Server, path: str) -> N
         "a b",
     ):
         assert raw(served, head("GET", path, "", host=host)) in (400, 421), host
-        assert raw(served, head("GET", "/healthz", host=host)) in (200, 400), host  # probes call any name
-    for host in ("localhost", f"localhost:{port}", "LOCALHOST", f"127.0.0.1:{port}", f"[::1]:{port}"):
+        # probes call any name
+        assert raw(served, head("GET", "/healthz", host=host)) in (200, 400), host
+    for host in (
+        "localhost",
+        f"localhost:{port}",
+        "LOCALHOST",
+        f"127.0.0.1:{port}",
+        f"[::1]:{port}",
+    ):
         assert raw(served, head("GET", path, host=host)) == 200, host
 
 
-def test_tricks_with_paths_and_methods_find_nothing(served: Server, path: str) -> None:
+def test_tricks_with_paths_and_methods_find_nothing(
+    served: Server, path: str
+) -> None:
     namespace, key = path.split("/")[2:]
     tricks = [
-        "/v1", "/v1/", f"/v1/{namespace}", f"/v1/{namespace}/", f"{path}/", f"{path}/..", f"/v1/../v1/{namespace}",
-        f"/v1/{namespace}/..%2f..%2fetc%2fpasswd", f"/v1/{namespace}/{key[:-1]}", f"/v1/{namespace}/{key}0",
-        f"/v1/{namespace}/{key[:-1]}%00", f"/v1/{namespace.upper()}/{key}", "//etc/passwd", "/etc/passwd",
-        "/v1/" + "a" * 4000, "/%2e%2e/%2e%2e", f"/v1/{namespace}/{key[:-2]}é",
-    ]  # fmt: skip
+        "/v1",
+        "/v1/",
+        f"/v1/{namespace}",
+        f"/v1/{namespace}/",
+        f"{path}/",
+        f"{path}/..",
+        f"/v1/../v1/{namespace}",
+        f"/v1/{namespace}/..%2f..%2fetc%2fpasswd",
+        f"/v1/{namespace}/{key[:-1]}",
+        f"/v1/{namespace}/{key}0",
+        f"/v1/{namespace}/{key[:-1]}%00",
+        f"/v1/{namespace.upper()}/{key}",
+        "//etc/passwd",
+        "/etc/passwd",
+        "/v1/" + "a" * 4000,
+        "/%2e%2e/%2e%2e",
+        f"/v1/{namespace}/{key[:-2]}é",
+    ]
     for trick in tricks:
         assert raw(served, head("GET", trick).encode()) in (400, 404, 405), trick
     for method in ("POST", "PATCH", "OPTIONS", "TRACE", "CONNECT", "FOO", "get"):
@@ -114,30 +148,51 @@ def test_tricks_with_paths_and_methods_find_nothing(served: Server, path: str) -
 
 def test_huge_heads_are_refused(served: Server, path: str) -> None:
     assert raw(served, head("GET", path + "?" + "a" * 100_000)) in (0, 400, 414)
-    assert raw(served, head("GET", path, AUTH + "X: " + "a" * 100_000 + "\r\n")) in (0, 400, 431)
-    assert raw(served, head("GET", path, AUTH + "".join(f"X{n}: a\r\n" for n in range(100_000)))) in (
+    assert raw(
+        served, head("GET", path, AUTH + "X: " + "a" * 100_000 + "\r\n")
+    ) in (0, 400, 431)
+    assert raw(
+        served,
+        head("GET", path, AUTH + "".join(f"X{n}: a\r\n" for n in range(100_000))),
+    ) in (
         0,
         400,
         431,
     )
 
 
-def test_a_huge_find_and_a_broken_one_are_refused(served: Server, path: str) -> None:
+def test_a_huge_find_and_a_broken_one_are_refused(
+    served: Server, path: str
+) -> None:
     find = path.rpartition("/")[0] + "/find"
     assert served.ask("POST", find, bytes(32 * 4096)).json == {"found": 0}
-    for body, status in ((bytes(32 * 4096 + 32), 413), (bytes(33), 400), (bytes(64 << 20), 413)):
+    for body, status in (
+        (bytes(32 * 4096 + 32), 413),
+        (bytes(33), 400),
+        (bytes(64 << 20), 413),
+    ):
         with contextlib.suppress(ConnectionError):
             assert served.ask("POST", find, body).status == status
         served._connection = None
     endless = AUTH + "Transfer-Encoding: chunked\r\n"
     assert (
-        raw(served, head("POST", find, endless).encode() + (b"10000\r\n" + bytes(65536) + b"\r\n") * 100)
+        raw(
+            served,
+            head("POST", find, endless).encode()
+            + (b"10000\r\n" + bytes(65536) + b"\r\n") * 100,
+        )
         == 413
     )
 
 
-def test_a_slow_head_and_an_idle_connection_end(served: Server, path: str) -> None:
-    with served.socket() as silent, served.socket() as slow, served.socket() as second:
+def test_a_slow_head_and_an_idle_connection_end(
+    served: Server, path: str
+) -> None:
+    with (
+        served.socket() as silent,
+        served.socket() as slow,
+        served.socket() as second,
+    ):
         slow.sendall(b"GET /healthz HT")
         second.sendall(head("GET", "/healthz", "").encode())
         assert second.recv(65536)
@@ -153,23 +208,38 @@ def test_a_slow_body_ends(served: Server, path: str) -> None:
     value = kit.value_of(bytes(32), bytes(32), 0, kit.payload_of(1, 0))
     find = path.rpartition("/")[0] + "/find"
     bodies = [
-        ("PUT", path, 70000, b""), ("PUT", path, 70000, value[:4095]), ("PUT", path, 70000, value[:5000]),
-        ("POST", find, 3200, b""), ("POST", find, 3200, b"x"), ("POST", "/login", 3200, b"x"),
-    ]  # fmt: skip
+        ("PUT", path, 70000, b""),
+        ("PUT", path, 70000, value[:4095]),
+        ("PUT", path, 70000, value[:5000]),
+        ("POST", find, 3200, b""),
+        ("POST", find, 3200, b"x"),
+        ("POST", "/login", 3200, b"x"),
+    ]
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(served.socket()) for _ in bodies]
         for slow, (method, where, length, part) in zip(many, bodies, strict=True):
-            slow.sendall(head(method, where, f"{AUTH}Content-Length: {length}\r\n").encode() + part)
+            slow.sendall(
+                head(
+                    method, where, f"{AUTH}Content-Length: {length}\r\n"
+                ).encode()
+                + part
+            )
         assert all(closed_within(slow, 10.0) for slow in many)
 
 
 def test_an_endless_body_is_refused(served: Server, path: str) -> None:
     assert (
-        raw(served, head("PUT", path, AUTH + "Transfer-Encoding: chunked\r\n").encode() + b"5\r\nabcde\r\n")
+        raw(
+            served,
+            head("PUT", path, AUTH + "Transfer-Encoding: chunked\r\n").encode()
+            + b"5\r\nabcde\r\n",
+        )
         == 411
     )
     with served.socket() as endless:
-        endless.sendall(head("PUT", path, f"{AUTH}Content-Length: {1 << 50}\r\n").encode())
+        endless.sendall(
+            head("PUT", path, f"{AUTH}Content-Length: {1 << 50}\r\n").encode()
+        )
         begun = time.monotonic()
         with pytest.raises(ConnectionError):
             while time.monotonic() < begun + 20.0:
@@ -177,7 +247,9 @@ def test_an_endless_body_is_refused(served: Server, path: str) -> None:
     assert memory_of(served) < 400 << 20
 
 
-def test_a_reader_that_does_not_read_is_disconnected(served: Server, path: str) -> None:
+def test_a_reader_that_does_not_read_is_disconnected(
+    served: Server, path: str
+) -> None:
     with served.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(head("GET", path).encode())
@@ -192,7 +264,9 @@ def test_a_reader_that_does_not_read_is_disconnected(served: Server, path: str) 
         assert got < 4 << 20
 
 
-def test_too_many_connections_are_closed_and_memory_stays_bounded(served: Server, path: str) -> None:
+def test_too_many_connections_are_closed_and_memory_stays_bounded(
+    served: Server, path: str
+) -> None:
     before = memory_of(served)
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(served.socket()) for _ in range(400)]
@@ -201,7 +275,9 @@ def test_too_many_connections_are_closed_and_memory_stays_bounded(served: Server
         assert memory_of(served) - before < 100 << 20
 
 
-def test_idle_connections_without_a_token_keep_nobody_out(served: Server, path: str) -> None:
+def test_idle_connections_without_a_token_keep_nobody_out(
+    served: Server, path: str
+) -> None:
     asked = head("GET", "/healthz", "").encode()
     with contextlib.ExitStack() as stack:
         for _ in range(400):
@@ -216,7 +292,11 @@ def test_idle_connections_without_a_token_keep_nobody_out(served: Server, path: 
 
 def test_slow_logins_keep_nobody_out(served: Server, path: str) -> None:
     """Everybody may ask for a login; a body of it that does not come must not keep a place."""
-    slow = head("POST", "/login", "Content-Length: 4000\r\nContent-Type: application/json\r\n").encode()
+    slow = head(
+        "POST",
+        "/login",
+        "Content-Length: 4000\r\nContent-Type: application/json\r\n",
+    ).encode()
     served._connection = None
     with contextlib.ExitStack() as stack:
         for _ in range(200):
@@ -225,17 +305,26 @@ def test_slow_logins_keep_nobody_out(served: Server, path: str) -> None:
             assert raw(served, head("GET", path)) == 200
 
 
-def test_many_who_leave_at_once_keep_nobody_out(served: Server, path: str) -> None:
-    """The server sees in one turn of its event loop that all have left, and that another has come."""
+def test_many_who_leave_at_once_keep_nobody_out(
+    served: Server, path: str
+) -> None:
+    """The server sees in one turn of its event loop that all have left, and that another has
+    come.
+    """
     served._connection = None
     with contextlib.ExitStack() as stack:
         for _ in range(200):
             connected = stack.enter_context(served.socket())
-            connected.sendall(head("GET", "/healthz", "").encode())  # the silent are ended after a second
+            # the silent are ended after a second
+            connected.sendall(head("GET", "/healthz", "").encode())
             assert connected.recv(4096)
-        kit.wait_until(lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) > 200, 10.0)
+        kit.wait_until(
+            lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) > 200, 10.0
+        )
         served.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, served.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        os.waitid(
+            os.P_PID, served.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT
+        )
         try:
             stack.close()
             with served.socket() as connected:
@@ -246,7 +335,9 @@ def test_many_who_leave_at_once_keep_nobody_out(served: Server, path: str) -> No
             served.process.send_signal(signal.SIGCONT)
 
 
-def test_who_reads_nothing_of_small_answers_is_disconnected(served: Server, path: str) -> None:
+def test_who_reads_nothing_of_small_answers_is_disconnected(
+    served: Server, path: str
+) -> None:
     files = len(os.listdir(f"/proc/{served.process.pid}/fd"))
     asked = head("GET", "/page/page.js").encode() * 400  # 10 MB of answers
     with contextlib.ExitStack() as stack:
@@ -254,11 +345,18 @@ def test_who_reads_nothing_of_small_answers_is_disconnected(served: Server, path
             connected = stack.enter_context(served.socket())
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connected.sendall(asked)
-        kit.wait_until(lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) <= files + 1, 20.0)
+        kit.wait_until(
+            lambda: (
+                len(os.listdir(f"/proc/{served.process.pid}/fd")) <= files + 1
+            ),
+            20.0,
+        )
 
 
 @pytest.mark.slow
-def test_many_who_leave_in_the_middle_leave_nothing(served: Server, path: str) -> None:
+def test_many_who_leave_in_the_middle_leave_nothing(
+    served: Server, path: str
+) -> None:
     files = len(os.listdir(f"/proc/{served.process.pid}/fd"))
     before = gone_of(served)
     _ = logged(served)
@@ -268,7 +366,10 @@ def test_many_who_leave_in_the_middle_leave_nothing(served: Server, path: str) -
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             gone.sendall(head("GET", path).encode())
             gone.recv(1000)
-    kit.wait_until(lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) <= files + 2, 10.0)
+    kit.wait_until(
+        lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) <= files + 2,
+        10.0,
+    )
     kit.wait_until(lambda: gone_of(served) == before + 50, 10.0)
     assert logged(served).count("Traceback") == 0
 
@@ -281,7 +382,11 @@ def test_bad_requests_are_logged_now_and_then(served: Server) -> None:
 
 def gone_of(served: Server) -> int:
     text = served.ask("GET", "/metrics").body.decode()
-    found = [line.split()[-1] for line in text.splitlines() if "clients_gone" in line and line[0] != "#"]
+    found = [
+        line.split()[-1]
+        for line in text.splitlines()
+        if "clients_gone" in line and line[0] != "#"
+    ]
     return int(float(found[0])) if found else 0
 
 
@@ -301,4 +406,8 @@ def threads_of(served: Server) -> int:
 
 def memory_of(served: Server) -> int:
     text = Path(f"/proc/{served.process.pid}/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("RssAnon"))
+    return next(
+        int(line.split()[1]) << 10
+        for line in text.splitlines()
+        if line.startswith("RssAnon")
+    )

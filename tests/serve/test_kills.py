@@ -1,4 +1,6 @@
-"""`pagoda serve`: a server that is killed or stopped stops no engine, and eviction never makes other bytes pass."""
+"""`pagoda serve`: a server that is killed or stopped stops no engine, and eviction never makes
+other bytes pass.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ from tests.serve.kit import TOKEN, engine, keys_of, payload_of, server, verified
 
 
 @contextlib.contextmanager
-def half_read(served: kit.Server, root: bytes, key: bytes) -> Iterator[socket.socket]:
+def half_read(
+    served: kit.Server, root: bytes, key: bytes
+) -> Iterator[socket.socket]:
     """Ask for a chunk and look only at its beginning, so that the server is in the middle of it."""
     with served.socket() as connected:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         path = f"/v1/{root.hex()}/{key.hex()}"
         connected.sendall(
-            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()  # noqa: E501
         )
         assert connected.recv(4096, socket.MSG_PEEK).startswith(b"HTTP/1.1 200 ")
         yield connected
@@ -36,27 +40,39 @@ def half_read(served: kit.Server, root: bytes, key: bytes) -> Iterator[socket.so
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_ends_or_stops_during_a_get_stops_no_engine(number: int, shm_root: Path) -> None:
-    with engine("LARGE", host_path=str(shm_root), host_size=32 << 20) as running, server(shm_root) as served:
+def test_a_server_that_ends_or_stops_during_a_get_stops_no_engine(
+    number: int, shm_root: Path
+) -> None:
+    with (
+        engine("LARGE", host_path=str(shm_root), host_size=32 << 20) as running,
+        server(shm_root) as served,
+    ):
         key = running.store(1, 2)[0]
         kit.wait_until(lambda: served.find(running.root, [key]) == 1)
         with half_read(served, running.root, key):
             served.process.send_signal(number)
             begun = time.monotonic()
-            for chain in range(2, 10):  # more than there is room for: what was being sent is evicted in time
+            # more than there is room for: what was being sent is evicted in time
+            for chain in range(2, 10):
                 running.store(chain, 2)
-                assert running.tell("retrieve", chain, 2) == f"{2 * kit.CHUNK} True"
+                assert (
+                    running.tell("retrieve", chain, 2) == f"{2 * kit.CHUNK} True"
+                )
             assert time.monotonic() - begun < 30.0
         served.process.send_signal(signal.SIGKILL)
         served.process.wait(kit.SECONDS)
-        with contextlib.closing(Ledger.attach(next(shm_root.glob(f"*.{FORMAT}")))) as ledger:
+        with contextlib.closing(
+            Ledger.attach(next(shm_root.glob(f"*.{FORMAT}")))
+        ) as ledger:
             admin.check(ledger)
             numbers = admin.gauges(ledger)
             assert numbers["ready"] + numbers["free"] == numbers["slots"]
 
 
 def read_prompts(served: kit.Server, root: bytes) -> int:
-    """Read what is there of 50 prompts; return how many chunks. None is wrong, and no answer is late."""
+    """Read what is there of 50 prompts; return how many chunks. None is wrong, and no answer is
+    late.
+    """
     right = busy = 0
     for chain in range(50):
         for position, key in enumerate(keys_of(root, chain, 12)):
@@ -81,7 +97,9 @@ def read_prompts(served: kit.Server, root: bytes) -> int:
 def test_an_engine_that_ends_or_stops_while_it_stores_costs_readers_only_misses(
     number: int, shm_root: Path
 ) -> None:
-    """Wherever it is: in a copy, in a commit, or holding the ledger. Once it has ended, all that it stored is read."""
+    """Wherever it is: in a copy, in a commit, or holding the ledger. Once it has ended, all that it
+    stored is read.
+    """
     rng = random.Random(number)
     with server(shm_root) as served:
         for turn in range(3):
@@ -94,23 +112,37 @@ def test_an_engine_that_ends_or_stops_while_it_stores_costs_readers_only_misses(
 
 
 @pytest.mark.slow
-def test_a_chunk_that_is_replaced_while_it_is_sent_never_passes(shm_root: Path) -> None:
-    with engine("LARGE", host_path=str(shm_root), host_size=32 << 20) as running, server(shm_root) as served:
+def test_a_chunk_that_is_replaced_while_it_is_sent_never_passes(
+    shm_root: Path,
+) -> None:
+    with (
+        engine("LARGE", host_path=str(shm_root), host_size=32 << 20) as running,
+        server(shm_root) as served,
+    ):
         key = running.store(1, 1)[0]
         kit.wait_until(lambda: served.find(running.root, [key]) == 1)
         with half_read(served, running.root, key) as reading:
-            assert served.ask("DELETE", f"/v1/{running.root.hex()}/{key.hex()}").status == 204
+            assert (
+                served.ask(
+                    "DELETE", f"/v1/{running.root.hex()}/{key.hex()}"
+                ).status
+                == 204
+            )
             for chain in range(2, 6):  # every slot has other bytes now
                 running.store(chain, 2)
             body = b""
-            with contextlib.suppress(ConnectionError, kit.http.client.HTTPException):
+            with contextlib.suppress(
+                ConnectionError, kit.http.client.HTTPException
+            ):
                 answer = kit.http.client.HTTPResponse(reading)
                 answer.begin()
                 body = answer.read()
             found = verified(body, running.root, key, kit.LARGE)
             assert found is None or (found == payload_of(1, 0, kit.LARGE)).all()
         key = keys_of(running.root, 5, 2)[0]
-        found = verified(served.get(running.root, key).body, running.root, key, kit.LARGE)
+        found = verified(
+            served.get(running.root, key).body, running.root, key, kit.LARGE
+        )
         assert found is not None
         assert (found == payload_of(5, 0, kit.LARGE)).all()
 
@@ -121,11 +153,21 @@ def test_eviction_during_gets_is_a_miss_or_the_right_bytes(
     disk: bool, shm_root: Path, tmp_path: Path
 ) -> None:
     host = {"host_path": str(shm_root), "host_size": 2 << 20}
-    room = {"host_size": 0, "disk_path": str(tmp_path), "disk_size": 2 << 20} if disk else host
-    with engine(**room) as running, server(tmp_path if disk else shm_root) as served:
+    room = (
+        {"host_size": 0, "disk_path": str(tmp_path), "disk_size": 2 << 20}
+        if disk
+        else host
+    )
+    with (
+        engine(**room) as running,
+        server(tmp_path if disk else shm_root) as served,
+    ):
         running.store(0, 12)
-        kit.wait_until(lambda: served.find(running.root, keys_of(running.root, 0, 12)))
-        assert running.tell("write", 0, 12) == "writes"  # 32 slots, and 50 prompts of 12 chunks in turn
+        kit.wait_until(
+            lambda: served.find(running.root, keys_of(running.root, 0, 12))
+        )
+        # 32 slots, and 50 prompts of 12 chunks in turn
+        assert running.tell("write", 0, 12) == "writes"
         right = [0] * 4
         until = time.monotonic() + 3.0
         wrong: list[object] = []
@@ -135,18 +177,26 @@ def test_eviction_during_gets_is_a_miss_or_the_right_bytes(
             while time.monotonic() < until:
                 chain = (chain + 1) % 50
                 for position, key in enumerate(keys_of(running.root, chain, 12)):
-                    with contextlib.suppress(ConnectionError, kit.http.client.HTTPException):
+                    with contextlib.suppress(
+                        ConnectionError, kit.http.client.HTTPException
+                    ):
                         answer = client[number].get(running.root, key)
                         if answer.status == 404:
                             break
-                        found = verified(answer.body, running.root, key) if answer.status == 200 else None
+                        found = (
+                            verified(answer.body, running.root, key)
+                            if answer.status == 200
+                            else None
+                        )
                         if found is not None:
                             right[number] += 1
                             if (found != payload_of(chain, position)).any():
                                 wrong.append((chain, position))
 
         client = [served.again() for _ in range(4)]
-        threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+        threads = [
+            threading.Thread(target=read, args=(number,)) for number in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -163,7 +213,9 @@ def test_a_store_that_is_removed_or_made_again_is_noticed(shm_root: Path) -> Non
                 keys = running.store(chain, 3)
                 kit.wait_until(lambda: served.find(running.root, keys) == 3)  # noqa: B023
                 root = running.root
-            os.rename(next(shm_root.glob(f"*.{FORMAT}")), shm_root / f".gone-{chain}")
+            os.rename(
+                next(shm_root.glob(f"*.{FORMAT}")), shm_root / f".gone-{chain}"
+            )
             kit.wait_until(lambda: served.find(root, keys) == 0)  # noqa: B023
 
 
@@ -189,7 +241,9 @@ def held(root: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_store_that_another_process_holds_delays_neither_start_nor_end(shm_root: Path) -> None:
+def test_a_store_that_another_process_holds_delays_neither_start_nor_end(
+    shm_root: Path,
+) -> None:
     with engine(host_path=str(shm_root), host_size=2 << 20) as running:
         running.store(1, 3)
 
@@ -206,15 +260,22 @@ def test_a_store_that_another_process_holds_delays_neither_start_nor_end(shm_roo
 
 
 @pytest.mark.slow
-def test_many_held_stores_cost_no_more_than_one_and_a_stop_waits_for_nobody(shm_root: Path) -> None:
+def test_many_held_stores_cost_no_more_than_one_and_a_stop_waits_for_nobody(
+    shm_root: Path,
+) -> None:
     with contextlib.ExitStack() as stack:
         for layout in ("LARGE", "ODD", "LAYOUT"):
-            running = stack.enter_context(engine(layout, host_path=str(shm_root), host_size=8 << 20))
+            running = stack.enter_context(
+                engine(layout, host_path=str(shm_root), host_size=8 << 20)
+            )
             keys = running.store(1, 1)
         served = stack.enter_context(server(shm_root))
         kit.wait_until(lambda: served.find(running.root, keys) == 1)
         stack.enter_context(held(shm_root))
-        for path, trouble in (("/metrics", b"} 0.0"), ("/stats.json", b"ledger_busy")):
+        for path, trouble in (
+            ("/metrics", b"} 0.0"),
+            ("/stats.json", b"ledger_busy"),
+        ):
             begun = time.monotonic()
             answer = served.ask("GET", path)
             assert answer.status == 200
@@ -229,7 +290,7 @@ def test_many_held_stores_cost_no_more_than_one_and_a_stop_waits_for_nobody(shm_
             connected = stack.enter_context(served.socket())
             connected.sendall(
                 f"{request} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body) or 9999}\r\n\r\n".encode()
+                f"Content-Type: application/json\r\nContent-Length: {len(body) or 9999}\r\n\r\n".encode()  # noqa: E501
                 + body
             )
         time.sleep(0.5)  # until the operation waits for a store
@@ -239,14 +300,24 @@ def test_many_held_stores_cost_no_more_than_one_and_a_stop_waits_for_nobody(shm_
 
 
 @pytest.mark.slow
-def test_requests_that_wait_are_bounded_and_health_is_answered(shm_root: Path) -> None:
-    """While another process holds the ledger, reads wait for their deadline only, and /healthz does not wait."""
-    with engine(host_path=str(shm_root), host_size=2 << 20) as running, server(shm_root) as served:
+def test_requests_that_wait_are_bounded_and_health_is_answered(
+    shm_root: Path,
+) -> None:
+    """While another process holds the ledger, reads wait for their deadline only, and /healthz does
+    not wait.
+    """
+    with (
+        engine(host_path=str(shm_root), host_size=2 << 20) as running,
+        server(shm_root) as served,
+    ):
         keys = running.store(1, 3)
         kit.wait_until(lambda: served.find(running.root, keys) == 3)
         with held(shm_root):
             clients = [served.again() for _ in range(20)]
-            asking = [threading.Thread(target=one.get, args=(running.root, keys[0])) for one in clients]
+            asking = [
+                threading.Thread(target=one.get, args=(running.root, keys[0]))
+                for one in clients
+            ]
             begun = time.monotonic()
             for one in asking:
                 one.start()

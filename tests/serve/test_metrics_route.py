@@ -8,7 +8,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as open_metrics,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagoda.ledger import Ledger
@@ -37,7 +39,10 @@ def scrape(served: Server) -> dict[str, float]:
 def test_a_scrape_has_what_engines_counted(shm_root: Path) -> None:
     (shm_root / "broken").mkdir()
     (shm_root / "broken" / "state").write_bytes(b"x" * 4096)
-    with engine(host_path=str(shm_root), host_size="4MiB") as writer, server(shm_root) as served:
+    with (
+        engine(host_path=str(shm_root), host_size="4MiB") as writer,
+        server(shm_root) as served,
+    ):
         writer.store(1, 4)
         wait_until(lambda: scrape(served).get("pagoda_ready") == 4)
         found = scrape(served)
@@ -53,25 +58,51 @@ def test_a_scrape_has_what_engines_counted(shm_root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_who_has_the_token_may_scrape_and_may_choose_the_format(shm_root: Path) -> None:
-    with engine(host_path=str(shm_root), host_size="4MiB") as writer, server(shm_root) as served:
+def test_only_who_has_the_token_may_scrape_and_may_choose_the_format(
+    shm_root: Path,
+) -> None:
+    with (
+        engine(host_path=str(shm_root), host_size="4MiB") as writer,
+        server(shm_root) as served,
+    ):
         writer.store(1, 1)
         for wrong in ("", "Bearer wrong", f"Basic {served.token}"):
-            assert served.ask("GET", "/metrics", headers={"Authorization": wrong}).status == 401
+            assert (
+                served.ask(
+                    "GET", "/metrics", headers={"Authorization": wrong}
+                ).status
+                == 401
+            )
         assert (
-            served.ask("GET", f"/metrics?token={served.token}", headers={"Authorization": ""}).status == 401
+            served.ask(
+                "GET",
+                f"/metrics?token={served.token}",
+                headers={"Authorization": ""},
+            ).status
+            == 401
         )
         answer = served.ask(
-            "GET", "/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+            "GET",
+            "/metrics",
+            headers={"Accept": "application/openmetrics-text; version=1.0.0"},
         )
-        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
-        families = {family.name: family for family in open_metrics(answer.body.decode())}
+        assert answer.headers["Content-Type"].startswith(
+            "application/openmetrics-text"
+        )
+        families = {
+            family.name: family for family in open_metrics(answer.body.decode())
+        }
         assert families["pagoda_load_seconds"].type == "histogram"
 
 
 @pytest.mark.slow
-def test_a_store_that_a_stopped_process_holds_is_named_in_time(shm_root: Path) -> None:
-    with engine(host_path=str(shm_root), host_size="4MiB") as writer, server(shm_root) as served:
+def test_a_store_that_a_stopped_process_holds_is_named_in_time(
+    shm_root: Path,
+) -> None:
+    with (
+        engine(host_path=str(shm_root), host_size="4MiB") as writer,
+        server(shm_root) as served,
+    ):
         writer.store(1, 2)
         wait_until(lambda: scrape(served).get("pagoda_store_readable") == 1)
         (store,) = [path.parent for path in shm_root.glob("*/state")]
@@ -86,12 +117,19 @@ def test_a_store_that_a_stopped_process_holds_is_named_in_time(shm_root: Path) -
 
 @pytest.mark.slow
 def test_many_scrapes_at_once_are_one_reading(shm_root: Path) -> None:
-    with engine(host_path=str(shm_root), host_size="4MiB") as writer, server(shm_root) as served:
+    with (
+        engine(host_path=str(shm_root), host_size="4MiB") as writer,
+        server(shm_root) as served,
+    ):
         writer.store(1, 1)
 
         def one(_: int) -> int:
             connection = served.connection()
-            connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {served.token}"})
+            connection.request(
+                "GET",
+                "/metrics",
+                headers={"Authorization": f"Bearer {served.token}"},
+            )
             answer = connection.getresponse()
             answer.read()
             connection.close()

@@ -1,4 +1,6 @@
-"""The operator's routes of a real `pagoda serve`: what they show, who may call them, what they change."""
+"""The operator's routes of a real `pagoda serve`: what they show, who may call them, what they
+change.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,27 @@ from pagoda.serve.access import AccessRules
 from pagoda.serve.operations import MOST_TOKENS, PromptTools
 from pagoda.serve.operator_routes import MOST_BODY_BYTES, PageOptions
 from pagoda.serve.server import ServeOptions, make_app
-from tests.serve.kit import CHUNK, TOKEN, Answer, Engine, Server, engine, server, tokens_of, wait_until
+from tests.serve.kit import (
+    CHUNK,
+    TOKEN,
+    Answer,
+    Engine,
+    Server,
+    engine,
+    server,
+    tokens_of,
+    wait_until,
+)
 
 SALT = "tenant-of-the-tests"
-EVENTS = f"GET /events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+EVENTS = f"GET /events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="pagoda-test-", dir="/dev/shm") as root:
+    with tempfile.TemporaryDirectory(
+        prefix="pagoda-test-", dir="/dev/shm"
+    ) as root:
         yield Path(root, "host")
 
 
@@ -53,10 +67,14 @@ def page(shared: Server) -> Iterator[Server]:
 def post(page: Server, path: str, value: object, **headers: str) -> Answer:
     body = json.dumps(value).encode()
     names = {name.replace("_", "-"): text for name, text in headers.items()}
-    return page.ask("POST", path, body, {"Content-Type": "application/json", **names})
+    return page.ask(
+        "POST", path, body, {"Content-Type": "application/json", **names}
+    )
 
 
-def test_the_page_and_its_files_are_whole_and_may_load_nothing_else(page: Server) -> None:
+def test_the_page_and_its_files_are_whole_and_may_load_nothing_else(
+    page: Server,
+) -> None:
     index = page.ask("GET", "/")
     assert index.status == 200
     assert b"Why did this prompt miss?" in index.body
@@ -74,7 +92,12 @@ def test_the_page_and_its_files_are_whole_and_may_load_nothing_else(page: Server
     rules = index.headers["Content-Security-Policy"]
     assert "default-src 'none'" in rules
     assert "unsafe" not in rules
-    for wrong in ("/page/index.py", "/page/..%2foverview.py", "/page/%2e%2e/overview.py", "/page/"):
+    for wrong in (
+        "/page/index.py",
+        "/page/..%2foverview.py",
+        "/page/%2e%2e/overview.py",
+        "/page/",
+    ):
         assert page.ask("GET", wrong).status == 404
 
 
@@ -90,11 +113,18 @@ def test_without_the_token_there_is_only_a_form(page: Server) -> None:
         assert post(page, path, {"everything": True}).status == 401
 
 
-def test_the_login_gives_a_cookie_that_serves_the_own_page_only(page: Server) -> None:
+def test_the_login_gives_a_cookie_that_serves_the_own_page_only(
+    page: Server,
+) -> None:
     page.token = None
     own = page.url
     assert post(page, "/login", {"token": "wrong"}).status == 401
-    assert post(page, "/login", {"token": TOKEN}, Origin="http://evil.example").status == 403
+    assert (
+        post(
+            page, "/login", {"token": TOKEN}, Origin="http://evil.example"
+        ).status
+        == 403
+    )
     answer = post(page, "/login", {"token": TOKEN}, Origin=own)
     assert answer.status == 200
     cookie = answer.headers["Set-Cookie"]
@@ -106,7 +136,9 @@ def test_the_login_gives_a_cookie_that_serves_the_own_page_only(page: Server) ->
     asked = {"owner": "nobody"}
     assert post(page, "/unpin", asked, **kept, Origin=own).status == 200
     assert post(page, "/unpin", asked, **kept).status == 401
-    assert post(page, "/unpin", asked, **kept, Origin="http://evil.example").status in (401, 403)
+    assert post(
+        page, "/unpin", asked, **kept, Origin="http://evil.example"
+    ).status in (401, 403)
     kind = {"Content-Type": "application/x-www-form-urlencoded"}
     wrong = page.ask("POST", "/login", b"token=wrong", kind)
     assert wrong.status == 401
@@ -136,10 +168,14 @@ def test_a_cookie_ends_with_its_login_and_is_worth_nothing_at_another_server(
         assert other.ask("GET", "/stats.json", None, second).status == 401
 
 
-def test_guesses_of_the_token_are_limited_and_keep_nobody_out(page: Server) -> None:
+def test_guesses_of_the_token_are_limited_and_keep_nobody_out(
+    page: Server,
+) -> None:
     page.token = None
     kind = {"Content-Type": "application/x-www-form-urlencoded"}
-    guesses = [post(page, "/login", {"token": f"guess-{n}"}).status for n in range(60)]
+    guesses = [
+        post(page, "/login", {"token": f"guess-{n}"}).status for n in range(60)
+    ]
     assert guesses.count(429) >= 30
     assert set(guesses) == {401, 429}
     form = page.ask("POST", "/login", b"token=wrong", kind)
@@ -149,16 +185,38 @@ def test_guesses_of_the_token_are_limited_and_keep_nobody_out(page: Server) -> N
 
 
 @pytest.mark.slow
-def test_a_page_of_another_site_changes_nothing(page: Server, tmp_path: Path, host: Path) -> None:
+def test_a_page_of_another_site_changes_nothing(
+    page: Server, tmp_path: Path, host: Path
+) -> None:
     everything = {"everything": True}
-    assert post(page, "/clear", everything, Sec_Fetch_Site="cross-site").status == 403
-    assert post(page, "/clear", everything, Origin="http://evil.example").status == 403
-    assert page.ask("POST", "/clear", b'{"everything": true}', {"Content-Type": "text/plain"}).status == 415
+    assert (
+        post(page, "/clear", everything, Sec_Fetch_Site="cross-site").status
+        == 403
+    )
+    assert (
+        post(page, "/clear", everything, Origin="http://evil.example").status
+        == 403
+    )
+    assert (
+        page.ask(
+            "POST",
+            "/clear",
+            b'{"everything": true}',
+            {"Content-Type": "text/plain"},
+        ).status
+        == 415
+    )
     with server(
         host, "--listen", f"unix:{tmp_path}/s/socket", token=None
     ) as local:  # through a forwarded port
-        assert post(local, "/clear", everything, Origin="http://evil.example").status == 403
-        assert local.ask("GET", "/stats.json", None, {"Host": "evil.example"}).status == 421
+        assert (
+            post(local, "/clear", everything, Origin="http://evil.example").status
+            == 403
+        )
+        assert (
+            local.ask("GET", "/stats.json", None, {"Host": "evil.example"}).status
+            == 421
+        )
         assert local.ask("GET", "/stats.json").json["tiers"][0]["chunks"] == 4  # type: ignore[index]
 
 
@@ -168,7 +226,10 @@ def test_a_read_only_server_refuses_changes_and_wrong_tokens_at_the_login_lock_n
 ) -> None:
     with server(tmp_path, "--read-only") as page:
         for path in ("/clear", "/pin", "/unpin", "/warm"):
-            assert post(page, path, {"everything": True}).json["reason"] == "read_only"
+            assert (
+                post(page, path, {"everything": True}).json["reason"]
+                == "read_only"
+            )
         assert post(page, "/explain", {"tokens": tokens_of(1, 2)}).status == 200
         with page.socket() as stream:
             stream.sendall(EVENTS)
@@ -176,8 +237,14 @@ def test_a_read_only_server_refuses_changes_and_wrong_tokens_at_the_login_lock_n
             page.token = None
             for _ in range(25):
                 post(page, "/login", {"token": "wrong"})
-            assert post(page, "/login", {"token": TOKEN}).status == 200  # others cannot lock its user out
-            deep = page.ask("POST", "/login", b"[" * 4000, {"Content-Type": "application/json"})
+            # others cannot lock its user out
+            assert post(page, "/login", {"token": TOKEN}).status == 200
+            deep = page.ask(
+                "POST",
+                "/login",
+                b"[" * 4000,
+                {"Content-Type": "application/json"},
+            )
             assert deep.status == 429
             code, said = page.stop()  # at once, in spite of the stream
         assert code == 0
@@ -190,21 +257,39 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
     assert answer["asked_tokens"] == 5 * CHUNK
     (found,) = answer["namespaces"]  # type: ignore[misc]
     (row,) = found["answers"]
-    assert (row["tier"], row["num_tokens"], row["reason"]) == ("host", 4 * CHUNK, "absent")
+    assert (row["tier"], row["num_tokens"], row["reason"]) == (
+        "host",
+        4 * CHUNK,
+        "absent",
+    )
     assert any("nearest" in line for line in found["lines"])
-    page.ask("GET", "/stats.json")  # what this read is no answer after the next change
+    # what this read is no answer after the next change
+    page.ask("GET", "/stats.json")
     assert post(page, "/pin", prompt).json["chunks"] == 4
-    assert page.ask("GET", "/stats.json").json["pins"] == [{"tier": "host", "owner": "pagoda", "chunks": 4}]
+    assert page.ask("GET", "/stats.json").json["pins"] == [
+        {"tier": "host", "owner": "pagoda", "chunks": 4}
+    ]
     assert post(page, "/unpin", {"owner": "somebody else"}).json["chunks"] == 0
     assert post(page, "/pin", {**prompt, "owner": "ann"}).json["chunks"] == 4
     assert post(page, "/unpin", {"tokens": tokens_of(1, 1)}).json["chunks"] == 1
-    pins = {pin["owner"]: pin["chunks"] for pin in page.ask("GET", "/stats.json").json["pins"]}  # type: ignore[attr-defined]
+    pins = {
+        pin["owner"]: pin["chunks"]
+        for pin in page.ask("GET", "/stats.json").json["pins"]
+    }  # type: ignore[attr-defined]
     assert pins == {"ann": 4, "pagoda": 3}
     assert post(page, "/unpin", prompt).json["chunks"] == 3
     assert post(page, "/unpin", {"owner": "ann"}).json["chunks"] == 4
     assert post(page, "/clear", {"namespace": "00" * 32}).json["chunks"] == 0
-    assert post(page, "/clear", {"namespace": running.root.hex()}).json["chunks"] == 4
-    assert post(page, "/explain", prompt).json["namespaces"][0]["answers"][0]["num_tokens"] == 0  # type: ignore[index]
+    assert (
+        post(page, "/clear", {"namespace": running.root.hex()}).json["chunks"]
+        == 4
+    )
+    assert (
+        post(page, "/explain", prompt).json["namespaces"][0]["answers"][0][
+            "num_tokens"
+        ]
+        == 0
+    )  # type: ignore[index]
     running.store(1, 4)
 
 
@@ -223,7 +308,9 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
         ("/explain", {"tokens": [1] * (MOST_TOKENS + 1)}, "too many"),
     ],
 )
-def test_wrong_use_is_refused_with_the_remedy(page: Server, path: str, asked: object, said: str) -> None:
+def test_wrong_use_is_refused_with_the_remedy(
+    page: Server, path: str, asked: object, said: str
+) -> None:
     answer = post(page, path, asked)
     assert answer.status == 400
     assert said in str(answer.json["remedy"])
@@ -231,7 +318,12 @@ def test_wrong_use_is_refused_with_the_remedy(page: Server, path: str, asked: ob
 
 def test_a_body_is_bounded(page: Server) -> None:
     body = b'{"tokens": [' + b" " * MOST_BODY_BYTES + b"1]}"
-    assert page.ask("POST", "/explain", body, {"Content-Type": "application/json"}).status == 413
+    assert (
+        page.ask(
+            "POST", "/explain", body, {"Content-Type": "application/json"}
+        ).status
+        == 413
+    )
 
 
 def by_tier(explained: Answer) -> dict[str, int]:
@@ -240,19 +332,29 @@ def by_tier(explained: Answer) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "host_size"), [("LAYOUT", "1MiB"), ("ODD", "64KiB")])
+@pytest.mark.parametrize(
+    ("layout", "host_size"), [("LAYOUT", "1MiB"), ("ODD", "64KiB")]
+)
 def test_warm_brings_chunks_of_the_disk_up_to_the_host(
     layout: str, host_size: str, shm_root: Path, tmp_path: Path
 ) -> None:
     host = shm_root / "host"
     disk = tmp_path / "disk"
-    options = {"host_path": str(host), "host_size": host_size, "disk_path": str(disk), "disk_size": "32MiB"}
-    with engine(layout, **options, policy="lru") as running:  # 16 slots on the host
+    options = {
+        "host_path": str(host),
+        "host_size": host_size,
+        "disk_path": str(disk),
+        "disk_size": "32MiB",
+    }
+    # 16 slots on the host
+    with engine(layout, **options, policy="lru") as running:
         running.store(1, 4)
         for chain in range(2, 6):
             running.store(chain, 4)
         config = tmp_path / "pagoda.toml"
-        config.write_text("".join(f"{name} = '{value}'\n" for name, value in options.items()))
+        config.write_text(
+            "".join(f"{name} = '{value}'\n" for name, value in options.items())
+        )
         with server("--config", config) as page:
             prompt = {"tokens": tokens_of(1, 4)}
             before = by_tier(post(page, "/explain", prompt))
@@ -263,7 +365,9 @@ def test_warm_brings_chunks_of_the_disk_up_to_the_host(
             assert after["host"] == 4 * CHUNK
 
 
-def test_operations_that_hang_take_no_thread_from_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_that_hang_take_no_thread_from_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(operator_routes, "_WORK_SECONDS", 0.02)
     free = threading.Event()
 
@@ -273,11 +377,18 @@ def test_operations_that_hang_take_no_thread_from_chunks(monkeypatch: pytest.Mon
 
     async def ask() -> None:
         page = PageOptions(prompts=PromptTools(keys=lambda *_: {}, explain=hang))
-        app = make_app(ServeOptions(find_stores=list, page=page), AccessRules(None, ["127.0.0.1"], None))
+        app = make_app(
+            ServeOptions(find_stores=list, page=page),
+            AccessRules(None, ["127.0.0.1"], None),
+        )
         async with TestClient(TestServer(app)) as client:
             for _ in range(20):
-                assert (await client.post("/explain", json={"tokens": [1]})).status == 503
-            chunk = await asyncio.wait_for(client.get(f"/v1/{'0' * 64}/{'0' * 64}"), 5)
+                assert (
+                    await client.post("/explain", json={"tokens": [1]})
+                ).status == 503
+            chunk = await asyncio.wait_for(
+                client.get(f"/v1/{'0' * 64}/{'0' * 64}"), 5
+            )
             assert chunk.status == 404
             free.set()
 
@@ -288,7 +399,9 @@ def test_operations_that_hang_take_no_thread_from_chunks(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_the_question_goes_to_the_neighbours_too(shm_root: Path, tmp_path: Path) -> None:
+def test_the_question_goes_to_the_neighbours_too(
+    shm_root: Path, tmp_path: Path
+) -> None:
     here = shm_root / "here"
     there = shm_root / "there"
     with (
@@ -299,14 +412,18 @@ def test_the_question_goes_to_the_neighbours_too(shm_root: Path, tmp_path: Path)
         theirs.store(1, 4)
         with server(there) as neighbour:
             config = tmp_path / "pagoda.toml"
-            config.write_text(f"host_path = '{here}'\npeers = '{neighbour.url}'\n")
+            config.write_text(
+                f"host_path = '{here}'\npeers = '{neighbour.url}'\n"
+            )
             with server("--config", config, XDG_STATE_HOME=str(tmp_path)) as page:
                 prompt = {"tokens": tokens_of(1, 5)}
                 name = f"peers {neighbour.url.removeprefix('http://')}"
                 known = {"host": 2 * CHUNK, name: 4 * CHUNK, "all": 4 * CHUNK}
                 assert by_tier(post(page, "/explain", prompt)) == known
                 neighbour.stop(signal.SIGKILL)
-                assert by_tier(post(page, "/explain", prompt)) == {"host": 2 * CHUNK}
+                assert by_tier(post(page, "/explain", prompt)) == {
+                    "host": 2 * CHUNK
+                }
 
 
 def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
@@ -316,10 +433,16 @@ def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
 
     tenant = Namespace("served", salt=SALT)
     with Cache(
-        namespace=tenant, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(host), host_size="8MiB"
+        namespace=tenant,
+        layout=LAYOUT,
+        chunk_tokens=CHUNK,
+        host_path=str(host),
+        host_size="8MiB",
     ) as cache:
         cache.store(tokens_of(7, 2), DenseKV(kv_of(7, 2), LAYOUT))
-        wait_until(lambda: len(page.ask("GET", "/stats.json").json["namespaces"]) == 2)  # type: ignore[arg-type]
+        wait_until(
+            lambda: len(page.ask("GET", "/stats.json").json["namespaces"]) == 2
+        )  # type: ignore[arg-type]
     found = page.ask("GET", "/stats.json").body.decode()
     assert SALT not in found
     assert TOKEN not in found
@@ -327,7 +450,9 @@ def test_stats_has_no_salt_and_no_token(host: Path, page: Server) -> None:
 
 def test_a_stream_begins_with_the_history_and_goes_on(page: Server) -> None:
     connection = page.connection()
-    connection.request("GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"})
+    connection.request(
+        "GET", "/events", headers={"Authorization": f"Bearer {TOKEN}"}
+    )
     stream = connection.getresponse()
     assert stream.headers["Content-Type"] == "text/event-stream"
 

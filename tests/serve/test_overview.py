@@ -1,4 +1,6 @@
-"""What the page is made of: figures from the counters of real caches, and the one sampling for all readers."""
+"""What the page is made of: figures from the counters of real caches, and the one sampling for all
+readers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from pagoda.metrics import Reason
 from pagoda.serve import live_feed
 from pagoda.serve.blocking_calls import BlockingCallPool
 from pagoda.serve.live_feed import LiveFeed
-from pagoda.serve.overview import MOST_NAMESPACES, MOST_PINS, MOST_REQUESTS, MOST_SAMPLES, Overview
+from pagoda.serve.overview import (
+    MOST_NAMESPACES,
+    MOST_PINS,
+    MOST_REQUESTS,
+    MOST_SAMPLES,
+    Overview,
+)
 from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_until
 
@@ -39,7 +47,9 @@ def ledgers_of(cache: Cache) -> list[Ledger]:
     return [ledger for _, ledger in cache._tiers.ledgers()]
 
 
-def test_what_was_saved_is_counted_at_the_speed_that_engines_report(shm_root: Path) -> None:
+def test_what_was_saved_is_counted_at_the_speed_that_engines_report(
+    shm_root: Path,
+) -> None:
     with opened(shm_root) as cache:
         overview = Overview(lambda: ledgers_of(cache), gpu_price=3600.0)
         unknown = overview.take()["saved"]
@@ -48,7 +58,12 @@ def test_what_was_saved_is_counted_at_the_speed_that_engines_report(shm_root: Pa
         assert unknown["money"] is None
         assert unknown["engine_words"] == "nothing has hit yet"
         cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
-        assert cache.retrieve(tokens_of(1, 4), DenseKV(kv_of(2, 4), LAYOUT)).num_tokens == 4 * CHUNK
+        assert (
+            cache.retrieve(
+                tokens_of(1, 4), DenseKV(kv_of(2, 4), LAYOUT)
+            ).num_tokens
+            == 4 * CHUNK
+        )
         unknown = overview.take()["saved"]
         assert isinstance(unknown, dict)
         assert unknown["engine_seconds"] is None
@@ -56,15 +71,30 @@ def test_what_was_saved_is_counted_at_the_speed_that_engines_report(shm_root: Pa
         cache.observe_prefill(1000, 2.0)
         known = overview.take()["saved"]
         assert isinstance(known, dict)
-        assert known["engine_seconds"] == known["money"] == pytest.approx(4 * CHUNK / 500)
-        assert 0 < known["engine_seconds"] - known["first_token_seconds"] < 1.0  # the time to load
+        assert (
+            known["engine_seconds"]
+            == known["money"]
+            == pytest.approx(4 * CHUNK / 500)
+        )
+        # the time to load
+        assert 0 < known["engine_seconds"] - known["first_token_seconds"] < 1.0
 
 
 def test_every_reason_is_shown(shm_root: Path) -> None:
     with opened(shm_root) as cache:
-        ledgers_of(cache)[0].count({f"{kind}_{reason}": 1 for kind in ("miss", "drop") for reason in Reason})
+        ledgers_of(cache)[0].count(
+            {
+                f"{kind}_{reason}": 1
+                for kind in ("miss", "drop")
+                for reason in Reason
+            }
+        )
         shown = Overview(lambda: ledgers_of(cache)).take()
-        assert shown["misses"] == shown["drops"] == dict.fromkeys(map(str, Reason), 1)
+        assert (
+            shown["misses"]
+            == shown["drops"]
+            == dict.fromkeys(map(str, Reason), 1)
+        )
 
 
 def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
@@ -89,7 +119,9 @@ def test_hits_are_of_the_tier_that_served_and_a_store_that_was_made_again_takes_
     overview = Overview(lambda: ledgers)
     with opened(shm_root) as cache:
         ledgers[:] = ledgers_of(cache)
-        ledgers[0].count({"hit_tokens": 9, "hit_tokens_host": 5, "hit_tokens_disk": 4})
+        ledgers[0].count(
+            {"hit_tokens": 9, "hit_tokens_host": 5, "hit_tokens_disk": 4}
+        )
         found = overview.take()
         assert found["tiers"][0]["hit_tokens"] == 5  # type: ignore[index]
     remove_store(ledgers[0].directory)
@@ -100,23 +132,35 @@ def test_hits_are_of_the_tier_that_served_and_a_store_that_was_made_again_takes_
         assert set(sample["hit_tokens"].values()) == {0}
 
 
-def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
+def test_of_many_namespaces_the_largest_are_shown_and_the_rest_is_counted(
+    shm_root: Path,
+) -> None:
     with opened(shm_root) as cache:
         (ledger,) = ledgers_of(cache)
         for number in range(MOST_NAMESPACES + 9):
-            ledger.namespaces.register(blake3(b"%d" % number).digest(), {"model": f"empty {number}"})
+            ledger.namespaces.register(
+                blake3(b"%d" % number).digest(), {"model": f"empty {number}"}
+            )
         cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
         found = Overview(lambda: [ledger]).take()
         rows = found["namespaces"]
         assert isinstance(rows, list)
         assert len(rows) == MOST_NAMESPACES
         assert found["more_namespaces"] == 10
-        assert (rows[0]["fields"]["model"], rows[0]["chunks"]) == ("served", {"host": 1})
+        assert (rows[0]["fields"]["model"], rows[0]["chunks"]) == (
+            "served",
+            {"host": 1},
+        )
 
 
-def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(shm_root: Path) -> None:
+def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(
+    shm_root: Path,
+) -> None:
     other = Namespace("another", salt="a secret")
-    with opened(shm_root / "one") as cache, opened(shm_root / "two", other) as neighbour:
+    with (
+        opened(shm_root / "one") as cache,
+        opened(shm_root / "two", other) as neighbour,
+    ):
         cache.store(tokens_of(1, 2), DenseKV(kv_of(1, 2), LAYOUT))
         cache.lookup(tokens_of(1, 3))
         neighbour.lookup(tokens_of(1, 1))
@@ -124,7 +168,11 @@ def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(shm_roo
         requests = overview.take()["requests"]
         assert isinstance(requests, list)
         last, first = requests
-        assert (first["asked_tokens"], first["reason"], first["pid"]) == (3 * CHUNK, "absent", os.getpid())
+        assert (first["asked_tokens"], first["reason"], first["pid"]) == (
+            3 * CHUNK,
+            "absent",
+            os.getpid(),
+        )
         assert first["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
         assert cache.namespace.root.hex().startswith(first["namespace"])
         assert first["fields"]["model"] == "served"
@@ -135,10 +183,13 @@ def test_the_last_requests_of_all_stores_have_their_model_and_the_reason(shm_roo
         requests = overview.take()["requests"]
         assert isinstance(requests, list)
         assert len(requests) == MOST_REQUESTS
-        assert {one["fields"]["model"] for one in requests} == {"another"}  # the last ones, not some of each
+        # the last ones, not some of each
+        assert {one["fields"]["model"] for one in requests} == {"another"}
 
 
-def test_however_many_own_pins_some_are_shown_and_the_rest_is_counted(shm_root: Path) -> None:
+def test_however_many_own_pins_some_are_shown_and_the_rest_is_counted(
+    shm_root: Path,
+) -> None:
     with opened(shm_root) as cache:
         cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         for number in range(MOST_PINS + 7):
@@ -152,7 +203,9 @@ def test_however_many_own_pins_some_are_shown_and_the_rest_is_counted(shm_root: 
         assert pins[0] == {"tier": "host", "owner": "the largest", "chunks": 4}
 
 
-def test_a_store_that_cannot_be_read_is_named_and_the_others_are_shown(shm_root: Path) -> None:
+def test_a_store_that_cannot_be_read_is_named_and_the_others_are_shown(
+    shm_root: Path,
+) -> None:
     with opened(shm_root / "good") as cache:
         other = opened(shm_root / "other")
         broken = ledgers_of(other)[0]
@@ -179,11 +232,17 @@ def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
     assert first == second
     assert len(asked) == 1
     redis, s3 = first  # type: ignore[misc]
-    assert (redis["used_bytes"], redis["size_bytes"], redis["hit_tokens"]) == (5, 10, None)
+    assert (redis["used_bytes"], redis["size_bytes"], redis["hit_tokens"]) == (
+        5,
+        10,
+        None,
+    )
     assert s3["trouble"] == "refused"
 
 
-def test_a_remote_that_does_not_answer_delays_and_changes_nothing_of_the_rest(shm_root: Path) -> None:
+def test_a_remote_that_does_not_answer_delays_and_changes_nothing_of_the_rest(
+    shm_root: Path,
+) -> None:
     from pagoda.serve.overview import RemoteUsage
 
     answering = threading.Event()
@@ -219,7 +278,8 @@ def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(
             feed = LiveFeed(Overview(ledgers), calls)
             async with feed.reader() as slow, feed.reader() as quick:
                 events = 0
-                while slow.qsize() or events < 2:  # until the feed has given it up
+                # until the feed has given it up
+                while slow.qsize() or events < 2:
                     event = await asyncio.wait_for(quick.get(), 10)
                     assert event is not None
                     assert event.startswith(b"event: snapshot\ndata: {")
@@ -242,7 +302,9 @@ def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(
         asyncio.run(look())
 
 
-def test_stores_that_do_not_answer_are_said_to_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_do_not_answer_are_said_to_the_readers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
     monkeypatch.setattr(live_feed, "_PATIENCE_SECONDS", 0.1)
     hanging = threading.Event()
@@ -259,11 +321,15 @@ def test_stores_that_do_not_answer_are_said_to_the_readers(monkeypatch: pytest.M
         async with feed.reader() as queue:
             await queue.get()
             hanging.set()
-            while b"look for a stopped process" not in (await asyncio.wait_for(queue.get(), 10) or b""):
+            while b"look for a stopped process" not in (
+                await asyncio.wait_for(queue.get(), 10) or b""
+            ):
                 pass
             hanging.clear()
             free.set()
-            while b"look for a stopped process" in (await asyncio.wait_for(queue.get(), 10) or b""):
+            while b"look for a stopped process" in (
+                await asyncio.wait_for(queue.get(), 10) or b""
+            ):
                 pass
         feed.close()
         calls.close()
@@ -271,7 +337,9 @@ def test_stores_that_do_not_answer_are_said_to_the_readers(monkeypatch: pytest.M
     asyncio.run(look())
 
 
-def test_a_server_that_has_no_thread_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_has_no_thread_left_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
     free = threading.Event()
 
@@ -281,7 +349,9 @@ def test_a_server_that_has_no_thread_left_says_so(monkeypatch: pytest.MonkeyPatc
         async with feed.reader() as queue:
             await queue.get()
             held = asyncio.ensure_future(calls.run(free.wait, 60))
-            while b"too many requests wait" not in (await asyncio.wait_for(queue.get(), 60) or b""):
+            while b"too many requests wait" not in (
+                await asyncio.wait_for(queue.get(), 60) or b""
+            ):
                 pass
             free.set()
             await held
@@ -309,10 +379,14 @@ def test_a_stream_goes_on_whatever_is_wrong_with_a_store(
         async with feed.reader() as queue:
             await queue.get()
             damaged.set()
-            while b"a damaged label" not in (await asyncio.wait_for(queue.get(), 10) or b""):
+            while b"a damaged label" not in (
+                await asyncio.wait_for(queue.get(), 10) or b""
+            ):
                 pass
             damaged.clear()
-            while b"a damaged label" in (await asyncio.wait_for(queue.get(), 10) or b""):
+            while b"a damaged label" in (
+                await asyncio.wait_for(queue.get(), 10) or b""
+            ):
                 pass
         feed.close()
         calls.close()

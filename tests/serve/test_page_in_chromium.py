@@ -1,4 +1,6 @@
-"""The operator's page in a real Chromium: it renders, goes on by itself, is used by keyboard, and changes stores."""
+"""The operator's page in a real Chromium: it renders, goes on by itself, is used by keyboard, and
+changes stores.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ import pytest
 
 from pagoda import Cache, Namespace
 from pagoda.transfer import DenseKV
-from tests.serve.kit import CHUNK, LAYOUT, TOKEN, Server, kv_of, server, tokens_of, wait_until
+from tests.serve.kit import (
+    CHUNK,
+    LAYOUT,
+    TOKEN,
+    Server,
+    kv_of,
+    server,
+    tokens_of,
+    wait_until,
+)
 
 CHROMIUM = shutil.which("chromium")
 MARKUP = "<img src=x onerror=document.title='broken'>"
@@ -21,7 +32,8 @@ MARKUP = "<img src=x onerror=document.title='broken'>"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        CHROMIUM is None, reason="needs Chromium: apt-get install --no-install-recommends chromium"
+        CHROMIUM is None,
+        reason="needs Chromium: apt-get install --no-install-recommends chromium",
     ),
 ]
 
@@ -31,13 +43,19 @@ FORM = {"Content-Type": "application/x-www-form-urlencoded"}
 
 @pytest.fixture(scope="module")
 def root() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="pagoda-test-", dir="/dev/shm") as made:
+    with tempfile.TemporaryDirectory(
+        prefix="pagoda-test-", dir="/dev/shm"
+    ) as made:
         yield Path(made)
 
 
 def opened(root: Path, namespace: Namespace) -> Cache:
     return Cache(
-        namespace=namespace, layout=LAYOUT, chunk_tokens=CHUNK, host_path=str(root), host_size="8MiB"
+        namespace=namespace,
+        layout=LAYOUT,
+        chunk_tokens=CHUNK,
+        host_path=str(root),
+        host_size="8MiB",
     )
 
 
@@ -57,16 +75,21 @@ def serving(root: Path, cache: Cache) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
     playwright = pytest.importorskip(
-        "playwright.sync_api", reason="needs the dev group: pip install --group dev"
+        "playwright.sync_api",
+        reason="needs the dev group: pip install --group dev",
     )
     with playwright.sync_playwright() as driver:
-        made = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        made = driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"]
+        )
         yield made
         made.close()
 
 
 @pytest.fixture
-def page(browser, serving: Server, request: pytest.FixtureRequest) -> Iterator[object]:  # type: ignore[no-untyped-def]
+def page(
+    browser, serving: Server, request: pytest.FixtureRequest
+) -> Iterator[object]:  # type: ignore[no-untyped-def]
     """The page after the login; a test fails if the console had an error."""
     context = browser.new_context(**getattr(request, "param", {}))
     context.add_cookies(
@@ -82,7 +105,12 @@ def page(browser, serving: Server, request: pytest.FixtureRequest) -> Iterator[o
     )
     opened = context.new_page()
     errors: list[str] = []
-    opened.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    opened.on(
+        "console",
+        lambda message: (
+            errors.append(message.text) if message.type == "error" else None
+        ),
+    )
     opened.on("pageerror", lambda error: errors.append(str(error)))
     opened.goto(serving.url)
     opened.wait_for_selector("#storeys .storey")
@@ -103,7 +131,9 @@ def _cookie(serving: Server) -> str:
     return answer.headers["Set-Cookie"].partition("=")[2].partition(";")[0]
 
 
-def test_the_token_is_asked_for_and_opens_the_page(browser, serving: Server) -> None:  # type: ignore[no-untyped-def]
+def test_the_token_is_asked_for_and_opens_the_page(
+    browser, serving: Server
+) -> None:  # type: ignore[no-untyped-def]
     context = browser.new_context()
     opened = context.new_page()
     opened.goto(serving.url)
@@ -153,7 +183,8 @@ def test_it_shows_the_stores_and_goes_on_by_itself(page, cache: Cache) -> None: 
     assert "live" in page.inner_text("#live")
     cache.lookup(tokens_of(3, 1))
     expect(page, "#requests tr >> nth=1", "absent")
-    assert page.evaluate("document.activeElement.textContent") == "Clear…"  # it is where it was
+    # it is where it was
+    assert page.evaluate("document.activeElement.textContent") == "Clear…"
 
 
 def test_it_is_used_by_keyboard(page, cache: Cache) -> None:  # type: ignore[no-untyped-def]
@@ -186,9 +217,16 @@ def test_it_is_used_by_keyboard(page, cache: Cache) -> None:  # type: ignore[no-
     expect(page, "#pins", "Nothing is pinned")
 
 
-def test_clearing_asks_before_and_clears_what_it_names(page, root: Path, cache: Cache) -> None:  # type: ignore[no-untyped-def]
+def test_clearing_asks_before_and_clears_what_it_names(
+    page, root: Path, cache: Cache
+) -> None:  # type: ignore[no-untyped-def]
     sent: list[str] = []
-    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    page.on(
+        "request",
+        lambda request: (
+            sent.append(request.url) if request.method == "POST" else None
+        ),
+    )
     with opened(root, Namespace("another")) as neighbour:
         for one in (cache, neighbour):
             one.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
@@ -231,8 +269,19 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
             "size_bytes": 100,
             "hit_tokens": 20,
         },
-        {**tier, "kind": "disk", "title": "disk", "used_bytes": 1 << 30, "hit_tokens": 4000},
-        {**tier, "kind": "remote", "title": "redis", "trouble": f"refused {MARKUP}"},
+        {
+            **tier,
+            "kind": "disk",
+            "title": "disk",
+            "used_bytes": 1 << 30,
+            "hit_tokens": 4000,
+        },
+        {
+            **tier,
+            "kind": "remote",
+            "title": "redis",
+            "trouble": f"refused {MARKUP}",
+        },
     ]
     hits = {"host": 0, "disk": 64, "remote": 32}
     request = {
@@ -244,7 +293,13 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
         "reason": "evicted",
     }
     told["requests"] = [{**request, "fields": {"model": MARKUP}}]
-    told["history"] = [{"time": 9.0, "seconds": 2.0, "hit_tokens": {"host": 20, "disk": 4000, "remote": 600}}]
+    told["history"] = [
+        {
+            "time": 9.0,
+            "seconds": 2.0,
+            "hit_tokens": {"host": 20, "disk": 4000, "remote": 600},
+        }
+    ]
     told["saved"] = dict.fromkeys(told["saved"])  # type: ignore[attr-defined]
     row = {
         "namespace": "c7" * 32,
@@ -252,7 +307,11 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
         "bytes": 5,
         "fields": {"model": MARKUP, "lora": MARKUP},
     }
-    told |= {"namespaces": 50 * [row], "more_namespaces": 9_950, "troubles": [f"a store is broken {MARKUP}"]}
+    told |= {
+        "namespaces": 50 * [row],
+        "more_namespaces": 9_950,
+        "troubles": [f"a store is broken {MARKUP}"],
+    }
     told |= {
         "pins": [{"tier": "host", "owner": MARKUP, "chunks": 3}],
         "more_pins": 12,
@@ -260,7 +319,10 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
     }
     answers = [
         {"status": 503},
-        {"content_type": "text/event-stream", "body": f"event: snapshot\ndata: {json.dumps(told)}\n\n"},
+        {
+            "content_type": "text/event-stream",
+            "body": f"event: snapshot\ndata: {json.dumps(told)}\n\n",
+        },
     ]
 
     context = browser.new_context()
@@ -281,7 +343,9 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
     expect(page, "#requests", "disk 64, remote 32")
     assert "evicted" in page.inner_text("#requests")
     assert MARKUP in page.inner_text("#requests")
-    host, disk, redis = (page.locator("#storeys .storey").nth(number) for number in range(3))
+    host, disk, redis = (
+        page.locator("#storeys .storey").nth(number) for number in range(3)
+    )
     assert "10/s now" in host.inner_text()
     assert host.locator(".window.lit").count() == 3
     assert "2K/s now" in disk.inner_text()
@@ -310,13 +374,26 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
     indirect=True,
     ids=["light", "dark", "phone"],
 )
-def test_it_has_no_serious_fault_for_people_who_need_help_to_read_it(page) -> None:  # type: ignore[no-untyped-def]
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install --group dev")
+def test_it_has_no_serious_fault_for_people_who_need_help_to_read_it(
+    page,
+) -> None:  # type: ignore[no-untyped-def]
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="pip install --group dev"
+    )
     page.fill("#prompt", "1 2 3")
     page.click("text=Explain")
     page.wait_for_selector("#answer table, #answer p")
     found = axe.Axe().run(page).response
     assert found["passes"]
-    faults = [fault for fault in found["violations"] if fault["impact"] in ("serious", "critical")]
-    assert [(fault["id"], [node["html"] for node in fault["nodes"]]) for fault in faults] == []
-    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    faults = [
+        fault
+        for fault in found["violations"]
+        if fault["impact"] in ("serious", "critical")
+    ]
+    assert [
+        (fault["id"], [node["html"] for node in fault["nodes"]])
+        for fault in faults
+    ] == []
+    assert page.evaluate(
+        "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+    )

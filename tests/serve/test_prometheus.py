@@ -1,4 +1,6 @@
-"""A real Prometheus scrapes a real `pagoda serve`: every help text arrives, and every query of ours has data."""
+"""A real Prometheus scrapes a real `pagoda serve`: every help text arrives, and every query of ours
+has data.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,20 @@ import yaml
 from pagoda.cache import Cache
 from pagoda.serve.exposition import FAMILIES
 from pagoda.transfer import DenseKV
-from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, TOKEN, kv_of, server, tokens_of, wait_until
+from tests.serve.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    TOKEN,
+    kv_of,
+    server,
+    tokens_of,
+    wait_until,
+)
 
-MONITORING = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "monitoring"
+MONITORING = (
+    Path(__file__).resolve().parents[2] / "docs" / "how-to" / "monitoring"
+)
 DASHBOARD = MONITORING / "dashboard.json"
 ALERTS = MONITORING / "alerts.yaml"
 
@@ -38,12 +51,19 @@ pytestmark = [
 def dashboard_queries() -> list[str]:
     """All queries of the dashboard, with its variables filled in."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
-    return [query.replace("$__rate_interval", "1m").replace("$instance", ".*") for query in queries]
+    queries = [
+        target["expr"] for panel in panels for target in panel.get("targets", ())
+    ]
+    return [
+        query.replace("$__rate_interval", "1m").replace("$instance", ".*")
+        for query in queries
+    ]
 
 
 def alert_queries() -> list[str]:
-    """The expressions of all rules, with comparisons that answer 0 or 1, so that no rule need fire."""
+    """The expressions of all rules, with comparisons that answer 0 or 1, so that no rule need
+    fire.
+    """
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     return [re.sub(r" (>|==) ", r" \1 bool ", rule["expr"]) for rule in rules]
 
@@ -64,7 +84,9 @@ class Prometheus:
 
     def rows(self, query: str) -> list[dict[str, object]]:
         """Return what a query has now."""
-        return cast("dict[str, list[dict[str, object]]]", self.ask("query", query=query))["result"]
+        return cast(
+            "dict[str, list[dict[str, object]]]", self.ask("query", query=query)
+        )["result"]
 
 
 @contextmanager
@@ -72,7 +94,10 @@ def prometheus(where: Path, target: str) -> Iterator[Prometheus]:
     """Run Prometheus with the configuration of the documentation, faster; kill it afterwards."""
     (where / "token").write_text(TOKEN)
     config = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
-    config["global"] = {"scrape_interval": "100ms", "evaluation_interval": "200ms"}
+    config["global"] = {
+        "scrape_interval": "100ms",
+        "evaluation_interval": "200ms",
+    }
     config["rule_files"] = [str(ALERTS)]
     (job,) = config["scrape_configs"]
     job["authorization"]["credentials_file"] = str(where / "token")
@@ -81,9 +106,12 @@ def prometheus(where: Path, target: str) -> Iterator[Prometheus]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [
-        "prometheus", f"--config.file={where}/prometheus.yaml", f"--storage.tsdb.path={where}/data",
-        f"--web.listen-address={address}", "--log.level=error",
-    ]  # fmt: skip
+        "prometheus",
+        f"--config.file={where}/prometheus.yaml",
+        f"--storage.tsdb.path={where}/data",
+        f"--web.listen-address={address}",
+        "--log.level=error",
+    ]
     process = subprocess.Popen(command, cwd=where)
     try:
         yield Prometheus(f"http://{address}")
@@ -104,35 +132,64 @@ def test_prometheus_reads_every_metric_with_its_help_and_every_query_has_data(
     shm_root: Path, tmp_path: Path
 ) -> None:
     options = {"namespace": NAMESPACE, "layout": LAYOUT, "chunk_tokens": CHUNK}
-    with Cache(host_path=shm_root, host_size="4MiB", **options) as cache, server(shm_root) as served:  # type: ignore[arg-type]
+    with (
+        Cache(host_path=shm_root, host_size="4MiB", **options) as cache,
+        server(shm_root) as served,
+    ):  # type: ignore[arg-type]
         cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         cache.retrieve(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         with prometheus(tmp_path, ":".join(map(str, served.address))) as monitor:
-            wait_until(lambda: has_data(monitor, "rate(pagoda_lookups_total[1m])"))
+            wait_until(
+                lambda: has_data(monitor, "rate(pagoda_lookups_total[1m])")
+            )
             for number in range(3):
-                cache.store(tokens_of(number, 4), DenseKV(kv_of(number, 4), LAYOUT))
-                hit = cache.retrieve(tokens_of(number, 4), DenseKV(kv_of(number, 4), LAYOUT))
+                cache.store(
+                    tokens_of(number, 4), DenseKV(kv_of(number, 4), LAYOUT)
+                )
+                hit = cache.retrieve(
+                    tokens_of(number, 4), DenseKV(kv_of(number, 4), LAYOUT)
+                )
                 assert hit.num_tokens == 4 * CHUNK
-            wait_until(lambda: has_data(monitor, "sum(rate(pagoda_load_seconds_count[1m])) > 0"))
-            metadata = cast("dict[str, list[dict[str, str]]]", monitor.ask("metadata"))
-            ours = [one for one in FAMILIES if not one.name.startswith(("pagoda_remote_", "pagoda_serve_"))]
+            wait_until(
+                lambda: has_data(
+                    monitor, "sum(rate(pagoda_load_seconds_count[1m])) > 0"
+                )
+            )
+            metadata = cast(
+                "dict[str, list[dict[str, str]]]", monitor.ask("metadata")
+            )
+            ours = [
+                one
+                for one in FAMILIES
+                if not one.name.startswith(("pagoda_remote_", "pagoda_serve_"))
+            ]
             for family in ours:
                 name = family.name + "_total" * (family.kind == "counter")
                 (found,) = metadata.get(name) or metadata[family.name]
-                assert (found["type"], found["help"]) == (family.kind, family.help), name
+                assert (found["type"], found["help"]) == (
+                    family.kind,
+                    family.help,
+                ), name
             for query in (*dashboard_queries(), *alert_queries()):
                 assert monitor.rows(query), query
             assert monitor.rows('up{job="pagodakv"} == 1')
             wait_until(lambda: "unknown" not in healths(monitor))
             assert healths(monitor) == ["ok"] * len(alert_queries())
             text = served.ask("GET", "/metrics").body
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=text,
+        capture_output=True,
+        timeout=30,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def healths(monitor: Prometheus) -> list[str]:
     """How Prometheus judges each rule."""
-    (group,) = cast("dict[str, list[dict[str, list[dict[str, str]]]]]", monitor.ask("rules"))["groups"]
+    (group,) = cast(
+        "dict[str, list[dict[str, list[dict[str, str]]]]]", monitor.ask("rules")
+    )["groups"]
     return [rule["health"] for rule in group["rules"]]
 
 
@@ -155,7 +212,7 @@ tests:
       - eval_time: 150m
         expr: count by (alertname, instance) (ALERTS{alertstate="firing"})
         exp_samples: [{labels: '{alertname="PagodaNeverHits", instance="a"}', value: 1}]
-"""
+"""  # noqa: E501
 
 
 def test_the_rules_are_right_and_fire(tmp_path: Path) -> None:
@@ -163,6 +220,9 @@ def test_the_rules_are_right_and_fire(tmp_path: Path) -> None:
     tests.write_text(FIRING.replace("[ALERTS]", f"[{ALERTS}]"))
     for command, file in (("check", ALERTS), ("test", tests)):
         done = subprocess.run(
-            ["promtool", command, "rules", file], capture_output=True, text=True, timeout=60
+            ["promtool", command, "rules", file],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0, done.stdout + done.stderr

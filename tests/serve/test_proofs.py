@@ -1,4 +1,6 @@
-"""A client proves that it knows the token: what each proof is worth, and to whom. Against a real server."""
+"""A client proves that it knows the token: what each proof is worth, and to whom. Against a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,29 @@ class Line:
 
     def __init__(self, served: kit.Server) -> None:
         self.host = "{}:{}".format(*served.address)
-        self._connection = http.client.HTTPConnection(*served.address, timeout=kit.SECONDS)
+        self._connection = http.client.HTTPConnection(
+            *served.address, timeout=kit.SECONDS
+        )
 
-    def ask(self, authorization: str, method: str = "GET", target: str = TARGET, host: str = "") -> Told:
+    def ask(
+        self,
+        authorization: str,
+        method: str = "GET",
+        target: str = TARGET,
+        host: str = "",
+    ) -> Told:
         """Return the answer to a request with this header."""
         headers = {"Authorization": authorization, "Host": host or self.host}
         self._connection.request(method, target, headers=headers)
         answer = self._connection.getresponse()
         answer.read()
         return Told(
-            answer.status, answer.headers.get("WWW-Authenticate", ""), answer.headers.get("Pagoda-Proof", "")
-        )._replace(challenge=", ".join(answer.headers.get_all("WWW-Authenticate", [])))
+            answer.status,
+            answer.headers.get("WWW-Authenticate", ""),
+            answer.headers.get("Pagoda-Proof", ""),
+        )._replace(
+            challenge=", ".join(answer.headers.get_all("WWW-Authenticate", []))
+        )
 
     def nonce(self) -> str:
         """Ask for a nonce."""
@@ -71,7 +85,9 @@ def proof_of(
     method: str = "GET",
 ) -> Proof:
     """Return the proof of a request for TARGET."""
-    return Proof(nonce, serve_proof.random_number(), count, where).signed(key, method, TARGET, host)
+    return Proof(nonce, serve_proof.random_number(), count, where).signed(
+        key, method, TARGET, host
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +103,9 @@ def line(served: kit.Server) -> Iterator[Line]:
     made.close()
 
 
-def test_a_proof_is_taken_as_the_token_and_the_answer_has_one_too(line: Line) -> None:
+def test_a_proof_is_taken_as_the_token_and_the_answer_has_one_too(
+    line: Line,
+) -> None:
     nonce = line.nonce()
     for count in (1, 2, 7):
         proof = proof_of(nonce, count, line.host)
@@ -95,21 +113,34 @@ def test_a_proof_is_taken_as_the_token_and_the_answer_has_one_too(line: Line) ->
         assert told.status == 404
         assert told.proof == serve_proof.proof_of_answer(KEY, proof.mac, 404)
     # nobody without a right proof gets one: he could try tokens with it
-    for authorization in ("Pagoda", f"Bearer {TOKEN}", "Bearer wrong", "Pagoda x:y:1:any:z"):
+    for authorization in (
+        "Pagoda",
+        f"Bearer {TOKEN}",
+        "Bearer wrong",
+        "Pagoda x:y:1:any:z",
+    ):
         assert line.ask(authorization).proof == ""
 
 
-def test_a_proof_is_worth_nothing_a_second_time_or_out_of_order(line: Line) -> None:
+def test_a_proof_is_worth_nothing_a_second_time_or_out_of_order(
+    line: Line,
+) -> None:
     nonce = line.nonce()
     second = proof_of(nonce, 2, line.host)
     assert line.prove(second).status == 404
-    for again in (second, proof_of(nonce, 1, line.host), proof_of(nonce, 2, line.host)):
+    for again in (
+        second,
+        proof_of(nonce, 1, line.host),
+        proof_of(nonce, 2, line.host),
+    ):
         told = line.prove(again)
         assert told.status == 401
         assert told.proof == ""
 
 
-def test_a_proof_is_worth_nothing_on_another_connection(served: kit.Server, line: Line) -> None:
+def test_a_proof_is_worth_nothing_on_another_connection(
+    served: kit.Server, line: Line
+) -> None:
     nonce = line.nonce()
     other = Line(served)
     proof = proof_of(nonce, 1, line.host)
@@ -131,9 +162,16 @@ def test_a_proof_is_worth_nothing_after_another_question(line: Line) -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [{"method": "DELETE"}, {"target": OTHER_TARGET}, {"target": f"{TARGET}?a"}, {"host": "localhost"}],
+    [
+        {"method": "DELETE"},
+        {"target": OTHER_TARGET},
+        {"target": f"{TARGET}?a"},
+        {"host": "localhost"},
+    ],
 )
-def test_a_proof_is_worth_nothing_for_another_request(line: Line, request_: dict[str, str]) -> None:
+def test_a_proof_is_worth_nothing_for_another_request(
+    line: Line, request_: dict[str, str]
+) -> None:
     proof = proof_of(line.nonce(), 1, line.host)
     told = line.prove(proof, **request_)
     assert told.status in (401, 429)
@@ -144,19 +182,26 @@ def test_a_proof_is_worth_nothing_for_another_request(line: Line, request_: dict
 def test_no_part_of_a_proof_can_be_changed(line: Line, changed: str) -> None:
     proof = proof_of(line.nonce(), 1, line.host)
     other = {
-        "nonce": serve_proof.random_number(), "salt": serve_proof.random_number(), "number": 2, "where": HERE,
+        "nonce": serve_proof.random_number(),
+        "salt": serve_proof.random_number(),
+        "number": 2,
+        "where": HERE,
         "mac": proof.mac[:-1] + ("1" if proof.mac[-1] == "0" else "0"),
-    }  # fmt: skip
+    }
     told = line.prove(proof._replace(**{changed: other[changed]}))
     assert told.status in (401, 429)
     assert told.proof == ""
 
 
-def test_a_proof_for_an_address_is_worth_nothing_at_another_one(line: Line) -> None:
+def test_a_proof_for_an_address_is_worth_nothing_at_another_one(
+    line: Line,
+) -> None:
     """Whoever passes it on has another address than the server that he passes it on to."""
     port = line.host.rpartition(":")[2]
     nonce = line.nonce()
-    for count, host in enumerate(("127.0.0.1:1", "127.0.0.1", f"localhost:{port}", f"10.0.0.5:{port}"), 1):
+    for count, host in enumerate(
+        ("127.0.0.1:1", "127.0.0.1", f"localhost:{port}", f"10.0.0.5:{port}"), 1
+    ):
         proof = proof_of(nonce, count, host, where=HERE)
         told = line.prove(proof, host=host)
         assert told.status == 421 and told.proof == "", host
@@ -171,14 +216,19 @@ def test_wrong_proofs_are_guesses_and_questions_are_not(tmp_path: Path) -> None:
         line = Line(served)
         for _ in range(60):
             line.nonce()
-        statuses = [line.prove(proof_of(line.nonce(), 1, line.host, key=wrong_key)).status for _ in range(60)]
+        statuses = [
+            line.prove(proof_of(line.nonce(), 1, line.host, key=wrong_key)).status
+            for _ in range(60)
+        ]
         assert statuses.count(401) >= 20
         assert statuses.count(429) >= 20
         assert line.prove(proof_of(line.nonce(), 1, line.host)).status == 404
         line.close()
 
 
-def test_the_token_itself_is_taken_as_before(served: kit.Server, line: Line) -> None:
+def test_the_token_itself_is_taken_as_before(
+    served: kit.Server, line: Line
+) -> None:
     assert line.ask(f"Bearer {TOKEN}").status == 404
     told = line.ask("Bearer wrong")
     assert told.status in (401, 429)
@@ -186,6 +236,11 @@ def test_the_token_itself_is_taken_as_before(served: kit.Server, line: Line) -> 
 
 
 def test_keys_of_two_tokens_differ() -> None:
-    macs = {serve_proof.key_of(token).mac("a") for token in (TOKEN, TOKEN + "x", TOKEN.upper())}
+    macs = {
+        serve_proof.key_of(token).mac("a")
+        for token in (TOKEN, TOKEN + "x", TOKEN.upper())
+    }
     assert len(macs) == 3
-    assert serve_proof.unknown_key().mac("a") != serve_proof.unknown_key().mac("a")
+    assert serve_proof.unknown_key().mac("a") != serve_proof.unknown_key().mac(
+        "a"
+    )

@@ -1,4 +1,6 @@
-"""The stores of `pagoda serve` in one process: a header is of the bytes that were there, or there is none."""
+"""The stores of `pagoda serve` in one process: a header is of the bytes that were there, or there
+is none.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ KEYS = keys_of(ROOT, 1, 8)
 @pytest.fixture
 def tier(shm_root: Path) -> Iterator[HostTier]:
     """A host tier of four slots, as an engine has it."""
-    opened = HostTier.open(LAYOUT, shm_root, 4 * LAYOUT.slot_bytes, populate=False)
+    opened = HostTier.open(
+        LAYOUT, shm_root, 4 * LAYOUT.slot_bytes, populate=False
+    )
     yield opened
     opened.close()
 
@@ -39,7 +43,10 @@ def stores(tier: HostTier) -> Iterator[ServedStores]:
 
 
 def save(tier: HostTier | DiskTier, numbers: list[int]) -> None:
-    chunks = [Chunk(KEYS[n], n, CHUNK, payload_of(1, n), None, lambda: True) for n in numbers]
+    chunks = [
+        Chunk(KEYS[n], n, CHUNK, payload_of(1, n), None, lambda: True)
+        for n in numbers
+    ]
     assert all(future.result(30.0).ok for future in tier.save(chunks, ROOT))
 
 
@@ -65,11 +72,14 @@ def test_a_header_is_never_of_bytes_that_came_later(
     monkeypatch.setattr(served_stores.codec, "seal", seal)
     assert stores.header_of(ROOT, KEYS[0], found) is Reason.EVICTED
     monkeypatch.undo()
-    assert stores.header_of(ROOT, KEYS[0], found) is Reason.EVICTED  # nothing was kept
+    # nothing was kept
+    assert stores.header_of(ROOT, KEYS[0], found) is Reason.EVICTED
     assert located(stores, 4).slot == found.slot
 
 
-def test_a_chunk_that_is_gone_is_not_valid_while_it_is_sent(tier: HostTier, stores: ServedStores) -> None:
+def test_a_chunk_that_is_gone_is_not_valid_while_it_is_sent(
+    tier: HostTier, stores: ServedStores
+) -> None:
     save(tier, [0])
     found = located(stores, 0)
     assert found.renew()
@@ -89,10 +99,13 @@ def test_what_is_read_was_of_use_and_what_is_only_asked_for_was_not(
     for key in KEYS[:2]:
         stores.locate_with_header(ROOT, key)
     head, tail = tier.ledger.columns.last_use[slots].tolist()
-    assert head > tail > max(before)  # the tail of a run is evicted before its head
+    # the tail of a run is evicted before its head
+    assert head > tail > max(before)
 
 
-def test_a_chunk_that_is_sent_is_evicted_last(tier: HostTier, stores: ServedStores) -> None:
+def test_a_chunk_that_is_sent_is_evicted_last(
+    tier: HostTier, stores: ServedStores
+) -> None:
     save(tier, [0, 1, 2, 3])
     found = located(stores, 0)
     for number in (4, 5, 6):
@@ -125,7 +138,9 @@ def test_find_continues_in_another_store(tier: HostTier, tmp_path: Path) -> None
     with contextlib.closing(DiskTier.open(LAYOUT, tmp_path, 1 << 20)) as disk:
         save(tier, [0, 1, 5])
         save(disk, [2, 3, 4, 7])
-        made = ServedStores(lambda: [tier.ledger.directory, disk.ledger.directory])
+        made = ServedStores(
+            lambda: [tier.ledger.directory, disk.ledger.directory]
+        )
         made.scan()
         try:
             assert made.find(ROOT, KEYS) == 6
@@ -136,20 +151,42 @@ def test_find_continues_in_another_store(tier: HostTier, tmp_path: Path) -> None
                 store.close()
 
 
-def test_stores_that_it_makes_are_bounded_and_their_runs_evict_the_tail_first(shm_root: Path) -> None:
+def test_stores_that_it_makes_are_bounded_and_their_runs_evict_the_tail_first(
+    shm_root: Path,
+) -> None:
     made = ServedStores(list, HostRoom(shm_root, 4 * LAYOUT.slot_bytes, "lru"))
     try:
         keys = keys_of(ROOT, 2, 6)
         for n in (0, 1, 2, 3):
             header = codec.Header(
-                bytes(16), 0, ROOT, 0, keys[n], n, LAYOUT.chunk_bytes, CHUNK, "raw", LAYOUT.fingerprint, 1
+                bytes(16),
+                0,
+                ROOT,
+                0,
+                keys[n],
+                n,
+                LAYOUT.chunk_bytes,
+                CHUNK,
+                "raw",
+                LAYOUT.fingerprint,
+                1,
             )
             store = made.room_for(header)
             assert store is not None
             assert made.put(store, header, payload_of(2, n)) == (True, None)
         other = KVLayout.opaque(CHUNK, LAYOUT.slot_bytes * 5, "too large")
         wrong = codec.Header(
-            bytes(16), 0, ROOT, 0, keys[0], 0, other.chunk_bytes, CHUNK, "raw", other.fingerprint, 1
+            bytes(16),
+            0,
+            ROOT,
+            0,
+            keys[0],
+            0,
+            other.chunk_bytes,
+            CHUNK,
+            "raw",
+            other.fingerprint,
+            1,
         )
         with pytest.raises(served_stores.NoRoomError, match="--host-size"):
             made.room_for(wrong)

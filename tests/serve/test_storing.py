@@ -1,4 +1,6 @@
-"""`pagoda serve`: what clients store is verified first, is found by an engine that starts later, and can be cleared."""
+"""`pagoda serve`: what clients store is verified first, is found by an engine that starts later,
+and can be cleared.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import pytest
 from pagoda.keys import Namespace
 from pagoda.slab import aligned
 from tests.serve import kit
-from tests.serve.kit import LAYOUT, Server, engine, keys_of, payload_of, server, value_of, verified
+from tests.serve.kit import (
+    LAYOUT,
+    Server,
+    engine,
+    keys_of,
+    payload_of,
+    server,
+    value_of,
+    verified,
+)
 
 ROOT = Namespace("served", layout=LAYOUT.fingerprint).root
 KEYS = keys_of(ROOT, 1, 8)
@@ -20,11 +31,16 @@ VALUES = [value_of(ROOT, key, n, payload_of(1, n)) for n, key in enumerate(KEYS)
 
 
 @pytest.fixture(scope="module")
-def shelf(shm_module_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def shelf(
+    shm_module_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """Run one server that makes stores, for the tests of this module."""
     state = str(tmp_path_factory.mktemp("state"))
     with server(
-        "--host-size", "4MiB", PAGODA_HOST_PATH=str(shm_module_root), XDG_STATE_HOME=state
+        "--host-size",
+        "4MiB",
+        PAGODA_HOST_PATH=str(shm_module_root),
+        XDG_STATE_HOME=state,
     ) as running:
         yield running
 
@@ -38,7 +54,10 @@ def host(shelf: Server) -> Server:
 
 
 def test_what_is_put_is_read_byte_by_byte(host: Server) -> None:
-    assert [host.put(ROOT, key, value).status for key, value in zip(KEYS, VALUES, strict=True)] == [201] * 8
+    assert [
+        host.put(ROOT, key, value).status
+        for key, value in zip(KEYS, VALUES, strict=True)
+    ] == [201] * 8
     assert host.find(ROOT, KEYS) == 8
     for position, key in enumerate(KEYS):
         found = verified(host.get(ROOT, key).body, ROOT, key)
@@ -78,9 +97,18 @@ def test_nor_one_of_another_key_or_namespace_or_size(host: Server) -> None:
     ]
     for value in wrong:
         answer = host.put(ROOT, KEYS[0], value)
-        assert (answer.status, answer.json["reason"]) == (422, "failed_check"), value[:64]
+        assert (answer.status, answer.json["reason"]) == (422, "failed_check"), (
+            value[:64]
+        )
     other = kit.ODD  # of the layout's name, with another size
-    short = value_of(ROOT, KEYS[0], 0, payload_of(1, 0, other), other, fingerprint=LAYOUT.fingerprint)
+    short = value_of(
+        ROOT,
+        KEYS[0],
+        0,
+        payload_of(1, 0, other),
+        other,
+        fingerprint=LAYOUT.fingerprint,
+    )
     host.put(ROOT, KEYS[1], VALUES[1])
     assert host.put(ROOT, KEYS[0], short).status == 413
     large = value_of(ROOT, KEYS[0], 0, payload_of(1, 0, kit.LARGE), kit.LARGE)
@@ -96,8 +124,12 @@ def test_a_compressed_value_is_stored_as_it_was(host: Server) -> None:
     payload[::7] = 3
     name, stored = codec.encode("zstd", payload, 4, aligned(payload.nbytes))
     assert name == "zstd"
-    page = value_of(ROOT, KEYS[0], 0, payload, codec="zstd", stored_bytes=stored.nbytes)[:4096]
-    assert host.put(ROOT, KEYS[0], page + stored.tobytes()[:-1] + b"x").status == 422
+    page = value_of(
+        ROOT, KEYS[0], 0, payload, codec="zstd", stored_bytes=stored.nbytes
+    )[:4096]
+    assert (
+        host.put(ROOT, KEYS[0], page + stored.tobytes()[:-1] + b"x").status == 422
+    )
     assert host.put(ROOT, KEYS[0], page + stored.tobytes()).status == 201
     found = verified(host.get(ROOT, KEYS[0]).body, ROOT, KEYS[0])
     assert found is not None
@@ -108,7 +140,12 @@ def test_a_compressed_value_is_stored_as_it_was(host: Server) -> None:
 def test_an_engine_that_starts_later_finds_what_was_put(shm_root: Path) -> None:
     with server("--host-size", "4MiB", PAGODA_HOST_PATH=str(shm_root)) as running:
         fields = {"model": "llama", "salt": "secret", "kv_dtype": "float32"}
-        assert running.ask("PUT", f"/v1/{ROOT.hex()}", json.dumps(fields).encode()).status == 204
+        assert (
+            running.ask(
+                "PUT", f"/v1/{ROOT.hex()}", json.dumps(fields).encode()
+            ).status
+            == 204
+        )
         for key, value in zip(KEYS[:4], VALUES, strict=False):
             assert running.put(ROOT, key, value).status == 201
         listed = kit.pagoda("stats", str(shm_root))
@@ -121,7 +158,9 @@ def test_an_engine_that_starts_later_finds_what_was_put(shm_root: Path) -> None:
         assert running.find(ROOT, KEYS) == 0
 
 
-def test_without_a_store_and_a_size_for_one_the_reason_says_so(tmp_path: Path) -> None:
+def test_without_a_store_and_a_size_for_one_the_reason_says_so(
+    tmp_path: Path,
+) -> None:
     with server(tmp_path) as running:
         answer = running.put(ROOT, KEYS[0], VALUES[0])
         assert (answer.status, answer.json["reason"]) == (507, "no_store")
@@ -136,18 +175,27 @@ def test_a_full_store_evicts_and_one_too_small_refuses(shm_root: Path) -> None:
         assert (refused.status, refused.json["reason"]) == (507, "full")
         keys = keys_of(ROOT, 2, 40)  # 16 find room
         for n, key in enumerate(keys):
-            assert running.put(ROOT, key, value_of(ROOT, key, n, payload_of(2, n))).status in (201, 507)
+            assert running.put(
+                ROOT, key, value_of(ROOT, key, n, payload_of(2, n))
+            ).status in (201, 507)
         found = [key for key in keys if running.get(ROOT, key).status == 200]
         assert 8 <= len(found) <= 16
 
 
 @pytest.mark.slow
-def test_a_server_that_only_reads_takes_and_removes_nothing(shm_root: Path) -> None:
+def test_a_server_that_only_reads_takes_and_removes_nothing(
+    shm_root: Path,
+) -> None:
     with engine(host_path=str(shm_root), host_size=4 << 20) as running:
         keys = running.store(1, 2)
         with server(shm_root, "--read-only") as served:
             path = f"/v1/{running.root.hex()}/{keys[0].hex()}"
             value = value_of(running.root, keys[0], 0, payload_of(1, 0))
-            assert [served.ask(how, path, value).status for how in ("PUT", "DELETE")] == [403, 403]
-            assert served.ask("PUT", f"/v1/{running.root.hex()}", b"{}").status == 403
+            assert [
+                served.ask(how, path, value).status for how in ("PUT", "DELETE")
+            ] == [403, 403]
+            assert (
+                served.ask("PUT", f"/v1/{running.root.hex()}", b"{}").status
+                == 403
+            )
             assert served.find(running.root, keys) == 2

@@ -1,6 +1,8 @@
-"""Strangers at every listener: many who are silent, send much, or leave at once keep nobody out and cost no memory.
+"""Strangers at every listener: many who are silent, send much, or leave at once keep nobody out and
+cost no memory.
 
-A listener is one process: `pagoda serve` on TCP, with TLS, on a Unix socket, or the publisher of KV events.
+A listener is one process: `pagoda serve` on TCP, with TLS, on a Unix socket, or the publisher of KV
+events.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ while True:
 
 
 class Listener(NamedTuple):
-    """A process that listens. `ask` is one honest request, on a new connection. `huge`: how strangers' bytes begin."""
+    """A process that listens. `ask` is one honest request, on a new connection. `huge`: how
+    strangers' bytes begin.
+    """
 
     pid: int
     connect: Callable[[], socket.socket]
@@ -55,26 +59,36 @@ class Listener(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(kind: str, root: Path, certificate: tuple[Path, Path]) -> Iterator[Listener]:
+def serving(
+    kind: str, root: Path, certificate: tuple[Path, Path]
+) -> Iterator[Listener]:
     """Run `pagoda serve`: "plain", "TLS" or "Unix"."""
     options = {
         "plain": (),
         "TLS": ("--tls-cert", certificate[0], "--tls-key", certificate[1]),
         "Unix": ("--listen", f"unix:{root}/mine/socket"),
     }[kind]
-    with server(root, *options, token=None if kind == "Unix" else TOKEN) as served:
+    with server(
+        root, *options, token=None if kind == "Unix" else TOKEN
+    ) as served:
         context = ssl.create_default_context(cafile=str(certificate[0]))
 
         def connection() -> http.client.HTTPConnection:
             if kind == "TLS":
                 port = served.address[1]
-                return http.client.HTTPSConnection("localhost", port, context=context, timeout=kit.SECONDS)
+                return http.client.HTTPSConnection(
+                    "localhost", port, context=context, timeout=kit.SECONDS
+                )
             return served.connection()
 
         def ask() -> bool:
             asked = connection()
             try:
-                asked.request("GET", "/stats.json", headers={"Authorization": f"Bearer {TOKEN}"})
+                asked.request(
+                    "GET",
+                    "/stats.json",
+                    headers={"Authorization": f"Bearer {TOKEN}"},
+                )
                 answer = asked.getresponse()
                 answer.read()
                 return answer.status == 200
@@ -98,7 +112,9 @@ def serving(kind: str, root: Path, certificate: tuple[Path, Path]) -> Iterator[L
 @contextlib.contextmanager
 def publishing() -> Iterator[Listener]:
     """Run the publisher of KV events; an honest router subscribes and hears an event."""
-    process = subprocess.Popen([sys.executable, "-c", _PUBLISHER], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PUBLISHER], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     endpoint = process.stdout.readline().strip()
     port = int(endpoint.rpartition(":")[2])
@@ -108,21 +124,32 @@ def publishing() -> Iterator[Listener]:
             router.setsockopt(zmq.LINGER, 0)
             router.subscribe("")
             router.connect(endpoint)
-            return bool(router.poll(1000 * kit.SECONDS)) and router.recv_multipart()[0] == b"kv"
+            return (
+                bool(router.poll(1000 * kit.SECONDS))
+                and router.recv_multipart()[0] == b"kv"
+            )
 
     greeting = (b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL").ljust(64, b"\0")
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"
     huge = (
-        greeting + ready + b"\x02" + HUGE_BYTES.to_bytes(8, "big") + b"\x01",  # one subscription
+        # one subscription
+        greeting + ready + b"\x02" + HUGE_BYTES.to_bytes(8, "big") + b"\x01",
         greeting + ready + b"\x00\xff\x01",
-        greeting + ready + b"".join(b"\x00\x09\x01" + b"%08d" % n for n in range(20_000)),  # many
-        greeting + ready + b"".join(b"\x00\x01\x01" for _ in range(20_000)),  # the same one
+        # many
+        greeting
+        + ready
+        + b"".join(b"\x00\x09\x01" + b"%08d" % n for n in range(20_000)),
+        # the same one
+        greeting + ready + b"".join(b"\x00\x01\x01" for _ in range(20_000)),
         greeting + b"\x04\xff\x05READY",
         b"",
     )
     try:
         yield Listener(
-            process.pid, lambda: socket.create_connection(("127.0.0.1", port), kit.SECONDS), ask, huge
+            process.pid,
+            lambda: socket.create_connection(("127.0.0.1", port), kit.SECONDS),
+            ask,
+            huge,
         )
     finally:
         process.kill()
@@ -132,7 +159,11 @@ def publishing() -> Iterator[Listener]:
 
 def resident(pid: int) -> int:
     text = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmRSS"))
+    return next(
+        int(line.split()[1]) << 10
+        for line in text.splitlines()
+        if line.startswith("VmRSS")
+    )
 
 
 def silent(listener: Listener, stack: contextlib.ExitStack) -> str:
@@ -165,7 +196,9 @@ def closed(listener: Listener, stack: contextlib.ExitStack) -> str:
 
 
 def honest(listener: Listener) -> list[float]:
-    """Return how long each of the honest requests took, one after the other; all must be answered."""
+    """Return how long each of the honest requests took, one after the other; all must be
+    answered.
+    """
     seconds = []
     for number in range(HONEST):
         begun = time.perf_counter()
@@ -179,10 +212,29 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("certificate")
     files = root / "cert.pem", root / "key.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", files[1], "-out", files[0]],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost",
+            "-keyout",
+            files[1],
+            "-out",
+            files[0],
+        ],
+        check=True,
+        capture_output=True,
+    )
     return files
 
 
@@ -191,7 +243,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_strangers_keep_nobody_out_and_leave_nothing(
     kind: str, tmp_path: Path, certificate: tuple[Path, Path]
 ) -> None:
-    running = publishing() if kind == "events" else serving(kind, tmp_path, certificate)
+    running = (
+        publishing() if kind == "events" else serving(kind, tmp_path, certificate)
+    )
     with running as listener:
         honest(listener)
         before = resident(listener.pid)
@@ -203,8 +257,14 @@ def test_strangers_keep_nobody_out_and_leave_nothing(
             # the machine may be busy with other work
             earlier = quiet
             quiet = statistics.median(honest(listener))
-            print(f"{kind}, {what}: {HONEST} answered, median {1000 * median:.1f} ms")
-            print(f"    quiet: {1000 * earlier:.1f} ms before, {1000 * quiet:.1f} ms after")
+            print(
+                f"{kind}, {what}: {HONEST} answered, median {1000 * median:.1f} ms"
+            )
+            print(
+                f"    quiet: {1000 * earlier:.1f} ms before, {1000 * quiet:.1f} ms after"
+            )
             assert median <= MOST_TIMES * max(earlier, quiet)
         kit.wait_until(lambda: resident(listener.pid) <= before + MOST_BYTES)
-        print(f"    then {(resident(listener.pid) - before) / (1 << 20):.1f} MiB more")
+        print(
+            f"    then {(resident(listener.pid) - before) / (1 << 20):.1f} MiB more"
+        )

@@ -1,7 +1,8 @@
-"""An SGLang engine without its model: the real UnifiedRadixCache, its controller and its pools, on the CPU.
+"""An SGLang engine without its model: the real UnifiedRadixCache, its controller and its pools, on
+the CPU.
 
-What the model would compute is a function of all tokens up to a page's end, so every page can be compared with what it
-must be, wherever it came from.
+What the model would compute is a function of all tokens up to a page's end, so every page can be
+compared with what it must be, wherever it came from.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: 
 from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 
 PAGE = 16
-DEADLINE_SECONDS = 120.0  # on a quiet machine a request takes a hundredth of a second
+# on a quiet machine a request takes a hundredth of a second
+DEADLINE_SECONDS = 120.0
 
 
 @dataclass
@@ -75,7 +77,9 @@ def storage_config(root: Path, **options: Any) -> dict[str, Any]:
 
 @dataclass
 class Outcome:
-    """Where the tokens of one request came from, and how many pages of them were compared and wrong."""
+    """Where the tokens of one request came from, and how many pages of them were compared and
+    wrong.
+    """
 
     device: int = 0
     host: int = 0
@@ -113,17 +117,27 @@ class Engine:
                 hicache_io_backend="direct",
                 hicache_write_policy="write_through",
                 hicache_storage_backend="dynamic" if extra else None,
-                hicache_storage_backend_extra_config=json.dumps(extra) if extra else None,
+                hicache_storage_backend_extra_config=json.dumps(extra)
+                if extra
+                else None,
                 hicache_storage_prefetch_policy="wait_complete",
             )
         )
         self._undo.enter_context(
-            get_parallel().override(tp_rank=rank, tp_size=ranks, pp_rank=0, attn_dcp_rank=0)
+            get_parallel().override(
+                tp_rank=rank, tp_size=ranks, pp_rank=0, attn_dcp_rank=0
+            )
         )
         self.kv = MHATokenToKVPool(
-            size=shape.device_tokens, page_size=shape.page, dtype=shape.dtype, head_num=shape.heads,
-            head_dim=shape.head_dim, layer_num=shape.layers, device="cpu", enable_memory_saver=False,
-        )  # fmt: skip
+            size=shape.device_tokens,
+            page_size=shape.page,
+            dtype=shape.dtype,
+            head_num=shape.heads,
+            head_dim=shape.head_dim,
+            layer_num=shape.layers,
+            device="cpu",
+            enable_memory_saver=False,
+        )
         self.allocator = allocators.PagedTokenToKVPoolAllocator(
             size=shape.device_tokens,
             page_size=shape.page,
@@ -134,7 +148,10 @@ class Engine:
         )
         params = CacheInitParams(
             req_to_token_pool=ReqToTokenPool(
-                size=4, max_context_len=shape.device_tokens, device="cpu", enable_memory_saver=False
+                size=4,
+                max_context_len=shape.device_tokens,
+                device="cpu",
+                enable_memory_saver=False,
             ),
             token_to_kv_pool_allocator=self.allocator,
             page_size=shape.page,
@@ -159,36 +176,71 @@ class Engine:
 
     # ---- what a model computes
 
-    def page_of(self, tokens: Sequence[int], salt: str | None, end: int) -> torch.Tensor:
-        """Return the bytes of the page that ends at token `end`: [layers, K and V, page, heads, dim]."""
+    def page_of(
+        self, tokens: Sequence[int], salt: str | None, end: int
+    ) -> torch.Tensor:
+        """Return the bytes of the page that ends at token `end`: [layers, K and V, page, heads,
+        dim].
+        """
         shape = self.shape
-        seed = hashlib.sha256(repr((salt, self.rank, shape.layers, str(shape.dtype))).encode())
+        seed = hashlib.sha256(
+            repr((salt, self.rank, shape.layers, str(shape.dtype))).encode()
+        )
         seed.update(array("i", tokens[:end]).tobytes())
-        count = shape.layers * 2 * shape.page * shape.heads * shape.head_dim * shape.dtype.itemsize
+        count = (
+            shape.layers
+            * 2
+            * shape.page
+            * shape.heads
+            * shape.head_dim
+            * shape.dtype.itemsize
+        )
         data = hashlib.shake_128(seed.digest()).digest(count)
         found = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return found.view(shape.layers, 2, shape.page, -1)
 
     def _device_page(self, slots: torch.Tensor) -> torch.Tensor:
         layers = [
-            torch.stack([self.kv.k_buffer[layer][slots], self.kv.v_buffer[layer][slots]])
+            torch.stack(
+                [self.kv.k_buffer[layer][slots], self.kv.v_buffer[layer][slots]]
+            )
             for layer in range(self.shape.layers)
         ]
-        return torch.stack(layers).view(torch.uint8).reshape(self.shape.layers, 2, self.shape.page, -1)
+        return (
+            torch.stack(layers)
+            .view(torch.uint8)
+            .reshape(self.shape.layers, 2, self.shape.page, -1)
+        )
 
-    def _compute(self, tokens: Sequence[int], salt: str | None, end: int, slots: torch.Tensor) -> None:
+    def _compute(
+        self,
+        tokens: Sequence[int],
+        salt: str | None,
+        end: int,
+        slots: torch.Tensor,
+    ) -> None:
         page = self.page_of(tokens, salt, end)
         for layer in range(self.shape.layers):
             for plane, buffer in enumerate((self.kv.k_buffer, self.kv.v_buffer)):
                 rows = (
-                    page[layer, plane].reshape(self.shape.page, self.shape.heads, -1).view(self.shape.dtype)
+                    page[layer, plane]
+                    .reshape(self.shape.page, self.shape.heads, -1)
+                    .view(self.shape.dtype)
                 )
                 buffer[layer][slots] = rows
 
     # ---- requests
 
-    def request(self, tokens: Sequence[int], salt: str | None = None, *, abort: bool = False) -> Outcome:
-        """Do what the scheduler does for one prompt: prefetch, load, compare all that was found, compute the rest."""
+    def request(
+        self,
+        tokens: Sequence[int],
+        salt: str | None = None,
+        *,
+        abort: bool = False,
+    ) -> Outcome:
+        """Do what the scheduler does for one prompt: prefetch, load, compare all that was found,
+        compute the rest.
+        """
         size = self.shape.page
         tokens = list(tokens[: len(tokens) // size * size])
         key = RadixKey(array("q", tokens), extra_key=None, cache_salt=salt)
@@ -201,34 +253,50 @@ class Engine:
         if found < len(tokens) and cache.enable_storage:
             node = match.last_host_node
             prefix_keys = (
-                cache.get_prefix_hash_values(node) if cache.hicache_storage_pass_prefix_keys else None
+                cache.get_prefix_hash_values(node)
+                if cache.hicache_storage_pass_prefix_keys
+                else None
             )
             cache.prefetch_from_storage(
-                handle, node, array("q", tokens[found:]), cache.get_last_hash_value(node), prefix_keys,
-                matched_prefix_tokens=tokens[:found], cache_salt=salt,
-            )  # fmt: skip
+                handle,
+                node,
+                array("q", tokens[found:]),
+                cache.get_last_hash_value(node),
+                prefix_keys,
+                matched_prefix_tokens=tokens[:found],
+                cache_salt=salt,
+            )
             if abort:
                 cache.release_aborted_request(handle)
                 self.settle(2)
                 return outcome
             self._until(lambda: cache.check_prefetch_progress(handle))
             match = cache.match_prefix(MatchPrefixParams(key=key))
-            outcome.stored = max(0, match.device_prefix_len + match.host_hit_length - found)
+            outcome.stored = max(
+                0, match.device_prefix_len + match.host_hit_length - found
+            )
         outcome.device = match.device_prefix_len
         outcome.host = match.host_hit_length - outcome.stored
         lock = cache.inc_lock_ref(
-            match.best_match_node if not match.host_hit_length else match.last_device_node
+            match.best_match_node
+            if not match.host_hit_length
+            else match.last_device_node
         )
         node = match.last_device_node
         try:
             if match.host_hit_length:
                 self._room(match.host_hit_length)
                 request = SimpleNamespace(
-                    rid=handle.rid, last_node=node, swa_host_hit_length=0, mamba_host_hit_length=0,
+                    rid=handle.rid,
+                    last_node=node,
+                    swa_host_hit_length=0,
+                    mamba_host_hit_length=0,
                     kv=SimpleNamespace(mamba_pool_idx=None),
-                )  # fmt: skip
+                )
                 params = InitLoadBackParams(
-                    best_match_node=match.best_match_node, host_hit_length=match.host_hit_length, req=request
+                    best_match_node=match.best_match_node,
+                    host_hit_length=match.host_hit_length,
+                    req=request,
                 )
                 cache.init_load_back(params)
                 cache.ready_to_load_host_cache()
@@ -238,15 +306,25 @@ class Engine:
             cache.dec_lock_ref(node, lock.to_dec_params())
         lock = cache.inc_lock_ref(match.last_device_node)
         try:
-            slots = cache.path_device_indices(match.last_device_node)[: match.device_prefix_len]
+            slots = cache.path_device_indices(match.last_device_node)[
+                : match.device_prefix_len
+            ]
             for end in range(size, match.device_prefix_len + 1, size):
                 here = slots[end - size : end]
                 outcome.pages += 1
-                if not torch.equal(self._device_page(here), self.page_of(tokens, salt, end)):
-                    outcome.wrong.append(f"tokens {end - size} to {end} of {tokens[:8]}")
+                if not torch.equal(
+                    self._device_page(here), self.page_of(tokens, salt, end)
+                ):
+                    outcome.wrong.append(
+                        f"tokens {end - size} to {end} of {tokens[:8]}"
+                    )
             rest = len(tokens) - match.device_prefix_len
             self._room(rest)
-            new = self.allocator.alloc(rest) if rest else torch.empty(0, dtype=torch.int64)
+            new = (
+                self.allocator.alloc(rest)
+                if rest
+                else torch.empty(0, dtype=torch.int64)
+            )
             assert new is not None, "no room on the device"
             for at in range(0, rest, size):
                 end = match.device_prefix_len + at + size
@@ -255,7 +333,9 @@ class Engine:
             if rest:
                 cache.insert(
                     InsertParams(
-                        key=key, value=torch.cat([slots, new]), prev_prefix_len=match.device_prefix_len
+                        key=key,
+                        value=torch.cat([slots, new]),
+                        prev_prefix_len=match.device_prefix_len,
                     )
                 )
         finally:
@@ -277,7 +357,13 @@ class Engine:
                 cache.check_hicache_events()
             return
         self._until(
-            lambda: not (cache.ongoing_write_through or cache.ongoing_backup or cache.ongoing_load_back)
+            lambda: (
+                not (
+                    cache.ongoing_write_through
+                    or cache.ongoing_backup
+                    or cache.ongoing_load_back
+                )
+            )
         )
 
     def _until(self, done: Any) -> None:
@@ -286,7 +372,9 @@ class Engine:
             self.cache.check_hicache_events()
             if done():
                 return
-            assert time.monotonic() < deadline, "SGLang's threads did not end in time"
+            assert time.monotonic() < deadline, (
+                "SGLang's threads did not end in time"
+            )
             time.sleep(0.0005)
 
     def forget(self) -> None:
@@ -298,7 +386,8 @@ class Engine:
     def attach(self, extra: dict[str, Any]) -> None:
         """Attach a storage at run time."""
         done, message = self.cache.attach_storage_backend(
-            storage_backend="dynamic", storage_backend_extra_config_json=json.dumps(extra)
+            storage_backend="dynamic",
+            storage_backend_extra_config_json=json.dumps(extra),
         )
         assert done, message
 
@@ -328,4 +417,6 @@ def start_group(rank: int = 0, ranks: int = 1, path: str | None = None) -> None:
         import tempfile
 
         init = f"file://{path or tempfile.mktemp(prefix='pagoda-gloo-')}"
-        dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=init, rank=rank, world_size=ranks
+        )

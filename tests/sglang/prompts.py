@@ -9,11 +9,17 @@ VOCABULARY = 30_000
 
 
 class Prompts:
-    """An endless stream; the same seed gives the same documents, `stream` other questions about them."""
+    """An endless stream; the same seed gives the same documents, `stream` other questions about
+    them.
+    """
 
-    def __init__(self, seed: int, *, documents: int = 8, most: int = 320, stream: int = 0) -> None:
+    def __init__(
+        self, seed: int, *, documents: int = 8, most: int = 320, stream: int = 0
+    ) -> None:
         one = random.Random(seed)
-        self._documents = [self._tokens(one, one.randrange(32, most)) for _ in range(documents)]
+        self._documents = [
+            self._tokens(one, one.randrange(32, most)) for _ in range(documents)
+        ]
         self._random = random.Random(f"{seed}-{stream}")
         self._most = most
 
@@ -29,5 +35,7 @@ class Prompts:
         document = self._random.choice(self._documents)
         kept = document[: self._random.randrange(1, len(document) + 1)]
         if self._random.random() < 0.7:
-            kept = kept + self._tokens(self._random, self._random.randrange(1, 96))
+            kept = kept + self._tokens(
+                self._random, self._random.randrange(1, 96)
+            )
         return kept[: self._most]

@@ -1,4 +1,6 @@
-"""SGLang's own radix cache and controller over PagodaHiCache: every page that comes back is compared."""
+"""SGLang's own radix cache and controller over PagodaHiCache: every page that comes back is
+compared.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ LAYOUTS = ("page_first_direct", "layer_first")
 
 
 def _disk(shm_root: Path, tmp_path: Path, **options: Any) -> dict[str, Any]:
-    return storage_config(shm_root, disk_path=str(tmp_path / "disk"), disk_size="64MiB", **options)
+    return storage_config(
+        shm_root, disk_path=str(tmp_path / "disk"), disk_size="64MiB", **options
+    )
 
 
 def _right(*outcomes: Outcome) -> None:
@@ -29,7 +33,9 @@ def _tokens(seed: int, count: int = 20 * PAGE) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_evicted_everywhere_comes_back_identical(shm_root: Path, layout: str) -> None:
+def test_what_was_evicted_everywhere_comes_back_identical(
+    shm_root: Path, layout: str
+) -> None:
     """Device and host pool are emptied, so each page is from the storage."""
     with Engine(storage_config(shm_root), Shape(layout=layout)) as engine:
         assert engine.request(_tokens(1)).computed == 20 * PAGE
@@ -39,8 +45,12 @@ def test_what_was_evicted_everywhere_comes_back_identical(shm_root: Path, layout
         _right(again)
 
 
-@pytest.mark.parametrize(("layout", "prefixes"), [(LAYOUTS[0], True), (LAYOUTS[1], False)])
-def test_random_prompts_with_evictions_on_all_levels(shm_root: Path, layout: str, prefixes: bool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "prefixes"), [(LAYOUTS[0], True), (LAYOUTS[1], False)]
+)
+def test_random_prompts_with_evictions_on_all_levels(
+    shm_root: Path, layout: str, prefixes: bool
+) -> None:
     """The device pool has 32 pages, the host pool 64: both evict all the time."""
     extra = storage_config(shm_root, hicache_storage_pass_prefix_keys=prefixes)
     with Engine(extra, Shape(layout=layout)) as engine:
@@ -48,10 +58,16 @@ def test_random_prompts_with_evictions_on_all_levels(shm_root: Path, layout: str
         outcomes = [engine.request(next(prompts)) for _ in range(150)]
         _right(*outcomes)
         assert sum(outcome.stored for outcome in outcomes) > 100 * PAGE
-        assert sum(outcome.host for outcome in outcomes) > 0 < sum(outcome.device for outcome in outcomes)
+        assert (
+            sum(outcome.host for outcome in outcomes)
+            > 0
+            < sum(outcome.device for outcome in outcomes)
+        )
 
 
-def test_a_second_engine_and_a_restart_find_what_the_first_stored(shm_root: Path) -> None:
+def test_a_second_engine_and_a_restart_find_what_the_first_stored(
+    shm_root: Path,
+) -> None:
     """The host tier outlives the engine."""
     with Engine(storage_config(shm_root)) as engine:
         engine.request(_tokens(1))
@@ -65,7 +81,9 @@ def test_a_second_engine_and_a_restart_find_what_the_first_stored(shm_root: Path
 def test_what_many_prompts_begin_with_outlives_their_ends(
     shm_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It stays in SGLang's own pools, so the storage is not asked for it while their ends fill the host tier."""
+    """It stays in SGLang's own pools, so the storage is not asked for it while their ends fill the
+    host tier.
+    """
     begin = _tokens(1, 8 * PAGE)
     prompts = [begin + _tokens(2 + number, 6 * PAGE) for number in range(40)]
     extra = storage_config(shm_root, host_size="1MiB")
@@ -83,7 +101,9 @@ def test_what_many_prompts_begin_with_outlives_their_ends(
     assert caplog.text.count("pass_prefix_keys") == 1
 
 
-def test_after_host_memory_is_wiped_the_disk_has_it(shm_root: Path, tmp_path: Path) -> None:
+def test_after_host_memory_is_wiped_the_disk_has_it(
+    shm_root: Path, tmp_path: Path
+) -> None:
     """As after a reboot."""
     with Engine(_disk(shm_root, tmp_path)) as engine:
         engine.request(_tokens(1))
@@ -97,7 +117,10 @@ def test_after_host_memory_is_wiped_the_disk_has_it(shm_root: Path, tmp_path: Pa
 
 def test_two_engines_at_once_share(shm_root: Path) -> None:
     """They take turns, and each finds what the other has stored."""
-    with Engine(storage_config(shm_root)) as one, Engine(storage_config(shm_root)) as other:
+    with (
+        Engine(storage_config(shm_root)) as one,
+        Engine(storage_config(shm_root)) as other,
+    ):
         prompts = Prompts(5)
         outcomes = list[Outcome]()
         for _ in range(40):
@@ -105,7 +128,8 @@ def test_two_engines_at_once_share(shm_root: Path) -> None:
             outcomes.append(one.request(prompt))
             one.settle()
             outcomes.append(other.request(prompt))
-            other.settle()  # SGLang asks only after a prefix that its own host pool has, too
+            # SGLang asks only after a prefix that its own host pool has, too
+            other.settle()
             assert not outcomes[-1].computed
         _right(*outcomes)
 
@@ -138,12 +162,18 @@ def test_detach_and_attach(shm_root: Path) -> None:
         _right(found)
 
 
-def test_after_an_attachment_that_was_refused_another_one_succeeds(shm_root: Path) -> None:
+def test_after_an_attachment_that_was_refused_another_one_succeeds(
+    shm_root: Path,
+) -> None:
     """SGLang takes a storage that fails too late for attached, and wants it detached first."""
     with Engine(storage_config(shm_root)) as engine:
         engine.request(_tokens(1))
         engine.detach()
-        for bad in ({"host_size": 4096}, {"host_path": "/proc/pagoda"}, {"host_sise": "1GiB"}):
+        for bad in (
+            {"host_size": 4096},
+            {"host_path": "/proc/pagoda"},
+            {"host_sise": "1GiB"},
+        ):
             with pytest.raises(AssertionError, match=r"no room|/proc|host_size"):
                 engine.attach(storage_config(shm_root, **bad))
         engine.attach(storage_config(shm_root))
@@ -153,7 +183,12 @@ def test_after_an_attachment_that_was_refused_another_one_succeeds(shm_root: Pat
 
 def test_tiny_tiers(shm_root: Path, tmp_path: Path) -> None:
     """Tiers of a few pages evict all the time; what is found is right."""
-    extra = storage_config(shm_root, host_size="256KiB", disk_path=str(tmp_path / "disk"), disk_size="1MiB")
+    extra = storage_config(
+        shm_root,
+        host_size="256KiB",
+        disk_path=str(tmp_path / "disk"),
+        disk_size="1MiB",
+    )
     with Engine(extra) as engine:
         prompts = Prompts(11)
         outcomes = list[Outcome]()
@@ -176,7 +211,8 @@ def test_after_clear_no_earlier_page_hits_and_new_ones_do(shm_root: Path) -> Non
         engine.forget()
         assert engine.request(_tokens(1)).stored == 20 * PAGE
     with Engine(storage_config(shm_root)) as engine:
-        assert engine.request(_tokens(1)).stored == 20 * PAGE  # of the first weights
+        # of the first weights
+        assert engine.request(_tokens(1)).stored == 20 * PAGE
 
 
 class _Model(torch.nn.Module):
@@ -188,17 +224,28 @@ class _Model(torch.nn.Module):
 
 @pytest.fixture
 def updater(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What SGLang updates the weights of a model with; afterwards this process's weights are those of the files."""
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    """What SGLang updates the weights of a model with; afterwards this process's weights are those
+    of the files.
+    """
+    from sglang.srt.model_executor.model_runner_components.weight_updater import (
+        WeightUpdater,
+    )
 
     from pagoda.connectors.sglang import weight_updates
 
     monkeypatch.setattr(weight_updates, "_now", weight_updates.WeightsInMemory())
     nothing: Any = None
     return WeightUpdater(
-        tp_rank=0, device="cpu", gpu_id=0, model_config=nothing, custom_weight_loaders={}, get_model=_Model,
-        update_model_fields=nothing, recapture_cuda_graph=nothing, get_model_runner=nothing,
-    )  # fmt: skip
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=nothing,
+        custom_weight_loaders={},
+        get_model=_Model,
+        update_model_fields=nothing,
+        recapture_cuda_graph=nothing,
+        get_model_runner=nothing,
+    )
 
 
 def _update(updater: Any, how: str) -> None:
@@ -212,13 +259,19 @@ def _update(updater: Any, how: str) -> None:
 def test_after_an_update_of_the_weights_no_earlier_page_hits(
     shm_root: Path, updater: Any, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """SGLang does not tell its storage. Until it has flushed its caches it has KV of earlier weights, to store, too."""
+    """SGLang does not tell its storage. Until it has flushed its caches it has KV of earlier
+    weights, to store, too.
+    """
     with Engine(storage_config(shm_root)) as engine:
         engine.request(_tokens(1))
         engine.settle()
         _update(updater, how)
         engine.forget()
-        assert engine.request(_tokens(1)).computed == engine.request(_tokens(2)).computed == 20 * PAGE
+        assert (
+            engine.request(_tokens(1)).computed
+            == engine.request(_tokens(2)).computed
+            == 20 * PAGE
+        )
         engine.settle()
         assert "flush_cache" in caplog.text
         engine.cache.reset()  # flush_cache
@@ -229,7 +282,8 @@ def test_after_an_update_of_the_weights_no_earlier_page_hits(
         assert engine.request(_tokens(1)).stored == 20 * PAGE
         engine.detach()
         engine.forget()
-        engine.attach(storage_config(shm_root))  # reads the files, whose weights are no longer in use
+        # reads the files, whose weights are no longer in use
+        engine.attach(storage_config(shm_root))
         assert engine.request(_tokens(1)).stored == 20 * PAGE
         updater.load_weights_from_distributed([])
         engine.cache.reset()
@@ -274,7 +328,9 @@ def test_another_salt_is_never_found(shm_root: Path, salt: str | None) -> None:
         assert engine.request(_tokens(1), "one request's").stored == 0
 
 
-def test_another_dtype_layout_page_weights_or_tenant_is_never_found(shm_root: Path) -> None:
+def test_another_dtype_layout_page_weights_or_tenant_is_never_found(
+    shm_root: Path,
+) -> None:
     """With the same number of bytes a page, so that nothing but the name differs."""
     with Engine(storage_config(shm_root)) as engine:
         engine.request(_tokens(1))

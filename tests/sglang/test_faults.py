@@ -27,9 +27,20 @@ pytestmark = pytest.mark.timeout(1000)
 @contextmanager
 def worker(**plan: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a worker; it is killed at the end."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.sglang.worker", json.dumps(plan)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.sglang.worker",
+        json.dumps(plan),
+    ]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     timer = threading.Timer(SECONDS, process.kill)
     timer.daemon = True
@@ -64,12 +75,24 @@ def tokens(seed: int, pages: int = 20) -> list[int]:
     return [(seed * 7919 + i * i) % 30_000 for i in range(pages * PAGE)]
 
 
-@pytest.mark.parametrize(("where", "disk"), [("to_slots", False), ("from_slots", True)])
-def test_kill_9_within_a_set_or_a_get(shm_root: Path, tmp_path: Path, where: str, disk: bool) -> None:
-    """Half a copy is made when the engine is killed: the next engine finds only what is whole, and fills the rest."""
-    options = {"disk_path": str(tmp_path / "disk"), "disk_size": "16MiB"} if disk else {}
+@pytest.mark.parametrize(
+    ("where", "disk"), [("to_slots", False), ("from_slots", True)]
+)
+def test_kill_9_within_a_set_or_a_get(
+    shm_root: Path, tmp_path: Path, where: str, disk: bool
+) -> None:
+    """Half a copy is made when the engine is killed: the next engine finds only what is whole, and
+    fills the rest.
+    """
+    options = (
+        {"disk_path": str(tmp_path / "disk"), "disk_size": "16MiB"}
+        if disk
+        else {}
+    )
     extra = storage_config(shm_root, **options)
-    with worker(extra=extra, seed=1, requests=25, stop_in=where, stop_at=4) as process:
+    with worker(
+        extra=extra, seed=1, requests=25, stop_in=where, stop_at=4
+    ) as process:
         assert any("stopped" in line for line in lines(process))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -78,16 +101,25 @@ def test_kill_9_within_a_set_or_a_get(shm_root: Path, tmp_path: Path, where: str
     assert sum(outcome["stored"] for outcome in outcomes) > 20 * PAGE
 
 
-def test_engines_in_parallel_one_of_which_is_killed(shm_root: Path, tmp_path: Path) -> None:
+def test_engines_in_parallel_one_of_which_is_killed(
+    shm_root: Path, tmp_path: Path
+) -> None:
     """Two engines work on the same documents while others come and are killed."""
-    extra = storage_config(shm_root, host_size="2MiB", disk_path=str(tmp_path / "disk"), disk_size="8MiB")
+    extra = storage_config(
+        shm_root,
+        host_size="2MiB",
+        disk_path=str(tmp_path / "disk"),
+        disk_size="8MiB",
+    )
     with (
         worker(extra=extra, seed=2, requests=60) as one,
         worker(extra=extra, seed=2, stream=1, requests=60) as other,
     ):
         found: dict[str, list[dict[str, Any]]] = {}
         waits = [
-            threading.Thread(target=lambda n=name, p=process: found.update({n: ended(p)}))
+            threading.Thread(
+                target=lambda n=name, p=process: found.update({n: ended(p)})
+            )
             for name, process in (("one", one), ("other", other))
         ]
         for wait in waits:
@@ -99,23 +131,44 @@ def test_engines_in_parallel_one_of_which_is_killed(shm_root: Path, tmp_path: Pa
         for wait in waits:
             wait.join(SECONDS)
     assert set(found) == {"one", "other"}
-    assert sum(outcome["stored"] for outcomes in found.values() for outcome in outcomes) > 100 * PAGE
+    assert (
+        sum(
+            outcome["stored"]
+            for outcomes in found.values()
+            for outcome in outcomes
+        )
+        > 100 * PAGE
+    )
 
 
 def test_spoilt_bytes_on_disk_are_misses(shm_root: Path, tmp_path: Path) -> None:
     """Every page on the disk is damaged in one byte; none is served, and the reason is counted."""
-    extra = storage_config(shm_root, disk_path=str(tmp_path / "disk"), disk_size="16MiB")
+    extra = storage_config(
+        shm_root, disk_path=str(tmp_path / "disk"), disk_size="16MiB"
+    )
     with Engine(extra) as engine:
         engine.request(tokens(1))
         engine.settle()
     for file in (
-        path for store in stores(tmp_path / "disk") for path in store.iterdir() if path.name == "slab"
+        path
+        for store in stores(tmp_path / "disk")
+        for path in store.iterdir()
+        if path.name == "slab"
     ):
         _spoil(file)
     with Engine({**extra, "host_path": str(shm_root / "another")}) as engine:
         outcome = engine.request(tokens(1))
-        assert (outcome.stored, outcome.computed, outcome.wrong) == (0, 20 * PAGE, [])
-        assert engine.storage._pools["kv"].cache.stats()["tiers"]["disk"]["miss_failed_check"] > 0
+        assert (outcome.stored, outcome.computed, outcome.wrong) == (
+            0,
+            20 * PAGE,
+            [],
+        )
+        assert (
+            engine.storage._pools["kv"].cache.stats()["tiers"]["disk"][
+                "miss_failed_check"
+            ]
+            > 0
+        )
 
 
 def _spoil(file: Path) -> None:
@@ -131,7 +184,9 @@ def _spoil(file: Path) -> None:
                 slab.write(block)
 
 
-def test_a_storage_that_is_closed_or_gets_nonsense_says_false(shm_root: Path) -> None:
+def test_a_storage_that_is_closed_or_gets_nonsense_says_false(
+    shm_root: Path,
+) -> None:
     """Nothing is raised into SGLang's threads."""
     import torch
 
@@ -145,7 +200,10 @@ def test_a_storage_that_is_closed_or_gets_nonsense_says_false(shm_root: Path) ->
             one,
             torch.arange(3, 3 + 2 * PAGE),
             torch.arange(2 * PAGE).flip(0),
-            torch.arange(2 * PAGE).reshape(2, PAGE).flip(1)[:, [PAGE - 1, *range(PAGE - 1)]].flatten(),
+            torch.arange(2 * PAGE)
+            .reshape(2, PAGE)
+            .flip(1)[:, [PAGE - 1, *range(PAGE - 1)]]
+            .flatten(),
             torch.arange(10**6, 10**6 + 2 * PAGE),
         ):
             assert storage.batch_get_v1(keys, indices) == [False, False]
@@ -153,7 +211,11 @@ def test_a_storage_that_is_closed_or_gets_nonsense_says_false(shm_root: Path) ->
         assert storage.batch_exists(["short"]) == 0
         assert storage.batch_exists([]) == 0
         assert storage.batch_get_v1([], one[:0]) == []
-        assert (storage.get("a"), storage.set("a", one), storage.exists("a")) == (None, False, False)
+        assert (storage.get("a"), storage.set("a", one), storage.exists("a")) == (
+            None,
+            False,
+            False,
+        )
         storage.close()
         storage.close()
         assert storage.batch_set_v1(keys[:1], one) == [False]
@@ -161,7 +223,9 @@ def test_a_storage_that_is_closed_or_gets_nonsense_says_false(shm_root: Path) ->
 
 
 def test_a_flush_ends_while_the_storage_is_stuck(shm_root: Path) -> None:
-    """Another process was stopped inside the host tier's tables. SGLang ends itself if its threads go on for 10 s."""
+    """Another process was stopped inside the host tier's tables. SGLang ends itself if its threads
+    go on for 10 s.
+    """
     with Engine(storage_config(shm_root, deadline_seconds=4)) as engine:
         engine.request(tokens(1))
         engine.settle()
@@ -175,27 +239,42 @@ def test_a_flush_ends_while_the_storage_is_stuck(shm_root: Path) -> None:
 
 
 def test_two_ranks_load_what_both_have(shm_root: Path, tmp_path: Path) -> None:
-    """The ranks agree, over gloo, on the minimum of what each has; the second lacks what a lame one did not store."""
+    """The ranks agree, over gloo, on the minimum of what each has; the second lacks what a lame one
+    did not store.
+    """
     extra = storage_config(shm_root)
 
-    def both(requests: int, group: str, lame: bool = False) -> list[list[dict[str, Any]]]:
+    def both(
+        requests: int, group: str, lame: bool = False
+    ) -> list[list[dict[str, Any]]]:
         plan: dict[str, Any] = {
-            "extra": extra, "seed": 4, "requests": requests, "forget_every": 1, "ranks": 2,
+            "extra": extra,
+            "seed": 4,
+            "requests": requests,
+            "forget_every": 1,
+            "ranks": 2,
             "group": str(tmp_path / group),
-        }  # fmt: skip
+        }
         with worker(**plan) as first, worker(**plan, rank=1, lame=lame) as second:
             found: dict[int, list[dict[str, Any]]] = {}
-            wait = threading.Thread(target=lambda: found.update({1: ended(second)}))
+            wait = threading.Thread(
+                target=lambda: found.update({1: ended(second)})
+            )
             wait.start()
             outcomes = ended(first)
             wait.join(SECONDS)
         return [outcomes, found[1]]
 
     first, second = both(10, "one", lame=True)
-    assert [one["stored"] for one in first] == [one["stored"] for one in second] == [0] * 10
+    assert (
+        [one["stored"] for one in first]
+        == [one["stored"] for one in second]
+        == [0] * 10
+    )
     first, second = both(10, "two")
     assert [one["stored"] for one in first] == [one["stored"] for one in second]
-    assert sum(one["stored"] for one in first) < 40 * PAGE  # the second rank had to store everything anew
+    # the second rank had to store everything anew
+    assert sum(one["stored"] for one in first) < 40 * PAGE
     first, second = both(10, "three")
     assert [one["stored"] for one in first] == [one["stored"] for one in second]
     assert not any(one["computed"] for one in first + second)
@@ -204,15 +283,24 @@ def test_two_ranks_load_what_both_have(shm_root: Path, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
 def test_a_hundred_thousand_pages(shm_root: Path, tmp_path: Path) -> None:
-    """Three processes over tiers that evict all the time, one killed and started again and again: none is wrong."""
-    extra = storage_config(shm_root, host_size="3MiB", disk_path=str(tmp_path / "disk"), disk_size="24MiB")
+    """Three processes over tiers that evict all the time, one killed and started again and again:
+    none is wrong.
+    """
+    extra = storage_config(
+        shm_root,
+        host_size="3MiB",
+        disk_path=str(tmp_path / "disk"),
+        disk_size="24MiB",
+    )
     total = [0, 0]
     wrong = list[str]()
     stop = threading.Event()
 
     def engine(stream: int) -> None:
         while not stop.is_set():
-            with worker(extra=extra, seed=6, stream=stream, requests=10**6) as process:
+            with worker(
+                extra=extra, seed=6, stream=stream, requests=10**6
+            ) as process:
                 for number, line in enumerate(lines(process)):
                     total[0] += line.get("pages", 0)
                     total[1] += line.get("stored", 0) // PAGE
@@ -220,7 +308,9 @@ def test_a_hundred_thousand_pages(shm_root: Path, tmp_path: Path) -> None:
                     if stop.is_set() or (stream == 2 and number == 400):
                         break
 
-    threads = [threading.Thread(target=engine, args=(stream,)) for stream in range(3)]
+    threads = [
+        threading.Thread(target=engine, args=(stream,)) for stream in range(3)
+    ]
     for thread in threads:
         thread.start()
     while total[0] < 100_000 and not wrong:
@@ -228,6 +318,8 @@ def test_a_hundred_thousand_pages(shm_root: Path, tmp_path: Path) -> None:
     stop.set()
     for thread in threads:
         thread.join(SECONDS)
-    print(f"{total[0]} pages compared, {total[1]} of them from the storage, {len(wrong)} wrong")
+    print(
+        f"{total[0]} pages compared, {total[1]} of them from the storage, {len(wrong)} wrong"
+    )
     assert not wrong, wrong[:5]
     assert total[1] > 20_000

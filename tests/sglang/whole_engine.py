@@ -1,6 +1,8 @@
-"""A whole SGLang engine in a process of its own: `python -m tests.sglang.whole_engine PLAN`, with the fields of `Plan`.
+"""A whole SGLang engine in a process of its own: `python -m tests.sglang.whole_engine PLAN`, with
+the fields of `Plan`.
 
-Prints one JSON object for each prompt: the tokens of the answer, how many tokens were cached and from where.
+Prints one JSON object for each prompt: the tokens of the answer, how many tokens were cached and
+from where.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any, NamedTuple
 
 from testbed import sglang_parts
 
-sglang_parts.prepare()  # also in the processes that SGLang starts, which import this module again
+# also in the processes that SGLang starts, which import this module again
+sglang_parts.prepare()
 
 
 class Plan(NamedTuple):
@@ -21,7 +24,8 @@ class Plan(NamedTuple):
     model: str
     extra: dict[str, Any] | None = None  # None: without HiCache
     prompts: int = 4
-    updated: str = ""  # a directory with other weights, which replace those in memory before the first prompt
+    # a directory with other weights, which replace those in memory before the first prompt
+    updated: str = ""
     zeroed: bool = False  # what is loaded is overwritten with zeros: a control
 
 
@@ -52,10 +56,20 @@ def main() -> None:
             "hicache_storage_backend_extra_config": json.dumps(extra),
         }
     engine = Engine(
-        model_path=plan.model, device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
-        grammar_backend="none", disable_overlap_schedule=True, skip_tokenizer_init=True, skip_server_warmup=True,
-        max_total_tokens=4096, page_size=16, mem_fraction_static=0.5, log_level="warning", **hicache,
-    )  # fmt: skip
+        model_path=plan.model,
+        device="cpu",
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_overlap_schedule=True,
+        skip_tokenizer_init=True,
+        skip_server_warmup=True,
+        max_total_tokens=4096,
+        page_size=16,
+        mem_fraction_static=0.5,
+        log_level="warning",
+        **hicache,
+    )
     if plan.updated:
         done, why, *_ = engine.update_weights_from_disk(plan.updated)
         assert done, why
@@ -87,9 +101,13 @@ def __getattr__(name: str) -> Any:
     class Zeroing(PagodaHiCache):
         """Loads zeros."""
 
-        def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        def batch_get_v1(
+            self, keys: Any, host_indices: Any, extra_info: Any = None
+        ) -> list[bool]:
             """Do as PagodaHiCache, and overwrite everything."""
-            answer: list[bool] = super().batch_get_v1(keys, host_indices, extra_info)
+            answer: list[bool] = super().batch_get_v1(
+                keys, host_indices, extra_info
+            )
             self.mem_pool_host.kv_buffer.zero_()
             return answer
 

@@ -1,4 +1,6 @@
-"""SGLang's HTTP server on a CPU: `python -m tests.sglang.whole_server`, with the flags of `sglang.launch_server`."""
+"""SGLang's HTTP server on a CPU: `python -m tests.sglang.whole_server`, with the flags of
+`sglang.launch_server`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import sys
 
 from testbed import sglang_parts
 
-sglang_parts.prepare()  # also in the processes that SGLang starts, which import this module again
+# also in the processes that SGLang starts, which import this module again
+sglang_parts.prepare()
 
 if __name__ == "__main__":
     from sglang.srt.entrypoints.http_server import launch_server

@@ -1,6 +1,8 @@
-"""One engine in a process of its own: `python -m tests.sglang.worker PLAN`, with the fields of `Plan` as JSON.
+"""One engine in a process of its own: `python -m tests.sglang.worker PLAN`, with the fields of
+`Plan` as JSON.
 
-Prints one JSON object per line: what a request found, and "stopped" where it was told to stop for good.
+Prints one JSON object per line: what a request found, and "stopped" where it was told to stop for
+good.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Plan(NamedTuple):
     seed: int = 0
     stream: int = 0
     requests: int = 20
-    stop_in: str = ""  # a method of PagesKV: half of what it copies is copied, then nothing happens any more
+    # a method of PagesKV: half of what it copies is copied, then nothing happens any more
+    stop_in: str = ""
     stop_at: int = 1  # its call
     forget_every: int = 5
     rank: int = 0

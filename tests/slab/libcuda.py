@@ -1,4 +1,6 @@
-"""A stub of NVIDIA's driver library for machines without a GPU: libcuda_stub.c, built when needed."""
+"""A stub of NVIDIA's driver library for machines without a GPU: libcuda_stub.c, built when
+needed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,17 @@ def built() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="pagoda-libcuda-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     library = directory / LIBRARY
-    command = [compiler, "-Wall", "-O1", "-shared", "-fPIC", "-pthread", str(SOURCE), "-o", str(library)]
+    command = [
+        compiler,
+        "-Wall",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        str(SOURCE),
+        "-o",
+        str(library),
+    ]
     subprocess.run(command, check=True, timeout=120)
     return library
 
@@ -55,7 +67,9 @@ class Stub:
 
     @property
     def fault(self) -> str:
-        """Return the first wrong use, which NVIDIA's library would not tolerate; empty if there was none."""
+        """Return the first wrong use, which NVIDIA's library would not tolerate; empty if there was
+        none.
+        """
         return str(self.library.stub_fault().decode())
 
     @property
@@ -67,7 +81,10 @@ class Stub:
     def pieces(self) -> list[tuple[int, int]]:
         """Return (address, nbytes) of each registered range, in order of the address."""
         count = self.library.stub_count()
-        return sorted((self.library.stub_piece(i, 0), self.library.stub_piece(i, 1)) for i in range(count))
+        return sorted(
+            (self.library.stub_piece(i, 0), self.library.stub_piece(i, 1))
+            for i in range(count)
+        )
 
 
 def called(library: Path | str) -> ctypes.CDLL:

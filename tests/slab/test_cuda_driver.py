@@ -26,7 +26,9 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
     assert stub.fault == ""
 
 
-def test_no_library_no_symbols_no_gpu_no_driver(tmp_path: Path, stub: Stub) -> None:
+def test_no_library_no_symbols_no_gpu_no_driver(
+    tmp_path: Path, stub: Stub
+) -> None:
     assert Driver.load(str(tmp_path / "absent.so")) is None
     (tmp_path / "text.so").write_text("not a library")
     assert Driver.load(str(tmp_path / "text.so")) is None
@@ -63,20 +65,26 @@ def test_a_copy_goes_by_the_device_s_address(stub: Stub) -> None:
     driver.copy(place, device.ctypes.data, 7, 3 << 40)  # a stream is a pointer
     assert (array[:7] == device[:7]).all()
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
-        driver.copy(device.ctypes.data, place + 4000, 1000, 0)  # the second page is not registered
+        # the second page is not registered
+        driver.copy(device.ctypes.data, place + 4000, 1000, 0)
     driver.unregister(array.ctypes.data)
 
 
 def test_errors_have_a_code_and_nvidia_s_name(stub: Stub) -> None:
     driver = stub.begin()
     array = aligned(PAGE_BYTES)
-    with pytest.raises(DriverError, match=r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(101\)"):
+    with pytest.raises(
+        DriverError, match=r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(101\)"
+    ):
         driver.use(5)
     driver.use(0)
     stub.library.stub_refuse(1, OUT_OF_MEMORY)
     with pytest.raises(DriverError) as caught:
         driver.register(array.ctypes.data, array.nbytes)
-    assert (caught.value.code, caught.value.name) == (OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
+    assert (caught.value.code, caught.value.name) == (
+        OUT_OF_MEMORY,
+        "CUDA_ERROR_OUT_OF_MEMORY",
+    )
     stub.library.stub_refuse(1, 9999)
     with pytest.raises(DriverError, match="an unknown error"):
         driver.register(array.ctypes.data, array.nbytes)
@@ -144,7 +152,9 @@ def test_streams_are_our_own(stub: Stub) -> None:
     assert 0 not in streams
 
 
-def test_captures_of_other_threads_are_let_be_and_the_mode_comes_back(stub: Stub) -> None:
+def test_captures_of_other_threads_are_let_be_and_the_mode_comes_back(
+    stub: Stub,
+) -> None:
     driver = stub.begin()
     with pytest.raises(KeyError), driver.relaxed_capture():
         assert stub.library.stub_capture_mode() == 2

@@ -31,14 +31,18 @@ def make_file(path: Path, nbytes: int = SLOTS * SLOT_BYTES) -> Path:
 
 @pytest.fixture(params=[None, False], ids=["direct", "buffered"])
 def slab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileSlab]:
-    slab = FileSlab(make_file(tmp_path / "slab"), SLOTS, SLOT_BYTES, direct=request.param)
+    slab = FileSlab(
+        make_file(tmp_path / "slab"), SLOTS, SLOT_BYTES, direct=request.param
+    )
     yield slab
     slab.close()
 
 
 def filled(nbytes: int, seed: int) -> np.ndarray:
     buffer = aligned(nbytes)
-    buffer[:] = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+    buffer[:] = np.random.default_rng(seed).integers(
+        0, 256, nbytes, dtype=np.uint8
+    )
     return buffer
 
 
@@ -54,7 +58,11 @@ class Halting(FileSlab):
         return min(super()._writev(self._leading(views), offset), self.most)
 
     def _leading(self, views: Sequence[memoryview]) -> list[memoryview]:
-        left = -(-max(self.most, 1) // PAGE_BYTES) * PAGE_BYTES if self.direct else max(self.most, 1)
+        left = (
+            -(-max(self.most, 1) // PAGE_BYTES) * PAGE_BYTES
+            if self.direct
+            else max(self.most, 1)
+        )
         leading = []
         for view in views:
             leading.append(view[:left])
@@ -66,7 +74,9 @@ class Halting(FileSlab):
 
 def test_round_trip_of_header_and_payload(slab: FileSlab) -> None:
     for slot in range(SLOTS):
-        slab.write(slot, [filled(PAGE_BYTES, slot), filled(3 * PAGE_BYTES, 100 + slot)])
+        slab.write(
+            slot, [filled(PAGE_BYTES, slot), filled(3 * PAGE_BYTES, 100 + slot)]
+        )
     for slot in reversed(range(SLOTS)):
         header = aligned(PAGE_BYTES)
         payload = aligned(3 * PAGE_BYTES)
@@ -87,7 +97,9 @@ def test_headers_are_the_first_pages(slab: FileSlab) -> None:
     for slot in range(SLOTS):
         slab.write(slot, [filled(PAGE_BYTES, slot)])
     headers = slab.read_headers(2, 3)
-    assert [bytes(h) for h in headers] == [filled(PAGE_BYTES, slot).tobytes() for slot in (2, 3, 4)]
+    assert [bytes(h) for h in headers] == [
+        filled(PAGE_BYTES, slot).tobytes() for slot in (2, 3, 4)
+    ]
     assert slab.read_headers(0, 0) == []
 
 
@@ -104,9 +116,17 @@ def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", [None, False])
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(most=st.integers(1, SLOT_BYTES), cuts=st.lists(st.integers(1, 3), max_size=3))
-def test_short_calls_lose_nothing(tmp_path: Path, direct: bool | None, most: int, cuts: list[int]) -> None:
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    most=st.integers(1, SLOT_BYTES), cuts=st.lists(st.integers(1, 3), max_size=3)
+)
+def test_short_calls_lose_nothing(
+    tmp_path: Path, direct: bool | None, most: int, cuts: list[int]
+) -> None:
     slab = Halting(make_file(tmp_path / "slab"), SLOTS, SLOT_BYTES, direct=direct)
     slab.most = max(most, PAGE_BYTES) if slab.direct else max(most, 100)
     pages = sorted({0, 4, *cuts})
@@ -114,7 +134,8 @@ def test_short_calls_lose_nothing(tmp_path: Path, direct: bool | None, most: int
     out = [filled(size, seed) for seed, size in enumerate(sizes)]
     back = [aligned(size) for size in sizes]
     for room in back:
-        room[:] = 0xEE  # new memory may be old memory with the very bytes that are expected
+        # new memory may be old memory with the very bytes that are expected
+        room[:] = 0xEE
     slab.write(1, out)
     slab.read(1, back)
     assert all((a == b).all() for a, b in zip(out, back, strict=True))
@@ -202,7 +223,9 @@ def test_direct_is_what_the_filesystem_can(shm_root: Path) -> None:
 
 
 class Picky(FileSlab):
-    """Reads one page directly and refuses more, as a file system whose blocks are larger than a page."""
+    """Reads one page directly and refuses more, as a file system whose blocks are larger than a
+    page.
+    """
 
     def _readv(self, views: Sequence[memoryview], offset: int) -> int:
         self._refuse(views)
@@ -219,7 +242,9 @@ class Picky(FileSlab):
 
 
 @pytest.mark.parametrize("first", ["read", "write"])
-def test_where_only_a_small_read_is_direct_the_page_cache_is_used(tmp_path: Path, first: str) -> None:
+def test_where_only_a_small_read_is_direct_the_page_cache_is_used(
+    tmp_path: Path, first: str
+) -> None:
     path = make_file(tmp_path / "slab")
     slab = Picky(path, SLOTS, SLOT_BYTES)
     if not slab.direct:
@@ -239,7 +264,9 @@ def test_where_only_a_small_read_is_direct_the_page_cache_is_used(tmp_path: Path
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_sandbox_without_the_calls_for_several_buffers_is_no_hindrance(tmp_path: Path, call: str) -> None:
+def test_a_sandbox_without_the_calls_for_several_buffers_is_no_hindrance(
+    tmp_path: Path, call: str
+) -> None:
     """It refuses the newer form of the call, which Python uses, or both."""
     path = make_file(tmp_path / "slab")
 
@@ -271,7 +298,11 @@ def test_sync_and_reopen(slab: FileSlab) -> None:
 def test_closed_slab_refuses(slab: FileSlab) -> None:
     slab.close()
     slab.close()
-    for call in (lambda: slab.read(0, [aligned(PAGE_BYTES)]), slab.sync, lambda: slab.read_headers(0, 1)):
+    for call in (
+        lambda: slab.read(0, [aligned(PAGE_BYTES)]),
+        slab.sync,
+        lambda: slab.read_headers(0, 1),
+    ):
         with pytest.raises(OSError) as caught:
             call()
         assert caught.value.errno == errno.EBADF
@@ -293,14 +324,18 @@ def test_close_leaves_the_descriptor_to_a_running_call(tmp_path: Path) -> None:
     slab.entered = threading.Event()
     slab.gate = threading.Event()
     fd = slab._fd
-    writer = threading.Thread(target=slab.write, args=(0, [filled(SLOT_BYTES, 6)]))
+    writer = threading.Thread(
+        target=slab.write, args=(0, [filled(SLOT_BYTES, 6)])
+    )
     writer.start()
     assert slab.entered.wait(30)
     slab.close()
     assert os.readlink(f"/proc/self/fd/{fd}") == str(path)
     slab.gate.set()
     writer.join(30)
-    assert not os.path.exists(f"/proc/self/fd/{fd}") or os.readlink(f"/proc/self/fd/{fd}") != str(path)
+    assert not os.path.exists(f"/proc/self/fd/{fd}") or os.readlink(
+        f"/proc/self/fd/{fd}"
+    ) != str(path)
     assert path.read_bytes()[:SLOT_BYTES] == filled(SLOT_BYTES, 6).tobytes()
 
 
@@ -315,7 +350,9 @@ def test_many_threads(slab: FileSlab) -> None:
             if not (back == filled(SLOT_BYTES, slot * 100 + turn)).all():
                 wrong.append(slot)
 
-    threads = [threading.Thread(target=work, args=(slot,)) for slot in range(SLOTS)]
+    threads = [
+        threading.Thread(target=work, args=(slot,)) for slot in range(SLOTS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -61,7 +61,9 @@ def test_memory_is_shared_with_a_forked_process(shm_root: Path) -> None:
 
 
 def test_private_memory_is_shared_with_a_forked_process_too() -> None:
-    """The ledger of a private tier is: both must be, or a child commits bytes that its parent cannot see."""
+    """The ledger of a private tier is: both must be, or a child commits bytes that its parent
+    cannot see.
+    """
     slab = MemorySlab(None, 2, PAGE_BYTES)
     child = os.fork()
     if child == 0:
@@ -89,8 +91,11 @@ def resident_pages(slab: MemorySlab) -> int:
     start = slab.array.ctypes.data
     with open("/proc/self/pagemap", "rb") as pagemap:
         pagemap.seek(start // mmap.PAGESIZE * 8)
-        entries = np.frombuffer(pagemap.read(slab.nbytes // mmap.PAGESIZE * 8), dtype=np.uint64)
-    return int(((entries >> np.uint64(62)) != 0).sum())  # in memory, or swapped out since
+        entries = np.frombuffer(
+            pagemap.read(slab.nbytes // mmap.PAGESIZE * 8), dtype=np.uint64
+        )
+    # in memory, or swapped out since
+    return int(((entries >> np.uint64(62)) != 0).sum())
 
 
 def test_populate_faults_all_pages_and_keeps_content(shm_root: Path) -> None:
@@ -113,7 +118,9 @@ def test_populate_gives_huge_pages_where_the_kernel_can(shm_root: Path) -> None:
     assert (slab.array == 7).all()
     maps = Path("/proc/self/smaps").read_text().split("VmFlags")
     mine = next(each for each in maps if str(slab.path) in each)
-    huge = sum(int(line.split()[1]) for line in mine.splitlines() if "PmdMapped" in line)
+    huge = sum(
+        int(line.split()[1]) for line in mine.splitlines() if "PmdMapped" in line
+    )
     if not huge:
         pytest.skip("this kernel gives no huge pages here")
     # it may not have had enough of them for all

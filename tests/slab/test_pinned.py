@@ -44,7 +44,9 @@ def pinned_now(
     array: pinned.Bytes, driver: Driver, piece_bytes: int = pinned.PIECE_BYTES
 ) -> pinned.PinnedMemory:
     """Register an array, and return when all is in or refused."""
-    found = pin(array, 0, driver=driver, piece_bytes=piece_bytes, background=False)
+    found = pin(
+        array, 0, driver=driver, piece_bytes=piece_bytes, background=False
+    )
     assert found is not None
     check()
     return found
@@ -63,7 +65,9 @@ def pinned_now(
         (3 * PAGE, 1 << 62, [3 * PAGE]),
     ],
 )
-def test_pieces_cover_the_array_once(stub: Stub, nbytes: int, piece_bytes: int, sizes: list[int]) -> None:
+def test_pieces_cover_the_array_once(
+    stub: Stub, nbytes: int, piece_bytes: int, sizes: list[int]
+) -> None:
     array = aligned(nbytes)
     base = array.ctypes.data
     held = pinned_now(array, stub.begin(), piece_bytes)
@@ -79,7 +83,9 @@ def test_pieces_cover_the_array_once(stub: Stub, nbytes: int, piece_bytes: int, 
     assert device_address(base, 1) is None
 
 
-def test_no_piece_is_larger_than_nvidia_takes(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_piece_is_larger_than_nvidia_takes(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert pinned.MAX_PIECE_BYTES == 64 << 30
     monkeypatch.setattr(pinned, "MAX_PIECE_BYTES", 2 * PAGE)
     held = pinned_now(aligned(5 * PAGE), stub.begin(), 1 << 40)
@@ -87,13 +93,17 @@ def test_no_piece_is_larger_than_nvidia_takes(stub: Stub, monkeypatch: pytest.Mo
     held.close()
 
 
-def test_a_range_over_pieces_that_lie_apart_on_the_device_has_no_place(stub: Stub) -> None:
+def test_a_range_over_pieces_that_lie_apart_on_the_device_has_no_place(
+    stub: Stub,
+) -> None:
     stub.library.stub_shift(SHIFT, 1 << 30)
     array = aligned(4 * PAGE)
     base = array.ctypes.data
     held = pinned_now(array, stub.begin(), 2 * PAGE)
     assert device_address(base, 2 * PAGE) == base + SHIFT
-    assert device_address(base + 2 * PAGE, 2 * PAGE) == base + 2 * PAGE + SHIFT + (1 << 30)
+    assert device_address(
+        base + 2 * PAGE, 2 * PAGE
+    ) == base + 2 * PAGE + SHIFT + (1 << 30)
     assert device_address(base + 2 * PAGE - 1, 2) is None
     held.close()
 
@@ -115,7 +125,8 @@ def test_what_was_registered_before_a_refusal_stays_usable(
     assert caplog.records[0].levelno == logging.WARNING
     assert device_address(base, 3 * PAGE) == base + SHIFT
     assert device_address(base + 3 * PAGE - 1, 2) is None
-    assert stub.library.stub_registrations() == 4  # it is not asked again and again
+    # it is not asked again and again
+    assert stub.library.stub_registrations() == 4
     assert held.close()
     assert stub.registered == 0
 
@@ -144,7 +155,9 @@ def test_a_wrong_device_is_trouble(stub: Stub) -> None:
     assert held.close()
 
 
-def test_one_line_says_that_all_is_in(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_says_that_all_is_in(
+    stub: Stub, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "pagoda.slab"):
         held = pinned_now(aligned(2 * PAGE), stub.begin(), PAGE)
     assert [record.levelno for record in caplog.records] == [logging.INFO]
@@ -154,12 +167,19 @@ def test_one_line_says_that_all_is_in(stub: Stub, caplog: pytest.LogCaptureFixtu
 
 def test_what_cannot_be_registered_is_a_value_error(stub: Stub) -> None:
     whole = aligned(4 * PAGE)
-    for array in (whole[1:], whole[:0], whole[::2], whole[: 2 * PAGE].view(np.uint16)):
+    for array in (
+        whole[1:],
+        whole[:0],
+        whole[::2],
+        whole[: 2 * PAGE].view(np.uint16),
+    ):
         with pytest.raises(ValueError):
             pin(array, 0, driver=stub.begin())
 
 
-def test_without_a_driver_there_is_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_driver_there_is_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     if Driver.load() is not None:
         pytest.skip("this machine has a GPU")
     assert pin(aligned(PAGE), 0) is None
@@ -177,7 +197,8 @@ def test_close_is_bounded_while_pieces_are_being_registered(stub: Stub) -> None:
     assert not held.wait(0.2)
     began = time.monotonic()
     assert held.close(60)
-    assert time.monotonic() - began < 10  # one piece, as slow as a busy machine makes it
+    # one piece, as slow as a busy machine makes it
+    assert time.monotonic() - began < 10
     assert stub.registered == 0
     assert device_address(array.ctypes.data, 1) is None
     assert held.wait(0)
@@ -234,7 +255,9 @@ def test_a_copy_that_began_later_is_not_waited_for(stub: Stub) -> None:
     late.__exit__(None, None, None)
 
 
-def test_a_copy_that_does_not_end_keeps_memory_registered_and_mapped(stub: Stub) -> None:
+def test_a_copy_that_does_not_end_keeps_memory_registered_and_mapped(
+    stub: Stub,
+) -> None:
     array = aligned(PAGE)
     base = array.ctypes.data
     alive = weakref.ref(array.base)
@@ -250,7 +273,9 @@ def test_a_copy_that_does_not_end_keeps_memory_registered_and_mapped(stub: Stub)
     pinned._kept.clear()
 
 
-def test_nothing_is_under_way_when_the_process_and_the_driver_end(stub: Stub) -> None:
+def test_nothing_is_under_way_when_the_process_and_the_driver_end(
+    stub: Stub,
+) -> None:
     code = f"""
 import atexit, ctypes, os, time
 library = ctypes.CDLL({str(stub.path)!r})
@@ -264,9 +289,11 @@ for slab in slabs:
     slab.pin(0, driver=driver)
 while not library.stub_registrations():
     time.sleep(0.01)
-"""
+"""  # noqa: E501
     began = time.monotonic()
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    )
     assert time.monotonic() - began < 30
 
 
@@ -307,7 +334,8 @@ def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> Non
                 reached = max(reached, begin + nbytes)
                 if place != base + begin + SHIFT:
                     wrong.append(f"{place} for {begin}")
-            elif begin + nbytes <= reached:  # pieces are registered from the front
+            elif begin + nbytes <= reached:
+                # pieces are registered from the front
                 wrong.append(f"[{begin}, {begin + nbytes}) was there")
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(2)]
@@ -324,7 +352,12 @@ def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> Non
 
 def test_first_of_all_who_keeps_the_slots_is_told(stub: Stub) -> None:
     at = list[int]()
-    held = pin(aligned(PAGE), 0, driver=stub.begin(), parts=lambda: at.append(stub.registered) or [(0, PAGE)])
+    held = pin(
+        aligned(PAGE),
+        0,
+        driver=stub.begin(),
+        parts=lambda: at.append(stub.registered) or [(0, PAGE)],
+    )
     assert held is not None
     assert held.wait(60)
     assert at == [0]
@@ -334,7 +367,9 @@ def test_first_of_all_who_keeps_the_slots_is_told(stub: Stub) -> None:
     def fails() -> None:
         raise OSError("the ledger is gone")
 
-    held = pin(aligned(PAGE), 0, driver=stub.begin(), parts=fails, background=False)
+    held = pin(
+        aligned(PAGE), 0, driver=stub.begin(), parts=fails, background=False
+    )
     assert held is not None
     assert held.trouble == "OSError: the ledger is gone"
     assert stub.registered == 0
@@ -392,7 +427,9 @@ def test_a_fork_while_pieces_are_being_registered(stub: Stub) -> None:
 # -- slabs
 
 
-def test_a_slab_is_registered_once_in_whole_slots(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_is_registered_once_in_whole_slots(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pinned, "PIECE_BYTES", 8 * PAGE)
     slab = MemorySlab(None, 5, 3 * PAGE)
     driver = stub.begin()
@@ -414,7 +451,9 @@ def test_a_slab_is_registered_once_in_whole_slots(stub: Stub, monkeypatch: pytes
         slab.pin(0, driver=driver)
 
 
-def test_memory_is_there_before_the_driver_is_asked(stub: Stub, shm_root: Path) -> None:
+def test_memory_is_there_before_the_driver_is_asked(
+    stub: Stub, shm_root: Path
+) -> None:
     path = shm_root / "slab"
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 8 << 20)
@@ -429,8 +468,12 @@ def test_memory_is_there_before_the_driver_is_asked(stub: Stub, shm_root: Path) 
         slab.close()
 
 
-@pytest.mark.parametrize("slot_bytes", [1, 5000, PAGE, (1 << 30) + PAGE, (1 << 30) + 1, 100 << 30])
-def test_pieces_of_any_slot_are_whole_pages_within_the_limit(slot_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "slot_bytes", [1, 5000, PAGE, (1 << 30) + PAGE, (1 << 30) + 1, 100 << 30]
+)
+def test_pieces_of_any_slot_are_whole_pages_within_the_limit(
+    slot_bytes: int,
+) -> None:
     piece = _piece_bytes(slot_bytes)
     assert piece % PAGE == 0
     assert 0 < piece <= pinned.MAX_PIECE_BYTES
@@ -449,7 +492,9 @@ def test_a_slab_is_unmapped_after_it_was_unregistered(stub: Stub) -> None:
     assert array() is None
 
 
-def test_a_slab_that_nobody_closes_is_unregistered_all_the_same(stub: Stub) -> None:
+def test_a_slab_that_nobody_closes_is_unregistered_all_the_same(
+    stub: Stub,
+) -> None:
     slab = MemorySlab(None, 4, PAGE_BYTES)
     held = slab.pin(0, driver=stub.begin())
     assert held is not None
@@ -462,7 +507,9 @@ def test_a_slab_that_nobody_closes_is_unregistered_all_the_same(stub: Stub) -> N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_slabs_at_random(stub: Stub, seed: int) -> None:
-    """Whatever is opened, registered, refused and closed: what has a place is registered, what is closed is not."""
+    """Whatever is opened, registered, refused and closed: what has a place is registered, what is
+    closed is not.
+    """
     random = np.random.default_rng(seed)
     driver = stub.begin()
     slabs: list[MemorySlab] = []

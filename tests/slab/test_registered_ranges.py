@@ -57,21 +57,29 @@ class Model(RuleBasedStateMachine):
         self.pieces: dict[int, int] = {}
 
     @rule(
-        address=st.integers(0, ROOM - 1), nbytes=st.integers(1, 12), shift=st.sampled_from([0, 100, 1000, -7])
+        address=st.integers(0, ROOM - 1),
+        nbytes=st.integers(1, 12),
+        shift=st.sampled_from([0, 100, 1000, -7]),
     )
     def add(self, address: int, nbytes: int, shift: int) -> None:
         nbytes = min(nbytes, ROOM - address)
-        if any(place is not None for place in self.seen[address : address + nbytes]):
+        if any(
+            place is not None for place in self.seen[address : address + nbytes]
+        ):
             with pytest.raises(ValueError):
                 self.places.add(address, nbytes, address + shift)
             return
         self.places.add(address, nbytes, address + shift)
         self.pieces[address] = nbytes
-        self.seen[address : address + nbytes] = range(address + shift, address + shift + nbytes)
+        self.seen[address : address + nbytes] = range(
+            address + shift, address + shift + nbytes
+        )
 
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        gone = data.draw(st.lists(st.sampled_from([*self.pieces, ROOM]), unique=True))
+        gone = data.draw(
+            st.lists(st.sampled_from([*self.pieces, ROOM]), unique=True)
+        )
         self.places.remove(gone)
         for address in gone:
             nbytes = self.pieces.pop(address, 0)
@@ -85,7 +93,9 @@ class Model(RuleBasedStateMachine):
         if address < 0 or address + nbytes > ROOM:
             return None
         first = self.seen[address]
-        if first is None or self.seen[address : address + nbytes] != [first + i for i in range(nbytes)]:
+        if first is None or self.seen[address : address + nbytes] != [
+            first + i for i in range(nbytes)
+        ]:
             return None
         return first
 

@@ -21,31 +21,45 @@ from tests.stateful.blocks_model import BLOCK, Devices, Prompt, Request, Ticket
 ON_DEVICE = (Place.DEVICE, Place.TO_HOST, Place.TO_DEVICE)
 # Gauges: what `NoRoom` and a late ticket must leave alone. The rest are counters and times.
 GAUGES = (
-    "total", "free", "cached", "in_use", "in_flight", "evictable", "pinned", "requests",
-    "evicted_blocks", "dropped_blocks", "demoted_blocks", "promoted_blocks", "cancelled_moves",
-)  # fmt: skip
+    "total",
+    "free",
+    "cached",
+    "in_use",
+    "in_flight",
+    "evictable",
+    "pinned",
+    "requests",
+    "evicted_blocks",
+    "dropped_blocks",
+    "demoted_blocks",
+    "promoted_blocks",
+    "cancelled_moves",
+)
 
 
 class Engine:
     """One engine, and sometimes another process on the same host tier."""
 
     kind = "host"
-    seen: Counter[str]  # counts of events, so that a machine that tests nothing is detected
+    # counts of events, so that a machine that tests nothing is detected
+    seen: Counter[str]
 
     def __init__(self) -> None:
         super().__init__()
-        self.root = Path(tempfile.mkdtemp(prefix="pagoda-blocks-", dir="/dev/shm"))
+        self.root = Path(
+            tempfile.mkdtemp(prefix="pagoda-blocks-", dir="/dev/shm")
+        )
         self.cache: Cache | None = None
         self.other: Cache | None = None
         self.requests: dict[str, Request] = {}
         self.tickets: dict[int, Ticket] = {}
         self.gone: list[int] = []  # tickets that have ended
         self.pins: list[tuple[Prompt, set[bytes]]] = []
-        self.right: dict[bytes, tuple[int, ...]] = {}  # every key ever requested -> the KV of its block
+        # every key ever requested -> the KV of its block
+        self.right: dict[bytes, tuple[int, ...]] = {}
         self.named: dict[object, list[bytes]] = {}  # the keys of prompts
-        self.used: dict[
-            bytes, int
-        ] = {}  # key -> the last step at which a request or a pin had it in its path
+        # key -> the last step at which a request or a pin had it in its path
+        self.used: dict[bytes, int] = {}
         self.busy: list[list[Reserved]] = []  # what the other process is storing
         self.fetches: list[Future[Hit | None]] = []
         self.epoch = self.names = self.now = 0
@@ -68,14 +82,19 @@ class Engine:
         self.gone = []
         self.dead = set()
         self.used = {}
-        if self.cache is None:  # without a cache, only the manager knows of other weights
+        # without a cache, only the manager knows of other weights
+        if self.cache is None:
             self.epoch = 0
             self.right = {}
             self.named = {}
 
     def open(self, slots: int) -> Cache:
         """One process's cache on the host tier (and the disk)."""
-        disk = {"disk_path": str(self.root / "disk"), "disk_size": 96 * 8192} if self.kind == "disk" else {}
+        disk = (
+            {"disk_path": str(self.root / "disk"), "disk_size": 96 * 8192}
+            if self.kind == "disk"
+            else {}
+        )
         config = Config(
             chunk_tokens=BLOCK,
             host_path=str(self.root / "host"),
@@ -86,7 +105,9 @@ class Engine:
             deadline_seconds=20.0,  # patience: the machine may be busy
             **disk,  # type: ignore[arg-type]
         )
-        return Cache(config, namespace=Namespace("m"), layout=self.layout, clock=self.clock)
+        return Cache(
+            config, namespace=Namespace("m"), layout=self.layout, clock=self.clock
+        )
 
     # ---- what can be seen
 
@@ -97,20 +118,26 @@ class Engine:
         return None if host is None else host.ledger
 
     def keys(self, prompt: Prompt) -> list[bytes]:
-        """The keys of a prompt's whole blocks under the present weights; their KV is known from now on."""
+        """The keys of a prompt's whole blocks under the present weights; their KV is known from now
+        on.
+        """
         name = (tuple(prompt.tokens), prompt.items, prompt.salt, self.epoch)
         if name not in self.named:
             self.named[name] = keys = self.hashed(prompt)
             right = prompt.right(self.epoch)
             for at, key in enumerate(keys):
                 tags = right[at * BLOCK : (at + 1) * BLOCK]
-                assert self.right.setdefault(key, tags) == tags, "one key for two KVs"
+                assert self.right.setdefault(key, tags) == tags, (
+                    "one key for two KVs"
+                )
         return self.named[name]
 
     def hashed(self, prompt: Prompt) -> list[bytes]:
         """The keys as the cache gives them, or as a manager without one makes them."""
         if self.cache is not None:
-            rows = self.cache.keys(prompt.tokens, items=prompt.items, salt=prompt.salt)
+            rows = self.cache.keys(
+                prompt.tokens, items=prompt.items, salt=prompt.salt
+            )
             return [key for _, _, key in rows]
         root = self.manager._lower_tiers.root(None, prompt.salt)
         return chunk_keys(prompt.tokens, root, BLOCK, prompt.items)
@@ -123,11 +150,15 @@ class Engine:
     def holds(self) -> int:
         """How many chunks of the host tier are kept from eviction for a load."""
         assert self.ledger is not None
-        return self.ledger.session.read(lambda txn, tables: len(list(tables.rows(txn, tables.holds))), 20.0)
+        return self.ledger.session.read(
+            lambda txn, tables: len(list(tables.rows(txn, tables.holds))), 20.0
+        )
 
     def below(self, key: bytes) -> bool:
         """Whether a tier below the host has a key."""
-        return self.cache is not None and any(tier.contains(key) for tier in self.cache._tiers.lower)
+        return self.cache is not None and any(
+            tier.contains(key) for tier in self.cache._tiers.lower
+        )
 
     def slot_bytes(self, tags: Sequence[int]) -> bytes:
         """What the slot of a block must hold."""
@@ -139,10 +170,17 @@ class Engine:
         return {
             "gauges": {name: stats[name] for name in GAUGES},
             "free": self.manager.free,
-            "tables": {r.name: self.manager.table(r.name) for r in self.running()},
-            "places": {key: self.manager.where(key) for key in list(self.right)[-4:] if self.kind != "disk"},
+            "tables": {
+                r.name: self.manager.table(r.name) for r in self.running()
+            },
+            "places": {
+                key: self.manager.where(key)
+                for key in list(self.right)[-4:]
+                if self.kind != "disk"
+            },
             "nodes": self.nodes(),
-            "host": self.on_host() if self.kind == "host" else {},  # over a disk a prefetch may be under way
+            # over a disk a prefetch may be under way
+            "host": self.on_host() if self.kind == "host" else {},
             "order": self.order(),
         }
 
@@ -156,18 +194,27 @@ class Engine:
     def order(self) -> list[bytes]:
         """Which leaves would be evicted, first to last."""
         heap = sorted(
-            (*entry[:2], entry[2].key) for entry in self.manager._tree._heap if entry[2].entry == entry[1]
+            (*entry[:2], entry[2].key)
+            for entry in self.manager._tree._heap
+            if entry[2].entry == entry[1]
         )
         return [key for *_, key in heap]
 
     def picture(self) -> str:
         """Text for the reader of a failure."""
         lines = [
-            f"{n.block}: {n.place} at {n.position}, {n.locks} locks, {n.children} children, used {self.used.get(n.key)}"
+            (
+                f"{n.block}: {n.place} at {n.position}, {n.locks} locks, {n.children} children, "
+                "used "
+                f"{self.used.get(n.key)}"
+            )
             for n in self.manager._tree.nodes.values()
         ]
         lines += [
-            f"{r.name}: {r.table} shared {r.shared}, {r.computed} of {len(r.prompt)}, waits {r.waits}, stale {r.stale}"
+            (
+                f"{r.name}: {r.table} shared {r.shared}, {r.computed} of {len(r.prompt)}, waits "
+                f"{r.waits}, stale {r.stale}"
+            )
             for r in self.running()
         ]
         lines += [str(ticket.plan) for ticket in self.tickets.values()]
@@ -175,11 +222,17 @@ class Engine:
 
     def some_keys(self) -> list[bytes]:
         """Keys of the tree, of the host, and a few others."""
-        known = [*self.manager._tree.nodes, *self.on_host(), *list(self.right)[-8:]]
+        known = [
+            *self.manager._tree.nodes,
+            *self.on_host(),
+            *list(self.right)[-8:],
+        ]
         return list(dict.fromkeys(known))
 
     def in_tree(self, key: bytes) -> bool:
-        """Whether a key hits on the device: its block holds its KV, or a copy into it is under way."""
+        """Whether a key hits on the device: its block holds its KV, or a copy into it is under
+        way.
+        """
         node = self.manager._tree.nodes.get(key)
         if node is None:
             return False
@@ -191,7 +244,11 @@ class Engine:
 
     def coming(self, block: int) -> bool:
         """Whether a copy to this block is under way."""
-        ups = (ticket.plan for ticket in self.tickets.values() if ticket.plan.direction is Direction.UP)
+        ups = (
+            ticket.plan
+            for ticket in self.tickets.values()
+            if ticket.plan.direction is Direction.UP
+        )
         return any(block == copy.block for plan in ups for copy in plan.copies)
 
     # ---- requests
@@ -206,25 +263,43 @@ class Engine:
 
     def idle(self) -> list[Request]:
         """Requests without blocks."""
-        return [request for request in self.requests.values() if not request.running]
+        return [
+            request for request in self.requests.values() if not request.running
+        ]
 
     def locked(self) -> set[str]:
         """Requests whose blocks are still read by a write-back of the caller."""
-        return {ticket.lock for ticket in self.tickets.values() if ticket.lock is not None}
+        return {
+            ticket.lock
+            for ticket in self.tickets.values()
+            if ticket.lock is not None
+        }
 
     def loose(self) -> list[Request]:
         """Requests that may end or be preempted."""
         locked = self.locked()
-        return [request for request in self.running() if request.name not in locked]
+        return [
+            request for request in self.running() if request.name not in locked
+        ]
 
     # ---- moves
 
-    def copy(self, ticket: Ticket, at: int, block: int, slot: int, rank: int, good: bool) -> None:
+    def copy(
+        self,
+        ticket: Ticket,
+        at: int,
+        block: int,
+        slot: int,
+        rank: int,
+        good: bool,
+    ) -> None:
         """One copy of one rank: its own share of the slot."""
         assert self.cache is not None
         assert self.cache.slots is not None
         view = (
-            self.cache.slots.view(slot)[: BLOCK * 8 * self.ranks].view(np.uint64).reshape(self.ranks, BLOCK)
+            self.cache.slots.view(slot)[: BLOCK * 8 * self.ranks]
+            .view(np.uint64)
+            .reshape(self.ranks, BLOCK)
         )
         kv = self.devices.kv
         if ticket.plan.direction is Direction.UP:
@@ -237,7 +312,9 @@ class Engine:
         return set(range(self.ranks)) <= set(ticket.reports) | self.dead
 
     def ended_by(self) -> list[Ticket]:
-        """Which tickets end now: those that all ranks have reported, and that depend on no running move."""
+        """Which tickets end now: those that all ranks have reported, and that depend on no running
+        move.
+        """
         ended: dict[int, Ticket] = {}
         while True:
             live = set(self.tickets) - set(ended)
@@ -251,21 +328,31 @@ class Engine:
             ended |= more
             for number, one in more.items():
                 came = self.came(one)
-                for behind in self.tickets.values() if came < len(one.plan.copies) else ():
+                for behind in (
+                    self.tickets.values() if came < len(one.plan.copies) else ()
+                ):
                     # it depends on a failed move
                     if number in behind.deps and behind.first > one.first + came:
                         behind.deps = set()
 
     def came(self, ticket: Ticket) -> int:
-        """How many leading copies of a ticket are good: on every rank, and out of a slot that still is the chunk's."""
+        """How many leading copies of a ticket are good: on every rank, and out of a slot that still
+        is the chunk's.
+        """
         good = 0 if self.dead else min(ticket.reports.values())
-        return good if ticket.plan.direction is Direction.DOWN else min(good, self.standing(ticket))
+        return (
+            good
+            if ticket.plan.direction is Direction.DOWN
+            else min(good, self.standing(ticket))
+        )
 
     def standing(self, ticket: Ticket) -> int:
         """How many leading slots of a ticket still hold the chunks that were there."""
         assert self.ledger is not None
         slots = np.array([copy.slot for copy in ticket.plan.copies])
-        generations = np.array([copy.generation for copy in ticket.plan.copies], np.uint64)
+        generations = np.array(
+            [copy.generation for copy in ticket.plan.copies], np.uint64
+        )
         return leading(self.ledger.still_valid(slots, generations).tolist())
 
     def rob(self) -> None:
@@ -274,8 +361,12 @@ class Engine:
             ticket.robbed = True
 
     def forget_deps(self) -> None:
-        """The moves have lost their purpose: each ends by itself, and those that waited for others have ended."""
-        for number in [n for n, ticket in self.tickets.items() if self.told(ticket)]:
+        """The moves have lost their purpose: each ends by itself, and those that waited for others
+        have ended.
+        """
+        for number in [
+            n for n, ticket in self.tickets.items() if self.told(ticket)
+        ]:
             self.gone.append(number)
             del self.tickets[number]
         for ticket in self.tickets.values():

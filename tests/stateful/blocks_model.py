@@ -1,7 +1,9 @@
-"""The reference of the block manager's model test: prompts, the KV of their tokens, an engine's memory.
+"""The reference of the block manager's model test: prompts, the KV of their tokens, an engine's
+memory.
 
-The KV of a token is one number: a hash of the KV of the token before it, of the token (and of its place in an image),
-and of the weights. So KV that was computed after wrong KV is wrong too, and the right KV of every key is known.
+The KV of a token is one number: a hash of the KV of the token before it, of the token (and of its
+place in an image), and of the weights. So KV that was computed after wrong KV is wrong too, and the
+right KV of every key is known.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from pagoda.keys import Item
 BLOCK = 4  # tokens
 SALTS = (None, "bob")
 
-# Three prompts of 36 tokens; the first two share 10 tokens, the third differs from the first token on.
+# Three prompts of 36 tokens; the first two share 10 tokens, the third differs from the first token
+# on.
 _BASES = [
     [1 + n % 7 for n in range(36)],
     [1 + n % 7 if n < 10 else 10 + n % 5 for n in range(36)],
@@ -43,15 +46,28 @@ Tags = tuple[int, ...]
 class Prompt:
     """Tokens with their images and tenant."""
 
-    def __init__(self, tokens: Sequence[int], items: Sequence[Item] = (), salt: str | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        items: Sequence[Item] = (),
+        salt: str | None = None,
+    ) -> None:
         self.tokens = list(tokens)
-        self.items = tuple(item for item in items if item.start < len(self.tokens))
+        self.items = tuple(
+            item for item in items if item.start < len(self.tokens)
+        )
         self.salt = salt
 
     @classmethod
-    def drawn(cls, base: int, cut: int, tail: int, images: int, bob: bool) -> Prompt:
+    def drawn(
+        cls, base: int, cut: int, tail: int, images: int, bob: bool
+    ) -> Prompt:
         """The head of a base prompt, continued."""
-        return cls([*_BASES[base][:cut], *_TAILS[tail]] or [1], _IMAGES[images], SALTS[bob])
+        return cls(
+            [*_BASES[base][:cut], *_TAILS[tail]] or [1],
+            _IMAGES[images],
+            SALTS[bob],
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,7 +77,9 @@ class Prompt:
         return Prompt(self.tokens[:tokens], self.items, self.salt)
 
     def more(self, count: int) -> list[int]:
-        """Return the tokens that a model generates next: those of a matching base, so that requests may share them."""
+        """Return the tokens that a model generates next: those of a matching base, so that requests
+        may share them.
+        """
         base = next((b for b in _BASES if b[: len(self)] == self.tokens), None)
         if base is not None and len(self) < len(base):
             return base[len(self) : len(self) + count]
@@ -72,7 +90,11 @@ class Prompt:
         found = [[token] for token in self.tokens]
         for item in self.items:
             for at in range(item.start, min(item.stop, len(self))):
-                found[at] += [at - item.start, item.stop - item.start, int.from_bytes(item.digest[:7], "big")]
+                found[at] += [
+                    at - item.start,
+                    item.stop - item.start,
+                    int.from_bytes(item.digest[:7], "big"),
+                ]
         return tuple(map(tuple, found))
 
     def right(self, epoch: int) -> Tags:
@@ -80,15 +102,29 @@ class Prompt:
         return _chain(self.symbols(), self.salt, epoch)
 
     def cut(self, blocks: int) -> int:
-        """Return how many of `blocks` leading blocks may hit: one token remains to compute, no image is cut."""
+        """Return how many of `blocks` leading blocks may hit: one token remains to compute, no
+        image is cut.
+        """
         blocks = min(blocks, (len(self) - 1) // BLOCK)
-        while any(item.start < blocks * BLOCK < min(item.stop, len(self)) for item in self.items):
-            blocks = min(i.start for i in self.items if i.start < blocks * BLOCK < i.stop) // BLOCK
+        while any(
+            item.start < blocks * BLOCK < min(item.stop, len(self))
+            for item in self.items
+        ):
+            blocks = (
+                min(
+                    i.start
+                    for i in self.items
+                    if i.start < blocks * BLOCK < i.stop
+                )
+                // BLOCK
+            )
         return blocks
 
 
 def next_tag(before: int, symbol: tuple[int, ...], epoch: int) -> int:
-    """Return the KV of a token after `before`. Deterministic: Python hashes ints and tuples of them by value."""
+    """Return the KV of a token after `before`. Deterministic: Python hashes ints and tuples of them
+    by value.
+    """
     return hash((before, symbol, epoch)) & (2**63 - 1)
 
 
@@ -98,7 +134,9 @@ def first_tag(salt: str | None) -> int:
 
 
 @cache
-def _chain(symbols: tuple[tuple[int, ...], ...], salt: str | None, epoch: int) -> Tags:
+def _chain(
+    symbols: tuple[tuple[int, ...], ...], salt: str | None, epoch: int
+) -> Tags:
     tags = []
     before = first_tag(salt)
     for symbol in symbols:
@@ -111,7 +149,9 @@ class Devices:
     """The KV memory of all ranks: (ranks, blocks, BLOCK) numbers."""
 
     def __init__(self, ranks: int, blocks: int) -> None:
-        self.kv: npt.NDArray[np.uint64] = np.zeros((ranks, blocks, BLOCK), np.uint64)
+        self.kv: npt.NDArray[np.uint64] = np.zeros(
+            (ranks, blocks, BLOCK), np.uint64
+        )
         self._rubbish = 2**63
 
     def scribble(self, blocks: Sequence[int]) -> None:
@@ -142,11 +182,13 @@ class Ticket:
     plan: Plan
     leader: str | None = None  # the request whose admission it serves
     first: int = 0  # UP: where in its table the copies begin
-    source: list[bytes] = field(default_factory=list)  # DOWN: what the blocks held at first
+    # DOWN: what the blocks held at first
+    source: list[bytes] = field(default_factory=list)
     robbed: bool = False  # chunks were removed meanwhile
     lock: str | None = None  # a request whose blocks must stay as they are
     reports: dict[int, int] = field(default_factory=dict)  # rank -> good copies
-    deps: set[int] = field(default_factory=set)  # tickets that bring the blocks before its own
+    # tickets that bring the blocks before its own
+    deps: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -161,9 +203,11 @@ class Request:
     table: list[int] = field(default_factory=list)
     shared: int = 0
     waits: set[int] = field(default_factory=set)
-    kv: list[int] = field(default_factory=list)  # of the tokens whose KV is present, or will be
+    # of the tokens whose KV is present, or will be
+    kv: list[int] = field(default_factory=list)
     stale: bool = False  # the weights have changed since it was admitted,
-    cached: list[bytes] = field(default_factory=list)  # when these were the keys of its computed blocks
+    # when these were the keys of its computed blocks
+    cached: list[bytes] = field(default_factory=list)
 
     @property
     def computed(self) -> int:

@@ -1,8 +1,10 @@
-"""The block manager against a model that recomputes everything from an engine's memory, after every step.
+"""The block manager against a model that recomputes everything from an engine's memory, after every
+step.
 
-The engine of this test has a memory for every rank. It computes KV that is right only behind right KV, copies late
-(just before it tells of a copy's end), writes rubbish where a copy failed and into every block that it is given for
-itself; so a block that two own, that is freed too early or found under a wrong key shows as wrong KV somewhere.
+The engine of this test has a memory for every rank. It computes KV that is right only behind right
+KV, copies late (just before it tells of a copy's end), writes rubbish where a copy failed and into
+every block that it is given for itself; so a block that two own, that is freed too early or found
+under a wrong key shows as wrong KV somewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from pagoda.clock import Clock
 from pagoda.layout import KVLayout
@@ -28,16 +36,56 @@ from tests.stateful.blocks_engine import GAUGES
 from tests.stateful.blocks_model import BLOCK, PROMPTS, Prompt
 
 WEIGHTS = {
-    "add": 4, "add again": 2, "follow": 4, "flock": 4, "recall": 3, "append": 4, "match": 3, "fetch": 3,
-    "admit": 7, "admit in part": 4,
-    "admit in the end": 3, "serve": 4, "extend": 5, "compute": 7, "finish": 5, "preempt": 3, "release": 3,
-    "demote": 3, "settle": 8, "settle well": 4, "write back": 2, "store": 2, "begin": 1, "remove": 2, "clear": 1,
-    "wait": 1, "pin": 1, "unpin": 1, "pause": 2, "reset": 1, "weights": 1, "lose": 1, "late": 1, "wrong": 1, "room": 1,
-}  # fmt: skip
+    "add": 4,
+    "add again": 2,
+    "follow": 4,
+    "flock": 4,
+    "recall": 3,
+    "append": 4,
+    "match": 3,
+    "fetch": 3,
+    "admit": 7,
+    "admit in part": 4,
+    "admit in the end": 3,
+    "serve": 4,
+    "extend": 5,
+    "compute": 7,
+    "finish": 5,
+    "preempt": 3,
+    "release": 3,
+    "demote": 3,
+    "settle": 8,
+    "settle well": 4,
+    "write back": 2,
+    "store": 2,
+    "begin": 1,
+    "remove": 2,
+    "clear": 1,
+    "wait": 1,
+    "pin": 1,
+    "unpin": 1,
+    "pause": 2,
+    "reset": 1,
+    "weights": 1,
+    "lose": 1,
+    "late": 1,
+    "wrong": 1,
+    "room": 1,
+}
 OPS = [op for op, weight in WEIGHTS.items() for _ in range(weight)]
-DISTURBING = ("begin", "remove", "clear", "pause", "reset", "weights", "lose", "settle")
+DISTURBING = (
+    "begin",
+    "remove",
+    "clear",
+    "pause",
+    "reset",
+    "weights",
+    "lose",
+    "settle",
+)
 ENDS = ["all", "count", "some", "none", "failed"]
-PHASES = [Phase.explicit, Phase.generate]  # to shrink a failure takes a minute: ask for it
+# to shrink a failure takes a minute: ask for it
+PHASES = [Phase.explicit, Phase.generate]
 numbers = st.integers(0, 7)
 prompts = st.builds(
     Prompt.drawn,
@@ -66,15 +114,26 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         min_hit=st.sampled_from([0, 0, 2, 4]),
     )
     def begin(
-        self, blocks: int, slots: int, ranks: int, prefix: bool, write_back: bool, calm: bool, min_hit: int
+        self,
+        blocks: int,
+        slots: int,
+        ranks: int,
+        prefix: bool,
+        write_back: bool,
+        calm: bool,
+        min_hit: int,
     ) -> None:
-        """Opens the cache, if there is one, and the manager. `min_hit`: blocks that are worth a load."""
+        """Opens the cache, if there is one, and the manager. `min_hit`: blocks that are worth a
+        load.
+        """
         self.min_hit = min_hit
         self.ranks = ranks
         self.prefix = prefix
         self.write_back_on = write_back
         self.calm = calm
-        self.layout = KVLayout.opaque(BLOCK, BLOCK * 8 * ranks, f"model of {ranks} ranks")
+        self.layout = KVLayout.opaque(
+            BLOCK, BLOCK * 8 * ranks, f"model of {ranks} ranks"
+        )
         self.clock = FakeClock() if self.kind == "host" else Clock()
         if self.kind != "none":
             self.cache, self.other = self.open(slots), self.open(slots)
@@ -93,7 +152,9 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
             shutil.rmtree(self.root, ignore_errors=True)
 
     def drain(self) -> None:
-        """What a sleeping engine does: nothing is left in use or in flight, and a reset frees the rest."""
+        """What a sleeping engine does: nothing is left in use or in flight, and a reset frees the
+        rest.
+        """
         manager = self.manager
         for name, count in manager.stats().items():
             if name not in GAUGES[:8] and "seconds" not in name:
@@ -106,11 +167,19 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
             self.unpin(0)
         manager.check()
         stats = manager.stats()
-        assert manager.in_flight == stats["in_flight"] == stats["in_use"] == stats["pinned"] == 0, stats
+        assert (
+            manager.in_flight
+            == stats["in_flight"]
+            == stats["in_use"]
+            == stats["pinned"]
+            == 0
+        ), stats
         assert stats["free"] + stats["cached"] == stats["total"], stats
         if self.ledger is not None:
             self.fetched()
-            assert admin.gauges(self.ledger)["reserved"] == sum(map(len, self.busy)), "a reservation was left"
+            assert admin.gauges(self.ledger)["reserved"] == sum(
+                map(len, self.busy)
+            ), "a reservation was left"
             assert not self.holds(), "a hold was left"
         manager.reset()
         assert manager.free == manager.total
@@ -118,11 +187,18 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
 
     # ---- one step
 
-    @rule(op=st.sampled_from(OPS), which=numbers, more=st.integers(0, 15), prompt=prompts)
+    @rule(
+        op=st.sampled_from(OPS),
+        which=numbers,
+        more=st.integers(0, 15),
+        prompt=prompts,
+    )
     def step(self, op: str, which: int, more: int, prompt: Prompt) -> None:
-        """One thing that can happen, drawn by weight; what is not possible now gives way to what brings the rest on.
+        """One thing that can happen, drawn by weight; what is not possible now gives way to what
+        brings the rest on.
 
-        (Not one rule each: hypothesis leaves half of all rules out of a run, and a life of a request needs most.)
+        (Not one rule each: hypothesis leaves half of all rules out of a run, and a life of a
+        request needs most.)
         """
         if self.calm and op in DISTURBING:
             op = "settle well"
@@ -148,7 +224,9 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         elif op == "recall" and idle:
             self.recall(which, more)
         elif op == "flock" and len(running) < 4 and self.other is not None:
-            self.flock(prompt, [5 + which + more, 5 + 2 * more, 36][: 2 + which % 2])
+            self.flock(
+                prompt, [5 + which + more, 5 + 2 * more, 36][: 2 + which % 2]
+            )
         elif op == "append" and self.requests:
             self.append(which, 1 + more % 6)
         elif op == "match" and idle:
@@ -176,7 +254,12 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         elif op == "demote" and not self.manager.paused:
             self.demote(1 + more % 12)
         elif op in ("settle", "settle well") and self.tickets:
-            self.settle(which, more % 2, ENDS[more % len(ENDS)] if op == "settle" else "all", more // 2)
+            self.settle(
+                which,
+                more % 2,
+                ENDS[more % len(ENDS)] if op == "settle" else "all",
+                more // 2,
+            )
         elif op == "write back" and fresh:
             self.write_back(which)
         elif op == "store" and self.other is not None:
@@ -218,7 +301,12 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
         if self.manager.paused:
             self.manager.resume()
         elif self.tickets and which in (1, 4, 6):
-            self.settle(which, 0, "all" if self.calm or which < 4 else ENDS[which % 5], which // 2)
+            self.settle(
+                which,
+                0,
+                "all" if self.calm or which < 4 else ENDS[which % 5],
+                which // 2,
+            )
         elif self.able() and len(self.requests) == MOST_REQUESTS:
             self.release(which, False)
         elif len(self.requests) < MOST_REQUESTS:
@@ -226,7 +314,9 @@ class BlocksMachine(Calls, RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """`check()` passes, no request has wrong KV, no two write into one block, the host has no wrong bytes."""
+        """`check()` passes, no request has wrong KV, no two write into one block, the host has no
+        wrong bytes.
+        """
         if not hasattr(self, "manager"):
             return
         type(self).steps += 1
@@ -280,36 +370,50 @@ def run(name: str) -> None:
             stateful_step_count=200,
             deadline=None,
             suppress_health_check=list(HealthCheck),
-            phases=[*PHASES, Phase.shrink] if "PAGODA_TEST_SHRINK" in os.environ else PHASES,
+            phases=[*PHASES, Phase.shrink]
+            if "PAGODA_TEST_SHRINK" in os.environ
+            else PHASES,
         ),
     )
     print(machine.steps, "steps:", dict(sorted(machine.seen.items())))
     part = min(1, share)
     assert machine.steps >= least * part
-    rare = {event: n for event, n in usual.items() if machine.seen[event] < n * part}
+    rare = {
+        event: n for event, n in usual.items() if machine.seen[event] < n * part
+    }
     assert share < 0.5 or not rare, (rare, machine.seen)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["host", "nothing", pytest.param("disk", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name", ["host", "nothing", pytest.param("disk", marks=pytest.mark.soak)]
+)
 def test_model(name: str) -> None:
-    """Some 9,000 steps in all, twice as many in `make soak`, and everything to be tested did happen in them.
+    """Some 9,000 steps in all, twice as many in `make soak`, and everything to be tested did happen
+    in them.
 
-    In a process of its own: Hypothesis draws constants that it finds in the modules which happen to be imported, so
-    that only there the quick examples are the same in every run. The disk's threads are never quite the same: soak.
+    In a process of its own: Hypothesis draws constants that it finds in the modules which happen to
+    be imported, so that only there the quick examples are the same in every run. The disk's threads
+    are never quite the same: soak.
     """
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([os.environ["PYTHONPATH"], str(root)])
     environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}
     command = [sys.executable, "-m", "tests.stateful.test_blocks_model", name]
     done = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=580, check=False
+        command,
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-20000:]}"
 
 
 if __name__ == "__main__":
-    import tests.conftest  # noqa: F401  # the profiles
+    import tests.conftest  # the profiles  # noqa: F401
 
     run(sys.argv[1])

@@ -1,8 +1,9 @@
-"""The ledger against a model made of dicts: every rule is a call, and `check()` and a comparison of all tables follow.
+"""The ledger against a model made of dicts: every rule is a call, and `check()` and a comparison of
+all tables follow.
 
-Which chunk is evicted is the policy's business; the model holds it to the rules: never what is pinned, held or asked
-for by the same call, leases only when nothing else is left, no chunk before those that continue it, and no more than
-was needed.
+Which chunk is evicted is the policy's business; the model holds it to the rules: never what is
+pinned, held or asked for by the same call, leases only when nothing else is left, no chunk before
+those that continue it, and no more than was needed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,23 @@ import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
-from pagoda.ledger import Busy, Ledger, Present, Refused, Reserved, StoreSpec, admin
+from pagoda.ledger import (
+    Busy,
+    Ledger,
+    Present,
+    Refused,
+    Reserved,
+    StoreSpec,
+    admin,
+)
 from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.stateful.ledger_model import (
@@ -54,7 +69,13 @@ class LedgerMachine(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="pagoda-model-", dir="/dev/shm"))
         self.clock = FakeClock()
         self.model = Model()
-        self.spec = StoreSpec(root=self.root, name="model", kind="memory", slots=SLOTS, slot_bytes=4096)
+        self.spec = StoreSpec(
+            root=self.root,
+            name="model",
+            kind="memory",
+            slots=SLOTS,
+            slot_bytes=4096,
+        )
 
     @initialize()
     def begin(self) -> None:
@@ -66,10 +87,14 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger.open(self.spec, self.policy, clock=self.clock)
         self.be_alone()
         for number, namespace in enumerate(NAMESPACES):
-            self.ledger.namespaces.register(namespace, {"model": "m", "salt": str(number)})
+            self.ledger.namespaces.register(
+                namespace, {"model": "m", "salt": str(number)}
+            )
 
     def be_alone(self) -> None:
-        """Keeps the ledger's thread away: it would evict and learn in real time, so no two runs would be the same."""
+        """Keeps the ledger's thread away: it would evict and learn in real time, so no two runs
+        would be the same.
+        """
         self.ledger.upkeep_thread._start = lambda: None  # type: ignore[method-assign]
 
     def teardown(self) -> None:
@@ -82,12 +107,17 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def found(self) -> dict[bytes, tuple[int, int]]:
         """All chunks by the ledger's own listing."""
-        return {row.key: (row.slot, row.generation) for row in admin.list_chunks(self.ledger)}
+        return {
+            row.key: (row.slot, row.generation)
+            for row in admin.list_chunks(self.ledger)
+        }
 
     def shielded(self, key: bytes, leases: bool = True) -> bool:
         """Whether a chunk must (or, for leases, should) not be evicted."""
         place = self.model.ready[key]
-        leased = leases and self.model.leases.get(place, 0) > self.clock.monotonic_ns()
+        leased = (
+            leases and self.model.leases.get(place, 0) > self.clock.monotonic_ns()
+        )
         return place in self.model.held or key in self.model.pinned() or leased
 
     # storing
@@ -144,7 +174,9 @@ class LedgerMachine(RuleBasedStateMachine):
         for key, outcome in zip(wanted, outcomes, strict=True):
             assert outcome.key == key
             if key in before:
-                assert isinstance(outcome, Present), f"{outcome} for a chunk that is there"
+                assert isinstance(outcome, Present), (
+                    f"{outcome} for a chunk that is there"
+                )
                 assert (outcome.slot, outcome.generation) == before[key]
                 assert key not in evicted
             elif key in busy:
@@ -158,7 +190,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.judge_refusals(outcomes, mine, len(reserved), len(evicted))
         for key in evicted:
             self.model.leave(key)
-        self.model.pending = [one for one in self.model.pending if not one.dead] + [
+        self.model.pending = [
+            one for one in self.model.pending if not one.dead
+        ] + [
             one
             for one in self.model.pending
             if one.dead and one.reserved.key not in {r.key for r in reserved}
@@ -169,14 +203,22 @@ class LedgerMachine(RuleBasedStateMachine):
         for one in reserved:
             if one.key in claimed:
                 claimed[one.key].overtaken = True
-        self.model.pending += [Pending(one, set(range(parts)), now) for one in reserved]
+        self.model.pending += [
+            Pending(one, set(range(parts)), now) for one in reserved
+        ]
         return reserved, bool(refused)
 
     def judge_victims(
-        self, evicted: Sequence[bytes], before: dict[bytes, tuple[int, int]], shields: dict[bytes, bool],
-        hard: dict[bytes, bool], wanted: set[bytes],
-    ) -> None:  # fmt: skip
-        """No victim that is pinned, held or wanted; leased ones last; no chunk before those that continue it."""
+        self,
+        evicted: Sequence[bytes],
+        before: dict[bytes, tuple[int, int]],
+        shields: dict[bytes, bool],
+        hard: dict[bytes, bool],
+        wanted: set[bytes],
+    ) -> None:
+        """No victim that is pinned, held or wanted; leased ones last; no chunk before those that
+        continue it.
+        """
         stay = set(before) - set(evicted) - wanted
         for key in evicted:
             assert not hard[key], "a pinned or held chunk was evicted"
@@ -186,24 +228,37 @@ class LedgerMachine(RuleBasedStateMachine):
                     f"a leased chunk was evicted although {len(spared)} others could be evicted"
                 )
             else:
-                tail = [other for other in stay if not shields[other] and self.continues(other, key, before)]
+                tail = [
+                    other
+                    for other in stay
+                    if not shields[other] and self.continues(other, key, before)
+                ]
                 assert not tail, (
-                    f"position {POSITION[key]} was evicted before {[POSITION[one] for one in tail]} of its chain"
+                    f"position {POSITION[key]} was evicted before "
+                    f"{[POSITION[one] for one in tail]} of its chain"
                 )
 
     @staticmethod
-    def continues(key: bytes, of: bytes, there: dict[bytes, tuple[int, int]]) -> bool:
+    def continues(
+        key: bytes, of: bytes, there: dict[bytes, tuple[int, int]]
+    ) -> bool:
         """Whether `key` comes after `of` in a chain and can be reached from it."""
         parent = PARENT[key]
         while parent is not None and parent != of and parent in there:
             parent = PARENT[parent]
         return parent == of
 
-    def judge_refusals(self, outcomes: Sequence[object], mine: int, reserved: int, evicted: int) -> None:
-        """Leading keys are served first; a refusal means no free slot or a limit; nothing is evicted without need."""
+    def judge_refusals(
+        self, outcomes: Sequence[object], mine: int, reserved: int, evicted: int
+    ) -> None:
+        """Leading keys are served first; a refusal means no free slot or a limit; nothing is
+        evicted without need.
+        """
         rooms = [one for one in outcomes if isinstance(one, Reserved | Refused)]
         kinds = [isinstance(one, Reserved) for one in rooms]
-        assert kinds == sorted(kinds, reverse=True), "a later key was served before a leading one"
+        assert kinds == sorted(kinds, reverse=True), (
+            "a later key was served before a leading one"
+        )
         assert evicted <= reserved, "more was evicted than was needed"
         gauges = admin.gauges(self.ledger)
         if not all(kinds):
@@ -212,18 +267,24 @@ class LedgerMachine(RuleBasedStateMachine):
                 {Reason.FULL},
                 {Reason.NOT_ADMITTED} if self.policy == "hindsight" else None,
             ), reasons
-            assert gauges["free"] == 0 or Reason.NOT_ADMITTED in reasons or mine + reserved >= SLOTS // 4, (
-                f"refused with {gauges} and {mine} reserved before"
-            )
+            assert (
+                gauges["free"] == 0
+                or Reason.NOT_ADMITTED in reasons
+                or mine + reserved >= SLOTS // 4
+            ), f"refused with {gauges} and {mine} reserved before"
         assert mine + reserved <= SLOTS // 4
 
-    def commit_parts(self, reserved: Sequence[Reserved], parts: Sequence[int]) -> None:
+    def commit_parts(
+        self, reserved: Sequence[Reserved], parts: Sequence[int]
+    ) -> None:
         """Commits some parts of some reservations."""
         for part in parts:
             now = [one for one in self.model.pending if one.reserved in reserved]
             done = self.ledger.commit([one.reserved for one in now], part)
             for one, good in zip(now, done, strict=True):
-                assert bool(good) == (part in one.missing), f"part {part}, missing {one.missing}: {good}"
+                assert bool(good) == (part in one.missing), (
+                    f"part {part}, missing {one.missing}: {good}"
+                )
                 self.landed(one, part)
 
     def landed(self, one: Pending, part: int) -> None:
@@ -231,18 +292,25 @@ class LedgerMachine(RuleBasedStateMachine):
         one.missing.discard(part)
         if not one.missing:
             self.model.pending.remove(one)
-            self.model.ready[one.reserved.key] = (one.reserved.slot, one.reserved.generation)
+            self.model.ready[one.reserved.key] = (
+                one.reserved.slot,
+                one.reserved.generation,
+            )
 
     def abort(self, reserved: Sequence[Reserved]) -> None:
         """Gives reservations back."""
         self.ledger.abort(reserved)
         self.model.gone |= {(one.slot, one.generation) for one in reserved}
-        self.model.pending = [one for one in self.model.pending if one.reserved not in reserved]
+        self.model.pending = [
+            one for one in self.model.pending if one.reserved not in reserved
+        ]
 
     @precondition(lambda self: self.model.pending)
     @rule(data=st.data(), part=st.integers(0, 1), adopt=st.booleans())
     def finish(self, data: st.DataObject, part: int, adopt: bool) -> None:
-        """Commits a part of what was left uncommitted, as another process would have it; sometimes adopts it first."""
+        """Commits a part of what was left uncommitted, as another process would have it; sometimes
+        adopts it first.
+        """
         one = data.draw(st.sampled_from(self.model.pending))
         if one.dead or part not in one.missing:
             return
@@ -250,7 +318,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if adopt:
             assert self.ledger.adopt([sent], part) == [True]
         # it is lost with its first part, and keeps its slot until its last one
-        assert [*map(bool, self.ledger.commit([sent], part))] == [not one.overtaken]
+        assert [*map(bool, self.ledger.commit([sent], part))] == [
+            not one.overtaken
+        ]
         if one.overtaken and one.missing == {part}:
             self.model.pending.remove(one)
             self.model.gone.add((sent.slot, sent.generation))
@@ -268,8 +338,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.gone - self.model.held)
     @rule(data=st.data())
     def late(self, data: st.DataObject) -> None:
-        """A commit, abort, lease, hold or drop of something that no longer exists changes nothing."""
-        slot, generation = data.draw(st.sampled_from(sorted(self.model.gone - self.model.held)))
+        """A commit, abort, lease, hold or drop of something that no longer exists changes
+        nothing.
+        """
+        slot, generation = data.draw(
+            st.sampled_from(sorted(self.model.gone - self.model.held))
+        )
         ghost = Reserved(data.draw(st.sampled_from(ALL)), slot, generation)
         assert self.ledger.commit([ghost]) == [False]
         self.ledger.abort([ghost])
@@ -277,38 +351,64 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.hold(*place) == [False]
         self.ledger.lease(*place, 10.0)
         self.ledger.release(*place)
-        assert not self.ledger.remove_exact(ghost.key, slot, generation, Reason.FAILED_CHECK)
+        assert not self.ledger.remove_exact(
+            ghost.key, slot, generation, Reason.FAILED_CHECK
+        )
 
     # reading
 
-    @rule(chain=chains, length=lengths, lease=st.sampled_from([0.0, 0.0, 5.0]), touch=st.booleans())
+    @rule(
+        chain=chains,
+        length=lengths,
+        lease=st.sampled_from([0.0, 0.0, 5.0]),
+        touch=st.booleans(),
+    )
     def match(self, chain: int, length: int, lease: float, touch: bool) -> None:
         """Check that the leading run is exactly that of the model, with the reason of its end."""
         wanted = KEYS[chain][:length]
         match = self.ledger.match_prefix(wanted, lease_seconds=lease, touch=touch)
-        run = next((n for n, key in enumerate(wanted) if key not in self.model.ready), length)
-        places = list(zip(match.slots.tolist(), match.generations.tolist(), strict=True))
+        run = next(
+            (n for n, key in enumerate(wanted) if key not in self.model.ready),
+            length,
+        )
+        places = list(
+            zip(match.slots.tolist(), match.generations.tolist(), strict=True)
+        )
         assert places == [self.model.ready[key] for key in wanted[:run]]
         assert (match.reason is None) == (run == length)
         if run < length:
-            assert (match.reason is Reason.BUSY) == (wanted[run] in self.model.claimed()), match.reason
+            assert (match.reason is Reason.BUSY) == (
+                wanted[run] in self.model.claimed()
+            ), match.reason
         if lease:
             self.lease_model(places, lease)
 
-    def lease_model(self, places: Sequence[tuple[int, int]], seconds: float) -> None:
+    def lease_model(
+        self, places: Sequence[tuple[int, int]], seconds: float
+    ) -> None:
         """Leases cover at most half of the slots: past that the model does not count on them."""
         now = self.clock.monotonic_ns()
-        self.model.leases = {place: until for place, until in self.model.leases.items() if until > now}
+        self.model.leases = {
+            place: until
+            for place, until in self.model.leases.items()
+            if until > now
+        }
         for place in places:
             if len(self.model.leases) < SLOTS // 2 or place in self.model.leases:
-                self.model.leases[place] = max(self.model.leases.get(place, 0), now + int(seconds * 1e9))
+                self.model.leases[place] = max(
+                    self.model.leases.get(place, 0), now + int(seconds * 1e9)
+                )
 
     @precondition(lambda self: self.model.ready)
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         """Keeps a chunk until it is released."""
         places = data.draw(
-            st.lists(st.sampled_from(sorted(self.model.ready.values())), max_size=3, unique=True)
+            st.lists(
+                st.sampled_from(sorted(self.model.ready.values())),
+                max_size=3,
+                unique=True,
+            )
         )
         places = [place for place in places if place not in self.model.held]
         slots = np.array([s for s, _ in places], np.int64)
@@ -335,13 +435,19 @@ class LedgerMachine(RuleBasedStateMachine):
     def pin(self, wanted: list[bytes], owner: str) -> None:
         """Pin present chunks, up to a quarter of the slots."""
         admin.pin(self.ledger, wanted, owner)
-        now = {who: set(pinned) for who, pinned in admin.list_pins(self.ledger).items() if pinned}
+        now = {
+            who: set(pinned)
+            for who, pinned in admin.list_pins(self.ledger).items()
+            if pinned
+        }
         mine = self.model.pins.setdefault(owner, set())
         extra = now.get(owner, set()) - mine
         assert extra <= set(wanted)
         assert extra <= set(self.model.ready)
         mine |= extra
-        missing = [key for key in wanted if key in self.model.ready and key not in mine]
+        missing = [
+            key for key in wanted if key in self.model.ready and key not in mine
+        ]
         assert not missing or len(self.model.pinned()) >= SLOTS // 4
 
     @rule(wanted=st.none() | any_keys, owner=owners)
@@ -368,19 +474,29 @@ class LedgerMachine(RuleBasedStateMachine):
         """A chunk that failed its check is removed, if the slot still has that chunk."""
         key = data.draw(st.sampled_from(sorted(self.model.ready)))
         slot, generation = self.model.ready[key]
-        assert not self.ledger.remove_exact(key, slot, generation + 1, Reason.FAILED_CHECK)
-        assert self.ledger.remove_exact(key, slot, generation, Reason.FAILED_CHECK)
+        assert not self.ledger.remove_exact(
+            key, slot, generation + 1, Reason.FAILED_CHECK
+        )
+        assert self.ledger.remove_exact(
+            key, slot, generation, Reason.FAILED_CHECK
+        )
         self.model.leave(key)
 
     @rule(which=st.sampled_from([0, 1, None]))
     def clear(self, which: int | None) -> None:
         """Remove all chunks of a tenant; its running stores will not be committed."""
         namespace = None if which is None else NAMESPACES[which]
-        gone = [key for key in self.model.ready if namespace in (None, NAMESPACE[key])]
+        gone = [
+            key for key in self.model.ready if namespace in (None, NAMESPACE[key])
+        ]
         assert admin.clear(self.ledger, namespace) == len(gone)
         for key in gone:
             self.model.leave(key)
-        doomed = [one for one in self.model.pending if namespace in (None, NAMESPACE[one.reserved.key])]
+        doomed = [
+            one
+            for one in self.model.pending
+            if namespace in (None, NAMESPACE[one.reserved.key])
+        ]
         for one in doomed:
             if not one.dead:
                 *parts, last = sorted(one.missing)
@@ -388,7 +504,9 @@ class LedgerMachine(RuleBasedStateMachine):
                     self.ledger.commit([one.reserved], part)
                 assert self.ledger.commit([one.reserved], last) == [False]
             self.model.gone.add((one.reserved.slot, one.reserved.generation))
-        self.model.pending = [one for one in self.model.pending if one not in doomed]
+        self.model.pending = [
+            one for one in self.model.pending if one not in doomed
+        ]
 
     # coming and going
 
@@ -396,7 +514,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         """A member that leaves takes its reservations and holds with it; chunks and pins stay."""
         self.ledger.close()
-        self.model.gone |= {(one.reserved.slot, one.reserved.generation) for one in self.model.pending}
+        self.model.gone |= {
+            (one.reserved.slot, one.reserved.generation)
+            for one in self.model.pending
+        }
         self.model.pending = []
         self.model.held = set()
         self.open()
@@ -407,7 +528,9 @@ class LedgerMachine(RuleBasedStateMachine):
         receive, send = os.pipe()
         pid = os.fork()
         if pid == 0:
-            self.act_as_child(KEYS[chain][: min(length, self.ledger.window)], dies, send)
+            self.act_as_child(
+                KEYS[chain][: min(length, self.ledger.window)], dies, send
+            )
         os.close(send)
         with os.fdopen(receive, "rb") as pipe:
             said = pipe.read()
@@ -421,7 +544,9 @@ class LedgerMachine(RuleBasedStateMachine):
         for one in reserved:
             if one.key in claimed:
                 claimed[one.key].overtaken = True
-        self.model.pending += [Pending(one, {0}, 0, dead=True) for one in reserved]
+        self.model.pending += [
+            Pending(one, {0}, 0, dead=True) for one in reserved
+        ]
         admin.reap(self.ledger)
         self.model.gone |= {(one.slot, one.generation) for one in reserved}
         self.model.pending = [one for one in self.model.pending if not one.dead]
@@ -434,11 +559,18 @@ class LedgerMachine(RuleBasedStateMachine):
             before = self.found()
             match = self.ledger.match_prefix(wanted, touch=False)
             held = self.ledger.hold(match.slots, match.generations)
-            outcomes = self.ledger.reserve(wanted, namespace=NAMESPACE[wanted[0]], tokens=TOKENS)
+            outcomes = self.ledger.reserve(
+                wanted, namespace=NAMESPACE[wanted[0]], tokens=TOKENS
+            )
             assert all(held)
             assert len(outcomes) == len(wanted)
             reserved = [one for one in outcomes if isinstance(one, Reserved)]
-            os.write(send, pickle.dumps((reserved, [key for key in before if key not in self.found()])))
+            os.write(
+                send,
+                pickle.dumps(
+                    (reserved, [key for key in before if key not in self.found()])
+                ),
+            )
             if not dies:
                 self.ledger.close()
         except BaseException:  # noqa: BLE001
@@ -462,11 +594,15 @@ class LedgerMachine(RuleBasedStateMachine):
         assert gauges["ready"] == len(model.ready)
         assert gauges["slots"] == SLOTS
         taken = len(model.pending) + len(model.waiting())
-        assert gauges["reserved"] == taken, f"{gauges}, {model.pending}, {model.waiting()}"
+        assert gauges["reserved"] == taken, (
+            f"{gauges}, {model.pending}, {model.waiting()}"
+        )
         assert gauges["free"] == SLOTS - len(model.ready) - taken
-        assert {who: set(pinned) for who, pinned in admin.list_pins(self.ledger).items() if pinned} == {
-            w: p for w, p in model.pins.items() if p
-        }
+        assert {
+            who: set(pinned)
+            for who, pinned in admin.list_pins(self.ledger).items()
+            if pinned
+        } == {w: p for w, p in model.pins.items() if p}
         assert gauges["pinned"] == len(model.pinned()) <= SLOTS // 4
         self.validity()
 
@@ -474,9 +610,13 @@ class LedgerMachine(RuleBasedStateMachine):
         """Exactly the chunks that are there are valid, under their own generation only."""
         places = [*self.model.ready.values(), *self.model.gone]
         slots = np.array([slot for slot, _ in places], np.int64)
-        generations = np.array([generation for _, generation in places], np.uint64)
+        generations = np.array(
+            [generation for _, generation in places], np.uint64
+        )
         valid = self.ledger.still_valid(slots, generations).tolist()
-        assert valid == [True] * len(self.model.ready) + [False] * len(self.model.gone)
+        assert valid == [True] * len(self.model.ready) + [False] * len(
+            self.model.gone
+        )
 
 
 SETTINGS = settings(

@@ -1,4 +1,6 @@
-"""A slice of the run in which a process outlives its files, its locks, its exceptions and its threads."""
+"""A slice of the run in which a process outlives its files, its locks, its exceptions and its
+threads.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,9 @@ def test_caches_in_trouble_of_every_kind(shm_root: Path) -> None:
     assert outcome.counts["removed"]
     assert outcome.counts["spoiled"]
     if outcome.full_disk:
-        warnings.warn(f"the disk was never full, for none can be mounted: {outcome.full_disk}", stacklevel=1)
+        warnings.warn(
+            f"the disk was never full, for none can be mounted: {outcome.full_disk}",
+            stacklevel=1,
+        )
     else:
         assert outcome.counts["full disks"]

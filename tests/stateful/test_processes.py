@@ -1,4 +1,6 @@
-"""Four processes at random on one host slab, and on a disk, with kill -9 and SIGSTOP: nothing wrong, leaked or late."""
+"""Four processes at random on one host slab, and on a disk, with kill -9 and SIGSTOP: nothing
+wrong, leaked or late.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from tests.stress import Summary, run
 
 OPERATIONS = 12_000
 SLACK_SECONDS = (
-    20.0  # other processes use this machine too, so only a hang counts as late. `make soak` is stricter
+    # other processes use this machine too, so only a hang counts as late. `make soak` is stricter
+    20.0
 )
 
 
@@ -30,7 +33,12 @@ def test_twelve_thousand_operations_of_four_processes_on_one_host_slab(
     shm_root: Path, tmp_path: Path
 ) -> None:
     summary = run(
-        tmp_path / "run", shm_root, OPERATIONS, seed=1, limit_seconds=200, slack_seconds=SLACK_SECONDS
+        tmp_path / "run",
+        shm_root,
+        OPERATIONS,
+        seed=1,
+        limit_seconds=200,
+        slack_seconds=SLACK_SECONDS,
     )
     judge(summary)
     assert summary.counts["ops"] >= OPERATIONS
@@ -41,7 +49,15 @@ def test_twelve_thousand_operations_of_four_processes_on_one_host_slab(
 @pytest.mark.slow
 def test_four_processes_with_a_disk_below(shm_root: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    summary = run(tmp_path / "run", shm_root, OPERATIONS // 2, 2, 200, disk=disk, slack_seconds=SLACK_SECONDS)
+    summary = run(
+        tmp_path / "run",
+        shm_root,
+        OPERATIONS // 2,
+        2,
+        200,
+        disk=disk,
+        slack_seconds=SLACK_SECONDS,
+    )
     judge(summary)
     # a slow disk takes less
     assert summary.counts["disk_saved"] > 20

@@ -5,12 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagoda.tiers.base import Chunk, check_sizes, flat_bytes, follows, running_future, runs
+from pagoda.tiers.base import (
+    Chunk,
+    check_sizes,
+    flat_bytes,
+    follows,
+    running_future,
+    runs,
+)
 from tests.tiers.tools import always
 
 
 def test_runs_are_cut_where_nothing_follows_and_at_the_limit() -> None:
-    assert list(runs([1, 2, 3, 7, 8, 1], 2, lambda b, a: b == a + 1)) == [[1, 2], [3], [7, 8], [1]]
+    assert list(runs([1, 2, 3, 7, 8, 1], 2, lambda b, a: b == a + 1)) == [
+        [1, 2],
+        [3],
+        [7, 8],
+        [1],
+    ]
     assert list(runs([], 2, lambda b, a: True)) == []
 
 
@@ -34,8 +46,15 @@ def test_flat_bytes_copies_only_what_is_not_contiguous() -> None:
 
 
 @pytest.mark.parametrize(
-    "array", [np.zeros(9, np.uint8), np.zeros(40, np.float32), np.zeros((10, 10), np.uint8)]
+    "array",
+    [
+        np.zeros(9, np.uint8),
+        np.zeros(40, np.float32),
+        np.zeros((10, 10), np.uint8),
+    ],
 )
-def test_a_buffer_that_cannot_hold_a_chunk_is_a_value_error(array: np.ndarray) -> None:
+def test_a_buffer_that_cannot_hold_a_chunk_is_a_value_error(
+    array: np.ndarray,
+) -> None:
     with pytest.raises(ValueError, match="buffer"):
         check_sizes("buffer", [array], 10)

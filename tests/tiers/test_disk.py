@@ -45,7 +45,9 @@ WORKER = Path(__file__).with_name("worker.py")
 def worker(*args: object) -> str:
     """Run a script in another process; return its output."""
     command = [sys.executable, "-m", "tests.tiers.worker", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=90, check=True
+    ).stdout
 
 
 @pytest.mark.parametrize("direct", [None, False])
@@ -71,19 +73,27 @@ def test_restart_by_other_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("direct", [None, False])
 @pytest.mark.parametrize("spare", [0, 1])
-def test_any_buffer_will_do(tmp_path: Path, direct: bool | None, spare: int) -> None:
+def test_any_buffer_will_do(
+    tmp_path: Path, direct: bool | None, spare: int
+) -> None:
     """Payloads and buffers that O_DIRECT cannot use are copied on the way."""
     tier, _ = open_faulty(tmp_path, direct=direct)
     keys = keys_of(6)
     sources, buffers = (
-        [np.empty(LAYOUT.chunk_bytes + spare, np.uint8)[spare:] for _ in keys] for _ in range(2)
+        [np.empty(LAYOUT.chunk_bytes + spare, np.uint8)[spare:] for _ in keys]
+        for _ in range(2)
     )
     for source, key in zip(sources, keys, strict=True):
         source[:] = payload_of(key)[: LAYOUT.chunk_bytes]
-    chunks = [chunk._replace(payload=source) for chunk, source in zip(chunks_of(keys), sources, strict=True)]
+    chunks = [
+        chunk._replace(payload=source)
+        for chunk, source in zip(chunks_of(keys), sources, strict=True)
+    ]
     assert all(oks(tier.save(chunks, ROOT)))
     assert all(oks(tier.load(keys, buffers, namespace=ROOT)))
-    assert all(is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True))
+    assert all(
+        is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True)
+    )
     tier.close()
 
 
@@ -99,18 +109,25 @@ def test_what_is_queued_is_found_and_read(tmp_path: Path) -> None:
     loading = tier.load(keys, buffers, namespace=ROOT)
     slab.release()
     assert all(oks(loading))
-    assert all(is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True))
+    assert all(
+        is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True)
+    )
     assert all(oks(saving))
     assert slab.calls["read"] == 0
     tier.close()
 
 
-def test_a_read_of_a_queued_chunk_does_not_outlive_its_write(tmp_path: Path) -> None:
-    """When a save has ended its payload belongs to the caller again, who fills it with another chunk."""
+def test_a_read_of_a_queued_chunk_does_not_outlive_its_write(
+    tmp_path: Path,
+) -> None:
+    """When a save has ended its payload belongs to the caller again, who fills it with another
+    chunk.
+    """
     tier, _ = open_faulty(tmp_path)
     (key,) = keys_of(1)
     write = WriteRequest(*chunks_of([key]), ROOT, 1)
-    read = ReadRequest(key, 0, ROOT, room(), write)  # it found the chunk in the queue ...
+    # it found the chunk in the queue ...
+    read = ReadRequest(key, 0, ROOT, room(), write)
     assert all(oks(tier.save([write.chunk], ROOT)))
     write.future.set_result(Done(True))
     write.chunk.payload.fill(0xEE)
@@ -168,7 +185,10 @@ def test_a_mixed_run_of_stored_and_queued_is_one_run(tmp_path: Path) -> None:
     loading = tier.load(keys, buffers, namespace=ROOT)
     slab.release()
     assert oks(loading) == [True] * 7 + [False] * 2
-    assert all(is_right(key, buffer) for key, buffer in zip(keys[:7], buffers, strict=False))
+    assert all(
+        is_right(key, buffer)
+        for key, buffer in zip(keys[:7], buffers, strict=False)
+    )
     assert all(oks(saving))
     tier.close()
 
@@ -179,9 +199,13 @@ def test_two_loads_of_one_chunk_read_it_once(tmp_path: Path) -> None:
     store(tier, [key])
     slab.fail_next("read", Fault.HANG)
     buffers = [room(), room(), room()]
-    loading = [tier.load([key], [buffer], namespace=ROOT)[0] for buffer in buffers]
+    loading = [
+        tier.load([key], [buffer], namespace=ROOT)[0] for buffer in buffers
+    ]
     assert slab.hanging.wait(SECONDS)
-    followers = [len(leader.followers) for leader in tier._pool.queue._leaders.values()]
+    followers = [
+        len(leader.followers) for leader in tier._pool.queue._leaders.values()
+    ]
     slab.release()
     assert followers == [2]
     assert all(oks(loading))
@@ -190,8 +214,11 @@ def test_two_loads_of_one_chunk_read_it_once(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_reads_go_before_the_writes_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_CALL_BYTES", 1)  # each chunk in a call of its own, as those of 4 MiB are
+def test_reads_go_before_the_writes_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # each chunk in a call of its own, as those of 4 MiB are
+    monkeypatch.setattr(disk, "_CALL_BYTES", 1)
     tier, slab = open_faulty(tmp_path, queue_chunks=16, slots=128)
     first, *others = keys_of(10)
     store(tier, [first])
@@ -201,7 +228,9 @@ def test_reads_go_before_the_writes_that_wait(tmp_path: Path, monkeypatch: pytes
     assert slab.hanging.wait(SECONDS)
     (loading,) = tier.load([first], [room()], namespace=ROOT)
     written: list[int] = []  # writes that had begun before the end of the read
-    loading.add_done_callback(lambda _: written.append(slab.calls["write"] - writes))
+    loading.add_done_callback(
+        lambda _: written.append(slab.calls["write"] - writes)
+    )
     slab.release()
     assert loading.result(SECONDS).ok
     assert all(oks(saving))
@@ -209,18 +238,26 @@ def test_reads_go_before_the_writes_that_wait(tmp_path: Path, monkeypatch: pytes
     tier.close()
 
 
-def test_small_chunks_are_written_many_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one batch, so with two transactions, and to adjacent slots in one call: that is most of what they cost."""
+def test_small_chunks_are_written_many_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one batch, so with two transactions, and to adjacent slots in one call: that is most of
+    what they cost.
+    """
     calls = list[int]()
     batches = list[int]()
     save = disk.DiskWorker.save
     move = FileSlab._writev
 
-    def counted_save(self: disk.DiskWorker, writes: Sequence[WriteRequest]) -> None:
+    def counted_save(
+        self: disk.DiskWorker, writes: Sequence[WriteRequest]
+    ) -> None:
         batches.append(len(writes))
         save(self, writes)
 
-    def counted_move(self: FileSlab, views: Sequence[memoryview], offset: int) -> int:
+    def counted_move(
+        self: FileSlab, views: Sequence[memoryview], offset: int
+    ) -> int:
         calls.append(len(views))
         return move(self, views, offset)
 
@@ -254,9 +291,17 @@ def test_a_full_queue_drops_the_newest_and_says_so(tmp_path: Path) -> None:
     keys = keys_of(7)
     slab.fail_next("write", Fault.HANG)
     saving = tier.save(chunks_of(keys), ROOT)
-    assert tier.put(keys[6], payload_of(keys[6])[: LAYOUT.chunk_bytes], namespace=ROOT) is False
+    assert (
+        tier.put(
+            keys[6], payload_of(keys[6])[: LAYOUT.chunk_bytes], namespace=ROOT
+        )
+        is False
+    )
     slab.release()
-    assert ends(saving) == [Done(True, None)] * 4 + [Done(False, Reason.QUEUE_FULL)] * 3
+    assert (
+        ends(saving)
+        == [Done(True, None)] * 4 + [Done(False, Reason.QUEUE_FULL)] * 3
+    )
     assert tier.stats()["drop_queue_full"] == 4
     assert tier.find(keys) == 4
     tier.close()
@@ -273,7 +318,9 @@ def test_labels_are_written_with_the_first_chunks(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_put_many_does_not_count_what_a_later_chunk_evicted(tmp_path: Path) -> None:
+def test_put_many_does_not_count_what_a_later_chunk_evicted(
+    tmp_path: Path,
+) -> None:
     tier = open_disk(tmp_path, slots=8)
     keys = [keys_of(1, chain=n)[0] for n in range(20)]
     chunks = [chunk for key in keys for chunk in chunks_of([key])]
@@ -283,13 +330,18 @@ def test_put_many_does_not_count_what_a_later_chunk_evicted(tmp_path: Path) -> N
     tier.close()
 
 
-def test_a_put_that_does_not_wait_says_whether_it_was_queued(tmp_path: Path) -> None:
+def test_a_put_that_does_not_wait_says_whether_it_was_queued(
+    tmp_path: Path,
+) -> None:
     tier, slab = open_faulty(tmp_path, queue_chunks=1)
     first, second = keys_of(2)
     slab.fail_next("write", Fault.HANG)
     payload = payload_of(first)[: LAYOUT.chunk_bytes]
     assert tier.put(first, payload, namespace=ROOT, block=False) is True
-    assert tier.put(second, payload, namespace=ROOT, position=1, block=False) is False
+    assert (
+        tier.put(second, payload, namespace=ROOT, position=1, block=False)
+        is False
+    )
     assert tier.stats()["drop_queue_full"] == 1
     slab.release()
     assert tier.flush(SECONDS)
@@ -357,13 +409,17 @@ def test_durable_stores_nothing_if_the_sync_fails(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path, durable=True)
     slab.fail_next("sync", Fault.EIO)
     keys = keys_of(1)
-    assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(False, Reason.IO_ERROR)]
+    assert ends(tier.save(chunks_of(keys), ROOT)) == [
+        Done(False, Reason.IO_ERROR)
+    ]
     assert tier.find(keys) == 0
     check(tier)
     tier.close()
 
 
-def test_a_removed_chunk_that_was_being_written_does_not_appear(tmp_path: Path) -> None:
+def test_a_removed_chunk_that_was_being_written_does_not_appear(
+    tmp_path: Path,
+) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(1)
     slab.fail_next("write", Fault.HANG)
@@ -418,11 +474,15 @@ def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
 
     def commit_and_lose(*given: object, **more: object) -> list[bool]:
         kept = commit(*given, **more)  # type: ignore[arg-type]
-        tier._cancel_writes(why, key=keys[1])  # like a `remove` or `clear` that cannot wait longer
+        # like a `remove` or `clear` that cannot wait longer
+        tier._cancel_writes(why, key=keys[1])
         return kept
 
     monkeypatch.setattr(tier.ledger, "commit", commit_and_lose)
-    assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(True, None), Done(False, why)]
+    assert ends(tier.save(chunks_of(keys), ROOT)) == [
+        Done(True, None),
+        Done(False, why),
+    ]
     assert tier.contains(keys[0])
     assert not tier.contains(keys[1])
     assert tier.ledger.explain_miss(keys[1]).reason is why
@@ -430,7 +490,9 @@ def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
     tier.close()
 
 
-def test_a_cleared_namespace_stays_clear_of_what_was_being_written(tmp_path: Path) -> None:
+def test_a_cleared_namespace_stays_clear_of_what_was_being_written(
+    tmp_path: Path,
+) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(5)
     store(tier, keys[:2])
@@ -454,15 +516,25 @@ def test_a_copy_that_waits_to_be_written_is_dropped_when_another_process_clears(
     tier, slab = open_faulty(tmp_path)
     written, waiting = chunks_of(keys_of(2))
     slab.fail_next("write", Fault.HANG)
-    assert tier.put(written.key, written.payload[: LAYOUT.chunk_bytes], namespace=ROOT, block=False)
+    assert tier.put(
+        written.key,
+        written.payload[: LAYOUT.chunk_bytes],
+        namespace=ROOT,
+        block=False,
+    )
     assert slab.hanging.wait(SECONDS)
     counts = list[int]()
     thread = threading.Thread(
-        target=lambda: counts.append(tier.put_many([waiting], namespace=ROOT)), daemon=True
+        target=lambda: counts.append(tier.put_many([waiting], namespace=ROOT)),
+        daemon=True,
     )
     if call == "put":
         assert tier.put(
-            waiting.key, waiting.payload[: LAYOUT.chunk_bytes], namespace=ROOT, position=1, block=False
+            waiting.key,
+            waiting.payload[: LAYOUT.chunk_bytes],
+            namespace=ROOT,
+            position=1,
+            block=False,
         )
     else:
         thread.start()
@@ -478,12 +550,19 @@ def test_a_copy_that_waits_to_be_written_is_dropped_when_another_process_clears(
     assert tier.find([written.key, waiting.key]) == 0
     assert not tier.contains(waiting.key)
     assert tier.stats()["drop_stale"] == 2  # also the one that was being written
-    assert tier.put(waiting.key, waiting.payload[: LAYOUT.chunk_bytes], namespace=ROOT, position=1)
+    assert tier.put(
+        waiting.key,
+        waiting.payload[: LAYOUT.chunk_bytes],
+        namespace=ROOT,
+        position=1,
+    )
     check(tier)
     tier.close()
 
 
-def test_chunks_of_another_process_are_busy_while_it_writes_them(tmp_path: Path) -> None:
+def test_chunks_of_another_process_are_busy_while_it_writes_them(
+    tmp_path: Path,
+) -> None:
     """A second tier over the same ledger: the reservation belongs to the other tier."""
     tier, slab = open_faulty(tmp_path)
     other, _ = open_faulty(tmp_path)
@@ -506,11 +585,15 @@ def test_wrong_numbers_are_value_errors(tmp_path: Path) -> None:
         open_disk(tmp_path, io_threads=0)
 
 
-def test_what_is_stored_is_ok_and_takes_no_place_in_the_queue(tmp_path: Path) -> None:
+def test_what_is_stored_is_ok_and_takes_no_place_in_the_queue(
+    tmp_path: Path,
+) -> None:
     tier, slab = open_faulty(tmp_path, queue_chunks=8)
     keys = keys_of(24)
     for begin in range(0, 16, 8):
-        assert all(oks(tier.save(chunks_of(keys[begin : begin + 8], begin), ROOT)))
+        assert all(
+            oks(tier.save(chunks_of(keys[begin : begin + 8], begin), ROOT))
+        )
     slab.fail_next("write", Fault.HANG)
     futures = tier.save(chunks_of(keys), ROOT)
     assert all(future.done() for future in futures[:16])

@@ -1,4 +1,6 @@
-"""The disk tier on a disk that fails: a miss or a drop with its reason, never wrong bytes, no leaks."""
+"""The disk tier on a disk that fails: a miss or a drop with its reason, never wrong bytes, no
+leaks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def direct(request: pytest.FixtureRequest) -> bool | None:
 
 
 @pytest.mark.parametrize("fault", [Fault.SHORT, Fault.DELAY])
-def test_short_and_late_io_is_finished(tmp_path: Path, fault: Fault, direct: bool | None) -> None:
+def test_short_and_late_io_is_finished(
+    tmp_path: Path, fault: Fault, direct: bool | None
+) -> None:
     tier, slab = open_faulty(tmp_path, direct=direct)
     keys = keys_of(3)
     slab.fail_next("write", fault, times=3)
@@ -52,7 +56,9 @@ def test_short_and_late_io_is_finished(tmp_path: Path, fault: Fault, direct: boo
 
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC, Fault.TORN])
-def test_a_write_that_fails_is_not_stored(tmp_path: Path, fault: Fault, direct: bool | None) -> None:
+def test_a_write_that_fails_is_not_stored(
+    tmp_path: Path, fault: Fault, direct: bool | None
+) -> None:
     tier, slab = open_faulty(tmp_path, direct=direct)
     keys = keys_of(3)
     slab.fail_next("write", fault, skip=1)
@@ -77,9 +83,13 @@ def test_a_write_that_lies_is_found_out_when_it_is_read(
 ) -> None:
     tier, slab = open_faulty(tmp_path, direct=direct)
     keys = keys_of(1)
-    slab.fail_next("write", fault, at=HEADER_BYTES + 77 if fault is Fault.BIT_FLIP else None)
+    slab.fail_next(
+        "write", fault, at=HEADER_BYTES + 77 if fault is Fault.BIT_FLIP else None
+    )
     store(tier, keys)
-    assert ends(tier.load(keys, [room()], namespace=ROOT)) == [Done(False, Reason.FAILED_CHECK)]
+    assert ends(tier.load(keys, [room()], namespace=ROOT)) == [
+        Done(False, Reason.FAILED_CHECK)
+    ]
     assert not tier.contains(keys[0])
     assert tier.stats()["failed_checks"] == 1
     assert tier.stats()["miss_failed_check"] == 1
@@ -88,20 +98,31 @@ def test_a_write_that_lies_is_found_out_when_it_is_read(
 
 
 @pytest.mark.parametrize(
-    "at", [0, 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + LAYOUT.chunk_bytes - 1]
+    "at",
+    [
+        0,
+        100,
+        HEADER_BYTES - 1,
+        HEADER_BYTES,
+        HEADER_BYTES + LAYOUT.chunk_bytes - 1,
+    ],
 )
 def test_one_flipped_bit_anywhere_is_a_miss(tmp_path: Path, at: int) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(1)
     store(tier, keys)
     slab.fail_next("read", Fault.BIT_FLIP, at=at)
-    assert ends(tier.load(keys, [room()], namespace=ROOT)) == [Done(False, Reason.FAILED_CHECK)]
+    assert ends(tier.load(keys, [room()], namespace=ROOT)) == [
+        Done(False, Reason.FAILED_CHECK)
+    ]
     assert tier.find(keys) == 0
     tier.close()
 
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.TORN])
-def test_a_read_that_fails_is_a_miss_and_the_entry_goes(tmp_path: Path, fault: Fault) -> None:
+def test_a_read_that_fails_is_a_miss_and_the_entry_goes(
+    tmp_path: Path, fault: Fault
+) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(2)
     store(tier, keys)
@@ -116,12 +137,23 @@ def test_a_read_that_fails_is_a_miss_and_the_entry_goes(tmp_path: Path, fault: F
     tier.close()
 
 
-def test_trouble_is_one_log_line_not_one_a_chunk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_is_one_log_line_not_one_a_chunk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tier, slab = open_faulty(tmp_path)
     slab.fail_next("write", Fault.EIO, times=3)
     with caplog.at_level(logging.WARNING, "pagoda.tiers"):
         assert not any(oks(tier.save(chunks_of(keys_of(3)), ROOT)))
-    assert len([record for record in caplog.records if record.name == "pagoda.tiers.disk"]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if record.name == "pagoda.tiers.disk"
+            ]
+        )
+        == 1
+    )
     assert "io_error" in caplog.text
     tier.close()
 
@@ -130,9 +162,9 @@ def test_a_source_that_goes_between_checksum_and_write(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(1)
     answers = iter([True, False])  # before the reservation, after the checksum
-    assert ends(tier.save(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)) == [
-        Done(False, Reason.STALE)
-    ]
+    assert ends(
+        tier.save(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)
+    ) == [Done(False, Reason.STALE)]
     assert slab.calls["write"] == 0
     assert not tier.contains(keys[0])
     check(tier)
@@ -143,9 +175,9 @@ def test_a_source_that_goes_during_the_write(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(1)
     answers = iter([True, True, False])
-    assert ends(tier.save(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)) == [
-        Done(False, Reason.STALE)
-    ]
+    assert ends(
+        tier.save(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)
+    ) == [Done(False, Reason.STALE)]
     assert slab.calls["write"] == 1
     assert not tier.contains(keys[0])
     assert check(tier)["free"] == 32
@@ -198,7 +230,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_well_sealed_header_that_is_not_the_one_asked_for(tmp_path: Path, what: str) -> None:
+def test_a_well_sealed_header_that_is_not_the_one_asked_for(
+    tmp_path: Path, what: str
+) -> None:
     """A slab file of another store, or an older copy of this one, replaces ours."""
     tier = open_disk(tmp_path, direct=False)
     (key,) = keys_of(1)
@@ -209,7 +243,9 @@ def test_a_well_sealed_header_that_is_not_the_one_asked_for(tmp_path: Path, what
     assert header is not None
     fields = {**vars(header), **CHANGES[what]}
     page[:HEADER_BYTES] = codec.seal(codec.Header(**fields), page[HEADER_BYTES:])
-    assert ends(tier.load([key], [room()], namespace=ROOT)) == [Done(False, Reason.FAILED_CHECK)]
+    assert ends(tier.load([key], [room()], namespace=ROOT)) == [
+        Done(False, Reason.FAILED_CHECK)
+    ]
     assert not tier.contains(key)
     tier.close()
 
@@ -232,13 +268,18 @@ def test_an_evicted_chunk_is_no_failed_check(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_disk_that_keeps_failing_is_left_out_and_tried_again(tmp_path: Path) -> None:
+def test_a_disk_that_keeps_failing_is_left_out_and_tried_again(
+    tmp_path: Path,
+) -> None:
     clock = FakeClock()
     tier, slab = open_faulty(tmp_path, clock=clock)
     kept, *others = keys_of(8)
     store(tier, [kept])
     slab.fail_next("write", Fault.EIO, times=99)
-    failed = [ends(tier.save(chunks_of([key], n), ROOT))[0].reason for n, key in enumerate(others)]
+    failed = [
+        ends(tier.save(chunks_of([key], n), ROOT))[0].reason
+        for n, key in enumerate(others)
+    ]
     assert failed[0] is Reason.IO_ERROR
     assert failed[-1] is Reason.TIER_SKIPPED
     assert tier.find([kept]) == 0
@@ -260,16 +301,22 @@ def test_a_read_that_succeeds_ends_a_row_of_failures(tmp_path: Path) -> None:
     store(tier, [kept])
     for n, key in enumerate(others):
         slab.fail_next("write", Fault.EIO)
-        assert ends(tier.save(chunks_of([key], n), ROOT))[0].reason is Reason.IO_ERROR
+        assert (
+            ends(tier.save(chunks_of([key], n), ROOT))[0].reason
+            is Reason.IO_ERROR
+        )
         assert right(tier, kept)
     assert tier.stats()["resting"] == 0
     tier.close()
 
 
 def test_a_queue_whose_disk_begins_to_fail_ends_quickly(tmp_path: Path) -> None:
-    tier, slab = open_faulty(tmp_path, slots=128, clock=FakeClock())  # the other reads have not ended
+    # the other reads have not ended
+    tier, slab = open_faulty(tmp_path, slots=128, clock=FakeClock())
     slab.fail_next("write", Fault.EIO, times=99)
-    reasons = [done.reason for done in ends(tier.save(chunks_of(keys_of(30)), ROOT))]
+    reasons = [
+        done.reason for done in ends(tier.save(chunks_of(keys_of(30)), ROOT))
+    ]
     assert reasons.count(Reason.IO_ERROR) == 4
     assert reasons.count(Reason.TIER_SKIPPED) == 26
     assert slab.calls["write"] == 4
@@ -279,7 +326,9 @@ def test_a_queue_whose_disk_begins_to_fail_ends_quickly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_an_error_of_the_slab_tests_the_tables(tmp_path: Path, call: str) -> None:
-    """The whole file system has stopped: a read of a page of the tables that is gone would be a signal."""
+    """The whole file system has stopped: a read of a page of the tables that is gone would be a
+    signal.
+    """
 
     def stops() -> None:
         tier, slab = open_faulty(tmp_path)
@@ -287,15 +336,20 @@ def test_an_error_of_the_slab_tests_the_tables(tmp_path: Path, call: str) -> Non
         store(tier, keys[:3])
 
         def fails(*_: object) -> None:
-            # a page in the middle: the last one, which is read before each transaction, still answers
+            # a page in the middle: the last one, which is read before each transaction, still
+            # answers
             tier.ledger.session._pages.load = fails
             raise OSError(errno.EIO, "the device is gone")
 
         setattr(slab, call, fails)
         if call == "read":
-            assert ends(tier.load(keys[:1], [room()], namespace=ROOT)) == [Done(False, Reason.IO_ERROR)]
+            assert ends(tier.load(keys[:1], [room()], namespace=ROOT)) == [
+                Done(False, Reason.IO_ERROR)
+            ]
         else:
-            assert ends(tier.save(chunks_of(keys[3:]), ROOT)) == [Done(False, Reason.IO_ERROR)]
+            assert ends(tier.save(chunks_of(keys[3:]), ROOT)) == [
+                Done(False, Reason.IO_ERROR)
+            ]
         assert tier.resting
         assert not tier.find(keys)
         os._exit(0)

@@ -1,4 +1,6 @@
-"""A disk tier with a lossy codec: a store of its own with smaller slots, which keeps only what its codec encoded."""
+"""A disk tier with a lossy codec: a store of its own with smaller slots, which keeps only what its
+codec encoded.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,16 @@ SECONDS = 40.0
 
 
 def open_disk(path: Path, codec_name: str = "q4", chunks: int = 8) -> DiskTier:
-    stride = HEADER_BYTES + -(-codec.most_bytes(codec_name, LAYOUT) // 4096) * 4096
+    stride = (
+        HEADER_BYTES + -(-codec.most_bytes(codec_name, LAYOUT) // 4096) * 4096
+    )
     tier = DiskTier.open(
-        LAYOUT, path, chunks * stride, codec_name=codec_name, policy="lru", deadline_seconds=30.0
+        LAYOUT,
+        path,
+        chunks * stride,
+        codec_name=codec_name,
+        policy="lru",
+        deadline_seconds=30.0,
     )
     tier.register(NAMESPACE)
     return tier
@@ -36,28 +45,40 @@ def open_disk(path: Path, codec_name: str = "q4", chunks: int = 8) -> DiskTier:
 
 def payload_of(key: bytes) -> Bytes:
     buffer = aligned(LAYOUT.slot_bytes)
-    numbers = np.random.default_rng(list(key)).standard_normal(LAYOUT.chunk_bytes // 2)
+    numbers = np.random.default_rng(list(key)).standard_normal(
+        LAYOUT.chunk_bytes // 2
+    )
     buffer[: LAYOUT.chunk_bytes] = numbers.astype("<f2").view(np.uint8)
     return buffer
 
 
-def save(tier: DiskTier, payloads: dict[bytes, Bytes] | None = None) -> list[Done]:
+def save(
+    tier: DiskTier, payloads: dict[bytes, Bytes] | None = None
+) -> list[Done]:
     payloads = payloads or {key: payload_of(key) for key in KEYS}
     chunks = [
-        Chunk(key, KEYS.index(key), LAYOUT.chunk_tokens, payload, None, lambda: True)
+        Chunk(
+            key, KEYS.index(key), LAYOUT.chunk_tokens, payload, None, lambda: True
+        )
         for key, payload in payloads.items()
     ]
-    return [future.result(SECONDS) for future in tier.save(chunks, NAMESPACE.root)]
+    return [
+        future.result(SECONDS) for future in tier.save(chunks, NAMESPACE.root)
+    ]
 
 
 def is_approximated(tier: DiskTier, key: bytes, codec_name: str = "q4") -> bool:
     found = tier.get(key, namespace=NAMESPACE.root)
-    wanted = codec.approximated(codec_name, payload_of(key)[: LAYOUT.chunk_bytes], LAYOUT)[0]
+    wanted = codec.approximated(
+        codec_name, payload_of(key)[: LAYOUT.chunk_bytes], LAYOUT
+    )[0]
     return found is not None and np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("codec_name", ["q4", "q8"])
-def test_it_survives_a_restart_and_the_loss_of_its_ledger(tmp_path: Path, codec_name: str) -> None:
+def test_it_survives_a_restart_and_the_loss_of_its_ledger(
+    tmp_path: Path, codec_name: str
+) -> None:
     tier = open_disk(tmp_path, codec_name)
     assert all(done.ok for done in save(tier))
     assert all(is_approximated(tier, key, codec_name) for key in KEYS)
@@ -87,13 +108,19 @@ def test_each_codec_has_a_store_of_its_own(tmp_path: Path) -> None:
     """So an exact tier, or one of another codec, never finds what was quantised."""
     directories = set()
     for name in ("raw", "q8", "q4"):
-        tier = DiskTier.open(LAYOUT, tmp_path, 1 << 23, codec_name=name, deadline_seconds=30.0)
+        tier = DiskTier.open(
+            LAYOUT, tmp_path, 1 << 23, codec_name=name, deadline_seconds=30.0
+        )
         tier.register(NAMESPACE)
         assert tier.find(KEYS, namespace=NAMESPACE.root) == 0
         assert all(done.ok for done in save(tier))
         directories.add(tier.ledger.directory.name)
         tier.close()
-    assert directories == {LAYOUT.fingerprint, f"{LAYOUT.fingerprint}.q8", f"{LAYOUT.fingerprint}.q4"}
+    assert directories == {
+        LAYOUT.fingerprint,
+        f"{LAYOUT.fingerprint}.q8",
+        f"{LAYOUT.fingerprint}.q4",
+    }
 
 
 def test_what_is_not_finite_is_dropped_with_a_reason(tmp_path: Path) -> None:
@@ -138,5 +165,7 @@ def test_a_server_of_chunks_leaves_such_stores_alone(tmp_path: Path) -> None:
 
 def test_opaque_pages_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="opaque"):
-        DiskTier.open(KVLayout.opaque(16, 8192, "pages"), tmp_path, 1 << 20, codec_name="q4")
+        DiskTier.open(
+            KVLayout.opaque(16, 8192, "pages"), tmp_path, 1 << 20, codec_name="q4"
+        )
     assert not list(tmp_path.iterdir())

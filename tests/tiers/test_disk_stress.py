@@ -1,4 +1,6 @@
-"""Many threads on a small disk tier whose disk fails at random: every byte served is a function of its key."""
+"""Many threads on a small disk tier whose disk fails at random: every byte served is a function of
+its key.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,14 @@ from tests.tiers.tools import (
     room,
 )
 
-FAULTS = [Fault.SHORT, Fault.TORN, Fault.EIO, Fault.BIT_FLIP, Fault.LOST, Fault.DELAY]
+FAULTS = [
+    Fault.SHORT,
+    Fault.TORN,
+    Fault.EIO,
+    Fault.BIT_FLIP,
+    Fault.LOST,
+    Fault.DELAY,
+]
 
 
 def act(tier: DiskTier, dice: random.Random) -> None:
@@ -45,12 +54,20 @@ def act(tier: DiskTier, dice: random.Random) -> None:
         case 3 | 4:
             buffers = [room() for _ in keys]
             for key, buffer, future in zip(
-                keys, buffers, tier.load(keys, buffers, namespace=ROOT), strict=True
+                keys,
+                buffers,
+                tier.load(keys, buffers, namespace=ROOT),
+                strict=True,
             ):
-                assert not future.result(SECONDS).ok or is_right(key, buffer), "wrong bytes were served"
+                assert not future.result(SECONDS).ok or is_right(key, buffer), (
+                    "wrong bytes were served"
+                )
         case 5:
             tier.put(
-                keys[0], payload_of(keys[0])[: LAYOUT.chunk_bytes], namespace=ROOT, block=dice.random() < 0.5
+                keys[0],
+                payload_of(keys[0])[: LAYOUT.chunk_bytes],
+                namespace=ROOT,
+                block=dice.random() < 0.5,
             )
             right(tier, keys[0])
         case 6:
@@ -61,11 +78,17 @@ def act(tier: DiskTier, dice: random.Random) -> None:
                 tier.clear(ROOT)
 
 
-def trouble(slab: FaultySlab, dice: random.Random, enough: Callable[[], bool]) -> None:
+def trouble(
+    slab: FaultySlab, dice: random.Random, enough: Callable[[], bool]
+) -> None:
     """Let calls fail at random."""
     slab.delay_seconds = 0.005
     while not enough():
-        slab.fail_next(dice.choice(["read", "write"]), dice.choice(FAULTS), skip=dice.randrange(6))
+        slab.fail_next(
+            dice.choice(["read", "write"]),
+            dice.choice(FAULTS),
+            skip=dice.randrange(6),
+        )
         time.sleep(0.004)
 
 
@@ -80,7 +103,9 @@ def test_no_wrong_bytes_no_leaks_no_hangs(tmp_path: Path, seed: int) -> None:
     def enough() -> bool:
         """Return whether the time is up and enough has happened: a busy machine takes longer."""
         seconds = time.monotonic() - begin
-        happened = sum(slab.struck.values()) > 20 and tier.stats()["loaded_chunks"] > 20
+        happened = (
+            sum(slab.struck.values()) > 20 and tier.stats()["loaded_chunks"] > 20
+        )
         return seconds > 60 or bool(errors) or (seconds > 1.5 and happened)
 
     def work(number: int) -> None:
@@ -88,10 +113,14 @@ def test_no_wrong_bytes_no_leaks_no_hangs(tmp_path: Path, seed: int) -> None:
         try:
             while not over.is_set():
                 act(tier, dice)
-        except BaseException as error:  # noqa: BLE001  # raised again by the test itself
+        except BaseException as error:  # noqa: BLE001
+            # raised again by the test itself
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(4)]
+    threads = [
+        threading.Thread(target=work, args=(number,), daemon=True)
+        for number in range(4)
+    ]
     for thread in threads:
         thread.start()
     trouble(slab, random.Random(seed), enough)

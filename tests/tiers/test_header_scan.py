@@ -140,7 +140,8 @@ def test_a_header_that_cannot_be_read_is_a_free_slot(tmp_path: Path) -> None:
     lose_the_ledger(tmp_path)
     ledger = Ledger.open(disk_spec(tmp_path, 32))
     slab = FaultySlab(ledger.slab_path, ledger.slots, STRIDE)
-    slab.fail_next("read_headers", Fault.EIO, times=2)  # the batch, then its first header alone
+    # the batch, then its first header alone
+    slab.fail_next("read_headers", Fault.EIO, times=2)
     again = DiskTier(LAYOUT, ledger, slab)
     assert again.wait_ready(SECONDS)
     assert sum(again.contains(key) for key in keys) == 3
@@ -161,7 +162,8 @@ def test_the_tier_works_while_it_is_scanned(tmp_path: Path) -> None:
     assert slab.hanging.wait(SECONDS)
     assert not again.wait_ready(0.01)
     assert again.find(keys) == 0
-    assert not again.save(chunks_of(keys), ROOT)[0].result(SECONDS).ok  # no slot is known to be free yet
+    # no slot is known to be free yet
+    assert not again.save(chunks_of(keys), ROOT)[0].result(SECONDS).ok
     slab.release()
     assert again.wait_ready(SECONDS)
     assert again.find(keys) == 8
@@ -182,7 +184,9 @@ def test_two_tiers_of_one_process_scan_once(tmp_path: Path) -> None:
         each.close()
 
 
-def test_a_scan_that_is_closed_in_the_middle_goes_on_at_the_next_open(tmp_path: Path) -> None:
+def test_a_scan_that_is_closed_in_the_middle_goes_on_at_the_next_open(
+    tmp_path: Path,
+) -> None:
     keys = keys_of(8)
     tier = open_disk(tmp_path, slots=200)
     store(tier, keys)
@@ -201,7 +205,15 @@ def test_a_scan_that_is_closed_in_the_middle_goes_on_at_the_next_open(tmp_path: 
 
 def kill_while_storing(root: Path, slots: int, per_chain: int) -> int:
     """Return the last chain that a process reported as stored before it was killed."""
-    command = [sys.executable, "-m", "tests.tiers.worker", "for-ever", str(root), str(slots), str(per_chain)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tiers.worker",
+        "for-ever",
+        str(root),
+        str(slots),
+        str(per_chain),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for _ in range(5):
@@ -216,7 +228,11 @@ def test_after_a_kill_all_that_is_found_is_right(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, 40)
     admin.reap(tier.ledger)
     check(tier)
-    found = sum(right(tier, key) for chain in range(1, last + 2) for key in keys_of(6, chain))
+    found = sum(
+        right(tier, key)
+        for chain in range(1, last + 2)
+        for key in keys_of(6, chain)
+    )
     assert found >= 24
     assert tier.find(keys_of(6, last)) == 6
     store(tier, keys_of(6, chain=900_000))
@@ -224,12 +240,18 @@ def test_after_a_kill_all_that_is_found_is_right(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_after_a_kill_and_a_lost_ledger_all_that_is_found_is_right(tmp_path: Path) -> None:
+def test_after_a_kill_and_a_lost_ledger_all_that_is_found_is_right(
+    tmp_path: Path,
+) -> None:
     last = kill_while_storing(tmp_path, 40, 6)
     lose_the_ledger(tmp_path)
     tier = reopened(tmp_path, 40)
     check(tier)
-    found = sum(right(tier, key) for chain in range(1, last + 2) for key in keys_of(6, chain))
+    found = sum(
+        right(tier, key)
+        for chain in range(1, last + 2)
+        for key in keys_of(6, chain)
+    )
     assert found >= 24
     assert tier.find(keys_of(6, last)) == 6
     assert all(oks(tier.save(chunks_of(keys_of(6, chain=900_000)), ROOT)))

@@ -33,8 +33,17 @@ from tests.tiers.tools import (
 SIZE = 64 * LAYOUT.slot_bytes
 
 
-def open_host(root: Path, *, shared: bool = True, size_bytes: int = SIZE) -> HostTier:
-    tier = HostTier.open(LAYOUT, root, size_bytes, policy="lru", shared=shared, deadline_seconds=30.0)
+def open_host(
+    root: Path, *, shared: bool = True, size_bytes: int = SIZE
+) -> HostTier:
+    tier = HostTier.open(
+        LAYOUT,
+        root,
+        size_bytes,
+        policy="lru",
+        shared=shared,
+        deadline_seconds=30.0,
+    )
     tier.register(NAMESPACE)
     return tier
 
@@ -66,12 +75,16 @@ def test_an_evicted_chunk_is_a_miss_with_its_reason(shm_root: Path) -> None:
     new = keys_of(8, chain=2)
     store(tier, old)
     store(tier, new)
-    assert ends(tier.load(old[:1], [room()], namespace=ROOT)) == [Done(False, Reason.EVICTED)]
+    assert ends(tier.load(old[:1], [room()], namespace=ROOT)) == [
+        Done(False, Reason.EVICTED)
+    ]
     assert tier.find(new) == 8
     tier.close()
 
 
-def test_a_source_that_goes_while_it_is_copied_is_not_stored(shm_root: Path) -> None:
+def test_a_source_that_goes_while_it_is_copied_is_not_stored(
+    shm_root: Path,
+) -> None:
     tier = open_host(shm_root)
     keys = keys_of(1)
     (done,) = ends(tier.save(chunks_of(keys, still_valid=lambda: False), ROOT))
@@ -86,7 +99,9 @@ def test_a_payload_that_is_longer_than_a_chunk_is_not_cut(shm_root: Path) -> Non
     tier = open_host(shm_root)
     (key,) = keys_of(1)
     assert LAYOUT.chunk_bytes + 1 < LAYOUT.slot_bytes
-    assert not tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes + 1], namespace=ROOT)
+    assert not tier.put(
+        key, payload_of(key)[: LAYOUT.chunk_bytes + 1], namespace=ROOT
+    )
     assert not tier.contains(key)
     assert tier.stats()["drop_too_large"] == 1
     assert tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes], namespace=ROOT)
@@ -117,7 +132,11 @@ tier = open_host(Path({str(shm_root)!r}))
 print(sum(right(tier, key) for key in keys_of(4)))
 """
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert found.stdout.split() == ["4"]
     tier.close()
@@ -147,8 +166,13 @@ def test_private_tiers_share_nothing(shm_root: Path) -> None:
 
 
 def test_private_memory_costs_no_file(shm_root: Path) -> None:
-    tier = HostTier.open(LAYOUT, shm_root, 4000 * LAYOUT.slot_bytes, shared=False, populate=False)
-    assert sum(path.stat().st_size for path in shm_root.rglob("*")) < 2000 * LAYOUT.slot_bytes
+    tier = HostTier.open(
+        LAYOUT, shm_root, 4000 * LAYOUT.slot_bytes, shared=False, populate=False
+    )
+    assert (
+        sum(path.stat().st_size for path in shm_root.rglob("*"))
+        < 2000 * LAYOUT.slot_bytes
+    )
     tier.close()
 
 
@@ -182,7 +206,9 @@ def test_a_forked_child_does_not_use_private_memory(shm_root: Path) -> None:
 
 
 def test_a_forked_child_cannot_reserve_in_private_memory(shm_root: Path) -> None:
-    """Its bytes would be written to its own copy of the slab, and the parent would see its own old bytes instead."""
+    """Its bytes would be written to its own copy of the slab, and the parent would see its own old
+    bytes instead.
+    """
     tier = open_host(shm_root, shared=False)
 
     def work() -> None:
@@ -200,7 +226,9 @@ def test_a_load_into_plain_buffers(shm_root: Path) -> None:
     store(tier, keys)
     buffers = [np.empty(LAYOUT.chunk_bytes + 1, np.uint8)[1:] for _ in keys]
     assert all(done.ok for done in ends(tier.load(keys, buffers, namespace=ROOT)))
-    assert all(is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True))
+    assert all(
+        is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True)
+    )
     tier.close()
 
 

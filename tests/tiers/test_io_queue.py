@@ -10,7 +10,15 @@ from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
 from pagoda.tiers.io_queue import IoQueue, ReadRequest, WriteRequest
 from tests.cache.kit import wait_until
-from tests.tiers.tools import LAYOUT, ROOT, chunks_of, is_right, keys_of, payload_of, room
+from tests.tiers.tools import (
+    LAYOUT,
+    ROOT,
+    chunks_of,
+    is_right,
+    keys_of,
+    payload_of,
+    room,
+)
 
 KEYS = keys_of(8)
 OK = Done(True, None)
@@ -52,7 +60,9 @@ def test_a_thread_that_waits_takes_all_writes_of_one_call() -> None:
     """A transaction a batch: one for each chunk would cost more than all the rest."""
     queue = IoQueue(8)
     taken = list[int]()
-    thread = threading.Thread(target=lambda: taken.append(len(queue.take(16) or [])))  # type: ignore[arg-type]
+    thread = threading.Thread(
+        target=lambda: taken.append(len(queue.take(16) or []))
+    )  # type: ignore[arg-type]
     thread.start()
 
     def slowly() -> Iterator[WriteRequest]:
@@ -93,14 +103,19 @@ def test_the_newest_write_is_refused_until_one_has_ended() -> None:
     assert not queue.has_room()
     assert added(queue, write(2)) is Reason.QUEUE_FULL
     queue.take(1)
-    assert added(queue, write(2)) is Reason.QUEUE_FULL  # being written still counts
+    # being written still counts
+    assert added(queue, write(2)) is Reason.QUEUE_FULL
     queue.finish_writes([(first, OK)])
     assert isinstance(added(queue, write(2)), WriteRequest)
 
 
 def test_reads_are_bounded_too() -> None:
     queue = IoQueue(2, read_chunks=2)
-    assert [queue.add_read(read(n)) for n in range(3)] == [None, None, Reason.QUEUE_FULL]
+    assert [queue.add_read(read(n)) for n in range(3)] == [
+        None,
+        None,
+        Reason.QUEUE_FULL,
+    ]
 
 
 def test_the_same_key_is_written_once() -> None:
@@ -131,7 +146,9 @@ def test_a_write_whose_future_is_done_is_in_flight_no_more() -> None:
     added(queue, ended)
     queue.take(1)
     seen: list[tuple[bool, bool]] = []
-    ended.future.add_done_callback(lambda _: seen.append((queue.in_flight(KEYS[0]), queue.has_room())))
+    ended.future.add_done_callback(
+        lambda _: seen.append((queue.in_flight(KEYS[0]), queue.has_room()))
+    )
     queue.finish_writes([(ended, OK)])
     assert seen == [(False, True)]
 
@@ -204,7 +221,9 @@ def test_what_was_put_back_is_cancelled_at_once() -> None:
     assert queue.cancel(Reason.REMOVED, queued, key=KEYS[1]) == []
     assert queued == [second]
     queue.finish_writes([(second, Done(False, Reason.REMOVED))])
-    assert isinstance(added(queue, write(1)), WriteRequest), "it can be stored again"
+    assert isinstance(added(queue, write(1)), WriteRequest), (
+        "it can be stored again"
+    )
     again = queue.pending_writes(KEYS)[KEYS[1]]
     assert [queue.take(1) for _ in range(3)] == [[again], [third], [first]]
 
@@ -247,7 +266,9 @@ def test_a_thread_that_waits_for_work_sleeps_when_work_ends() -> None:
     waiter = threading.Thread(target=queue.wait, args=(None, 60.0))
     worker.start()
     waiter.start()
-    wait_until(lambda: len(queue._changed._waiters) == len(queue._ended._waiters) == 1)
+    wait_until(
+        lambda: len(queue._changed._waiters) == len(queue._ended._waiters) == 1
+    )
     (waiting,) = queue._changed._waiters
     queue.finish_writes([(mine, OK)])
     queue.finish_read(reading, OK, 0)

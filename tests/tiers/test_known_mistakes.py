@@ -1,6 +1,7 @@
 """Mistakes that caches of this kind have made, each pinned here for the local tiers.
 
-1. A sweeper that tests an event object instead of its state: staging memory leaks, then a spin hangs queue and close.
+1. A sweeper that tests an event object instead of its state: staging memory leaks, then a spin
+  hangs queue and close.
 3. Exceptions of background saves that nobody reads: the index says present, the file is partial.
 4. No publishing step, no checksum, no recovery; orphan bytes that count against no limit.
 5. Evicting a key whose save is in flight; accounting that drifts until every write is refused.
@@ -47,7 +48,9 @@ from tests.tiers.tools import (
 )
 
 
-def test_mistake_1_an_idle_tier_sleeps_and_close_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_mistake_1_an_idle_tier_sleeps_and_close_does_not_wait_for_it(
+    tmp_path: Path,
+) -> None:
     tier = open_disk(tmp_path)
     store(tier, keys_of(4))
     assert tier.wait_ready(SECONDS)
@@ -57,7 +60,9 @@ def test_mistake_1_an_idle_tier_sleeps_and_close_does_not_wait_for_it(tmp_path: 
     ):  # threads of an earlier test may be busy for a while
         before = time.process_time(), time.monotonic()
         time.sleep(0.4)
-        used.append((time.process_time() - before[0]) / (time.monotonic() - before[1]))
+        used.append(
+            (time.process_time() - before[0]) / (time.monotonic() - before[1])
+        )
     assert used[-1] < 0.1, used  # no thread spins
     begin = time.monotonic()
     tier.close(timeout=60.0)
@@ -65,11 +70,19 @@ def test_mistake_1_an_idle_tier_sleeps_and_close_does_not_wait_for_it(tmp_path: 
 
 
 def test_mistake_1_staging_memory_does_not_grow(tmp_path: Path) -> None:
-    """Copies of payloads that O_DIRECT cannot use are bounded by the queue, and released on every path."""
+    """Copies of payloads that O_DIRECT cannot use are bounded by the queue, and released on every
+    path.
+    """
     tier, slab = open_faulty(tmp_path, queue_chunks=4)
     slab.fail_next("write", Fault.HANG)
     accepted = [
-        tier.put(key, payload_of(key)[: LAYOUT.chunk_bytes], namespace=ROOT, position=n, block=False)
+        tier.put(
+            key,
+            payload_of(key)[: LAYOUT.chunk_bytes],
+            namespace=ROOT,
+            position=n,
+            block=False,
+        )
         for n, key in enumerate(keys_of(20))
     ]
     assert accepted == [True] * 4 + [False] * 16
@@ -89,24 +102,36 @@ class _Broken(FileSlab):
         raise RuntimeError("not even an OSError")
 
 
-def test_mistake_3_an_exception_in_the_background_is_the_end_of_its_future(tmp_path: Path) -> None:
+def test_mistake_3_an_exception_in_the_background_is_the_end_of_its_future(
+    tmp_path: Path,
+) -> None:
     ledger = Ledger.open(disk_spec(tmp_path, 32))
-    tier = DiskTier(LAYOUT, ledger, _Broken(ledger.slab_path, 32, STRIDE), io_threads=1)
+    tier = DiskTier(
+        LAYOUT, ledger, _Broken(ledger.slab_path, 32, STRIDE), io_threads=1
+    )
     keys = keys_of(3)
     for _ in range(3):  # and the thread continues
-        assert ends(tier.save(chunks_of(keys), ROOT)) == [Done(False, Reason.IO_ERROR)] * 3
+        assert (
+            ends(tier.save(chunks_of(keys), ROOT))
+            == [Done(False, Reason.IO_ERROR)] * 3
+        )
     assert tier.find(keys) == 0
     assert tier.stats()["drop_io_error"] == 9
     assert tier.stats()["stored_chunks"] == 0
     assert check(tier)["free"] == 32
     good = open_disk(tmp_path)
     store(good, keys)
-    assert ends(tier.load(keys, [room() for _ in keys], namespace=ROOT)) == [Done(False, Reason.IO_ERROR)] * 3
+    assert (
+        ends(tier.load(keys, [room() for _ in keys], namespace=ROOT))
+        == [Done(False, Reason.IO_ERROR)] * 3
+    )
     tier.close()
     good.close()
 
 
-def test_mistake_4_a_torn_write_is_neither_found_nor_counted_against_the_room(tmp_path: Path) -> None:
+def test_mistake_4_a_torn_write_is_neither_found_nor_counted_against_the_room(
+    tmp_path: Path,
+) -> None:
     tier, slab = open_faulty(tmp_path, slots=16)
     slab.fail_next("write", Fault.TORN, times=3)
     assert not any(oks(tier.save(chunks_of(keys_of(2)), ROOT)))
@@ -117,12 +142,16 @@ def test_mistake_4_a_torn_write_is_neither_found_nor_counted_against_the_room(tm
     store(again, keys_of(16, chain=1))
     assert all(right(again, key) for key in keys_of(16, chain=1))
     assert sorted(
-        path.name for path in tmp_path.rglob("*") if path.is_file() and path.name.startswith("slab")
+        path.name
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name.startswith("slab")
     ) == ["slab"]
     again.close()
 
 
-def test_mistake_5_a_slot_that_is_being_written_is_nobodys_victim(tmp_path: Path) -> None:
+def test_mistake_5_a_slot_that_is_being_written_is_nobodys_victim(
+    tmp_path: Path,
+) -> None:
     tier, slab = open_faulty(tmp_path, slots=16)
     other = open_disk(tmp_path, slots=16)
     (key,) = keys_of(1)
@@ -140,7 +169,9 @@ def test_mistake_5_a_slot_that_is_being_written_is_nobodys_victim(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_mistake_5_accounting_does_not_drift(tmp_path: Path, shm_root: Path, kind: str) -> None:
+def test_mistake_5_accounting_does_not_drift(
+    tmp_path: Path, shm_root: Path, kind: str
+) -> None:
     tier: HostTier | DiskTier
     if kind == "host":
         tier = HostTier.open(LAYOUT, shm_root, 16 * LAYOUT.slot_bytes)
@@ -149,10 +180,18 @@ def test_mistake_5_accounting_does_not_drift(tmp_path: Path, shm_root: Path, kin
     for turn in range(30):
         keys = keys_of(6, chain=1 + turn % 5)
         for _ in range(2):  # stored again
-            tier.put(keys[0], payload_of(keys[0])[: LAYOUT.chunk_bytes], namespace=ROOT)
+            tier.put(
+                keys[0], payload_of(keys[0])[: LAYOUT.chunk_bytes], namespace=ROOT
+            )
         store(tier, keys)
-        tier.put(keys[1], payload_of(keys[1]).repeat(2), namespace=ROOT)  # too large
-        ends(tier.save(chunks_of(keys_of(1, chain=99), still_valid=lambda: False), ROOT))  # given up
+        # too large
+        tier.put(keys[1], payload_of(keys[1]).repeat(2), namespace=ROOT)
+        # given up
+        ends(
+            tier.save(
+                chunks_of(keys_of(1, chain=99), still_valid=lambda: False), ROOT
+            )
+        )
         tier.remove(keys[turn % 6])
         tier.remove(keys[turn % 6])
         gauges = check(tier)
@@ -162,7 +201,9 @@ def test_mistake_5_accounting_does_not_drift(tmp_path: Path, shm_root: Path, kin
     tier.close()
 
 
-def test_mistake_6_what_is_dropped_is_never_counted_as_stored(tmp_path: Path) -> None:
+def test_mistake_6_what_is_dropped_is_never_counted_as_stored(
+    tmp_path: Path,
+) -> None:
     tier, slab = open_faulty(tmp_path, slots=128, queue_chunks=8)
     slab.fail_next("write", Fault.HANG)
     slab.fail_next("write", Fault.EIO, times=2)
@@ -181,21 +222,29 @@ def test_mistake_6_what_is_dropped_is_never_counted_as_stored(tmp_path: Path) ->
     tier.close()
 
 
-def test_mistake_7_a_tier_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_mistake_7_a_tier_that_cannot_be_opened_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
     store_path = tmp_path / LAYOUT.fingerprint
     store_path.parent.mkdir(exist_ok=True)
     store_path.write_bytes(b"in the way")
     before = threading.enumerate()
     with pytest.raises(StoreError):
         open_disk(tmp_path)
-    assert not [t for t in threading.enumerate() if t not in before and t.name != "pagoda-dropped"]
+    assert not [
+        t
+        for t in threading.enumerate()
+        if t not in before and t.name != "pagoda-dropped"
+    ]
     store_path.unlink()
     tier = open_disk(tmp_path)
     store(tier, keys_of(1))
     tier.close()
 
 
-def test_mistake_7_threads_find_all_fields_however_early_they_run(tmp_path: Path) -> None:
+def test_mistake_7_threads_find_all_fields_however_early_they_run(
+    tmp_path: Path,
+) -> None:
     for turn in range(20):
         tier = open_disk(tmp_path, io_threads=4)
         keys = keys_of(2, chain=turn)
@@ -203,7 +252,9 @@ def test_mistake_7_threads_find_all_fields_however_early_they_run(tmp_path: Path
         tier.close()
 
 
-def test_mistake_7_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+def test_mistake_7_close_does_not_wait_for_a_disk_that_hangs(
+    tmp_path: Path,
+) -> None:
     tier, slab = open_faulty(tmp_path)
     slab.fail_next("write", Fault.HANG)
     tier.save(chunks_of(keys_of(3)), ROOT)
@@ -214,17 +265,23 @@ def test_mistake_7_close_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> 
     slab.release()
 
 
-def test_mistake_15_a_write_past_its_deadline_keeps_its_slot(tmp_path: Path) -> None:
+def test_mistake_15_a_write_past_its_deadline_keeps_its_slot(
+    tmp_path: Path,
+) -> None:
     """Otherwise its bytes would be written over the next chunk in the slot."""
     tier, slab = open_faulty(tmp_path, slots=16, deadline_seconds=0.2)
     other = open_disk(tmp_path, slots=16)
     (late,) = keys_of(1)
     slab.fail_next("write", Fault.HANG)
-    assert tier.put(late, payload_of(late)[: LAYOUT.chunk_bytes], namespace=ROOT) is False
+    assert (
+        tier.put(late, payload_of(late)[: LAYOUT.chunk_bytes], namespace=ROOT)
+        is False
+    )
     assert slab.hanging.wait(SECONDS)
     keys = keys_of(16, chain=1)
     oks(other.save(chunks_of(keys), ROOT))
-    stored = [key for key in keys if other.contains(key)]  # a late head may have evicted a stored tail
+    # a late head may have evicted a stored tail
+    stored = [key for key in keys if other.contains(key)]
     assert len(stored) == 15  # one slot cannot be reserved
     slab.release()
     assert tier.flush(SECONDS)
@@ -272,7 +329,8 @@ def test_mistake_18_a_truncated_slab_is_never_served_from(tmp_path: Path) -> Non
     size = tier.ledger.slab_path.stat().st_size
     tier.close()
     with path.open("r+b") as file:
-        file.truncate(size * 9 // (2 * tier.ledger.slots))  # in the middle of the fifth slot
+        # in the middle of the fifth slot
+        file.truncate(size * 9 // (2 * tier.ledger.slots))
     again = open_disk(tmp_path)
     assert again.wait_ready(SECONDS)
     assert sum(right(again, key) for key in keys_of(8)) == 4

@@ -1,4 +1,6 @@
-"""The register of tiers: opened tiers are found again, and errors of the register never prevent the use of a tier."""
+"""The register of tiers: opened tiers are found again, and errors of the register never prevent the
+use of a tier.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_every_tier_that_is_opened_is_entered_once(
         Entry("remote", url),
     }
     assert len(files(register_of_tiers)) == 3
-    assert {file.stat().st_mode & 0o777 for file in files(register_of_tiers)} == {0o600}
+    assert {file.stat().st_mode & 0o777 for file in files(register_of_tiers)} == {
+        0o600
+    }
 
 
 def answered(tier: RemoteTier) -> None:
@@ -83,14 +87,18 @@ def test_the_file_that_named_a_remote_tier_is_entered_and_the_last_one_counts(
             (tmp_path / name).write_text(f'remote = "{url}"\n')
             (spec,) = load(file=tmp_path / name).config.remotes()
             answered(open_remote(spec, LAYOUT))
-            assert recorded_tiers.entries() == [Entry("remote", url, str(tmp_path / name))]
+            assert recorded_tiers.entries() == [
+                Entry("remote", url, str(tmp_path / name))
+            ]
         (spec,) = load(remote=url).config.remotes()
         answered(open_remote(spec, LAYOUT))
         assert recorded_tiers.entries() == [Entry("remote", url, "")]
     assert len(files(register_of_tiers)) == 1
 
 
-def test_an_entry_of_an_earlier_version_has_no_known_file(tmp_path: Path, register_of_tiers: Path) -> None:
+def test_an_entry_of_an_earlier_version_has_no_known_file(
+    tmp_path: Path, register_of_tiers: Path
+) -> None:
     recorded_tiers.add("remote", "redis://h/0")
     (file,) = files(register_of_tiers)
     file.write_text('{"tier": "remote", "place": "redis://h/0"}')
@@ -106,12 +114,20 @@ def test_private_memory_is_not_entered(shm_root: Path) -> None:
 
 def test_no_secret_is_written(register_of_tiers: Path) -> None:
     with redis_server(password="topsecret") as server:
-        answered(open_remote(parse(f"redis://:topsecret@127.0.0.1:{server.port}/0"), LAYOUT))
+        answered(
+            open_remote(
+                parse(f"redis://:topsecret@127.0.0.1:{server.port}/0"), LAYOUT
+            )
+        )
         (entry,) = recorded_tiers.entries()
     assert entry.place == f"redis://:***@127.0.0.1:{server.port}/0"
-    assert b"topsecret" not in b"".join(file.read_bytes() for file in files(register_of_tiers))
+    assert b"topsecret" not in b"".join(
+        file.read_bytes() for file in files(register_of_tiers)
+    )
     assert parse(entry.place).lacks_secret
-    assert not parse("redis://127.0.0.1:1/0?password_file=/run/secret").lacks_secret
+    assert not parse(
+        "redis://127.0.0.1:1/0?password_file=/run/secret"
+    ).lacks_secret
 
 
 def test_what_a_new_tier_takes_is_said_once_and_is_no_warning(
@@ -121,7 +137,11 @@ def test_what_a_new_tier_takes_is_said_once_and_is_no_warning(
     for _ in range(2):
         HostTier.open(LAYOUT, shm_root, 1 << 20).close()
         DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
-    said = [record.getMessage() for record in caplog.records if "remove" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "remove" in record.getMessage()
+    ]
     assert len(said) == 2
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert "1.0 MiB" in said[0]
@@ -146,7 +166,9 @@ def test_a_missing_directory_is_left_out_and_forgotten_after_a_month(
     assert files(register_of_tiers) == []
 
 
-def test_a_tier_in_use_is_not_forgotten(tmp_path: Path, register_of_tiers: Path) -> None:
+def test_a_tier_in_use_is_not_forgotten(
+    tmp_path: Path, register_of_tiers: Path
+) -> None:
     recorded_tiers.add("disk", tmp_path)
     long_ago = time.time() - 29 * 86400
     os.utime(files(register_of_tiers)[0], (long_ago, long_ago))
@@ -154,16 +176,29 @@ def test_a_tier_in_use_is_not_forgotten(tmp_path: Path, register_of_tiers: Path)
     assert time.time() - files(register_of_tiers)[0].stat().st_mtime < 60
 
 
-def test_damaged_entries_are_passed_over(tmp_path: Path, register_of_tiers: Path) -> None:
+def test_damaged_entries_are_passed_over(
+    tmp_path: Path, register_of_tiers: Path
+) -> None:
     recorded_tiers.add("disk", tmp_path)
     for number, text in enumerate(
-        (b"", b"{", b"[]", b'{"tier": "disk"}', b'{"tier": 1, "place": 2}', b"\xff")
+        (
+            b"",
+            b"{",
+            b"[]",
+            b'{"tier": "disk"}',
+            b'{"tier": 1, "place": 2}',
+            b"\xff",
+        )
     ):
-        (register_of_tiers / "pagoda" / "tiers" / f"{number}.json").write_bytes(text)
+        (register_of_tiers / "pagoda" / "tiers" / f"{number}.json").write_bytes(
+            text
+        )
     assert recorded_tiers.entries() == [Entry("disk", str(tmp_path))]
 
 
-def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path, register_of_tiers: Path) -> None:
+def test_what_a_killed_process_was_writing_is_removed(
+    tmp_path: Path, register_of_tiers: Path
+) -> None:
     recorded_tiers.add("disk", tmp_path)
     directory = files(register_of_tiers)[0].parent
     old = directory / ".0123-4567"
@@ -182,7 +217,12 @@ def test_the_register_is_bounded(
     monkeypatch.setattr(recorded_tiers, "_MOST_ENTRIES", 4)
     for number in range(9):
         recorded_tiers.add("remote", f"redis://h{number}")
-        os.utime(max(files(register_of_tiers), key=lambda file: file.stat().st_mtime_ns), (number, number))
+        os.utime(
+            max(
+                files(register_of_tiers), key=lambda file: file.stat().st_mtime_ns
+            ),
+            (number, number),
+        )
     assert {entry.place for entry in recorded_tiers.entries()} >= {"redis://h8"}
     assert len(files(register_of_tiers)) == 4
 
@@ -199,7 +239,9 @@ def test_of_too_many_entries_those_go_first_that_lead_nowhere(
     assert len(files(register_of_tiers)) == 4
 
 
-def test_a_register_that_others_could_write_is_not_believed(tmp_path: Path, register_of_tiers: Path) -> None:
+def test_a_register_that_others_could_write_is_not_believed(
+    tmp_path: Path, register_of_tiers: Path
+) -> None:
     recorded_tiers.add("disk", tmp_path)
     (register_of_tiers / "pagoda" / "tiers").chmod(0o777)
     assert recorded_tiers.entries() == []
@@ -213,16 +255,22 @@ def test_forget(tmp_path: Path) -> None:
 
 
 def test_without_a_place_to_write_the_tier_works_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(recorded_tiers, "_directories", lambda: [tmp_path / "file" / "state"])
+    monkeypatch.setattr(
+        recorded_tiers, "_directories", lambda: [tmp_path / "file" / "state"]
+    )
     DiskTier.open(LAYOUT, tmp_path / "disk", 1 << 20).close()
     assert "not in the register" in caplog.text
     assert recorded_tiers.entries() == []
 
 
-def test_a_home_that_is_another_users_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_is_another_users_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = tmp_path / "home"
     theirs.mkdir()
     if os.geteuid():
@@ -233,14 +281,22 @@ def test_a_home_that_is_another_users_is_left_alone(tmp_path: Path, monkeypatch:
     memory = tmp_path / "memory"
     found = recorded_tiers._directories()
     assert found[0] == theirs / ".local" / "state" / "pagoda" / "tiers"
-    monkeypatch.setattr(recorded_tiers, "_directories", lambda: [found[0], memory])
+    monkeypatch.setattr(
+        recorded_tiers, "_directories", lambda: [found[0], memory]
+    )
     recorded_tiers.add("disk", tmp_path)
     assert list(theirs.iterdir()) == []
-    assert [json.loads(file.read_text())["place"] for file in memory.iterdir()] == [str(tmp_path)]
+    assert [
+        json.loads(file.read_text())["place"] for file in memory.iterdir()
+    ] == [str(tmp_path)]
 
 
 @pytest.mark.parametrize("home", ["", "relative"])
-def test_without_a_home_the_register_lies_in_memory(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_register_lies_in_memory(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", home)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert recorded_tiers._directories() == [Path(f"/dev/shm/pagoda-{os.getuid()}/.tiers")]
+    assert recorded_tiers._directories() == [
+        Path(f"/dev/shm/pagoda-{os.getuid()}/.tiers")
+    ]

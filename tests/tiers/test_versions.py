@@ -1,4 +1,6 @@
-"""Stores that other versions wrote, are using, or will write: chunks on a disk are kept, and never mixed up."""
+"""Stores that other versions wrote, are using, or will write: chunks on a disk are kept, and never
+mixed up.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,29 @@ from pagoda.ledger import (
     store_state,
 )
 from pagoda.ledger.member_counters import COUNTERS_BYTES, WIDTH
-from pagoda.ledger.store_state import COUNTERS_FILE, FORMAT, SLAB_FORMAT, STATE, read_state, write_state
+from pagoda.ledger.store_state import (
+    COUNTERS_FILE,
+    FORMAT,
+    SLAB_FORMAT,
+    STATE,
+    read_state,
+    write_state,
+)
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers import host as host_module
 from tests.children import in_child
 from tests.ledger import support
 from tests.ledger.support import Other, keys, opened
-from tests.tiers.tools import LAYOUT, NAMESPACE, ROOT, STRIDE, chunks_of, keys_of, oks, right
+from tests.tiers.tools import (
+    LAYOUT,
+    NAMESPACE,
+    ROOT,
+    STRIDE,
+    chunks_of,
+    keys_of,
+    oks,
+    right,
+)
 
 KEYS = keys_of(6)
 
@@ -60,7 +78,9 @@ def written(root: Path) -> Path:
 
 
 def as_format_2(store: Path) -> None:
-    """Make the state and the counters those of the version before format 3: one bare text, and columns by order."""
+    """Make the state and the counters those of the version before format 3: one bare text, and
+    columns by order.
+    """
     state = read_state(store)
     assert state is not None
     fields = msgspec.to_builtins(state)
@@ -91,7 +111,9 @@ def test_a_store_of_format_2_keeps_what_it_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", [FORMAT - 1, FORMAT + 1])
-def test_tables_of_another_format_are_rebuilt(tmp_path: Path, format_: int) -> None:
+def test_tables_of_another_format_are_rebuilt(
+    tmp_path: Path, format_: int
+) -> None:
     directory = written(tmp_path)
     state = read_state(directory)
     assert state is not None
@@ -109,11 +131,15 @@ def test_chunks_of_another_format_are_left_alone(tmp_path: Path) -> None:
     directory = written(tmp_path)
     state = read_state(directory)
     assert state is not None
-    write_state(directory, msgspec.structs.replace(state, slab_format=SLAB_FORMAT + 1))
+    write_state(
+        directory, msgspec.structs.replace(state, slab_format=SLAB_FORMAT + 1)
+    )
     before = {path.name: path.stat().st_size for path in directory.iterdir()}
     with pytest.raises(StoreError, match=r"another version.*another path"):
         disk(tmp_path)
-    assert {path.name: path.stat().st_size for path in directory.iterdir()} == before
+    assert {
+        path.name: path.stat().st_size for path in directory.iterdir()
+    } == before
     write_state(directory, state)
     in_child(lambda: keeps_all(tmp_path))
 
@@ -126,15 +152,29 @@ def test_a_disk_that_another_version_uses_is_named(tmp_path: Path) -> None:
         kept.append(tier)
         state = read_state(tier.ledger.directory)
         assert state is not None
-        write_state(tier.ledger.directory, msgspec.structs.replace(state, format=FORMAT + 1))
+        write_state(
+            tier.ledger.directory,
+            msgspec.structs.replace(state, format=FORMAT + 1),
+        )
 
-    with Other(use_it), pytest.raises(StoreError, match=f"another version.*format {FORMAT + 1}"):
+    with (
+        Other(use_it),
+        pytest.raises(StoreError, match=f"another version.*format {FORMAT + 1}"),
+    ):
         disk(tmp_path)
 
 
-def test_two_versions_have_a_host_store_each(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_versions_have_a_host_store_each(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def newer() -> None:
-        for module in (store_state, store_directory, root_usage, space_sharing, host_module):
+        for module in (
+            store_state,
+            store_directory,
+            root_usage,
+            space_sharing,
+            host_module,
+        ):
             monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
         tier = host(shm_root)
         assert admin.gauges(tier.ledger)["free"] == 16, "it has a separate limit"
@@ -159,8 +199,11 @@ def test_what_another_version_left_in_memory_gives_way(
         kept.append(tier)
         state = read_state(tier.ledger.directory)
         assert state is not None
-        write_state(tier.ledger.directory, msgspec.structs.replace(state, format=2))
-        os.rename(tier.ledger.directory, shm_root / LAYOUT.fingerprint)  # at the place in that version
+        write_state(
+            tier.ledger.directory, msgspec.structs.replace(state, format=2)
+        )
+        # at the place in that version
+        os.rename(tier.ledger.directory, shm_root / LAYOUT.fingerprint)
 
     with Other(leave):
         host(shm_root).close()
@@ -174,15 +217,20 @@ def test_what_another_version_left_in_memory_gives_way(
 # counters
 
 
-def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two versions at once: each counts by name, and neither changes nor loses counters that it does not know."""
+def test_a_new_counter_is_no_new_format(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions at once: each counts by name, and neither changes nor loses counters that it
+    does not know.
+    """
     more = ("counted first", *metrics.COUNTERS, "counted last")
 
     def newer() -> None:
         for module in (member_counters, session):
             monkeypatch.setattr(module, "COUNTERS", more)
         ledger = opened(shm_root)
-        admin.gauges(ledger)  # a forked child becomes a member with its first transaction
+        # a forked child becomes a member with its first transaction
+        admin.gauges(ledger)
         ledger.count({"counted last": 7})
         ledger.count({"counted first": 5})
         ledger.count({"lookups": 3})
@@ -210,7 +258,9 @@ def test_a_new_counter_is_no_new_format(shm_root: Path, monkeypatch: pytest.Monk
     support.opened(shm_root).close()
 
 
-def test_more_counters_than_columns_are_not_counted(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_counters_than_columns_are_not_counted(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     many = tuple(f"counter {n}" for n in range(WIDTH + 5))
 
     def work() -> None:
@@ -232,7 +282,9 @@ def test_more_counters_than_columns_are_not_counted(shm_root: Path, monkeypatch:
 # headers
 
 
-def foreign(page: np.ndarray, format_: int | None = None, codec: bytes | None = None) -> None:
+def foreign(
+    page: np.ndarray, format_: int | None = None, codec: bytes | None = None
+) -> None:
     """Turn a header into one of another version: seal it again, as every version seals its page."""
     from pagoda.codec import header
 
@@ -257,10 +309,18 @@ def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(
         foreign(page, **change)  # type: ignore[arg-type]
         slab.seek(slot * STRIDE)
         slab.write(page.tobytes())
-    assert [right(tier, key) for key in KEYS] == [True, True, False, True, True, True]
+    assert [right(tier, key) for key in KEYS] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert tier.contains(KEYS[2])
     assert not admin.counters(tier.ledger)["failed_checks"]
-    with open(tier.ledger.slab_path, "r+b") as slab:  # with one more flipped bit it counts as damaged
+    # with one more flipped bit it counts as damaged
+    with open(tier.ledger.slab_path, "r+b") as slab:
         slab.seek(slot * STRIDE + 3000)
         slab.write(b"\x01")
     assert not right(tier, KEYS[2])

@@ -36,7 +36,11 @@ from tests.tiers.tools import (
 
 def io_threads(before: Iterable[threading.Thread]) -> list[threading.Thread]:
     """Return the threads of tiers that were started since then."""
-    return [t for t in threading.enumerate() if t not in before and t.name != "pagoda-dropped"]
+    return [
+        t
+        for t in threading.enumerate()
+        if t not in before and t.name != "pagoda-dropped"
+    ]
 
 
 def gone(threads: list[threading.Thread]) -> bool:
@@ -58,7 +62,8 @@ def test_close_leaves_nothing_running(tmp_path: Path) -> None:
 
 def test_close_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
-    keep, _ = open_faulty(tmp_path)  # the same store, to read its counters afterwards
+    # the same store, to read its counters afterwards
+    keep, _ = open_faulty(tmp_path)
     keys = keys_of(6)
     slab.fail_next("write", Fault.HANG)
     (begun,) = tier.save(chunks_of(keys[:1]), ROOT)
@@ -77,7 +82,9 @@ def test_close_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
     keep.close()
 
 
-def test_a_write_that_hangs_keeps_the_store_open_until_it_ends(tmp_path: Path) -> None:
+def test_a_write_that_hangs_keeps_the_store_open_until_it_ends(
+    tmp_path: Path,
+) -> None:
     before = threading.enumerate()
     tier, slab = open_faulty(tmp_path)
     threads = io_threads(before)
@@ -118,7 +125,10 @@ def test_a_payload_is_let_go_once_it_is_written(tmp_path: Path) -> None:
     assert all(oks(saving))
     del chunks, saving
     deadline = time.monotonic() + SECONDS
-    while any(payload() is not None for payload in payloads) and time.monotonic() < deadline:
+    while (
+        any(payload() is not None for payload in payloads)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     assert all(payload() is None for payload in payloads)
     tier.close()
@@ -133,9 +143,17 @@ store(tier, keys_of(4))
 tier.save(chunks_of(keys_of(4, chain=2)), ROOT)
 print("end")
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
     assert run.stdout == "end\n"
-    assert all(line.startswith("made a disk tier") for line in run.stderr.splitlines()), run.stderr
+    assert all(
+        line.startswith("made a disk tier") for line in run.stderr.splitlines()
+    ), run.stderr
     tier = open_disk(tmp_path)
     assert all(right(tier, key) for key in keys_of(4))
     check(tier)
@@ -169,7 +187,9 @@ def test_a_fork_while_writes_are_queued(tmp_path: Path) -> None:
 
     def work() -> None:
         slab.release()
-        assert tier.find(keys) == 0 and not tier.in_flight(keys[0]), "something is queued"
+        assert tier.find(keys) == 0 and not tier.in_flight(keys[0]), (
+            "something is queued"
+        )
         store(tier, keys_of(3, chain=1))
 
     in_child(work)
@@ -194,8 +214,12 @@ def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_fork_while_a_thread_holds_the_locks_of_the_store(tmp_path: Path) -> None:
-    """I/O threads take these locks for each chunk, and do not exist in the child to release them."""
+def test_a_fork_while_a_thread_holds_the_locks_of_the_store(
+    tmp_path: Path,
+) -> None:
+    """I/O threads take these locks for each chunk, and do not exist in the child to release
+    them.
+    """
     tier = open_disk(tmp_path)
     keys = keys_of(3)
     store(tier, keys)

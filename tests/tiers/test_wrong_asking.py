@@ -37,7 +37,9 @@ Local = DiskTier | HostTier
 def tier(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[Local]:
     opened: Local
     if request.param == "host":
-        opened = HostTier.open(LAYOUT, shm_root, 16 * LAYOUT.slot_bytes, populate=False)
+        opened = HostTier.open(
+            LAYOUT, shm_root, 16 * LAYOUT.slot_bytes, populate=False
+        )
     else:
         opened = DiskTier.open(LAYOUT, shm_root, 16 * STRIDE)
     opened.register(NAMESPACE)
@@ -53,7 +55,9 @@ def unharmed(tier: Local) -> None:
     assert not tier.stats()["removed_chunks"]
 
 
-@pytest.mark.parametrize("root", [OTHER.root, b"x" * 32], ids=["another tenant", "unknown"])
+@pytest.mark.parametrize(
+    "root", [OTHER.root, b"x" * 32], ids=["another tenant", "unknown"]
+)
 def test_the_keys_of_another_namespace(tier: Local, root: bytes) -> None:
     assert tier.find(KEYS, namespace=root) == 0 < tier.find(KEYS, namespace=ROOT)
     buffers = [np.zeros_like(room()) for _ in KEYS]
@@ -76,9 +80,19 @@ def test_one_key_of_another_namespace_ends_the_run(tier: Local) -> None:
 @pytest.mark.parametrize("start", [1, 7, 10**9])
 def test_another_place_in_the_chain(tier: Local, start: int) -> None:
     assert [
-        done.ok for done in ends(tier.load(KEYS, [room() for _ in KEYS], start=start, namespace=ROOT))
+        done.ok
+        for done in ends(
+            tier.load(KEYS, [room() for _ in KEYS], start=start, namespace=ROOT)
+        )
     ] == [False] * 6
-    assert oks(tier.load(KEYS[2:], [room() for _ in KEYS[2:]], start=2, namespace=ROOT)) == [True] * 4
+    assert (
+        oks(
+            tier.load(
+                KEYS[2:], [room() for _ in KEYS[2:]], start=2, namespace=ROOT
+            )
+        )
+        == [True] * 4
+    )
     unharmed(tier)
 
 
@@ -94,10 +108,21 @@ def test_what_is_queued_is_compared_too(tmp_path: Path) -> None:
     slab.fail_next("write", Fault.HANG)
     futures = tier.save(chunks_of(KEYS[:2]), ROOT)
     assert slab.hanging.wait(SECONDS)
-    assert tier.find(KEYS[:2], namespace=OTHER.root) == 0 < tier.find(KEYS[:2], namespace=ROOT)
-    assert not any(oks(tier.load(KEYS[:2], [room(), room()], namespace=OTHER.root)))
-    assert not any(oks(tier.load(KEYS[:2], [room(), room()], start=3, namespace=ROOT)))
-    assert oks(tier.load(KEYS[:2], [room(), room()], namespace=ROOT)) == [True, True]
+    assert (
+        tier.find(KEYS[:2], namespace=OTHER.root)
+        == 0
+        < tier.find(KEYS[:2], namespace=ROOT)
+    )
+    assert not any(
+        oks(tier.load(KEYS[:2], [room(), room()], namespace=OTHER.root))
+    )
+    assert not any(
+        oks(tier.load(KEYS[:2], [room(), room()], start=3, namespace=ROOT))
+    )
+    assert oks(tier.load(KEYS[:2], [room(), room()], namespace=ROOT)) == [
+        True,
+        True,
+    ]
     slab.release()
     assert all(oks(futures))
     tier.close()
@@ -111,7 +136,9 @@ def test_storing_under_the_keys_of_another_namespace(tier: Local) -> None:
     unharmed(tier)
 
 
-def test_a_key_of_the_wrong_length_is_named_and_loses_no_chunk_of_others(tier: Local) -> None:
+def test_a_key_of_the_wrong_length_is_named_and_loses_no_chunk_of_others(
+    tier: Local,
+) -> None:
     good = chunks_of(keys_of(3, chain=5))
     batch = [*good[:2], good[2]._replace(key=b"short")]
     with pytest.raises(ValueError, match=r"keys\[2\] is not a key of 32 bytes"):
@@ -120,7 +147,9 @@ def test_a_key_of_the_wrong_length_is_named_and_loses_no_chunk_of_others(tier: L
         tier.load([b"short"], [room()], namespace=ROOT)
     for _ in range(40):
         with pytest.raises(ValueError, match="32 bytes"):
-            tier.put(b"short", good[0].payload[: LAYOUT.chunk_bytes], namespace=ROOT)
+            tier.put(
+                b"short", good[0].payload[: LAYOUT.chunk_bytes], namespace=ROOT
+            )
     with pytest.raises(ValueError, match="32 bytes"):
         tier.put_many(batch[2:], namespace=ROOT)
     assert not tier.resting
@@ -129,7 +158,9 @@ def test_a_key_of_the_wrong_length_is_named_and_loses_no_chunk_of_others(tier: L
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_put_takes_a_tensor_of_any_element_type_of_kv(tier: Local, dtype: str) -> None:
+def test_put_takes_a_tensor_of_any_element_type_of_kv(
+    tier: Local, dtype: str
+) -> None:
     torch = pytest.importorskip("torch")
     key = keys_of(1, chain=6)[0]
     words = torch.arange(LAYOUT.chunk_bytes, dtype=torch.int16).to(torch.uint8)
@@ -137,5 +168,7 @@ def test_put_takes_a_tensor_of_any_element_type_of_kv(tier: Local, dtype: str) -
     found = tier.get(key, namespace=ROOT)
     assert found is not None
     assert found.tobytes() == words.numpy().tobytes()
-    with pytest.raises(ValueError, match="payload must be a tensor or a numpy array, got list"):
+    with pytest.raises(
+        ValueError, match="payload must be a tensor or a numpy array, got list"
+    ):
         tier.put(key, [1, 2], namespace=ROOT)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""What the tests of the tiers share: chunks whose bytes are a function of their key, tiers that can fail."""
+"""What the tests of the tiers share: chunks whose bytes are a function of their key, tiers that can
+fail.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from pagoda.slab import aligned
 from pagoda.testing import FakeClock, FaultySlab
 from pagoda.tiers import Bytes, Chunk, DiskTier, Done, HostTier
 
-LAYOUT = KVLayout.opaque(4, 10_000, "test chunks that do not fill their last page")
+LAYOUT = KVLayout.opaque(
+    4, 10_000, "test chunks that do not fill their last page"
+)
 NAMESPACE = Namespace(model="tiers")
 ROOT = NAMESPACE.root
 STRIDE = HEADER_BYTES + LAYOUT.slot_bytes
@@ -29,21 +33,40 @@ def always() -> bool:
 
 def keys_of(count: int, chain: int = 0, root: bytes = ROOT) -> list[bytes]:
     """The keys of one chain; another `chain` has no key in common."""
-    return derive_keys([chain.to_bytes(16, "little") + n.to_bytes(16, "little") for n in range(count)], root)
+    return derive_keys(
+        [
+            chain.to_bytes(16, "little") + n.to_bytes(16, "little")
+            for n in range(count)
+        ],
+        root,
+    )
 
 
 def payload_of(key: bytes) -> Bytes:
     """The bytes of a chunk, a function of its key: (slot_bytes,) uint8, page-aligned."""
     buffer = aligned(LAYOUT.slot_bytes)
     rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
-    buffer[: LAYOUT.chunk_bytes] = np.frombuffer(rng.bytes(LAYOUT.chunk_bytes), np.uint8)
+    buffer[: LAYOUT.chunk_bytes] = np.frombuffer(
+        rng.bytes(LAYOUT.chunk_bytes), np.uint8
+    )
     return buffer
 
 
-def chunks_of(keys: Sequence[bytes], start: int = 0, still_valid: Callable[[], bool] = always) -> list[Chunk]:
+def chunks_of(
+    keys: Sequence[bytes],
+    start: int = 0,
+    still_valid: Callable[[], bool] = always,
+) -> list[Chunk]:
     """The chunks of a chain whose first key stands at `start`."""
     return [
-        Chunk(key, start + n, 4, payload_of(key), keys[n - 1] if n else None, still_valid)
+        Chunk(
+            key,
+            start + n,
+            4,
+            payload_of(key),
+            keys[n - 1] if n else None,
+            still_valid,
+        )
         for n, key in enumerate(keys)
     ]
 
@@ -65,7 +88,9 @@ def room() -> Bytes:
 
 def is_right(key: bytes, found: Bytes) -> bool:
     """Whether these are the bytes of that key."""
-    return np.array_equal(found[: LAYOUT.chunk_bytes], payload_of(key)[: LAYOUT.chunk_bytes])
+    return np.array_equal(
+        found[: LAYOUT.chunk_bytes], payload_of(key)[: LAYOUT.chunk_bytes]
+    )
 
 
 def right(tier: DiskTier | HostTier, key: bytes) -> bool:
@@ -105,7 +130,9 @@ def open_faulty(
     durable: bool = False,
     deadline_seconds: float = 30.0,
 ) -> tuple[DiskTier, FaultySlab]:
-    """A disk tier whose slab fails on demand; one I/O thread, so that what comes after what is certain."""
+    """A disk tier whose slab fails on demand; one I/O thread, so that what comes after what is
+    certain.
+    """
     ledger = Ledger.open(disk_spec(path, slots))
     slab = FaultySlab(ledger.slab_path, ledger.slots, STRIDE, direct)
     tier = DiskTier(
@@ -122,7 +149,9 @@ def open_faulty(
     return tier, slab
 
 
-def store(tier: DiskTier | HostTier, keys: Sequence[bytes], start: int = 0) -> None:
+def store(
+    tier: DiskTier | HostTier, keys: Sequence[bytes], start: int = 0
+) -> None:
     """Save a chain and wait for it; all of it must be stored."""
     done = ends(tier.save(chunks_of(keys, start), ROOT))
     dropped = [end.reason for end in done if not end.ok]

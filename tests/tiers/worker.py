@@ -1,4 +1,6 @@
-"""A process that uses a disk tier, for the tests of restarts and kills: `worker.py store|read PATH SLOTS COUNT`."""
+"""A process that uses a disk tier, for the tests of restarts and kills: `worker.py store|read PATH
+SLOTS COUNT`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ def main(deed: str, path: str, slots: str, count: str) -> None:
     assert tier.wait_ready(SECONDS)
     keys = keys_of(int(count))
     if deed == "store":
-        print(sum(future.result(SECONDS).ok for future in tier.save(chunks_of(keys), ROOT)), flush=True)
+        print(
+            sum(
+                future.result(SECONDS).ok
+                for future in tier.save(chunks_of(keys), ROOT)
+            ),
+            flush=True,
+        )
         tier.close()
     elif deed == "read":
         print(sum(right(tier, key) for key in keys), flush=True)
@@ -22,7 +30,14 @@ def main(deed: str, path: str, slots: str, count: str) -> None:
     else:  # until killed
         for chain in itertools.count(1):
             chunks = chunks_of(keys_of(int(count), chain))
-            print(chain, sum(future.result(SECONDS).ok for future in tier.save(chunks, ROOT)), flush=True)
+            print(
+                chain,
+                sum(
+                    future.result(SECONDS).ok
+                    for future in tier.save(chunks, ROOT)
+                ),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

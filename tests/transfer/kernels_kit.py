@@ -1,7 +1,7 @@
 """The Triton kernels through Triton's interpreter, on CPU tensors, and compiled without a GPU.
 
-The interpreter is slow (about 5 ms a tile) and not thread-safe: it patches `triton.language` while a kernel runs. So
-one kernel at a time, and tiny shapes.
+The interpreter is slow (about 5 ms a tile) and not thread-safe: it patches `triton.language` while
+a kernel runs. So one kernel at a time, and tiny shapes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 def _module() -> object:
     """Load `pagoda.transfer.gpu.kernels` a second time, under another name and for the interpreter.
 
-    Triton decides when a kernel is defined. So the variable is set for as long as that takes, and triton itself and
-    the module that all others import are not affected.
+    Triton decides when a kernel is defined. So the variable is set for as long as that takes, and
+    triton itself and the module that all others import are not affected.
     """
     pytest.importorskip("torch")
     pytest.importorskip("triton")
     spec = importlib.util.find_spec("pagoda.transfer.gpu.kernels")
     assert spec is not None
     assert spec.origin is not None
-    again = importlib.util.spec_from_file_location("pagoda_kernels_interpreted", spec.origin)
+    again = importlib.util.spec_from_file_location(
+        "pagoda_kernels_interpreted", spec.origin
+    )
     assert again is not None
     assert again.loader is not None
     module = importlib.util.module_from_spec(again)
@@ -61,15 +63,25 @@ def interpreted(programs: int = 16) -> Kernels:
 
 def compiled(cache_directory: Path) -> list[dict[str, object]]:
     """Return the output of compile_kernels.py for each variant. Takes about 5 s of a core."""
-    around = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    around = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TRITON_")
+    }
     root = Path(__file__).resolve().parents[2]
-    paths = os.pathsep.join(path for path in [os.environ.get("PYTHONPATH"), str(root)] if path)
+    paths = os.pathsep.join(
+        path for path in [os.environ.get("PYTHONPATH"), str(root)] if path
+    )
     around |= {"TRITON_CACHE_DIR": str(cache_directory), "PYTHONPATH": paths}
     command = [sys.executable, str(root / "tests/transfer/compile_kernels.py")]
-    done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, env=around, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     said = json.loads(done.stdout.splitlines()[-1])
     if "unable" in said:
-        pytest.skip(f"nothing can be compiled for a GPU without one here: {said['unable']}")
+        pytest.skip(
+            f"nothing can be compiled for a GPU without one here: {said['unable']}"
+        )
     variants: list[dict[str, object]] = said["variants"]
     return variants

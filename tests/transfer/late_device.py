@@ -1,10 +1,12 @@
-"""A device over CPU memory with late streams: work is done when a thread waits for it, or just before.
+"""A device over CPU memory with late streams: work is done when a thread waits for it, or just
+before.
 
-A stream is a queue, as in CUDA. A seeded scheduler decides which stream does its next piece of work and when: in one
-world nothing happens before a thread waits for it, in another everything happens at once, in a third one stream is
-always last. So a missing wait between two streams, or between a stream and the caller, shows as wrong bytes, and so
-does a buffer that is reused too early; `idle` shows work that remains after the end of a call. Every range of touched
-memory must be known, and kernels touch host memory only at the addresses that `device_address` returned.
+A stream is a queue, as in CUDA. A seeded scheduler decides which stream does its next piece of work
+and when: in one world nothing happens before a thread waits for it, in another everything happens
+at once, in a third one stream is always last. So a missing wait between two streams, or between a
+stream and the caller, shows as wrong bytes, and so does a buffer that is reused too early; `idle`
+shows work that remains after the end of a call. Every range of touched memory must be known, and
+kernels touch host memory only at the addresses that `device_address` returned.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import torch
 from pagoda.transfer.run_table import RunTable
 
 Bytes = npt.NDArray[np.uint8]
-SHIFT = 1 << 60  # the device's address of registered host memory differs from the host's
+# the device's address of registered host memory differs from the host's
+SHIFT = 1 << 60
 
 
 class Failure(RuntimeError):
@@ -41,7 +44,8 @@ class _Work(NamedTuple):
 class _Room(NamedTuple):
     begin: int
     end: int
-    kind: str  # "device", "registered", "pinned" (allocated so: one address for both sides), "pageable"
+    # "device", "registered", "pinned" (allocated so: one address for both sides), "pageable"
+    kind: str
 
 
 class LateEvent:
@@ -52,7 +56,9 @@ class LateEvent:
         self.done = False
 
     def synchronize(self) -> None:
-        """Wait until all work launched before it is done; raise the errors of the device until then."""
+        """Wait until all work launched before it is done; raise the errors of the device until
+        then.
+        """
         self._world.until(lambda: self.done)
 
 
@@ -85,7 +91,9 @@ class LateStream:
         self.launch(pass_it)
         return event
 
-    def launch(self, do: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
+    def launch(
+        self, do: Callable[[], object], ready: Callable[[], bool] = lambda: True
+    ) -> None:
         """Queue one piece of work after the others."""
         with self._world.lock:
             if self._world.dead is not None:
@@ -95,20 +103,26 @@ class LateStream:
 
 
 class World:
-    """All streams of a device, and their order. `eager`: the probability that work is done right after its launch.
+    """All streams of a device, and their order. `eager`: the probability that work is done right
+    after its launch.
 
     Thread-safe: one piece of work at a time is done, by whichever thread waits or launches.
     """
 
     def __init__(self, seed: int, eager: float | None = None) -> None:
         self._random = np.random.default_rng(seed)
-        self.eager = float(self._random.choice([0.0, 0.0, 0.1, 0.5, 1.0])) if eager is None else eager
+        self.eager = (
+            float(self._random.choice([0.0, 0.0, 0.1, 0.5, 1.0]))
+            if eager is None
+            else eager
+        )
         self.lock = threading.RLock()
         self.streams: list[LateStream] = []
         self._weights: list[float] = []
         self._here = threading.local()
         self.wrong: list[str] = []
-        self.dead: Exception | None = None  # a failed device does nothing more and always reports the error
+        # a failed device does nothing more and always reports the error
+        self.dead: Exception | None = None
         self.engine = self.stream("engine")
 
     def stream(self, name: str) -> LateStream:
@@ -152,23 +166,35 @@ class World:
                 if done():
                     return
                 if not self._step():
-                    raise AssertionError(f"nothing can go on, and {self.waiting()} wait")
+                    raise AssertionError(
+                        f"nothing can go on, and {self.waiting()} wait"
+                    )
 
     def waiting(self) -> dict[str, int]:
         """Return the number of waiting pieces of each stream that has any."""
         with self.lock:
-            return {stream.name: len(stream.work) for stream in self.streams if stream.work}
+            return {
+                stream.name: len(stream.work)
+                for stream in self.streams
+                if stream.work
+            }
 
     def _step(self) -> bool:
         """Do the next piece of one stream; False if no stream can continue."""
-        can = [number for number, stream in enumerate(self.streams) if stream.work and stream.work[0].ready()]
+        can = [
+            number
+            for number, stream in enumerate(self.streams)
+            if stream.work and stream.work[0].ready()
+        ]
         if not can:
             return False
         weights = np.array([self._weights[number] for number in can])
-        stream = self.streams[can[int(self._random.choice(len(can), p=weights / weights.sum()))]]
+        stream = self.streams[
+            can[int(self._random.choice(len(can), p=weights / weights.sum()))]
+        ]
         try:
             stream.work.popleft().do()
-        except Exception as trouble:  # noqa: BLE001 - whatever it is, the device raises it from now on
+        except Exception as trouble:  # noqa: BLE001
             self.dead = trouble
             for stream in self.streams:
                 stream.work.clear()
@@ -180,36 +206,62 @@ class Mover(Protocol):
 
     def upload(self, table: RunTable) -> object: ...
     def move(
-        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int,
-        *, gather: bool,
-    ) -> None: ...  # fmt: skip
+        self,
+        table: object,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        begin: int,
+        end: int,
+        word_bytes: int,
+        *,
+        gather: bool,
+    ) -> None: ...
 
 
 class PlainKernels:
-    """Gather and scatter run by run with memmove, as the contract of kernels requires. Knows its device's addresses."""
+    """Gather and scatter run by run with memmove, as the contract of kernels requires. Knows its
+    device's addresses.
+    """
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
 
     def upload(self, table: RunTable) -> object:
-        return replace(table)  # not the table itself: a cache keyed by the table would keep it forever
+        # not the table itself: a cache keyed by the table would keep it forever
+        return replace(table)
 
     def move(
-        self, table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int,
-        *, gather: bool,
-    ) -> None:  # fmt: skip
-        for device, place, nbytes in _runs(table, ids, places, begin, end, word_bytes):
+        self,
+        table: object,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        begin: int,
+        end: int,
+        word_bytes: int,
+        *,
+        gather: bool,
+    ) -> None:
+        for device, place, nbytes in _runs(
+            table, ids, places, begin, end, word_bytes
+        ):
             to, source = (place, device) if gather else (device, place)
             self._device.move(to, source, nbytes, "kernel")
 
 
 def _runs(
-    table: object, ids: torch.Tensor, places: torch.Tensor, begin: int, end: int, word_bytes: int
+    table: object,
+    ids: torch.Tensor,
+    places: torch.Tensor,
+    begin: int,
+    end: int,
+    word_bytes: int,
 ) -> Iterator[tuple[int, int, int]]:
     """(device address, place, bytes) of every run."""
     assert isinstance(table, RunTable)
     assert ids.dtype == places.dtype == torch.int64, "ids and places are int64"
-    assert ids.shape == (len(places), table.count), f"ids {tuple(ids.shape)}, places {tuple(places.shape)}"
+    assert ids.shape == (len(places), table.count), (
+        f"ids {tuple(ids.shape)}, places {tuple(places.shape)}"
+    )
     assert 0 <= begin <= end <= len(table.address)
     assert word_bytes in (1, 2, 4, 8, 16)
     for place, own in zip(places.tolist(), ids.tolist(), strict=True):
@@ -221,25 +273,41 @@ def _runs(
                 if one < 0:
                     continue
                 block, inside = divmod(one, table.group)
-                device = int(table.address[row]) + block * int(table.stride[row]) + inside * nbytes
+                device = (
+                    int(table.address[row])
+                    + block * int(table.stride[row])
+                    + inside * nbytes
+                )
                 own_place = place + int(table.offset[row]) + number * nbytes
-                assert not (device % word_bytes or own_place % word_bytes or nbytes % word_bytes), "words"
+                assert not (
+                    device % word_bytes
+                    or own_place % word_bytes
+                    or nbytes % word_bytes
+                ), "words"
                 yield device, own_place, nbytes
 
 
 class _Sent:
-    """A table on the device: valid after `home` has reached it; `home` frees its memory when this is dropped."""
+    """A table on the device: valid after `home` has reached it; `home` frees its memory when this
+    is dropped.
+    """
 
-    def __init__(self, inner: object, there: list[bool], home: LateStream) -> None:
+    def __init__(
+        self, inner: object, there: list[bool], home: LateStream
+    ) -> None:
         self.inner = inner
         self.there = there
         self.home = home
 
 
 class LateKernels:
-    """Kernels whose launches are done later, on the then current stream. Their arguments must live as long."""
+    """Kernels whose launches are done later, on the then current stream. Their arguments must live
+    as long.
+    """
 
-    def __init__(self, world: World, inner: Mover, homes: dict[int, LateStream]) -> None:
+    def __init__(
+        self, world: World, inner: Mover, homes: dict[int, LateStream]
+    ) -> None:
         self._world = world
         self._inner = inner
         self._homes = homes
@@ -261,7 +329,13 @@ class LateKernels:
         name = "gather" if gather else "scatter"
         self._launch(name, partial(self._inner.move, gather=gather), table, args)
 
-    def _launch(self, name: str, call: Callable[..., None], table: object, args: Sequence[object]) -> None:
+    def _launch(
+        self,
+        name: str,
+        call: Callable[..., None],
+        table: object,
+        args: Sequence[object],
+    ) -> None:
         assert isinstance(table, _Sent)
         inner = table.inner
         there = table.there
@@ -283,12 +357,18 @@ class LateKernels:
             if not there[0]:
                 self._world.wrong.append(f"{name}: the table was not there yet")
             if home is not stream and alive() is None:
-                self._world.wrong.append(f"{name}: the table was let go of before it ran")
+                self._world.wrong.append(
+                    f"{name}: the table was let go of before it ran"
+                )
             for one in held:
                 # released memory is reused at once, but only by later work of the same stream
-                at_home = self._homes.get(one.untyped_storage().data_ptr()) is stream
+                at_home = (
+                    self._homes.get(one.untyped_storage().data_ptr()) is stream
+                )
                 if not at_home and _owners(one) <= 2:
-                    self._world.wrong.append(f"{name}: ids or places were let go of before it ran")
+                    self._world.wrong.append(
+                        f"{name}: ids or places were let go of before it ran"
+                    )
             call(inner, *held, *rest)
 
         stream.launch(do)
@@ -303,9 +383,10 @@ def _owners(tensor: torch.Tensor) -> int:
 class LateDevice:
     """A device (see pagoda.transfer.gpu.device) of CPU memory whose streams are late. Thread-safe.
 
-    `kernels`: "plain", None, or a mover; `shift`: how far registered memory's place is from its address;
-    `host`: whether `allocate_host` returns memory; `world`: that of another LateDevice for the same device. After each
-    call `check()` says what was wrong.
+    `kernels`: "plain", None, or a mover; `shift`: how far registered memory's place is from its
+    address;
+    `host`: whether `allocate_host` returns memory; `world`: that of another LateDevice for the same
+    device. After each call `check()` says what was wrong.
     """
 
     def __init__(
@@ -325,10 +406,13 @@ class LateDevice:
         self._inside = threading.local()
         self._rooms: list[_Room] = []
         self._held: list[object] = []
-        self._homes: dict[int, LateStream] = {}  # of memory that was sent: the stream that it was taken on
+        # of memory that was sent: the stream that it was taken on
+        self._homes: dict[int, LateStream] = {}
         inner = PlainKernels(self) if kernels == "plain" else kernels
         assert not isinstance(inner, str)
-        self.kernels = None if inner is None else LateKernels(self.world, inner, self._homes)
+        self.kernels = (
+            None if inner is None else LateKernels(self.world, inner, self._homes)
+        )
         self.copies = 0
         self.copied_bytes = 0
         self.fail_at: int | None = None
@@ -343,7 +427,10 @@ class LateDevice:
 
     def new_streams(self, number: int) -> list[LateStream]:
         """Return new streams."""
-        return [self.world.stream(f"stream {len(self.world.streams)}") for _ in range(number)]
+        return [
+            self.world.stream(f"stream {len(self.world.streams)}")
+            for _ in range(number)
+        ]
 
     def current_stream(self) -> LateStream:
         """The calling thread's stream."""
@@ -354,16 +441,21 @@ class LateDevice:
         self.world.current().wait_event(event)
 
     def upload(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return the numbers on the device, valid after the current stream has reached them; until then wrong ones."""
+        """Return the numbers on the device, valid after the current stream has reached them; until
+        then wrong ones.
+        """
         assert numbers.dtype == np.int64
-        values = torch.from_numpy(numbers).clone()  # with strides, as torch sends them
+        # with strides, as torch sends them
+        values = torch.from_numpy(numbers).clone()
         sent = torch.full_like(values, -(1 << 40))
         self._homes[sent.untyped_storage().data_ptr()] = self.world.current()
         self.world.current().launch(lambda: sent.copy_(values))
         return sent
 
     def copy(self, to: int, source: int, nbytes: int, stream: LateStream) -> None:
-        """Queue a memmove; the arguments are addresses, so the memory must live until it is done."""
+        """Queue a memmove; the arguments are addresses, so the memory must live until it is
+        done.
+        """
         if self.world.current() is not stream:
             self.world.wrong.append("copy: outside of its stream")
         self.copies += 1
@@ -380,7 +472,9 @@ class LateDevice:
         stream.launch(do)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate device memory that the current stream may still write to: allocators reuse memory of a stream."""
+        """Allocate device memory that the current stream may still write to: allocators reuse
+        memory of a stream.
+        """
         if self.most_bytes is not None and nbytes > self.most_bytes:
             raise torch.OutOfMemoryError(f"{nbytes} bytes")
         room = self._new(nbytes, "device")
@@ -419,7 +513,9 @@ class LateDevice:
         self._declare("registered", arrays)
 
     def pageable(self, *arrays: Bytes | torch.Tensor) -> None:
-        """Declare host memory that is not registered: no kernel can access it, and the driver's copies are slow."""
+        """Declare host memory that is not registered: no kernel can access it, and the driver's
+        copies are slow.
+        """
         self._declare("pageable", arrays)
 
     def forget(self, keep: int) -> None:
@@ -437,22 +533,34 @@ class LateDevice:
 
     def move(self, to: int, source: int, nbytes: int, by: str) -> None:
         """Move bytes at once, if both sides may be touched."""
-        ctypes.memmove(self._real(to, nbytes, by), self._real(source, nbytes, by), nbytes)
+        ctypes.memmove(
+            self._real(to, nbytes, by), self._real(source, nbytes, by), nbytes
+        )
 
     def _real(self, place: int, nbytes: int, by: str) -> int:
         shifted = bool(self._shift) and place >= self._shift
         address = place - self._shift if shifted else place
         kind = self._kind(address, nbytes)
-        allowed = {"device", "pinned", "registered" if shifted or not self._shift or by == "copy" else ""}
+        allowed = {
+            "device",
+            "pinned",
+            "registered" if shifted or not self._shift or by == "copy" else "",
+        }
         if kind not in allowed | ({"pageable"} if by == "copy" else set()):
-            raise AssertionError(f"a {by} at {place:#x} ({kind}, {nbytes} bytes) is not allowed")
+            raise AssertionError(
+                f"a {by} at {place:#x} ({kind}, {nbytes} bytes) is not allowed"
+            )
         return address
 
     def _kind(self, address: int, nbytes: int) -> str:
         for room in self._rooms:
             if room.begin <= address and address + nbytes <= room.end:
                 return room.kind
-        over = [room for room in self._rooms if room.begin < address + nbytes and address < room.end]
+        over = [
+            room
+            for room in self._rooms
+            if room.begin < address + nbytes and address < room.end
+        ]
         return "in part something else" if over else "pageable"
 
     def _new(self, nbytes: int, kind: str) -> torch.Tensor:

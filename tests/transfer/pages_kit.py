@@ -1,4 +1,6 @@
-"""Shared by the tests of pages: planes inside larger memory, and a simple definition of each byte's place."""
+"""Shared by the tests of pages: planes inside larger memory, and a simple definition of each byte's
+place.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ T = TypeVar("T")
 
 
 class Memory(NamedTuple):
-    """A plane `view` [BLOCKS, page] and the memory around it; only bytes of the plane may change."""
+    """A plane `view` [BLOCKS, page] and the memory around it; only bytes of the plane may
+    change.
+    """
 
     whole: Bytes
     view: Bytes
@@ -39,11 +43,17 @@ class Case(NamedTuple):
     @property
     def starts(self) -> list[int]:
         tokens = len(self.table) * BLOCK_TOKENS
-        return list(range(0, tokens - self.layout.chunk_tokens + 1, self.layout.chunk_tokens))[::-1]
+        return list(
+            range(
+                0, tokens - self.layout.chunk_tokens + 1, self.layout.chunk_tokens
+            )
+        )[::-1]
 
     def ids(self, start: int) -> list[int]:
         first = start // BLOCK_TOKENS
-        return self.table[first : first + self.layout.chunk_tokens // BLOCK_TOKENS]
+        return self.table[
+            first : first + self.layout.chunk_tokens // BLOCK_TOKENS
+        ]
 
     def planes(self, seed: int) -> list[Memory]:
         return make_planes(self.pages, seed, self.apart)
@@ -55,7 +65,9 @@ class Case(NamedTuple):
             slot[:] = random.integers(0, 256, slot.nbytes, dtype=np.uint8)
         return slots
 
-    def kv(self, transfer: Callable[..., T], planes: list[Memory], **options: object) -> T:
+    def kv(
+        self, transfer: Callable[..., T], planes: list[Memory], **options: object
+    ) -> T:
         return transfer(
             [plane.view for plane in planes],
             self.layout,
@@ -83,15 +95,23 @@ def case_of(
 
 def layout_of(pages: list[int], blocks_a_chunk: int, parts: int = 1) -> KVLayout:
     return KVLayout.opaque(
-        blocks_a_chunk * BLOCK_TOKENS, parts * blocks_a_chunk * sum(pages), "tests of pages"
+        blocks_a_chunk * BLOCK_TOKENS,
+        parts * blocks_a_chunk * sum(pages),
+        "tests of pages",
     )
 
 
 def make_planes(pages: list[int], seed: int, apart: int = 0) -> list[Memory]:
     """Return planes with `apart` bytes between two pages."""
     random = np.random.default_rng(seed)
-    wholes = [random.integers(0, 256, (BLOCKS, page + apart), dtype=np.uint8) for page in pages]
-    return [Memory(whole, whole[:, :page]) for whole, page in zip(wholes, pages, strict=True)]
+    wholes = [
+        random.integers(0, 256, (BLOCKS, page + apart), dtype=np.uint8)
+        for page in pages
+    ]
+    return [
+        Memory(whole, whole[:, :page])
+        for whole, page in zip(wholes, pages, strict=True)
+    ]
 
 
 def bytes_of(array: Bytes) -> bytes:
@@ -104,7 +124,9 @@ def poisoned(layout: KVLayout, offset: int = 0) -> Bytes:
 
 
 def poisoned_slots(layout: KVLayout, count: int, offset: int = 0) -> list[Bytes]:
-    """Return slots of one memory, at equal distances, as those of a tier: chunks of these are copied together."""
+    """Return slots of one memory, at equal distances, as those of a tier: chunks of these are
+    copied together.
+    """
     words = -(-(offset + layout.slot_bytes) // 8)
     whole = np.full((count, words * 8), POISON, np.uint8)
     return [row[offset : offset + layout.slot_bytes] for row in whole]
@@ -114,11 +136,16 @@ def place(case: Case, plane: int, block: int) -> slice:
     """Return the place in a slot of the page of a plane and of a block of the chunk."""
     count = case.layout.chunk_tokens // BLOCK_TOKENS
     before = case.part * count * sum(case.pages) + count * sum(case.pages[:plane])
-    return slice(before + block * case.pages[plane], before + (block + 1) * case.pages[plane])
+    return slice(
+        before + block * case.pages[plane],
+        before + (block + 1) * case.pages[plane],
+    )
 
 
 def expected_slot(case: Case, planes: list[Bytes], start: int) -> bytes:
-    """Return the expected contents of a poisoned slot after the chunk at `start` was copied into it."""
+    """Return the expected contents of a poisoned slot after the chunk at `start` was copied into
+    it.
+    """
     slot = poisoned(case.layout)
     for number, plane in enumerate(planes):
         for at, block in enumerate(case.ids(start)):
@@ -126,8 +153,12 @@ def expected_slot(case: Case, planes: list[Bytes], start: int) -> bytes:
     return slot.tobytes()
 
 
-def expected_blocks(case: Case, planes: list[Memory], slots: list[Bytes]) -> list[bytes]:
-    """Return the expected memory of the planes after `slots` were copied into the chunks of `case.starts`."""
+def expected_blocks(
+    case: Case, planes: list[Memory], slots: list[Bytes]
+) -> list[bytes]:
+    """Return the expected memory of the planes after `slots` were copied into the chunks of
+    `case.starts`.
+    """
     after = [plane.whole.copy() for plane in planes]
     for start, slot in zip(case.starts, slots, strict=True):
         for number, page in enumerate(case.pages):

@@ -1,4 +1,6 @@
-"""The copy engine over streams that are late: a wait that is missing shows as wrong bytes, without a GPU."""
+"""The copy engine over streams that are late: a wait that is missing shows as wrong bytes, without
+a GPU.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ BOTH = ["down", "up"]
 
 @pytest.fixture(autouse=True)
 def _little_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run by run in Python a megabyte takes a second, and 10,000 waits on a device that failed half a second."""
+    """Run by run in Python a megabyte takes a second, and 10,000 waits on a device that failed half
+    a second.
+    """
     monkeypatch.setattr(autotune, "_SCRATCH_BYTES", 300)
     monkeypatch.setattr(signal_safe_threads, "_ATTEMPTS", 100)
 
@@ -42,7 +46,9 @@ Ids = npt.NDArray[np.int64]
 
 
 class Scene(NamedTuple):
-    """A table over `memory`, some chunks of it, and where their slots are in `room` (which is larger)."""
+    """A table over `memory`, some chunks of it, and where their slots are in `room` (which is
+    larger).
+    """
 
     table: RunTable
     memory: Bytes
@@ -53,10 +59,16 @@ class Scene(NamedTuple):
 
     @property
     def slots(self) -> list[Bytes]:
-        return [self.room[begin : begin + self.slot_bytes] for begin in self.begins]
+        return [
+            self.room[begin : begin + self.slot_bytes] for begin in self.begins
+        ]
 
-    def moves(self, begin: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
-        """Return (place in memory, place in room, bytes) of each run in rows [begin, end), computed simply."""
+    def moves(
+        self, begin: int = 0, end: int | None = None
+    ) -> list[tuple[int, int, int]]:
+        """Return (place in memory, place in room, bytes) of each run in rows [begin, end), computed
+        simply.
+        """
         table = self.table
         base = self.memory.ctypes.data
         found = []
@@ -66,9 +78,13 @@ class Scene(NamedTuple):
                     one = int(self.ids[chunk, number])
                     size = int(table.nbytes[row])
                     if one >= 0:
-                        inside = (one // table.group) * int(table.stride[row]) + one % table.group * size
+                        inside = (one // table.group) * int(
+                            table.stride[row]
+                        ) + one % table.group * size
                         where = slot + int(table.offset[row]) + number * size
-                        found.append((int(table.address[row]) - base + inside, where, size))
+                        found.append(
+                            (int(table.address[row]) - base + inside, where, size)
+                        )
         return found
 
     def stored(self, memory: Bytes) -> Bytes:
@@ -99,19 +115,35 @@ def scene(
     skipped: float = 0.2,
     odd: int = 0,
 ) -> Scene:
-    """A random scene; `grain` divides all lengths and places but those of slots, which begin `odd` bytes later."""
+    """A random scene; `grain` divides all lengths and places but those of slots, which begin `odd`
+    bytes later.
+    """
     random = np.random.default_rng(seed)
     blocks = -(-chunks * count // group) + 3
     nbytes = random.integers(1, 6, rows) * grain
-    each = nbytes * group + (0 if outermost else random.integers(0, 2, rows) * grain)
+    each = nbytes * group + (
+        0 if outermost else random.integers(0, 2, rows) * grain
+    )
     stride = np.full(rows, each.sum() + grain) if outermost else each
     gap = 2 * grain
-    ahead = np.cumsum(each) - each if outermost else np.cumsum(each * blocks + gap) - each * blocks
-    memory = _aligned(int((stride * blocks).max() + ahead.max() + each.max() + gap))
+    ahead = (
+        np.cumsum(each) - each
+        if outermost
+        else np.cumsum(each * blocks + gap) - each * blocks
+    )
+    memory = _aligned(
+        int((stride * blocks).max() + ahead.max() + each.max() + gap)
+    )
     memory[:] = random.integers(0, 256, memory.size)
     begin = int(random.integers(0, 3)) * grain  # what other parts have
     offset = begin + np.cumsum(nbytes * count) - nbytes * count
-    cuts = np.sort(random.choice(np.arange(1, rows), min(2, rows - 1), replace=False)) if rows > 1 else []
+    cuts = (
+        np.sort(
+            random.choice(np.arange(1, rows), min(2, rows - 1), replace=False)
+        )
+        if rows > 1
+        else []
+    )
     table = RunTable(
         memory.ctypes.data + ahead,
         np.asarray(stride, np.int64),
@@ -131,7 +163,12 @@ def scene(
     room = _aligned(chunks * apart + 64)
     room[:] = random.integers(0, 256, room.size)
     return Scene(
-        table, memory, ids.astype(np.int64), room, [odd + apart * i for i in range(chunks)][::-1], slot_bytes
+        table,
+        memory,
+        ids.astype(np.int64),
+        room,
+        [odd + apart * i for i in range(chunks)][::-1],
+        slot_bytes,
     )
 
 
@@ -141,7 +178,9 @@ def _aligned(nbytes: int) -> Bytes:
     return room[skip : skip + nbytes]
 
 
-def device_of(it: Scene, slots: str = "registered", seed: int = 0, **options: object) -> LateDevice:
+def device_of(
+    it: Scene, slots: str = "registered", seed: int = 0, **options: object
+) -> LateDevice:
     device = LateDevice(seed, **options)  # type: ignore[arg-type]
     device.device_memory(it.memory)
     declare(device, it, slots)
@@ -192,7 +231,9 @@ MOVES = {"down": store, "up": load}
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("staging_bytes", [1 << 16, 256, 1])
-def test_every_way(way: str | None, direction: str, slots: str, staging_bytes: int) -> None:
+def test_every_way(
+    way: str | None, direction: str, slots: str, staging_bytes: int
+) -> None:
     for seed in range(6):
         it = scene(
             seed,
@@ -219,7 +260,9 @@ def test_any_table(data: st.DataObject) -> None:
         group=data.draw(st.integers(1, 4)),
         outermost=data.draw(st.booleans()),
         twice=direction == "down" and data.draw(st.booleans()),
-        skipped=data.draw(st.sampled_from([0.0, 0.3, 1.0])) if direction == "up" else 0.0,
+        skipped=data.draw(st.sampled_from([0.0, 0.3, 1.0]))
+        if direction == "up"
+        else 0.0,
         odd=data.draw(st.sampled_from([0, 0, 1, 2, 4, 8])),
     )
     device = device_of(
@@ -232,7 +275,11 @@ def test_any_table(data: st.DataObject) -> None:
     way = data.draw(st.sampled_from(ALL_WAYS))
     if device.kernels is None and way in ("direct", "staged"):
         way = None
-    engine = CopyEngine(device, way=way, staging_bytes=data.draw(st.sampled_from([1, 100, 1000, 1 << 16])))
+    engine = CopyEngine(
+        device,
+        way=way,
+        staging_bytes=data.draw(st.sampled_from([1, 100, 1000, 1 << 16])),
+    )
     for _ in range(data.draw(st.integers(1, 2))):
         MOVES[direction](engine, device, it)
 
@@ -240,7 +287,9 @@ def test_any_table(data: st.DataObject) -> None:
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("staging_bytes", [1 << 16, 100])
-def test_a_layer_is_there_when_it_was_waited_for(way: str | None, slots: str, staging_bytes: int) -> None:
+def test_a_layer_is_there_when_it_was_waited_for(
+    way: str | None, slots: str, staging_bytes: int
+) -> None:
     for seed in range(6):
         it = scene(seed, rows=8)
         device = device_of(it, slots, seed)
@@ -251,11 +300,18 @@ def test_a_layer_is_there_when_it_was_waited_for(way: str | None, slots: str, st
         engine = CopyEngine(device, way=way, staging_bytes=staging_bytes)
         with ThreadPoolExecutor(1) as thread:
             load = thread.submit(
-                engine.load, it.table, it.ids, it.slots, device.current_event(), layer_events
+                engine.load,
+                it.table,
+                it.ids,
+                it.slots,
+                device.current_event(),
+                layer_events,
             )
             for layer in range(layers):
                 assert layer_events.wait_layer(layer, device, 60.0)
-                device.current_stream().launch(partial(np.copyto, seen[layer], it.memory))
+                device.current_stream().launch(
+                    partial(np.copyto, seen[layer], it.memory)
+                )
             device.current_stream().record_event().synchronize()
             load.result(60)
         device.check()
@@ -268,8 +324,12 @@ def test_a_layer_is_there_when_it_was_waited_for(way: str | None, slots: str, st
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
-def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: str) -> None:
-    """A copy or a kernel cannot be launched, in the middle: then all writes end, and the next call works."""
+def test_nothing_goes_on_after_an_error(
+    way: str | None, direction: str, slots: str
+) -> None:
+    """A copy or a kernel cannot be launched, in the middle: then all writes end, and the next call
+    works.
+    """
     raised = 0
     for seed in range(8):
         it = scene(seed, skipped=0)
@@ -293,7 +353,9 @@ def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: 
         assert (it.room == 0x11).all()
         assert (it.memory == 0x22).all()
         device.fail_at = device.kernels.fail_at = None
-        it.memory[:] = np.random.default_rng(seed).integers(0, 256, it.memory.size)
+        it.memory[:] = np.random.default_rng(seed).integers(
+            0, 256, it.memory.size
+        )
         MOVES[direction](engine, device, it)
     assert raised >= 2
 
@@ -301,7 +363,9 @@ def test_nothing_goes_on_after_an_error(way: str | None, direction: str, slots: 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
-def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, slots: str) -> None:
+def test_what_failed_on_the_device_is_raised(
+    way: str | None, direction: str, slots: str
+) -> None:
     """As in CUDA: the error is reported later, by any next call."""
     for seed in range(8):
         it = scene(seed, skipped=0)
@@ -313,15 +377,21 @@ def test_what_failed_on_the_device_is_raised(way: str | None, direction: str, sl
         device.kernels.fail_late_at = device.kernels.launches + 1
         for _ in range(2):
             with pytest.raises(Failure):
-                (engine.store if direction == "down" else engine.load)(it.table, it.ids, it.slots, None)
+                (engine.store if direction == "down" else engine.load)(
+                    it.table, it.ids, it.slots, None
+                )
         assert device.idle()
 
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
-def test_a_device_that_has_little_memory_left(way: str | None, direction: str, slots: str) -> None:
-    """The ring is as large as it can be; with less than four rows what needs one raises, and the next call works."""
+def test_a_device_that_has_little_memory_left(
+    way: str | None, direction: str, slots: str
+) -> None:
+    """The ring is as large as it can be; with less than four rows what needs one raises, and the
+    next call works.
+    """
     for seed in range(4):
         it = scene(seed, skipped=0)
         device = device_of(it, slots, seed)
@@ -334,7 +404,9 @@ def test_a_device_that_has_little_memory_left(way: str | None, direction: str, s
             MOVES[direction](engine, device, it)
             continue
         with pytest.raises(torch.OutOfMemoryError):
-            (engine.store if direction == "down" else engine.load)(it.table, it.ids, it.slots, None)
+            (engine.store if direction == "down" else engine.load)(
+                it.table, it.ids, it.slots, None
+            )
         device.check()
         device.most_bytes = None
         MOVES[direction](engine, device, it)
@@ -347,15 +419,23 @@ def test_with_the_real_kernels(way: str, direction: str, slots: str) -> None:
     """Those of the project, in Triton's interpreter; a place is then an address."""
     for seed in range(2):
         it = scene(
-            seed, grain=4 + 4 * seed, group=1 + seed, outermost=seed == 0, skipped=0.3 * (direction == "up")
+            seed,
+            grain=4 + 4 * seed,
+            group=1 + seed,
+            outermost=seed == 0,
+            skipped=0.3 * (direction == "up"),
         )
         device = device_of(it, slots, seed, kernels=interpreted(), shift=0)
-        MOVES[direction](CopyEngine(device, way=way, staging_bytes=500), device, it)
+        MOVES[direction](
+            CopyEngine(device, way=way, staging_bytes=500), device, it
+        )
 
 
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("kernels", ["plain", None])
-def test_what_was_taken_is_what_was_there(kernels: str | None, prepared: bool) -> None:
+def test_what_was_taken_is_what_was_there(
+    kernels: str | None, prepared: bool
+) -> None:
     """The engine writes to the blocks, and drops everything, before any of it has happened."""
     for seed in range(12):
         it = scene(seed, skipped=0, twice=True)
@@ -388,10 +468,16 @@ def test_rings_that_are_taken_at_the_start_are_those_of_all_calls() -> None:
     device = device_of(it, kernels="plain")
     engine = CopyEngine(device, way="staged", staging_bytes=4096)
     assert engine.allocate_rings(it.table) == 4 * 4096
-    rings = [workspace._ring.data_ptr() for workspace in engine._workspaces if workspace._ring is not None]
+    rings = [
+        workspace._ring.data_ptr()
+        for workspace in engine._workspaces
+        if workspace._ring is not None
+    ]
     assert len(set(rings)) == 4
     engine.store(it.table, it.ids, it.slots)
-    assert sorted(workspace._ring.data_ptr() for workspace in engine._workspaces) == sorted(rings)  # type: ignore[union-attr]
+    assert sorted(
+        workspace._ring.data_ptr() for workspace in engine._workspaces
+    ) == sorted(rings)  # type: ignore[union-attr]
     assert CopyEngine(device_of(it, kernels=None)).allocate_rings(it.table) == 0
 
 
@@ -443,7 +529,8 @@ def test_nothing_is_in_flight_after_a_call_that_signals_ended(
         it = scene(seed)
         device = device_of(it, "registered", seed)
         engine = CopyEngine(device, staging_bytes=200)
-        engine.load(it.table, it.ids, it.slots, device.current_event())  # what the first call prepares
+        # what the first call prepares
+        engine.load(it.table, it.ids, it.slots, device.current_event())
         left = times
 
         def pressed(event: LateEvent) -> None:

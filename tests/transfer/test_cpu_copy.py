@@ -1,4 +1,6 @@
-"""The CPU's copier: how many calls a chunk takes, which threads help and when, and what becomes of them."""
+"""The CPU's copier: how many calls a chunk takes, which threads help and when, and what becomes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,25 @@ def helpers_end() -> Iterator[None]:
 def dense(order: str) -> Transfer:
     layout = KVLayout.dense(3, 2, 4, "float32", CHUNK, token_order=order)  # type: ignore[arg-type]
     shape = (2, 64, 4) if order == "heads_first" else (64, 2, 4)
-    return DenseKV([(np.ones(shape, "f4"), np.ones(shape, "f4")) for _ in range(3)], layout, threads=1)
+    return DenseKV(
+        [(np.ones(shape, "f4"), np.ones(shape, "f4")) for _ in range(3)],
+        layout,
+        threads=1,
+    )
 
 
 def paged(form: str, table: Sequence[int]) -> Transfer:
     layout = KVLayout.dense(3, 2, 4, "float32", CHUNK, token_order="tokens_first")
     shapes = {"planes_first": (2, 16, 4, 2, 4), "blocks_first": (16, 2, 4, 2, 4)}
     pools = [np.ones(shapes[form], "f4") for _ in range(3)]
-    return PagedKV(pools, layout, pool_format=form, block_size=4, block_table=table, threads=1)  # type: ignore[arg-type]
+    return PagedKV(
+        pools,
+        layout,
+        pool_format=form,
+        block_size=4,
+        block_table=table,
+        threads=1,
+    )  # type: ignore[arg-type]
 
 
 def pages(table: Sequence[int]) -> Transfer:
@@ -57,7 +70,11 @@ def pages(table: Sequence[int]) -> Transfer:
 
 
 def blocks() -> Transfer:
-    return BlockKV(np.ones((4, 64), np.uint8), KVLayout.opaque(CHUNK, 64, "blocks"), threads=1)
+    return BlockKV(
+        np.ones((4, 64), np.uint8),
+        KVLayout.opaque(CHUNK, 64, "blocks"),
+        threads=1,
+    )
 
 
 SCATTERED = [9, 4, 1, 7, 3, 12, 0, 2]
@@ -66,17 +83,23 @@ SCATTERED = [9, 4, 1, 7, 3, 12, 0, 2]
 @pytest.mark.parametrize(
     ("kv", "one", "four_stored", "four_loaded"),
     [
-        (dense("heads_first"), 6, 6, 6),  # one for each plane of each layer, for adjacent chunks together
+        # one for each plane of each layer, for adjacent chunks together
+        (dense("heads_first"), 6, 6, 6),
         (dense("tokens_first"), 6, 6, 6),
         (paged("planes_first", range(8)), 3, 3, 3),
-        (paged("planes_first", SCATTERED), 3, 12, 3),  # np.take needs a contiguous target
+        # np.take needs a contiguous target
+        (paged("planes_first", SCATTERED), 3, 12, 3),
         (paged("blocks_first", SCATTERED), 3, 12, 3),
         (pages(range(8)), 3, 3, 3),
         (pages(SCATTERED), 3, 12, 3),
     ],
 )
 def test_a_chunk_takes_few_calls(
-    kv: Transfer, one: int, four_stored: int, four_loaded: int, monkeypatch: pytest.MonkeyPatch
+    kv: Transfer,
+    one: int,
+    four_stored: int,
+    four_loaded: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[object] = []
     real = cpu_copy.CpuCopy._calls
@@ -95,23 +118,38 @@ def test_a_chunk_takes_few_calls(
         return len(calls)
 
     assert (count("to_slots", 1), count("from_slots", 1)) == (one, one)
-    assert (count("to_slots", 4), count("from_slots", 4)) == (four_stored, four_loaded)
+    assert (count("to_slots", 4), count("from_slots", 4)) == (
+        four_stored,
+        four_loaded,
+    )
 
 
 def mapped_at(address: int) -> np.ndarray:
     """Return a page of memory near an address, for as long as the process lives."""
     map_memory = ctypes.CDLL(None).mmap
     map_memory.restype = ctypes.c_void_p
-    map_memory.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    map_memory.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        *[ctypes.c_int] * 3,
+        ctypes.c_long,
+    ]
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    found = map_memory(address, 4096, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0)
+    found = map_memory(
+        address, 4096, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, 0
+    )
     return np.frombuffer((ctypes.c_uint8 * 4096).from_address(found), np.uint8)
 
 
 def test_slots_of_separate_memories_are_copied_one_by_one() -> None:
-    """An array over both would span the heap, where each temporary array of numpy would overlap it again."""
+    """An array over both would span the heap, where each temporary array of numpy would overlap it
+    again.
+    """
     layout = KVLayout.dense(1, 2, 8, "float16", 4)
-    planes = [np.random.default_rng(0).integers(0, 99, (2, 42, 8), np.int16) for _ in "KV"]
+    planes = [
+        np.random.default_rng(0).integers(0, 99, (2, 42, 8), np.int16)
+        for _ in "KV"
+    ]
     kv = DenseKV([planes], layout, threads=1)
     slots = [mapped_at(1 << 28), mapped_at(0x7F00_0000_0000)]
 
@@ -126,20 +164,39 @@ def test_slots_of_separate_memories_are_copied_one_by_one() -> None:
 
 def test_slots_that_own_their_memory_are_copied_one_by_one() -> None:
     ids = np.array([[0], [1]])
-    assert len(list(cpu_copy._joined(ids, [np.zeros(4096, np.uint8) for _ in range(2)]))) == 2
-    assert len(list(cpu_copy._joined(ids, list(np.zeros((2, 4096), np.uint8))))) == 1
+    assert (
+        len(
+            list(
+                cpu_copy._joined(
+                    ids, [np.zeros(4096, np.uint8) for _ in range(2)]
+                )
+            )
+        )
+        == 2
+    )
+    assert (
+        len(list(cpu_copy._joined(ids, list(np.zeros((2, 4096), np.uint8))))) == 1
+    )
 
 
 # ---- threads
 
 
 def large() -> tuple[BlockKV, list[np.ndarray]]:
-    content = np.random.default_rng(0).integers(0, 256, (2, 8 << 20), dtype=np.uint8)
-    return BlockKV(content, KVLayout.opaque(CHUNK, 8 << 20, "large")), list(np.zeros_like(content))
+    content = np.random.default_rng(0).integers(
+        0, 256, (2, 8 << 20), dtype=np.uint8
+    )
+    return BlockKV(content, KVLayout.opaque(CHUNK, 8 << 20, "large")), list(
+        np.zeros_like(content)
+    )
 
 
 def copying_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("pagoda-copy")]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("pagoda-copy")
+    ]
 
 
 def check_large() -> None:
@@ -156,7 +213,9 @@ def test_idle_cores_help(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("cores", "running"), [(1, 1), (4, 4), (4, 40)])
-def test_busy_cores_are_left_alone(cores: int, running: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_cores_are_left_alone(
+    cores: int, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(cpu_copy, "_running_threads", lambda: running)
     check_large()
@@ -164,11 +223,15 @@ def test_busy_cores_are_left_alone(cores: int, running: int, monkeypatch: pytest
 
 
 def test_a_small_copy_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_copy, "_running_threads", lambda: pytest.fail("the load was read"))
+    monkeypatch.setattr(
+        cpu_copy, "_running_threads", lambda: pytest.fail("the load was read")
+    )
     assert cpu_copy._idle_threads(cpu_copy._LEAST_BYTES - 1) == 1
 
 
-def test_calls_that_copy_at_once_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_copy_at_once_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
     monkeypatch.setattr(cpu_copy, "_running_threads", lambda: 1)
     release = threading.Event()
@@ -181,7 +244,9 @@ def test_calls_that_copy_at_once_share_the_cores(monkeypatch: pytest.MonkeyPatch
     assert cpu_copy._idle_threads(1 << 30) > 1
 
 
-def test_the_load_that_cannot_be_read_is_a_high_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_that_cannot_be_read_is_a_high_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert cpu_copy._running_threads() >= 1
 
     def fails(*_: object) -> int:
@@ -210,7 +275,9 @@ def test_whoever_is_free_takes_the_next_job() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, IndexError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["here", "helper"])
-def test_an_error_is_raised_and_nothing_goes_on_after_it(error: type[BaseException], where: str) -> None:
+def test_an_error_is_raised_and_nothing_goes_on_after_it(
+    error: type[BaseException], where: str
+) -> None:
     caller = threading.get_ident()
     ended = list[int]()
     met = threading.Barrier(2)
@@ -246,7 +313,9 @@ def raising(*numbers: signal.Signals) -> Iterator[None]:
 
 
 @pytest.mark.timeout(120, method="thread")
-def test_signals_that_come_again_and_again_do_not_end_the_wait_for_a_helper() -> None:
+def test_signals_that_come_again_and_again_do_not_end_the_wait_for_a_helper() -> (
+    None
+):
     """Otherwise it would write into slots that others have reserved since."""
     caller = threading.get_ident()
     ended = list[int]()
@@ -269,7 +338,9 @@ def test_signals_that_come_again_and_again_do_not_end_the_wait_for_a_helper() ->
 
 
 @pytest.mark.timeout(120, method="thread")
-def test_a_child_that_a_signal_handler_forks_during_a_copy_does_not_wait_for_helpers_that_it_lacks() -> None:
+def test_a_child_that_a_signal_handler_forks_during_a_copy_does_not_wait_for_helpers_that_it_lacks() -> (  # noqa: E501
+    None
+):
     caller = threading.get_ident()
     met = threading.Barrier(2)
     release = threading.Event()
@@ -280,7 +351,8 @@ def test_a_child_that_a_signal_handler_forks_during_a_copy_does_not_wait_for_hel
         if threading.get_ident() != caller:
             assert release.wait(30)
         else:
-            signal.setitimer(signal.ITIMER_REAL, 0.2)  # by then this thread waits for the other
+            # by then this thread waits for the other
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
 
     def fork(*_: object) -> None:
         forked.append(os.fork())
@@ -321,7 +393,9 @@ def test_a_forked_child_copies_with_threads_of_its_own() -> None:
 
 def test_the_helpers_end_with_the_cache(shm_root: Path) -> None:
     layout = KVLayout.opaque(CHUNK, 64, "ends")
-    config = Config(chunk_tokens=CHUNK, host_size=1 << 20, host_path=str(shm_root))
+    config = Config(
+        chunk_tokens=CHUNK, host_size=1 << 20, host_path=str(shm_root)
+    )
     cache = Cache(config, namespace=Namespace(model="m"), layout=layout)
     met = threading.Barrier(2)
     in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
@@ -339,7 +413,8 @@ def test_the_helpers_end_with_the_cache(shm_root: Path) -> None:
 
 
 def test_a_large_copy_is_cut_without_a_remainder() -> None:
-    shape = (3, 7 * (cpu_copy._PIECE_BYTES // 8) // 3 + 1)  # a number of pieces that does not divide it
+    # a number of pieces that does not divide it
+    shape = (3, 7 * (cpu_copy._PIECE_BYTES // 8) // 3 + 1)
     source = np.random.default_rng(0).random(shape)
     to = np.zeros(shape)
     pieces = list(cpu_copy._pieces(to, source))
@@ -350,29 +425,53 @@ def test_a_large_copy_is_cut_without_a_remainder() -> None:
     assert (to == source).all()
 
 
-@pytest.mark.parametrize("order", [[0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 0, 0], [2, 1, 0, 1], [0, 2, 1, 3, 3]])
+@pytest.mark.parametrize(
+    "order",
+    [[0, 0, 1], [0, 1, 1], [1, 1, 1], [1, 0, 0], [2, 1, 0, 1], [0, 2, 1, 3, 3]],
+)
 def test_slots_in_any_order_and_the_same_one_twice(order: list[int]) -> None:
     layout = KVLayout.opaque(CHUNK, 3 * 2 * 16, "pages")
     random = np.random.default_rng(1)
     memory = random.integers(0, 256, (4, 96), dtype=np.uint8)
     planes = [np.zeros((2 * len(order), 16), np.uint8) for _ in range(3)]
-    kv = PagesKV(planes, layout, block_tokens=4, block_table=range(2 * len(order)), threads=1)
-    kv.from_slots([CHUNK * at for at in range(len(order))], [memory[slot] for slot in order])
+    kv = PagesKV(
+        planes,
+        layout,
+        block_tokens=4,
+        block_table=range(2 * len(order)),
+        threads=1,
+    )
+    kv.from_slots(
+        [CHUNK * at for at in range(len(order))], [memory[slot] for slot in order]
+    )
     for at, slot in enumerate(order):
         want = memory[slot].reshape(3, 2, 16)
-        assert all((plane[2 * at : 2 * at + 2] == want[p]).all() for p, plane in enumerate(planes))
+        assert all(
+            (plane[2 * at : 2 * at + 2] == want[p]).all()
+            for p, plane in enumerate(planes)
+        )
 
 
-def test_as_many_threads_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_copy, "_idle_threads", lambda _: pytest.fail("a number was asked for"))
-    content = np.random.default_rng(0).integers(0, 256, (2, 8 << 20), dtype=np.uint8)
+def test_as_many_threads_as_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        cpu_copy, "_idle_threads", lambda _: pytest.fail("a number was asked for")
+    )
+    content = np.random.default_rng(0).integers(
+        0, 256, (2, 8 << 20), dtype=np.uint8
+    )
     planes = [plane.reshape(2, -1) for plane in content]
     used: list[int] = []
     real = cpu_copy.in_threads
-    monkeypatch.setattr(cpu_copy, "in_threads", lambda jobs, n: (used.append(n), real(jobs, n)))
+    monkeypatch.setattr(
+        cpu_copy, "in_threads", lambda jobs, n: (used.append(n), real(jobs, n))
+    )
     for threads in (1, 3):
         layout = KVLayout.opaque(CHUNK, 16 << 20, "large")
-        kv = PagesKV(planes, layout, block_tokens=4, block_table=range(2), threads=threads)
+        kv = PagesKV(
+            planes, layout, block_tokens=4, block_table=range(2), threads=threads
+        )
         slot = np.zeros(16 << 20, np.uint8)
         kv.to_slots([0], [slot])
         assert (slot == content.reshape(-1)).all()

@@ -1,7 +1,8 @@
-"""CudaDevice's own code on a machine without a GPU: torch.cuda and NVIDIA's library are stubs, all else is real.
+"""CudaDevice's own code on a machine without a GPU: torch.cuda and NVIDIA's library are stubs, all
+else is real.
 
-Memory is a CPU's, kernels are interpreted, slots are registered with the stand-in. What is left for a GPU to show
-(`tests/gpu`) is what CUDA itself does.
+Memory is a CPU's, kernels are interpreted, slots are registered with the stand-in. What is left for
+a GPU to show (`tests/gpu`) is what CUDA itself does.
 """
 
 from __future__ import annotations
@@ -56,18 +57,30 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
 
 @pytest.fixture
 def device(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
-    for name, answer in (("is_available", True), ("device_count", 1), ("current_device", 0), ("init", None)):
+    for name, answer in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("current_device", 0),
+        ("init", None),
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: Stream())
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: Stream()
+    )
     driver = stub.begin()
     monkeypatch.setattr("pagoda.transfer.gpu.device.Driver.load", lambda: driver)
-    monkeypatch.setattr("pagoda.transfer.gpu.device._kernels", lambda device, programs: interpreted(programs))
     monkeypatch.setattr(
-        CudaDevice, "allocate_host", lambda self, nbytes: torch.empty(nbytes, dtype=torch.uint8)
+        "pagoda.transfer.gpu.device._kernels",
+        lambda device, programs: interpreted(programs),
+    )
+    monkeypatch.setattr(
+        CudaDevice,
+        "allocate_host",
+        lambda self, nbytes: torch.empty(nbytes, dtype=torch.uint8),
     )
     monkeypatch.setattr("pagoda.transfer.gpu.autotune._SCRATCH_BYTES", 1 << 12)
     device = CudaDevice(torch.device("cuda"))
@@ -78,16 +91,24 @@ def device(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", [None, *WAYS])
 @pytest.mark.parametrize("form", ["dense", "paged", "pages"])
-def test_round_trip(form: str, way: str | None, place: str, device: CudaDevice, stub: Stub) -> None:
+def test_round_trip(
+    form: str, way: str | None, place: str, device: CudaDevice, stub: Stub
+) -> None:
     engine = CopyEngine(device, way=way, staging_bytes=1 << 12)
     layout, source, made = FORMS[form]()
     target = [torch.zeros_like(tensor) for tensor in source]
     room = aligned(CHUNKS * layout.slot_bytes)
     room[:] = 0
-    nbytes = {"registered": room.nbytes, "not registered": 0, "the first registered": layout.slot_bytes}[
-        place
-    ]
-    held = pinned.pin(room[:nbytes], 0, driver=device._driver, background=False) if nbytes else None
+    nbytes = {
+        "registered": room.nbytes,
+        "not registered": 0,
+        "the first registered": layout.slot_bytes,
+    }[place]
+    held = (
+        pinned.pin(room[:nbytes], 0, driver=device._driver, background=False)
+        if nbytes
+        else None
+    )
     slots = list(room.reshape(CHUNKS, -1))
     starts = [chunk * layout.chunk_tokens for chunk in range(CHUNKS)]
     made(source, engine).to_slots(starts, slots)
@@ -108,7 +129,9 @@ def test_a_snapshot(device: CudaDevice) -> None:
     layout, planes, made = FORMS["pages"]()
     kv = made(planes, CopyEngine(device))
     assert isinstance(kv, DevicePagesKV)
-    slots, others = (list(np.zeros((CHUNKS, layout.slot_bytes), np.uint8)) for _ in range(2))
+    slots, others = (
+        list(np.zeros((CHUNKS, layout.slot_bytes), np.uint8)) for _ in range(2)
+    )
     snapshot = kv.snapshot([0, layout.chunk_tokens])
     kv.with_table(TABLE).to_slots([0, layout.chunk_tokens], others)
     for plane in planes:
@@ -118,7 +141,9 @@ def test_a_snapshot(device: CudaDevice) -> None:
     assert slots[0].any()
 
 
-Made = Callable[[list[torch.Tensor], CopyEngine], DenseKV | PagedKV | DevicePagesKV]
+Made = Callable[
+    [list[torch.Tensor], CopyEngine], DenseKV | PagedKV | DevicePagesKV
+]
 
 
 def dense() -> tuple[KVLayout, list[torch.Tensor], Made]:
@@ -127,7 +152,9 @@ def dense() -> tuple[KVLayout, list[torch.Tensor], Made]:
     return (
         layout,
         planes,
-        lambda planes, engine: DenseKV([planes[:2], planes[2:]], layout, copy_engine=engine),
+        lambda planes, engine: DenseKV(
+            [planes[:2], planes[2:]], layout, copy_engine=engine
+        ),
     )
 
 
@@ -138,7 +165,12 @@ def paged() -> tuple[KVLayout, list[torch.Tensor], Made]:
         layout,
         pools,
         lambda pools, engine: PagedKV(
-            pools, layout, pool_format="planes_first", block_size=SIZE, block_table=TABLE, copy_engine=engine
+            pools,
+            layout,
+            pool_format="planes_first",
+            block_size=SIZE,
+            block_table=TABLE,
+            copy_engine=engine,
         ),
     )
 
@@ -150,7 +182,11 @@ def pages() -> tuple[KVLayout, list[torch.Tensor], Made]:
         layout,
         planes,
         lambda planes, engine: DevicePagesKV(
-            planes, layout, block_tokens=SIZE, block_table=TABLE, copy_engine=engine
+            planes,
+            layout,
+            block_tokens=SIZE,
+            block_table=TABLE,
+            copy_engine=engine,
         ),
     )
 

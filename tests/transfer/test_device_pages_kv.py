@@ -1,4 +1,6 @@
-"""DevicePagesKV on CPU tensors: bit for bit what PagesKV does; a snapshot is what was there when it was taken."""
+"""DevicePagesKV on CPU tensors: bit for bit what PagesKV does; a snapshot is what was there when it
+was taken.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from tests.transfer.pages_kit import (
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def device_kv(case: Case, wholes: list[torch.Tensor], engine: CopyEngine | None = None) -> DevicePagesKV:
+def device_kv(
+    case: Case, wholes: list[torch.Tensor], engine: CopyEngine | None = None
+) -> DevicePagesKV:
     """The transfer over planes at the front of the rows of `wholes`."""
     return DevicePagesKV(
         [whole[:, :page] for whole, page in zip(wholes, case.pages, strict=True)],
@@ -62,7 +66,10 @@ def check(case: Case, device: str = "cpu") -> None:
     kv = device_kv(case, wholes)
     before = bytes_on(wholes)
     stored = [start for start in case.starts if -1 not in case.ids(start)]
-    want = [expected_slot(case, [plane.view for plane in source], start) for start in stored]
+    want = [
+        expected_slot(case, [plane.view for plane in source], start)
+        for start in stored
+    ]
     ways = [
         kv.to_slots,
         lambda starts, slots: kv.snapshot(starts).to_slots(slots),
@@ -86,14 +93,18 @@ def check(case: Case, device: str = "cpu") -> None:
 @pytest.mark.parametrize("apart", [0, 8, 5])
 @pytest.mark.parametrize("pages", [[64], [24, 7, 16], [1], [4096, 512], [12, 20]])
 @pytest.mark.parametrize("table", [[7, 3, 15, 0, 9, 2], [4, 5, 6, 7, 8, 9]])
-def test_as_on_the_cpu(pages: list[int], table: list[int], apart: int, device: str) -> None:
+def test_as_on_the_cpu(
+    pages: list[int], table: list[int], apart: int, device: str
+) -> None:
     check(case_of(pages, table, apart=apart), device)
 
 
 @given(data=st.data())
 def test_any_table_and_any_planes(data: st.DataObject) -> None:
     pages = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
-    table = data.draw(st.permutations(range(BLOCKS)))[: data.draw(st.integers(0, BLOCKS))]
+    table = data.draw(st.permutations(range(BLOCKS)))[
+        : data.draw(st.integers(0, BLOCKS))
+    ]
     skipped = data.draw(st.sets(st.integers(0, BLOCKS)))
     parts = data.draw(st.integers(1, 3))
     check(
@@ -113,8 +124,13 @@ def test_any_table_and_any_planes(data: st.DataObject) -> None:
 def test_a_snapshot_is_what_was_there_when_it_was_taken(device: str) -> None:
     case = case_of([64, 32], [7, 3, 15, 0])
     source = case.planes(1)
-    want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
-    wholes = on(device, [Memory(plane.whole.copy(), plane.view) for plane in source])
+    want = [
+        expected_slot(case, [plane.view for plane in source], start)
+        for start in case.starts
+    ]
+    wholes = on(
+        device, [Memory(plane.whole.copy(), plane.view) for plane in source]
+    )
     snapshot = device_kv(case, wholes).snapshot(case.starts)
     assert snapshot.nbytes == 2 * case.layout.chunk_bytes
     for whole in wholes:
@@ -141,14 +157,18 @@ def test_what_was_launched_before_it_is_waited_for(device: str) -> None:
     for _ in range(200 if device == "cuda" else 1):
         work = work @ work * 1e-3
     plane.fill_(7)
-    kv = DevicePagesKV([plane], layout, block_tokens=BLOCK_TOKENS, block_table=table)
+    kv = DevicePagesKV(
+        [plane], layout, block_tokens=BLOCK_TOKENS, block_table=table
+    )
     slot = np.zeros(layout.slot_bytes, np.uint8)
     other = np.full(layout.slot_bytes, 9, np.uint8)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(kv.to_slots, [0], [slot]).result(60)
         assert (slot == 7).all()
         thread.submit(kv.from_slots, [0], [other]).result(60)
-    assert plane.sum(dtype=torch.int64).item() == (2 * 9 + (BLOCKS - 2) * 7) * 4096
+    assert (
+        plane.sum(dtype=torch.int64).item() == (2 * 9 + (BLOCKS - 2) * 7) * 4096
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -159,7 +179,11 @@ def test_another_table_of_the_same_planes(device: str) -> None:
     views = [plane.view for plane in source]
     first = device_kv(other, on(device, source))
     kv = first.with_table(case.table)
-    for one, its in ((kv, case), (first, other), (first.with_table(other.table), other)):
+    for one, its in (
+        (kv, case),
+        (first, other),
+        (first.with_table(other.table), other),
+    ):
         slots = poisoned_slots(case.layout, len(its.starts))
         one.to_slots(its.starts, slots)
         assert [slot.tobytes() for slot in slots] == [
@@ -174,7 +198,9 @@ def test_memory_made_in_inference_mode_is_written_on_any_thread() -> None:
     with torch.inference_mode():
         planes = [torch.zeros((BLOCKS, 64), dtype=torch.int8) for _ in range(2)]
     layout = layout_of([64, 64], 2)
-    kv = DevicePagesKV(planes, layout, block_tokens=BLOCK_TOKENS, block_table=[5, 2, 3, 9])
+    kv = DevicePagesKV(
+        planes, layout, block_tokens=BLOCK_TOKENS, block_table=[5, 2, 3, 9]
+    )
     slots = [np.full(layout.slot_bytes, n, np.uint8) for n in (1, 2)]
     again = [np.zeros(layout.slot_bytes, np.uint8) for _ in slots]
     with ThreadPoolExecutor(1) as thread:
@@ -193,7 +219,9 @@ def test_merged_planes_and_read_only_slots() -> None:
     before = whole.clone()
     slot = np.arange(layout.slot_bytes).astype(np.uint8)
     slot.flags.writeable = False
-    DevicePagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=[3, 1]).from_slots([0], [slot])
+    DevicePagesKV(
+        wide, layout, block_tokens=BLOCK_TOKENS, block_table=[3, 1]
+    ).from_slots([0], [slot])
     before[[3, 1]] = torch.arange(128, dtype=torch.uint8).reshape(2, 64)
     assert torch.equal(whole, before)
 
@@ -203,16 +231,22 @@ def test_what_does_not_fit_is_named() -> None:
     plane = torch.zeros((BLOCKS, 16), dtype=torch.uint8)
 
     def make(planes: object, table: Sequence[int] = (1, 2)) -> DevicePagesKV:
-        return DevicePagesKV(planes, layout, block_tokens=BLOCK_TOKENS, block_table=table)  # type: ignore[arg-type]
+        return DevicePagesKV(
+            planes, layout, block_tokens=BLOCK_TOKENS, block_table=table
+        )  # type: ignore[arg-type]
 
     for planes in ([plane.numpy()], [plane, plane.to("meta")]):
-        with pytest.raises(ValueError, match=r"planes\[\d\] must be a tensor on one device"):
+        with pytest.raises(
+            ValueError, match=r"planes\[\d\] must be a tensor on one device"
+        ):
             make(planes)
     with pytest.raises(ValueError, match="KV is on meta"):
         make([plane.to("meta")])
     with pytest.raises(ValueError, match="got no plane"):
         make([])
-    with pytest.raises(ValueError, match=r"planes\[0\] must be \[num_blocks, page_bytes\]"):
+    with pytest.raises(
+        ValueError, match=r"planes\[0\] must be \[num_blocks, page_bytes\]"
+    ):
         make([plane.to(torch.int16)])
     with pytest.raises(ValueError, match="a block that is -1"):
         make([plane], [-1, 2]).snapshot([0])
@@ -224,14 +258,22 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_torch_is_imported_when_it_is_needed() -> None:
     script = (
-        "import sys, pagoda.transfer.gpu.device_pages_kv, pagoda.transfer; sys.exit('torch' in sys.modules)"
+        "import sys, pagoda.transfer.gpu.device_pages_kv, pagoda.transfer; sys.exit('torch' "
+        "in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script], check=False, timeout=60
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_snapshot_is_awaited_before_it_is_copied_out(seed: int) -> None:
-    """On a device that does all work as late as possible, after the engine's work when the transfer was made."""
+    """On a device that does all work as late as possible, after the engine's work when the transfer
+    was made.
+    """
     case = case_of([64, 32], [7, 3, 15, 0])
     source = case.planes(1)
     wholes = [torch.zeros_like(torch.from_numpy(plane.whole)) for plane in source]
@@ -249,7 +291,10 @@ def test_a_snapshot_is_awaited_before_it_is_copied_out(seed: int) -> None:
     snapshot = kv.snapshot(case.starts)
     device.current_stream().launch(lambda: [whole.zero_() for whole in wholes])
     snapshot.to_slots(slots)
-    want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
+    want = [
+        expected_slot(case, [plane.view for plane in source], start)
+        for start in case.starts
+    ]
     assert [slot.tobytes() for slot in slots] == want
 
 
@@ -260,13 +305,19 @@ def test_snapshots_take_turns_in_memory_that_was_taken_before(seed: int) -> None
     device = LateDevice(seed)
     wholes = [torch.from_numpy(plane.whole.copy()) for plane in case.planes(1)]
     device.device_memory(*wholes)
-    kv = device_kv(case, wholes, CopyEngine(device, way="direct", staging_bytes=4096))
+    kv = device_kv(
+        case, wholes, CopyEngine(device, way="direct", staging_bytes=4096)
+    )
     staging, taken = kv.preallocate(3 * case.layout.chunk_bytes)
-    assert (staging.free, taken) == (3, 3 * case.layout.chunk_bytes + 4 * 4096)  # and four rings
+    # and four rings
+    assert (staging.free, taken) == (3, 3 * case.layout.chunk_bytes + 4 * 4096)
     first = kv.snapshot(case.starts[:1], staging)
     for number in range(4):
         source = case.planes(number)
-        want = [expected_slot(case, [plane.view for plane in source], start) for start in case.starts]
+        want = [
+            expected_slot(case, [plane.view for plane in source], start)
+            for start in case.starts
+        ]
 
         def computed(source: list[Memory] = source) -> None:
             for whole, plane in zip(wholes, source, strict=True):
@@ -282,7 +333,9 @@ def test_snapshots_take_turns_in_memory_that_was_taken_before(seed: int) -> None
         for _ in range(2):
             snapshot.release()
         assert staging.free == 2
-    with pytest.raises(ValueError, match="room for 2 chunks is left on the device, 3 are needed"):
+    with pytest.raises(
+        ValueError, match="room for 2 chunks is left on the device, 3 are needed"
+    ):
         kv.snapshot([case.starts[0]] * 3, staging)
     assert staging.free == 2
     first.release()

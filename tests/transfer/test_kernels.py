@@ -1,7 +1,9 @@
-"""The Triton kernels through the interpreter, against plain torch: bits, on both sides, of all memory there is.
+"""The Triton kernels through the interpreter, against plain torch: bits, on both sides, of all
+memory there is.
 
-The reference knows no addresses: it indexes the tensors and counts bytes in a slot. Memory that is written to was
-POISON before and what is written is never POISON: a byte that stayed and should not have is seen like one that changed.
+The reference knows no addresses: it indexes the tensors and counts bytes in a slot. Memory that is
+written to was POISON before and what is written is never POISON: a byte that stayed and should not
+have is seen like one that changed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
 class Case(NamedTuple):
-    """Rows by layer: views whose first axis ids count, with `group` > 1 the first two. `memory`: all of it."""
+    """Rows by layer: views whose first axis ids count, with `group` > 1 the first two. `memory`:
+    all of it.
+    """
 
     layers: list[list[torch.Tensor]]
     memory: list[torch.Tensor]
@@ -64,13 +68,16 @@ class Chunks(NamedTuple):
     @property
     def places(self) -> torch.Tensor:
         return torch.tensor(
-            [0 if slot is None else slot.data_ptr() for slot in self.slots], dtype=torch.int64
+            [0 if slot is None else slot.data_ptr() for slot in self.slots],
+            dtype=torch.int64,
         )
 
 
 @cache
 def _noise(nbytes: int, seed: int) -> torch.Tensor:
-    made = torch.randint(0, 255, (nbytes,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    made = torch.randint(
+        0, 255, (nbytes,), generator=torch.Generator().manual_seed(seed)
+    ).to(torch.uint8)
     made[made == POISON] = 255
     return made
 
@@ -114,7 +121,10 @@ def blocks_first(room: Room) -> Case:
 
 def outermost(room: Room) -> Case:
     pool = room.pool(BLOCKS, 3, 2, SIZE, HEADS, DIM)
-    return Case([[pool[:, layer, plane] for plane in range(2)] for layer in range(3)], room.memory)
+    return Case(
+        [[pool[:, layer, plane] for plane in range(2)] for layer in range(3)],
+        room.memory,
+    )
 
 
 def outermost_opaque(room: Room) -> Case:
@@ -127,7 +137,13 @@ def mla(room: Room) -> Case:
 
 def unequal_planes(room: Room) -> Case:
     """K and V of different widths: rows of different lengths in one launch."""
-    return Case([[room.pool(BLOCKS, SIZE, 40), room.pool(BLOCKS, SIZE, 3)] for _ in range(2)], room.memory)
+    return Case(
+        [
+            [room.pool(BLOCKS, SIZE, 40), room.pool(BLOCKS, SIZE, 3)]
+            for _ in range(2)
+        ],
+        room.memory,
+    )
 
 
 def inside_larger(room: Room) -> Case:
@@ -139,7 +155,11 @@ def inside_larger(room: Room) -> Case:
 def tokens(room: Room) -> Case:
     """A run is one token, and blocks are not adjacent: ids are slots of tokens."""
     pools = [room.pool(BLOCKS, 2, SIZE, HEADS * DIM) for _ in range(2)]
-    return Case([[pool[:, plane] for plane in range(2)] for pool in pools], room.memory, group=SIZE)
+    return Case(
+        [[pool[:, plane] for plane in range(2)] for pool in pools],
+        room.memory,
+        group=SIZE,
+    )
 
 
 def packed(order: tuple[int, ...]) -> Callable[[Room], Case]:
@@ -147,7 +167,9 @@ def packed(order: tuple[int, ...]) -> Callable[[Room], Case]:
 
     def make(room: Room) -> Case:
         shape = (4, HEADS, SIZE, 4)
-        pool = room.pool(*[shape[axis] for axis in order]).permute(*np.argsort(order).tolist())
+        pool = room.pool(*[shape[axis] for axis in order]).permute(
+            *np.argsort(order).tolist()
+        )
         assert tuple(pool.shape) == shape
         return Case([list(runs_of(pool))], room.memory)
 
@@ -164,10 +186,18 @@ def runs_of(pool: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 PACKED = {
-    "packed " + "bhtc"[a] + "bhtc"[b] + "bhtc"[c] + "bhtc"[d]: packed((a, b, c, d))
+    "packed " + "bhtc"[a] + "bhtc"[b] + "bhtc"[c] + "bhtc"[d]: packed(
+        (a, b, c, d)
+    )
     for a, b, c, d in permutations(range(4))
 }
-SOME_PACKED = ["packed bhtc", "packed bthc", "packed htbc", "packed hbtc", "packed cthb"]
+SOME_PACKED = [
+    "packed bhtc",
+    "packed bthc",
+    "packed htbc",
+    "packed hbtc",
+    "packed cthb",
+]
 LAYOUTS: dict[str, Callable[[Room], Case]] = {
     make.__name__: make
     for make in (
@@ -186,11 +216,15 @@ LAYOUTS |= {name: PACKED[name] for name in SOME_PACKED}
 def table_of(case: Case, count: int, begin: int = 0) -> RunTable:
     """The table that describes a case to the kernels."""
     rows = case.rows
-    nbytes = np.array([case.run(row, 0).numel() * row.itemsize for row in rows], dtype=np.int64)
+    nbytes = np.array(
+        [case.run(row, 0).numel() * row.itemsize for row in rows], dtype=np.int64
+    )
     ends = begin + np.cumsum(nbytes * count)
     return RunTable(
         address=np.array([row.data_ptr() for row in rows], dtype=np.int64),
-        stride=np.array([row.stride(0) * row.itemsize for row in rows], dtype=np.int64),
+        stride=np.array(
+            [row.stride(0) * row.itemsize for row in rows], dtype=np.int64
+        ),
         nbytes=nbytes,
         offset=ends - nbytes * count,
         count=count,
@@ -200,18 +234,28 @@ def table_of(case: Case, count: int, begin: int = 0) -> RunTable:
 
 
 def chunks_of(
-    case: Case, ids: Sequence[Sequence[int]], passed_over: Sequence[int] = (), gap: int = 16
+    case: Case,
+    ids: Sequence[Sequence[int]],
+    passed_over: Sequence[int] = (),
+    gap: int = 16,
 ) -> Chunks:
     """Slots for these chunks, in memory from the last to the first."""
-    each = sum(case.run(row, 0).numel() * row.itemsize for row in case.rows) * len(ids[0])
+    each = sum(
+        case.run(row, 0).numel() * row.itemsize for row in case.rows
+    ) * len(ids[0])
     apart = -(-(each + gap) // gap) * gap
     memory = noise(apart * len(ids) + gap, seed=99)
     begins = [gap + apart * (len(ids) - 1 - chunk) for chunk in range(len(ids))]
-    slots = [None if chunk in passed_over else memory[a : a + each] for chunk, a in enumerate(begins)]
+    slots = [
+        None if chunk in passed_over else memory[a : a + each]
+        for chunk, a in enumerate(begins)
+    ]
     return Chunks(memory, slots, torch.tensor(ids, dtype=torch.int64))
 
 
-def by_torch(case: Case, chunks: Chunks, gather: bool, begin: int, end: int) -> None:
+def by_torch(
+    case: Case, chunks: Chunks, gather: bool, begin: int, end: int
+) -> None:
     """Do what the kernel should do: run by run, in the order of a slot."""
     for slot, ids in zip(chunks.slots, chunks.ids.tolist(), strict=True):
         at = 0
@@ -236,7 +280,9 @@ def check(
     programs: int = 3,
     most: int = 16,
 ) -> int:
-    """Compare all memory after the kernel and after the reference, for all widths that fit; returns how many."""
+    """Compare all memory after the kernel and after the reference, for all widths that fit; returns
+    how many.
+    """
     table = table_of(case, chunks.ids.shape[1])
     begin, end = rows or (0, table.rows)
     everything = [*case.memory, chunks.memory]
@@ -252,7 +298,9 @@ def check(
     for width in tried:
         for memory, was in zip(everything, before, strict=True):
             memory.copy_(was)
-        kernels.move(sent, chunks.ids, chunks.places, begin, end, width, gather=gather)
+        kernels.move(
+            sent, chunks.ids, chunks.places, begin, end, width, gather=gather
+        )
         for memory, wanted in zip(everything, expected, strict=True):
             np.testing.assert_array_equal(memory.numpy(), wanted.numpy())
     return len(tried)
@@ -268,12 +316,15 @@ def test_every_layout(layout: str, dtype: str, gather: bool) -> None:
     case = LAYOUTS[layout](Room(DTYPES[dtype]))
     ids = [[2, -1], [1, 2], [3, 0]]
     if gather:
-        ids[1] = [3, 3]  # a block that two chunks have, and one that a chunk has twice
+        # a block that two chunks have, and one that a chunk has twice
+        ids[1] = [3, 3]
     assert check(case, chunks_of(case, ids, passed_over=[1]), gather=gather)
 
 
 @BOTH
-@pytest.mark.parametrize("layout", [name for name in PACKED if name not in SOME_PACKED])
+@pytest.mark.parametrize(
+    "layout", [name for name in PACKED if name not in SOME_PACKED]
+)
 def test_packed_in_every_other_order(layout: str, gather: bool) -> None:
     case = PACKED[layout](Room(torch.float32))
     assert check(case, chunks_of(case, [[3, 1]]), gather=gather, most=4)
@@ -291,7 +342,9 @@ def test_every_width(width: int, gather: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("run_bytes", [16384, 16384 + 16368, 2 * 16384 + 16, 12288 + 16])
+@pytest.mark.parametrize(
+    "run_bytes", [16384, 16384 + 16368, 2 * 16384 + 16, 12288 + 16]
+)
 def test_long_runs(run_bytes: int, gather: bool) -> None:
     """Runs longer than a tile, cut into long pieces or into short ones, the last one not full."""
     room = Room(torch.uint8)
@@ -300,12 +353,19 @@ def test_long_runs(run_bytes: int, gather: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("layout", ["planes_first_aligned", "unequal_planes", "tokens"])
+@pytest.mark.parametrize(
+    "layout", ["planes_first_aligned", "unequal_planes", "tokens"]
+)
 def test_one_layer_at_a_time(layout: str, gather: bool) -> None:
     case = LAYOUTS[layout](Room(torch.bfloat16))
     layers = table_of(case, 3).layers.tolist()
     for begin, end in pairwise(layers):
-        assert check(case, chunks_of(case, [[2, 4, 1], [-1, 0, 3]]), gather=gather, rows=(begin, end))
+        assert check(
+            case,
+            chunks_of(case, [[2, 4, 1], [-1, 0, 3]]),
+            gather=gather,
+            rows=(begin, end),
+        )
 
 
 @BOTH
@@ -315,7 +375,12 @@ def test_however_many_programs(programs: int, gather: bool) -> None:
     room = Room(torch.uint8)
     pool = room.pool(BLOCKS, 80, 16)
     case = Case([[pool[:, row] for row in range(80)]], room.memory)
-    assert check(case, chunks_of(case, [[6, 2, 0, 3], [5, -1, 1, 4]]), gather=gather, programs=programs)
+    assert check(
+        case,
+        chunks_of(case, [[6, 2, 0, 3], [5, -1, 1, 4]]),
+        gather=gather,
+        programs=programs,
+    )
 
 
 @BOTH
@@ -345,12 +410,16 @@ def test_a_part_of_a_slot_is_left_alone(gather: bool) -> None:
 def test_nothing_to_do(gather: bool) -> None:
     case = planes_first_aligned(Room(torch.bfloat16))
     assert check(case, chunks_of(case, [[-1, -1], [-1, -1]]), gather=gather)
-    assert check(case, chunks_of(case, [[0, 1], [2, 3]], passed_over=[0, 1]), gather=gather)
+    assert check(
+        case, chunks_of(case, [[0, 1], [2, 3]], passed_over=[0, 1]), gather=gather
+    )
     assert check(case, chunks_of(case, [[0, 1]]), gather=gather, rows=(2, 2))
     kernels = interpreted()
     none = torch.zeros((0, 2), dtype=torch.int64)
     nowhere = none[:, 0].contiguous()
-    kernels.move(kernels.upload(table_of(case, 2)), none, nowhere, 0, 1, 8, gather=gather)
+    kernels.move(
+        kernels.upload(table_of(case, 2)), none, nowhere, 0, 1, 8, gather=gather
+    )
 
 
 @BOTH
@@ -365,9 +434,15 @@ def test_a_pool_of_more_than_four_gigabytes(gather: bool) -> None:
     """Only the pages that are touched are ever there."""
     apart = 3 << 30
     nbytes = 48
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    flags = (
+        mmap.MAP_PRIVATE
+        | mmap.MAP_ANONYMOUS
+        | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    )
     pages = mmap.mmap(-1, 2 * apart + mmap.PAGESIZE, flags=flags)
-    pool = torch.frombuffer(pages, dtype=torch.uint8).as_strided((3, nbytes), (apart, 1))
+    pool = torch.frombuffer(pages, dtype=torch.uint8).as_strided(
+        (3, nbytes), (apart, 1)
+    )
     for number in range(3):
         pool[number] = noise(nbytes, seed=number)
     slot = noise(nbytes, seed=8)
@@ -402,13 +477,20 @@ def test_warming_touches_nothing_and_bad_arguments_are_named() -> None:
         (ids, places, 0, 1, 32, "word_bytes"),
     ]:
         with pytest.raises(ValueError, match=named):
-            kernels.move(sent, bad_ids, bad_places, begin, end, width, gather=True)
+            kernels.move(
+                sent, bad_ids, bad_places, begin, end, width, gather=True
+            )
     with pytest.raises(ValueError, match="programs"):
         interpreted(programs=0)
     with pytest.raises(ValueError, match="word_bytes"):
         odd = tokens(Room(torch.bfloat16))
-        kernels.move(kernels.upload(table_of(odd, 2)), ids, places, 0, 1, 16, gather=True)
-    assert all(torch.equal(memory, was) for memory, was in zip(case.memory, before, strict=True))
+        kernels.move(
+            kernels.upload(table_of(odd, 2)), ids, places, 0, 1, 16, gather=True
+        )
+    assert all(
+        torch.equal(memory, was)
+        for memory, was in zip(case.memory, before, strict=True)
+    )
 
 
 def test_what_was_sent_does_not_keep_the_table() -> None:
@@ -425,7 +507,8 @@ def test_what_was_sent_does_not_keep_the_table() -> None:
 class Numbers(NamedTuple):
     """A table of any numbers, in bytes."""
 
-    rows: list[tuple[int, int]]  # bytes of a run, and of the gap between two groups of ids
+    # bytes of a run, and of the gap between two groups of ids
+    rows: list[tuple[int, int]]
     group: int
     ids: list[list[int]]
     there: list[bool]
@@ -439,18 +522,34 @@ def numbers(draw: st.DrawFn) -> Numbers:
     lengths = st.integers(0, 40 // width).map(lambda words: words * width)
     rows = draw(
         st.lists(
-            st.tuples(lengths, st.integers(0, 2).map(lambda words: words * width)), min_size=1, max_size=5
+            st.tuples(
+                lengths, st.integers(0, 2).map(lambda words: words * width)
+            ),
+            min_size=1,
+            max_size=5,
         )
     )
     count = draw(st.integers(1, 3))
     chunks = draw(st.integers(1, 3))
-    every = draw(st.permutations(range(9)))  # no id twice: a scatter would have no answer
+    # no id twice: a scatter would have no answer
+    every = draw(st.permutations(range(9)))
     ids = [
-        [number if number < 7 else -1 for number in every[c * count : (c + 1) * count]] for c in range(chunks)
+        [
+            number if number < 7 else -1
+            for number in every[c * count : (c + 1) * count]
+        ]
+        for c in range(chunks)
     ]
     there = draw(st.lists(st.booleans(), min_size=chunks, max_size=chunks))
     begin = draw(st.integers(0, len(rows)))
-    return Numbers(rows, draw(st.integers(1, 3)), ids, there, begin, draw(st.integers(begin, len(rows))))
+    return Numbers(
+        rows,
+        draw(st.integers(1, 3)),
+        ids,
+        there,
+        begin,
+        draw(st.integers(begin, len(rows))),
+    )
 
 
 @BOTH
@@ -464,20 +563,33 @@ def test_any_table(table: Numbers, gather: bool) -> None:
         rows.append(runs if table.group > 1 else runs[:, 0])
     case = Case([rows], room.memory, table.group)
     absent = [chunk for chunk, there in enumerate(table.there) if not there]
-    assert check(case, chunks_of(case, table.ids, absent), gather=gather, rows=(table.begin, table.end))
+    assert check(
+        case,
+        chunks_of(case, table.ids, absent),
+        gather=gather,
+        rows=(table.begin, table.end),
+    )
 
 
 @pytest.mark.slow
 def test_what_a_gpu_would_run(tmp_path: Path) -> None:
-    """All variants compile for sm_90, once for all sizes, and a tile's loads are wide and come before its stores.
+    """All variants compile for sm_90, once for all sizes, and a tile's loads are wide and come
+    before its stores.
 
-    A thread has four loads of 16 bytes where a multiple of 16 is promised, else eight of a word each.
+    A thread has four loads of 16 bytes where a multiple of 16 is promised, else eight of a word
+    each.
     """
     variants = compiled(tmp_path)
     assert len(variants) == 12
     for variant in variants:
-        times, kind = (4, "v2.b64") if variant["WIDE"] else (8, f"b{int(str(variant['BYTES'])) * 8}")
-        assert variant["moves"] == [f"ld.{kind}"] * times + [f"st.{kind}"] * times, variant
+        times, kind = (
+            (4, "v2.b64")
+            if variant["WIDE"]
+            else (8, f"b{int(str(variant['BYTES'])) * 8}")
+        )
+        assert (
+            variant["moves"] == [f"ld.{kind}"] * times + [f"st.{kind}"] * times
+        ), variant
         assert variant["kinds"] == 1, "a size or an alignment is compiled for"
         assert variant["cubin_bytes"]
 

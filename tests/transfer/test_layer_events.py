@@ -88,7 +88,9 @@ def test_an_end_wakes_all_who_wait(beside) -> None:
     layer_events = LayerEvents(2, 2)
     layer_events.record(0, 2, None)
     layer_events.record(1, 1, None)
-    waiting = [beside(lambda: layer_events.wait_layer(1, timeout=LONG)) for _ in range(3)]
+    waiting = [
+        beside(lambda: layer_events.wait_layer(1, timeout=LONG)) for _ in range(3)
+    ]
     time.sleep(SOON)
     assert not any(one.done() for one in waiting)
     layer_events.end()
@@ -118,7 +120,12 @@ def test_several_threads_load_and_wait(beside) -> None:
                 layer_events.record(layer, 1, None)
         return True
 
-    waiting = beside(lambda: all(layer_events.wait_layer(layer, timeout=LONG) for layer in range(layers)))
+    waiting = beside(
+        lambda: all(
+            layer_events.wait_layer(layer, timeout=LONG)
+            for layer in range(layers)
+        )
+    )
     loads = [beside(load) for _ in range(2)]
     assert all(one.result(LONG) for one in [*loads, waiting])
     assert layer_events.complete
@@ -135,7 +142,8 @@ def test_wrong_numbers() -> None:
     for layer, chunks in ((0, 1), (1, 3), (1, -1)):
         with pytest.raises(ValueError, match="are missing"):
             layer_events.record(layer, chunks, None)
-    assert not layer_events.wait_layer(1, timeout=0)  # the refused call changed nothing
+    # the refused call changed nothing
+    assert not layer_events.wait_layer(1, timeout=0)
     with pytest.raises(ValueError, match="at least 1 layer"):
         LayerEvents(0, 1)
 

@@ -1,4 +1,6 @@
-"""PagesKV against plain slicing: planes near and far, parts, skipped blocks, merged planes; no other byte changes."""
+"""PagesKV against plain slicing: planes near and far, parts, skipped blocks, merged planes; no
+other byte changes.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def check(case: Case, threads: int = 1) -> None:
     before = [bytes_of(plane.whole) for plane in source]
     kv.to_slots(stored, slots)
     for start, slot in zip(stored, slots, strict=True):
-        assert slot.tobytes() == expected_slot(case, [plane.view for plane in source], start)
+        assert slot.tobytes() == expected_slot(
+            case, [plane.view for plane in source], start
+        )
     assert [bytes_of(plane.whole) for plane in source] == before
 
     target = case.planes(seed=2)
@@ -49,10 +53,13 @@ def check(case: Case, threads: int = 1) -> None:
 
 @pytest.mark.parametrize("apart", [0, 8, 5])
 @pytest.mark.parametrize("pages", [[64], [64, 64], [24, 7, 16], [1], [4096, 512]])
-@pytest.mark.parametrize("table", [[7, 3, 15, 0, 9, 2], [4, 5, 6, 7, 8, 9], [4, 5, 9, 8, 2, 3]])
+@pytest.mark.parametrize(
+    "table", [[7, 3, 15, 0, 9, 2], [4, 5, 6, 7, 8, 9], [4, 5, 9, 8, 2, 3]]
+)
 def test_both_ways(pages: list[int], table: list[int], apart: int) -> None:
     check(case_of(pages, table, apart=apart))
-    check(case_of(pages, [4, 6, 5, 7], apart=apart, blocks_a_chunk=4))  # ends as a run would
+    # ends as a run would
+    check(case_of(pages, [4, 6, 5, 7], apart=apart, blocks_a_chunk=4))
 
 
 def test_another_table_of_the_same_planes() -> None:
@@ -63,13 +70,16 @@ def test_another_table_of_the_same_planes() -> None:
     kv = first.with_table(case.table)
     kv.to_slots(case.starts, slots)
     assert [slot.tobytes() for slot in slots] == [
-        expected_slot(case, [plane.view for plane in source], start) for start in case.starts
+        expected_slot(case, [plane.view for plane in source], start)
+        for start in case.starts
     ]
     assert (first.num_tokens, kv.num_tokens) == (8, 16)
     one = [poisoned(case.layout)]
     first.to_slots([0], one)
     other = case_of([24, 64], [1, 2])
-    assert one[0].tobytes() == expected_slot(other, [plane.view for plane in source], 0)
+    assert one[0].tobytes() == expected_slot(
+        other, [plane.view for plane in source], 0
+    )
     with pytest.raises(ValueError, match="is not in"):
         first.with_table([BLOCKS])
 
@@ -81,7 +91,13 @@ def test_threads(threads: int) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    [[-1, -1, 3, 4, 5, 6], [-1, 3, 4, 5, 6, 7], [3, 4, 5, -1], [3, -1, 5, -1, -1, 2], [-1, -1, -1, -1]],
+    [
+        [-1, -1, 3, 4, 5, 6],
+        [-1, 3, 4, 5, 6, 7],
+        [3, 4, 5, -1],
+        [3, -1, 5, -1, -1, 2],
+        [-1, -1, -1, -1],
+    ],
 )
 def test_what_is_minus_one_is_never_written_nor_stored(table: list[int]) -> None:
     case = case_of([64, 32], table)
@@ -96,10 +112,16 @@ def test_what_is_minus_one_is_never_written_nor_stored(table: list[int]) -> None
 @pytest.mark.parametrize("parts", [2, 3])
 def test_each_part_touches_its_own_bytes_only(parts: int, apart: int) -> None:
     for part in range(parts):
-        check(case_of([24, 8], [7, 3, -1, 0, 2, 1], part=part, parts=parts, apart=apart))
+        check(
+            case_of(
+                [24, 8], [7, 3, -1, 0, 2, 1], part=part, parts=parts, apart=apart
+            )
+        )
     slot = poisoned(layout_of([24, 8], 2, parts))
     table = [7, 3]
-    ranks = [case_of([24, 8], table, part=part, parts=parts) for part in range(parts)]
+    ranks = [
+        case_of([24, 8], table, part=part, parts=parts) for part in range(parts)
+    ]
     for seed, rank in enumerate(ranks):
         rank.kv(PagesKV, rank.planes(seed)).to_slots([0], [slot])
     for seed, rank in enumerate(ranks):
@@ -112,7 +134,9 @@ def test_each_part_touches_its_own_bytes_only(parts: int, apart: int) -> None:
 @given(data=st.data())
 def test_any_table_and_any_planes(data: st.DataObject) -> None:
     pages = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=4))
-    table = data.draw(st.permutations(range(BLOCKS)))[: data.draw(st.integers(0, BLOCKS))]
+    table = data.draw(st.permutations(range(BLOCKS)))[
+        : data.draw(st.integers(0, BLOCKS))
+    ]
     skipped = data.draw(st.sets(st.integers(0, BLOCKS)))
     parts = data.draw(st.integers(1, 3))
     check(
@@ -135,23 +159,33 @@ def test_tensors(dtype: torch.dtype) -> None:
     planes = case.planes(1)
     tensors = [torch.from_numpy(plane.view).view(dtype) for plane in planes]
     slots = poisoned_slots(case.layout, len(case.starts))
-    kv = PagesKV(tensors, case.layout, block_tokens=BLOCK_TOKENS, block_table=[5, 1, 2, 11])
+    kv = PagesKV(
+        tensors, case.layout, block_tokens=BLOCK_TOKENS, block_table=[5, 1, 2, 11]
+    )
     kv.to_slots(case.starts, slots)
     for start, slot in zip(case.starts, slots, strict=True):
-        assert slot.tobytes() == expected_slot(case, [plane.view for plane in planes], start)
+        assert slot.tobytes() == expected_slot(
+            case, [plane.view for plane in planes], start
+        )
 
 
 # ---- merged
 
 
-def _layers_in_a_block(layers: int, page: int, gap: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
-    whole = np.random.default_rng(0).integers(0, 256, (BLOCKS, layers * page + gap), dtype=np.uint8)
+def _layers_in_a_block(
+    layers: int, page: int, gap: int = 0
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    whole = np.random.default_rng(0).integers(
+        0, 256, (BLOCKS, layers * page + gap), dtype=np.uint8
+    )
     return whole, [whole[:, at * page : (at + 1) * page] for at in range(layers)]
 
 
 @pytest.mark.parametrize("gap", [0, 5])
 @pytest.mark.parametrize("kind", ["array", "tensor"])
-def test_layers_that_lie_in_one_block_become_one_plane(kind: str, gap: int) -> None:
+def test_layers_that_lie_in_one_block_become_one_plane(
+    kind: str, gap: int
+) -> None:
     whole, planes = _layers_in_a_block(4, 16, gap)
     given_ = [torch.from_numpy(whole)[:, at : at + 16] for at in range(0, 64, 16)]
     wide = merged(planes if kind == "array" else given_)
@@ -161,25 +195,38 @@ def test_layers_that_lie_in_one_block_become_one_plane(kind: str, gap: int) -> N
     table = [3, 4, 9, 2]
     layout = layout_of([64], 2)
     slots = [np.zeros(layout.slot_bytes, np.uint8) for _ in range(2)]
-    PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=table).to_slots([0, 8], slots)
+    PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=table).to_slots(
+        [0, 8], slots
+    )
     for slot, ids in zip(slots, (table[:2], table[2:]), strict=True):
         assert slot[: layout.chunk_bytes].tobytes() == whole[ids, :64].tobytes()
     before = whole.copy()
-    PagesKV(wide, layout, block_tokens=BLOCK_TOKENS, block_table=[0, 1]).from_slots([0], slots[:1])
+    PagesKV(
+        wide, layout, block_tokens=BLOCK_TOKENS, block_table=[0, 1]
+    ).from_slots([0], slots[:1])
     before[[0, 1], :64] = before[[3, 4], :64]
     assert (whole == before).all()
 
 
 def test_only_neighbours_are_merged() -> None:
     whole, planes = _layers_in_a_block(4, 16)
-    assert [plane.shape[1] for plane in merged([planes[0], planes[1], planes[3]])] == [32, 16]
-    assert [plane.shape[1] for plane in merged([planes[1], planes[0]])] == [16, 16]
+    assert [
+        plane.shape[1] for plane in merged([planes[0], planes[1], planes[3]])
+    ] == [32, 16]
+    assert [plane.shape[1] for plane in merged([planes[1], planes[0]])] == [
+        16,
+        16,
+    ]
     alone = np.zeros((2 * BLOCKS, 16), np.uint8)
-    assert len(merged([alone[:BLOCKS], alone[BLOCKS:]])) == 2  # one after the other is not side by side
+    # one after the other is not side by side
+    assert len(merged([alone[:BLOCKS], alone[BLOCKS:]])) == 2
     assert len(merged([whole[:1, :16], whole[:1, 16:32]])) == 2
     assert len(merged([planes[0][:4], planes[1][:5]])) == 2
     rows = np.zeros((4, 2 * 16), np.uint8)
-    assert len(merged([rows[:, :16], rows[:, 16:], np.zeros((4, 16), np.uint8)])) == 2
+    assert (
+        len(merged([rows[:, :16], rows[:, 16:], np.zeros((4, 16), np.uint8)]))
+        == 2
+    )
 
 
 # ---- wrong use
@@ -218,7 +265,10 @@ DENSE = KVLayout.dense(1, 1, 2, "int8", 8, token_order="tokens_first")
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"block_tokens": 3}, "chunk_tokens .8. must be a multiple of block_tokens .3."),
+        (
+            {"block_tokens": 3},
+            "chunk_tokens .8. must be a multiple of block_tokens .3.",
+        ),
         ({"block_tokens": 0}, "multiple of block_tokens"),
         ({"part": 1}, "part must be one of the 1 parts, got 1"),
         ({"part": -1}, "part must be one of"),
@@ -230,11 +280,20 @@ DENSE = KVLayout.dense(1, 1, 2, "int8", 8, token_order="tokens_first")
             {"planes": [np.zeros((4, 8), np.uint8), np.zeros((5, 8), np.uint8)]},
             r"same number of blocks, got \[4, 5\]",
         ),
-        ({"planes": [np.zeros((4, 8), np.uint16)]}, r"planes\[0\] must be \[num_blocks, page_bytes\]"),
+        (
+            {"planes": [np.zeros((4, 8), np.uint16)]},
+            r"planes\[0\] must be \[num_blocks, page_bytes\]",
+        ),
         ({"planes": [np.zeros((4, 2, 8), np.uint8)]}, r"planes\[0\] must be"),
         ({"planes": [np.zeros((0, 8), np.uint8)]}, r"planes\[0\] must be"),
-        ({"planes": [np.zeros((16, 4), np.uint8).T]}, r"planes\[0\]: pages must be contiguous"),
-        ({"planes": [np.broadcast_to(np.zeros(16, np.uint8), (4, 16))]}, r"planes\[0\]: pages"),
+        (
+            {"planes": [np.zeros((16, 4), np.uint8).T]},
+            r"planes\[0\]: pages must be contiguous",
+        ),
+        (
+            {"planes": [np.broadcast_to(np.zeros(16, np.uint8), (4, 16))]},
+            r"planes\[0\]: pages",
+        ),
         ({"planes": [[1]]}, r"planes\[0\] must be a tensor or a numpy array"),
         ({"block_table": [1, BLOCKS]}, rf"block_table: {BLOCKS} is not in"),
         ({"block_table": [-2, 1]}, "block_table: -2 is not in"),
@@ -242,7 +301,9 @@ DENSE = KVLayout.dense(1, 1, 2, "int8", 8, token_order="tokens_first")
         ({"block_table": [0.5]}, "block_table must be 1-D integers"),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict[str, object], says: str) -> None:
+def test_what_does_not_fit_is_named(
+    changes: dict[str, object], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         _pages(**changes)
 
@@ -256,25 +317,43 @@ def test_what_does_not_fit_is_named(changes: dict[str, object], says: str) -> No
         ([0, 4], 1, "of one length"),
     ],
 )
-def test_starts_and_slots_that_do_not_fit(starts: Sequence[int], slots: int, says: str) -> None:
+def test_starts_and_slots_that_do_not_fit(
+    starts: Sequence[int], slots: int, says: str
+) -> None:
     for way in ("to_slots", "from_slots"):
         with pytest.raises(ValueError, match=says):
-            getattr(_pages(), way)(starts, [np.zeros(4096, np.uint8) for _ in range(slots)])
+            getattr(_pages(), way)(
+                starts, [np.zeros(4096, np.uint8) for _ in range(slots)]
+            )
 
 
 def test_a_slot_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ValueError, match="slots: one has 31 bytes, a chunk needs 32"):
+    with pytest.raises(
+        ValueError, match="slots: one has 31 bytes, a chunk needs 32"
+    ):
         _pages().to_slots([0], [np.zeros(31, np.uint8)])
 
 
 def test_what_it_says_of_itself() -> None:
     kv = _pages()
-    assert (kv.num_tokens, kv.run_bytes, kv.layout) == (12, 16, layout_of([16], 2))
+    assert (kv.num_tokens, kv.run_bytes, kv.layout) == (
+        12,
+        16,
+        layout_of([16], 2),
+    )
     assert make_planes([16], 0)[0].view.shape == (BLOCKS, 16)
 
 
 @pytest.mark.parametrize(
-    "order", [[0, 1, 2, 3], [5, 4, 3, 2], [0, 2, 4, 6], [4, 0, 2, 6], [0, 1, 4, 5], [3, 2, 5, 6]]
+    "order",
+    [
+        [0, 1, 2, 3],
+        [5, 4, 3, 2],
+        [0, 2, 4, 6],
+        [4, 0, 2, 6],
+        [0, 1, 4, 5],
+        [3, 2, 5, 6],
+    ],
 )
 @pytest.mark.parametrize("blocks_a_chunk", [1, 2])
 @pytest.mark.parametrize(
@@ -287,23 +366,35 @@ def test_what_it_says_of_itself() -> None:
     ],
 )
 @pytest.mark.parametrize("pages", [[64, 24], [7, 16]])
-def test_slots_of_one_slab(pages: list[int], table: list[int], blocks_a_chunk: int, order: list[int]) -> None:
-    """Slots at even distances, up or down, are copied together; not one byte between them changes."""
+def test_slots_of_one_slab(
+    pages: list[int], table: list[int], blocks_a_chunk: int, order: list[int]
+) -> None:
+    """Slots at even distances, up or down, are copied together; not one byte between them
+    changes.
+    """
     case = case_of(pages, table, blocks_a_chunk=blocks_a_chunk)
-    starts = [start for start in case.starts[::-1] if -1 not in case.ids(start)][: len(order)]
+    starts = [start for start in case.starts[::-1] if -1 not in case.ids(start)][
+        : len(order)
+    ]
     order = order[: len(starts)]
     source = case.planes(seed=1)
     slab = np.full((8, case.layout.slot_bytes), POISON, np.uint8)
     case.kv(PagesKV, source).to_slots(starts, [slab[number] for number in order])
     want = np.full_like(slab, POISON)
     for start, number in zip(starts, order, strict=True):
-        want[number] = np.frombuffer(expected_slot(case, [plane.view for plane in source], start), np.uint8)
+        want[number] = np.frombuffer(
+            expected_slot(case, [plane.view for plane in source], start), np.uint8
+        )
     assert slab.tobytes() == want.tobytes()
 
     filled = np.random.default_rng(7).integers(0, 256, slab.shape, dtype=np.uint8)
     together = case.planes(seed=2)
     apart = case.planes(seed=2)
-    case.kv(PagesKV, together).from_slots(starts, [filled[number] for number in order])
+    case.kv(PagesKV, together).from_slots(
+        starts, [filled[number] for number in order]
+    )
     for start, number in zip(starts, order, strict=True):
         case.kv(PagesKV, apart).from_slots([start], [filled[number].copy()])
-    assert [bytes_of(plane.whole) for plane in together] == [bytes_of(plane.whole) for plane in apart]
+    assert [bytes_of(plane.whole) for plane in together] == [
+        bytes_of(plane.whole) for plane in apart
+    ]

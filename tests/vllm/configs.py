@@ -8,10 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1")
+os.environ.update(
+    HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1"
+)
 
 BLOCK = 32
-TRANSFER = {"kv_connector": "PagodaConnector", "kv_connector_module_path": "pagoda.connectors.vllm"}
+TRANSFER = {
+    "kv_connector": "PagodaConnector",
+    "kv_connector_module_path": "pagoda.connectors.vllm",
+}
 TRANSFER |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
@@ -19,14 +24,21 @@ def engine_config(model: Path, layout: str = "LBHNC", **options: Any) -> Any:
     """The VllmConfig of an engine of `model`, with the connector named and the layout chosen."""
     from vllm import EngineArgs
 
-    given = {"model": str(model), "dtype": "bfloat16", "block_size": BLOCK, "max_model_len": 4096}
+    given = {
+        "model": str(model),
+        "dtype": "bfloat16",
+        "block_size": BLOCK,
+        "max_model_len": 4096,
+    }
     given |= {"enforce_eager": True, "kv_transfer_config": TRANSFER}
     config = EngineArgs(**(given | options)).create_engine_config()
     config.cache_config.kv_cache_layout = layout
     return config
 
 
-def make_layers(config: Any, layers: int = 4, kv_heads: int = 2) -> dict[str, Any]:
+def make_layers(
+    config: Any, layers: int = 4, kv_heads: int = 2
+) -> dict[str, Any]:
     """Make attention layers, which vLLM notes in the config; return the spec of each."""
     import torch
     from vllm.config import set_current_vllm_config
@@ -40,7 +52,12 @@ def make_layers(config: Any, layers: int = 4, kv_heads: int = 2) -> dict[str, An
             for number in range(layers):
                 name = f"model.layers.{number}.self_attn.attn"
                 layer = Attention(
-                    4, 64, 0.125, num_kv_heads=kv_heads, cache_config=config.cache_config, prefix=name
+                    4,
+                    64,
+                    0.125,
+                    num_kv_heads=kv_heads,
+                    cache_config=config.cache_config,
+                    prefix=name,
                 )
                 specs[name] = layer.get_kv_cache_spec(config)
     finally:
@@ -49,7 +66,10 @@ def make_layers(config: Any, layers: int = 4, kv_heads: int = 2) -> dict[str, An
 
 
 def allocate(
-    config: Any, specs: dict[str, Any], num_blocks: int = 6, kernel_block_size: int | None = None
+    config: Any,
+    specs: dict[str, Any],
+    num_blocks: int = 6,
+    kernel_block_size: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the KVCacheConfig and the KV caches that vLLM makes of these specs."""
     import torch
@@ -66,8 +86,12 @@ def allocate(
         kv_cache_layout=config.cache_config.kv_cache_layout,
     )
     layout = config.cache_config.get_resolved_kv_cache_layout()
-    sizes = None if kernel_block_size is None else [kernel_block_size] * len(groups)
-    return cache_config, allocate_kv_cache(cache_config, torch.device("cpu"), layout, sizes)
+    sizes = (
+        None if kernel_block_size is None else [kernel_block_size] * len(groups)
+    )
+    return cache_config, allocate_kv_cache(
+        cache_config, torch.device("cpu"), layout, sizes
+    )
 
 
 def flip(path: Path, at: int, count: int = 1) -> None:

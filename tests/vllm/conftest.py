@@ -1,4 +1,6 @@
-"""Shared by the tests with real engines: models, directories of tiers, engines that live for the whole run."""
+"""Shared by the tests with real engines: models, directories of tiers, engines that live for the
+whole run.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,36 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     failed = [*stats.get("failed", ()), *stats.get("error", ())]
     if not failed:
         return
-    passed = Counter(report.nodeid.split("::")[0] for report in stats.get("passed", ()))
+    passed = Counter(
+        report.nodeid.split("::")[0] for report in stats.get("passed", ())
+    )
     by_file = Counter(report.nodeid.split("::")[0] for report in failed)
     causes = Counter(_cause(str(report.longrepr)) for report in failed)
-    terminalreporter.section(f"vLLM {__version__}: {sum(passed.values())} passed, {len(failed)} failed")
+    terminalreporter.section(
+        f"vLLM {__version__}: {sum(passed.values())} passed, {len(failed)} failed"
+    )
     for file, number in sorted(by_file.items()):
-        terminalreporter.write_line(f"{file}: {passed[file]} passed, {number} failed")
+        terminalreporter.write_line(
+            f"{file}: {passed[file]} passed, {number} failed"
+        )
     for cause, number in causes.most_common():
         terminalreporter.write_line(f"{number} x {cause}")
 
 
 def _cause(text: str) -> str:
-    """Return the last line of a failure that names an exception: an engine's traceback has its own within."""
-    named = re.findall(r"^(?:E +)?((?:[\w.]+(?:Error|Exception)|Failed|assert)\b.*\S)", text, re.MULTILINE)
-    inner = [line for line in named if not line.startswith(("AssertionError: Traceback", "assert"))]
+    """Return the last line of a failure that names an exception: an engine's traceback has its own
+    within.
+    """
+    named = re.findall(
+        r"^(?:E +)?((?:[\w.]+(?:Error|Exception)|Failed|assert)\b.*\S)",
+        text,
+        re.MULTILINE,
+    )
+    inner = [
+        line
+        for line in named
+        if not line.startswith(("AssertionError: Traceback", "assert"))
+    ]
     return (inner or named or [text.strip()])[-1][:300]
 
 
@@ -53,10 +71,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int, str]]:
+def adapters(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[tuple[str, int, str]]:
     """Two adapters of it, as (name, number, path)."""
     root = tmp_path_factory.mktemp("adapters")
-    return [(f"adapter-{seed}", seed, str(models.make_lora(root / f"{seed}", seed))) for seed in (1, 2)]
+    return [
+        (f"adapter-{seed}", seed, str(models.make_lora(root / f"{seed}", seed)))
+        for seed in (1, 2)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +95,9 @@ def session_shm() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def lora_options(llama: Path) -> dict[str, Any]:
     """The options of the engines whose answers are compared."""
-    return options(llama, enable_lora=True, max_loras=2, max_lora_rank=models.RANK)
+    return options(
+        llama, enable_lora=True, max_loras=2, max_lora_rank=models.RANK
+    )
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +116,9 @@ class Plain:
         self._engine = engine
         self._known: dict[str, tuple[tuple[int, ...], ...]] = {}
 
-    def says(self, *prompts: Sequence[int], **how: Any) -> list[tuple[tuple[int, ...], ...]]:
+    def says(
+        self, *prompts: Sequence[int], **how: Any
+    ) -> list[tuple[tuple[int, ...], ...]]:
         """Return the reference tokens (of each sample) for each prompt."""
         for prompt in prompts:
             if (name := repr((list(prompt), how))) not in self._known:
@@ -113,9 +140,13 @@ def tiers(session_shm: Path, tmp_path_factory: pytest.TempPathFactory) -> Tiers:
 
 
 @pytest.fixture(scope="session")
-def _both(lora_options: dict[str, Any], logs: Path, tiers: Tiers) -> Iterator[tuple[Engine, Engine]]:
+def _both(
+    lora_options: dict[str, Any], logs: Path, tiers: Tiers
+) -> Iterator[tuple[Engine, Engine]]:
     without = Engine("plain", logs / "plain.log", **lora_options)
-    ours = Engine("pagoda", logs / "pagoda.log", **lora_options, **connector(*tiers))
+    ours = Engine(
+        "pagoda", logs / "pagoda.log", **lora_options, **connector(*tiers)
+    )
     yield without, ours
     without.stop()
     ours.stop()
@@ -139,7 +170,9 @@ def same(plain: Plain) -> Callable[..., list[Answer]]:
 
     def ask(engine: Engine, *prompts: Sequence[int], **how: Any) -> list[Answer]:
         answers = engine.say(*prompts, **how)
-        assert [answer.tokens for answer in answers] == plain.says(*prompts, **how)
+        assert [answer.tokens for answer in answers] == plain.says(
+            *prompts, **how
+        )
         return answers
 
     return ask
@@ -168,13 +201,19 @@ def stored(pagoda: Engine, tiers: Tiers, same: Same) -> Callable[..., None]:
 
 
 @pytest.fixture
-def only_on_disk(stored: Callable[..., None], tiers: Tiers) -> Callable[..., set[bytes]]:
-    """Do the same as `stored`, then clear host memory. Return the keys of the chunks, which are on the disk."""
+def only_on_disk(
+    stored: Callable[..., None], tiers: Tiers
+) -> Callable[..., set[bytes]]:
+    """Do the same as `stored`, then clear host memory. Return the keys of the chunks, which are on
+    the disk.
+    """
 
     def store(*prompts: list[int], **how: Any) -> set[bytes]:
         before = stores.keys(tiers.disk) if stores.stores(tiers.disk) else set()
         stored(*prompts, **how)
-        stores.wait_ready(tiers.disk, len(before) + sum(len(one) // CHUNK for one in prompts))
+        stores.wait_ready(
+            tiers.disk, len(before) + sum(len(one) // CHUNK for one in prompts)
+        )
         stores.clear(tiers.host)
         return stores.keys(tiers.disk) - before
 
@@ -200,7 +239,9 @@ def config(host: Path) -> Config:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step store its chunks and every look-up end, however late a busy machine does so."""
+    """Let every step store its chunks and every look-up end, however late a busy machine does
+    so.
+    """
     for module, name in patience.WAITS:
         monkeypatch.setattr(module, name, patience.PATIENT_SECONDS)
 

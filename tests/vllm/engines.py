@@ -41,23 +41,38 @@ class DeadEngineError(AssertionError):
 def options(model: Path, **others: Any) -> dict[str, Any]:
     """The options of every engine of these tests; equal ones compute equal texts."""
     return {
-        "model": str(model), "dtype": "float32", "max_model_len": 4096, "block_size": BLOCK,
-        "enforce_eager": True, "num_gpu_blocks_override": POOL_BLOCKS, "kv_cache_memory_bytes": 64 << 20,
-        "max_num_seqs": 16, "max_num_batched_tokens": 512, "seed": 0,
-    } | others  # fmt: skip
+        "model": str(model),
+        "dtype": "float32",
+        "max_model_len": 4096,
+        "block_size": BLOCK,
+        "enforce_eager": True,
+        "num_gpu_blocks_override": POOL_BLOCKS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "seed": 0,
+    } | others
 
 
-# What engines of these tests have and users' engines do not, and why. `test_user_options.py` has an engine of each kind
-# without any of it.
+# What engines of these tests have and users' engines do not, and why. `test_user_options.py` has an
+# engine of each kind without any of it.
 ONLY_IN_TESTS: dict[str, tuple[Any, str]] = {
     "chunk_tokens": (CHUNK, "two blocks, so that hits end within a chunk, too"),
     "worth_it": (False, "a tiny model computes as fast as it loads"),
-    "deadline_seconds": (20.0, "a busy machine must not turn an expected hit into a miss"),
-    "queue_chunks": (1024, "a busy machine must not drop what is expected on the disk"),
+    "deadline_seconds": (
+        20.0,
+        "a busy machine must not turn an expected hit into a miss",
+    ),
+    "queue_chunks": (
+        1024,
+        "a busy machine must not drop what is expected on the disk",
+    ),
 }
 
 
-def user_connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, Any]:
+def user_connector(
+    host: Path, disk: Path | None = None, **extra: Any
+) -> dict[str, Any]:
     """The option of an engine that uses these tiers, as a user writes it."""
     tiers: dict[str, Any] = {"host_path": str(host), "host_size": "128MiB"}
     if disk is not None:
@@ -73,7 +88,9 @@ def user_connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[s
     }
 
 
-def connector(host: Path, disk: Path | None = None, **extra: Any) -> dict[str, Any]:
+def connector(
+    host: Path, disk: Path | None = None, **extra: Any
+) -> dict[str, Any]:
     """Do the same, for tests in which a busy machine or a tiny model must change nothing."""
     more = {name: value for name, (value, _) in ONLY_IN_TESTS.items()}
     return user_connector(host, disk, **more | extra)
@@ -83,14 +100,22 @@ class Engine:
     """An engine in a separate process, forked from one that has imported vLLM. For one thread."""
 
     def __init__(
-        self, name: str, log: Path, prepare: Callable[[], None] | None = None, **options: Any
+        self,
+        name: str,
+        log: Path,
+        prepare: Callable[[], None] | None = None,
+        **options: Any,
     ) -> None:
         self.name = name
         self.log = log
         FORKS.set_forkserver_preload(_PRELOAD)
         os.environ.update(inside.ENVIRONMENT)
         self._pipe, theirs = FORKS.Pipe()
-        self.process = FORKS.Process(target=inside.live, args=(theirs, str(log), options, prepare), name=name)
+        self.process = FORKS.Process(
+            target=inside.live,
+            args=(theirs, str(log), options, prepare),
+            name=name,
+        )
         self.process.start()
         theirs.close()
         self._awaited = True  # its message that it has started
@@ -103,13 +128,21 @@ class Engine:
         return self
 
     def call(
-        self, function: Callable[..., Any], *args: Any, within: float = CALL_SECONDS, **kwargs: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        within: float = CALL_SECONDS,
+        **kwargs: Any,
     ) -> Any:
-        """Call a module's function as `function(room, ...)` in the engine's process and return what it returned."""
+        """Call a module's function as `function(room, ...)` in the engine's process and return what
+        it returned.
+        """
         self.ask(function, *args, **kwargs)
         return self.result(within)
 
-    def ask(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def ask(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Begin a call; `result` waits for its end."""
         self.wait_up()
         self._pipe.send((function, args, kwargs))
@@ -118,10 +151,14 @@ class Engine:
         """Wait for the result of a call. Raise DeadEngineError with the end of the engine's log."""
         try:
             if not self._pipe.poll(within):
-                raise DeadEngineError(f"{self.name}: no answer within {within} s\n{self._last_words(True)}")
+                raise DeadEngineError(
+                    f"{self.name}: no answer within {within} s\n{self._last_words(True)}"
+                )
             good, reply = self._pipe.recv()
         except (EOFError, ConnectionError):
-            raise DeadEngineError(f"{self.name}: its process has ended\n{self._last_words()}") from None
+            raise DeadEngineError(
+                f"{self.name}: its process has ended\n{self._last_words()}"
+            ) from None
         if not good:
             raise AssertionError(f"in {self.name}: {reply}\n{self._last_words()}")
         return reply
@@ -156,15 +193,25 @@ class Engine:
             self.kill()
             raise DeadEngineError(f"{self.name}: did not end\n{words}")
         if self.process.exitcode != 0:
-            raise DeadEngineError(f"{self.name}: ended with {self.process.exitcode}\n{self._last_words()}")
+            raise DeadEngineError(
+                f"{self.name}: ended with {self.process.exitcode}\n{self._last_words()}"
+            )
 
     def _last_words(self, stacks: bool = False) -> str:
         if stacks and self.process.is_alive() and self.process.pid:
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(1.0)
-        return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
+        return (
+            self.log.read_text(errors="replace")[-6000:]
+            if self.log.exists()
+            else ""
+        )
 
 
 def loadable(prompt_tokens: int) -> int:
-    """Return how many tokens of a stored prompt can be loaded: whole chunks, with one token left to compute."""
-    return min(prompt_tokens // CHUNK * CHUNK, (prompt_tokens - 1) // BLOCK * BLOCK)
+    """Return how many tokens of a stored prompt can be loaded: whole chunks, with one token left to
+    compute.
+    """
+    return min(
+        prompt_tokens // CHUNK * CHUNK, (prompt_tokens - 1) // BLOCK * BLOCK
+    )

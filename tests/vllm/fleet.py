@@ -1,4 +1,6 @@
-"""Engines whose weights change in memory, as one fleet: they share by the names of versions, or not at all."""
+"""Engines whose weights change in memory, as one fleet: they share by the names of versions, or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ def of_run(given: dict[str, Any], run: str) -> dict[str, Any]:
     """Return the options of an engine of a run."""
     transfer = given["kv_transfer_config"]
     extra = transfer["kv_connector_extra_config"] | {"weights_run": run}
-    return given | {"kv_transfer_config": transfer | {"kv_connector_extra_config": extra}}
+    return given | {
+        "kv_transfer_config": transfer | {"kv_connector_extra_config": extra}
+    }
 
 
 def computed(engine: Engine, one: list[int]) -> tuple[int, ...]:
-    """Assert that an engine hits nothing of this prompt; return its answer once its chunks are stored."""
+    """Assert that an engine hits nothing of this prompt; return its answer once its chunks are
+    stored.
+    """
     answer = said(engine, one)
     assert answer.external == 0
 
@@ -70,13 +76,20 @@ def what_waits_is_looked_up_again(fleet: Fleet) -> None:
     after = computed(two, ours)
     one.call(weights.become, 3, "before")
     computed(one, ours)
-    assert one.call(weights.queued, ours, 4, "after") == (after, loadable(len(ours)))
+    assert one.call(weights.queued, ours, 4, "after") == (
+        after,
+        loadable(len(ours)),
+    )
 
 
 def a_version_needs_an_engine_without_kv_of_others(fleet: Fleet) -> None:
-    """Otherwise another engine would hit what the weights before it computed, in part or in whole."""
+    """Otherwise another engine would hit what the weights before it computed, in part or in
+    whole.
+    """
     one, two = fleet
-    for step, begun in enumerate((weights.named_while_one_runs, weights.named_while_one_loads), 11):
+    for step, begun in enumerate(
+        (weights.named_while_one_runs, weights.named_while_one_loads), 11
+    ):
         ours = new_prompt()
         one.call(weights.become, 5, f"before {step}")
         computed(one, ours)
@@ -91,7 +104,8 @@ def a_version_needs_an_engine_without_kv_of_others(fleet: Fleet) -> None:
         one.call(weights.named, f"version {step}")
         assert hit(one, ours) == right
         assert said(one, longer).tokens == longer_right.tokens
-        two.call(weights.become, 5, f"before {step}")  # whose name has nothing that the new weights computed
+        # whose name has nothing that the new weights computed
+        two.call(weights.become, 5, f"before {step}")
         assert said(two, [*ours, *answer, 1]).external <= loadable(len(ours) + 16)
 
 
@@ -101,7 +115,9 @@ def what_is_being_stored_keeps_the_name_of_its_weights(fleet: Fleet) -> None:
     one.call(weights.named_while_one_is_stored, ours, 0, "new")
     new = computed(one, ours)
     two.call(weights.become, 6, "old")
-    stores.wait_until(lambda: said(two, ours).external == loadable(len(ours)), "what was stored")
+    stores.wait_until(
+        lambda: said(two, ours).external == loadable(len(ours)), "what was stored"
+    )
     assert hit(two, ours) != new
 
 
@@ -110,7 +126,9 @@ def a_reset_that_fails_is_noticed(fleet: Fleet) -> None:
     ours = new_prompt()
     one.call(weights.become, 0, "kept")
     computed(one, ours)
-    assert "Failed to reset KV cache" in one.call(weights.reset_while_one_loads, ours)
+    assert "Failed to reset KV cache" in one.call(
+        weights.reset_while_one_loads, ours
+    )
     computed(one, ours)
 
 
@@ -124,7 +142,9 @@ def an_update_by_the_calls_of_vllm_is_a_change(fleet: Fleet) -> None:
 
 
 def sleep(fleet: Fleet) -> None:
-    """After level 1 everything hits that hit before, unless the weights are others by the time of the next request."""
+    """After level 1 everything hits that hit before, unless the weights are others by the time of
+    the next request.
+    """
     one = fleet.one
     ours = new_prompt()
     one.call(weights.become, 0, "awake")

@@ -1,4 +1,6 @@
-"""Tiny hybrid models and their engines: a random Gemma 3 with sliding windows, a random Qwen3-Next with states."""
+"""Tiny hybrid models and their engines: a random Gemma 3 with sliding windows, a random Qwen3-Next
+with states.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 
 
 def make_gemma(directory: Path, seed: int = 0, mlp: int = 256) -> Path:
-    """Write a random Gemma 3 with a word-level tokenizer; its weights are so large that texts differ.
+    """Write a random Gemma 3 with a word-level tokenizer; its weights are so large that texts
+    differ.
 
     `mlp`: as in `make_llama`.
     """
@@ -24,30 +27,60 @@ def make_gemma(directory: Path, seed: int = 0, mlp: int = 256) -> Path:
 
     torch.manual_seed(seed)
     config = Gemma3TextConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=mlp, num_hidden_layers=len(KINDS),
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
-        initializer_range=0.3, sliding_window=WINDOW, layer_types=KINDS, query_pre_attn_scalar=64,
-        bos_token_id=BOS, eos_token_id=EOS, pad_token_id=UNKNOWN, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=mlp,
+        num_hidden_layers=len(KINDS),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        initializer_range=0.3,
+        sliding_window=WINDOW,
+        layer_types=KINDS,
+        query_pre_attn_scalar=64,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=UNKNOWN,
+        tie_word_embeddings=False,
+    )
     Gemma3ForCausalLM(config).float().save_pretrained(directory)
     write_tokenizer(directory)
     return directory
 
 
 def make_qwen_next(directory: Path, seed: int = 0) -> Path:
-    """Write a random Qwen3-Next with a word-level tokenizer: three layers of linear attention, one of full."""
+    """Write a random Qwen3-Next with a word-level tokenizer: three layers of linear attention, one
+    of full.
+    """
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3NextConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=8192, initializer_range=0.2,
-        linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=64, linear_value_head_dim=64,
-        num_experts=2, num_experts_per_tok=1, mlp_only_layers=[0, 1, 2], moe_intermediate_size=64,
-        shared_expert_intermediate_size=64, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=UNKNOWN,
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mlp_only_layers=[0, 1, 2],
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=UNKNOWN,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     Qwen3NextForCausalLM(config).bfloat16().save_pretrained(directory)
     write_tokenizer(directory)
     return directory
@@ -67,7 +100,10 @@ def anew(room: Room, options: dict[str, Any]) -> None:
 
 def groups(room: Room) -> list[str]:
     """Return the kinds of the engine's KV cache groups."""
-    return [type(group.kv_cache_spec).__name__ for group in room.scheduler.kv_cache_config.kv_cache_groups]
+    return [
+        type(group.kv_cache_spec).__name__
+        for group in room.scheduler.kv_cache_config.kv_cache_groups
+    ]
 
 
 def block_tokens(room: Room) -> int:
@@ -77,7 +113,9 @@ def block_tokens(room: Room) -> int:
 
 def held(room: Room) -> int:
     """Return how many slots the scheduler's half holds."""
-    return int(room.scheduler.connector.connector_scheduler.manager._questions._finder.holds.count)
+    return int(
+        room.scheduler.connector.connector_scheduler.manager._questions._finder.holds.count
+    )
 
 
 def reset_all(room: Room) -> None:
@@ -103,8 +141,12 @@ def cleared(room: Room) -> int:
     return int(room.kept.get("cleared", 0))
 
 
-def stale_hits(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[int, ...]]:
-    """Generate for prompts that are stored, and clear all tiers once the first of them has been promised chunks."""
+def stale_hits(
+    room: Room, prompts: list[list[int]], tokens: int
+) -> list[tuple[int, ...]]:
+    """Generate for prompts that are stored, and clear all tiers once the first of them has been
+    promised chunks.
+    """
     manager = room.scheduler.connector.scheduler.manager
     prepare = manager.prepare_load
 
@@ -124,9 +166,13 @@ def stale_hits(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[
     return [answer.tokens[0] for answer in answers]
 
 
-def fail_loads(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[int, ...]]:
+def fail_loads(
+    room: Room, prompts: list[list[int]], tokens: int
+) -> list[tuple[int, ...]]:
     """Generate for these prompts while no load succeeds, although the chunks remain stored."""
-    from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker
+    from pagoda.connectors.vllm.offloading.offloading_worker import (
+        PagodaOffloadingWorker,
+    )
 
     def failing(self: PagodaOffloadingWorker, job: Any) -> int:
         room.kept["failed"] = room.kept.get("failed", 0) + 1
@@ -141,11 +187,14 @@ def fail_loads(room: Room, prompts: list[list[int]], tokens: int) -> list[tuple[
     return [answer.tokens[0] for answer in answers]
 
 
-def reset_under_load(room: Room, one: list[int], count: int, tokens: int) -> list[tuple[int, ...]]:
-    """Generate for a prompt many times, and preempt all running requests each time, as before an update of the weights.
+def reset_under_load(
+    room: Room, one: list[int], count: int, tokens: int
+) -> list[tuple[int, ...]]:
+    """Generate for a prompt many times, and preempt all running requests each time, as before an
+    update of the weights.
 
-    This happens while others wait for blocks and hold the chunks, so a preempted request is promised them at once. vLLM
-    refuses it while a request is loading.
+    This happens while others wait for blocks and hold the chunks, so a preempted request is
+    promised them at once. vLLM refuses it while a request is loading.
     """
     from vllm import SamplingParams
     from vllm.v1.request import RequestStatus
@@ -158,11 +207,18 @@ def reset_under_load(room: Room, one: list[int], count: int, tokens: int) -> lis
     said: list[tuple[int, ...]] = []
     resets = 0
     while engine.has_unfinished_requests():
-        said += [tuple(output.outputs[0].token_ids) for output in engine.step() if output.finished]
+        said += [
+            tuple(output.outputs[0].token_ids)
+            for output in engine.step()
+            if output.finished
+        ]
         loading = any(
-            request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in scheduler.requests.values()
+            request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            for request in scheduler.requests.values()
         )
-        decoding = [request.num_output_tokens > 0 for request in scheduler.running]
+        decoding = [
+            request.num_output_tokens > 0 for request in scheduler.running
+        ]
         if resets < 3 and not loading and any(decoding) and held(room):
             engine.reset_prefix_cache(reset_running_requests=True)
             resets += 1
@@ -170,24 +226,35 @@ def reset_under_load(room: Room, one: list[int], count: int, tokens: int) -> lis
     return said
 
 
-def logprobs(room: Room, prompts: list[list[int]], tokens: int, how: str = "") -> list[tuple[Answer, Any]]:
-    """Generate for each prompt alone, with nothing on the device; return the log probability of every word, too.
+def logprobs(
+    room: Room, prompts: list[list[int]], tokens: int, how: str = ""
+) -> list[tuple[Answer, Any]]:
+    """Generate for each prompt alone, with nothing on the device; return the log probability of
+    every word, too.
 
-    `how`: loads "fail", they load "zeros", everything is cleared ("clear") before each; or the prompt is "warm" on the
-    device, so that a hit of the engine's own cache is what a load is compared with.
+    `how`: loads "fail", they load "zeros", everything is cleared ("clear") before each; or the
+    prompt is "warm" on the device, so that a hit of the engine's own cache is what a load is
+    compared with.
     """
     import numpy as np
     from vllm import SamplingParams
 
     found = []
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=-1)
+    params = SamplingParams(
+        max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=-1
+    )
     with _HOW[how](room):
         for one in prompts:
             assert room.llm.reset_prefix_cache()
             for _ in range(2 if how == "warm" else 1):
-                (output,) = room.llm.generate([{"prompt_token_ids": one}], params, use_tqdm=False)
+                (output,) = room.llm.generate(
+                    [{"prompt_token_ids": one}], params, use_tqdm=False
+                )
                 answer = room._answer(output)
-            rows = [[row[token].logprob for token in sorted(row)] for row in output.outputs[0].logprobs or ()]
+            rows = [
+                [row[token].logprob for token in sorted(row)]
+                for row in output.outputs[0].logprobs or ()
+            ]
             assert len(rows) == tokens
             assert {len(row) for row in rows} == {VOCABULARY}
             found.append((answer, np.array(rows)))
@@ -196,7 +263,9 @@ def logprobs(room: Room, prompts: list[list[int]], tokens: int, how: str = "") -
 
 @contextmanager
 def _loads(change: Callable[[Any, Any], Any]) -> Iterator[None]:
-    from pagoda.connectors.vllm.offloading.offloading_worker import PagodaOffloadingWorker as Worker
+    from pagoda.connectors.vllm.offloading.offloading_worker import (
+        PagodaOffloadingWorker as Worker,
+    )
 
     load = Worker._load
     done = 0
@@ -232,7 +301,9 @@ def _zeros(room: Room) -> Iterator[None]:
     from_slots = PagesKV.from_slots
 
     def wrong(self: PagesKV, starts: Any, slots: Any) -> None:
-        from_slots(self, starts, [np.zeros_like(np.asarray(slot)) for slot in slots])
+        from_slots(
+            self, starts, [np.zeros_like(np.asarray(slot)) for slot in slots]
+        )
 
     PagesKV.from_slots = wrong  # type: ignore[method-assign]
     try:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-# In one process, on one thread: forked children of a process that has imported all of vLLM start in seconds.
+# In one process, on one thread: forked children of a process that has imported all of vLLM start in
+# seconds.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -27,12 +28,15 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "TORCHDYNAMO_DISABLE": "1",  # what vLLM would compile at its first use takes longer than these tests
+    # what vLLM would compile at its first use takes longer than these tests
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 class Answer(NamedTuple):
-    """The result of one request: its tokens (of each sample), and the number of its prompt's tokens by tier."""
+    """The result of one request: its tokens (of each sample), and the number of its prompt's tokens
+    by tier.
+    """
 
     tokens: tuple[tuple[int, ...], ...]
     prompt_tokens: int
@@ -46,11 +50,14 @@ class Room:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        gc.freeze()  # a start collects garbage five times: half of its time would go to modules imported before it
+        # a start collects garbage five times: half of its time would go to modules imported before
+        # it
+        gc.freeze()
         self.preemptions = 0
         self.counts = _counted()
         wait_patiently(self)
-        self.kept: dict[str, Any] = {}  # data that one function keeps for a later one
+        # data that one function keeps for a later one
+        self.kept: dict[str, Any] = {}
         self._prefills: dict[str, Any] = {}
         self.llm = LLM(**options)
         self._watch()
@@ -77,7 +84,9 @@ class Room:
             outputs = get_output()
             for output in outputs.outputs:
                 if output.prefill_stats is not None:
-                    self._prefills.setdefault(output.request_id, output.prefill_stats)
+                    self._prefills.setdefault(
+                        output.request_id, output.prefill_stats
+                    )
             return outputs
 
         def preempted(*args: Any, **kwargs: Any) -> Any:
@@ -111,14 +120,25 @@ class Room:
             prompt_logprobs=prompt_logprobs,
             extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
-        asked = [{"prompt_token_ids": list(one)} | ({"cache_salt": salt} if salt else {}) for one in prompts]
+        asked = [
+            {"prompt_token_ids": list(one)}
+            | ({"cache_salt": salt} if salt else {})
+            for one in prompts
+        ]
         outputs = self.llm.generate(
-            asked, params, lora_request=LoRARequest(*lora) if lora else None, use_tqdm=False
+            asked,
+            params,
+            lora_request=LoRARequest(*lora) if lora else None,
+            use_tqdm=False,
         )
         return [self._answer(output) for output in outputs]
 
     def _answer(self, output: Any) -> Answer:
-        mine = [self._prefills.pop(name) for name in list(self._prefills) if _is_of(name, output.request_id)]
+        mine = [
+            self._prefills.pop(name)
+            for name in list(self._prefills)
+            if _is_of(name, output.request_id)
+        ]
         return Answer(
             tuple(tuple(sample.token_ids) for sample in output.outputs),
             len(output.prompt_token_ids),
@@ -150,9 +170,13 @@ def _counted() -> Counter[str]:
 
 
 def _is_of(name: str, request: str) -> bool:
-    """Whether an engine's request (its name has a random tail, samples have a number before) is that request."""
+    """Whether an engine's request (its name has a random tail, samples have a number before) is
+    that request.
+    """
     parts = name.split("_", 1)
-    return name.split("-")[0] == request or (len(parts) == 2 and parts[1].split("-")[0] == request)
+    return name.split("-")[0] == request or (
+        len(parts) == 2 and parts[1].split("-")[0] == request
+    )
 
 
 def reset(room: Room) -> None:
@@ -179,8 +203,15 @@ def counts(room: Room) -> dict[str, float]:
     return dict(room.counts)
 
 
-def live(pipe: Connection, log: str, options: dict[str, Any], prepare: Callable[[], None] | None) -> None:
-    """Run an engine's process: start it, answer calls until one ends it (None) or the caller has ended."""
+def live(
+    pipe: Connection,
+    log: str,
+    options: dict[str, Any],
+    prepare: Callable[[], None] | None,
+) -> None:
+    """Run an engine's process: start it, answer calls until one ends it (None) or the caller has
+    ended.
+    """
     _log_to(log)
     os.environ.update(ENVIRONMENT)
     _fork_workers()
@@ -208,14 +239,23 @@ def _log_to(log: str) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.close(descriptor)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+    sys.stdout, sys.stderr = (
+        open(1, "w", closefd=False),  # noqa: SIM115
+        open(2, "w", closefd=False, buffering=1),  # noqa: SIM115
+    )
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
 
 
 def _fork_workers() -> None:
-    """Fork the workers of a tensor-parallel engine: otherwise each would import all of vLLM again."""
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    """Fork the workers of a tensor-parallel engine: otherwise each would import all of vLLM
+    again.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import (
+        CpuCommunicator,
+    )
     from vllm.v1.executor import multiproc_executor
 
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context(
+        "fork"
+    )

@@ -26,7 +26,9 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 def plain_prompt(seed: int, tokens: int) -> list[int]:
-    """Return a prompt whose text is cut into just these tokens: the special ones begin with "t0", "t1" and "t2"."""
+    """Return a prompt whose text is cut into just these tokens: the special ones begin with "t0",
+    "t1" and "t2".
+    """
     draw = random.Random(seed)
     return [draw.choice(range(300, 1000)) for _ in range(tokens)]
 
@@ -42,31 +44,49 @@ def write_tokenizer(directory: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(
-        models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token=f"t{UNKNOWN}")
+        models.WordLevel(
+            {f"t{number}": number for number in range(VOCABULARY)},
+            unk_token=f"t{UNKNOWN}",
+        )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=f"t{UNKNOWN}", eos_token=f"t{EOS}", bos_token=f"t{BOS}",
+        tokenizer_object=tokenizer,
+        unk_token=f"t{UNKNOWN}",
+        eos_token=f"t{EOS}",
+        bos_token=f"t{BOS}",
         pad_token=f"t{UNKNOWN}",
-    ).save_pretrained(directory)  # fmt: skip
+    ).save_pretrained(directory)
 
 
-def make_llama(directory: Path, seed: int = 0, dtype: str = "float32", mlp: int = 512) -> Path:
+def make_llama(
+    directory: Path, seed: int = 0, dtype: str = "float32", mlp: int = 512
+) -> Path:
     """Write a random Llama with a word-level tokenizer; its weights are so large that texts differ.
 
-    `mlp`: how wide its feed-forward layers are, which decides how long a token takes, and changes no KV.
+    `mlp`: how wide its feed-forward layers are, which decides how long a token takes, and changes
+    no KV.
 
-    In float32 a different order of summation (batches, chunked prefill, ranks) does not change a greedy choice.
+    In float32 a different order of summation (batches, chunked prefill, ranks) does not change a
+    greedy choice.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=mlp, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
-        max_position_embeddings=8192, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=mlp,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
     LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
     write_tokenizer(directory)
     return directory
@@ -80,17 +100,32 @@ def make_lora(directory: Path, seed: int) -> Path:
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(LAYERS):
-        for module, rows in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
+        for module, rows in (
+            ("q_proj", HEADS * HEAD_DIM),
+            ("v_proj", KV_HEADS * HEAD_DIM),
+        ):
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=draw) * 0.3
-            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=draw) * 0.3
+            tensors[f"{name}.lora_A.weight"] = (
+                torch.randn(RANK, HIDDEN, generator=draw) * 0.3
+            )
+            tensors[f"{name}.lora_B.weight"] = (
+                torch.randn(rows, RANK, generator=draw) * 0.3
+            )
     directory.mkdir(parents=True)
     save_file(tensors, str(directory / "adapter_model.safetensors"))
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 2 * RANK, "lora_dropout": 0.0,
-        "target_modules": ["q_proj", "v_proj"], "bias": "none", "base_model_name_or_path": "tiny",
-        "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "base_model_name_or_path": "tiny",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
@@ -119,31 +154,57 @@ def make_llava(directory: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     patch = 14
     text = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=512, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
-        max_position_embeddings=8192, initializer_range=0.2, bos_token_id=BOS, eos_token_id=EOS,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+    )
     vision = CLIPVisionConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        image_size=IMAGE_PIXELS, patch_size=patch, projection_dim=64,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=IMAGE_PIXELS,
+        patch_size=patch,
+        projection_dim=64,
+    )
     config = LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=IMAGE, image_seq_length=IMAGE_TOKENS,
-        vision_feature_layer=-1, vision_feature_select_strategy="default",
-    )  # fmt: skip
+        vision_config=vision,
+        text_config=text,
+        image_token_index=IMAGE,
+        image_seq_length=IMAGE_TOKENS,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+    )
     LlavaForConditionalGeneration(config).float().save_pretrained(directory)
     file = directory / "model.safetensors"
     tower = "vision_tower."  # vLLM knows the weights by their older names
-    tensors = {name.replace(tower, f"{tower}vision_model."): one for name, one in load_file(file).items()}
+    tensors = {
+        name.replace(tower, f"{tower}vision_model."): one
+        for name, one in load_file(file).items()
+    }
     save_file(tensors, file, metadata={"format": "pt"})
     write_tokenizer(directory)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    tokenizer.add_tokens([AddedToken(f"t{IMAGE}", special=True, normalized=False)])
+    tokenizer.add_tokens(
+        [AddedToken(f"t{IMAGE}", special=True, normalized=False)]
+    )
     LlavaProcessor(
         image_processor=CLIPImageProcessor(
-            size={"shortest_edge": IMAGE_PIXELS}, crop_size={"height": IMAGE_PIXELS, "width": IMAGE_PIXELS}
+            size={"shortest_edge": IMAGE_PIXELS},
+            crop_size={"height": IMAGE_PIXELS, "width": IMAGE_PIXELS},
         ),
-        tokenizer=tokenizer, patch_size=patch, vision_feature_select_strategy="default",
-        image_token=f"t{IMAGE}", num_additional_image_tokens=1,
-    ).save_pretrained(directory)  # fmt: skip
+        tokenizer=tokenizer,
+        patch_size=patch,
+        vision_feature_select_strategy="default",
+        image_token=f"t{IMAGE}",
+        num_additional_image_tokens=1,
+    ).save_pretrained(directory)
     return directory

@@ -1,4 +1,6 @@
-"""The connector's short waits, lengthened: a busy machine must turn nothing that a test expects into a miss."""
+"""The connector's short waits, lengthened: a busy machine must turn nothing that a test expects
+into a miss.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from pagoda.connectors.vllm import lookups, scheduler
 from pagoda.connectors.vllm.offloading import offloading_manager
 
 PATIENT_SECONDS = 30.0
-# a reservation that takes longer is tried in the next step or not at all, a look-up that takes longer is a miss
+# a reservation that takes longer is tried in the next step or not at all, a look-up that takes
+# longer is a miss
 WAITS: tuple[tuple[ModuleType, str], ...] = (
     (scheduler, "_RESERVE_SECONDS"),
     (scheduler, "_BRIEF_RESERVE_SECONDS"),

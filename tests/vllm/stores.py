@@ -18,7 +18,9 @@ PATIENT_SECONDS = 30.0
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = PATIENT_SECONDS) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, seconds: float = PATIENT_SECONDS
+) -> None:
     """Wait for a condition that must become true; AssertionError if it does not."""
     until = time.monotonic() + seconds
     while not condition():
@@ -30,12 +32,18 @@ def stores(root: Path) -> list[Path]:
     """Return the stores under a tier's root: one for each layout."""
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if path.name[0] != "." and (path / STATE).is_file())
+    return sorted(
+        path
+        for path in root.iterdir()
+        if path.name[0] != "." and (path / STATE).is_file()
+    )
 
 
 @contextmanager
 def ledger_of(root: Path) -> Iterator[Ledger]:
-    """Open the ledger of the only store under a tier's root, shared with all processes that have it open."""
+    """Open the ledger of the only store under a tier's root, shared with all processes that have it
+    open.
+    """
     (store,) = stores(root)
     ledger = Ledger.attach(store)
     try:
@@ -59,8 +67,13 @@ def keys(root: Path) -> set[bytes]:
 
 
 def wait_ready(root: Path, chunks: int) -> None:
-    """Wait until a tier has that many chunks: an engine's chunks become visible a little after its answer."""
-    wait_until(lambda: ready(root) >= chunks, f"expected {chunks} chunks in {root}, found {ready(root)}")
+    """Wait until a tier has that many chunks: an engine's chunks become visible a little after its
+    answer.
+    """
+    wait_until(
+        lambda: ready(root) >= chunks,
+        f"expected {chunks} chunks in {root}, found {ready(root)}",
+    )
 
 
 def check(root: Path) -> dict[str, int]:
@@ -89,14 +102,25 @@ def wipe(root: Path) -> None:
 def remove(root: Path, position: int) -> None:
     """Remove the chunks at that position of their prompts."""
     with ledger_of(root) as ledger:
-        admin.remove(ledger, [row.key for row in admin.list_chunks(ledger) if row.position == position])
+        admin.remove(
+            ledger,
+            [
+                row.key
+                for row in admin.list_chunks(ledger)
+                if row.position == position
+            ],
+        )
 
 
 def spoil(root: Path, keys: set[bytes], position: int | None = None) -> int:
-    """Flip bytes in the middle of chunks in a tier's slab file (at one place of their prompts, or all); how many."""
+    """Flip bytes in the middle of chunks in a tier's slab file (at one place of their prompts, or
+    all); how many.
+    """
     with ledger_of(root) as ledger, open(ledger.slab_path, "r+b") as slab:
         rows = [
-            row for row in admin.list_chunks(ledger) if row.key in keys and position in (None, row.position)
+            row
+            for row in admin.list_chunks(ledger)
+            if row.key in keys and position in (None, row.position)
         ]
         for row in rows:
             at = row.slot * ledger.slot_bytes + ledger.slot_bytes // 2
@@ -110,7 +134,9 @@ def spoil(root: Path, keys: set[bytes], position: int | None = None) -> int:
 def elsewhere(call: str) -> None:
     """Do something of this module in a separate process, such as "clear(Path('...'))"."""
     code = f"from pathlib import Path; from tests.vllm.stores import *; {call}"
-    subprocess.run([sys.executable, "-c", code], cwd=_ROOT, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=_ROOT, check=True, timeout=60
+    )
 
 
 @contextmanager
@@ -123,7 +149,9 @@ def busy(root: Path) -> Iterator[None]:
         "print('in', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(store / STATE)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"in\n"
         try:

@@ -1,4 +1,6 @@
-"""A draft model whose KV is in the same blocks: on loaded KV as many of its tokens are accepted as on computed KV."""
+"""A draft model whose KV is in the same blocks: on loaded KV as many of its tokens are accepted as
+on computed KV.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,26 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def drafting(
-    llama: Path, session_shm: Path, tmp_path_factory: pytest.TempPathFactory, logs: Path
+    llama: Path,
+    session_shm: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    logs: Path,
 ) -> Iterator[Engine]:
-    """An engine whose draft model is the model itself: while its KV is right, all that it drafts is accepted."""
-    draft = {"method": "draft_model", "model": str(llama), "num_speculative_tokens": 2}
+    """An engine whose draft model is the model itself: while its KV is right, all that it drafts is
+    accepted.
+    """
+    draft = {
+        "method": "draft_model",
+        "model": str(llama),
+        "num_speculative_tokens": 2,
+    }
     disk = tmp_path_factory.mktemp("drafts") / "disk"
     engine = Engine(
         "drafting",
         logs / "drafting.log",
-        **options(llama, speculative_config=draft, kv_cache_memory_bytes=128 << 20),
+        **options(
+            llama, speculative_config=draft, kv_cache_memory_bytes=128 << 20
+        ),
         **connector(session_shm / "drafts", disk),
     )
     yield engine
@@ -54,8 +67,12 @@ def test_drafts_are_accepted_on_loaded_kv_as_on_computed(
     assert fewer[1] < accepted[1]
 
 
-def said(room: Room, one: list[int], tokens: int, zeros: bool = False) -> tuple[Answer, tuple[int, int]]:
-    """Generate; return how many tokens were drafted and accepted, too. `zeros`: the draft's KV is lost."""
+def said(
+    room: Room, one: list[int], tokens: int, zeros: bool = False
+) -> tuple[Answer, tuple[int, int]]:
+    """Generate; return how many tokens were drafted and accepted, too. `zeros`: the draft's KV is
+    lost.
+    """
     from pagoda.transfer.pages_kv import PagesKV
 
     counted = [0, 0]
@@ -63,7 +80,13 @@ def said(room: Room, one: list[int], tokens: int, zeros: bool = False) -> tuple[
     count = scheduler.make_spec_decoding_stats
     from_slots = PagesKV.from_slots
 
-    def counts(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **how: Any) -> Any:
+    def counts(
+        stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        *args: Any,
+        **how: Any,
+    ) -> Any:
         counted[0] += num_draft_tokens
         counted[1] += num_accepted_tokens
         return count(stats, num_draft_tokens, num_accepted_tokens, *args, **how)
@@ -71,7 +94,11 @@ def said(room: Room, one: list[int], tokens: int, zeros: bool = False) -> tuple[
     def lost(self: PagesKV, starts: Any, slots: Any) -> None:
         from_slots(self, starts, slots)
         layers = room.llm.llm_engine.vllm_config.compilation_config.static_forward_context
-        drafts = [layer.kv_cache for name, layer in layers.items() if name.startswith("draft_model.")]
+        drafts = [
+            layer.kv_cache
+            for name, layer in layers.items()
+            if name.startswith("draft_model.")
+        ]
         assert drafts
         for kv in drafts:
             kv.zero_()

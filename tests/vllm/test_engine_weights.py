@@ -14,29 +14,42 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
 from pagoda.connectors.identity.lora_adapters import lora_name
-from pagoda.connectors.vllm.engine_weights import EngineWeights, sampled_weights, watch_engine_core
+from pagoda.connectors.vllm.engine_weights import (
+    EngineWeights,
+    sampled_weights,
+    watch_engine_core,
+)
 from tests.vllm.models import make_lora
 
 
 class Core:
-    """The parts of an engine core that the methods under test use, with one connector below a MultiConnector."""
+    """The parts of an engine core that the methods under test use, with one connector below a
+    MultiConnector.
+    """
 
     def __init__(self, run: str | None = "a-run") -> None:
         watch_engine_core()
         self.taken: list[tuple[str, bool]] = []
-        self.weights = EngineWeights(run, lambda version, fresh: self.taken.append((version, fresh)))
+        self.weights = EngineWeights(
+            run, lambda version, fresh: self.taken.append((version, fresh))
+        )
         self.has_blocks = self.refuses = False
-        self.encoded = True  # what an encoder with the weights from before has made of images
+        # what an encoder with the weights from before has made of images
+        self.encoded = True
         self.memory: str | None = "some weights"
         ours = SimpleNamespace(engine_weights=self.weights)
         multi = SimpleNamespace(_connectors=[SimpleNamespace(), ours])
         self.scheduler = SimpleNamespace(
             get_kv_connector=lambda: multi,
-            kv_cache_manager=SimpleNamespace(reset_prefix_cache=lambda: not self.has_blocks),
+            kv_cache_manager=SimpleNamespace(
+                reset_prefix_cache=lambda: not self.has_blocks
+            ),
             reset_prefix_cache=self._reset,
         )
         self.model_executor = SimpleNamespace(
-            collective_rpc=lambda *_: [self._read()], sleep=self._sleep, sleeping_tags=set()
+            collective_rpc=lambda *_: [self._read()],
+            sleep=self._sleep,
+            sleeping_tags=set(),
         )
         self._weight_version = "default"
 
@@ -53,7 +66,9 @@ class Core:
         self._reset(True, True)
 
     def _sleep(self, level: int) -> None:
-        """Sleep as on a GPU, where the memory of the weights is given up: to read it ends the worker."""
+        """Sleep as on a GPU, where the memory of the weights is given up: to read it ends the
+        worker.
+        """
         if not self.model_executor.sleeping_tags:
             self.model_executor.sleeping_tags |= {"weights", "kv_cache"}
             self._asleep = self.memory
@@ -123,7 +138,12 @@ def test_a_reset_of_the_connector_that_fails_before_it_is_noticed() -> None:
 
 def test_an_update_that_begins_is_a_change() -> None:
     core = Core()
-    for method, changes in (("get_model", 0), ("start_weight_update", 1), (len, 1), ("reload_weights", 2)):
+    for method, changes in (
+        ("get_model", 0),
+        ("start_weight_update", 1),
+        (len, 1),
+        ("reload_weights", 2),
+    ):
         core.call("collective_rpc", method)
         assert len(core.taken) == changes
 
@@ -162,7 +182,10 @@ def test_a_sleep_that_fails_gives_no_later_reset_its_name() -> None:
     assert "/" not in core.weights.version
 
 
-@pytest.mark.parametrize("kind", ["level 2", "other weights", "reset while asleep", "a worker that fails"])
+@pytest.mark.parametrize(
+    "kind",
+    ["level 2", "other weights", "reset while asleep", "a worker that fails"],
+)
 def test_any_other_sleep_does_not(kind: str) -> None:
     core = Core()
     core.call("set_weight_version", "step-1")
@@ -188,37 +211,51 @@ def test_a_version_that_is_named_during_a_sleep_is_kept() -> None:
 
 
 def test_weights_in_memory_are_compared_by_their_content() -> None:
-    """A change of a part of any tensor is noticed, however it is laid out; time and addresses do not count."""
+    """A change of a part of any tensor is noticed, however it is laid out; time and addresses do
+    not count.
+    """
 
     def sampled(change: int | None = None) -> str:
         torch.manual_seed(0)
         model = torch.nn.Linear(700, 300)
         draft = torch.nn.Linear(8, 8)
-        model.weight.data = torch.randn(700, 300, dtype=torch.bfloat16).t()  # as quantised weights often are
+        # as quantised weights often are
+        model.weight.data = torch.randn(700, 300, dtype=torch.bfloat16).t()
         model.register_buffer("empty", torch.empty(0))
         model.register_buffer("scale", torch.tensor(1.5))
-        tensors = [model.weight.data, model.bias.data, model.get_buffer("scale"), draft.bias.data]
+        tensors = [
+            model.weight.data,
+            model.bias.data,
+            model.get_buffer("scale"),
+            draft.bias.data,
+        ]
         if change is not None:
             flat = (
-                tensors[change].view(-1) if tensors[change].is_contiguous() else tensors[change].t().view(-1)
+                tensors[change].view(-1)
+                if tensors[change].is_contiguous()
+                else tensors[change].t().view(-1)
             )
             flat[::3] += 1
-        runner = SimpleNamespace(get_model=lambda: model, get_draft_model=lambda: draft)
+        runner = SimpleNamespace(
+            get_model=lambda: model, get_draft_model=lambda: draft
+        )
         return sampled_weights(SimpleNamespace(model_runner=runner))
 
     assert sampled() == sampled()
     assert len({sampled(), *map(sampled, range(4))}) == 5
 
 
-def test_a_reset_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reset_is_told_once_and_so_is_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Who asks why nothing hits any more finds the answer in the log."""
     core = Core()
     with caplog.at_level(logging.INFO, logger="pagoda"):
         core.call("reset_prefix_cache", True, True)
         core.weights.changed()
-        assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-            "the engine was reset, so its weights may have changed"
-        ]
+        assert [
+            record.getMessage().split(":")[0] for record in caplog.records
+        ] == ["the engine was reset, so its weights may have changed"]
         core.call("set_weight_version", "step-1")
         core.weights.changed()
         assert caplog.text.count("the engine was reset") == 2

@@ -1,4 +1,6 @@
-"""Events about host memory and disk: stored only after the commit, removed after the removal, over a real cache."""
+"""Events about host memory and disk: stored only after the commit, removed after the removal, over
+a real cache.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
@@ -39,7 +45,14 @@ from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet, LivePublisher
 from pagoda.keys import derive_keys
-from pagoda.kv_events.notes import BlockFacts, ChunkNote, Groups, packed, runs, unpacked
+from pagoda.kv_events.notes import (
+    BlockFacts,
+    ChunkNote,
+    Groups,
+    packed,
+    runs,
+    unpacked,
+)
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.kv_events.tier_difference import PIECE
 from pagoda.ledger import Busy, Outcome, Present, Reserved, admin
@@ -65,45 +78,80 @@ def cache(shm_root: Path) -> Iterator[Cache]:
 
 @pytest.fixture(autouse=True)
 def _hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
+    # whole ones, as requests have them
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     init_none_hash(sha256)
 
 
 class Engine:
-    """What the connector's halves do around the events: reserve for a request, commit; the rounds one by one."""
+    """What the connector's halves do around the events: reserve for a request, commit; the rounds
+    one by one.
+    """
 
-    def __init__(self, cache: Cache, keeps_notes: bool = True, groups: Groups = GROUPS) -> None:
+    def __init__(
+        self, cache: Cache, keeps_notes: bool = True, groups: Groups = GROUPS
+    ) -> None:
         assert cache.slots is not None
         self.cache = cache
         self.slots: HostSlots = cache.slots
-        self.outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+        self.outlet = EventOutlet(
+            KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        )
         self.form = VLLMEventForm(groups, BLOCK)
         self.root = self.slots.namespace()
         self.events = StoredEvents(
-            self.slots.ledgers, lambda: self.root, groups, self.form, self.outlet, keeps_notes
+            self.slots.ledgers,
+            lambda: self.root,
+            groups,
+            self.form,
+            self.outlet,
+            keeps_notes,
         )
 
     def reserved(
-        self, request: Request, first: int = 0, parts: int = 1, salt: str | None = None, group: int = 0
+        self,
+        request: Request,
+        first: int = 0,
+        parts: int = 1,
+        salt: str | None = None,
+        group: int = 0,
     ) -> list[ChunkRef]:
         keys = self.keys(request, salt, group)
         root = self.slots.namespace(salt=salt)
         outcomes = self.slots.reserve(
-            keys[first:], namespace=root, start=first, parent=keys[first - 1] if first else None, parts=parts
+            keys[first:],
+            namespace=root,
+            start=first,
+            parent=keys[first - 1] if first else None,
+            parts=parts,
         )
-        self.events.note(self.form.notes(request, root, group), root, self.root, first, outcomes)
+        self.events.note(
+            self.form.notes(request, root, group),
+            root,
+            self.root,
+            first,
+            outcomes,
+        )
         return copies(keys, outcomes, first)
 
-    def keys(self, request: Request, salt: str | None = None, group: int = 0) -> list[bytes]:
+    def keys(
+        self, request: Request, salt: str | None = None, group: int = 0
+    ) -> list[bytes]:
         names = request.block_hashes[BLOCKS - 1 :: BLOCKS]
         if group:
             names = [make_offload_key(name, group) for name in names]
         return derive_keys(names, self.slots.namespace(salt=salt))
 
-    def commit(self, done: Sequence[ChunkRef], part: int = 0, salt: str | None = None) -> None:
-        assert self.slots.commit({self.slots.namespace(salt=salt): done}, part) == [True] * len(done)
+    def commit(
+        self, done: Sequence[ChunkRef], part: int = 0, salt: str | None = None
+    ) -> None:
+        assert self.slots.commit(
+            {self.slots.namespace(salt=salt): done}, part
+        ) == [True] * len(done)
 
-    def stored(self, request: Request, salt: str | None = None, group: int = 0) -> list[ChunkRef]:
+    def stored(
+        self, request: Request, salt: str | None = None, group: int = 0
+    ) -> list[ChunkRef]:
         done = self.reserved(request, salt=salt, group=group)
         self.commit(done, salt=salt)
         return done
@@ -115,9 +163,13 @@ class Engine:
         return self.outlet.take()
 
 
-def copies(keys: Sequence[bytes], outcomes: Sequence[Outcome], first: int = 0) -> list[ChunkRef]:
+def copies(
+    keys: Sequence[bytes], outcomes: Sequence[Outcome], first: int = 0
+) -> list[ChunkRef]:
     return [
-        ChunkRef(item.key, n, keys[n - 1] if n else None, item.slot, item.generation)
+        ChunkRef(
+            item.key, n, keys[n - 1] if n else None, item.slot, item.generation
+        )
         for n, item in enumerate(outcomes, first)
         if isinstance(item, Reserved)
     ]
@@ -126,10 +178,19 @@ def copies(keys: Sequence[bytes], outcomes: Sequence[Outcome], first: int = 0) -
 def request_of(chunks: float, seed: int = 0, **options: object) -> Request:
     prompt = [seed * 1000 + n for n in range(int(chunks * CHUNK))]
     hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(f"request-{seed}", prompt, SamplingParams(), None, block_hasher=hasher, **options)
+    return Request(
+        f"request-{seed}",
+        prompt,
+        SamplingParams(),
+        None,
+        block_hasher=hasher,
+        **options,
+    )
 
 
-def run(request: Request, first: int = 0, stop: int | None = None, **fields: object) -> BlockStored:
+def run(
+    request: Request, first: int = 0, stop: int | None = None, **fields: object
+) -> BlockStored:
     """The event of chunks `first` to `stop` of a request."""
     begin = first * BLOCKS
     end = len(request.block_hashes) if stop is None else stop * BLOCKS
@@ -137,14 +198,23 @@ def run(request: Request, first: int = 0, stop: int | None = None, **fields: obj
         "block_hashes": list(request.block_hashes[begin:end]),
         "parent_block_hash": request.block_hashes[begin - 1] if begin else None,
         "token_ids": list(request.all_token_ids[begin * BLOCK : end * BLOCK]),
-        "block_size": BLOCK, "lora_id": None, "medium": "CPU", "lora_name": None, "extra_keys": None, "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention", "locality": "LOCAL", "session_id": None,
-    }  # fmt: skip
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "CPU",
+        "lora_name": None,
+        "extra_keys": None,
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+        "locality": "LOCAL",
+        "session_id": None,
+    }
     return BlockStored(**(told | fields))  # type: ignore[arg-type]
 
 
 def gone(*hashes: bytes, medium: str = "CPU") -> BlockRemoved:
-    return BlockRemoved(block_hashes=list(hashes), medium=medium, group_idx=0, locality="LOCAL")
+    return BlockRemoved(
+        block_hashes=list(hashes), medium=medium, group_idx=0, locality="LOCAL"
+    )
 
 
 def heard(events: Sequence[KVCacheEvent]) -> list[KVCacheEvent]:
@@ -174,7 +244,9 @@ def test_nothing_is_told_before_all_parts_are_committed(cache: Cache) -> None:
 def test_each_event_names_the_block_before_its_first_one(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, numbers: bool
 ) -> None:
-    """The last block of the chunk before: told by another event, gone, or never stored. The first chunk has none."""
+    """The last block of the chunk before: told by another event, gone, or never stored. The first
+    chunk has none.
+    """
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(numbers)))
     engine = Engine(cache)
     request = request_of(6)
@@ -185,11 +257,17 @@ def test_each_event_names_the_block_before_its_first_one(
     (first,) = engine.take()
     engine.commit(done[2:])
     (second,) = engine.take()
-    assert (first.parent_block_hash, second.parent_block_hash) == (None, names[2 * BLOCKS - 1])
+    assert (first.parent_block_hash, second.parent_block_hash) == (
+        None,
+        names[2 * BLOCKS - 1],
+    )
     admin.remove(engine.slots.ledgers["host"], [done[n].key for n in (0, 3)])
     engine.commit(engine.reserved(late, first=1))
     before = maybe_convert_block_hash(late.block_hashes[BLOCKS - 1])
-    told = {event.block_hashes[0]: event.parent_block_hash for event in Engine(cache).take()}
+    told = {
+        event.block_hashes[0]: event.parent_block_hash
+        for event in Engine(cache).take()
+    }
     assert told == {
         names[BLOCKS]: names[BLOCKS - 1],
         names[4 * BLOCKS]: names[4 * BLOCKS - 1],
@@ -197,7 +275,9 @@ def test_each_event_names_the_block_before_its_first_one(
     }
 
 
-def test_an_event_says_what_a_router_needs_to_hash_for_itself(cache: Cache) -> None:
+def test_an_event_says_what_a_router_needs_to_hash_for_itself(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     request = request_of(2, session_id="a session")
     engine.stored(request)
@@ -211,7 +291,9 @@ def test_an_event_says_what_a_router_needs_to_hash_for_itself(cache: Cache) -> N
     assert [list(keys) for keys in event.extra_keys] == [["an-adapter"]] * BLOCKS
 
 
-def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(cache: Cache) -> None:
+def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     request = request_of(2, 7, cache_salt="secret")
     engine.stored(request, salt="secret")
@@ -224,7 +306,11 @@ def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(cache: Cache) 
     assert later.take() == []
     root = later.slots.namespace(salt="secret")
     later.events.found(
-        later.form.notes(request, root), root, later.root, 0, later.keys(request, "secret")[:1]
+        later.form.notes(request, root),
+        root,
+        later.root,
+        0,
+        later.keys(request, "secret")[:1],
     )
     assert later.take() == [run(request, token_ids=[])]
 
@@ -233,9 +319,12 @@ def test_what_was_not_saved_in_the_end_is_never_told(cache: Cache) -> None:
     engine = Engine(cache)
     done = engine.reserved(request_of(4))
     assert engine.take() == []
-    engine.slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in done])
+    engine.slots.abort(
+        [Reserved(copy.key, copy.slot, copy.generation) for copy in done]
+    )
     assert engine.take() == []
-    again = engine.reserved(request_of(4, 1))  # the same slots, for another prompt
+    # the same slots, for another prompt
+    again = engine.reserved(request_of(4, 1))
     assert {copy.slot for copy in again} & {copy.slot for copy in done}
     engine.commit(again)
     assert engine.take() == [run(request_of(4, 1))]
@@ -249,7 +338,9 @@ def test_a_chunk_that_goes_while_its_note_is_read_is_not_told(
     engine.stored(request)
     read = engine.events._read
 
-    def evicted_meanwhile(notes: ChunkNotes, places: Sequence[tuple[int, bytes]]) -> list[ChunkNote | None]:
+    def evicted_meanwhile(
+        notes: ChunkNotes, places: Sequence[tuple[int, bytes]]
+    ) -> list[ChunkNote | None]:
         found = read(notes, places)
         cache.clear()
         return found
@@ -273,10 +364,14 @@ def test_what_is_gone_is_told_and_leaves_no_tokens(cache: Cache) -> None:
     request = request_of(3)
     other = request_of(2, 1)
     engine.stored(request)
-    engine.stored(other, salt="tenant")  # another namespace, whose tokens are not a secret here
+    # another namespace, whose tokens are not a secret here
+    engine.stored(other, salt="tenant")
     assert len(engine.take()) == 2
     notes = engine.slots.ledgers["host"].directory / "notes"
-    tokens = [np.array(each.all_token_ids[:CHUNK], np.int32).tobytes() for each in (request, other)]
+    tokens = [
+        np.array(each.all_token_ids[:CHUNK], np.int32).tobytes()
+        for each in (request, other)
+    ]
     assert all(each in notes.read_bytes() for each in tokens)
     cache.clear()
     assert engine.take()[-1] == gone(*request.block_hashes)
@@ -291,21 +386,35 @@ def test_a_slot_that_took_another_chunk_is_told_at_once(cache: Cache) -> None:
     first = [request_of(8, seed) for seed in range(8)]
     for request in first:
         engine.stored(request)
-    assert len([name for event in engine.take() for name in event.block_hashes]) == 64 * BLOCKS
+    assert (
+        len([name for event in engine.take() for name in event.block_hashes])
+        == 64 * BLOCKS
+    )
     engine.slots._ledger.columns.lease_until[:] = 0
     engine.stored(other := request_of(8, 100))  # evicts
     events = engine.take()
-    removed = {name for event in events if isinstance(event, BlockRemoved) for name in event.block_hashes}
+    removed = {
+        name
+        for event in events
+        if isinstance(event, BlockRemoved)
+        for name in event.block_hashes
+    }
     assert len(removed) == 8 * BLOCKS
     assert events[-1] == run(other)
     for request in first:
         match = engine.slots.match_prefix(engine.keys(request), 0, touch=False)
-        assert removed.isdisjoint(request.block_hashes[: len(match.slots) * BLOCKS])
-        assert removed.issuperset(request.block_hashes[len(match.slots) * BLOCKS :])
+        assert removed.isdisjoint(
+            request.block_hashes[: len(match.slots) * BLOCKS]
+        )
+        assert removed.issuperset(
+            request.block_hashes[len(match.slots) * BLOCKS :]
+        )
     assert engine.take() == []
 
 
-def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cache) -> None:
+def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     request = request_of(1)
     (old,) = engine.stored(request)
@@ -323,13 +432,16 @@ def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(cache: Cac
     tier.ledger.columns.generation[old.slot] = hidden
     for _ in range(2):
         tier.ledger.session.write(lambda _: None)
-        assert engine.take() == []  # stored the whole time, according to the events
+        # stored the whole time, according to the events
+        assert engine.take() == []
     assert not tier._before  # no more is remembered of it
     cache.clear()
     assert engine.take() == [gone(*request.block_hashes)]
 
 
-def test_what_was_there_before_this_engine_is_told_at_once_and_by_each(cache: Cache) -> None:
+def test_what_was_there_before_this_engine_is_told_at_once_and_by_each(
+    cache: Cache,
+) -> None:
     first = Engine(cache)
     request = request_of(3)
     first.stored(request)
@@ -354,18 +466,27 @@ def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
     assert all(isinstance(outcome, Present) for outcome in outcomes)
     engine.events.note(engine.form.notes(request, root), root, root, 0, outcomes)
     assert engine.take() == [run(request, 2, 3)]
-    assert Engine(cache).take() == [run(request)]  # a note was left for the next one
+    # a note was left for the next one
+    assert Engine(cache).take() == [run(request)]
 
 
-def test_what_another_engine_loads_is_told_once_that_one_has_noted_it(cache: Cache) -> None:
-    """From another machine: who loads it knows its tokens, and writes the note when it tells of it."""
+def test_what_another_engine_loads_is_told_once_that_one_has_noted_it(
+    cache: Cache,
+) -> None:
+    """From another machine: who loads it knows its tokens, and writes the note when it tells of
+    it.
+    """
     loads = Engine(cache)
     hears = Engine(cache)
     request = request_of(2)
     keys = loads.keys(request)
     root = loads.root
     loads.events.found(loads.form.notes(request, root), root, root, 0, keys)
-    loads.commit(copies(keys, loads.slots.reserve(keys, namespace=root, start=0, parent=None)))
+    loads.commit(
+        copies(
+            keys, loads.slots.reserve(keys, namespace=root, start=0, parent=None)
+        )
+    )
     assert hears.take() == []
     assert loads.take() == hears.take() == [run(request)]
     assert hears.take() == []
@@ -379,8 +500,17 @@ def test_what_nobody_notes_is_not_looked_for_without_end(
     asked = list[int]()
     keys = engine.keys(request)
     read = engine.events._read
-    engine.commit(copies(keys, engine.slots.reserve(keys, namespace=engine.root, start=0, parent=None)))
-    monkeypatch.setattr(engine.events, "_read", lambda *of: (asked.append(1), read(*of))[1])
+    engine.commit(
+        copies(
+            keys,
+            engine.slots.reserve(
+                keys, namespace=engine.root, start=0, parent=None
+            ),
+        )
+    )
+    monkeypatch.setattr(
+        engine.events, "_read", lambda *of: (asked.append(1), read(*of))[1]
+    )
     assert engine.take() == []
     assert asked
     engine.slots._ledger.columns.last_use[:2] -= 3_000_000_000
@@ -390,16 +520,22 @@ def test_what_nobody_notes_is_not_looked_for_without_end(
     assert not asked
 
 
-def test_what_was_told_after_a_restart_is_not_told_again_when_a_request_finds_it(cache: Cache) -> None:
+def test_what_was_told_after_a_restart_is_not_told_again_when_a_request_finds_it(
+    cache: Cache,
+) -> None:
     Engine(cache).stored(request := request_of(3))
     engine = Engine(cache)
     assert engine.take() == [run(request)]
     root = engine.slots.namespace()
-    engine.events.found(engine.form.notes(request, root), root, root, 0, engine.keys(request))
+    engine.events.found(
+        engine.form.notes(request, root), root, root, 0, engine.keys(request)
+    )
     assert engine.take() == []
 
 
-def test_after_a_burst_the_thread_leaves_the_interpreter_to_the_engine_unless_it_ends(cache: Cache) -> None:
+def test_after_a_burst_the_thread_leaves_the_interpreter_to_the_engine_unless_it_ends(
+    cache: Cache,
+) -> None:
     events = Engine(cache).events
     events._rested = time.thread_time() - 0.02
     began = time.monotonic()
@@ -412,7 +548,9 @@ def test_after_a_burst_the_thread_leaves_the_interpreter_to_the_engine_unless_it
     assert time.monotonic() - began < 100.0
 
 
-def test_all_is_told_again_after_the_engine_cleared_its_blocks(cache: Cache) -> None:
+def test_all_is_told_again_after_the_engine_cleared_its_blocks(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     request = request_of(2)
     engine.stored(request)
@@ -434,7 +572,8 @@ def test_other_weights_take_all_back(cache: Cache) -> None:
     assert engine.take() == [gone(*request.block_hashes)]
     engine.stored(request, salt="renewed")
     assert engine.take() == [run(request)]
-    assert Engine(cache).take() == [run(request)]  # an engine with the old weights
+    # an engine with the old weights
+    assert Engine(cache).take() == [run(request)]
 
 
 def test_what_is_noted_while_the_weights_change_is_not_told(cache: Cache) -> None:
@@ -458,7 +597,9 @@ def test_what_is_noted_while_the_weights_change_is_not_told(cache: Cache) -> Non
     assert engine.events._roots == {renewed}
 
 
-def test_what_the_engine_had_seen_of_other_weights_is_told_when_they_come(cache: Cache) -> None:
+def test_what_the_engine_had_seen_of_other_weights_is_told_when_they_come(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     theirs = Engine(cache)
     request = request_of(2)
@@ -472,18 +613,28 @@ def test_what_the_engine_had_seen_of_other_weights_is_told_when_they_come(cache:
     assert engine.take() == []
 
 
-def test_a_request_whose_hashes_are_not_known_yet_is_left_out(cache: Cache) -> None:
+def test_a_request_whose_hashes_are_not_known_yet_is_left_out(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     request = request_of(2)
     keys = [*engine.keys(request), bytes(32)]
     root = engine.slots.namespace()
     outcomes = engine.slots.reserve(keys, namespace=root, start=0, parent=None)
-    engine.events.note(engine.form.notes(request, root), root, root, 0, [*outcomes, Busy(bytes(32), 1)])
+    engine.events.note(
+        engine.form.notes(request, root),
+        root,
+        root,
+        0,
+        [*outcomes, Busy(bytes(32), 1)],
+    )
     engine.commit(copies(keys, outcomes))
     assert engine.take() == [run(request)]
 
 
-def test_the_disk_is_told_too_and_its_notes_outlive_host_memory(shm_root: Path, tmp_path: Path) -> None:
+def test_the_disk_is_told_too_and_its_notes_outlive_host_memory(
+    shm_root: Path, tmp_path: Path
+) -> None:
     request = request_of(3)
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(cache)
@@ -495,7 +646,12 @@ def test_the_disk_is_told_too_and_its_notes_outlive_host_memory(shm_root: Path, 
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(cache)
         assert engine.take() == [run(request, medium="STORAGE")]
-        assert cache.prefetch(None, keys=engine.keys(request)[:2]).result().stop_tokens == 2 * CHUNK
+        assert (
+            cache.prefetch(None, keys=engine.keys(request)[:2])
+            .result()
+            .stop_tokens
+            == 2 * CHUNK
+        )
         assert engine.take() == [run(request, 0, 2)]  # by the note of the disk
         cache.clear()
         assert engine.take() == [
@@ -535,7 +691,10 @@ def test_vllm_can_send_them_and_hashes_are_what_its_own_pool_sends(
     engine.commit(done[1:])
     events += engine.take()
     short = [int.from_bytes(each[-8:], "big") for each in request.block_hashes]
-    assert [each.block_hashes for each in events] == [short[:BLOCKS], short[BLOCKS:]]
+    assert [each.block_hashes for each in events] == [
+        short[:BLOCKS],
+        short[BLOCKS:],
+    ]
     assert events[1].parent_block_hash == short[BLOCKS - 1]
     cache.clear()
     events += engine.take()
@@ -544,7 +703,9 @@ def test_vllm_can_send_them_and_hashes_are_what_its_own_pool_sends(
     assert msgspec.msgpack.decode(sent, type=KVEventBatch).events == events
 
 
-def test_a_chunk_that_is_being_replaced_is_not_taken_for_the_next_one(cache: Cache) -> None:
+def test_a_chunk_that_is_being_replaced_is_not_taken_for_the_next_one(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     columns = cache.slots._ledger.columns
     told = list[KVCacheEvent]()
@@ -552,7 +713,9 @@ def test_a_chunk_that_is_being_replaced_is_not_taken_for_the_next_one(cache: Cac
     published = columns.cells[0]
 
     class Seen:
-        """The column of generations; a round runs right after each change, as it may in another process."""
+        """The column of generations; a round runs right after each change, as it may in another
+        process.
+        """
 
         def __setitem__(self, slot: int, generation: int) -> None:
             published[slot] = generation
@@ -589,21 +752,33 @@ def test_what_is_gone_is_told_before_all_that_is_new_was_told(
 def test_a_large_clear_of_one_tier_keeps_no_other_waiting(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._GONE_PIECE", 2)
     request = request_of(8)
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(cache)
         engine.stored(request)
         assert cache.flush(10.0)
-        assert sum(len(event.block_hashes) for _ in range(4) for event in engine.take()) == 2 * 8 * BLOCKS
+        assert (
+            sum(
+                len(event.block_hashes)
+                for _ in range(4)
+                for event in engine.take()
+            )
+            == 2 * 8 * BLOCKS
+        )
         admin.clear(engine.slots.ledgers["host"])
         admin.remove(engine.slots.ledgers["disk"], engine.keys(request)[7:])
         first, second = engine.take()
         assert (first.medium, len(first.block_hashes)) == ("CPU", 2 * BLOCKS)
-        assert second == gone(*request.block_hashes[7 * BLOCKS :], medium="STORAGE")
+        assert second == gone(
+            *request.block_hashes[7 * BLOCKS :], medium="STORAGE"
+        )
         rest = [event for _ in range(5) for event in engine.take()]
-        assert [(event.medium, len(event.block_hashes)) for event in rest] == [("CPU", 2 * BLOCKS)] * 3
+        assert [(event.medium, len(event.block_hashes)) for event in rest] == [
+            ("CPU", 2 * BLOCKS)
+        ] * 3
 
 
 def test_what_is_stored_again_during_a_large_clear_stays_told(
@@ -615,7 +790,8 @@ def test_what_is_stored_again_during_a_large_clear_stays_told(
     again = request_of(1)
     engine.stored(request)
     assert engine.take() == [run(request)]
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._GONE_PIECE", 1)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", 1)
     monkeypatch.setattr(
@@ -631,7 +807,11 @@ def test_what_is_stored_again_during_a_large_clear_stays_told(
     for _ in range(20):
         events = engine.take()
         for event in events:
-            change = held.update if isinstance(event, BlockStored) else held.difference_update
+            change = (
+                held.update
+                if isinstance(event, BlockStored)
+                else held.difference_update
+            )
             change(event.block_hashes)
     assert not events
     assert held == {*again.block_hashes, *request_of(1, 1).block_hashes}
@@ -645,12 +825,21 @@ def test_weights_that_change_during_a_large_clear_take_back_the_rest(
     request = request_of(8)
     done = engine.stored(request)
     assert engine.take() == [run(request)]
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._GONE_PIECE", 1)
-    admin.remove(engine.slots.ledgers["host"], [copy.key for copy in done if copy.slot in (3, 5)])
+    admin.remove(
+        engine.slots.ledgers["host"],
+        [copy.key for copy in done if copy.slot in (3, 5)],
+    )
     assert [len(event.block_hashes) for event in engine.take()] == [BLOCKS]
     engine.root = engine.slots.namespace(salt="renewed")
-    told = [name for _ in range(20) for event in engine.take() for name in event.block_hashes]
+    told = [
+        name
+        for _ in range(20)
+        for event in engine.take()
+        for name in event.block_hashes
+    ]
     assert len(set(told)) == len(told) == 7 * BLOCKS
 
 
@@ -658,7 +847,8 @@ def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_k
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process has published the new generation, and the new key a moment later."""
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     monkeypatch.setattr("pagoda.kv_events.tier_difference.PIECE", 8)
     engine = Engine(cache)
     request = request_of(12)
@@ -669,10 +859,13 @@ def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_k
     key = columns.key_of(slot)
     columns.last_use[slot] = NOT_READY
     columns.generation[slot] = 1000
-    engine.slots.ledgers["host"].session.write(lambda _: None)  # as whoever publishes does
+    # as whoever publishes does
+    engine.slots.ledgers["host"].session.write(lambda _: None)
     read = engine.events._read
 
-    def completed_meanwhile(notes: ChunkNotes, places: Sequence[tuple[int, bytes]]) -> list[ChunkNote | None]:
+    def completed_meanwhile(
+        notes: ChunkNotes, places: Sequence[tuple[int, bytes]]
+    ) -> list[ChunkNote | None]:
         found = read(notes, places)
         columns.keys[slot] += np.uint64(1)
         columns.last_use[slot] = 1
@@ -690,7 +883,9 @@ def test_what_the_outlet_did_not_take_is_told_once_it_does(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"_ROUND": 0.01, "_RETELL": 0.02}.items():
-        monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
+        monkeypatch.setattr(
+            f"pagoda.kv_events.stored_events.{name}_SECONDS", value
+        )
     engine = Engine(cache)
     first = request_of(3)
     second = request_of(2, 1)
@@ -714,7 +909,11 @@ def test_what_the_outlet_did_not_take_is_told_once_it_does(
         send(events)
 
     monkeypatch.setattr(engine.outlet, "send", sends)
-    monkeypatch.setattr(engine.outlet, "report_all", lambda: map(engine.outlet.send, [[AllBlocksCleared()]]))
+    monkeypatch.setattr(
+        engine.outlet,
+        "report_all",
+        lambda: map(engine.outlet.send, [[AllBlocksCleared()]]),
+    )
     engine.events.start()
     cache.clear()  # of which the first event is lost
     until = time.monotonic() + 20.0
@@ -816,13 +1015,18 @@ def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
     told: list[object] = []
     while events := again.take():
         told += [name for event in events for name in event.block_hashes]
-    assert told == [name for request in reversed(requests) for name in run(request).block_hashes]
+    assert told == [
+        name
+        for request in reversed(requests)
+        for name in run(request).block_hashes
+    ]
 
 
 def test_what_is_used_meanwhile_does_not_wait_for_all_that_was_chosen_before(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+    # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     monkeypatch.setattr("pagoda.kv_events.tier_difference._CHOSEN_SECONDS", -1.0)
     engine = Engine(cache)
     new = request_of(2, 9)
@@ -844,9 +1048,17 @@ def test_a_note_of_another_version_silences_no_other_chunk(cache: Cache) -> None
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("root", b"odd"), ("hashes", b""), ("hashes", b"short" * BLOCKS), ("tokens", b"odd")]
+    ("field", "value"),
+    [
+        ("root", b"odd"),
+        ("hashes", b""),
+        ("hashes", b"short" * BLOCKS),
+        ("tokens", b"odd"),
+    ],
 )
-def test_a_note_of_odd_sizes_silences_no_other_chunk(cache: Cache, field: str, value: bytes) -> None:
+def test_a_note_of_odd_sizes_silences_no_other_chunk(
+    cache: Cache, field: str, value: bytes
+) -> None:
     engine = Engine(cache)
     request = request_of(3)
     done = engine.stored(request)
@@ -859,7 +1071,9 @@ def test_a_note_of_odd_sizes_silences_no_other_chunk(cache: Cache, field: str, v
     assert Engine(cache).take() == [run(request, 0, 1), run(request, 2, 3)]
 
 
-def test_so_many_notes_are_remembered_and_no_more(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_notes_are_remembered_and_no_more(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of chunks that wait for their turn are beside the tier by then."""
     monkeypatch.setattr("pagoda.kv_events.stored_events._REMEMBERED", 5)
     engine = Engine(cache)
@@ -870,14 +1084,17 @@ def test_so_many_notes_are_remembered_and_no_more(cache: Cache, monkeypatch: pyt
     assert len(events._fresh) == 5
     assert events._told_of == events._fresh.keys()
     told = [name for event in engine.take() for name in event.block_hashes]
-    assert sorted(told) == sorted(name for request in requests for name in request.block_hashes)
+    assert sorted(told) == sorted(
+        name for request in requests for name in request.block_hashes
+    )
 
 
 def test_only_the_note_of_the_same_chunk_is_erased(tmp_path: Path) -> None:
     notes = ChunkNotes(tmp_path)
     (one, other) = (bytes([n]) * 32 for n in (1, 2))
     notes.write([(3, one, b"a note"), (5, other, b"another")])
-    notes.erase([(3, other), (4, one), (5, other)])  # of which the first slot has taken another chunk since
+    # of which the first slot has taken another chunk since
+    notes.erase([(3, other), (4, one), (5, other)])
     assert notes.read([(3, one), (5, other)]) == [b"a note", None]
     assert list(notes.places()) == [(3, one)]
 
@@ -902,10 +1119,15 @@ def test_a_clear_while_a_note_is_copied_leaves_no_tokens(
 
     monkeypatch.setattr(engine.events, "_notes_elsewhere", cleared_meanwhile)
     assert engine.take() == []
-    assert np.array(request.all_token_ids[:CHUNK], np.int32).tobytes() not in notes.read_bytes()
+    assert (
+        np.array(request.all_token_ids[:CHUNK], np.int32).tobytes()
+        not in notes.read_bytes()
+    )
 
 
-def test_slots_of_tenants_that_came_and_went_are_told_of_the_one_that_comes(cache: Cache) -> None:
+def test_slots_of_tenants_that_came_and_went_are_told_of_the_one_that_comes(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     theirs = Engine(cache)
     for turn in range(40):
@@ -916,7 +1138,13 @@ def test_slots_of_tenants_that_came_and_went_are_told_of_the_one_that_comes(cach
     theirs.stored(last := request_of(2, 9), salt="tenant")
     assert engine.take() == []
     root = engine.slots.namespace(salt="tenant")
-    engine.events.found(engine.form.notes(last, root), root, engine.root, 0, engine.keys(last, "tenant")[:1])
+    engine.events.found(
+        engine.form.notes(last, root),
+        root,
+        engine.root,
+        0,
+        engine.keys(last, "tenant")[:1],
+    )
     assert engine.take() == [run(last)]
     assert engine.take() == []
 
@@ -926,12 +1154,16 @@ def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(
 ) -> None:
     engine = Engine(cache)
     port = free_port()
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}")
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}"
+    )
     engine.events._outlet = EventOutlet(config)
-    publisher = EventPublisherFactory.create(config)  # as vLLM's scheduler does after the connector
+    # as vLLM's scheduler does after the connector
+    publisher = EventPublisherFactory.create(config)
     assert isinstance(publisher, LivePublisher)
     newcomers = publisher.newcomers
-    monkeypatch.setattr(publisher, "newcomers", lambda: newcomers() or True)  # at any time
+    # at any time
+    monkeypatch.setattr(publisher, "newcomers", lambda: newcomers() or True)
     with zmq.Context.instance().socket(zmq.SUB) as heard:
         heard.setsockopt(zmq.SUBSCRIBE, b"")
         heard.connect(f"tcp://127.0.0.1:{port}")
@@ -940,8 +1172,12 @@ def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(
         cleared = 0
         while cleared < 2:
             assert heard.poll(1000 * max(0.0, until - time.monotonic()))
-            batch = msgspec.msgpack.decode(heard.recv_multipart()[2], type=KVEventBatch)
-            cleared += sum(isinstance(event, AllBlocksCleared) for event in batch.events)
+            batch = msgspec.msgpack.decode(
+                heard.recv_multipart()[2], type=KVEventBatch
+            )
+            cleared += sum(
+                isinstance(event, AllBlocksCleared) for event in batch.events
+            )
     monkeypatch.undo()
     publisher.shutdown()
     engine.events.close()
@@ -953,8 +1189,11 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
 ) -> None:
     """Each that comes makes all routers begin again: the last chunks must be told all the same."""
     for name, value in {"_ROUND": 0.02, "_PAUSE": 0.02, "_RETELL": 0.05}.items():
-        monkeypatch.setattr(f"pagoda.kv_events.stored_events.{name}_SECONDS", value)
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # a piece a round
+        monkeypatch.setattr(
+            f"pagoda.kv_events.stored_events.{name}_SECONDS", value
+        )
+    # a piece a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     engine = Engine(cache)
     requests = [request_of(8, seed) for seed in range(7)]
     for request in requests:
@@ -964,7 +1203,9 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     times = 0
     outlet = engine.events._outlet
     monkeypatch.setattr(outlet, "newcomers", lambda: True)
-    monkeypatch.setattr(outlet, "report_all", lambda: iter([outlet.send([AllBlocksCleared()])]))
+    monkeypatch.setattr(
+        outlet, "report_all", lambda: iter([outlet.send([AllBlocksCleared()])])
+    )
     engine.events.start()
     until = time.monotonic() + 20.0
     while time.monotonic() < until and (most < 56 * BLOCKS or times < 3):
@@ -988,11 +1229,17 @@ def test_the_tiers_are_told_again_when_the_engine_says_that_all_is_cleared(
     engine = Engine(cache)
     request = request_of(3)
     told = list[KVCacheEvent]()
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=f"tcp://*:{free_port()}",
+    )
     engine.events._outlet = EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
     assert isinstance(publisher, LivePublisher)
-    monkeypatch.setattr(publisher, "send", lambda events: told.extend(heard(events)))
+    monkeypatch.setattr(
+        publisher, "send", lambda events: told.extend(heard(events))
+    )
     engine.stored(request)
     engine.events.start()
     until = time.monotonic() + 20.0
@@ -1006,11 +1253,15 @@ def test_the_tiers_are_told_again_when_the_engine_says_that_all_is_cleared(
 
 
 def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
-    """A busy router connects, and subscribes much later: until then a publisher drops what it sends."""
+    """A busy router connects, and subscribes much later: until then a publisher drops what it
+    sends.
+    """
     engine = Engine(cache)
     request = request_of(3)
     port = free_port()
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}")
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}"
+    )
     engine.events._outlet = EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
     engine.events.start()
@@ -1024,10 +1275,17 @@ def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
             router.setsockopt(zmq.SUBSCRIBE, b"")
             until = time.monotonic() + 20.0
             while heard != wanted:
-                assert router.poll(1000 * max(0.0, until - time.monotonic())), "not told"
-                batch = msgspec.msgpack.decode(router.recv_multipart()[2], type=KVEventBatch)
+                assert router.poll(1000 * max(0.0, until - time.monotonic())), (
+                    "not told"
+                )
+                batch = msgspec.msgpack.decode(
+                    router.recv_multipart()[2], type=KVEventBatch
+                )
                 heard |= {
-                    name for one in batch.events if isinstance(one, BlockStored) for name in one.block_hashes
+                    name
+                    for one in batch.events
+                    if isinstance(one, BlockStored)
+                    for name in one.block_hashes
                 }
             router.setsockopt(zmq.UNSUBSCRIBE, b"")
             heard.clear()
@@ -1036,10 +1294,14 @@ def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
 
 
 def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
-    """Block by block, of what is left of the events that passed, with numbers that rise over a restart."""
+    """Block by block, of what is left of the events that passed, with numbers that rise over a
+    restart.
+    """
     numbers = []
     all_told = []
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="inproc://")
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint="inproc://"
+    )
     for _ in range(2):
         config.endpoint = f"tcp://*:{free_port()}"
         EventOutlet(config)
@@ -1054,12 +1316,25 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
                 time.sleep(0.01)
             extra = [("an adapter",), None, ("an image", 2), None]
             one, other = (
-                run(request_of(1, seed), medium="GPU", locality=None, extra_keys=extra) for seed in (1, 2)
+                run(
+                    request_of(1, seed),
+                    medium="GPU",
+                    locality=None,
+                    extra_keys=extra,
+                )
+                for seed in (1, 2)
             )
             names = one.block_hashes
-            for events in ([AllBlocksCleared()], [other], [AllBlocksCleared()], [one]):
+            for events in (
+                [AllBlocksCleared()],
+                [other],
+                [AllBlocksCleared()],
+                [one],
+            ):
                 publisher.publish(KVEventBatch(ts=1.0, events=events))
-            removed = BlockRemoved(block_hashes=names[2:], medium="GPU", group_idx=0)
+            removed = BlockRemoved(
+                block_hashes=names[2:], medium="GPU", group_idx=0
+            )
             publisher.publish(KVEventBatch(ts=1.0, events=[removed]))
             assert publisher.cleared == 2
             assert list(publisher.report_all()) == [None]  # one piece
@@ -1071,9 +1346,14 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
                 told += msgspec.msgpack.decode(batch, type=KVEventBatch).events
         publisher.shutdown()
         assert isinstance(told[5], AllBlocksCleared)
-        assert [event.block_hashes for event in told[6:]] == [[name] for name in names[:2]]
+        assert [event.block_hashes for event in told[6:]] == [
+            [name] for name in names[:2]
+        ]
         assert [event.parent_block_hash for event in told[6:]] == [None, names[0]]
-        assert [list(event.extra_keys) for event in told[6:]] == [[("an adapter",)], [None]]
+        assert [list(event.extra_keys) for event in told[6:]] == [
+            [("an adapter",)],
+            [None],
+        ]
         assert [list(event.token_ids) for event in told[6:]] == [
             list(range(at, at + 4)) for at in (1000, 1004)
         ]
@@ -1081,13 +1361,19 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
     assert numbers == sorted(set(numbers))
 
 
-def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart() -> None:
-    """The first chunk by a request of text alone, or in a session, the others by one with an image behind it."""
+def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart() -> (
+    None
+):
+    """The first chunk by a request of text alone, or in a session, the others by one with an image
+    behind it.
+    """
     groups = {0: BlockFacts(CHUNK, BLOCK, "full_attention")}
     root = bytes(32)
     form = VLLMEventForm(groups, BLOCK)
     place = PlaceholderRange(offset=CHUNK + 2, length=BLOCK)
-    image = MultiModalFeatureSpec(data=None, modality="image", identifier="an image", mm_position=place)
+    image = MultiModalFeatureSpec(
+        data=None, modality="image", identifier="an image", mm_position=place
+    )
     whole = request_of(3, mm_features=[image])
     first, second = map(form.notes(request_of(2), root), range(2))
     of_session = form.notes(request_of(1, session_id="a session"), root)(0)
@@ -1098,16 +1384,23 @@ def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart
     assert first_of_whole
     assert all(others)
     for notes in ([first, *others], [of_session, second]):
-        told = [len(form.stored(run, "CPU").block_hashes) for run in runs(notes, groups)]
+        told = [
+            len(form.stored(run, "CPU").block_hashes)
+            for run in runs(notes, groups)
+        ]
         assert told == [BLOCKS, (len(notes) - 1) * BLOCKS]
     (only,) = runs([first_of_whole, *others], groups)
     event = form.stored(only, "CPU")
     keys = [each and [tuple(key) for key in each] for each in event.extra_keys]
-    assert keys == [None] * BLOCKS + [[("an image", 2)], [("an image", -2)]] + [None] * (2 * BLOCKS - 2)
+    assert keys == [None] * BLOCKS + [[("an image", 2)], [("an image", -2)]] + [
+        None
+    ] * (2 * BLOCKS - 2)
 
 
 @pytest.mark.parametrize("numbers", ["0", "1"])
-def test_blocks_are_named_as_vllm_names_them(monkeypatch: pytest.MonkeyPatch, numbers: str) -> None:
+def test_blocks_are_named_as_vllm_names_them(
+    monkeypatch: pytest.MonkeyPatch, numbers: str
+) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
     form = VLLMEventForm(GROUPS, BLOCK)
     request = request_of(2)
@@ -1117,7 +1410,10 @@ def test_blocks_are_named_as_vllm_names_them(monkeypatch: pytest.MonkeyPatch, nu
     event = form.stored([note], "CPU")
     assert event.block_hashes == names[BLOCKS:]
     assert event.parent_block_hash == names[BLOCKS - 1]
-    assert form.removed([note.hashes, note.hashes], "CPU", 0).block_hashes == names[BLOCKS:] * 2
+    assert (
+        form.removed([note.hashes, note.hashes], "CPU", 0).block_hashes
+        == names[BLOCKS:] * 2
+    )
     assert form.removed([], "CPU", 0).block_hashes == []
 
 
@@ -1125,7 +1421,8 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A router that comes makes it tell everything, which takes a large engine seconds."""
-    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)  # one piece a round
+    # one piece a round
+    monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     monkeypatch.setattr("pagoda.connectors.vllm.event_publisher._PIECE", 2)
     engine = Engine(cache)
     request = request_of(1)
@@ -1137,7 +1434,11 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
     assert isinstance(publisher, LivePublisher)
     told: list[object] = []
     send = publisher.send
-    monkeypatch.setattr(publisher, "send", lambda events: (told.extend(heard(events)), send(events)))
+    monkeypatch.setattr(
+        publisher,
+        "send",
+        lambda events: (told.extend(heard(events)), send(events)),
+    )
     device = run(request_of(2, 1), medium="GPU", locality=None)
     publisher.publish(KVEventBatch(ts=1.0, events=[device]))
     engine.stored(request)
@@ -1151,7 +1452,9 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
         rounds += 1
         assert rounds < 100
     publisher.shutdown()
-    names = [event.block_hashes for event in told if isinstance(event, BlockStored)]
+    names = [
+        event.block_hashes for event in told if isinstance(event, BlockStored)
+    ]
     assert names == [[name] for name in device.block_hashes]
     assert told.index(gone(*request.block_hashes)) == 4
 
@@ -1159,15 +1462,22 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
 def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
     shm_root: Path, tmp_path: Path
 ) -> None:
-    """On the disk those of full attention alone: Dynamo reads no groups there, and the hashes are the same."""
-    kinds = {0: ("full_attention", None), 2: ("sliding_window", 6), 3: ("mamba", None)}
+    """On the disk those of full attention alone: Dynamo reads no groups there, and the hashes are
+    the same.
+    """
+    kinds = {
+        0: ("full_attention", None),
+        2: ("sliding_window", 6),
+        3: ("mamba", None),
+    }
     with cache_at(shm_root, tmp_path) as cache:
         engine = Engine(cache, groups=HYBRID)
         request = request_of(3)
         for group in HYBRID:
             engine.stored(request, group=group)
         assert cache.flush(10.0)
-        for each in (engine, Engine(cache, groups=HYBRID)):  # the second one after a restart
+        # the second one after a restart
+        for each in (engine, Engine(cache, groups=HYBRID)):
             told: list[KVCacheEvent] = []
             until = time.monotonic() + 20.0
             while sum(len(event.block_hashes) for event in told) < 4 * 3 * BLOCKS:
@@ -1178,8 +1488,16 @@ def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
             assert {(event.medium, event.group_idx) for event in told} == places
             for medium, group in places:
                 kind, window = kinds[group]
-                mine = [one for one in told if (one.medium, one.group_idx) == (medium, group)]
-                what = {"medium": medium, "group_idx": group, "kv_cache_spec_kind": kind}
+                mine = [
+                    one
+                    for one in told
+                    if (one.medium, one.group_idx) == (medium, group)
+                ]
+                what = {
+                    "medium": medium,
+                    "group_idx": group,
+                    "kv_cache_spec_kind": kind,
+                }
                 what |= {"kv_cache_spec_sliding_window": window}
                 names = [name for one in mine for name in one.block_hashes]
                 assert names == run(request).block_hashes
@@ -1187,12 +1505,16 @@ def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
                 assert mine[0] == run(request, 0, first, **what)
 
 
-def test_a_window_that_is_evicted_takes_no_credit_of_full_attention_away(cache: Cache) -> None:
+def test_a_window_that_is_evicted_takes_no_credit_of_full_attention_away(
+    cache: Cache,
+) -> None:
     engine = Engine(cache, groups=HYBRID)
     request = request_of(2)
     full, window = (engine.stored(request, group=group) for group in (0, 2))
     assert {event.group_idx for event in engine.take()} == {0, 2}
-    admin.remove(engine.slots.ledgers["host"], [copy.key for copy in (window[1], full[1])])
+    admin.remove(
+        engine.slots.ledgers["host"], [copy.key for copy in (window[1], full[1])]
+    )
     last = request.block_hashes[BLOCKS:]
     assert sorted(engine.take(), key=lambda event: event.group_idx) == [
         gone(*last),
@@ -1200,8 +1522,12 @@ def test_a_window_that_is_evicted_takes_no_credit_of_full_attention_away(cache: 
     ]
 
 
-def test_a_window_that_goes_on_where_full_attention_ends_is_no_credit_of_full_attention(cache: Cache) -> None:
-    """The hashes are the same, so a window's chunk may have a chunk of full attention as its parent by name."""
+def test_a_window_that_goes_on_where_full_attention_ends_is_no_credit_of_full_attention(
+    cache: Cache,
+) -> None:
+    """The hashes are the same, so a window's chunk may have a chunk of full attention as its parent
+    by name.
+    """
     engine = Engine(cache, groups=HYBRID)
     request = request_of(2)
     engine.stored(request_of(1))
@@ -1230,7 +1556,11 @@ def test_a_block_of_several_hashes_is_named_by_the_last(cache: Cache) -> None:
     (only,) = runs([note for note in notes if note], groups)
     event = form.stored(only, "CPU")
     assert event.block_hashes == request.block_hashes[BLOCKS - 1 :: BLOCKS]
-    assert (event.block_size, event.group_idx, event.parent_block_hash) == (CHUNK, 1, None)
+    assert (event.block_size, event.group_idx, event.parent_block_hash) == (
+        CHUNK,
+        1,
+        None,
+    )
     second = notes[1]
     assert second is not None
     assert second.parent == request.block_hashes[BLOCKS - 1]
@@ -1253,16 +1583,32 @@ def test_a_long_chunk_has_a_note_too() -> None:
             unpacked(odd)
 
 
-def test_a_newcomer_is_told_the_blocks_of_each_group_of_the_engines_own_memory() -> None:
-    """Groups have the same hashes; of windows and states vLLM leaves blocks out of an event, and not their tokens."""
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+def test_a_newcomer_is_told_the_blocks_of_each_group_of_the_engines_own_memory() -> (
+    None
+):
+    """Groups have the same hashes; of windows and states vLLM leaves blocks out of an event, and
+    not their tokens.
+    """
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=f"tcp://*:{free_port()}",
+    )
     EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
     assert isinstance(publisher, LivePublisher)
     full = run(request_of(1), medium="GPU", locality=None)
-    state = run(request_of(1), medium="GPU", group_idx=1, kv_cache_spec_kind="mamba", locality=None)
+    state = run(
+        request_of(1),
+        medium="GPU",
+        group_idx=1,
+        kv_cache_spec_kind="mamba",
+        locality=None,
+    )
     state = msgspec.structs.replace(state, block_hashes=state.block_hashes[1:3])
-    removed = BlockRemoved(block_hashes=state.block_hashes[:1], medium="GPU", group_idx=1)
+    removed = BlockRemoved(
+        block_hashes=state.block_hashes[:1], medium="GPU", group_idx=1
+    )
     for event in (full, state, removed):
         publisher.publish(KVEventBatch(ts=1.0, events=[event]))
     told: list[KVCacheEvent] = []
@@ -1295,12 +1641,22 @@ def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:
         publisher.shutdown()
 
 
-def test_an_engine_that_has_ended_leaves_nothing_of_its_memory_to_the_process() -> None:
+def test_an_engine_that_has_ended_leaves_nothing_of_its_memory_to_the_process() -> (
+    None
+):
     """What a publisher remembers of a large engine's blocks is hundreds of MiB of token ids."""
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=f"tcp://*:{free_port()}",
+    )
     outlet = EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
-    publisher.publish(KVEventBatch(ts=1.0, events=[run(request_of(2), medium="GPU", locality=None)]))
+    publisher.publish(
+        KVEventBatch(
+            ts=1.0, events=[run(request_of(2), medium="GPU", locality=None)]
+        )
+    )
     publisher.shutdown()
     left = weakref.ref(publisher)
     del outlet, publisher
@@ -1308,11 +1664,18 @@ def test_an_engine_that_has_ended_leaves_nothing_of_its_memory_to_the_process() 
     assert left() is None
 
 
-@pytest.mark.parametrize(("rows", "pieces"), [(1 << 16, False), (7, False), (7, True)])
+@pytest.mark.parametrize(
+    ("rows", "pieces"), [(1 << 16, False), (7, False), (7, True)]
+)
 def test_random_stores_and_evictions_leave_a_router_with_the_truth(
-    shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, pieces: bool
+    shm_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    pieces: bool,
 ) -> None:
-    monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", rows)  # looked at at once
+    # looked at at once
+    monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", rows)
     if pieces:
         monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
         monkeypatch.setattr("pagoda.kv_events.tier_difference._GONE_PIECE", 2)
@@ -1339,7 +1702,12 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(
             if turn % 3:
                 engine.commit(done)
             else:
-                engine.slots.abort([Reserved(copy.key, copy.slot, copy.generation) for copy in done])
+                engine.slots.abort(
+                    [
+                        Reserved(copy.key, copy.slot, copy.generation)
+                        for copy in done
+                    ]
+                )
             if turn % 100 == 50:
                 cache.clear()
             if turn % 50 == 25:
@@ -1350,7 +1718,9 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(
             hear(engine.outlet.take())
         hear(engine.outlet.take())
         for name, medium in (("host", "CPU"), ("disk", "STORAGE")):
-            there = {row.key for row in admin.list_chunks(engine.slots.ledgers[name])}
+            there = {
+                row.key for row in admin.list_chunks(engine.slots.ledgers[name])
+            }
             named = {
                 key: set(request.block_hashes[n * BLOCKS : (n + 1) * BLOCKS])
                 for request in requests
@@ -1363,7 +1733,11 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(
 
 def test_strangers_cost_the_engine_s_process_nothing() -> None:
     """vLLM listens in all networks: a long subscription is refused, and connections are few."""
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{free_port()}")
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        publisher="zmq",
+        endpoint=f"tcp://*:{free_port()}",
+    )
     EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
     port = int(config.endpoint.rpartition(":")[2])
@@ -1379,11 +1753,16 @@ def test_strangers_cost_the_engine_s_process_nothing() -> None:
     try:
         with contextlib.ExitStack() as stack:
             several = [
-                stack.enter_context(socket.create_connection(("127.0.0.1", port), 10.0)) for _ in range(40)
+                stack.enter_context(
+                    socket.create_connection(("127.0.0.1", port), 10.0)
+                )
+                for _ in range(40)
             ]
             assert is_ended(several[0])  # for the last
             length = (4 << 20).to_bytes(8, "big")
-            several[-1].sendall(greeting + ready + b"\x02" + length + b"\x01" + bytes(60_000))
+            several[-1].sendall(
+                greeting + ready + b"\x02" + length + b"\x01" + bytes(60_000)
+            )
             assert is_ended(several[-1])
     finally:
         publisher.shutdown()

@@ -1,4 +1,6 @@
-"""`pagoda explain --url` beside vLLM's own server: it names the token in which a prompt differs from a stored one."""
+"""`pagoda explain --url` beside vLLM's own server: it names the token in which a prompt differs
+from a stored one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from tests.vllm.test_server import Server
 
 _CHUNKS = 9
 _TOKENS = _CHUNKS * CHUNK + 3
-_PLANTED = (0, 1, CHUNK - 1, CHUNK, 100, 200, 5 * CHUNK - 1, 5 * CHUNK, 7 * CHUNK + 1, _CHUNKS * CHUNK - 1)
+_PLANTED = (
+    0,
+    1,
+    CHUNK - 1,
+    CHUNK,
+    100,
+    200,
+    5 * CHUNK - 1,
+    5 * CHUNK,
+    7 * CHUNK + 1,
+    _CHUNKS * CHUNK - 1,
+)
 _TEMPLATE = "{% for one in messages %}{{ one['content'] }} {% endfor %}t5"
 
 
@@ -32,26 +45,46 @@ def own(session_shm: Path, tmp_path: Path) -> Tiers:
 @pytest.fixture
 def server(llama: Path, logs: Path, own: Tiers) -> Iterator[Server]:
     """A server with a chat template, on tiers of its own."""
-    one = Server(logs / "explained.log", options(llama, chat_template=_TEMPLATE), own)
+    one = Server(
+        logs / "explained.log", options(llama, chat_template=_TEMPLATE), own
+    )
     yield one
     one.kill()
 
 
-def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: Path) -> None:
-    """Text, chat and a tenant's prompt that vLLM stored, each beside prompts that share its beginning."""
+def test_the_token_that_differs_is_named(
+    server: Server, own: Tiers, tmp_path: Path
+) -> None:
+    """Text, chat and a tenant's prompt that vLLM stored, each beside prompts that share its
+    beginning.
+    """
     stored = plain_prompt(7000, _TOKENS)
     told = plain_prompt(7001, 4 * CHUNK + 1)
     server.wait_up()
     _ask(server, "/v1/completions", prompt=words(stored))
     # shares two chunks and a half with it: not the nearest of most
-    _ask(server, "/v1/completions", prompt=words([*stored[: 2 * CHUNK + 30], *plain_prompt(7002, 3 * CHUNK)]))
+    _ask(
+        server,
+        "/v1/completions",
+        prompt=words([*stored[: 2 * CHUNK + 30], *plain_prompt(7002, 3 * CHUNK)]),
+    )
     stores.wait_ready(own.host, _CHUNKS + 3)
-    _ask(server, "/v1/chat/completions", messages=[{"role": "user", "content": words(told)}])
+    _ask(
+        server,
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": words(told)}],
+    )
     stores.wait_ready(own.host, _CHUNKS + 3 + 4)
     stores.wait_until(lambda: _logged(own.host) == 3, "three logged prompts")
 
-    named = [_explain(server, own, "--text", words(_changed(stored, at))) for at in _PLANTED]
-    right = [near["token"] == at for near, at in zip((_near(one) for one in named), _PLANTED, strict=True)]
+    named = [
+        _explain(server, own, "--text", words(_changed(stored, at)))
+        for at in _PLANTED
+    ]
+    right = [
+        near["token"] == at
+        for near, at in zip((_near(one) for one in named), _PLANTED, strict=True)
+    ]
     print(f"the planted token was named {sum(right)} of {len(_PLANTED)} times")
     assert all(right), named
     for said, at in zip(named, _PLANTED, strict=True):
@@ -66,11 +99,18 @@ def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: P
         assert _near(said)["tiers"][0] == "host"
 
     chat = tmp_path / "messages.json"
-    chat.write_text(json.dumps([{"role": "user", "content": words(_changed(told, 130))}]))
+    chat.write_text(
+        json.dumps([{"role": "user", "content": words(_changed(told, 130))}])
+    )
     assert _near(_explain(server, own, "--messages", str(chat)))["token"] == 130
 
     code, shown, _ = run_here(
-        "explain", str(own.host), "--text", words(_changed(stored, 200)), "--url", server.url
+        "explain",
+        str(own.host),
+        "--text",
+        words(_changed(stored, 200)),
+        "--url",
+        server.url,
     )
     assert code == 0
     assert "it differs at token 200:" in shown
@@ -78,10 +118,17 @@ def test_the_token_that_differs_is_named(server: Server, own: Tiers, tmp_path: P
 
     # what another tenant stored: the field is named, the salt is not shown
     theirs = plain_prompt(7003, 3 * CHUNK)
-    _ask(server, "/v1/completions", prompt=words(theirs), cache_salt="salt-of-a-tenant")
+    _ask(
+        server,
+        "/v1/completions",
+        prompt=words(theirs),
+        cache_salt="salt-of-a-tenant",
+    )
     stores.wait_until(lambda: _logged(own.host) == 4, "four logged prompts")
     said = _explain(server, own, "--text", words(theirs))
-    ours = next(one for one in said["answers"] if one["reason"] == "other_namespace")
+    ours = next(
+        one for one in said["answers"] if one["reason"] == "other_namespace"
+    )
     assert ours["other_fields"] == ["salt"]
     assert "salt-of-a-tenant" not in json.dumps(said)
 
@@ -91,7 +138,9 @@ def _changed(tokens: list[int], at: int) -> list[int]:
 
 
 def _explain(server: Server, own: Tiers, *prompt: str) -> dict[str, Any]:
-    code, out, err = run_here("explain", str(own.host), *prompt, "--url", server.url, "--json")
+    code, out, err = run_here(
+        "explain", str(own.host), *prompt, "--url", server.url, "--json"
+    )
     assert code == 0, err
     found = json.loads(out)
     assert isinstance(found, dict)
@@ -105,8 +154,12 @@ def _near(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ask(server: Server, path: str, **asked: Any) -> None:
-    body = json.dumps({"model": "tiny", "max_tokens": 1, "temperature": 0, **asked}).encode()
-    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
+    body = json.dumps(
+        {"model": "tiny", "max_tokens": 1, "temperature": 0, **asked}
+    ).encode()
+    request = urllib.request.Request(
+        server.url + path, body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=60.0) as answer:
         answer.read()
 

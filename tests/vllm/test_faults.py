@@ -1,4 +1,6 @@
-"""Whatever happens to stored chunks, the engine gives the same text as without, continues, and stores again."""
+"""Whatever happens to stored chunks, the engine gives the same text as without, continues, and
+stores again.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,19 @@ OnDisk = Callable[..., set[bytes]]
 
 
 @pytest.fixture(scope="session")
-def cramped(lora_options: dict[str, Any], logs: Path, session_shm: Path, tiers: Tiers) -> Iterator[Engine]:
+def cramped(
+    lora_options: dict[str, Any], logs: Path, session_shm: Path, tiers: Tiers
+) -> Iterator[Engine]:
     """An engine with a private host tier of 16 chunks, and little patience; its disk is `pagoda`'s.
 
     It has no prefix cache on the device: all that hits comes through the connector.
     """
-    how = connector(session_shm / "cramped", tiers.disk, host_size="4MiB", deadline_seconds=3.0)
+    how = connector(
+        session_shm / "cramped",
+        tiers.disk,
+        host_size="4MiB",
+        deadline_seconds=3.0,
+    )
     how |= lora_options | {"enable_prefix_caching": False}
     engine = Engine("cramped", logs / "cramped.log", **how)
     yield engine.wait_up()
@@ -34,13 +43,16 @@ def cramped(lora_options: dict[str, Any], logs: Path, session_shm: Path, tiers: 
 
 @pytest.fixture(autouse=True)
 def sound(pagoda: Engine, tiers: Tiers) -> Iterator[None]:
-    """After each test: no fault is left in the engine, nothing is left half done, and the numbers add up."""
+    """After each test: no fault is left in the engine, nothing is left half done, and the numbers
+    add up.
+    """
     yield
     pagoda.call(mend)
     pagoda.reset()
     for root in tiers:
         stores.wait_until(
-            lambda root=root: stores.check(root)["reserved"] == 0, f"nothing reserved in {root}"
+            lambda root=root: stores.check(root)["reserved"] == 0,
+            f"nothing reserved in {root}",
         )
 
 
@@ -51,7 +63,10 @@ def hits_again(engine: Engine, same: Same, one: list[int]) -> None:
         engine.reset()
         before = failed_loads(engine)
         (answer,) = same(engine, one)
-        return answer.external == loadable(len(one)) and failed_loads(engine) == before
+        return (
+            answer.external == loadable(len(one))
+            and failed_loads(engine) == before
+        )
 
     stores.wait_until(hit, "a hit after the fault")
 
@@ -61,21 +76,31 @@ def failed_loads(engine: Engine) -> float:
     return engine.call(inside.counts).get("failed_loads", 0)
 
 
-@pytest.mark.parametrize("position", [None, 0, 3], ids=["all", "the first", "the fourth"])
+@pytest.mark.parametrize(
+    "position", [None, 0, 3], ids=["all", "the first", "the fourth"]
+)
 def test_spoilt_on_disk(
-    pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk, position: int | None
+    pagoda: Engine,
+    tiers: Tiers,
+    same: Same,
+    only_on_disk: OnDisk,
+    position: int | None,
 ) -> None:
     """Bytes on the disk were flipped."""
     one = prompt(2000 if position is None else 2010 + position, 8 * CHUNK + 9)
     chunks = only_on_disk(one)
-    assert stores.spoil(tiers.disk, chunks, position) == (8 if position is None else 1)
+    assert stores.spoil(tiers.disk, chunks, position) == (
+        8 if position is None else 1
+    )
     before = failed_loads(pagoda)
     same(pagoda, one, one)  # the second waits for what the first loads
     assert failed_loads(pagoda) > before
     hits_again(pagoda, same, one)
 
 
-def test_disk_fails(pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk) -> None:
+def test_disk_fails(
+    pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk
+) -> None:
     """Every read of the disk is an I/O error, for a while."""
     one = prompt(2100, 8 * CHUNK + 9)
     two = prompt(2101, 8 * CHUNK + 9)
@@ -109,7 +134,9 @@ def fail_reads(room: Room) -> None:
 
 def patch(room: Room, owner: Any, name: str, replacement: Any) -> None:
     """Replace a function until `mend`."""
-    room.kept.setdefault("patched", []).append((owner, name, getattr(owner, name)))
+    room.kept.setdefault("patched", []).append(
+        (owner, name, getattr(owner, name))
+    )
     setattr(owner, name, replacement)
 
 
@@ -123,17 +150,23 @@ def mend(room: Room) -> None:
 def test_gone_between_look_up_and_load(
     pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk, what: str
 ) -> None:
-    """What was looked up is evicted by another process, all of it or from the middle, before the load begins."""
+    """What was looked up is evicted by another process, all of it or from the middle, before the
+    load begins.
+    """
     one = prompt(2200 if what == "clear" else 2201, 8 * CHUNK + 9)
     only_on_disk(one)
     hits_again(pagoda, same, one)  # so that it is in host memory, too
     pagoda.reset()
     before = failed_loads(pagoda)
     argument = "" if what == "clear" else ", 4"
-    pagoda.call(interrupt_load, [f"{what}(Path({str(root)!r}){argument})" for root in tiers])
+    pagoda.call(
+        interrupt_load,
+        [f"{what}(Path({str(root)!r}){argument})" for root in tiers],
+    )
     same(pagoda, one)
     assert failed_loads(pagoda) == before + 1
-    stores.wait_ready(tiers.host, 8)  # the request itself has stored what it had to compute
+    # the request itself has stored what it had to compute
+    stores.wait_ready(tiers.host, 8)
     pagoda.call(mend)
     hits_again(pagoda, same, one)
 
@@ -152,8 +185,11 @@ def interrupt_load(room: Room, calls: list[str]) -> None:
     patch(room, half, "start_load_kv", interrupted)
 
 
-def test_aborted_while_it_is_loaded(pagoda: Engine, plain: Plain, same: Same, only_on_disk: OnDisk) -> None:
-    """A request is aborted while its blocks are being filled: they are freed afterwards, and not before.
+def test_aborted_while_it_is_loaded(
+    pagoda: Engine, plain: Plain, same: Same, only_on_disk: OnDisk
+) -> None:
+    """A request is aborted while its blocks are being filled: they are freed afterwards, and not
+    before.
 
     Another with the same prompt, which waits for that load, goes on.
     """
@@ -182,10 +218,13 @@ def slow_reads(room: Room, seconds: float) -> None:
     patch(room, FileSlab, "_readv", slow)
 
 
-def abort_during_load(room: Room, one: list[int]) -> tuple[int, int, int, tuple[int, ...]]:
+def abort_during_load(
+    room: Room, one: list[int]
+) -> tuple[int, int, int, tuple[int, ...]]:
     """Abort a request whose load has begun, while another with the same prompt waits for it.
 
-    Returns the free blocks before, right after the abort and when both have gone, and what the other says.
+    Returns the free blocks before, right after the abort and when both have gone, and what the
+    other says.
     """
     from vllm import SamplingParams
     from vllm.v1.request import RequestStatus
@@ -196,20 +235,31 @@ def abort_during_load(room: Room, one: list[int]) -> tuple[int, int, int, tuple[
     free = pool.get_num_free_blocks()
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     aborted, other = (
-        engine.add_request(name, {"prompt_token_ids": one}, params) for name in ("aborted", "other")
+        engine.add_request(name, {"prompt_token_ids": one}, params)
+        for name in ("aborted", "other")
     )
     said: list[tuple[int, ...]] = []
 
     def step() -> None:
-        said.extend(tuple(output.outputs[0].token_ids) for output in engine.step() if output.finished)
+        said.extend(
+            tuple(output.outputs[0].token_ids)
+            for output in engine.step()
+            if output.finished
+        )
 
     def loading() -> bool:
         step()
-        return scheduler.requests[aborted].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return (
+            scheduler.requests[aborted].status
+            is RequestStatus.WAITING_FOR_REMOTE_KVS
+        )
 
     def gone() -> bool:
         step()
-        return not scheduler.requests.keys() & {aborted, other} and pool.get_num_free_blocks() == free
+        return (
+            not scheduler.requests.keys() & {aborted, other}
+            and pool.get_num_free_blocks() == free
+        )
 
     stores.wait_until(loading, "a load")
     engine.abort_request([aborted], internal=True)
@@ -242,7 +292,12 @@ def fail_saves(room: Room) -> None:
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_busy_ledger(
-    cramped: Engine, tiers: Tiers, session_shm: Path, same: Same, only_on_disk: OnDisk, tier: str
+    cramped: Engine,
+    tiers: Tiers,
+    session_shm: Path,
+    same: Same,
+    only_on_disk: OnDisk,
+    tier: str,
 ) -> None:
     """A process was stopped in the gate of a ledger."""
     one = prompt(2500 if tier == "host" else 2501, 4 * CHUNK + 9)
@@ -257,13 +312,22 @@ def test_busy_ledger(
     hits_again(cramped, same, one)
 
 
-def test_little_room(cramped: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk) -> None:
+def test_little_room(
+    cramped: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk
+) -> None:
     """The host tier is smaller than one prompt, which is served from the disk nevertheless."""
     prompts = [prompt(2600 + i, 30 * CHUNK + BLOCK + 9) for i in range(3)]
     only_on_disk(*prompts)
     for one in prompts:
         hits_again(cramped, same, one)
     cramped.reset()
-    same(cramped, *[prompt(2610 + i, 10 * CHUNK) for i in range(8)], max_tokens=70)
+    same(
+        cramped, *[prompt(2610 + i, 10 * CHUNK) for i in range(8)], max_tokens=70
+    )
     cramped.reset()
-    same(cramped, *prompts, *[prompt(2610 + i, 10 * CHUNK) for i in range(8)], max_tokens=70)
+    same(
+        cramped,
+        *prompts,
+        *[prompt(2610 + i, 10 * CHUNK) for i in range(8)],
+        max_tokens=70,
+    )

@@ -1,4 +1,6 @@
-"""A model with sliding windows in a real engine, whose OffloadingConnector stores here: the same text, and hits."""
+"""A model with sliding windows in a real engine, whose OffloadingConnector stores here: the same
+text, and hits.
+"""
 
 from __future__ import annotations
 
@@ -33,34 +35,49 @@ PROMPTS = [
     prompt(75, 5 * CHUNK + 1),
     prompt(76, CHUNK // 2),  # less than a chunk
 ]
-EXACT = [prompt(77, 15 * CHUNK + 5), prompt(78, 8 * CHUNK + 9)]  # a block ends where a chunk ends
+# a block ends where a chunk ends
+EXACT = [prompt(77, 15 * CHUNK + 5), prompt(78, 8 * CHUNK + 9)]
 TOKENS = 24
 
 
 class Rooms:
-    """One engine's process: first without a connector, then with one, then as after a restart of the machine."""
+    """One engine's process: first without a connector, then with one, then as after a restart of
+    the machine.
+    """
 
     def __init__(
-        self, engine: Engine, plain: dict[str, Any], ours: dict[str, Any], right: list[Answer], exact: Any
+        self,
+        engine: Engine,
+        plain: dict[str, Any],
+        ours: dict[str, Any],
+        right: list[Answer],
+        exact: Any,
     ) -> None:
         self.engine = engine
         self.plain = plain
         self.ours = ours
         self.right = right
-        self.exact = exact  # the log probabilities of every word after EXACT, which is on the device
+        # the log probabilities of every word after EXACT, which is on the device
+        self.exact = exact
         extra = ours["kv_transfer_config"]["kv_connector_extra_config"]
         self.host = Path(extra["host_path"])
         self.disk = Path(extra["disk_path"])
 
     def same(self, answers: list[Answer]) -> list[Answer]:
         """Assert that this equals the answer of the engine without a connector."""
-        assert [answer.tokens for answer in answers] == [answer.tokens for answer in self.right]
+        assert [answer.tokens for answer in answers] == [
+            answer.tokens for answer in self.right
+        ]
         return answers
 
     def same_bits(self) -> None:
-        """Assert that all log probabilities equal those after hits of the same length in the engine's own cache."""
+        """Assert that all log probabilities equal those after hits of the same length in the
+        engine's own cache.
+        """
         found = self.engine.call(hybrid.logprobs, EXACT, TOKENS)
-        for each, (answer, now), (local, then) in zip(EXACT, found, self.exact, strict=True):
+        for each, (answer, now), (local, then) in zip(
+            EXACT, found, self.exact, strict=True
+        ):
             assert answer.external == local.local == wanted(each)
             assert np.array_equal(now, then)
 
@@ -74,11 +91,17 @@ class Rooms:
 
 
 @pytest.fixture(scope="module")
-def rooms(tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path) -> Iterator[Rooms]:
+def rooms(
+    tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path
+) -> Iterator[Rooms]:
     """The engine with the connector; it has computed and stored every prompt."""
     model = hybrid.make_gemma(tmp_path_factory.mktemp("models") / "gemma")
-    plain = options(model, max_model_len=2048, num_gpu_blocks_override=240, max_logprobs=-1)
-    ours = plain | connector(session_shm / "hybrid", tmp_path_factory.mktemp("hybrid") / "disk")
+    plain = options(
+        model, max_model_len=2048, num_gpu_blocks_override=240, max_logprobs=-1
+    )
+    ours = plain | connector(
+        session_shm / "hybrid", tmp_path_factory.mktemp("hybrid") / "disk"
+    )
     engine = Engine("hybrid", logs / "hybrid.log", **plain)
     right = []
     for each in PROMPTS:
@@ -88,7 +111,8 @@ def rooms(tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Pat
     engine.call(hybrid.anew, ours, within=120.0)
     found = Rooms(engine, plain, ours, right, exact)
     for each, answer in zip(PROMPTS, right, strict=True):
-        (told,) = engine.say(each, max_tokens=TOKENS)  # on the device or not: the text is the same
+        # on the device or not: the text is the same
+        (told,) = engine.say(each, max_tokens=TOKENS)
         assert told.tokens == answer.tokens
     yield found
     engine.stop()
@@ -100,22 +124,36 @@ def wanted(each: list[int]) -> int:
 
 
 def test_the_model_is_hybrid_and_says_different_things(rooms: Rooms) -> None:
-    assert set(rooms.engine.call(hybrid.groups)) == {"SlidingWindowSpec", "FullAttentionSpec"}
+    assert set(rooms.engine.call(hybrid.groups)) == {
+        "SlidingWindowSpec",
+        "FullAttentionSpec",
+    }
     assert len({answer.tokens for answer in rooms.right}) == len(PROMPTS)
     assert all(len(set(answer.tokens[0])) > TOKENS // 2 for answer in rooms.right)
 
 
-def test_the_token_in_which_a_prompt_differs_is_explained(rooms: Rooms, tmp_path: Path) -> None:
-    """By the log, which has the keys of the group with full attention; without it, by vLLM's hashes."""
+def test_the_token_in_which_a_prompt_differs_is_explained(
+    rooms: Rooms, tmp_path: Path
+) -> None:
+    """By the log, which has the keys of the group with full attention; without it, by vLLM's
+    hashes.
+    """
     asked = tmp_path / "tokens.json"
-    asked.write_text(json.dumps([*PROMPTS[0][:300], PROMPTS[0][300] + 1, *PROMPTS[0][301:]]))
+    asked.write_text(
+        json.dumps([*PROMPTS[0][:300], PROMPTS[0][300] + 1, *PROMPTS[0][301:]])
+    )
     (store,) = stores.stores(rooms.host)
-    stores.wait_until(lambda: len(list(logged_prompts(store))) >= len(PROMPTS) - 1, "logged prompts")
+    stores.wait_until(
+        lambda: len(list(logged_prompts(store))) >= len(PROMPTS) - 1,
+        "logged prompts",
+    )
     for logged in (True, False):
         if not logged:
             for name in ("prompts", "prompts-old"):
                 (store / name).unlink(missing_ok=True)
-        code, out, err = run_here("explain", str(rooms.host), "--tokens", str(asked), "--json")
+        code, out, err = run_here(
+            "explain", str(rooms.host), "--tokens", str(asked), "--json"
+        )
         assert code == 0, err
         said = json.loads(out)
         last = said["answers"][-1]
@@ -124,7 +162,9 @@ def test_the_token_in_which_a_prompt_differs_is_explained(rooms: Rooms, tmp_path
             300 // CHUNK * CHUNK,
             "absent",
         )
-        assert [near["token"] for near in said["nearest"]] == ([300] if logged else [])
+        assert [near["token"] for near in said["nearest"]] == (
+            [300] if logged else []
+        )
 
 
 def test_the_same_text_from_host_memory(rooms: Rooms) -> None:
@@ -137,7 +177,8 @@ def test_the_same_text_from_host_memory(rooms: Rooms) -> None:
 
 
 def test_the_same_log_probabilities_bit_by_bit(rooms: Rooms) -> None:
-    rooms.engine.call(hybrid.logprobs, EXACT, TOKENS)  # each alone: in a batch, sums have another order
+    # each alone: in a batch, sums have another order
+    rooms.engine.call(hybrid.logprobs, EXACT, TOKENS)
     rooms.same_bits()
 
 
@@ -148,17 +189,26 @@ def test_the_same_text_for_many_requests_at_once(rooms: Rooms) -> None:
 
 
 def test_the_same_text_from_the_disk_after_a_restart(rooms: Rooms) -> None:
-    stores.wait_until(lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host), "all chunks on the disk")
-    rooms.engine.call(hybrid.anew, rooms.plain, within=120.0)  # no process has the tiers open
+    stores.wait_until(
+        lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host),
+        "all chunks on the disk",
+    )
+    # no process has the tiers open
+    rooms.engine.call(hybrid.anew, rooms.plain, within=120.0)
     shutil.rmtree(rooms.host)
     rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
     rooms.same_bits()  # those of test_the_same_log_probabilities_bit_by_bit
     answers = rooms.one_by_one()
     assert answers[0].external == wanted(PROMPTS[0])
-    assert sum(answer.external for answer in answers) >= sum(map(wanted, PROMPTS)) - len(PROMPTS) * CHUNK
+    assert (
+        sum(answer.external for answer in answers)
+        >= sum(map(wanted, PROMPTS)) - len(PROMPTS) * CHUNK
+    )
 
 
-def test_chunks_that_are_removed_before_they_are_loaded_are_computed(rooms: Rooms) -> None:
+def test_chunks_that_are_removed_before_they_are_loaded_are_computed(
+    rooms: Rooms,
+) -> None:
     rooms.engine.call(hybrid.clear_before_loads)
     for each, answer in zip(PROMPTS, rooms.right, strict=True):
         rooms.engine.reset()
@@ -168,12 +218,19 @@ def test_chunks_that_are_removed_before_they_are_loaded_are_computed(rooms: Room
     assert rooms.engine.alive()
 
 
-def test_chunks_that_are_cleared_once_they_are_promised_are_computed(rooms: Rooms) -> None:
-    """Other requests hold the same chunks, and hit them again and again: none of these may be loaded."""
+def test_chunks_that_are_cleared_once_they_are_promised_are_computed(
+    rooms: Rooms,
+) -> None:
+    """Other requests hold the same chunks, and hit them again and again: none of these may be
+    loaded.
+    """
     rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
     rooms.one_by_one()
     rooms.engine.reset()
-    stores.wait_until(lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host), "all chunks on the disk")
+    stores.wait_until(
+        lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host),
+        "all chunks on the disk",
+    )
     prompts = [*PROMPTS, *PROMPTS]
     said = rooms.engine.call(hybrid.stale_hits, prompts, TOKENS)
     assert said == [answer.tokens[0] for answer in [*rooms.right, *rooms.right]]
@@ -188,8 +245,14 @@ def test_loads_that_always_fail_are_tried_once_a_request(rooms: Rooms) -> None:
 
 
 def test_requests_that_a_reset_preempts_go_on(rooms: Rooms) -> None:
-    """With little memory on the device, and no cache in it, so that every hit comes through the connector."""
-    few = rooms.ours | {"num_gpu_blocks_override": 100, "max_model_len": 1088, "enable_prefix_caching": False}
+    """With little memory on the device, and no cache in it, so that every hit comes through the
+    connector.
+    """
+    few = rooms.ours | {
+        "num_gpu_blocks_override": 100,
+        "max_model_len": 1088,
+        "enable_prefix_caching": False,
+    }
     rooms.engine.call(hybrid.anew, few, within=120.0)
     (told,) = rooms.engine.say(PROMPTS[0], max_tokens=TOKENS)
     assert told.tokens == rooms.right[0].tokens
@@ -202,11 +265,15 @@ def test_nothing_stored_before_a_reset_hits_after_it(rooms: Rooms) -> None:
     rooms.same(rooms.engine.say(*PROMPTS, max_tokens=TOKENS))
     rooms.engine.call(hybrid.reset_all)
     answers = rooms.engine.say(*PROMPTS, max_tokens=TOKENS)
-    assert [answer.external for answer in rooms.same(answers)] == [0] * len(PROMPTS)
+    assert [answer.external for answer in rooms.same(answers)] == [0] * len(
+        PROMPTS
+    )
     assert rooms.engine.call(hybrid.held) == 0
 
 
-def test_a_router_credits_what_the_engine_hits(rooms: Rooms, served: Callable[..., Any]) -> None:
+def test_a_router_credits_what_the_engine_hits(
+    rooms: Rooms, served: Callable[..., Any]
+) -> None:
     """The indexer is started after the engine's restart, so it knows only what is told then."""
     ours = prompt(79, 15 * CHUNK + 5)
     begun = prompt(80, 3 * CHUNK)
@@ -231,21 +298,32 @@ def test_a_router_credits_what_the_engine_hits(rooms: Rooms, served: Callable[..
     full = {n for n, kind in enumerate(kinds) if kind == "FullAttentionSpec"}
     told = {("STORAGE", n): ("full_attention", None) for n in full}
     told |= {("CPU", n): ("full_attention", None) for n in full}
-    told |= {("CPU", n): ("sliding_window", hybrid.WINDOW) for n in range(len(kinds)) if n not in full}
+    told |= {
+        ("CPU", n): ("sliding_window", hybrid.WINDOW)
+        for n in range(len(kinds))
+        if n not in full
+    }
     heard = {}
-    with zmq.Context.instance().socket(zmq.SUB) as subscriber:  # one more that comes late
+    # one more that comes late
+    with zmq.Context.instance().socket(zmq.SUB) as subscriber:
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         subscriber.connect(f"tcp://127.0.0.1:{port}")
         while heard != told:
             assert subscriber.poll(20_000), heard
-            for event in msgspec.msgpack.decode(subscriber.recv_multipart()[2], type=KVEventBatch).events:
+            for event in msgspec.msgpack.decode(
+                subscriber.recv_multipart()[2], type=KVEventBatch
+            ).events:
                 if isinstance(event, BlockStored) and event.medium != "GPU":
-                    kind = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+                    kind = (
+                        event.kv_cache_spec_kind,
+                        event.kv_cache_spec_sliding_window,
+                    )
                     heard[event.medium, event.group_idx] = kind
                     assert (event.locality, event.block_size) == ("LOCAL", BLOCK)
 
     rooms.engine.reset()
-    rooms.engine.say(prompt(81, BLOCK), max_tokens=1)  # with this step it tells that its own memory is empty
+    # with this step it tells that its own memory is empty
+    rooms.engine.say(prompt(81, BLOCK), max_tokens=1)
     stores.elsewhere(f"clear(Path({str(rooms.host)!r}))")
     indexer.wait(1, ours, cpu=0, disk=whole)
     (answer,) = rooms.engine.say(ours, max_tokens=1)
@@ -253,7 +331,9 @@ def test_a_router_credits_what_the_engine_hits(rooms: Rooms, served: Callable[..
     indexer.wait(1, ours, cpu=whole, disk=whole)
     rooms.engine.reset()
     rooms.engine.say(prompt(82, BLOCK), max_tokens=1)
-    stores.elsewhere(f"clear(Path({str(rooms.host)!r})); clear(Path({str(rooms.disk)!r}))")
+    stores.elsewhere(
+        f"clear(Path({str(rooms.host)!r})); clear(Path({str(rooms.disk)!r}))"
+    )
     indexer.wait(1, ours, cpu=0, disk=0)
     (answer,) = rooms.engine.say(ours, max_tokens=1)
     assert answer.external == 0
@@ -275,6 +355,10 @@ def test_versions_of_weights_outlive_a_restart(rooms: Rooms) -> None:
     assert fleet.hit(rooms.engine, ours) == first
 
 
-@pytest.mark.parametrize("scenario", fleet.SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_what_happens_while_weights_change(rooms: Rooms, scenario: Callable[[fleet.Fleet], None]) -> None:
+@pytest.mark.parametrize(
+    "scenario", fleet.SCENARIOS, ids=lambda scenario: scenario.__name__
+)
+def test_what_happens_while_weights_change(
+    rooms: Rooms, scenario: Callable[[fleet.Fleet], None]
+) -> None:
     scenario(fleet.Fleet(rooms.engine, rooms.engine))

@@ -1,4 +1,6 @@
-"""What names an engine's KV: other weights have another name, the same weights the same name everywhere."""
+"""What names an engine's KV: other weights have another name, the same weights the same name
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from typing import Any
 import pytest
 
 from pagoda.connectors.identity.plain_values import plain
-from pagoda.connectors.vllm.identity.engine_namespace import namespace_of, weights_digest
+from pagoda.connectors.vllm.identity.engine_namespace import (
+    namespace_of,
+    weights_digest,
+)
 from pagoda.connectors.vllm.options import read_options
 from tests.vllm import models
 from tests.vllm.configs import allocate, engine_config, flip, make_layers
@@ -42,8 +47,12 @@ def edit_config(model: Path, **changes: Any) -> None:
 # ---- one checkpoint
 
 
-def test_another_process_says_the_same_of_a_copy(llama: Path, model: Path, tmp_path: Path) -> None:
-    """Weights, adapters and memory are named alike by a process that started later, of a copy elsewhere."""
+def test_another_process_says_the_same_of_a_copy(
+    llama: Path, model: Path, tmp_path: Path
+) -> None:
+    """Weights, adapters and memory are named alike by a process that started later, of a copy
+    elsewhere.
+    """
     from pagoda.connectors.vllm.kv_memory import inspect_kv_caches
 
     adapter = models.make_lora(tmp_path / "adapter", 5)
@@ -51,8 +60,13 @@ def test_another_process_says_the_same_of_a_copy(llama: Path, model: Path, tmp_p
     config = engine_config(llama)
     here = [weights_digest(config), name_of(adapter)]
     cache_config, kv_caches = allocate(config, make_layers(config))
-    here += [inspect_kv_caches(kv_caches, config, cache_config).description, weights_digest(config)]
-    assert here[0] == here[3], "what vLLM does to its config on the way must not rename the weights"
+    here += [
+        inspect_kv_caches(kv_caches, config, cache_config).description,
+        weights_digest(config),
+    ]
+    assert here[0] == here[3], (
+        "what vLLM does to its config on the way must not rename the weights"
+    )
     program = (
         "import json, sys; from pathlib import Path; from tests.vllm.configs import *;"
         "from pagoda.connectors.vllm.identity.engine_namespace import weights_digest;"
@@ -66,7 +80,9 @@ def test_another_process_says_the_same_of_a_copy(llama: Path, model: Path, tmp_p
     )
     env = os.environ | {"PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", program, str(model), str(copied)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=env)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=env
+    )
     assert f"said {json.dumps(here[:3])}\n" in ran.stdout, ran.stderr[-2000:]
 
 
@@ -80,20 +96,39 @@ def test_one_byte_of_a_small_checkpoint_is_another_name(model: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "the rotary base": lambda model: edit_config(
-        model, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}) or {},
+    "the rotary base": lambda model: (
+        edit_config(
+            model, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}
+        )
+        or {}
+    ),
     "a norm's epsilon": lambda model: edit_config(model, rms_norm_eps=1e-5) or {},
-    "overrides of the config": lambda model: {"hf_overrides": {"rms_norm_eps": 1e-3}},
-    "a function that overrides the config": lambda model: {"hf_overrides": _other_epsilon},
+    "overrides of the config": lambda model: {
+        "hf_overrides": {"rms_norm_eps": 1e-3}
+    },
+    "a function that overrides the config": lambda model: {
+        "hf_overrides": _other_epsilon
+    },
     "the dtype": lambda model: {"dtype": "float32"},
     "the KV's dtype": lambda model: {"kv_cache_dtype": "fp8_e5m2"},
     "another implementation": lambda model: {"model_impl": "transformers"},
-    "code of the checkpoint": lambda model: (model / "modeling_x.py").write_text("x = 1") and {
-        "trust_remote_code": True},
-    "a rotary embedding that stretches": lambda model: edit_config(
-        model, rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4,
-                                "original_max_position_embeddings": 4096}) or {},
-}  # fmt: skip
+    "code of the checkpoint": lambda model: (
+        (model / "modeling_x.py").write_text("x = 1")
+        and {"trust_remote_code": True}
+    ),
+    "a rotary embedding that stretches": lambda model: (
+        edit_config(
+            model,
+            rope_parameters={
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 4096,
+            },
+        )
+        or {}
+    ),
+}
 
 
 def _other_epsilon(config: Any) -> Any:
@@ -110,7 +145,9 @@ def test_whatever_changes_the_kv_is_another_name(model: Path) -> None:
     assert len(set(names.values())) == len(names), names
     overridden = digest(model, hf_overrides={"rms_norm_eps": 1e-5})
     edit_config(model, rms_norm_eps=1e-5)
-    assert digest(model) == overridden, "the same config by another way is the same model"
+    assert digest(model) == overridden, (
+        "the same config by another way is the same model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +159,11 @@ def test_whatever_changes_the_kv_is_another_name(model: Path) -> None:
     ],
 )
 def test_another_precision_of_activations_is_another_name(
-    model: Path, monkeypatch: pytest.MonkeyPatch, variable: str, usual: str, other: str
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    usual: str,
+    other: str,
 ) -> None:
     monkeypatch.delenv(variable, raising=False)
     before = digest(model)
@@ -133,7 +174,11 @@ def test_another_precision_of_activations_is_another_name(
 
 
 def test_another_precision_of_attention_is_another_name(model: Path) -> None:
-    flags = ("disable_flashinfer_q_quantization", "indexer_sparse_logits", "use_prefill_query_quantization")
+    flags = (
+        "disable_flashinfer_q_quantization",
+        "indexer_sparse_logits",
+        "use_prefill_query_quantization",
+    )
     names = {"none": weights_digest(engine_config(model))}
     for flag in flags:
         config = engine_config(model)
@@ -145,48 +190,85 @@ def test_another_precision_of_attention_is_another_name(model: Path) -> None:
 SAME: dict[str, Callable[[Path], dict[str, Any]]] = {
     "the context": lambda model: {"max_model_len": 2048},
     "the block size": lambda model: {"block_size": 64},
-    "how many at once": lambda model: {"max_num_seqs": 3, "max_num_batched_tokens": 4096},
+    "how many at once": lambda model: {
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 4096,
+    },
     "a seed, of read weights": lambda model: {"seed": 9},
     "how files are read": lambda model: {"load_format": "safetensors"},
     "a name for users": lambda model: {"served_model_name": "our-model"},
-    "the version that wrote the config": lambda model: edit_config(model, transformers_version="4.0.0") or {},
-    "a tokenizer, a card, sampling defaults": lambda model: [
-        (model / name).write_text("{}") for name in ("README.md", "generation_config.json", "x.py")] and {},
-    "state of a training": lambda model: [
-        (model / name).write_bytes(b"1") for name in ("optimizer.bin", "training_args.bin")] and {},
-    "an older format beside": lambda model: (model / "pytorch_model.bin").write_bytes(b"1") and {},
+    "the version that wrote the config": lambda model: (
+        edit_config(model, transformers_version="4.0.0") or {}
+    ),
+    "a tokenizer, a card, sampling defaults": lambda model: (
+        [
+            (model / name).write_text("{}")
+            for name in ("README.md", "generation_config.json", "x.py")
+        ]
+        and {}
+    ),
+    "state of a training": lambda model: (
+        [
+            (model / name).write_bytes(b"1")
+            for name in ("optimizer.bin", "training_args.bin")
+        ]
+        and {}
+    ),
+    "an older format beside": lambda model: (
+        (model / "pytorch_model.bin").write_bytes(b"1") and {}
+    ),
     "the compiler": lambda model: {"enforce_eager": False},
-}  # fmt: skip
+}
 
 
 def test_what_does_not_change_the_kv_keeps_the_name(model: Path) -> None:
     before = digest(model)
-    named = {what: digest(model, **change(model)) for what, change in SAME.items()}
+    named = {
+        what: digest(model, **change(model)) for what, change in SAME.items()
+    }
     assert {what: name for what, name in named.items() if name != before} == {}
 
 
-def test_another_transformers_keeps_the_name(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_transformers_keeps_the_name(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import configuration_utils
 
     before = digest(model)
     monkeypatch.setattr(configuration_utils, "__version__", "99.0.0")
     config = engine_config(model)
-    assert config.model_config.hf_config.to_dict()["transformers_version"] == "99.0.0"
+    assert (
+        config.model_config.hf_config.to_dict()["transformers_version"]
+        == "99.0.0"
+    )
     assert weights_digest(config) == before
 
 
-@pytest.mark.parametrize("rope", [
-    {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
-    {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
-     "original_max_position_embeddings": 2048, "factor": 4.0},
-])  # fmt: skip
-def test_where_the_context_bends_positions_it_is_in_the_name(model: Path, rope: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 32,
+            "long_factor": [2.0] * 32,
+            "original_max_position_embeddings": 2048,
+            "factor": 4.0,
+        },
+    ],
+)
+def test_where_the_context_bends_positions_it_is_in_the_name(
+    model: Path, rope: dict[str, Any]
+) -> None:
     edit_config(model, rope_parameters=rope)
     assert digest(model, max_model_len=2048) != digest(model, max_model_len=4096)
 
 
 def test_weights_from_nowhere_are_named_by_hand(model: Path) -> None:
-    """An engine that is given its weights later would share chunks with one that was given others."""
+    """An engine that is given its weights later would share chunks with one that was given
+    others.
+    """
     config = engine_config(model, load_format="dummy")
     with pytest.raises(ValueError, match="give them a separate name"):
         weights_digest(config)
@@ -202,13 +284,24 @@ def test_weights_given_by_hand_stand_for_the_files_only(model: Path) -> None:
     assert weights_digest(engine_config(model, dtype="float32"), "v1") != given
 
 
-def test_a_draft_model_is_named_too(llama: Path, model: Path, tmp_path: Path) -> None:
+def test_a_draft_model_is_named_too(
+    llama: Path, model: Path, tmp_path: Path
+) -> None:
     def with_draft(draft: Path) -> str:
-        speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+        speculative = {
+            "method": "draft_model",
+            "model": str(draft),
+            "num_speculative_tokens": 2,
+        }
         return digest(llama, speculative_config=speculative)
 
     ngram = digest(
-        llama, speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+        llama,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 2,
+            "prompt_lookup_max": 3,
+        },
     )
     assert ngram == digest(llama), "no model, no KV"
     one = with_draft(model)
@@ -216,12 +309,26 @@ def test_a_draft_model_is_named_too(llama: Path, model: Path, tmp_path: Path) ->
     assert len({digest(llama), one, with_draft(model)}) == 3
 
 
-@pytest.mark.parametrize("load_format", ["tensorizer", "runai_streamer", "runai_streamer_sharded", "modelexpress",
-                                         "ipc_cache", "somebodys_plugin"])  # fmt: skip
-def test_weights_from_elsewhere_are_refused_unless_named(llama: Path, load_format: str) -> None:
+@pytest.mark.parametrize(
+    "load_format",
+    [
+        "tensorizer",
+        "runai_streamer",
+        "runai_streamer_sharded",
+        "modelexpress",
+        "ipc_cache",
+        "somebodys_plugin",
+    ],
+)
+def test_weights_from_elsewhere_are_refused_unless_named(
+    llama: Path, load_format: str
+) -> None:
     config = engine_config(llama)
     config.load_config.load_format = load_format
-    with pytest.raises(ValueError, match=f"'{load_format}'.*give the checkpoint's hash as `weights`"):
+    with pytest.raises(
+        ValueError,
+        match=f"'{load_format}'.*give the checkpoint's hash as `weights`",
+    ):
         weights_digest(config)
     assert weights_digest(config, "sha256:1234")
 
@@ -230,11 +337,14 @@ def test_a_checkpoint_without_weights_is_refused(model: Path) -> None:
     config = engine_config(model)
     next(model.glob("*.safetensors")).unlink()
     with pytest.raises(
-        ValueError, match="no weight files for load_format 'auto'; give the checkpoint's hash"
+        ValueError,
+        match="no weight files for load_format 'auto'; give the checkpoint's hash",
     ):
         weights_digest(config)
     config.model_config.model = "nobody/has-this"
-    with pytest.raises(ValueError, match="no directory and no snapshot in the hub's cache here"):
+    with pytest.raises(
+        ValueError, match="no directory and no snapshot in the hub's cache here"
+    ):
         weights_digest(config)
 
 
@@ -255,8 +365,12 @@ def _shards(model: Path, listed: int) -> None:
     for number in range(3):
         shutil.copy(file, model / f"model-{number}.safetensors")
     file.unlink()
-    weight_map = {f"w{number}": f"model-{number}.safetensors" for number in range(listed)}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    weight_map = {
+        f"w{number}": f"model-{number}.safetensors" for number in range(listed)
+    }
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
 
 
 def test_shards_count_as_the_index_says(model: Path) -> None:
@@ -273,7 +387,9 @@ def test_shards_count_as_the_index_says(model: Path) -> None:
         (model / "model-1.safetensors").rename(model / "model-0.safetensors"),
     )
     (model / "x").rename(model / "model-1.safetensors")
-    assert weights_digest(config) not in (before, changed), "the same bytes under each other's names"
+    assert weights_digest(config) not in (before, changed), (
+        "the same bytes under each other's names"
+    )
     (model / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match="cannot be read as an index"):
         weights_digest(config)
@@ -281,7 +397,9 @@ def test_shards_count_as_the_index_says(model: Path) -> None:
 
 def test_mistrals_own_files_come_first(model: Path) -> None:
     config = engine_config(model)
-    shutil.copy(next(model.glob("*.safetensors")), model / "consolidated.safetensors")
+    shutil.copy(
+        next(model.glob("*.safetensors")), model / "consolidated.safetensors"
+    )
     before = weights_digest(config)
     flip(model / "model.safetensors", 5000)
     assert weights_digest(config) == before
@@ -306,14 +424,18 @@ def hub(llama: Path, tmp_path: Path) -> Path:
     return snapshot
 
 
-def test_a_hubs_model_is_found_and_named_alike_on_and_offline(llama: Path, hub: Path) -> None:
+def test_a_hubs_model_is_found_and_named_alike_on_and_offline(
+    llama: Path, hub: Path
+) -> None:
     """Offline vLLM puts the snapshot's path in place of the id; both must be one namespace."""
     options = read_options({}, 32)
     offline = engine_config(hub)
     online = copy.deepcopy(offline)
     online.model_config.model = "org/tiny-llama"
     online.load_config.download_dir = str(hub.parents[2])
-    assert namespace_of(online, "bfloat16", 1, options) == namespace_of(offline, "bfloat16", 1, options)
+    assert namespace_of(online, "bfloat16", 1, options) == namespace_of(
+        offline, "bfloat16", 1, options
+    )
     assert namespace_of(offline, "bfloat16", 1, options).model == "tiny-llama"
     assert weights_digest(online) == digest(llama)
     online.model_config.revision = "b" * 40
@@ -324,7 +446,12 @@ def test_a_hubs_model_is_found_and_named_alike_on_and_offline(llama: Path, hub: 
 def test_the_namespace(llama: Path) -> None:
     config = engine_config(llama)
     namespace = namespace_of(config, "fp8", 4, read_options({"salt": "s"}, 32))
-    assert (namespace.model, namespace.kv_dtype, namespace.world_size, namespace.salt) == (
+    assert (
+        namespace.model,
+        namespace.kv_dtype,
+        namespace.world_size,
+        namespace.salt,
+    ) == (
         "llama",
         "fp8",
         4,
@@ -333,7 +460,10 @@ def test_the_namespace(llama: Path) -> None:
     assert namespace.weights == weights_digest(config)
     assert (namespace.layout, namespace.lora) == ("", "")
     config.model_config.revision = "v2"
-    assert namespace_of(config, "fp8", 4, read_options({"salt": "s"}, 32)) == namespace
+    assert (
+        namespace_of(config, "fp8", 4, read_options({"salt": "s"}, 32))
+        == namespace
+    )
     given = namespace_of(config, "fp8", 4, read_options({"weights": "w"}, 32))
     assert given.revision == "v2"
     assert given.weights == weights_digest(config, "w")
@@ -363,10 +493,16 @@ def test_plain_values_encode_alike_everywhere() -> None:
         "t": torch.int8,
     }
     assert plain(value) == {
-        "1": [True, None, 2.5, "inf"], "s": ["a", "b"], "c": "Colour.RED", "d": {"x": 1, "y": [0.5]}, "t": "torch.int8",
-    }  # fmt: skip
+        "1": [True, None, 2.5, "inf"],
+        "s": ["a", "b"],
+        "c": "Colour.RED",
+        "d": {"x": 1, "y": [0.5]},
+        "t": "torch.int8",
+    }
     assert plain(Spot).endswith(".Spot")
-    with pytest.raises(ValueError, match=r"a setting\.deep is a object, which has no stable text"):
+    with pytest.raises(
+        ValueError, match=r"a setting\.deep is a object, which has no stable text"
+    ):
         plain({"deep": [object()]})
     with pytest.raises(ValueError, match="which has no stable text"):
         plain(lambda: 1)

@@ -1,4 +1,6 @@
-"""A whole LLaVA with images, in a real engine: the same text from host memory, from the disk, after a restart."""
+"""A whole LLaVA with images, in a real engine: the same text from host memory, from the disk, after
+a restart.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,13 @@ ASKS = {
     "no image": Ask(prompt(9205, 300), []),
 }
 # before these are asked for, the others have stored their common beginning
-SHARED = {"another image": BEFORE // CHUNK * CHUNK, "in another order": BEFORE // CHUNK * CHUNK}
-NAMED = Ask([*prompt(9206, BEFORE), IMAGE, *prompt(9207, 150)], [3], ["the-client-says"])
+SHARED = {
+    "another image": BEFORE // CHUNK * CHUNK,
+    "in another order": BEFORE // CHUNK * CHUNK,
+}
+NAMED = Ask(
+    [*prompt(9206, BEFORE), IMAGE, *prompt(9207, 150)], [3], ["the-client-says"]
+)
 
 
 class Seeing(NamedTuple):
@@ -58,15 +65,23 @@ class Seeing(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path) -> Iterator[Seeing]:
+def seeing(
+    tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path
+) -> Iterator[Seeing]:
     """The engine: first without the connector, then with it. It has stored each prompt."""
     home = tmp_path_factory.mktemp("llava")
-    plain = options(models.make_llava(home / "model"), max_model_len=1024, limit_mm_per_prompt={"image": 2})
+    plain = options(
+        models.make_llava(home / "model"),
+        max_model_len=1024,
+        limit_mm_per_prompt={"image": 2},
+    )
     tiers = Tiers(session_shm / "llava", home / "disk")
     ours = plain | connector(*tiers)
     engine = Engine("llava", logs / "llava.log", do_without_torchvision, **plain)
     try:
-        right = dict(zip(ASKS, engine.call(see, list(ASKS.values())), strict=True))
+        right = dict(
+            zip(ASKS, engine.call(see, list(ASKS.values())), strict=True)
+        )
         engine.call(hybrid.anew, ours, within=120.0)
         found = Seeing(engine, ours, tiers, right)
         for name in ASKS:
@@ -90,7 +105,10 @@ def test_the_same_text_from_host_memory(seeing: Seeing, name: str) -> None:
 
 def test_the_same_text_from_the_disk_after_a_restart(seeing: Seeing) -> None:
     """By the digests of the images, which are the same in every engine."""
-    stores.wait_until(lambda: stores.keys(seeing.tiers.disk) >= stores.keys(seeing.tiers.host), "the disk")
+    stores.wait_until(
+        lambda: stores.keys(seeing.tiers.disk) >= stores.keys(seeing.tiers.host),
+        "the disk",
+    )
     seeing.engine.call(hybrid.anew, seeing.given, within=120.0)
     stores.clear(seeing.tiers.host)
     for name in ASKS:
@@ -115,14 +133,20 @@ def test_a_name_of_the_client_s_is_one_of_this_engine(seeing: Seeing) -> None:
 
 
 def do_without_torchvision() -> None:
-    """Let vLLM import its LLaVA: of a processor that needs torchvision it uses one function, which another has, too."""
+    """Let vLLM import its LLaVA: of a processor that needs torchvision it uses one function, which
+    another has, too.
+    """
     processors = "transformers.models.pixtral.image_processing"
-    sys.modules[f"{processors}_pixtral"] = importlib.import_module(f"{processors}_pil_pixtral")
+    sys.modules[f"{processors}_pixtral"] = importlib.import_module(
+        f"{processors}_pil_pixtral"
+    )
     from vllm import ModelRegistry
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration
 
     # otherwise vLLM imports it once more in a process of its own
-    ModelRegistry.register_model("LlavaForConditionalGeneration", LlavaForConditionalGeneration)
+    ModelRegistry.register_model(
+        "LlavaForConditionalGeneration", LlavaForConditionalGeneration
+    )
 
 
 def see(room: Room, asks: list[Ask]) -> list[Answer]:
@@ -134,10 +158,14 @@ def see(room: Room, asks: list[Ask]) -> list[Answer]:
         assert room.llm.reset_prefix_cache()
         one: dict[str, Any] = {"prompt_token_ids": ask.tokens}
         if ask.images:
-            one["multi_modal_data"] = {"image": [picture(seed) for seed in ask.images]}
+            one["multi_modal_data"] = {
+                "image": [picture(seed) for seed in ask.images]
+            }
         if ask.names:
             one["multi_modal_uuids"] = {"image": ask.names}
-        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=TOKENS, ignore_eos=True
+        )
         (output,) = room.llm.generate([one], params, use_tqdm=False)
         answers.append(room._answer(output))
     return answers
@@ -148,5 +176,7 @@ def picture(seed: int) -> Any:
     import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(seed).integers(0, 255, (IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 255, (IMAGE_PIXELS, IMAGE_PIXELS, 3), dtype=np.uint8
+    )
     return Image.fromarray(pixels)

@@ -1,4 +1,6 @@
-"""Prefill and decode engines with vLLM's NixlConnector beside ours, below a MultiConnector; NIXL runs on CPUs, too."""
+"""Prefill and decode engines with vLLM's NixlConnector beside ours, below a MultiConnector; NIXL
+runs on CPUs, too.
+"""
 
 from __future__ import annotations
 
@@ -30,38 +32,71 @@ class Pair(NamedTuple):
 
 
 def below_multi(role: str, *children: dict[str, Any]) -> dict[str, Any]:
-    """Return the option of an engine with these connectors, which have its role unless they say another."""
-    given = {"kv_connector": "MultiConnector", "kv_role": role, "kv_load_failure_policy": "recompute"}
+    """Return the option of an engine with these connectors, which have its role unless they say
+    another.
+    """
+    given = {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+    }
     return {
         "kv_transfer_config": given
-        | {"kv_connector_extra_config": {"connectors": [{"kv_role": role} | child for child in children]}}
+        | {
+            "kv_connector_extra_config": {
+                "connectors": [{"kv_role": role} | child for child in children]
+            }
+        }
     }
 
 
 def with_port(port: int) -> None:
-    """Choose where the engine of this process waits for the other's handshake, and how NIXL moves bytes."""
-    os.environ.update(VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=str(port))
+    """Choose where the engine of this process waits for the other's handshake, and how NIXL moves
+    bytes.
+    """
+    os.environ.update(
+        VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
+        VLLM_NIXL_SIDE_CHANNEL_PORT=str(port),
+    )
     os.environ.update(UCX_TLS="tcp,self,sm", NIXL_LOG_LEVEL="ERROR")
 
 
 @pytest.fixture(scope="module")
 def pair(
-    llama: Path, logs: Path, session_shm: Path, tmp_path_factory: pytest.TempPathFactory
+    llama: Path,
+    logs: Path,
+    session_shm: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pair]:
-    """Starts both, as docs/how-to/vllm.md says; ours is the first in one and the last in the other."""
+    """Starts both, as docs/how-to/vllm.md says; ours is the first in one and the last in the
+    other.
+    """
     host = session_shm / "multi"
     files = tmp_path_factory.mktemp("multi")
     ours = connector(host)["kv_transfer_config"]
     nixl = {"kv_connector": "NixlConnector"}
-    third = {"kv_connector": "FailingLoads", "kv_connector_module_path": "tests.vllm.failing_loads"}
+    third = {
+        "kv_connector": "FailingLoads",
+        "kv_connector_module_path": "tests.vllm.failing_loads",
+    }
     third |= {"kv_connector_extra_config": {"shared_storage_path": str(files)}}  # type: ignore[dict-item]
     setups = {
         "prefill": below_multi("kv_producer", ours, nixl, third),
-        "decode": below_multi("kv_consumer", nixl, ours | {"kv_role": "kv_consumer"}),
+        "decode": below_multi(
+            "kv_consumer", nixl, ours | {"kv_role": "kv_consumer"}
+        ),
     }
     engines = [
-        Engine(name, logs / f"{name}.log", partial(with_port, port), **options(llama), **setup)
-        for port, (name, setup) in zip((free_port(), free_port()), setups.items(), strict=True)
+        Engine(
+            name,
+            logs / f"{name}.log",
+            partial(with_port, port),
+            **options(llama),
+            **setup,
+        )
+        for port, (name, setup) in zip(
+            (free_port(), free_port()), setups.items(), strict=True
+        )
     ]
     prefill, decode = (engine.wait_up() for engine in engines)
     yield Pair(prefill, decode, host)
@@ -69,18 +104,28 @@ def pair(
         engine.stop()
 
 
-def ask(room: Room, tokens: list[int], most: int, transfer: dict[str, Any] | None) -> tuple[Answer, Any]:
-    """Ask an engine; return its answer, and what it has for the engine that goes on with the request."""
+def ask(
+    room: Room, tokens: list[int], most: int, transfer: dict[str, Any] | None
+) -> tuple[Answer, Any]:
+    """Ask an engine; return its answer, and what it has for the engine that goes on with the
+    request.
+    """
     from vllm import SamplingParams
 
     extra = {"kv_transfer_params": transfer} if transfer else None
-    params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, extra_args=extra)
-    (output,) = room.llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=most, ignore_eos=True, extra_args=extra
+    )
+    (output,) = room.llm.generate(
+        [{"prompt_token_ids": tokens}], params, use_tqdm=False
+    )
     return room._answer(output), output.kv_transfer_params
 
 
 def test_the_first_request_of_an_engine_hits(pair: Pair, plain: Plain) -> None:
-    """Below a MultiConnector the workers describe their memory in the first step, and the request waits for it."""
+    """Below a MultiConnector the workers describe their memory in the first step, and the request
+    waits for it.
+    """
     one = prompt(9110, 6 * CHUNK + 3)
     (text,) = plain.says(one, max_tokens=TOKENS)
     pair.prefill.call(ask, one, 1, None)
@@ -89,7 +134,9 @@ def test_the_first_request_of_an_engine_hits(pair: Pair, plain: Plain) -> None:
     assert (answer.tokens, answer.external) == (text, loadable(len(one)))
 
 
-def test_a_prompt_goes_from_prefill_to_decode_and_is_kept(pair: Pair, plain: Plain) -> None:
+def test_a_prompt_goes_from_prefill_to_decode_and_is_kept(
+    pair: Pair, plain: Plain
+) -> None:
     one = prompt(9100, 11 * CHUNK - 4)
     (text,) = plain.says(one, max_tokens=TOKENS)
     before = stores.ready(pair.host)
@@ -97,7 +144,8 @@ def test_a_prompt_goes_from_prefill_to_decode_and_is_kept(pair: Pair, plain: Pla
     assert (answer.local, answer.external) == (0, 0)
     stores.wait_ready(pair.host, before + 10)
     answer, _ = pair.decode.call(ask, one, TOKENS, transfer)
-    assert (answer.tokens, answer.external) == (text, len(one))  # by NIXL, to the last token
+    # by NIXL, to the last token
+    assert (answer.tokens, answer.external) == (text, len(one))
     pair.decode.reset()
     answer, _ = pair.decode.call(ask, one, TOKENS, None)
     assert (answer.tokens, answer.external) == (
@@ -107,7 +155,9 @@ def test_a_prompt_goes_from_prefill_to_decode_and_is_kept(pair: Pair, plain: Pla
     assert stores.ready(pair.host) == before + 10  # a consumer stores nothing
 
 
-def test_what_another_connector_failed_to_load_is_not_stored(pair: Pair, plain: Plain) -> None:
+def test_what_another_connector_failed_to_load_is_not_stored(
+    pair: Pair, plain: Plain
+) -> None:
     one = prompt(9120, 6 * CHUNK + 3)
     (text,) = plain.says(one, max_tokens=TOKENS)
     pair.prefill.call(ask, one, TOKENS, None)

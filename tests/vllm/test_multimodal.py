@@ -1,4 +1,6 @@
-"""The same tokens with another image are another prompt: the scheduler's half, without an engine."""
+"""The same tokens with another image are another prompt: the scheduler's half, without an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,25 @@ IMAGE_AT = 4 * CHUNK + 10
 
 
 class Schedule:
-    """The scheduler's half over a tier in memory; what it wants saved is stored at once. Of one thread."""
+    """The scheduler's half over a tier in memory; what it wants saved is stored at once. Of one
+    thread.
+    """
 
     def __init__(self, host: Path, hashes_media: bool = True) -> None:
         extra = {
-            "host_path": str(host), "host_size": "4MiB", "chunk_tokens": CHUNK, "worth_it": False,
+            "host_path": str(host),
+            "host_size": "4MiB",
+            "chunk_tokens": CHUNK,
+            "worth_it": False,
             "deadline_seconds": 20.0,
-        }  # fmt: skip
+        }
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         options = read_options(extra, BLOCK)
         handshake = Handshake(Namespace("a-model"), LAYOUT, BLOCK, 1)
-        self.half = PagodaScheduler(options, BLOCK, None, hashes_media=hashes_media)
+        self.half = PagodaScheduler(
+            options, BLOCK, None, hashes_media=hashes_media
+        )
         self.half.opened([handshake])
         self._cache = opened(options.config, handshake.namespace, LAYOUT)
         self._number = 0
@@ -54,11 +63,19 @@ class Schedule:
         """A request as vLLM's engine makes one, with an image in the middle, or none."""
         self._number += 1
         place = PlaceholderRange(offset=IMAGE_AT, length=40)
-        features = [MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)]
+        features = [
+            MultiModalFeatureSpec(
+                data=None, modality="image", identifier=image, mm_position=place
+            )
+        ]
         return Request(
-            f"request-{self._number}", tokens, SamplingParams(max_tokens=4), None,
-            mm_features=features if image else None, block_hasher=self._hasher,
-        )  # fmt: skip
+            f"request-{self._number}",
+            tokens,
+            SamplingParams(max_tokens=4),
+            None,
+            mm_features=features if image else None,
+            block_hasher=self._hasher,
+        )
 
     def hit(self, request: Request) -> int:
         """How many tokens of a request that arrives are cached."""
@@ -75,13 +92,16 @@ class Schedule:
 
     def store(self, request: Request) -> list[bytes]:
         """Compute and store a request that has arrived; returns the keys of newly stored chunks."""
-        blocks = SimpleNamespace(get_block_ids=lambda *_: (list(range(TOKENS // BLOCK + 1)),))
+        blocks = SimpleNamespace(
+            get_block_ids=lambda *_: (list(range(TOKENS // BLOCK + 1)),)
+        )
         self.half.allocated(request, blocks, 0)
         step: Any = SimpleNamespace(
             has_sync_kv_loads=False,
             num_scheduled_tokens={request.request_id: request.num_tokens},
-            total_num_scheduled_tokens=request.num_tokens, kv_connector_block_state=blocks,
-        )  # fmt: skip
+            total_num_scheduled_tokens=request.num_tokens,
+            kv_connector_block_state=blocks,
+        )
         saves: list[Save] = self.half.step(step).saves
         slots = self._cache.slots
         assert slots is not None
@@ -115,7 +135,9 @@ def test_another_image_is_another_prompt(schedule: Schedule) -> None:
         keys[image] = schedule.store(request)
     assert len(keys["a"]) == 10
     assert len(keys["b"]) == len(keys[None]) == 10 - before // CHUNK
-    assert len({key for some in keys.values() for key in some}) == 10 + 2 * len(keys["b"])
+    assert len({key for some in keys.values() for key in some}) == 10 + 2 * len(
+        keys["b"]
+    )
     for image in keys:
         assert schedule.hit(schedule.request(tokens, image)) == 10 * CHUNK
 
@@ -136,14 +158,24 @@ def digest(image: str) -> str:
             True,
             False,
         ),  # without caches of its own vLLM counts images, in each process
-        (digest("renderer0-mm-1-image-0, and the processor's options"), False, False),
+        (
+            digest("renderer0-mm-1-image-0, and the processor's options"),
+            False,
+            False,
+        ),
         ("the-client-says", True, False),
     ],
 )
 def test_only_names_by_content_are_names_elsewhere(
-    shm_root: Path, caplog: pytest.LogCaptureFixture, name: str, hashed: bool, shared: bool
+    shm_root: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    hashed: bool,
+    shared: bool,
 ) -> None:
-    """The same name may be another image in another engine, or after a restart: what is before it is shared."""
+    """The same name may be another image in another engine, or after a restart: what is before it
+    is shared.
+    """
     caplog.set_level(logging.INFO, logger="pagoda")
     tokens = prompt(6001, TOKENS)
     before = IMAGE_AT // CHUNK * CHUNK

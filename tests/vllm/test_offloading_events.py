@@ -1,4 +1,6 @@
-"""Events about chunks of hybrid models: what vLLM's offloading stores and loads, over real tiers, without an engine."""
+"""Events about chunks of hybrid models: what vLLM's offloading stores and loads, over real tiers,
+without an engine.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,14 @@ from tests.vllm.halves import (
 
 
 class Router:
-    """Hears of an engine, and says how many leading blocks of a prompt it credits it with in a group and a medium."""
+    """Hears of an engine, and says how many leading blocks of a prompt it credits it with in a
+    group and a medium.
+    """
 
     def __init__(self) -> None:
-        self.outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+        self.outlet = EventOutlet(
+            KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        )
         self.stored: list[BlockStored] = []
         self.held: dict[tuple[str, int], set[bytes]] = {}
 
@@ -54,9 +60,20 @@ class Router:
         names = vllm_request("", prompt, 9).block_hashes
 
         def credit(where: tuple[str, int]) -> int:
-            return len(list(itertools.takewhile(self.held.get(where, set()).__contains__, names)))
+            return len(
+                list(
+                    itertools.takewhile(
+                        self.held.get(where, set()).__contains__, names
+                    )
+                )
+            )
 
-        wait_until(lambda: self.hear() or {where: credit(where) // EACH for where in wanted} == wanted)
+        wait_until(
+            lambda: (
+                self.hear()
+                or {where: credit(where) // EACH for where in wanted} == wanted
+            )
+        )
 
 
 @pytest.fixture
@@ -74,19 +91,28 @@ def test_routers_hear_of_what_earlier_engines_and_other_processes_did(
     everywhere |= {("STORAGE", FULL): 3, ("STORAGE", SLIDING): 0}
     halves.store_prompt("p", 3)
     router.credits("p", everywhere)
-    assert list(halves.manager.take_events()) == []  # vLLM's own, which would tell it once more
-    full = [event for event in router.stored if event.group_idx == FULL and event.medium == "CPU"]
-    assert [token for event in full for token in event.token_ids] == list(range(3 * CHUNK))
+    # vLLM's own, which would tell it once more
+    assert list(halves.manager.take_events()) == []
+    full = [
+        event
+        for event in router.stored
+        if event.group_idx == FULL and event.medium == "CPU"
+    ]
+    assert [token for event in full for token in event.token_ids] == list(
+        range(3 * CHUNK)
+    )
     halves.close()
     again = Router()
-    halves = Halves(config, outlet=again.outlet)  # after a restart, without a request
+    # after a restart, without a request
+    halves = Halves(config, outlet=again.outlet)
     again.credits("p", everywhere)
     other = cache_of(config)
     host = halves.slots.ledgers["host"]
     admin.clear(host)  # by another process
     again.credits("p", everywhere | {("CPU", FULL): 0, ("CPU", SLIDING): 0})
     context = halves.request("loads", "p", 3)
-    assert halves.hit(context, "p", 3) == 3  # from the disk: host memory has it again
+    # from the disk: host memory has it again
+    assert halves.hit(context, "p", 3) == 3
     again.credits("p", everywhere)
     other.clear()
     let_go(other)
@@ -97,15 +123,20 @@ def test_routers_hear_of_what_earlier_engines_and_other_processes_did(
 def test_routers_hear_of_what_a_request_loads_and_that_other_weights_end_it(
     config: Config, router: Router
 ) -> None:
-    """The chunks are those of an engine without events, so nothing is known of them but what the request says."""
+    """The chunks are those of an engine without events, so nothing is known of them but what the
+    request says.
+    """
     silent = Halves(config)
     halves = Halves(config, outlet=router.outlet)
     silent.store_prompt("p", 3)
     context = halves.request("loads", "p", 3)
     assert halves.hit(context, "p", 3) == 3
-    halves.begin_load(context, {group: keys("p", group, 3) for group in (FULL, SLIDING)}, {})
+    halves.begin_load(
+        context, {group: keys("p", group, 3) for group in (FULL, SLIDING)}, {}
+    )
     router.credits("p", {("CPU", FULL): 3, ("CPU", SLIDING): 3})
-    silent.worker._cache.weights_changed()  # by another process; this engine waits for requests
+    # by another process; this engine waits for requests
+    silent.worker._cache.weights_changed()
     router.credits("p", {("CPU", FULL): 0, ("CPU", SLIDING): 0})
     silent.close()
     more = Halves(config, outlet=EventOutlet(KVEventsConfig()))
@@ -131,21 +162,27 @@ def test_routers_hear_of_a_request_that_begins_again_with_other_weights(
     halves.close()
 
 
-def test_a_part_of_a_block_is_not_told_as_the_whole(config: Config, router: Router) -> None:
+def test_a_part_of_a_block_is_not_told_as_the_whole(
+    config: Config, router: Router
+) -> None:
     """vLLM stores states in the middle of a block, under the hash of the tokens before it."""
     halves = Halves(config, outlet=router.outlet)
     context = halves.request("stores", "p", 3)
     part = make_offload_key(vllm_request("", "p", 3).block_hashes[4], FULL)
     context.set_offload_key_position(part, 2 * CHUNK + BLOCK)
     (placed,) = halves.manager.prepare_store([part], context).store_spec.chunks
-    assert halves.slots.commit({halves.slots.namespace(weights_version=""): [placed.copy]}) == [True]
+    assert halves.slots.commit(
+        {halves.slots.namespace(weights_version=""): [placed.copy]}
+    ) == [True]
     halves.store(context, keys("p", FULL, 2), {FULL: [3, 4, 5, 6]})
     router.credits("p", {("CPU", FULL): 2})
     assert sum(len(event.block_hashes) for event in router.stored) == 2 * EACH
     halves.close()
 
 
-def test_of_a_request_with_a_salt_no_tokens_are_told_or_kept(config: Config, router: Router) -> None:
+def test_of_a_request_with_a_salt_no_tokens_are_told_or_kept(
+    config: Config, router: Router
+) -> None:
     halves = Halves(config, outlet=router.outlet)
     context = halves.request("stores", "p", 1)
     halves.manager.request_arrived(vllm_request("stores", "p", 1, salt="secret"))
@@ -158,13 +195,17 @@ def test_of_a_request_with_a_salt_no_tokens_are_told_or_kept(config: Config, rou
     halves.close()
 
 
-def test_a_request_that_cannot_be_told_is_stored_all_the_same(config: Config, router: Router) -> None:
+def test_a_request_that_cannot_be_told_is_stored_all_the_same(
+    config: Config, router: Router
+) -> None:
     halves = Halves(config, outlet=router.outlet)
     context = halves.request("stores", "p", 2)
     odd = vllm_request("stores", "p", 2)
     odd.all_token_ids[0] = 1 << 40
     halves.manager.request_arrived(odd)
-    assert halves.store(context, keys("p", FULL, 2), {FULL: [1, 2, 3, 4]}) == keys("p", FULL, 2)
+    assert halves.store(
+        context, keys("p", FULL, 2), {FULL: [1, 2, 3, 4]}
+    ) == keys("p", FULL, 2)
     halves.store_prompt("q", 1, at=10)
     router.credits("q", {("CPU", FULL): 1})
     router.credits("p", {("CPU", FULL): 0})

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from pagoda.connectors.vllm.options import ConnectorOptions, chunk_of, read_options
+from pagoda.connectors.vllm.options import (
+    ConnectorOptions,
+    chunk_of,
+    read_options,
+)
 from pagoda.errors import ConfigError
 
 
@@ -31,23 +35,42 @@ def nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         (544, 544, 544),
     ],
 )
-def test_a_chunk_is_one_block_on_a_cpu_and_many_on_a_gpu(block: int, on_cpu: int, on_gpu: int) -> None:
+def test_a_chunk_is_one_block_on_a_cpu_and_many_on_a_gpu(
+    block: int, on_cpu: int, on_gpu: int
+) -> None:
     assert (chunk_of(block, True), chunk_of(block, False)) == (on_cpu, on_gpu)
-    assert read_options({}, block).config.chunk_tokens == on_cpu  # these tests run on one
+    # these tests run on one
+    assert read_options({}, block).config.chunk_tokens == on_cpu
 
 
 def test_options_of_the_cache_and_of_the_connector() -> None:
     options = read_options(
         {
-            "host_size": "2GiB", "disk_path": "/nowhere/pagoda", "disk_size": "1TiB", "min_hit_tokens": 64,
-            "weights": "v7", "weights_run": "run 7", "salt": "tenant", "store_output": False,
+            "host_size": "2GiB",
+            "disk_path": "/nowhere/pagoda",
+            "disk_size": "1TiB",
+            "min_hit_tokens": 64,
+            "weights": "v7",
+            "weights_run": "run 7",
+            "salt": "tenant",
+            "store_output": False,
             "allow_untested_vllm": True,
         },
         16,
-    )  # fmt: skip
-    assert (options.config.host_bytes, options.config.disk_bytes) == (2 << 30, 1 << 40)
-    assert (options.config.min_hit_tokens, options.config.disk_path) == (64, "/nowhere/pagoda")
-    assert (options.weights, options.weights_run, options.salt) == ("v7", "run 7", "tenant")
+    )
+    assert (options.config.host_bytes, options.config.disk_bytes) == (
+        2 << 30,
+        1 << 40,
+    )
+    assert (options.config.min_hit_tokens, options.config.disk_path) == (
+        64,
+        "/nowhere/pagoda",
+    )
+    assert (options.weights, options.weights_run, options.salt) == (
+        "v7",
+        "run 7",
+        "tenant",
+    )
     assert (options.store_output, options.allow_untested_vllm) == (False, True)
     assert "tenant" not in repr(options)
 
@@ -55,32 +78,70 @@ def test_options_of_the_cache_and_of_the_connector() -> None:
 def test_without_a_word_the_defaults_stand() -> None:
     options = read_options({}, 16)
     assert options == ConnectorOptions(options.config)
-    assert (options.weights, options.salt, options.store_output, options.allow_untested_vllm) == (
-        None, "", True, False,
-    )  # fmt: skip
+    assert (
+        options.weights,
+        options.salt,
+        options.store_output,
+        options.allow_untested_vllm,
+    ) == (
+        None,
+        "",
+        True,
+        False,
+    )
 
 
 def test_what_vllm_reads_itself_is_passed_by() -> None:
-    read_options({"spec_name": "PagodaOffloadingSpec", "spec_module_path": "x", "block_size": 512}, 16)
+    read_options(
+        {
+            "spec_name": "PagodaOffloadingSpec",
+            "spec_module_path": "x",
+            "block_size": 512,
+        },
+        16,
+    )
 
 
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"hosts_size": "1GiB"}, "hosts_size: no such option; did you mean host_size?"),
+        (
+            {"hosts_size": "1GiB"},
+            "hosts_size: no such option; did you mean host_size?",
+        ),
         ({"weight": "v1"}, "weight: no such option; did you mean weights?"),
-        ({"host_size": "lots"}, "host_size = 'lots'.*a size as.*argument host_size"),
-        ({"io_threads": "many"}, "io_threads = 'many'.*integer.*argument io_threads"),
+        (
+            {"host_size": "lots"},
+            "host_size = 'lots'.*a size as.*argument host_size",
+        ),
+        (
+            {"io_threads": "many"},
+            "io_threads = 'many'.*integer.*argument io_threads",
+        ),
         ({"store_output": "yes"}, "store_output = 'yes': write true or false"),
-        ({"allow_untested_vllm": 1}, "allow_untested_vllm = 1: write true or false"),
+        (
+            {"allow_untested_vllm": 1},
+            "allow_untested_vllm = 1: write true or false",
+        ),
         ({"weights": ""}, "weights = '': a text that is not empty"),
-        ({"weights_run": "a/b"}, "weights_run = 'a/b': write a name without a slash"),
+        (
+            {"weights_run": "a/b"},
+            "weights_run = 'a/b': write a name without a slash",
+        ),
         ({"salt": 7}, "salt = 7: a text that is not empty"),
-        ({"chunk_tokens": 100}, r"chunk_tokens = 100 \(argument chunk_tokens\).*32 tokens.*to 96 or 128"),
-        ({"chunk_tokens": 16}, r"chunk_tokens = 16 .*set chunk_tokens to 32, or leave it out"),
+        (
+            {"chunk_tokens": 100},
+            r"chunk_tokens = 100 \(argument chunk_tokens\).*32 tokens.*to 96 or 128",
+        ),
+        (
+            {"chunk_tokens": 16},
+            r"chunk_tokens = 16 .*set chunk_tokens to 32, or leave it out",
+        ),
     ],
 )
-def test_what_cannot_stand_is_one_sentence_with_the_remedy(extra: dict[str, Any], says: str) -> None:
+def test_what_cannot_stand_is_one_sentence_with_the_remedy(
+    extra: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         read_options(extra, 32)
 
@@ -88,16 +149,26 @@ def test_what_cannot_stand_is_one_sentence_with_the_remedy(extra: dict[str, Any]
 def test_a_file_and_the_environment_have_a_say_and_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    (tmp_path / "pagoda.toml").write_text("chunk_tokens = 128\nmin_hit_tokens = 32\n")
+    (tmp_path / "pagoda.toml").write_text(
+        "chunk_tokens = 128\nmin_hit_tokens = 32\n"
+    )
     assert read_options({}, 64).config.chunk_tokens == 128
-    with pytest.raises(ConfigError, match=r"chunk_tokens = 128 \(file .*pagoda.toml\).*48 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"chunk_tokens = 128 \(file .*pagoda.toml\).*48 tokens"
+    ):
         read_options({}, 48)
     monkeypatch.setenv("PAGODA_CHUNK_TOKENS", "96")
     assert read_options({}, 48).config.chunk_tokens == 96
-    with pytest.raises(ConfigError, match=r"environment PAGODA_CHUNK_TOKENS.*64 tokens.*to 64 or 128"):
+    with pytest.raises(
+        ConfigError,
+        match=r"environment PAGODA_CHUNK_TOKENS.*64 tokens.*to 64 or 128",
+    ):
         read_options({}, 64)
     options = read_options({"chunk_tokens": 192}, 64)
-    assert (options.config.chunk_tokens, options.config.min_hit_tokens) == (192, 32)
+    assert (options.config.chunk_tokens, options.config.min_hit_tokens) == (
+        192,
+        32,
+    )
 
 
 def test_a_block_of_no_tokens_is_refused() -> None:

@@ -1,4 +1,6 @@
-"""Two machines, each with an engine and a `pagoda serve`: the second loads what the first has computed."""
+"""Two machines, each with an engine and a `pagoda serve`: the second loads what the first has
+computed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from tests.vllm.test_server import Server, cached_tokens, counter
 
 pytestmark = pytest.mark.slow
 
-_SLOW = Fault(bytes_per_second=5e5)  # of each connection: a chunk takes half a second
+# of each connection: a chunk takes half a second
+_SLOW = Fault(bytes_per_second=5e5)
 _TOKENS = 8
 
 
@@ -47,33 +50,52 @@ class Second(NamedTuple):
 
     def hits(self, tier: str) -> float:
         """How many tokens the engine has loaded from a tier, by the label."""
-        return counter(self.engine.get("/metrics"), "hit_tokens", f'tier="{tier}"')
+        return counter(
+            self.engine.get("/metrics"), "hit_tokens", f'tier="{tier}"'
+        )
 
-    def says(self, one: list[int], **more: object) -> tuple[tuple[int, ...], int, list[float]]:
-        """The tokens of an answer, how many of the prompt's were loaded, and the answer's log-probabilities."""
+    def says(
+        self, one: list[int], **more: object
+    ) -> tuple[tuple[int, ...], int, list[float]]:
+        """The tokens of an answer, how many of the prompt's were loaded, and the answer's
+        log-probabilities.
+        """
         said = self.engine.ask(one, _TOKENS, logprobs=1, **more)
         (choice,) = said["choices"]
-        return tuple(choice["token_ids"]), cached_tokens(said), choice["logprobs"]["token_logprobs"]
+        return (
+            tuple(choice["token_ids"]),
+            cached_tokens(said),
+            choice["logprobs"]["token_logprobs"],
+        )
 
 
 @pytest.fixture(scope="module")
 def first(tiers: Tiers) -> Iterator[PagodaServer]:
     """The first machine's `pagoda serve`, beside the engine `pagoda`."""
-    with pagoda_server(tiers.host, PAGODA_DISK_PATH=str(tiers.disk), PAGODA_DISK_SIZE="192MiB") as server:
+    with pagoda_server(
+        tiers.host, PAGODA_DISK_PATH=str(tiers.disk), PAGODA_DISK_SIZE="192MiB"
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def second(
-    lora_options: dict[str, Any], logs: Path, session_shm: Path, tmp_path_factory: pytest.TempPathFactory,
+    lora_options: dict[str, Any],
+    logs: Path,
+    session_shm: Path,
+    tmp_path_factory: pytest.TempPathFactory,
     first: PagodaServer,
-) -> Iterator[Second]:  # fmt: skip
-    """The second machine. Its engine has no prefix cache on the device: all that hits comes through the connector."""
+) -> Iterator[Second]:
+    """The second machine. Its engine has no prefix cache on the device: all that hits comes through
+    the connector.
+    """
     home = tmp_path_factory.mktemp("second")
     tiers = Tiers(session_shm / "second", home / "disk")
     log = logs / "second.log"
     with proxy_to(first.port) as cable:
-        url = f"http://127.0.0.1:{cable.port}?password_file={first.root / 'token'}"
+        url = (
+            f"http://127.0.0.1:{cable.port}?password_file={first.root / 'token'}"
+        )
         (home / "pagoda.toml").write_text(
             f'host_path = "{tiers.host}"\nchunk_tokens = {CHUNK}\npeers = ["{url}"]\n'
         )
@@ -91,9 +113,11 @@ Loads = Callable[[list[int]], tuple[tuple[int, ...], list[float]]]
 
 @pytest.fixture
 def loads(second: Second, plain: Plain) -> Loads:
-    """Ask the second engine until a prompt comes from its neighbour, and from nowhere else; return what it said.
+    """Ask the second engine until a prompt comes from its neighbour, and from nowhere else; return
+    what it said.
 
-    A look-up waits for a neighbour for a moment only, so on a busy machine the first try may compute the prompt.
+    A look-up waits for a neighbour for a moment only, so on a busy machine the first try may
+    compute the prompt.
     """
 
     def load(one: list[int]) -> tuple[tuple[int, ...], list[float]]:
@@ -105,7 +129,10 @@ def loads(second: Second, plain: Plain) -> Loads:
             tokens, loaded, logprobs = second.says(one)
             assert (tokens,) == plain.says(one)[0]
             answers.append((tokens, logprobs))
-            return loaded == loadable(len(one)) and second.hits("peers") - before == loaded
+            return (
+                loaded == loadable(len(one))
+                and second.hits("peers") - before == loaded
+            )
 
         stores.wait_until(all_of_it, "a prompt from the neighbour")
         return answers[-1]
@@ -122,7 +149,9 @@ def test_the_second_machine_loads_what_the_first_has_computed(
     plain: Plain,
     stored: object,
 ) -> None:
-    """The same text and log-probabilities; metrics, log and `pagoda explain` say where it came from."""
+    """The same text and log-probabilities; metrics, log and `pagoda explain` say where it came
+    from.
+    """
     one = plain_prompt(8000, 9 * CHUNK + 3)
     cold = pagoda.call(with_logprobs, one)
     stores.wait_ready(tiers.host, 9)
@@ -138,34 +167,61 @@ def test_the_second_machine_loads_what_the_first_has_computed(
     assert second.hits("peers") == hits
     metrics = second.engine.get("/metrics")
     assert counter(metrics, "hit_tokens_peers") == hits > 0
-    assert counter(metrics, "hit_tokens_host") == second.hits("host") > 0 == second.hits("remote")
+    assert (
+        counter(metrics, "hit_tokens_host")
+        == second.hits("host")
+        > 0
+        == second.hits("remote")
+    )
 
-    source = re.search(r'^vllm:prompt_tokens_cached_by_source_total{.*"p2p".*} (\S+)$', metrics, re.MULTILINE)
+    source = re.search(
+        r'^vllm:prompt_tokens_cached_by_source_total{.*"p2p".*} (\S+)$',
+        metrics,
+        re.MULTILINE,
+    )
     assert source is not None
     assert float(source[1]) == hits
 
-    opened = [line for line in second.log.read_text().splitlines() if "PagodaKV opened" in line]
+    opened = [
+        line
+        for line in second.log.read_text().splitlines()
+        if "PagodaKV opened" in line
+    ]
     assert len(opened) == 1, opened
     places = re.findall(r"  where: host .*", second.log.read_text())
-    assert len(places) == 1 and f"peers http://127.0.0.1:{second.cable.port}" in places[0], places
+    assert (
+        len(places) == 1
+        and f"peers http://127.0.0.1:{second.cable.port}" in places[0]
+    ), places
 
     other = [*one[:200], 300 + (one[200] + 1) % 700, *one[201:]]
     said = explained(second, "--text", words(other), "--url", second.engine.url)
-    assert {answer["tier"]: answer["num_tokens"] for answer in said["answers"]} == dict.fromkeys(
+    assert {
+        answer["tier"]: answer["num_tokens"] for answer in said["answers"]
+    } == dict.fromkeys(
         ("host", f"peers 127.0.0.1:{second.cable.port}", "all"), 192
     )
-    assert (said["nearest"][0]["token"], said["nearest"][0]["stored_id"]) == (200, one[200])
+    assert (said["nearest"][0]["token"], said["nearest"][0]["stored_id"]) == (
+        200,
+        one[200],
+    )
     second.empty()
     said = explained(second, "--text", words(one), "--url", second.engine.url)
-    assert [(answer["num_tokens"], answer["reason"]) for answer in said["answers"]] == [
-        (0, "cleared"), (9 * CHUNK, None), (9 * CHUNK, None)
-    ]  # fmt: skip
+    assert [
+        (answer["num_tokens"], answer["reason"]) for answer in said["answers"]
+    ] == [(0, "cleared"), (9 * CHUNK, None), (9 * CHUNK, None)]
 
 
 def test_these_tests_can_fail(
-    tiers: Tiers, second: Second, loads: Loads, plain: Plain, stored: Callable[..., None]
+    tiers: Tiers,
+    second: Second,
+    loads: Loads,
+    plain: Plain,
+    stored: Callable[..., None],
 ) -> None:
-    """Another tenant's prompt is not loaded, and were other bytes loaded than those computed, the text would differ."""
+    """Another tenant's prompt is not loaded, and were other bytes loaded than those computed, the
+    text would differ.
+    """
     one = plain_prompt(8010, 6 * CHUNK + 3)
     other = plain_prompt(8011, 6 * CHUNK + 3)
     stored(one, other)
@@ -185,7 +241,9 @@ def garbled(second: Second, one: list[int], plain: Plain) -> bool:
 
 def explained(second: Second, *prompt: str) -> dict[str, Any]:
     """What `pagoda explain` says with the second machine's configuration."""
-    code, out, err = run_here("explain", *prompt, "--json", "--config", str(second.home / "pagoda.toml"))
+    code, out, err = run_here(
+        "explain", *prompt, "--json", "--config", str(second.home / "pagoda.toml")
+    )
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
     return found
@@ -200,10 +258,20 @@ def zero(root: Path) -> None:
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_the_neighbour_ends_in_the_middle_of_a_load(
-    first: PagodaServer, second: Second, loads: Loads, plain: Plain, stored: Callable[..., None], how: str
+    first: PagodaServer,
+    second: Second,
+    loads: Loads,
+    plain: Plain,
+    stored: Callable[..., None],
+    how: str,
 ) -> None:
-    """Its server is killed, or stopped: the rest is computed, the text is right, and it hits again afterwards."""
-    one, other = (plain_prompt(8100 + 10 * (how == "kill") + i, 16 * CHUNK + 9) for i in (0, 1))
+    """Its server is killed, or stopped: the rest is computed, the text is right, and it hits again
+    afterwards.
+    """
+    one, other = (
+        plain_prompt(8100 + 10 * (how == "kill") + i, 16 * CHUNK + 9)
+        for i in (0, 1)
+    )
     stored(one, other)
     loads(other)  # the connections are there
     second.empty()
@@ -224,7 +292,10 @@ def test_the_neighbour_ends_in_the_middle_of_a_load(
         tokens, _, _ = asked[-1].result()
     assert (tokens,) == plain.says(one)[0]
     stores.wait_until(
-        lambda: counter(second.engine.get("/metrics"), "failed_loads") == failed + 1, "a failed load"
+        lambda: (
+            counter(second.engine.get("/metrics"), "failed_loads") == failed + 1
+        ),
+        "a failed load",
     )
     second.cable.down = WELL
     second.empty()
@@ -235,7 +306,13 @@ def test_the_neighbour_ends_in_the_middle_of_a_load(
 
 
 def test_the_head_of_a_prompt_is_loaded_while_the_neighbour_computes_its_tail(
-    pagoda: Engine, tiers: Tiers, second: Second, loads: Loads, plain: Plain, same: Same, stored: object
+    pagoda: Engine,
+    tiers: Tiers,
+    second: Second,
+    loads: Loads,
+    plain: Plain,
+    same: Same,
+    stored: object,
 ) -> None:
     """The first engine is held between two steps of a long prompt; then it goes on."""
     loads_of_others = plain_prompt(8200, 2 * CHUNK + 1)
@@ -244,7 +321,9 @@ def test_the_head_of_a_prompt_is_loaded_while_the_neighbour_computes_its_tail(
     stores.wait_ready(tiers.host, 2)
     loads(loads_of_others)  # the connections are there
     pagoda.call(begin, one)
-    stores.wait_until(lambda: stores.check(tiers.host)["reserved"] == 0, "the head is stored")
+    stores.wait_until(
+        lambda: stores.check(tiers.host)["reserved"] == 0, "the head is stored"
+    )
     head = (stores.ready(tiers.host) - 2) * CHUNK
     assert 0 < head < loadable(len(one))
 
@@ -262,12 +341,18 @@ def test_the_head_of_a_prompt_is_loaded_while_the_neighbour_computes_its_tail(
     loads(one)
 
 
-def with_logprobs(room: Room, one: list[int]) -> tuple[tuple[int, ...], list[float]]:
+def with_logprobs(
+    room: Room, one: list[int]
+) -> tuple[tuple[int, ...], list[float]]:
     """What the engine says to a prompt, and the log-probability of each token."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True, logprobs=1)
-    (output,) = room.llm.generate([{"prompt_token_ids": one}], params, use_tqdm=False)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=_TOKENS, ignore_eos=True, logprobs=1
+    )
+    (output,) = room.llm.generate(
+        [{"prompt_token_ids": one}], params, use_tqdm=False
+    )
     (sample,) = output.outputs
     rows = zip(sample.logprobs, sample.token_ids, strict=True)
     return tuple(sample.token_ids), [row[token].logprob for row, token in rows]
@@ -286,6 +371,10 @@ def begin(room: Room, one: list[int]) -> None:
 
 def finish(room: Room) -> tuple[int, ...]:
     """Compute the rest, and return what the engine says."""
-    while not (outputs := [output for output in room.llm.llm_engine.step() if output.finished]):
+    while not (
+        outputs := [
+            output for output in room.llm.llm_engine.step() if output.finished
+        ]
+    ):
         pass
     return tuple(outputs[0].outputs[0].token_ids)

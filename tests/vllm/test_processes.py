@@ -1,4 +1,6 @@
-"""Several engines on one machine: they share what they store, and die without harm to the others."""
+"""Several engines on one machine: they share what they store, and die without harm to the
+others.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,19 @@ Start = Callable[..., Engine]
 
 
 @pytest.fixture
-def start(lora_options: dict[str, Any], logs: Path, tiers: Tiers) -> Iterator[Start]:
+def start(
+    lora_options: dict[str, Any], logs: Path, tiers: Tiers
+) -> Iterator[Start]:
     """Starts engines on the tiers of `pagoda`, or on others; what still lives is ended."""
     begun: list[Engine] = []
 
     def begin(name: str, host: Path = tiers.host) -> Engine:
-        engine = Engine(name, logs / f"{name}.log", **lora_options, **connector(host, tiers.disk))
+        engine = Engine(
+            name,
+            logs / f"{name}.log",
+            **lora_options,
+            **connector(host, tiers.disk),
+        )
         begun.append(engine)
         return engine.wait_up()
 
@@ -42,18 +51,25 @@ def sound(tiers: Tiers) -> Callable[[], None]:
     def judge() -> None:
         for root in tiers:
             stores.wait_until(
-                lambda root=root: stores.check(root)["reserved"] == 0, f"nothing reserved in {root}"
+                lambda root=root: stores.check(root)["reserved"] == 0,
+                f"nothing reserved in {root}",
             )
 
     return judge
 
 
 def test_engines_come_and_go(
-    pagoda: Engine, tiers: Tiers, start: Start, sound: Callable[[], None], same: Same, stored: Callable[..., None],
-    session_shm: Path, tmp_path: Path,
-) -> None:  # fmt: skip
-    """One life of a machine: two engines share; one is killed as it stores, its successor as it loads; a reboot;
-    and weights that are changed in memory."""
+    pagoda: Engine,
+    tiers: Tiers,
+    start: Start,
+    sound: Callable[[], None],
+    same: Same,
+    stored: Callable[..., None],
+    session_shm: Path,
+    tmp_path: Path,
+) -> None:
+    """One life of a machine: two engines share; one is killed as it stores, its successor as it
+    loads; a reboot; and weights that are changed in memory."""
     ours = [prompt(3000 + i, 9 * CHUNK + 5) for i in range(3)]
     theirs = [prompt(3010 + i, 700) for i in range(3)]
     stored(*ours)
@@ -88,13 +104,19 @@ def test_engines_come_and_go(
     same(pagoda, *torn)
     sound()
 
-    stores.wait_until(lambda: stores.keys(tiers.host) <= stores.keys(tiers.disk), "all on the disk")
+    stores.wait_until(
+        lambda: stores.keys(tiers.host) <= stores.keys(tiers.disk),
+        "all on the disk",
+    )
     rebooted = start("rebooted", session_shm / "after a reboot")
     shared(rebooted, same, [*ours, *theirs, *torn])  # all of it from the disk
 
     keeps_to_itself(rebooted, pagoda, same, ours[0])
     stores.wait_until(
-        lambda: stores.keys(session_shm / "after a reboot") <= stores.keys(tiers.disk), "all on the disk"
+        lambda: (
+            stores.keys(session_shm / "after a reboot") <= stores.keys(tiers.disk)
+        ),
+        "all on the disk",
     )
     stores.clear(tiers.host)
     shared(pagoda, same, ours)
@@ -104,9 +126,16 @@ def test_engines_come_and_go(
 
 
 def test_killed_at_any_moment(
-    pagoda: Engine, tiers: Tiers, start: Start, sound: Callable[[], None], same: Same, stored: Callable[..., None]
-) -> None:  # fmt: skip
-    """Engines that load and store are killed whenever; the one that lives says what it says without."""
+    pagoda: Engine,
+    tiers: Tiers,
+    start: Start,
+    sound: Callable[[], None],
+    same: Same,
+    stored: Callable[..., None],
+) -> None:
+    """Engines that load and store are killed whenever; the one that lives says what it says
+    without.
+    """
     draw = random.Random()
     for number in range(3):
         known = [prompt(3100 + 10 * number + i, 700) for i in range(3)]
@@ -127,15 +156,20 @@ def other_weights(room: Room) -> None:
 
     def change(model: Any) -> None:
         for name, weights in model.named_parameters():
-            if "norm" in name:  # those of linear layers are packed when vLLM has loaded them
+            # those of linear layers are packed when vLLM has loaded them
+            if "norm" in name:
                 weights.data[::3].mul_(-1.0)
 
     room.llm.apply_model(change)
     assert room.llm.reset_prefix_cache(reset_connector=True)
 
 
-def keeps_to_itself(changed: Engine, pagoda: Engine, same: Same, one: list[int]) -> None:
-    """Assert that an engine whose weights change hits nothing from before, and then what it has computed since."""
+def keeps_to_itself(
+    changed: Engine, pagoda: Engine, same: Same, one: list[int]
+) -> None:
+    """Assert that an engine whose weights change hits nothing from before, and then what it has
+    computed since.
+    """
     changed.call(other_weights)
     (other,) = changed.say(one)
     (with_checkpoint,) = same(pagoda, one)
@@ -152,7 +186,9 @@ def keeps_to_itself(changed: Engine, pagoda: Engine, same: Same, one: list[int])
 
 
 def shared(engine: Engine, same: Same, prompts: list[list[int]]) -> None:
-    """Assert that an engine loads all that can be loaded of prompts that another (or it itself) computed."""
+    """Assert that an engine loads all that can be loaded of prompts that another (or it itself)
+    computed.
+    """
     engine.reset()
     for one in prompts:
         (answer,) = same(engine, one)

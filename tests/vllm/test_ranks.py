@@ -15,7 +15,8 @@ from tests.vllm.engines import BLOCK, CHUNK, Engine, connector, loadable, option
 from tests.vllm.inside import Room
 from tests.vllm.models import prompt
 
-CHUNK_BYTES = CHUNK * models.LAYERS * models.KV_HEADS * 2 * models.HEAD_DIM * 4  # keys and values in float32
+# keys and values in float32
+CHUNK_BYTES = CHUNK * models.LAYERS * models.KV_HEADS * 2 * models.HEAD_DIM * 4
 
 
 class Ranks(NamedTuple):
@@ -28,7 +29,10 @@ class Ranks(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ranks(
-    llama: Path, logs: Path, session_shm: Path, tmp_path_factory: pytest.TempPathFactory
+    llama: Path,
+    logs: Path,
+    session_shm: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Ranks]:
     """Starts it."""
     host = session_shm / "ranks"
@@ -40,7 +44,9 @@ def ranks(
 
 
 def test_both_ranks(ranks: Ranks, same: Same) -> None:
-    """Chunks of two ranks are loaded from host memory and from the disk; the text equals that of one rank."""
+    """Chunks of two ranks are loaded from host memory and from the disk; the text equals that of
+    one rank.
+    """
     prompts = [prompt(4000 + i, 9 * CHUNK + 40 * i) for i in range(3)]
     for one in prompts:
         (answer,) = same(ranks.engine, one)
@@ -71,8 +77,11 @@ def test_behind_a_local_hit(ranks: Ranks, same: Same) -> None:
     same(ranks.engine, one[: BLOCK + 1])
     (answer,) = same(ranks.engine, one)
     assert (answer.local, answer.external) == (BLOCK, loadable(len(one)) - BLOCK)
-    for blocks in range(1, len(one) // BLOCK - 1):  # each block that was loaded holds its own tokens
-        (answer,) = same(ranks.engine, one[: blocks * BLOCK] + prompt(4110 + blocks, 20))
+    # each block that was loaded holds its own tokens
+    for blocks in range(1, len(one) // BLOCK - 1):
+        (answer,) = same(
+            ranks.engine, one[: blocks * BLOCK] + prompt(4110 + blocks, 20)
+        )
         assert (answer.local, answer.external) == (blocks * BLOCK, 0)
 
 
@@ -83,7 +92,9 @@ def test_one_spoilt_part(ranks: Ranks, same: Same) -> None:
     same(ranks.engine, one, max_tokens=1)
     stores.wait_ready(ranks.disk, len(keys) + 6)
     stores.clear(ranks.host)
-    assert stores.spoil(ranks.disk, stores.keys(ranks.disk) - keys, position=2) == 1
+    assert (
+        stores.spoil(ranks.disk, stores.keys(ranks.disk) - keys, position=2) == 1
+    )
     ranks.engine.reset()
     same(ranks.engine, one)
     stores.wait_ready(ranks.host, 6)
@@ -93,7 +104,9 @@ def test_one_spoilt_part(ranks: Ranks, same: Same) -> None:
 
 
 def test_computing_is_faster_than_a_slow_disk(ranks: Ranks, same: Same) -> None:
-    """The scheduler's process decides by what the ranks, in theirs, have measured; the miss has its reason."""
+    """The scheduler's process decides by what the ranks, in theirs, have measured; the miss has its
+    reason.
+    """
     one = prompt(4300, 8 * CHUNK + 9)
     before = stores.ready(ranks.disk)
     same(ranks.engine, one, max_tokens=1)
@@ -114,12 +127,16 @@ def test_computing_is_faster_than_a_slow_disk(ranks: Ranks, same: Same) -> None:
 
 def rates(room: Room) -> dict[str, float]:
     """What the scheduler's half knows of speeds."""
-    found: dict[str, float] = room.scheduler.connector._scheduling._cache.stats()["rates"]
+    found: dict[str, float] = room.scheduler.connector._scheduling._cache.stats()[
+        "rates"
+    ]
     return found
 
 
 def judge(room: Room, slow: bool | None) -> None:
-    """Have the engine load only what is worth it from a disk that was slow or fast; None: load everything again."""
+    """Have the engine load only what is worth it from a disk that was slow or fast; None: load
+    everything again.
+    """
     load_cost = room.scheduler.connector._scheduling._cache._resources.load_cost
     load_cost._enabled = slow is not None
     for _ in range(5 if slow is not None else 0):
@@ -129,7 +146,10 @@ def judge(room: Room, slow: bool | None) -> None:
 def test_nothing_is_left_over(ranks: Ranks) -> None:
     """No slot waits for a part that is never written."""
     for tier in (ranks.host, ranks.disk):
-        stores.wait_until(lambda tier=tier: stores.check(tier)["reserved"] == 0, "nothing reserved")
+        stores.wait_until(
+            lambda tier=tier: stores.check(tier)["reserved"] == 0,
+            "nothing reserved",
+        )
     assert stores.ready(ranks.host) > 0
 
 
@@ -143,7 +163,10 @@ def may_send_functions() -> None:
 
 @pytest.fixture(scope="module")
 def sizes(
-    llama: Path, logs: Path, session_shm: Path, tmp_path_factory: pytest.TempPathFactory
+    llama: Path,
+    logs: Path,
+    session_shm: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[int, Engine]]:
     """Starts an engine of one rank and one of two, with one cache."""
     how = connector(session_shm / "sizes", canonical_layout=True)
@@ -186,14 +209,19 @@ def watch_blocks(worker: Any) -> None:
 
 
 def bytes_of_blocks(worker: Any) -> list[bytes]:
-    """Return each head's bytes in these blocks, layer after layer, of vLLM's own tensors [block, head, ...]."""
+    """Return each head's bytes in these blocks, layer after layer, of vLLM's own tensors [block,
+    head, ...].
+    """
     import torch
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     blocks = get_kv_transfer_group()._worker.blocks  # type: ignore[attr-defined]
     heads = []
     for head in range(worker.model_runner.kv_caches[0].shape[1]):
-        layers = [layer[blocks, head].contiguous() for layer in worker.model_runner.kv_caches]
+        layers = [
+            layer[blocks, head].contiguous()
+            for layer in worker.model_runner.kv_caches
+        ]
         heads.append(torch.stack(layers).view(torch.uint8).numpy().tobytes())
     blocks.clear()
     return heads
@@ -206,7 +234,11 @@ def on_ranks(room: Room, function: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("stores_it", "loads_it"), [(1, 2), (2, 1)])
 def test_each_rank_loads_its_heads_of_what_other_ranks_stored(
-    stores_it: int, loads_it: int, sizes: dict[int, Engine], session_shm: Path, same: Same
+    stores_it: int,
+    loads_it: int,
+    sizes: dict[int, Engine],
+    session_shm: Path,
+    same: Same,
 ) -> None:
     """Byte for byte: texts may differ by the order of sums."""
     one = prompt(4300 + stores_it, 6 * CHUNK + 1)
@@ -224,7 +256,9 @@ def test_each_rank_loads_its_heads_of_what_other_ranks_stored(
     # heads of other ranks are noticed
     assert len(whole) == models.KV_HEADS
     assert len(set(whole)) == models.KV_HEADS
-    assert [len(head) for head in whole] == [6 * CHUNK_BYTES // models.KV_HEADS] * models.KV_HEADS
+    assert [len(head) for head in whole] == [
+        6 * CHUNK_BYTES // models.KV_HEADS
+    ] * models.KV_HEADS
     assert [head for rank in seen[2] for head in rank] == whole
     with stores.ledger_of(host) as ledger:
         assert ledger.slot_bytes == CHUNK_BYTES

@@ -9,7 +9,9 @@ from tests.vllm.engines import CHUNK, Engine, connector, options
 from tests.vllm.models import prompt
 
 
-def test_a_line_a_request(llama: Path, session_shm: Path, logs: Path, tmp_path: Path) -> None:
+def test_a_line_a_request(
+    llama: Path, session_shm: Path, logs: Path, tmp_path: Path
+) -> None:
     """Computed, found on the device, loaded, and too short for a chunk."""
     trace = tmp_path / "trace.jsonl"
     engine = Engine(
@@ -29,5 +31,6 @@ def test_a_line_a_request(llama: Path, session_shm: Path, logs: Path, tmp_path: 
     lines = list(read_trace(trace))
     told = [(len(line.hash_ids), line.input_length) for line in lines]
     assert told[:2] == [(5, len(one))] * 2
-    assert sorted(told[2:]) == [(5, len(one)), (10, len(other)), (10, len(other))]  # arrived together
+    # arrived together
+    assert sorted(told[2:]) == [(5, len(one)), (10, len(other)), (10, len(other))]
     assert len({line.hash_ids for line in lines}) == 2

@@ -14,7 +14,11 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from pagoda.connectors.vllm.request_limits import is_of_embeddings, named_tokens, reads_nothing
+from pagoda.connectors.vllm.request_limits import (
+    is_of_embeddings,
+    named_tokens,
+    reads_nothing,
+)
 from tests.vllm import halves as offloading
 from tests.vllm.halves import FULL, SLIDING
 from tests.vllm.models import prompt
@@ -34,7 +38,12 @@ def plain(shm_root: Path) -> Iterator[Halves]:
 
 def mixed(tokens: list[int], embeddings: set[int]) -> dict[str, Any]:
     """A prompt with embeddings at these positions, as `Request` takes it."""
-    return {"prompt_embeds": ROWS, "prompt_is_token_ids": [at not in embeddings for at in range(len(tokens))]}
+    return {
+        "prompt_embeds": ROWS,
+        "prompt_is_token_ids": [
+            at not in embeddings for at in range(len(tokens))
+        ],
+    }
 
 
 def ready(both: Halves) -> int:
@@ -63,7 +72,9 @@ def zero_at(at: int) -> list[int]:
 def test_hashes_name_what_is_before_the_first_embedding(
     tokens: list[int], embeddings: set[int], named: int | None
 ) -> None:
-    request = Request("r", tokens, SamplingParams(), None, **mixed(tokens, embeddings))
+    request = Request(
+        "r", tokens, SamplingParams(), None, **mixed(tokens, embeddings)
+    )
     assert named_tokens(request) == named
     assert not is_of_embeddings(request)
     assert reads_nothing(request) == (named == 0)
@@ -77,24 +88,34 @@ def test_the_hash_does_not_tell_an_embedding_from_token_0() -> None:
     for embeddings in (set[int](), {37}):
         hasher = get_request_block_hasher(BLOCK, sha256)
         more = mixed(tokens, embeddings)
-        hashes.append(Request("r", tokens, SamplingParams(), None, block_hasher=hasher, **more).block_hashes)
+        hashes.append(
+            Request(
+                "r", tokens, SamplingParams(), None, block_hasher=hasher, **more
+            ).block_hashes
+        )
     assert hashes[0] == hashes[1]
 
 
-def test_a_mixed_prompt_is_cached_up_to_its_first_embedding(plain: Halves) -> None:
+def test_a_mixed_prompt_is_cached_up_to_its_first_embedding(
+    plain: Halves,
+) -> None:
     """Then a prompt with the same hashes, whose KV differs from there on, gets nothing of it."""
     tokens = zero_at(2 * CHUNK + 5)
     more = mixed(tokens, {2 * CHUNK + 5})
     plain.stored(tokens, "stores", list(range(TOKENS // BLOCK)), **more)
     assert ready(plain) == 2
     for embeddings in ({2 * CHUNK + 5}, set[int]()):
-        request = plain.request(tokens, f"reads {embeddings}", **mixed(tokens, embeddings))
+        request = plain.request(
+            tokens, f"reads {embeddings}", **mixed(tokens, embeddings)
+        )
         assert plain.asked(request) == 2 * CHUNK
     other = plain.request(prompt(1, TOKENS), "text")
     assert plain.asked(other) == 0  # its hashes have no rows
 
 
-def test_what_an_earlier_release_stored_of_a_mixed_prompt_is_not_loaded(plain: Halves) -> None:
+def test_what_an_earlier_release_stored_of_a_mixed_prompt_is_not_loaded(
+    plain: Halves,
+) -> None:
     tokens = prompt(1, TOKENS)
     more = mixed(tokens, {2 * CHUNK + 5})
     as_it_was = plain.request(tokens, "stores", **more)
@@ -102,11 +123,16 @@ def test_what_an_earlier_release_stored_of_a_mixed_prompt_is_not_loaded(plain: H
     assert plain.asked(as_it_was) == 0
     plain.saved(plain.step(list(range(TOKENS // BLOCK)), stores=TOKENS))
     assert ready(plain) == 6
-    assert plain.asked(plain.request(tokens, "reads", **more)) == 2 * CHUNK + BLOCK  # whole blocks
+    # whole blocks
+    assert (
+        plain.asked(plain.request(tokens, "reads", **more)) == 2 * CHUNK + BLOCK
+    )
 
 
 def test_a_prompt_of_embeddings_alone_is_cached(plain: Halves) -> None:
-    """But not what was computed from the engine's own cache, which may have the KV of tokens under its hashes."""
+    """But not what was computed from the engine's own cache, which may have the KV of tokens under
+    its hashes.
+    """
     rows: dict[str, Any] = {"prompt_embeds": ROWS}
     doubtful = plain.request(None, "doubtful", **rows)  # type: ignore[arg-type]
     assert plain.asked(doubtful, local=2 * CHUNK) == 0
@@ -118,11 +144,17 @@ def test_a_prompt_of_embeddings_alone_is_cached(plain: Halves) -> None:
     assert plain.asked(plain.request(None, "reads", **rows)) == TOKENS - BLOCK  # type: ignore[arg-type]
 
 
-def test_a_hybrid_model_caches_up_to_the_first_embedding(tmp_path: Path, shm_root: Path) -> None:
+def test_a_hybrid_model_caches_up_to_the_first_embedding(
+    tmp_path: Path, shm_root: Path
+) -> None:
     size = offloading.CHUNK
     both = offloading.Halves(offloading.config_of(shm_root / "host"))
     try:
-        wanted = [key for group in (FULL, SLIDING) for key in offloading.keys("p", group, 4)]
+        wanted = [
+            key
+            for group in (FULL, SLIDING)
+            for key in offloading.keys("p", group, 4)
+        ]
         blocks = {FULL: list(range(1, 9)), SLIDING: list(range(9, 17))}
         context = both.request("stores", "p", 4)
         request = offloading.vllm_request("stores", "p", 4)
@@ -151,11 +183,18 @@ def test_a_hybrid_model_caches_up_to_the_first_embedding(tmp_path: Path, shm_roo
 
 UNASKED: dict[str, Any] = {
     "prompt_logprobs": {"sampling_params": SamplingParams(prompt_logprobs=1)},
-    "skip_reading_prefix_cache": {"sampling_params": SamplingParams(skip_reading_prefix_cache=True)},
-    "max_load_tokens": {
-        "sampling_params": SamplingParams(extra_args={"kv_transfer_params": {"max_load_tokens": 0}})
+    "skip_reading_prefix_cache": {
+        "sampling_params": SamplingParams(skip_reading_prefix_cache=True)
     },
-    "embeddings": {"sampling_params": SamplingParams(), **mixed(prompt(1, TOKENS), {0})},
+    "max_load_tokens": {
+        "sampling_params": SamplingParams(
+            extra_args={"kv_transfer_params": {"max_load_tokens": 0}}
+        )
+    },
+    "embeddings": {
+        "sampling_params": SamplingParams(),
+        **mixed(prompt(1, TOKENS), {0}),
+    },
 }
 
 
@@ -166,14 +205,24 @@ def test_a_request_that_may_not_read_is_no_miss(plain: Halves, why: str) -> None
     table = list(range(TOKENS // BLOCK))
     more = dict(UNASKED[why])
     hasher = get_request_block_hasher(BLOCK, sha256)
-    request = Request("r", tokens, more.pop("sampling_params"), None, block_hasher=hasher, **more)
+    request = Request(
+        "r",
+        tokens,
+        more.pop("sampling_params"),
+        None,
+        block_hasher=hasher,
+        **more,
+    )
     plain.scheduler.new_request(request)
     assert plain.asked(request) == 0
     plain.scheduler.allocated(request, SimpleNamespace(), 0)
     plain.saved(plain.step(table, r=TOKENS))
     stats = plain.cache.stats()
     assert stats["misses"] == {"not_asked": 1}
-    assert (stats["counters"]["lookups"], stats["counters"]["asked_tokens"]) == (0, 0)
+    assert (stats["counters"]["lookups"], stats["counters"]["asked_tokens"]) == (
+        0,
+        0,
+    )
     counted = plain.scheduler.stats.take()
     assert counted is None or "lookups" not in counted.data
 
@@ -182,7 +231,9 @@ def test_a_request_with_a_limit_asks_for_no_more(plain: Halves) -> None:
     tokens = prompt(1, TOKENS)
     table = list(range(TOKENS // BLOCK))
     plain.stored(tokens, "stores", table)
-    params = SamplingParams(extra_args={"kv_transfer_params": {"max_load_tokens": 2 * CHUNK}})
+    params = SamplingParams(
+        extra_args={"kv_transfer_params": {"max_load_tokens": 2 * CHUNK}}
+    )
     hasher = get_request_block_hasher(BLOCK, sha256)
     request = Request("r", tokens, params, None, block_hasher=hasher)
     plain.scheduler.new_request(request)
@@ -190,7 +241,10 @@ def test_a_request_with_a_limit_asks_for_no_more(plain: Halves) -> None:
     blocks = SimpleNamespace(get_block_ids=lambda: (table,))
     plain.scheduler.allocated(request, blocks, 2 * CHUNK)
     counters = plain.cache.stats()["counters"]
-    assert (counters["asked_tokens"], counters["hit_tokens"]) == (2 * CHUNK, 2 * CHUNK)
+    assert (counters["asked_tokens"], counters["hit_tokens"]) == (
+        2 * CHUNK,
+        2 * CHUNK,
+    )
 
 
 def test_what_a_producer_computes_is_no_miss(shm_root: Path) -> None:

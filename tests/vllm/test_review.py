@@ -1,4 +1,6 @@
-"""Both halves of the connector without an engine: real requests of vLLM, a real cache, memory whose bytes are known."""
+"""Both halves of the connector without an engine: real requests of vLLM, a real cache, memory whose
+bytes are known.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.identity.machine_facts import machine_facts
 from pagoda.connectors.vllm.kv_memory import KVMemory
 from pagoda.connectors.vllm.lookups import TrackedRequest
-from pagoda.connectors.vllm.metadata import Later, PagodaMetadata, PagodaWorkerMetadata, Save
+from pagoda.connectors.vllm.metadata import (
+    Later,
+    PagodaMetadata,
+    PagodaWorkerMetadata,
+    Save,
+)
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.shared_caches import let_go, opened
@@ -59,7 +66,9 @@ NAMESPACE = Namespace("a-model")
 
 
 class Halves:
-    """A scheduler's and a worker's half over one cache of 64 slots, and the memory of 256 blocks."""
+    """A scheduler's and a worker's half over one cache of 64 slots, and the memory of 256
+    blocks.
+    """
 
     def __init__(
         self,
@@ -77,7 +86,9 @@ class Halves:
         self.scheduler = PagodaScheduler(self.options, BLOCK, outlet, **more)
         self.worker = PagodaWorker(self.options, None, None)
         text = "tests of the connector"
-        self.seen = KVMemory([self.memory], BLOCK, BLOCKS, (PAGE,), text, parts, 0, True, on_cpu)
+        self.seen = KVMemory(
+            [self.memory], BLOCK, BLOCKS, (PAGE,), text, parts, 0, True, on_cpu
+        )
         self.worker.open_cache(self.seen, NAMESPACE)
         if described:
             self.scheduler.opened([self.worker.handshake])
@@ -89,7 +100,9 @@ class Halves:
 
     def request(self, tokens: list[int], name: str, **more: Any) -> Request:
         hasher = get_request_block_hasher(BLOCK, sha256)
-        request = Request(name, tokens, SamplingParams(), None, block_hasher=hasher, **more)
+        request = Request(
+            name, tokens, SamplingParams(), None, block_hasher=hasher, **more
+        )
         self.scheduler.new_request(request)
         return request
 
@@ -107,11 +120,18 @@ class Halves:
         return answers[0]
 
     def step(
-        self, table: list[int] | dict[str, list[int]], others_load: bool = False, **scheduled: int
+        self,
+        table: list[int] | dict[str, list[int]],
+        others_load: bool = False,
+        **scheduled: int,
     ) -> PagodaMetadata:
         """Schedule these requests; `table`: the blocks of all of them, or of each."""
-        tables = table if isinstance(table, dict) else dict.fromkeys(scheduled, table)
-        state = KVConnectorBlockState(set(scheduled), lambda name: (tables[name],), {})
+        tables = (
+            table if isinstance(table, dict) else dict.fromkeys(scheduled, table)
+        )
+        state = KVConnectorBlockState(
+            set(scheduled), lambda name: (tables[name],), {}
+        )
         return self.scheduler.step(
             SimpleNamespace(
                 num_scheduled_tokens=scheduled,
@@ -122,12 +142,16 @@ class Halves:
         )
 
     def saved(self, meta: PagodaMetadata) -> None:
-        """Do what a worker does in a step without faults, until its chunks are visible or given up."""
+        """Do what a worker does in a step without faults, until its chunks are visible or given
+        up.
+        """
         self.worker.begin(meta)
         self.worker.save(meta)
         wait_until(lambda: not self.worker._save_threads.under_way)
 
-    def stored(self, tokens: list[int], name: str, table: list[int], **more: Any) -> None:
+    def stored(
+        self, tokens: list[int], name: str, table: list[int], **more: Any
+    ) -> None:
         request = self.request(tokens, name, **more)
         assert self.asked(request) == 0
         self.saved(self.step(table, **{name: len(tokens)}))
@@ -135,7 +159,9 @@ class Halves:
 
     def told(self) -> None:
         """Take the worker's messages at the end of a step."""
-        self.scheduler.take_output(KVConnectorOutput(kv_connector_worker_meta=self.worker.take_meta()))
+        self.scheduler.take_output(
+            KVConnectorOutput(kv_connector_worker_meta=self.worker.take_meta())
+        )
 
     def close(self) -> None:
         self.worker.shutdown()
@@ -166,8 +192,12 @@ def fill(memory: torch.Tensor, table: list[int], salt: int) -> None:
         memory[block] = (block * 7 + salt) % 127
 
 
-def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM saves on the way out of a forward that raised: a signal in the middle of it, no memory."""
+def test_a_step_that_breaks_off_stores_nothing(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM saves on the way out of a forward that raised: a signal in the middle of it, no
+    memory.
+    """
     connector: Any = object.__new__(PagodaConnector)
     connector._worker = halves.worker
     connector._scheduler = None
@@ -176,7 +206,11 @@ def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pyte
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)
 
     def step(meta: PagodaMetadata, trouble: BaseException | None) -> None:
-        output = SimpleNamespace(kv_connector_metadata=meta, has_sync_kv_loads=False, finished_req_ids=set())
+        output = SimpleNamespace(
+            kv_connector_metadata=meta,
+            has_sync_kv_loads=False,
+            finished_req_ids=set(),
+        )
         with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(output):  # type: ignore[arg-type]
             if trouble is not None:
                 raise trouble
@@ -186,12 +220,16 @@ def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pyte
     assert halves.asked(request) == 0
     try:
         raise LookupError
-    except LookupError:  # an engine may be used while an exception is being handled
+    except LookupError:
+        # an engine may be used while an exception is being handled
         step(halves.step(table, first=2 * CHUNK), None)
     wait_until(lambda: not halves.worker._save_threads.under_way)
     assert halves.asked(halves.request(tokens(3), "next")) == 2 * CHUNK
-    for number, trouble in enumerate((SystemExit(), KeyboardInterrupt(), RuntimeError("no memory"), None), 1):
-        prompt = tokens(2, seed=number)  # the last one succeeds, but may have read data of the failed ones
+    for number, trouble in enumerate(
+        (SystemExit(), KeyboardInterrupt(), RuntimeError("no memory"), None), 1
+    ):
+        # the last one succeeds, but may have read data of the failed ones
+        prompt = tokens(2, seed=number)
         request = halves.request(prompt, f"r{number}")
         assert halves.asked(request) == 0
         meta = halves.step(table, **{f"r{number}": 2 * CHUNK})
@@ -204,7 +242,9 @@ def test_a_step_that_breaks_off_stores_nothing(halves: Halves, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("how", ["never begun", "never ended"])
-def test_after_a_step_that_was_lost_nothing_is_stored(halves: Halves, how: str) -> None:
+def test_after_a_step_that_was_lost_nothing_is_stored(
+    halves: Halves, how: str
+) -> None:
     """The scheduler counts it as computed, and so does the engine's own cache."""
     halves.stored(tokens(1), "first", [1, 2, 3, 4])
     lost = halves.step([], lost=0)
@@ -226,25 +266,35 @@ def test_what_is_loaded_is_what_was_saved(halves: Halves, version: str) -> None:
     assert halves.asked(request, local=BLOCK) == 2 * CHUNK - BLOCK
     halves.memory[here] = 111
     halves.scheduler.allocated(
-        request, SimpleNamespace(get_block_ids=lambda: ([10, *here[1:]],)), 2 * CHUNK - BLOCK
+        request,
+        SimpleNamespace(get_block_ids=lambda: ([10, *here[1:]],)),
+        2 * CHUNK - BLOCK,
     )
     halves.worker.load(halves.step([]))
     wait_until(lambda: bool(halves.worker.finished_loads(True)))
     assert not halves.worker.take_bad_blocks()
     assert torch.equal(halves.memory[here[1:]], halves.memory[there[1:]])
-    assert (halves.memory[here[0]] == 111).all()  # that one was in the engine's own cache
+    # that one was in the engine's own cache
+    assert (halves.memory[here[0]] == 111).all()
 
 
-def test_a_request_is_remembered_with_the_namespace_of_its_tenant(halves: Halves) -> None:
+def test_a_request_is_remembered_with_the_namespace_of_its_tenant(
+    halves: Halves,
+) -> None:
     there = list(range(10, 18))
     halves.stored(tokens(2), "first", there, cache_salt="a tenant")
     request = halves.request([*tokens(2), 1], "second", cache_salt="a tenant")
     assert halves.asked(request) == 2 * CHUNK
-    halves.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (there,)), 2 * CHUNK)
+    halves.scheduler.allocated(
+        request, SimpleNamespace(get_block_ids=lambda: (there,)), 2 * CHUNK
+    )
     root = halves.scheduler._tracked["second"].found.root  # type: ignore[union-attr]
     (remembered,) = halves.cache.slots._ledger.requests.newest()  # type: ignore[union-attr]
     assert remembered.namespace == root[:NAMESPACE_BYTES]
-    assert (remembered.asked_tokens, remembered.hit_tokens["host"]) == (2 * CHUNK + 1, 2 * CHUNK)
+    assert (remembered.asked_tokens, remembered.hit_tokens["host"]) == (
+        2 * CHUNK + 1,
+        2 * CHUNK,
+    )
 
 
 def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
@@ -252,7 +302,9 @@ def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
     request = halves.request([*tokens(2), 1], "second")
     assert halves.asked(request) == 2 * CHUNK
     far = [*range(8, 15), BLOCKS + 5]  # a block that the memory does not have
-    halves.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (far,)), 2 * CHUNK)
+    halves.scheduler.allocated(
+        request, SimpleNamespace(get_block_ids=lambda: (far,)), 2 * CHUNK
+    )
     halves.worker.load(halves.step([]))
     assert halves.worker.finished_loads(False) == {"second"}
     assert halves.worker.take_bad_blocks() == set(far)
@@ -261,7 +313,9 @@ def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
     assert meta is not None
     assert meta.bad_blocks == set(far)
     halves.scheduler.take_output(
-        KVConnectorOutput(finished_recving={"second"}, kv_connector_worker_meta=meta)
+        KVConnectorOutput(
+            finished_recving={"second"}, kv_connector_worker_meta=meta
+        )
     )
     assert halves.asked(request) == 0  # it computes for itself
 
@@ -282,9 +336,15 @@ def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
 ) -> None:
     """A call and a transaction for each request would cost more than the chunks do."""
     names = ("first", "second", "third")
-    requests = [halves.request(tokens(1, seed), name) for seed, name in enumerate(names)]
+    requests = [
+        halves.request(tokens(1, seed), name) for seed, name in enumerate(names)
+    ]
     assert [halves.asked(request) for request in requests] == [0, 0, 0]
-    rows = {"first": [1, 2, 3, 4], "second": [5, 6, 7, BLOCKS], "third": [8, 9, 10, 11]}
+    rows = {
+        "first": [1, 2, 3, 4],
+        "second": [5, 6, 7, BLOCKS],
+        "third": [8, 9, 10, 11],
+    }
     commits = list[int]()
     commit = halves.worker._slots._ledger.commit
 
@@ -298,11 +358,16 @@ def test_the_saves_of_a_step_are_one_commit_and_fail_alone(
     stats = halves.worker.stats.take()
     assert stats is not None
     assert (stats.data["saved_chunks"], stats.data["refused_chunks"]) == (2, 1)
-    again = [halves.request([*tokens(1, seed), 1], f"again {seed}") for seed in range(3)]
+    again = [
+        halves.request([*tokens(1, seed), 1], f"again {seed}")
+        for seed in range(3)
+    ]
     assert [halves.asked(request) for request in again] == [CHUNK, 0, CHUNK]
 
 
-def test_a_session_whose_tokens_are_replaced_gets_keys_of_its_new_tokens(halves: Halves) -> None:
+def test_a_session_whose_tokens_are_replaced_gets_keys_of_its_new_tokens(
+    halves: Halves,
+) -> None:
     """Streamed input drops tokens that were not computed, and puts others in their place."""
     there = list(range(8))
     halves.stored(tokens(2), "first", there)
@@ -314,14 +379,25 @@ def test_a_session_whose_tokens_are_replaced_gets_keys_of_its_new_tokens(halves:
     assert halves.asked(request) == 0  # as many tokens, but others
     fill(halves.memory, there, 5)
     halves.saved(halves.step(there, session=2 * CHUNK))
-    assert halves.asked(halves.request([*tokens(2, seed=9), 1], "second")) == 2 * CHUNK
+    assert (
+        halves.asked(halves.request([*tokens(2, seed=9), 1], "second"))
+        == 2 * CHUNK
+    )
 
 
-def test_who_waits_for_anothers_load_asks_anew_when_it_fails(halves: Halves) -> None:
+def test_who_waits_for_anothers_load_asks_anew_when_it_fails(
+    halves: Halves,
+) -> None:
     halves.stored(tokens(2), "stored", list(range(8)))
-    first, second = (halves.request([*tokens(2), 1], name) for name in ("first", "second"))
+    first, second = (
+        halves.request([*tokens(2), 1], name) for name in ("first", "second")
+    )
     assert halves.asked(first) == halves.asked(second) == 2 * CHUNK
-    halves.scheduler.allocated(first, SimpleNamespace(get_block_ids=lambda: ([*range(8, 17)],)), 2 * CHUNK)
+    halves.scheduler.allocated(
+        first,
+        SimpleNamespace(get_block_ids=lambda: ([*range(8, 17)],)),
+        2 * CHUNK,
+    )
     assert halves.scheduler.matched(second, 0) == (None, False)
     halves.cache.clear()
     halves.worker.load(halves.step([]))
@@ -329,25 +405,42 @@ def test_who_waits_for_anothers_load_asks_anew_when_it_fails(halves: Halves) -> 
     meta = halves.worker.take_meta()
     assert meta is not None
     assert meta.failed == {"first"}
-    halves.scheduler.take_output(KVConnectorOutput(finished_recving={"first"}, kv_connector_worker_meta=meta))
+    halves.scheduler.take_output(
+        KVConnectorOutput(
+            finished_recving={"first"}, kv_connector_worker_meta=meta
+        )
+    )
     assert halves.asked(second) == 0
 
 
-def test_loads_are_not_waited_for_where_the_engine_keeps_no_prefixes(shm_root: Path) -> None:
+def test_loads_are_not_waited_for_where_the_engine_keeps_no_prefixes(
+    shm_root: Path,
+) -> None:
     halves = Halves(shm_root, shares_blocks=False)
     halves.stored(tokens(2), "stored", list(range(8)))
-    first, second = (halves.request([*tokens(2), 1], name) for name in ("first", "second"))
+    first, second = (
+        halves.request([*tokens(2), 1], name) for name in ("first", "second")
+    )
     assert halves.asked(first) == 2 * CHUNK
-    halves.scheduler.allocated(first, SimpleNamespace(get_block_ids=lambda: ([*range(8, 17)],)), 2 * CHUNK)
+    halves.scheduler.allocated(
+        first,
+        SimpleNamespace(get_block_ids=lambda: ([*range(8, 17)],)),
+        2 * CHUNK,
+    )
     assert halves.asked(second) == 2 * CHUNK
     halves.close()
 
 
 def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None:
     go_on = threading.Event()
-    busy = [halves.scheduler._lookups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
+    busy = [
+        halves.scheduler._lookups._threads.submit(go_on.wait, 60.0)
+        for _ in range(2)
+    ]
     try:
-        assert halves.scheduler.matched(halves.request(tokens(0.9), "short"), 0) == (0, False)
+        assert halves.scheduler.matched(
+            halves.request(tokens(0.9), "short"), 0
+        ) == (0, False)
         long = halves.request(tokens(3.1), "long")
         # all of it is in the engine's own cache
         assert halves.scheduler.matched(long, 3 * CHUNK) == (
@@ -362,8 +455,12 @@ def test_who_can_get_nothing_does_not_wait_for_a_look_up(halves: Halves) -> None
 
 
 @pytest.mark.parametrize("local", [0, 2 * CHUNK])
-def test_requests_go_on_where_no_thread_can_be_started(halves: Halves, local: int) -> None:
-    """Nothing will ever answer a look-up; nothing of the prompt, or all of it, is in the engine's own cache."""
+def test_requests_go_on_where_no_thread_can_be_started(
+    halves: Halves, local: int
+) -> None:
+    """Nothing will ever answer a look-up; nothing of the prompt, or all of it, is in the engine's
+    own cache.
+    """
     with no_threads():
         request = halves.request(tokens(2.1), "waits")
         assert halves.scheduler.matched(request, local) == (0, False)
@@ -372,18 +469,31 @@ def test_requests_go_on_where_no_thread_can_be_started(halves: Halves, local: in
     assert halves.asked(request, local) == 0
 
 
-def test_look_ups_that_hang_keep_no_request(halves: Halves, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory of adapters does not answer: its requests wait a while, and those after them not at all."""
+def test_look_ups_that_hang_keep_no_request(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory of adapters does not answer: its requests wait a while, and those after them not
+    at all.
+    """
     monkeypatch.setattr(lookups, "LONGEST_SECONDS", 0.1)
     go_on = threading.Event()
-    monkeypatch.setattr(lookups, "lora_name", lambda _: go_on.wait(60.0) and "an-adapter")
+    monkeypatch.setattr(
+        lookups, "lora_name", lambda _: go_on.wait(60.0) and "an-adapter"
+    )
     adapter = LoRARequest("an-adapter", 1, "/not/there")
     try:
         for number in range(lookups._MOST + 8):  # clients that do not wait
             halves.scheduler.finished(
-                halves.request(tokens(2.1, number), f"adapter {number}", lora_request=adapter)
+                halves.request(
+                    tokens(2.1, number), f"adapter {number}", lora_request=adapter
+                )
             )
-        assert halves.asked(halves.request(tokens(2.1), "waits", lora_request=adapter)) == 0
+        assert (
+            halves.asked(
+                halves.request(tokens(2.1), "waits", lora_request=adapter)
+            )
+            == 0
+        )
         later = halves.request(tokens(2.1), "later")
         assert halves.scheduler.matched(later, 0) == (0, False)
         meta = halves.step(list(range(9)), later=2 * CHUNK)
@@ -397,10 +507,14 @@ def test_look_ups_that_hang_keep_no_request(halves: Halves, monkeypatch: pytest.
 
 
 def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
-    """Behind threads that are busy: requests that end keep their tokens alive no longer than that."""
+    """Behind threads that are busy: requests that end keep their tokens alive no longer than
+    that.
+    """
     go_on = threading.Event()
     look_ups = halves.scheduler._lookups
-    requests = [halves.request(tokens(1, seed), f"ends {seed}") for seed in range(20)]
+    requests = [
+        halves.request(tokens(1, seed), f"ends {seed}") for seed in range(20)
+    ]
     assert all(halves.asked(request) == 0 for request in requests)
     busy = [look_ups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
     try:
@@ -418,11 +532,18 @@ def test_few_prompts_wait_to_be_logged(halves: Halves) -> None:
     assert len(list(logged_prompts(ledger.directory))) == lookups._MOST_LOGS - 2
 
 
-def test_a_request_is_recorded_as_it_was_asked(shm_root: Path, tmp_path: Path) -> None:
-    """The state must not be that of a later time, when a busy thread handles it: the answer has begun by then."""
+def test_a_request_is_recorded_as_it_was_asked(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    """The state must not be that of a later time, when a busy thread handles it: the answer has
+    begun by then.
+    """
     halves = Halves(shm_root, record=str(tmp_path / "trace.jsonl"))
     go_on = threading.Event()
-    busy = [halves.scheduler._lookups._threads.submit(go_on.wait, 60.0) for _ in range(2)]
+    busy = [
+        halves.scheduler._lookups._threads.submit(go_on.wait, 60.0)
+        for _ in range(2)
+    ]
     try:
         request = halves.request(tokens(2), "one")
         request.append_output_token_ids([5] * (CHUNK + 2))
@@ -433,18 +554,25 @@ def test_a_request_is_recorded_as_it_was_asked(shm_root: Path, tmp_path: Path) -
     assert all(each.result() for each in busy)
     assert halves.asked(request) == 0
     halves.close()
-    told = [(len(line.hash_ids), line.input_length) for line in read_trace(tmp_path / "trace.jsonl")]
+    told = [
+        (len(line.hash_ids), line.input_length)
+        for line in read_trace(tmp_path / "trace.jsonl")
+    ]
     assert told == [(2, 2 * CHUNK)] * 2
 
 
 def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
-    """Many requests complete chunks in one step: chunks beyond its limit are saved in the next step."""
+    """Many requests complete chunks in one step: chunks beyond its limit are saved in the next
+    step.
+    """
     request = halves.request(tokens(1), "late")
     assert halves.asked(request) == 0
     tracked = halves.scheduler._tracked["late"]
     meta = PagodaMetadata(0, 1)
     output = SimpleNamespace(
-        kv_connector_block_state=KVConnectorBlockState({"late"}, lambda _: (list(range(4)),), {})
+        kv_connector_block_state=KVConnectorBlockState(
+            {"late"}, lambda _: (list(range(4)),), {}
+        )
     )
     halves.scheduler._patience = 0.0
     halves.scheduler._save(tracked, CHUNK, output, meta)
@@ -452,8 +580,12 @@ def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
     assert len(halves.step(list(range(4)), late=CHUNK).saves) == 1
 
 
-def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(halves: Halves) -> None:
-    """Another process has the lock for a moment, while answers are computed, which must not wait for it."""
+def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(
+    halves: Halves,
+) -> None:
+    """Another process has the lock for a moment, while answers are computed, which must not wait
+    for it.
+    """
     request = halves.request(tokens(2), "late")
     table = list(range(8))
     assert halves.asked(request) == 0
@@ -492,8 +624,12 @@ def leave_room(halves: Halves, chunks: int) -> None:
     halves.worker._staging, _ = pages.preallocate(chunks * LAYOUT.chunk_bytes)
 
 
-def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halves) -> None:
-    """Of a long prompt, no more is copied within the device at once than the connector may use there."""
+def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(
+    on_device: Halves,
+) -> None:
+    """Of a long prompt, no more is copied within the device at once than the connector may use
+    there.
+    """
     halves = on_device
     leave_room(halves, 2)
     table = list(range(20))
@@ -504,7 +640,9 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halv
         meta = halves.step(table, long=5 * CHUNK)
         assert sum(len(save.copies) for save in meta.saves) == chunks
         halves.saved(meta)
-        halves.scheduler.take_output(KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta()))
+        halves.scheduler.take_output(
+            KVConnectorOutput(kv_connector_worker_meta=halves.worker.take_meta())
+        )
     assert halves.asked(halves.request([*tokens(5), 1], "next")) == 5 * CHUNK
     stats = halves.worker.stats.take()
     assert stats is not None
@@ -513,8 +651,12 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(on_device: Halv
 
 
 @pytest.mark.parametrize("told_first", [True, False])
-def test_what_had_no_room_when_its_request_ended_is_counted(on_device: Halves, told_first: bool) -> None:
-    """A short answer ends before the rest of its prompt is saved: vLLM reports the end before the workers' answer."""
+def test_what_had_no_room_when_its_request_ended_is_counted(
+    on_device: Halves, told_first: bool
+) -> None:
+    """A short answer ends before the rest of its prompt is saved: vLLM reports the end before the
+    workers' answer.
+    """
     halves = on_device
     leave_room(halves, 2)
     request = halves.request(tokens(5), "short")
@@ -542,7 +684,8 @@ def test_what_was_saved_is_not_counted_as_unsaved(halves: Halves) -> None:
     assert halves.asked(request) == 0
     halves.saved(halves.step(list(range(12)), whole=3 * CHUNK))
     request.num_computed_tokens = 3 * CHUNK
-    request.append_output_token_ids(list(range(CHUNK)))  # the last of them is not computed
+    # the last of them is not computed
+    request.append_output_token_ids(list(range(CHUNK)))
     halves.saved(halves.step(list(range(16)), whole=CHUNK - 1))
     request.num_computed_tokens = 4 * CHUNK
     halves.scheduler.finished(request)
@@ -550,8 +693,12 @@ def test_what_was_saved_is_not_counted_as_unsaved(halves: Halves) -> None:
     assert stats is None
 
 
-def test_where_speculation_needs_it_the_last_block_of_a_hit_is_computed(shm_root: Path) -> None:
-    """EAGLE and MTP draft from what the model makes of the last block, as in vLLM's own prefix cache."""
+def test_where_speculation_needs_it_the_last_block_of_a_hit_is_computed(
+    shm_root: Path,
+) -> None:
+    """EAGLE and MTP draft from what the model makes of the last block, as in vLLM's own prefix
+    cache.
+    """
     halves = Halves(shm_root, drops_last_block=True)
     try:
         halves.stored(tokens(3), "first", list(range(12)))
@@ -559,7 +706,10 @@ def test_where_speculation_needs_it_the_last_block_of_a_hit_is_computed(shm_root
         assert halves.asked(request) == 3 * CHUNK - BLOCK
         assert halves.asked(request, local=3 * CHUNK - BLOCK) == 0
         assert halves.asked(request, local=3 * CHUNK - 2 * BLOCK) == BLOCK
-        assert halves.asked(halves.request(tokens(1), "short")) == CHUNK - 2 * BLOCK  # and one token is left
+        # and one token is left
+        assert (
+            halves.asked(halves.request(tokens(1), "short")) == CHUNK - 2 * BLOCK
+        )
     finally:
         halves.close()
 
@@ -567,7 +717,9 @@ def test_where_speculation_needs_it_the_last_block_of_a_hit_is_computed(shm_root
 def test_where_others_wait_for_each_step_nothing_waits(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engines of data and expert parallelism step together: one that waits for its loads delays them all."""
+    """The engines of data and expert parallelism step together: one that waits for its loads delays
+    them all.
+    """
 
     def waits(*_: Any, **__: Any) -> Any:
         raise AssertionError("it waits")
@@ -577,7 +729,11 @@ def test_where_others_wait_for_each_step_nothing_waits(
         try:
             assert halves.step([]).idle is not in_lockstep
             monkeypatch.setattr("pagoda.connectors.vllm.lookups.wait", waits)
-            raised = nullcontext() if in_lockstep else pytest.raises(AssertionError, match="it waits")
+            raised = (
+                nullcontext()
+                if in_lockstep
+                else pytest.raises(AssertionError, match="it waits")
+            )
             with gate_taken(halves.cache.slots._ledger), raised:  # type: ignore[union-attr]
                 halves.scheduler.matched(halves.request(tokens(2), "asks"), 0)
         finally:
@@ -590,14 +746,20 @@ def test_a_host_that_has_no_room_for_one_chunk_is_said_at_the_start(
 ) -> None:
     """The size is "auto", and what it comes to is so little that there would be no host tier."""
     monkeypatch.setattr("pagoda.cache.open_tiers._host_bytes", lambda *_: 0)
-    with pytest.raises(StoreError, match=f"no room for one chunk of {LAYOUT.slot_bytes:,} bytes.*shm-size"):
+    with pytest.raises(
+        StoreError,
+        match=f"no room for one chunk of {LAYOUT.slot_bytes:,} bytes.*shm-size",
+    ):
         opened(config_of(shm_root, None), NAMESPACE, LAYOUT)
     monkeypatch.undo()
-    let_go(opened(config_of(shm_root, None), NAMESPACE, LAYOUT))  # no part of it stays open
+    # no part of it stays open
+    let_go(opened(config_of(shm_root, None), NAMESPACE, LAYOUT))
 
 
 def test_without_device_memory_the_engine_starts_all_the_same(
-    shm_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shm_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(self: DevicePagesKV, snapshot_bytes: int) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -620,21 +782,27 @@ def test_a_chunk_larger_than_the_room_is_saved_alone(on_device: Halves) -> None:
 
 def test_two_ranks_tell_the_earliest_chunk_that_waits() -> None:
     one = PagodaWorkerMetadata({"a"}, set(), {"a": Later(3, 4), "b": Later(1, 1)})
-    other = PagodaWorkerMetadata({"c"}, set(), {"a": Later(2, 5), "c": Later(7, 2)})
+    other = PagodaWorkerMetadata(
+        {"c"}, set(), {"a": Later(2, 5), "c": Later(7, 2)}
+    )
     assert one.aggregate(other) == PagodaWorkerMetadata(
         {"a", "c"}, set(), {"a": Later(2, 5), "b": Later(1, 1), "c": Later(7, 2)}
     )
 
 
 def test_what_a_step_does_not_compute_is_not_saved(halves: Halves) -> None:
-    """A prompt is computed in pieces; tokens scheduled after its own are a draft that may be rejected."""
+    """A prompt is computed in pieces; tokens scheduled after its own are a draft that may be
+    rejected.
+    """
     request = halves.request(tokens(3.5), "long")
     assert halves.asked(request) == 0
     table = list(range(16))
     positions = []
     for scheduled in (CHUNK - 1, 1, CHUNK + 3, 2 * CHUNK):
         meta = halves.step(table, long=scheduled)
-        positions.append([copy.position for save in meta.saves for copy in save.copies])
+        positions.append(
+            [copy.position for save in meta.saves for copy in save.copies]
+        )
         request.num_computed_tokens += scheduled
     assert positions == [[], [0], [1], [2]]
 
@@ -644,32 +812,50 @@ def test_at_least_one_token_is_left_to_compute(halves: Halves) -> None:
     assert halves.asked(halves.request(tokens(2), "again")) == 2 * CHUNK - BLOCK
 
 
-def test_a_chunk_that_differs_behind_its_first_block_is_another(halves: Halves) -> None:
+def test_a_chunk_that_differs_behind_its_first_block_is_another(
+    halves: Halves,
+) -> None:
     halves.stored(tokens(2), "first", list(range(8)))
     other = [*tokens(1), *tokens(2)[CHUNK : CHUNK + BLOCK], *tokens(2, seed=1)]
     assert halves.asked(halves.request(other, "other")) == CHUNK
 
 
-def test_another_adapter_under_the_same_path_is_another(halves: Halves, tmp_path: Path) -> None:
-    """vLLM's hashes know an adapter by its name and path; what it does to the KV is in its files."""
+def test_another_adapter_under_the_same_path_is_another(
+    halves: Halves, tmp_path: Path
+) -> None:
+    """vLLM's hashes know an adapter by its name and path; what it does to the KV is in its
+    files.
+    """
     path = models.make_lora(tmp_path / "adapter", 1)
-    first, again, other = (LoRARequest("adapter", number, str(path)) for number in (9001, 9002, 9003))
+    first, again, other = (
+        LoRARequest("adapter", number, str(path)) for number in (9001, 9002, 9003)
+    )
     halves.stored(tokens(2), "first", list(range(8)), lora_request=first)
-    assert halves.asked(halves.request([*tokens(2), 1], "again", lora_request=again)) == 2 * CHUNK
+    assert (
+        halves.asked(halves.request([*tokens(2), 1], "again", lora_request=again))
+        == 2 * CHUNK
+    )
     shutil.rmtree(path)
     models.make_lora(path, 2)
-    assert halves.asked(halves.request([*tokens(2), 1], "other", lora_request=other)) == 0
+    assert (
+        halves.asked(halves.request([*tokens(2), 1], "other", lora_request=other))
+        == 0
+    )
 
 
 def test_requests_without_hashes_are_not_cached_and_that_is_one_line(
     halves: Halves, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("one", "two", "three"):
-        request = Request(name, tokens(2), SamplingParams(), None, block_hasher=None)
+        request = Request(
+            name, tokens(2), SamplingParams(), None, block_hasher=None
+        )
         halves.scheduler.new_request(request)
         assert halves.scheduler.matched(request, 0) == (0, False)
     told = [line for line in caplog.messages if "block hashes" in line]
-    assert told == ["io_error: request one is not cached: the number of its block hashes is wrong"]
+    assert told == [
+        "io_error: request one is not cached: the number of its block hashes is wrong"
+    ]
 
 
 def test_an_adapter_that_cannot_be_named_is_said_and_counted(
@@ -685,11 +871,15 @@ def test_an_adapter_that_cannot_be_named_is_said_and_counted(
         assert halves.asked(request) == 0
         halves.scheduler.allocated(request, None, 0)
     (line,) = [line for line in caplog.messages if "adapter" in line]
-    assert line.startswith("io_error: requests with the adapter 'poet' are not cached: its files")
+    assert line.startswith(
+        "io_error: requests with the adapter 'poet' are not cached: its files"
+    )
     assert halves.cache.stats()["misses"]["io_error"] == 2
 
 
-def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> None:
+def test_after_a_reset_nothing_that_was_stored_before_hits(
+    halves: Halves,
+) -> None:
     halves.stored(tokens(2), "before", list(range(8)))
     running = halves.request([*tokens(1, seed=1), 1], "running")
     assert halves.asked(running) == 0
@@ -704,7 +894,9 @@ def test_after_a_reset_nothing_that_was_stored_before_hits(halves: Halves) -> No
 
 
 def test_what_waits_when_a_version_is_taken_begins_again(halves: Halves) -> None:
-    """Its look-up had the answer of other weights; it hits and stores what belongs to those of now."""
+    """Its look-up had the answer of other weights; it hits and stores what belongs to those of
+    now.
+    """
     halves.stored(tokens(2), "before", list(range(8)))
     waits = halves.request([*tokens(2), 1], "waits")
     stored = halves.request(tokens(1, seed=1), "stored")
@@ -716,7 +908,8 @@ def test_what_waits_when_a_version_is_taken_begins_again(halves: Halves) -> None
         assert halves.asked(waits) == 0
         assert halves.asked(stored) == 0 or version == "run/1"
         halves.saved(halves.step(list(range(4)), stored=CHUNK))
-    halves.scheduler.opened([halves.worker.handshake])  # as vLLM does after a sleep
+    # as vLLM does after a sleep
+    halves.scheduler.opened([halves.worker.handshake])
     halves.scheduler.finished(stored)
     assert halves.asked(halves.request([*tokens(1, seed=1), 1], "after")) == CHUNK
 
@@ -730,7 +923,9 @@ def test_what_cannot_begin_again_is_not_cached(halves: Halves) -> None:
     assert halves.scheduler.matched(request, 0) == (0, False)
 
 
-def test_a_slot_that_was_given_up_meanwhile_is_not_written(halves: Halves) -> None:
+def test_a_slot_that_was_given_up_meanwhile_is_not_written(
+    halves: Halves,
+) -> None:
     """The worker of another process is late: by then another chunk may have the slot."""
     request = halves.request(tokens(1), "first")
     assert halves.asked(request) == 0
@@ -768,7 +963,9 @@ def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
         wait_until(lambda worker=worker: not worker._save_threads.under_way)
     second = halves.request([*tokens(2), 1], "second")
     assert halves.asked(second) == 2 * CHUNK
-    halves.scheduler.allocated(second, SimpleNamespace(get_block_ids=lambda: (here,)), 2 * CHUNK)
+    halves.scheduler.allocated(
+        second, SimpleNamespace(get_block_ids=lambda: (here,)), 2 * CHUNK
+    )
     meta = halves.step([])
     for worker, its in both.items():
         worker.load(meta)
@@ -789,11 +986,17 @@ def test_what_the_engine_has_already_is_not_written_over(halves: Halves) -> None
     halves.memory[100:109] = 111
     halves.worker.load(halves.step([]))
     wait_until(lambda: bool(halves.worker.finished_loads(True)))
-    written = [block for block in range(100, 109) if not (halves.memory[block] == 111).all()]
+    written = [
+        block
+        for block in range(100, 109)
+        if not (halves.memory[block] == 111).all()
+    ]
     assert written == list(range(101, 108))
 
 
-def test_what_decides_the_bytes_of_a_page_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decides_the_bytes_of_a_page_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """K is packed for the vector unit, and each attention backend has a separate format."""
 
     def facts(backend: type = CPUAttentionBackend, isa: str = "vec") -> str:
@@ -803,12 +1006,18 @@ def test_what_decides_the_bytes_of_a_page_is_told(monkeypatch: pytest.MonkeyPatc
         return str(machine_facts(torch.device("cpu"), config, ["layer"]))
 
     told = [facts(), facts(isa="amx"), facts(FlashAttentionBackend)]
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    monkeypatch.setattr(
+        torch.backends.cpu, "get_cpu_capability", lambda: "another"
+    )
     assert len({*told, facts()}) == 4
 
 
-def test_below_a_multi_connector_requests_wait_for_the_first_messages(shm_root: Path) -> None:
-    """A MultiConnector passes on another connector's handshake. A reset before the description comes counts, too."""
+def test_below_a_multi_connector_requests_wait_for_the_first_messages(
+    shm_root: Path,
+) -> None:
+    """A MultiConnector passes on another connector's handshake. A reset before the description
+    comes counts, too.
+    """
     first = Halves(shm_root)
     first.stored(tokens(2), "first", list(range(8)))
     for reset, hit in ((False, 2 * CHUNK), (True, 0)):
@@ -833,7 +1042,10 @@ def test_a_description_that_never_comes_costs_one_wait(
     monkeypatch.setattr("pagoda.connectors.vllm.scheduler.LONGEST_SECONDS", 0.0)
     assert halves.scheduler.matched(request, 0) == (0, False)
     halves.scheduler.allocated(request, None, 0)
-    assert halves.scheduler.matched(halves.request(tokens(3), "next"), 0) == (0, False)
+    assert halves.scheduler.matched(halves.request(tokens(3), "next"), 0) == (
+        0,
+        False,
+    )
     halves.close()
 
 
@@ -843,18 +1055,26 @@ def test_who_loads_nothing_waits_until_it_can_be_saved(shm_root: Path) -> None:
     with gate_taken(halves.cache.slots._ledger):  # type: ignore[union-attr]
         request = halves.request(tokens(2), "prompt")
         assert halves.scheduler.matched(request, 0) == (None, False)
-        assert halves.scheduler.matched(request, 2 * CHUNK) == (0, False)  # nothing of it is new
+        # nothing of it is new
+        assert halves.scheduler.matched(request, 2 * CHUNK) == (0, False)
     assert halves.asked(request) == 0
     (save,) = halves.step(list(range(8)), prompt=2 * CHUNK).saves
     assert len(save.copies) == 2
     halves.close()
 
 
-def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(shm_root: Path) -> None:
+def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(
+    shm_root: Path,
+) -> None:
     """Routers would send a prompt to an engine that has to compute it all the same."""
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    outlets = {role: EventOutlet(config) for role in ("kv_producer", "kv_consumer")}
-    producer, consumer = (Halves(shm_root, role=role, outlet=outlet) for role, outlet in outlets.items())
+    outlets = {
+        role: EventOutlet(config) for role in ("kv_producer", "kv_consumer")
+    }
+    producer, consumer = (
+        Halves(shm_root, role=role, outlet=outlet)
+        for role, outlet in outlets.items()
+    )
     producer.stored(tokens(2), "prompt", list(range(8)))
     heard: list[object] = []
     wait_until(lambda: heard.extend(outlets["kv_consumer"].take()) or heard)  # type: ignore[func-returns-value]
@@ -863,22 +1083,30 @@ def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(s
     assert list(event.token_ids) == tokens(2)
     assert outlets["kv_producer"].take() == []
     consumer.close()
-    assert "pagoda-events" not in [thread.name for thread in threading.enumerate()], (
-        "the producer tells, only later"
-    )
+    assert "pagoda-events" not in [
+        thread.name for thread in threading.enumerate()
+    ], "the producer tells, only later"
     producer.close()
 
 
-def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(shm_root: Path) -> None:
-    """The chunks are those of an engine without events, so nothing is known of them but what the request says."""
-    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(
+    shm_root: Path,
+) -> None:
+    """The chunks are those of an engine without events, so nothing is known of them but what the
+    request says.
+    """
+    outlet = EventOutlet(
+        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    )
     silent = Halves(shm_root)
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(8))
     silent.stored(tokens(2), "first", table)
     request = halves.request([*tokens(2), 1], "second")
     assert halves.asked(request) == 2 * CHUNK
-    halves.scheduler.allocated(request, SimpleNamespace(get_block_ids=lambda: (table,)), 2 * CHUNK)
+    halves.scheduler.allocated(
+        request, SimpleNamespace(get_block_ids=lambda: (table,)), 2 * CHUNK
+    )
     heard: list[Any] = []
     wait_until(lambda: heard.extend(outlet.take()) or heard)  # type: ignore[func-returns-value]
     halves.scheduler.weights.changed()
@@ -894,34 +1122,51 @@ def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(shm_
 def credited(outlet: EventOutlet, held: set[Any]) -> int:
     """Hear what was told; return how many blocks a router credits the engine with."""
     for event in outlet.take():
-        (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
+        (
+            held.update
+            if isinstance(event, BlockStored)
+            else held.difference_update
+        )(event.block_hashes)
     return len(held)
 
 
 def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engine_waits(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is stored with the new ones is told, and a request from before brings nothing of the old ones back."""
-    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
-    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    """What is stored with the new ones is told, and a request from before brings nothing of the old
+    ones back.
+    """
+    # whole ones, as requests have them
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    outlet = EventOutlet(
+        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    )
     held = set[Any]()
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(16))
     halves.stored(tokens(2), "first", table)
-    adapted = LoRARequest("an-adapter", 3, str(models.make_lora(shm_root / "adapter", 3)))
-    for seed, more in enumerate(({"lora_request": adapted}, {"cache_salt": "a tenant"}), 1):
+    adapted = LoRARequest(
+        "an-adapter", 3, str(models.make_lora(shm_root / "adapter", 3))
+    )
+    for seed, more in enumerate(
+        ({"lora_request": adapted}, {"cache_salt": "a tenant"}), 1
+    ):
         halves.stored(tokens(1, seed), f"of {seed}", table, **more)
     longer = halves.request(tokens(4, 5), "longer")
     assert halves.asked(longer) == 0
     halves.saved(halves.step(table, longer=2 * CHUNK))
     wait_until(lambda: credited(outlet, held) == 6 * CHUNK // BLOCK)
-    with Cache(halves.options.config, namespace=NAMESPACE, layout=LAYOUT) as other:
+    with Cache(
+        halves.options.config, namespace=NAMESPACE, layout=LAYOUT
+    ) as other:
         other.weights_changed()
     wait_until(lambda: credited(outlet, held) == 0)
     longer.num_computed_tokens = 2 * CHUNK
-    halves.saved(halves.step(table, longer=2 * CHUNK))  # the rest of it, which was named before
+    # the rest of it, which was named before
+    halves.saved(halves.step(table, longer=2 * CHUNK))
     other_half = Halves(shm_root, outlet=EventOutlet(KVEventsConfig()))
-    other_half.stored(tokens(3, 7), "other", table)  # another engine with the new weights
+    # another engine with the new weights
+    other_half.stored(tokens(3, 7), "other", table)
     names = halves.request(tokens(3, 7), "the same").block_hashes
     wait_until(lambda: credited(outlet, held) == 3 * CHUNK // BLOCK)
     assert held == set(names)
@@ -930,27 +1175,40 @@ def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engi
     other_half.close(), halves.close()
 
 
-def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_are_known_to_be_the_same(
+def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_are_known_to_be_the_same(  # noqa: E501
     shm_root: Path,
 ) -> None:
-    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    outlet = EventOutlet(
+        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    )
     held = set[Any]()
     halves = Halves(shm_root, outlet=outlet)
     weights = ["the same"]
     halves.stored(tokens(2), "first", list(range(8)))
     wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
-    executor = SimpleNamespace(collective_rpc=lambda _: weights, sleeping_tags=set())
-    halves.scheduler.weights.falls_asleep(SimpleNamespace(model_executor=executor))
+    executor = SimpleNamespace(
+        collective_rpc=lambda _: weights, sleeping_tags=set()
+    )
+    halves.scheduler.weights.falls_asleep(
+        SimpleNamespace(model_executor=executor)
+    )
     halves.scheduler.weights.changed()  # the reset that belongs to the sleep
     wait_until(lambda: credited(outlet, held) == 0)
-    halves.scheduler.weights.restore_after_sleep()  # with the first request after it
+    # with the first request after it
+    halves.scheduler.weights.restore_after_sleep()
     wait_until(lambda: credited(outlet, held) == 2 * CHUNK // BLOCK)
     halves.close()
 
 
-def test_routers_hear_that_another_adapter_has_taken_a_name(shm_root: Path) -> None:
-    """Blocks are named by an adapter's name. A request of the old one that still runs brings nothing back."""
-    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+def test_routers_hear_that_another_adapter_has_taken_a_name(
+    shm_root: Path,
+) -> None:
+    """Blocks are named by an adapter's name. A request of the old one that still runs brings
+    nothing back.
+    """
+    outlet = EventOutlet(
+        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    )
     heard = list[Any]()
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(16))
@@ -958,12 +1216,20 @@ def test_routers_hear_that_another_adapter_has_taken_a_name(shm_root: Path) -> N
 
     def blocks() -> int:
         for event in (events := outlet.take()):
-            (held.update if isinstance(event, BlockStored) else held.difference_update)(event.block_hashes)
+            (
+                held.update
+                if isinstance(event, BlockStored)
+                else held.difference_update
+            )(event.block_hashes)
         heard.extend(events)
         return len(held)
 
     old, new, odd = (
-        LoRARequest("an-adapter", number, str(models.make_lora(shm_root / f"adapter-{seed}", seed)))
+        LoRARequest(
+            "an-adapter",
+            number,
+            str(models.make_lora(shm_root / f"adapter-{seed}", seed)),
+        )
         for number, seed in ((301, 3), (302, 4), (301, 5))
     )
     halves.stored(tokens(1, 1), "of none", table)
@@ -978,8 +1244,16 @@ def test_routers_hear_that_another_adapter_has_taken_a_name(shm_root: Path) -> N
     halves.saved(halves.step(table, running=2 * CHUNK))
     halves.saved(halves.step(table, **{"of the new one": CHUNK}))
     wait_until(lambda: blocks() == 2 * CHUNK // BLOCK)
-    assert len([one for event in heard for one in event.block_hashes]) == (3 + 2 + 1) * CHUNK // BLOCK
-    assert halves.asked(halves.request(tokens(1, 2), "of unknown weights", lora_request=odd)) == 0
+    assert (
+        len([one for event in heard for one in event.block_hashes])
+        == (3 + 2 + 1) * CHUNK // BLOCK
+    )
+    assert (
+        halves.asked(
+            halves.request(tokens(1, 2), "of unknown weights", lora_request=odd)
+        )
+        == 0
+    )
     wait_until(lambda: blocks() == CHUNK // BLOCK)
     halves.close()
 
@@ -988,8 +1262,11 @@ def test_routers_hear_that_another_adapter_has_taken_a_name(shm_root: Path) -> N
 def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")  # whole ones, as requests have them
-    outlet = EventOutlet(KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    # whole ones, as requests have them
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    outlet = EventOutlet(
+        KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    )
     held = set[Any]()
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(8))
@@ -1001,10 +1278,15 @@ def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
     asked = threading.Event()
 
     def changed_then(*args: Any, **named: Any) -> Any:
-        if threading.current_thread().name.startswith("pagoda-look") and not asked.is_set():
+        if (
+            threading.current_thread().name.startswith("pagoda-look")
+            and not asked.is_set()
+        ):
             asked.set()
             answer = call(*args, **named) if whose is halves.cache.slots else None
-            with Cache(halves.options.config, namespace=NAMESPACE, layout=LAYOUT) as other:
+            with Cache(
+                halves.options.config, namespace=NAMESPACE, layout=LAYOUT
+            ) as other:
                 other.weights_changed()
             return call(*args, **named) if answer is None else answer
         return call(*args, **named)
@@ -1020,10 +1302,16 @@ def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
     halves.close()
 
 
-def test_what_another_connector_loads_is_saved_when_its_step_has_ended(halves: Halves) -> None:
-    """It tells at the step's end which blocks it did not fill; the next step may have begun by then."""
+def test_what_another_connector_loads_is_saved_when_its_step_has_ended(
+    halves: Halves,
+) -> None:
+    """It tells at the step's end which blocks it did not fill; the next step may have begun by
+    then.
+    """
     table = list(range(8))
-    first, next_one, late = (halves.request(tokens(2, seed), f"r{seed}") for seed in (1, 2, 3))
+    first, next_one, late = (
+        halves.request(tokens(2, seed), f"r{seed}") for seed in (1, 2, 3)
+    )
     for request in (first, next_one):
         assert halves.asked(request) == 0
     halves.scheduler.allocated(next_one, None, 0)
@@ -1037,27 +1325,37 @@ def test_what_another_connector_loads_is_saved_when_its_step_has_ended(halves: H
     assert [save.request for save in begun.saves] == ["r2"]  # it was there before
     assert halves.asked(late) == 0
     halves.scheduler.allocated(late, None, 0)
-    assert halves.step(table, r3=2 * CHUNK).saves == []  # it may share blocks with the first
+    # it may share blocks with the first
+    assert halves.step(table, r3=2 * CHUNK).saves == []
     late.num_computed_tokens = 2 * CHUNK - 1
     halves.worker.begin(meta)
     halves.told()
-    assert [save.request for save in halves.step(table, r1=1, r3=1).saves] == ["r1", "r3"]
+    assert [save.request for save in halves.step(table, r1=1, r3=1).saves] == [
+        "r1",
+        "r3",
+    ]
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_what_is_computed_after_a_failed_load_of_another_connector_is_not_stored(
     shm_root: Path, early: bool
 ) -> None:
-    """With asynchronous scheduling vLLM goes on from a token that it does not keep, and its own cache has that KV."""
+    """With asynchronous scheduling vLLM goes on from a token that it does not keep, and its own
+    cache has that KV.
+    """
     halves = Halves(shm_root, schedules_early=early)
     table = list(range(8))
 
     def saved_after(seed: int, ours: set[int], all_bad: set[int]) -> int:
-        """Let another connector load within a step; return how much of a request that comes after it is saved."""
+        """Let another connector load within a step; return how much of a request that comes after
+        it is saved.
+        """
         halves.worker.begin(halves.step(table, others_load=True, loads=1))
         halves.worker._report.bad_blocks.update(ours)
         meta = halves.worker.take_meta()
-        output = KVConnectorOutput(kv_connector_worker_meta=meta, invalid_block_ids=all_bad)
+        output = KVConnectorOutput(
+            kv_connector_worker_meta=meta, invalid_block_ids=all_bad
+        )
         halves.scheduler.take_output(output)
         request = halves.request(tokens(1, seed), f"r{seed}")
         assert halves.asked(request) == 0

@@ -1,4 +1,6 @@
-"""Engines that only store or only load, and requests that say how much of them is stored or loaded."""
+"""Engines that only store or only load, and requests that say how much of them is stored or
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,18 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
     fresh = prompt(8101, 700)
     stored(known)
     before = stores.ready(tiers.host)
-    engine = Engine(role, logs / f"{role}.log", **lora_options, **with_role(role, tiers))
+    engine = Engine(
+        role, logs / f"{role}.log", **lora_options, **with_role(role, tiers)
+    )
     try:
         loaded = external(engine, same, known, max_tokens=1)
         assert external(engine, same, fresh, max_tokens=1) == 0
         if role == "kv_producer":
             assert loaded == 0
             stores.wait_ready(tiers.host, before + len(fresh) // CHUNK)
-            assert external(pagoda, same, fresh, max_tokens=1) == loadable(len(fresh))
+            assert external(pagoda, same, fresh, max_tokens=1) == loadable(
+                len(fresh)
+            )
         else:
             assert loaded == loadable(len(known))
     finally:
@@ -60,16 +66,29 @@ def test_a_producer_only_stores_and_a_consumer_only_loads(
         assert external(pagoda, same, fresh, max_tokens=1) == 0
 
 
-def test_a_request_says_how_much_is_loaded(pagoda: Engine, same: Same, stored: Stored) -> None:
+def test_a_request_says_how_much_is_loaded(
+    pagoda: Engine, same: Same, stored: Stored
+) -> None:
     one = prompt(8110, 700)
     stored(one)
-    for most, loaded in ((0, 0), (3 * CHUNK, 3 * CHUNK), (10_000, loadable(len(one)))):
-        assert external(pagoda, same, one, transfer={"max_load_tokens": most}) == loaded
+    for most, loaded in (
+        (0, 0),
+        (3 * CHUNK, 3 * CHUNK),
+        (10_000, loadable(len(one))),
+    ):
+        assert (
+            external(pagoda, same, one, transfer={"max_load_tokens": most})
+            == loaded
+        )
     for wrong in (-1, True, "many", 1.5):
-        assert external(pagoda, same, one, transfer={"max_load_tokens": wrong}) == loadable(len(one))
+        assert external(
+            pagoda, same, one, transfer={"max_load_tokens": wrong}
+        ) == loadable(len(one))
 
 
-def test_a_request_says_how_much_is_stored(pagoda: Engine, tiers: Tiers, same: Same, stored: Stored) -> None:
+def test_a_request_says_how_much_is_stored(
+    pagoda: Engine, tiers: Tiers, same: Same, stored: Stored
+) -> None:
     stored(prompt(8120, 100))
     none = prompt(8121, 700)
     some = prompt(8122, 700)
@@ -78,7 +97,11 @@ def test_a_request_says_how_much_is_stored(pagoda: Engine, tiers: Tiers, same: S
     stores.wait_ready(tiers.host, before + 3)
     external(pagoda, same, none, transfer={"max_offload_tokens": 0})
     external(pagoda, same, prompt(8123, CHUNK), max_tokens=1)
-    stores.wait_ready(tiers.host, before + 4)  # stored after the others would have been
-    assert external(pagoda, same, some, transfer={"max_offload_tokens": 0}) == 3 * CHUNK
+    # stored after the others would have been
+    stores.wait_ready(tiers.host, before + 4)
+    assert (
+        external(pagoda, same, some, transfer={"max_offload_tokens": 0})
+        == 3 * CHUNK
+    )
     assert external(pagoda, same, none, transfer={"max_offload_tokens": 0}) == 0
     assert stores.ready(tiers.host) == before + 4

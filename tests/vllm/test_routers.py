@@ -1,7 +1,8 @@
-"""Routers of requests know what an engine hits: Dynamo's indexer listens to real engines through restarts and reboots.
+"""Routers of requests know what an engine hits: Dynamo's indexer listens to real engines through
+restarts and reboots.
 
-The indexer is the real one (`make setup-vllm` installs it); what it credits an engine with is compared with what that
-engine then loads.
+The indexer is the real one (`make setup-vllm` installs it); what it credits an engine with is
+compared with what that engine then loads.
 """
 
 from __future__ import annotations
@@ -42,7 +43,15 @@ from testbed.servers import free_port
 from tests.cache import kit
 from tests.cache.kit import cache_at
 from tests.vllm import stores
-from tests.vllm.engines import BLOCK, CHUNK, FORKS, Engine, connector, loadable, options
+from tests.vllm.engines import (
+    BLOCK,
+    CHUNK,
+    FORKS,
+    Engine,
+    connector,
+    loadable,
+    options,
+)
 from tests.vllm.models import prompt
 from tests.vllm.routers import SECONDS, Indexer, Service, events_at, notes_in
 
@@ -64,7 +73,12 @@ def start(llama: Path, logs: Path, tiers: tuple[Path, Path]) -> Iterator[Start]:
     begun: list[Engine] = []
 
     def begin(name: str, port: int, own: tuple[Path, Path] = tiers) -> Engine:
-        engine = Engine(name, logs / f"{name}.log", **options(llama, **events_at(port)), **connector(*own))
+        engine = Engine(
+            name,
+            logs / f"{name}.log",
+            **options(llama, **events_at(port)),
+            **connector(*own),
+        )
         begun.append(engine)
         return engine
 
@@ -78,7 +92,9 @@ def test_a_router_credits_what_an_engine_hits(
     start: Start, served: Callable[..., Any], tiers: tuple[Path, Path]
 ) -> None:
     ports = {1: free_port(), 2: free_port()}
-    engines = {number: start(f"routed-{number}", port) for number, port in ports.items()}
+    engines = {
+        number: start(f"routed-{number}", port) for number, port in ports.items()
+    }
     indexer = served(Indexer, ports)
     ours = prompt(7000, 1024)
     theirs = prompt(7001, 512 + 5)
@@ -102,11 +118,15 @@ def test_a_router_credits_what_an_engine_hits(
     for (
         number,
         engine,
-    ) in engines.items():  # with its next step it says that all is cleared, and means its own memory
+    ) in engines.items():
+        # with its next step it says that all is cleared, and means its own memory
         engine.reset()
         engine.say(prompt(7002, BLOCK))
-        indexer.wait(number, theirs, cpu=whole[id(theirs)], disk=whole[id(theirs)])
-    stores.clear(tiers[0])  # by another process, while both engines wait for requests
+        indexer.wait(
+            number, theirs, cpu=whole[id(theirs)], disk=whole[id(theirs)]
+        )
+    # by another process, while both engines wait for requests
+    stores.clear(tiers[0])
     for number in engines:
         indexer.wait(number, theirs, cpu=0, disk=whole[id(theirs)])
     (answer,) = engines[2].say(ours)  # from the disk: host memory has it again
@@ -138,7 +158,9 @@ def test_a_router_credits_what_an_engine_hits(
 def test_a_router_credits_a_cache_that_publishes_by_itself(
     tiers: tuple[Path, Path], served: Callable[..., Any]
 ) -> None:
-    """Engines without events of their own: vLLM's decoder reads the messages, and the indexer believes them."""
+    """Engines without events of their own: vLLM's decoder reads the messages, and the indexer
+    believes them.
+    """
     port = free_port()
     first = kit.prompt(6, 1)
     second = kit.prompt(4, 2)
@@ -155,7 +177,8 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
             indexer.wait(1, second.tolist(), cpu=4 * kit.CHUNK)
             cache._tiers.ledgers()[0][1].columns.lease_until[:] = 0
     with cache_at(*tiers) as cache:
-        heard.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))  # now, and not when it tries again
+        # now, and not when it tries again
+        heard.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
         indexer.wait(1, first.tolist(), cpu=6 * kit.CHUNK)
         admin.clear(cache._tiers.ledgers()[0][1])
         indexer.wait(1, first.tolist(), cpu=0, disk=6 * kit.CHUNK)
@@ -163,7 +186,9 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
         indexer.wait(1, first.tolist(), cpu=0, disk=0)
     kinds = set()
     while heard.poll(200):
-        batch = msgspec.msgpack.decode(heard.recv_multipart()[2], type=KVEventBatch)
+        batch = msgspec.msgpack.decode(
+            heard.recv_multipart()[2], type=KVEventBatch
+        )
         kinds |= {type(event) for event in batch.events}
     heard.close()
     assert kinds == {AllBlocksCleared, BlockRemoved, BlockStored}
@@ -173,14 +198,25 @@ def test_a_conversation_that_returns_is_sent_to_the_machine_with_its_disk(
     start: Start, served: Callable[..., Any], session_shm: Path, tmp_path: Path
 ) -> None:
     ports = {1: free_port(), 2: free_port()}
-    machines = {number: (session_shm / f"machine-{number}", tmp_path / f"disk-{number}") for number in ports}
-    engines = {number: start(f"machine-{number}", ports[number], machines[number]) for number in ports}
-    begun = {number: [prompt(7100 + 10 * number + n, 512) for n in range(5)] for number in ports}
+    machines = {
+        number: (session_shm / f"machine-{number}", tmp_path / f"disk-{number}")
+        for number in ports
+    }
+    engines = {
+        number: start(f"machine-{number}", ports[number], machines[number])
+        for number in ports
+    }
+    begun = {
+        number: [prompt(7100 + 10 * number + n, 512) for n in range(5)]
+        for number in ports
+    }
     for number, engine in engines.items():
         engine.wait_up()
 
         def is_stored(number: int = number, engine: Engine = engine) -> bool:
-            """Say the prompts; a short one can end before all of its chunks get slots, on a busy machine."""
+            """Say the prompts; a short one can end before all of its chunks get slots, on a busy
+            machine.
+            """
             engine.reset()
             engine.say(*begun[number])
             time.sleep(0.5)
@@ -189,26 +225,45 @@ def test_a_conversation_that_returns_is_sent_to_the_machine_with_its_disk(
         stores.wait_until(is_stored, "all prompts on the disk", SECONDS)
         (store,) = stores.stores(machines[number][1])
         noted = partial(notes_in, store)
-        stores.wait_until(lambda noted=noted: noted() == 5 * 512 // CHUNK, "a note beside each chunk")
+        stores.wait_until(
+            lambda noted=noted: noted() == 5 * 512 // CHUNK,
+            "a note beside each chunk",
+        )
         engine.kill()
         shutil.rmtree(machines[number][0])  # a reboot
-    engines = {number: start(f"machine-{number}", ports[number], machines[number]) for number in ports}
+    engines = {
+        number: start(f"machine-{number}", ports[number], machines[number])
+        for number in ports
+    }
     router = served(Service, "dynamo.select_service")
     for number, port in ports.items():
         engines[number].wait_up()
         events = f"tcp://127.0.0.1:{port}"
-        worker = {"worker_id": number, "endpoint": f"engine-{number}", "kv_events_endpoint": events,
-                  "block_size": BLOCK, "total_kv_blocks": 1000}  # fmt: skip
+        worker = {
+            "worker_id": number,
+            "endpoint": f"engine-{number}",
+            "kv_events_endpoint": events,
+            "block_size": BLOCK,
+            "total_kv_blocks": 1000,
+        }
         assert router.ask("/workers", worker)["lifecycle"] == "schedulable"
 
     def is_right(number: int, tokens: Sequence[int]) -> bool:
-        answer = router.ask("/select", {"token_ids": [*tokens, 1, 2, 3]}) or {"worker_id": 0}
+        answer = router.ask("/select", {"token_ids": [*tokens, 1, 2, 3]}) or {
+            "worker_id": 0
+        }
         return answer["worker_id"] == number and answer["overlap"]["disk"] == 512
 
     def right() -> int:
-        return sum(is_right(number, one) for number, prompts in begun.items() for one in prompts)
+        return sum(
+            is_right(number, one)
+            for number, prompts in begun.items()
+            for one in prompts
+        )
 
-    stores.wait_until(lambda: right() == 10, "the right machine for each", SECONDS)
+    stores.wait_until(
+        lambda: right() == 10, "the right machine for each", SECONDS
+    )
     print(f"{right()} of 10 were sent to the machine that has them")
     for root, _ in machines.values():
         shutil.rmtree(root, ignore_errors=True)
@@ -229,7 +284,11 @@ def test_after_random_stores_evictions_and_kills_the_router_has_the_ledgers_view
 
     def life(number: int) -> Any:
         up = tmp_path / f"up-{random.random()}"
-        process = FORKS.Process(target=live, args=(ports[number], host, disk, up, calm, rest), daemon=True)
+        process = FORKS.Process(
+            target=live,
+            args=(ports[number], host, disk, up, calm, rest),
+            daemon=True,
+        )
         process.start()
         stores.wait_until(up.exists, "a life", SECONDS)
         return process
@@ -252,21 +311,31 @@ def test_after_random_stores_evictions_and_kills_the_router_has_the_ledgers_view
             root = cache.slots.namespace()
             found = []
             there = {
-                name: {row.key for row in admin.list_chunks(one)} for name, one in cache.slots.ledgers.items()
+                name: {row.key for row in admin.list_chunks(one)}
+                for name, one in cache.slots.ledgers.items()
             }
             for n in range(PROMPTS):
                 keys = derive_keys(request_of(n).block_hashes, root)
                 upper = leading(key in there["host"] for key in keys)
                 # the indexer goes down the tiers, and not up again
-                lower = upper + leading(key in there["disk"] for key in keys[upper:])
+                lower = upper + leading(
+                    key in there["disk"] for key in keys[upper:]
+                )
                 found.append({"cpu": BLOCK * upper, "disk": BLOCK * lower})
             return found
 
     def credited(number: int) -> list[dict[str, int]]:
-        return [indexer.credit(number, list(request_of(n).all_token_ids)) for n in range(PROMPTS)]
+        return [
+            indexer.credit(number, list(request_of(n).all_token_ids))
+            for n in range(PROMPTS)
+        ]
 
     for number in lives:
-        stores.wait_until(lambda number=number: credited(number) == held(), f"the view of {number}", SECONDS)
+        stores.wait_until(
+            lambda number=number: credited(number) == held(),
+            f"the view of {number}",
+            SECONDS,
+        )
     assert sum(one["disk"] for one in held()) > 20 * BLOCK
     for process in lives.values():
         process.kill()
@@ -283,15 +352,24 @@ def leading(have: Iterable[bool]) -> int:
 
 def request_of(number: int) -> Request:
     init_none_hash(sha256)
-    tokens = [number // 3 * 100_000 + n for n in range(BLOCK * (2 + number % 3))]  # three prompts begin alike
+    # three prompts begin alike
+    tokens = [number // 3 * 100_000 + n for n in range(BLOCK * (2 + number % 3))]
     tokens[BLOCK:] = [1000 * number + n for n in tokens[BLOCK:]]
     hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(f"{number}", tokens, SamplingParams(), None, block_hasher=hasher)
+    return Request(
+        f"{number}", tokens, SamplingParams(), None, block_hasher=hasher
+    )
 
 
-def live(port: int, host: Path, disk: Path, up: Path, calm: Path, rest: Path) -> None:
-    """The life of an engine, without a model: stores of random prompts, into tiers that are too small for all."""
-    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}")
+def live(
+    port: int, host: Path, disk: Path, up: Path, calm: Path, rest: Path
+) -> None:
+    """The life of an engine, without a model: stores of random prompts, into tiers that are too
+    small for all.
+    """
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{port}"
+    )
     outlet = EventOutlet(config)
     EventPublisherFactory.create(config)
     random = Random(up.name)
@@ -300,7 +378,9 @@ def live(port: int, host: Path, disk: Path, up: Path, calm: Path, rest: Path) ->
         assert slots is not None
         groups = {0: BlockFacts(BLOCK, BLOCK)}
         form = VLLMEventForm(groups, BLOCK)
-        events = StoredEvents(slots.ledgers, slots.namespace, groups, form, outlet)
+        events = StoredEvents(
+            slots.ledgers, slots.namespace, groups, form, outlet
+        )
         events.start()
         up.touch()
         while True:
@@ -313,12 +393,20 @@ def live(port: int, host: Path, disk: Path, up: Path, calm: Path, rest: Path) ->
             outcomes = slots.reserve(keys, namespace=root, start=0, parent=None)
             events.note(form.notes(request, root), root, root, 0, outcomes)
             done = [
-                ChunkRef(item.key, n, keys[n - 1] if n else None, item.slot, item.generation)
+                ChunkRef(
+                    item.key,
+                    n,
+                    keys[n - 1] if n else None,
+                    item.slot,
+                    item.generation,
+                )
                 for n, item in enumerate(outcomes)
                 if isinstance(item, Reserved)
             ]
             if random.random() < 0.1:
-                slots.abort([Reserved(one.key, one.slot, one.generation) for one in done])
+                slots.abort(
+                    [Reserved(one.key, one.slot, one.generation) for one in done]
+                )
             else:
                 slots.commit({root: done})
             if random.random() < 0.01 and not calm.exists():

@@ -1,4 +1,6 @@
-"""With PagodaKV an engine gives the same answers as without, from all tiers, and the expected hits occur."""
+"""With PagodaKV an engine gives the same answers as without, from all tiers, and the expected hits
+occur.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +19,59 @@ from tests.vllm.models import prompt
 
 
 def test_lengths(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
-    """Prompts that end with a chunk, with a block, a token before and after either; and shorter ones."""
-    lengths = [10 * CHUNK, 10 * CHUNK + BLOCK, 10 * CHUNK + 1, 10 * CHUNK - 1, CHUNK, CHUNK - 1, CHUNK + 1, 5]
+    """Prompts that end with a chunk, with a block, a token before and after either; and shorter
+    ones.
+    """
+    lengths = [
+        10 * CHUNK,
+        10 * CHUNK + BLOCK,
+        10 * CHUNK + 1,
+        10 * CHUNK - 1,
+        CHUNK,
+        CHUNK - 1,
+        CHUNK + 1,
+        5,
+    ]
     prompts = [prompt(100 + length, length) for length in lengths]
     stored(*prompts)
     for one in prompts:
         (answer,) = same(pagoda, one)
         assert (answer.local, answer.external) == (0, loadable(len(one)))
         (answer,) = same(pagoda, one)
-        assert (answer.local, answer.external) == ((len(one) - 1) // BLOCK * BLOCK, 0)
+        assert (answer.local, answer.external) == (
+            (len(one) - 1) // BLOCK * BLOCK,
+            0,
+        )
 
 
-def test_all_at_once(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
-    """Prompts with common beginnings and the same prompt twice, some of them stored, in one batch."""
+def test_all_at_once(
+    pagoda: Engine, same: Same, stored: Callable[..., None]
+) -> None:
+    """Prompts with common beginnings and the same prompt twice, some of them stored, in one
+    batch.
+    """
     base = prompt(200, 9 * CHUNK)
     stored(base, prompt(201, 5 * CHUNK + 3))
     branches = [base[: 4 * CHUNK] + prompt(210 + i, 200) for i in range(3)]
-    answers = same(pagoda, base, base, *branches, prompt(201, 5 * CHUNK + 3), prompt(220, 300))
+    answers = same(
+        pagoda,
+        base,
+        base,
+        *branches,
+        prompt(201, 5 * CHUNK + 3),
+        prompt(220, 300),
+    )
     assert answers[0].local + answers[0].external == loadable(len(base))
-    assert all(answer.local + answer.external == 4 * CHUNK for answer in answers[2:5])
+    assert all(
+        answer.local + answer.external == 4 * CHUNK for answer in answers[2:5]
+    )
     assert answers[5].external == 5 * CHUNK
     assert answers[6].external == 0
 
 
-def test_longer_than_a_step(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+def test_longer_than_a_step(
+    pagoda: Engine, same: Same, stored: Callable[..., None]
+) -> None:
     """A prompt that vLLM computes in several steps, and one that continues where the hit ends."""
     long = prompt(300, 1900)
     stored(long)
@@ -64,8 +95,11 @@ def test_behind_a_local_hit(
     assert (answer.local, answer.external) == (local, loadable(len(one)) - local)
 
 
-def test_beginnings_of_what_was_loaded(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
-    """Each block that was loaded holds its own tokens: prompts that share only some of them find those.
+def test_beginnings_of_what_was_loaded(
+    pagoda: Engine, same: Same, stored: Callable[..., None]
+) -> None:
+    """Each block that was loaded holds its own tokens: prompts that share only some of them find
+    those.
 
     (A prompt that attends to all of them does not tell in what order they lie.)
     """
@@ -77,7 +111,9 @@ def test_beginnings_of_what_was_loaded(pagoda: Engine, same: Same, stored: Calla
         assert (answer.local, answer.external) == (blocks * BLOCK, 0)
 
 
-def test_what_the_model_wrote(pagoda: Engine, plain: Plain, same: Same, stored: Callable[..., None]) -> None:
+def test_what_the_model_wrote(
+    pagoda: Engine, plain: Plain, same: Same, stored: Callable[..., None]
+) -> None:
     """The next turn of a conversation finds the answer of the last one."""
     first = prompt(500, 200)
     stored(first, max_tokens=150)
@@ -87,8 +123,12 @@ def test_what_the_model_wrote(pagoda: Engine, plain: Plain, same: Same, stored: 
     assert (answer.local, answer.external) == (0, (200 + 149) // CHUNK * CHUNK)
 
 
-def test_preempted(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
-    """More requests than the device has blocks for: some lose theirs in between, and load again what they had."""
+def test_preempted(
+    pagoda: Engine, same: Same, stored: Callable[..., None]
+) -> None:
+    """More requests than the device has blocks for: some lose theirs in between, and load again
+    what they had.
+    """
     prompts = [prompt(600 + i, 330) for i in range(12)]
     stored(*prompts)
     before = pagoda.call(preemptions)
@@ -102,7 +142,9 @@ def preemptions(room: Room) -> int:
     return room.preemptions
 
 
-def test_several_samples(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+def test_several_samples(
+    pagoda: Engine, same: Same, stored: Callable[..., None]
+) -> None:
     """Several samples of one prompt share what was loaded."""
     one = prompt(700, 6 * CHUNK)
     stored(one)
@@ -112,7 +154,10 @@ def test_several_samples(pagoda: Engine, same: Same, stored: Callable[..., None]
 
 
 def test_adapters(
-    pagoda: Engine, same: Same, stored: Callable[..., None], adapters: list[tuple[str, int, str]]
+    pagoda: Engine,
+    same: Same,
+    stored: Callable[..., None],
+    adapters: list[tuple[str, int, str]],
 ) -> None:
     """What an adapter computed is for that adapter only."""
     one = prompt(800, 5 * CHUNK + 9)
@@ -133,7 +178,9 @@ def test_adapter_with_new_files(
     pagoda: Engine, plain: Plain, tiers: Tiers, stored: Callable[..., None],
     adapters: list[tuple[str, int, str]], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """An adapter is trained on and put in the same place by the same name: it gets nothing of what it was."""
+    """An adapter is trained on and put in the same place by the same name: it gets nothing of what
+    it was.
+    """
     one = prompt(850, 5 * CHUNK + 9)
     place = tmp_path / "adapter"
     (first, second) = adapters
@@ -156,7 +203,9 @@ def test_adapter_whose_files_change_before_its_first_request(
     pagoda: Engine, plain: Plain, tiers: Tiers, stored: Callable[..., None],
     adapters: list[tuple[str, int, str]], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """A server loads it, training goes on and writes the next one in its place, and only then a request comes."""
+    """A server loads it, training goes on and writes the next one in its place, and only then a
+    request comes.
+    """
     one = prompt(860, 5 * CHUNK + 9)
     place = tmp_path / "adapter"
     (first, second) = adapters
@@ -192,7 +241,9 @@ def test_salts(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
         assert answer.external == 0
 
 
-def test_prompt_logprobs(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+def test_prompt_logprobs(
+    pagoda: Engine, same: Same, stored: Callable[..., None]
+) -> None:
     """A request that wants something of every token of its prompt has every token computed."""
     one = prompt(950, 5 * CHUNK + 9)
     stored(one)
@@ -200,7 +251,9 @@ def test_prompt_logprobs(pagoda: Engine, same: Same, stored: Callable[..., None]
     assert (answer.local, answer.external) == (0, 0)
 
 
-def test_these_tests_can_fail(pagoda: Engine, plain: Plain, stored: Callable[..., None]) -> None:
+def test_these_tests_can_fail(
+    pagoda: Engine, plain: Plain, stored: Callable[..., None]
+) -> None:
     """Were other bytes loaded than those stored, another text would come out."""
     one = prompt(1000, 8 * CHUNK + 5)
     stored(one, salt="zeros")
@@ -226,6 +279,8 @@ def load_zeros(room: Room, zeros: bool) -> None:
     from_slots = room.kept["from_slots"] = PagesKV.from_slots
 
     def wrong(self: PagesKV, starts: Any, slots: Any) -> None:
-        from_slots(self, starts, [np.zeros_like(np.asarray(slot)) for slot in slots])
+        from_slots(
+            self, starts, [np.zeros_like(np.asarray(slot)) for slot in slots]
+        )
 
     PagesKV.from_slots = wrong

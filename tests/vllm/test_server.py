@@ -40,12 +40,22 @@ class Server:
         """Start it. `extra` are options of PagodaKV."""
         self.url = f"http://127.0.0.1:{free_port()}"
         self._log = log
-        given = connector(*tiers, **extra)["kv_transfer_config"]["kv_connector_extra_config"]
+        given = connector(*tiers, **extra)["kv_transfer_config"][
+            "kv_connector_extra_config"
+        ]
         model = options["model"]
         rest = {name: one for name, one in options.items() if name != "model"}
-        rest |= {"host": "127.0.0.1", "port": self.url.rsplit(":", 1)[1], "served_model_name": "tiny"}
+        rest |= {
+            "host": "127.0.0.1",
+            "port": self.url.rsplit(":", 1)[1],
+            "served_model_name": "tiny",
+        }
         command = [
-            *(str(Path(sys.executable).with_name("pagoda")), "vllm", *_flags(given)),
+            *(
+                str(Path(sys.executable).with_name("pagoda")),
+                "vllm",
+                *_flags(given),
+            ),
             *("serve", model, *_flags(rest), "--enable-prompt-tokens-details"),
         ]
         with log.open("wb") as file:
@@ -73,22 +83,35 @@ class Server:
 
     def get(self, path: str) -> str:
         """Return the answer of a path."""
-        with urllib.request.urlopen(f"{self.url}{path}", timeout=_CALL_SECONDS) as answer:
+        with urllib.request.urlopen(
+            f"{self.url}{path}", timeout=_CALL_SECONDS
+        ) as answer:
             return str(answer.read().decode())
 
-    def complete(self, one: list[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
+    def complete(
+        self, one: list[int], max_tokens: int
+    ) -> tuple[tuple[int, ...], int]:
         """The tokens of a completion, and how many of its prompt's were cached somewhere."""
         said = self.ask(one, max_tokens)
         return tuple(said["choices"][0]["token_ids"]), cached_tokens(said)
 
-    def ask(self, one: list[int], max_tokens: int, **more: object) -> dict[str, Any]:
+    def ask(
+        self, one: list[int], max_tokens: int, **more: object
+    ) -> dict[str, Any]:
         """The whole answer to a request for a completion."""
         asked: dict[str, object] = {
-            "model": "tiny", "prompt": one, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, **more,
-        }  # fmt: skip
+            "model": "tiny",
+            "prompt": one,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **more,
+        }
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+            f"{self.url}/v1/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=_CALL_SECONDS) as answer:
             said: dict[str, Any] = json.load(answer)
@@ -98,7 +121,10 @@ class Server:
         """Call what changes the server's state."""
         body = json.dumps(asked).encode() if asked else b""
         request = urllib.request.Request(
-            f"{self.url}{path}", body, {"Content-Type": "application/json"}, method="POST"
+            f"{self.url}{path}",
+            body,
+            {"Content-Type": "application/json"},
+            method="POST",
         )
         with urllib.request.urlopen(request, timeout=_CALL_SECONDS):
             pass
@@ -145,40 +171,64 @@ def _flags(options: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture
-def server(lora_options: dict[str, Any], logs: Path, tiers: Tiers) -> Iterator[Server]:
+def server(
+    lora_options: dict[str, Any], logs: Path, tiers: Tiers
+) -> Iterator[Server]:
     """A server on the tiers of `pagoda`, with the same options."""
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}  # with the calls that an update of weights takes
-    one = Server(logs / "server.log", lora_options, tiers, environment, weights_run="a-run")
+    # with the calls that an update of weights takes
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    one = Server(
+        logs / "server.log", lora_options, tiers, environment, weights_run="a-run"
+    )
     yield one
     one.kill()
 
 
 def test_server(
-    server: Server, pagoda: Engine, plain: Plain, tiers: Tiers, same: Same, stored: Callable[..., None]
+    server: Server,
+    pagoda: Engine,
+    plain: Plain,
+    tiers: Tiers,
+    same: Same,
+    stored: Callable[..., None],
 ) -> None:
-    """It hits what another engine stored, and another what it stored; it shows what it does, and ends cleanly."""
+    """It hits what another engine stored, and another what it stored; it shows what it does, and
+    ends cleanly.
+    """
     ours = prompt(5000, 9 * CHUNK + 3)
     theirs = prompt(5001, 9 * CHUNK + 3)
     stored(ours)
     server.wait_up()
 
     tokens, cached = server.complete(ours, 8)
-    assert ((tokens,), cached) == (*plain.says(ours), loadable(len(ours))), server.last_words()
+    assert ((tokens,), cached) == (*plain.says(ours), loadable(len(ours))), (
+        server.last_words()
+    )
     before = stores.ready(tiers.host)
     tokens, cached = server.complete(theirs, 8)
     assert ((tokens,), cached) == (*plain.says(theirs), 0)
     stores.wait_ready(tiers.host, before + len(theirs) // CHUNK)
 
     metrics = server.get("/metrics")
-    assert counter(metrics, "hit_tokens_host") + counter(metrics, "hit_tokens_disk") == loadable(len(ours))
-    assert counter(metrics, "hit_tokens") == loadable(len(ours))  # by tier, as a label
+    assert counter(metrics, "hit_tokens_host") + counter(
+        metrics, "hit_tokens_disk"
+    ) == loadable(len(ours))
+    # by tier, as a label
+    assert counter(metrics, "hit_tokens") == loadable(len(ours))
     assert counter(metrics, "loaded_tokens") == loadable(len(ours))
     assert counter(metrics, "saved_chunks") == len(theirs) // CHUNK
 
     server.post("/sleep?level=1")
     server.post("/wake_up")
-    assert server.complete(ours, 8) == (plain.says(ours)[0][0], loadable(len(ours)))
-    for version, hit in (("step-1", 0), ("step-2", 0), ("step-1", loadable(len(ours)))):
+    assert server.complete(ours, 8) == (
+        plain.says(ours)[0][0],
+        loadable(len(ours)),
+    )
+    for version, hit in (
+        ("step-1", 0),
+        ("step-2", 0),
+        ("step-1", loadable(len(ours))),
+    ):
         server.post("/pause")
         server.post("/update_weight_version", new_version=version)
         server.post("/resume")
@@ -197,6 +247,12 @@ def test_server(
 
 def counter(metrics: str, name: str, label: str = "") -> float:
     """The sum of a counter of ours in Prometheus' text, of those with a label."""
-    found = re.findall(rf"^vllm:pagoda_{name}(?:_total)?(?:{{.*{label}.*}})? (\S+)$", metrics, re.MULTILINE)
-    assert found, f"no {name} in\n" + "\n".join(line for line in metrics.splitlines() if "pagoda" in line)
+    found = re.findall(
+        rf"^vllm:pagoda_{name}(?:_total)?(?:{{.*{label}.*}})? (\S+)$",
+        metrics,
+        re.MULTILINE,
+    )
+    assert found, f"no {name} in\n" + "\n".join(
+        line for line in metrics.splitlines() if "pagoda" in line
+    )
     return sum(map(float, found))

@@ -1,7 +1,8 @@
-"""Engines with exactly the options of a user, by each route: hits in every tier, and a speed that was measured rightly.
+"""Engines with exactly the options of a user, by each route: hits in every tier, and a speed that
+was measured rightly.
 
-All other engines of these tests have options that no user sets (`engines.ONLY_IN_TESTS`), which hide what happens with
-the defaults.
+All other engines of these tests have options that no user sets (`engines.ONLY_IN_TESTS`), which
+hide what happens with the defaults.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ from tests.vllm.models import prompt
 
 # what the pages tell users to write
 USERS = {"host_path", "host_size", "disk_path", "disk_size", "remote", "peers"}
-MODELS: dict[str, Callable[..., Path]] = {"plain": models.make_llama, "hybrid": hybrid.make_gemma}
-MLP = 6144  # a token takes long, its KV is small: as with a real model, loading is much faster
+MODELS: dict[str, Callable[..., Path]] = {
+    "plain": models.make_llama,
+    "hybrid": hybrid.make_gemma,
+}
+# a token takes long, its KV is small: as with a real model, loading is much faster
+MLP = 6144
 TOKENS = 640
 ROUNDS = 5
 PROMPTS = [prompt(9100 + number, TOKENS) for number in range(3)]
 WANTED = (TOKENS - 1) // engines.BLOCK * engines.BLOCK
-PATIENT_SECONDS = 90.0  # of one prompt, which may be computed several times meanwhile
-TIMES = 3.0  # a prompt that takes so many times longer to compute than to load must be loaded
+# of one prompt, which may be computed several times meanwhile
+PATIENT_SECONDS = 90.0
+# a prompt that takes so many times longer to compute than to load must be loaded
+TIMES = 3.0
 FIGURES = r"prefill [\d,]+ tokens/s, {tier}\S* [\d.]+ \w+/s \([\d,]+ tokens/s\)"
 
 
@@ -51,21 +58,38 @@ class Machine(NamedTuple):
 
 @pytest.fixture(scope="module", params=MODELS)
 def machine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    session_shm: Path,
+    logs: Path,
 ) -> Iterator[Machine]:
     """The engine, with host memory, disk and Redis."""
     kind = request.param
     home = tmp_path_factory.mktemp(request.param)
-    given = options(MODELS[kind](home / "model", mlp=MLP), max_model_len=1024, num_gpu_blocks_override=160)
+    given = options(
+        MODELS[kind](home / "model", mlp=MLP),
+        max_model_len=1024,
+        num_gpu_blocks_override=160,
+    )
     tiers = Tiers(session_shm / f"users-{kind}", home / "disk")
     with redis_server() as redis:
         mine = user_connector(*tiers, remote=redis.url)
-        engine = Engine(f"users-{kind}", logs / f"users-{kind}.log", **given, **mine)
+        engine = Engine(
+            f"users-{kind}", logs / f"users-{kind}.log", **given, **mine
+        )
         try:
             engine.call(watch)
             answers = [engine.call(timed, one) for one in PROMPTS]
             cold = statistics.median(seconds for *_, seconds in answers)
-            yield Machine(kind, engine, given, tiers, redis, cold, [tokens for tokens, *_ in answers])
+            yield Machine(
+                kind,
+                engine,
+                given,
+                tiers,
+                redis,
+                cold,
+                [tokens for tokens, *_ in answers],
+            )
         finally:
             engine.stop()
             shutil.rmtree(tiers.host, ignore_errors=True)
@@ -73,9 +97,15 @@ def machine(
 
 def test_no_option_of_all_engines_is_one_that_users_do_not_set() -> None:
     """A new option of `connector` needs a reason, and an engine here without it."""
-    extra = engines.connector(Path("/host"), Path("/disk"))["kv_transfer_config"]["kv_connector_extra_config"]
-    mine = user_connector(Path("/host"), Path("/disk"))["kv_transfer_config"]["kv_connector_extra_config"]
-    assert set(extra) - USERS == set(engines.ONLY_IN_TESTS) == set(extra) - set(mine)
+    extra = engines.connector(Path("/host"), Path("/disk"))["kv_transfer_config"][
+        "kv_connector_extra_config"
+    ]
+    mine = user_connector(Path("/host"), Path("/disk"))["kv_transfer_config"][
+        "kv_connector_extra_config"
+    ]
+    assert (
+        set(extra) - USERS == set(engines.ONLY_IN_TESTS) == set(extra) - set(mine)
+    )
     assert set(mine) <= USERS <= set(option_names())
     for name, (_, why) in engines.ONLY_IN_TESTS.items():
         print(f"{name}: {why}")
@@ -87,24 +117,38 @@ def test_the_speed_of_computing_is_that_of_the_steps(machine: Machine) -> None:
     tokens, seconds = machine.engine.call(steps)
     counted = stores.counters(machine.tiers.host)
     measured = counted["prefill_tokens"] / counted["prefill_microseconds"] * 1e6
-    print(f"{machine.kind}: measured {measured:,.0f} tokens/s, by the steps {tokens / seconds:,.0f}")
+    print(
+        f"{machine.kind}: measured {measured:,.0f} tokens/s, by the steps {tokens / seconds:,.0f}"
+    )
     assert counted["prefill_tokens"] == tokens >= 3 * 512
     assert tokens / seconds / 3 < measured < tokens / seconds * 3
 
 
 @pytest.mark.parametrize("tier", ["host", "disk", "remote"])
 def test_what_is_faster_to_load_is_loaded(machine: Machine, tier: str) -> None:
-    """15 of 15 requests: from host memory; from the disk, as after a reboot; from Redis, as on a new machine."""
-    cleared = {"host": [], "disk": [machine.tiers.host], "remote": list(machine.tiers)}[tier]
+    """15 of 15 requests: from host memory; from the disk, as after a reboot; from Redis, as on a
+    new machine.
+    """
+    cleared = {
+        "host": [],
+        "disk": [machine.tiers.host],
+        "remote": list(machine.tiers),
+    }[tier]
     all_hit(machine, tier, cleared, machine.tiers.host)
     if tier != "host":
         log = machine.engine.log.read_text()
         name = "redis" if tier == "remote" else tier
-        assert re.search(FIGURES.format(tier=name) + f": hits in {name}\\S* are taken", log), log[-3000:]
+        assert re.search(
+            FIGURES.format(tier=name) + f": hits in {name}\\S* are taken", log
+        ), log[-3000:]
 
 
-def test_what_is_faster_to_load_from_a_neighbour_is_loaded(machine: Machine, tmp_path: Path) -> None:
-    """The neighbour's `pagoda serve` has what the engine has stored; then the engine is one of another machine."""
+def test_what_is_faster_to_load_from_a_neighbour_is_loaded(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """The neighbour's `pagoda serve` has what the engine has stored; then the engine is one of
+    another machine.
+    """
     for one in PROMPTS:  # from wherever it is now, to the host tier
         machine.engine.reset()
         machine.engine.call(timed, one)
@@ -120,11 +164,15 @@ def test_what_is_faster_to_load_from_a_neighbour_is_loaded(machine: Machine, tmp
             shutil.rmtree(host, ignore_errors=True)
 
 
-def all_hit(machine: Machine, kind: str, cleared: list[Path], counts_in: Path) -> None:
-    """Ask for each prompt five times, with these tiers cleared before; assert that the tier `kind` has all of it.
+def all_hit(
+    machine: Machine, kind: str, cleared: list[Path], counts_in: Path
+) -> None:
+    """Ask for each prompt five times, with these tiers cleared before; assert that the tier `kind`
+    has all of it.
 
-    On a busy machine a look-up or a load may be too late, and a chunk not yet written: then it is asked again. It must
-    not be refused as slower than computing, unless it was, and then the log has both speeds.
+    On a busy machine a look-up or a load may be too late, and a chunk not yet written: then it is
+    asked again. It must not be refused as slower than computing, unless it was, and then the log
+    has both speeds.
     """
     seconds = list[float]()
     refused = 0
@@ -145,27 +193,38 @@ def all_hit(machine: Machine, kind: str, cleared: list[Path], counts_in: Path) -
             refused += slow
             if slow:
                 break
-            if external == WANTED and after[f"hit_tokens_{kind}"] > before[f"hit_tokens_{kind}"]:
+            if (
+                external == WANTED
+                and after[f"hit_tokens_{kind}"] > before[f"hit_tokens_{kind}"]
+            ):
                 seconds.append(took)
                 break
-            assert time.monotonic() < until, f"{external} of {WANTED} tokens; {after}"
+            assert time.monotonic() < until, (
+                f"{external} of {WANTED} tokens; {after}"
+            )
     load = statistics.median(seconds) if seconds else machine.cold
     hits = f"{len(seconds)} of {ROUNDS * len(PROMPTS)} hits ({asked} requests)"
     print(
-        f"{machine.kind} {kind}: prefill {machine.cold:.3f} s, load {load:.3f} s, {hits}, {refused} refused"
+        f"{machine.kind} {kind}: prefill {machine.cold:.3f} s, load {load:.3f} s, {hits}, "
+        f"{refused} refused"
     )
     if refused:
         assert re.search(
-            FIGURES.format(tier="") + ": hits in .* are computed", machine.engine.log.read_text()
+            FIGURES.format(tier="") + ": hits in .* are computed",
+            machine.engine.log.read_text(),
         )
-        assert machine.cold < TIMES * load, "refused, though loading is much faster"
+        assert machine.cold < TIMES * load, (
+            "refused, though loading is much faster"
+        )
 
 
 # ---- inside the engine's process
 
 
 def watch(room: Room) -> None:
-    """Note the tokens of prompts and the wall time of each step that shows the speed of computing them."""
+    """Note the tokens of prompts and the wall time of each step that shows the speed of computing
+    them.
+    """
     from pagoda.connectors.vllm.prefill_steps import prompt_step_of
 
     executor = room.llm.llm_engine.engine_core.engine_core.model_executor
@@ -188,7 +247,9 @@ def steps(room: Room) -> tuple[int, float]:
     return sum(tokens), sum(seconds)
 
 
-def timed(room: Room, one: list[int]) -> tuple[tuple[tuple[int, ...], ...], int, float]:
+def timed(
+    room: Room, one: list[int]
+) -> tuple[tuple[tuple[int, ...], ...], int, float]:
     """Ask for a prompt; return the tokens, how many of the prompt's were loaded, and the time."""
     began = time.perf_counter()
     (answer,) = room.say([one], max_tokens=2)

@@ -15,14 +15,21 @@ from tests.vllm.conftest import Tiers
 from tests.vllm.engines import Engine
 
 
-def test_the_opening_block_stands_in_the_log_of_an_engine(pagoda: Engine, tiers: Tiers) -> None:
+def test_the_opening_block_stands_in_the_log_of_an_engine(
+    pagoda: Engine, tiers: Tiers
+) -> None:
     pagoda.wait_up()
     log = pagoda.log.read_text()
-    opened = re.search(r"INFO .*PagodaKV opened: .*namespace ([0-9a-f]{12}), chunks of \d+ tokens", log)
+    opened = re.search(
+        r"INFO .*PagodaKV opened: .*namespace ([0-9a-f]{12}), chunks of \d+ tokens",
+        log,
+    )
     assert opened is not None, log[-3000:]
     block = log[opened.start() :].splitlines()[:5]
     for line, word in zip(
-        block, ("opened", "tiers: host ", "found: host ", "where: host ", "look: "), strict=True
+        block,
+        ("opened", "tiers: host ", "found: host ", "where: host ", "look: "),
+        strict=True,
     ):
         assert word in line, block
     assert str(tiers.host) in block[3]
@@ -38,7 +45,9 @@ def test_what_else_decides_the_keys_is_said_where_it_is_not_the_default(
 
     def said() -> list[str]:
         return [
-            line for name, _, line in caplog.record_tuples if name == "pagoda.vllm" and "block hashes" in line
+            line
+            for name, _, line in caplog.record_tuples
+            if name == "pagoda.vllm" and "block hashes" in line
         ]
 
     config = engine_config(llama)
@@ -48,7 +57,9 @@ def test_what_else_decides_the_keys_is_said_where_it_is_not_the_default(
     log_choices(engine_config(llama, prefix_caching_hash_algo="sha256_cbor"), kv)
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     log_choices(config, kv)
-    assert ["sha256_cbor and PYTHONHASHSEED not set" in line for line in said()] == [True, False]
+    assert [
+        "sha256_cbor and PYTHONHASHSEED not set" in line for line in said()
+    ] == [True, False]
     assert "use sha256 and PYTHONHASHSEED = 7: engines share" in said()[1]
 
 
@@ -73,7 +84,13 @@ def test_loggers_that_somebody_configured_are_left_alone() -> None:
     ours = logging.getLogger("pagoda")
     theirs = logging.getLogger("vllm")
     root = logging.root
-    before = (ours.handlers[:], ours.level, theirs.handlers[:], theirs.level, root.handlers[:])
+    before = (
+        ours.handlers[:],
+        ours.level,
+        theirs.handlers[:],
+        theirs.level,
+        root.handlers[:],
+    )
     mine = logging.NullHandler()
     vllms = logging.NullHandler()
     try:
@@ -86,9 +103,8 @@ def test_loggers_that_somebody_configured_are_left_alone() -> None:
         assert ours.handlers == [mine]
         assert ours.level == logging.NOTSET
         ours.handlers[:] = []
-        root.handlers[:] = [
-            mine
-        ]  # a program that has configured logging: its level counts, and each line comes once
+        # a program that has configured logging: its level counts, and each line comes once
+        root.handlers[:] = [mine]
         join_vllm_log()
         assert ours.handlers == []
         assert ours.level == logging.NOTSET

@@ -1,4 +1,6 @@
-"""Weights that change in the memory of an engine, and what happens meanwhile. Inside its process; takes a Room."""
+"""Weights that change in the memory of an engine, and what happens meanwhile. Inside its process;
+takes a Room.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,17 @@ from tests.vllm.inside import Room
 
 
 def _load(room: Room, step: int) -> None:
-    """Give the weights the values of that step of a training; 0: of the checkpoint. Tell nothing."""
+    """Give the weights the values of that step of a training; 0: of the checkpoint. Tell
+    nothing.
+    """
 
     def change(model: Any) -> None:
         for name, weights in model.named_parameters():
-            if "norm" in name:  # those of linear layers are packed when vLLM has loaded them
-                weights.data.copy_(room.kept.setdefault(name, weights.data.clone()))
+            # those of linear layers are packed when vLLM has loaded them
+            if "norm" in name:
+                weights.data.copy_(
+                    room.kept.setdefault(name, weights.data.clone())
+                )
                 if step:
                     weights.data[step::7] -= 2.0
 
@@ -40,11 +47,18 @@ def named(room: Room, version: str) -> None:
     _name(room, version)
 
 
-def queued(room: Room, prompt: list[int], step: int, version: str) -> tuple[tuple[int, ...], int]:
-    """Update the weights while a request waits that was looked up before; return its tokens and its hit."""
+def queued(
+    room: Room, prompt: list[int], step: int, version: str
+) -> tuple[tuple[int, ...], int]:
+    """Update the weights while a request waits that was looked up before; return its tokens and its
+    hit.
+    """
     _ask(room, prompt)
     for request in room.scheduler.requests.values():
-        while room.scheduler.connector.get_num_new_matched_tokens(request, 0)[0] is None:
+        while (
+            room.scheduler.connector.get_num_new_matched_tokens(request, 0)[0]
+            is None
+        ):
             _empty_step(room)
     become(room, step, version)
     (answer,) = _finish(room)
@@ -52,17 +66,25 @@ def queued(room: Room, prompt: list[int], step: int, version: str) -> tuple[tupl
 
 
 def _empty_step(room: Room) -> None:
-    """Do a step that computes nothing, also in the worker: a step that it does not see is one that was lost."""
+    """Do a step that computes nothing, also in the worker: a step that it does not see is one that
+    was lost.
+    """
     from vllm.v1.core.sched.output import SchedulerOutput
 
     output = SchedulerOutput.make_empty()
-    output.kv_connector_metadata = room.scheduler.connector.build_connector_meta(output)
+    output.kv_connector_metadata = room.scheduler.connector.build_connector_meta(
+        output
+    )
     executor = room.llm.llm_engine.engine_core.engine_core.model_executor
     room.scheduler.update_from_output(output, executor.execute_model(output))
 
 
-def named_while_one_runs(room: Room, prompt: list[int], step: int, version: str) -> tuple[int, ...]:
-    """Update and name the weights after nine tokens of a request's answer, without a reset; return all of it."""
+def named_while_one_runs(
+    room: Room, prompt: list[int], step: int, version: str
+) -> tuple[int, ...]:
+    """Update and name the weights after nine tokens of a request's answer, without a reset; return
+    all of it.
+    """
     _ask(room, prompt, max_tokens=80)
     _step_until(room, lambda request: request.num_output_tokens > 8)
     _load(room, step)
@@ -71,8 +93,12 @@ def named_while_one_runs(room: Room, prompt: list[int], step: int, version: str)
     return answer
 
 
-def named_while_one_loads(room: Room, prompt: list[int], step: int, version: str) -> tuple[int, ...]:
-    """Update and name the weights while a request waits for the chunks of others, without a reset; it ends."""
+def named_while_one_loads(
+    room: Room, prompt: list[int], step: int, version: str
+) -> tuple[int, ...]:
+    """Update and name the weights while a request waits for the chunks of others, without a reset;
+    it ends.
+    """
     with _loading(room, prompt):
         _load(room, step)
         _name(room, version)
@@ -83,14 +109,20 @@ def reset_while_one_loads(room: Room, prompt: list[int]) -> str:
     """Try to reset everything while a request is being loaded; return vLLM's error."""
     with _loading(room, prompt):
         try:
-            room.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+            room.llm.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=True
+            )
         except RuntimeError as refused:
             return str(refused)
     return ""
 
 
-def named_while_one_is_stored(room: Room, prompt: list[int], step: int, version: str) -> None:
-    """Update and name the weights while the chunks of a request that has ended are not committed yet."""
+def named_while_one_is_stored(
+    room: Room, prompt: list[int], step: int, version: str
+) -> None:
+    """Update and name the weights while the chunks of a request that has ended are not committed
+    yet.
+    """
     from pagoda.cache.host_slots import HostSlots
 
     commit = HostSlots.commit
@@ -110,7 +142,9 @@ def named_while_one_is_stored(room: Room, prompt: list[int], step: int, version:
         HostSlots.commit = commit  # type: ignore[method-assign]
 
 
-def sleep(room: Room, level: int, step: int | None = None, reset: bool = False) -> None:
+def sleep(
+    room: Room, level: int, step: int | None = None, reset: bool = False
+) -> None:
     """Sleep and wake up; between, or afterwards, the weights change or vLLM is told to reset."""
     room.llm.sleep(level=level)
     if reset:
@@ -135,13 +169,19 @@ def begin_update(room: Room) -> None:
 def _ask(room: Room, prompt: list[int], max_tokens: int = 8) -> None:
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+    )
     room.kept["asked"] = room.kept.get("asked", 0) + 1
-    room.llm.llm_engine.add_request(f"asked{room.kept['asked']}", {"prompt_token_ids": prompt}, params)
+    room.llm.llm_engine.add_request(
+        f"asked{room.kept['asked']}", {"prompt_token_ids": prompt}, params
+    )
 
 
 def _step_until(room: Room, reached: Callable[[Any], bool]) -> None:
-    while not any(reached(request) for request in room.scheduler.requests.values()):
+    while not any(
+        reached(request) for request in room.scheduler.requests.values()
+    ):
         assert room.llm.llm_engine.has_unfinished_requests()
         room.llm.llm_engine.step()
 
@@ -149,7 +189,9 @@ def _step_until(room: Room, reached: Callable[[Any], bool]) -> None:
 def _finish(room: Room) -> list[tuple[tuple[int, ...], int]]:
     ended = []
     while room.llm.llm_engine.has_unfinished_requests():
-        ended += [output for output in room.llm.llm_engine.step() if output.finished]
+        ended += [
+            output for output in room.llm.llm_engine.step() if output.finished
+        ]
     answers = [room._answer(output) for output in ended]
     return [(answer.tokens[0], answer.external) for answer in answers]
 
@@ -172,7 +214,12 @@ def _loading(room: Room, prompt: list[int]) -> Iterator[None]:
     PagesKV.from_slots = late  # type: ignore[method-assign]
     try:
         _ask(room, prompt)
-        _step_until(room, lambda request: request.status is RequestStatus.WAITING_FOR_REMOTE_KVS)
+        _step_until(
+            room,
+            lambda request: (
+                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+            ),
+        )
         yield
     finally:
         gate.set()

@@ -1,4 +1,6 @@
-"""Whether documents may be blended: by a verdict of `pagoda quality`, or unchecked. Engines ask at each request."""
+"""Whether documents may be blended: by a verdict of `pagoda quality`, or unchecked. Engines ask at
+each request.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.quality_verdict import QualityState, Setting, require_quality
 
-_MOST_STATES = 1024  # the number of answers, by setting, weights and adapters, that are remembered
+# the number of answers, by setting, weights and adapters, that are remembered
+_MOST_STATES = 1024
 
 
 class BlendGate:
-    """Decides whether settings of blending may be used, for the present weights of one cache. Thread-safe.
+    """Decides whether settings of blending may be used, for the present weights of one cache.
+    Thread-safe.
 
     It remembers its answers, for each version of the weights and each adapter.
     """
@@ -22,7 +26,9 @@ class BlendGate:
 
     @property
     def states(self) -> list[QualityState]:
-        """The settings used with the present weights; adapters with the same answer have one entry."""
+        """The settings used with the present weights; adapters with the same answer have one
+        entry.
+        """
         present = self._prompts.present_namespace()
         found: dict[tuple[str, str], QualityState] = {}
         for (setting, _, weights), state in list(self._states.items()):
@@ -31,13 +37,17 @@ class BlendGate:
         return list(found.values())
 
     def state_of(
-        self, setting: Setting, unchecked: bool = False, adapters: str | None = None
+        self,
+        setting: Setting,
+        unchecked: bool = False,
+        adapters: str | None = None,
     ) -> QualityState:
         """Return why a setting may be used; read verdicts the first time.
 
         Args:
             setting: `blend_setting(policy, recompute)`.
-            unchecked: use it without a passing verdict, as the option `unchecked` of the cache says for all requests.
+            unchecked: use it without a passing verdict, as the option `unchecked` of the cache says
+                for all requests.
             adapters: the name of the active adapters, like `lora` of the cache's calls.
 
         Raises:
@@ -53,11 +63,21 @@ class BlendGate:
             self._states[name] = found
         return found
 
-    def _checked(self, setting: Setting, unchecked: bool, weights: Namespace) -> QualityState:
+    def _checked(
+        self, setting: Setting, unchecked: bool, weights: Namespace
+    ) -> QualityState:
         if setting.options["recompute"] == 1.0:
-            return QualityState(setting, "exact", "every token after the first document is computed")
+            return QualityState(
+                setting,
+                "exact",
+                "every token after the first document is computed",
+            )
         config = self._prompts.config
         return require_quality(
-            setting, weights=weights.weights, weights_epoch=weights.weights_epoch, adapters=weights.lora,
-            verdicts=config.quality_verdicts, unchecked=unchecked or config.unchecked,
-        )  # fmt: skip
+            setting,
+            weights=weights.weights,
+            weights_epoch=weights.weights_epoch,
+            adapters=weights.lora,
+            verdicts=config.quality_verdicts,
+            unchecked=unchecked or config.unchecked,
+        )

@@ -24,7 +24,11 @@ class TokenMasks(NamedTuple):
 
     @classmethod
     def of(
-        cls, starts: Sequence[int], total: int, chosen: Positions, first_is_exact: bool = True
+        cls,
+        starts: Sequence[int],
+        total: int,
+        chosen: Positions,
+        first_is_exact: bool = True,
     ) -> TokenMasks:
         """Return the masks of a prompt of `total` tokens. Pure.
 
@@ -32,7 +36,8 @@ class TokenMasks(NamedTuple):
             starts: the first position of each document, then of the question.
             total: tokens of the whole prompt.
             chosen: the positions of later documents that are computed again.
-            first_is_exact: whether the first document has the KV that the model computes, not KV from a lossy tier.
+            first_is_exact: whether the first document has the KV that the model computes, not KV
+                from a lossy tier.
         """
         reused = np.zeros(total, np.bool_)
         reused[starts[1] : starts[-1]] = True
@@ -45,11 +50,12 @@ class TokenMasks(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BlendedPrompt:
-    """Which tokens of one prompt of documents are exact. Each position is in one of three masks. Immutable.
+    """Which tokens of one prompt of documents are exact. Each position is in one of three masks.
+    Immutable.
 
-    Exact tokens have the KV of a full prefill: all tokens before the first that is reused or comes from a lossy tier.
-    Recomputed tokens were computed in this prompt, over a context that is approximate. Reused ones were computed with
-    their document alone.
+    Exact tokens have the KV of a full prefill: all tokens before the first that is reused or comes
+    from a lossy tier. Recomputed tokens were computed in this prompt, over a context that is
+    approximate. Reused ones were computed with their document alone.
     """
 
     tokens: Int32s  # the whole prompt

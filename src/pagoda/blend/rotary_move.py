@@ -1,7 +1,7 @@
 """Moves K to another position, by the rotary embedding of a model.
 
-K of position p is a vector rotated by the angles p * f, one frequency f for each pair of dims. Rotating it by s * f
-moves it to position p + s. V has no position.
+K of position p is a vector rotated by the angles p * f, one frequency f for each pair of dims.
+Rotating it by s * f moves it to position p + s. V has no position.
 
 Source: RoFormer (rotary embedding); re-rotation of reused K as in CacheBlend and EPIC.
 """
@@ -25,7 +25,9 @@ class RotaryMove:
         self._frequencies = frequencies
 
     def move(self, keys: torch.Tensor, shift: int) -> None:
-        """Rotate `keys` [..., dim] in place so that all are `shift` positions later; float32 inside."""
+        """Rotate `keys` [..., dim] in place so that all are `shift` positions later; float32
+        inside.
+        """
         import torch
 
         if not shift:

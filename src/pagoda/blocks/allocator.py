@@ -1,4 +1,6 @@
-"""The device blocks of one engine: the free ones, and eviction to free more. Ids only; the memory is the engine's."""
+"""The device blocks of one engine: the free ones, and eviction to free more. Ids only; the memory
+is the engine's.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,21 @@ class BlockPool:
     def resize(self, num_blocks: int) -> None:
         """Set the number of blocks. Raises ValueError if a removed one is in use."""
         self.check_size(num_blocks)
-        if used := [block for block in range(num_blocks, self.total) if self._used[block]]:
-            raise ValueError(f"blocks {used} are in use: free them before the pool gets {num_blocks} blocks")
+        if used := [
+            block for block in range(num_blocks, self.total) if self._used[block]
+        ]:
+            raise ValueError(
+                f"blocks {used} are in use: free them before the pool gets {num_blocks} blocks"
+            )
         new = range(num_blocks - 1, self.total - 1, -1)
         # the lowest block is at the end and is allocated first
-        self._free = [*new, *(block for block in self._free if block < num_blocks)]
-        self._used = self._used[:num_blocks] + bytearray(max(0, num_blocks - self.total))
+        self._free = [
+            *new,
+            *(block for block in self._free if block < num_blocks),
+        ]
+        self._used = self._used[:num_blocks] + bytearray(
+            max(0, num_blocks - self.total)
+        )
 
     @staticmethod
     def check_size(num_blocks: int) -> None:
@@ -53,9 +64,13 @@ class BlockPool:
             raise ValueError(f"a pool has at least one block, not {num_blocks}")
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocate `count` free blocks; None if fewer are free. Raises ValueError for a negative count."""
+        """Allocate `count` free blocks; None if fewer are free. Raises ValueError for a negative
+        count.
+        """
         if count < 0:
-            raise ValueError(f"cannot allocate {count} blocks: the count must not be negative")
+            raise ValueError(
+                f"cannot allocate {count} blocks: the count must not be negative"
+            )
         if count > len(self._free):
             return None
         at = len(self._free) - count
@@ -66,11 +81,23 @@ class BlockPool:
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Free blocks. Raises ValueError, and frees none, if one is already free, given twice or not of this pool."""
-        if foreign := [block for block in blocks if not 0 <= block < len(self._used)]:
-            raise ValueError(f"blocks {foreign} are not of this pool of {len(self._used)}")
+        """Free blocks. Raises ValueError, and frees none, if one is already free, given twice or
+        not of this pool.
+        """
+        if foreign := [
+            block for block in blocks if not 0 <= block < len(self._used)
+        ]:
+            raise ValueError(
+                f"blocks {foreign} are not of this pool of {len(self._used)}"
+            )
         if len({block for block in blocks if self._used[block]}) < len(blocks):
-            twice = sorted({block for block in blocks if not self._used[block] or blocks.count(block) > 1})
+            twice = sorted(
+                {
+                    block
+                    for block in blocks
+                    if not self._used[block] or blocks.count(block) > 1
+                }
+            )
             raise ValueError(f"blocks {twice} are freed twice")
         for block in blocks:
             self._used[block] = 0
@@ -84,13 +111,17 @@ class BlockPool:
         """Raise AssertionError unless the list of free blocks is the set of unused ones."""
         free = sorted(self._free)
         unused = [block for block, used in enumerate(self._used) if not used]
-        assert free == unused, f"free blocks {free} are not the unused ones {unused}"
+        assert free == unused, (
+            f"free blocks {free} are not the unused ones {unused}"
+        )
 
 
 class BlockAllocator:
-    """The state of one manager: pool, prefix tree, moves, requests and lower tiers. Not thread-safe.
+    """The state of one manager: pool, prefix tree, moves, requests and lower tiers. Not
+    thread-safe.
 
-    Its methods are shared by admission, finished moves and the manager: allocate, evict to make room, and unlock.
+    Its methods are shared by admission, finished moves and the manager: allocate, evict to make
+    room, and unlock.
     """
 
     def __init__(self, num_blocks: int, lower_tiers: LowerTiers) -> None:
@@ -101,8 +132,11 @@ class BlockAllocator:
         self.requests: dict[str, RequestState] = {}
         self.counts: Counter[str] = Counter()
 
-    def shortage(self, blocks: int, path: Sequence[Node] = (), evict: bool = True) -> Waiting | NoRoom | None:
-        """Return why `blocks` blocks cannot be freed now: after moves have ended, or never; None if they can.
+    def shortage(
+        self, blocks: int, path: Sequence[Node] = (), evict: bool = True
+    ) -> Waiting | NoRoom | None:
+        """Return why `blocks` blocks cannot be freed now: after moves have ended, or never; None if
+        they can.
 
         Changes nothing. Nodes of `path` are not evicted.
         """
@@ -123,19 +157,35 @@ class BlockAllocator:
                 if locks[node]:
                     break
         kept = {node for node, left in locks.items() if not left}.difference(path)
-        return len(kept) + sum(move.size for move in self.moves.loads() if move.cancelled)
+        return len(kept) + sum(
+            move.size for move in self.moves.loads() if move.cancelled
+        )
 
     def available(self, path: Sequence[Node], evict: bool) -> int:
-        """Return how many blocks are free or can be freed, also after evictions in flight, without evicting `path`."""
+        """Return how many blocks are free or can be freed, also after evictions in flight, without
+        evicting `path`.
+        """
         if not evict:
             return self.pool.free
         tail = takewhile(lambda node: not node.locks, reversed(path))
         unlocked = sum(node.place is Place.DEVICE for node in tail)
-        evicting = sum(node.place is Place.TO_HOST for node in path) if self.tree.evicting else 0
-        return self.pool.free + self.tree.evictable - unlocked + self.tree.evicting - evicting
+        evicting = (
+            sum(node.place is Place.TO_HOST for node in path)
+            if self.tree.evicting
+            else 0
+        )
+        return (
+            self.pool.free
+            + self.tree.evictable
+            - unlocked
+            + self.tree.evicting
+            - evicting
+        )
 
     def make_room(self, blocks: int) -> Waiting | None:
-        """Make `blocks` blocks free, after `shortage` was None; return Waiting if copies must end first."""
+        """Make `blocks` blocks free, after `shortage` was None; return Waiting if copies must end
+        first.
+        """
         short = blocks - self.pool.free
         if short <= 0:
             return None
@@ -146,18 +196,29 @@ class BlockAllocator:
         return Waiting(plan, frozenset(tickets))
 
     def evict(self, blocks: int) -> Plan | None:
-        """Evict up to `blocks` blocks: to the host as far as it has room; those that need no copy are freed at once."""
+        """Evict up to `blocks` blocks: to the host as far as it has room; those that need no copy
+        are freed at once.
+        """
         nodes = self.tree.evict(blocks)
         self.counts["evicted_blocks"] += len(nodes)
         if self.lower_tiers.paused or self.moves.slots is None:
             self.counts["dropped_blocks"] += len(nodes)
             self.pool.release(self.tree.remove_evicted(nodes))
             return None
-        # A node whose eviction was cancelled while its copy runs is evicted with that copy; parents before children.
-        fresh = [node for node in reversed(nodes) if node.ticket not in self.moves.in_flight]
-        planned = self.moves.plan_store([Source.of(node, evicted=True) for node in fresh])
+        # A node whose eviction was cancelled while its copy runs is evicted with that copy; parents
+        # before children.
+        fresh = [
+            node
+            for node in reversed(nodes)
+            if node.ticket not in self.moves.in_flight
+        ]
+        planned = self.moves.plan_store(
+            [Source.of(node, evicted=True) for node in fresh]
+        )
         self.counts["dropped_blocks"] += planned.refused
-        uncopied = [source.node for source in planned.uncopied if source.node is not None]
+        uncopied = [
+            source.node for source in planned.uncopied if source.node is not None
+        ]
         self.pool.release(self.tree.remove_evicted(uncopied))
         return planned.plan
 
@@ -170,13 +231,17 @@ class BlockAllocator:
                     self.counts["cancelled_moves"] += 1
 
     def requeue(self, request: RequestState) -> None:
-        """Undo a request's admission, if it has one; it waits again. Its path still counts as used."""
+        """Undo a request's admission, if it has one; it waits again. Its path still counts as
+        used.
+        """
         self.pool.release(request.own_blocks)
         self.unlock(request.last_node, self.tree.now())
         request.reset()
 
     def discard(self, nodes: Iterable[Node]) -> None:
-        """Remove those of these nodes that are not in use, children before parents, and free their blocks."""
+        """Remove those of these nodes that are not in use, children before parents, and free their
+        blocks.
+        """
         removed = map(self.tree.remove, nodes)
         self.pool.release([block for block in removed if block is not None])
 

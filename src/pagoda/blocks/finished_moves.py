@@ -10,7 +10,8 @@ from pagoda.blocks.tree import Node
 
 
 class Completion:
-    """Settles tickets. An error gives a shorter result, never a missing one; the length is the minimum over the ranks.
+    """Settles tickets. An error gives a shorter result, never a missing one; the length is the
+    minimum over the ranks.
 
     Not thread-safe.
     """
@@ -30,7 +31,9 @@ class Completion:
         return bool(self._lost)
 
     def report(self, ticket: int, rank: int, blocks: int | None) -> Settled:
-        """Note that `rank` has ended a ticket; its first `blocks` copies (None: all) are valid. Raises ValueError."""
+        """Note that `rank` has ended a ticket; its first `blocks` copies (None: all) are valid.
+        Raises ValueError.
+        """
         self._check_rank(rank)
         move = self._moves.in_flight.get(ticket)
         if move is None or rank in move.reports:
@@ -57,7 +60,11 @@ class Completion:
             raise ValueError(f"rank {rank} is not one of the {self._ranks} ranks")
 
     def _settle_if_complete(self, move: StoreMove | LoadMove) -> Settled:
-        if any(rank not in move.reports for rank in range(self._ranks) if rank not in self._lost):
+        if any(
+            rank not in move.reports
+            for rank in range(self._ranks)
+            if rank not in self._lost
+        ):
             return Settled(ended=False)
         free = self._allocator.pool.free
         good = min(move.reports.values())
@@ -103,29 +110,48 @@ class Completion:
             if not request.waits:
                 ready.append(request.request_id)
         for dependent in self._moves.loads():
-            if dependent.depends_on == move.ticket and dependent.copied is not None:
+            if (
+                dependent.depends_on == move.ticket
+                and dependent.copied is not None
+            ):
                 later = self._finish_load(dependent, dependent.copied)
                 ready += later.ready
                 again += later.again
                 shortened |= later.shortened
-        return Settled(ready=tuple(ready), shortened=shortened, again=tuple(again))
+        return Settled(
+            ready=tuple(ready), shortened=shortened, again=tuple(again)
+        )
 
     def _sharers(self, move: LoadMove, node: Node) -> list[RequestState]:
-        """Return the requests that wait for a move and have this node of the move in their paths."""
+        """Return the requests that wait for a move and have this node of the move in their
+        paths.
+        """
         at = node.position
-        return [r for r in move.waiting() if r.num_in_tree > at and r.keys[at] == node.key]
+        return [
+            r
+            for r in move.waiting()
+            if r.num_in_tree > at and r.keys[at] == node.key
+        ]
 
     def _align_to_items(self, move: LoadMove, right: int) -> int:
-        """Return the longest run of at most `right` blocks that does not end inside a multimodal item of a request."""
+        """Return the longest run of at most `right` blocks that does not end inside a multimodal
+        item of a request.
+        """
         if right == len(move.nodes):
             return right
         first = move.nodes[right]
         at = move.nodes[right].position
-        whole = min((r.align_to_items(at) for r in self._sharers(move, first)), default=at)
+        whole = min(
+            (r.align_to_items(at) for r in self._sharers(move, first)), default=at
+        )
         return max(0, right - (at - whole))
 
-    def _truncate(self, move: LoadMove, right: int) -> tuple[list[str], dict[str, int]]:
-        """Remove the nodes from `right` on, which were not loaded: one request gets their blocks, others wait again."""
+    def _truncate(
+        self, move: LoadMove, right: int
+    ) -> tuple[list[str], dict[str, int]]:
+        """Remove the nodes from `right` on, which were not loaded: one request gets their blocks,
+        others wait again.
+        """
         missing = move.nodes[right:]
         first = missing[0]
         at = missing[0].position
@@ -141,8 +167,14 @@ class Completion:
         self._cancel_dependents(missing)
         self._allocator.unlock(move.nodes[-1])
         self._tree.remove_loading(missing)
-        self._allocator.pool.release([node.block for node in missing if node.block not in kept])
-        shortened = {} if successor is None else {successor.request_id: successor.computed_tokens}
+        self._allocator.pool.release(
+            [node.block for node in missing if node.block not in kept]
+        )
+        shortened = (
+            {}
+            if successor is None
+            else {successor.request_id: successor.computed_tokens}
+        )
         return [request.request_id for request in others], shortened
 
     def _shorten(self, request: RequestState, first: Node) -> None:
@@ -155,7 +187,9 @@ class Completion:
         request.computed_tokens = first.position * request.block_tokens
 
     def _cancel_dependents(self, missing: list[Node]) -> None:
-        """Cancel the loads that depend on missing nodes, which have no parent in the tree; requests wait again."""
+        """Cancel the loads that depend on missing nodes, which have no parent in the tree; requests
+        wait again.
+        """
         gone = set(map(id, missing))
         dependents: list[LoadMove] = []
         # in order of tickets: a move comes after the moves that it depends on
@@ -169,7 +203,9 @@ class Completion:
     # ---- cancelling
 
     def cancel_load(self, move: LoadMove) -> None:
-        """Cancel a load, for which no request may wait. Its blocks are freed when its copies have ended."""
+        """Cancel a load, for which no request may wait. Its blocks are freed when its copies have
+        ended.
+        """
         self._allocator.unlock(move.nodes[-1])
         self._tree.remove_loading(move.nodes)
         move.cancelled = True
@@ -177,15 +213,23 @@ class Completion:
             self._finish_load(move, 0)
 
     def cancel_all(self) -> list[str]:
-        """Cancel all moves. Returns the requests that waited for them, which wait to be admitted again."""
-        rolled = [request for request in self._allocator.requests.values() if request.waits]
+        """Cancel all moves. Returns the requests that waited for them, which wait to be admitted
+        again.
+        """
+        rolled = [
+            request
+            for request in self._allocator.requests.values()
+            if request.waits
+        ]
         for request in rolled:
             self._allocator.requeue(request)
         for load in reversed(self._moves.loads()):
             if not load.cancelled:
                 self.cancel_load(load)
         for store in self._moves.stores():
-            self._allocator.pool.release(self._tree.remove_evicted(store.evicting()))
+            self._allocator.pool.release(
+                self._tree.remove_evicted(store.evicting())
+            )
             self._allocator.unlock(store.lock)
             store.lock = None
             store.cancelled = True
@@ -200,12 +244,23 @@ class Completion:
                 self._finish_load(move, 0)
 
 
-def _successor(sharing: list[RequestState], move: LoadMove, missing: list[Node]) -> RequestState | None:
-    """Return the request that keeps the blocks of a run that was not loaded: the owner, or one whose path ends in it.
+def _successor(
+    sharing: list[RequestState], move: LoadMove, missing: list[Node]
+) -> RequestState | None:
+    """Return the request that keeps the blocks of a run that was not loaded: the owner, or one
+    whose path ends in it.
 
-    Not a request whose path continues in another move, whose copies are still being written. Also not a request with an
-    item that was loaded in part: it would have to compute from the middle of the item.
+    Not a request whose path continues in another move, whose copies are still being written. Also
+    not a request with an item that was loaded in part: it would have to compute from the middle of
+    the item.
     """
     at = missing[0].position
-    fitting = [one for one in sharing if one.last_node in missing and one.align_to_items(at) == at]
-    return next((one for one in fitting if one.request_id == move.owner), next(iter(fitting), None))
+    fitting = [
+        one
+        for one in sharing
+        if one.last_node in missing and one.align_to_items(at) == at
+    ]
+    return next(
+        (one for one in fitting if one.request_id == move.owner),
+        next(iter(fitting), None),
+    )

@@ -1,4 +1,6 @@
-"""The tiers below the device: the host slots and the lower tiers of a cache, as the block manager uses them."""
+"""The tiers below the device: the host slots and the lower tiers of a cache, as the block manager
+uses them.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,32 @@ _NOTHING = Match(np.empty(0, np.int64), np.empty(0, np.uint64), None)
 
 
 class LowerTiers:
-    """The tiers below the device; without a cache there are none. Not thread-safe. A failure gives a shorter result."""
+    """The tiers below the device; without a cache there are none. Not thread-safe. A failure gives
+    a shorter result.
+    """
 
     def __init__(self, cache: Cache | None) -> None:
         self._cache = cache
         self.slots = None if cache is None else cache.slots
         self.min_hit_tokens = 0 if cache is None else cache.config.min_hit_tokens
-        self.paused = False  # while True, nothing is found or loaded, and no new moves are planned
+        # while True, nothing is found or loaded, and no new moves are planned
+        self.paused = False
         self._epoch = 0  # without a cache: how often the weights have changed
-        self._fetches: dict[bytes, tuple[frozenset[bytes], Future[Hit]]] = {}  # by the last key of the run
+        # by the last key of the run
+        self._fetches: dict[bytes, tuple[frozenset[bytes], Future[Hit]]] = {}
         self.host_seconds = 0.0
         self.fetch_seconds = 0.0
 
     @property
     def _lower(self) -> tuple[str, ...]:
-        """The names of the tiers below the host; one that was left out at the start may come later."""
-        return () if self._cache is None else self._cache.tiers[0 if self.slots is None else 1 :]
+        """The names of the tiers below the host; one that was left out at the start may come
+        later.
+        """
+        return (
+            ()
+            if self._cache is None
+            else self._cache.tiers[0 if self.slots is None else 1 :]
+        )
 
     # ---- roots
 
@@ -48,7 +60,9 @@ class LowerTiers:
 
     @staticmethod
     def lasting_root(lora: str | None, salt: str | None) -> bytes:
-        """Return a root that is the same for all weights, so that pins are found after a change of weights."""
+        """Return a root that is the same for all weights, so that pins are found after a change of
+        weights.
+        """
         return _root(lora, salt, 0)
 
     def weights_changed(self, version: str) -> None:
@@ -59,8 +73,12 @@ class LowerTiers:
 
     # ---- host
 
-    def match_host(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
-        """Return the leading run of `keys` in host slots; leases it for a moment, unless `touch` is False."""
+    def match_host(
+        self, keys: Sequence[bytes], start: int, *, touch: bool = True
+    ) -> Match:
+        """Return the leading run of `keys` in host slots; leases it for a moment, unless `touch` is
+        False.
+        """
         if self.slots is None or self.paused or not keys:
             return _NOTHING
         began = time.perf_counter()
@@ -69,7 +87,9 @@ class LowerTiers:
         return match
 
     def hold(self, match: Match, count: int, whole: Callable[[int], int]) -> int:
-        """Hold the first `count` chunks of a match; returns how many are held, cut by `whole` to a usable run."""
+        """Hold the first `count` chunks of a match; returns how many are held, cut by `whole` to a
+        usable run.
+        """
         if self.slots is None:
             return 0
         slots = match.slots[:count]
@@ -83,8 +103,12 @@ class LowerTiers:
 
     # ---- lower tiers
 
-    def match_lower(self, keys: Sequence[bytes], start: int, request: RequestState) -> int:
-        """Return how many leading `keys`, whose positions begin at `start`, the lower tiers have."""
+    def match_lower(
+        self, keys: Sequence[bytes], start: int, request: RequestState
+    ) -> int:
+        """Return how many leading `keys`, whose positions begin at `start`, the lower tiers
+        have.
+        """
         if self._cache is None or self.paused or not self._lower or not keys:
             return 0
         options = _call_options(keys, start, request)
@@ -92,16 +116,26 @@ class LowerTiers:
         hit = self._cache.lookup(None, counted=False, **options)
         return hit.num_tokens // request.block_tokens
 
-    def prefetch(self, keys: Sequence[bytes], start: int, request: RequestState) -> Future[Hit] | None:
-        """Begin to load keys[start:] to the host; the same run is loaded once. None without lower tiers."""
+    def prefetch(
+        self, keys: Sequence[bytes], start: int, request: RequestState
+    ) -> Future[Hit] | None:
+        """Begin to load keys[start:] to the host; the same run is loaded once. None without lower
+        tiers.
+        """
         if self._cache is None or self.slots is None or not self._lower:
             return None
-        self._fetches = {key: fetch for key, fetch in self._fetches.items() if not fetch[1].done()}
+        self._fetches = {
+            key: fetch
+            for key, fetch in self._fetches.items()
+            if not fetch[1].done()
+        }
         known = self._fetches.get(keys[-1])
         if known is not None and keys[start] in known[0]:
             return known[1]
         began = time.perf_counter()
-        future = self._cache.prefetch(None, **_call_options(keys[start:], start, request))
+        future = self._cache.prefetch(
+            None, **_call_options(keys[start:], start, request)
+        )
 
         def ended(_: Future[Hit]) -> None:
             self.fetch_seconds += time.perf_counter() - began
@@ -118,15 +152,24 @@ class LowerTiers:
             return Place.FREED
         if len(self.slots.match_prefix([key], 0, touch=False).slots):
             return Place.HOST
-        if any(key in keys and not future.done() for keys, future in self._fetches.values()):
+        if any(
+            key in keys and not future.done()
+            for keys, future in self._fetches.values()
+        ):
             return Place.LOADING
         return Place.STORAGE if self._cache.holders(key) else Place.FREED
 
     def by_tier(self, request: RequestState, blocks: int) -> dict[str, int]:
-        """Return the tokens of `blocks` blocks in host slots, by the tier that had them before the prefetch."""
+        """Return the tokens of `blocks` blocks in host slots, by the tier that had them before the
+        prefetch.
+        """
         rest = blocks * request.block_tokens
         tokens = dict[str, int]()
-        if request.fetch is not None and request.fetch.done() and not request.fetch.cancelled():
+        if (
+            request.fetch is not None
+            and request.fetch.done()
+            and not request.fetch.cancelled()
+        ):
             for tier, brought in request.fetch.result().by_tier.items():
                 if tier in self._lower:
                     tokens[tier] = min(rest, brought)
@@ -134,8 +177,12 @@ class LowerTiers:
         tokens["host"] = rest
         return {tier: n for tier, n in tokens.items() if n}
 
-    def count_request(self, request: RequestState, wanted: int, held: int, reason: Reason | None) -> None:
-        """Count a request for `wanted` blocks, of which `held` are held, in the cache's counters."""
+    def count_request(
+        self, request: RequestState, wanted: int, held: int, reason: Reason | None
+    ) -> None:
+        """Count a request for `wanted` blocks, of which `held` are held, in the cache's
+        counters.
+        """
         if self.slots is not None:
             tokens = wanted * request.block_tokens
             by_tier = self.by_tier(request, held)
@@ -144,10 +191,16 @@ class LowerTiers:
                 self.slots.record_request(request.keys, request.num_tokens)
 
 
-def _call_options(keys: Sequence[bytes], start: int, request: RequestState) -> CallOptions:
-    """Return the options of a call of the cache for `keys` of a request, whose positions begin at `start`."""
+def _call_options(
+    keys: Sequence[bytes], start: int, request: RequestState
+) -> CallOptions:
+    """Return the options of a call of the cache for `keys` of a request, whose positions begin at
+    `start`.
+    """
     size = request.block_tokens
-    placed = [(at * size, (at + 1) * size, key) for at, key in enumerate(keys, start)]
+    placed = [
+        (at * size, (at + 1) * size, key) for at, key in enumerate(keys, start)
+    ]
     return {"keys": placed, "lora": request.lora, "salt": request.salt}
 
 

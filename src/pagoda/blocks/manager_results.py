@@ -7,11 +7,15 @@ from typing import NamedTuple
 
 
 class Place(StrEnum):
-    """Where the KV of a key is. The first two count as a hit on the device; the value is the lower-case name."""
+    """Where the KV of a key is. The first two count as a hit on the device; the value is the
+    lower-case name.
+    """
 
     DEVICE = auto()
-    TO_HOST = auto()  # its device block still holds it; a hit cancels the eviction
-    TO_DEVICE = auto()  # its device block is being filled from a host slot; a hit waits for that move
+    # its device block still holds it; a hit cancels the eviction
+    TO_HOST = auto()
+    # its device block is being filled from a host slot; a hit waits for that move
+    TO_DEVICE = auto()
     HOST = auto()
     LOADING = auto()  # loading from a lower tier to the host
     STORAGE = auto()
@@ -30,12 +34,15 @@ class Copy(NamedTuple):
 
     block: int
     slot: int
-    # of the slot's reservation: the slot holds the chunk's bytes as long as its generation is this one
+    # of the slot's reservation: the slot holds the chunk's bytes as long as its generation is this
+    # one
     generation: int
 
 
 class Plan(NamedTuple):
-    """Copies to do, in any order, and the ticket for reporting their end. A ticket is never used twice."""
+    """Copies to do, in any order, and the ticket for reporting their end. A ticket is never used
+    twice.
+    """
 
     ticket: int
     direction: Direction
@@ -43,7 +50,9 @@ class Plan(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """How many leading tokens of a request are cached, and in which tier. Whole blocks; never all of the tokens."""
+    """How many leading tokens of a request are cached, and in which tier. Whole blocks; never all
+    of the tokens.
+    """
 
     device_tokens: int
     host_tokens: int
@@ -58,8 +67,9 @@ class PrefixMatch(NamedTuple):
 class Admitted(NamedTuple):
     """A request has its blocks.
 
-    `table[:shared]` belongs to the prefix tree: other requests may read it too, so it must not be written to; the rest
-    is the request's own. The KV of tokens [0, computed_tokens) is complete when all tickets in `waits` have ended.
+    `table[:shared]` belongs to the prefix tree: other requests may read it too, so it must not be
+    written to; the rest is the request's own. The KV of tokens [0, computed_tokens) is complete
+    when all tickets in `waits` have ended.
     """
 
     table: list[int]
@@ -78,7 +88,9 @@ class Extended(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """Blocks are being freed: do `plan`, if there is one, and call again when one of `tickets` has ended."""
+    """Blocks are being freed: do `plan`, if there is one, and call again when one of `tickets` has
+    ended.
+    """
 
     plan: Plan | None
     tickets: frozenset[int]
@@ -95,8 +107,11 @@ class Settled(NamedTuple):
     """The result of the end of a ticket."""
 
     known: bool = True  # False: a late or unknown ticket; nothing was changed
-    ended: bool = True  # False: other ranks, or a move that this one depends on, have not ended
+    # False: other ranks, or a move that this one depends on, have not ended
+    ended: bool = True
     ready: tuple[str, ...] = ()  # requests that no longer wait
-    shortened: dict[str, int] = {}  # noqa: RUF012  # request -> its computed_tokens now, fewer than admitted
-    again: tuple[str, ...] = ()  # requests that wait again: they shared a block that was not loaded
+    # request -> its computed_tokens now, fewer than admitted
+    shortened: dict[str, int] = {}  # noqa: RUF012
+    # requests that wait again: they shared a block that was not loaded
+    again: tuple[str, ...] = ()
     freed: int = 0

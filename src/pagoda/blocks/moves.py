@@ -1,7 +1,8 @@
-"""Moves in flight: copies that were returned as plans, and what must be done when their tickets end.
+"""Moves in flight: copies that were returned as plans, and what must be done when their tickets
+end.
 
-A move is reported by its ticket, never by node or request, and a ticket is never used twice: a late report finds
-nothing.
+A move is reported by its ticket, never by node or request, and a ticket is never used twice: a late
+report finds nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ class PlannedStore(NamedTuple):
     """The result of planning to store blocks on the host."""
 
     plan: Plan | None
-    uncopied: list[Source]  # the host already has them, gets them from another process, or has no room
+    # the host already has them, gets them from another process, or has no room
+    uncopied: list[Source]
     refused: int  # how many of those the host has no room for
-    lock: Node | None = None  # the node to lock for the move: the last one that is copied and stays
+    # the node to lock for the move: the last one that is copied and stays
+    lock: Node | None = None
 
 
 class Source(NamedTuple):
@@ -36,12 +39,20 @@ class Source(NamedTuple):
     position: int
     parent: bytes | None
     block: int
-    node: Node | None  # the node that is evicted with this move; None: the block stays
+    # the node that is evicted with this move; None: the block stays
+    node: Node | None
 
     @classmethod
     def of(cls, node: Node, *, evicted: bool) -> Source:
         """Return the block of a node."""
-        return cls(node.key, node.root, node.position, node.parent_key, node.block, node if evicted else None)
+        return cls(
+            node.key,
+            node.root,
+            node.position,
+            node.parent_key,
+            node.block,
+            node if evicted else None,
+        )
 
 
 @dataclass
@@ -49,7 +60,8 @@ class Move:
     """One plan in flight. `cancelled`: it is no longer needed, and only its end is waited for."""
 
     ticket: int
-    reports: dict[int, int] = field(default_factory=dict, kw_only=True)  # rank -> how many copies were valid
+    # rank -> how many copies were valid
+    reports: dict[int, int] = field(default_factory=dict, kw_only=True)
     cancelled: bool = field(default=False, kw_only=True)
 
 
@@ -67,14 +79,22 @@ class StoreMove(Move):
 
     def evicting(self) -> list[Node]:
         """Return its nodes whose eviction no hit has cancelled."""
-        return [source.node for source, _ in self.copies if source.node is not None and self.keeps(source)]
+        return [
+            source.node
+            for source, _ in self.copies
+            if source.node is not None and self.keeps(source)
+        ]
 
     def keeps(self, source: Source) -> bool:
-        """Whether the bytes copied from `source` are those of its key, that is, the block was not reused meanwhile."""
+        """Whether the bytes copied from `source` are those of its key, that is, the block was not
+        reused meanwhile.
+        """
         if self.cancelled:
             return False
         node = source.node
-        return node is None or (node.place is Place.TO_HOST and node.ticket == self.ticket)
+        return node is None or (
+            node.place is Place.TO_HOST and node.ticket == self.ticket
+        )
 
 
 @dataclass
@@ -85,7 +105,8 @@ class LoadMove(Move):
     slots: writeback.Slots
     generations: writeback.Generations
     owner: str  # the request that it was planned for
-    depends_on: int  # the ticket of the move that loads the parent of its first node; 0: none
+    # the ticket of the move that loads the parent of its first node; 0: none
+    depends_on: int
     # how many of its copies are valid, if they have ended but the move that it depends on has not
     copied: int | None = None
     # The requests that waited for it, by id; some may no longer wait.
@@ -98,11 +119,17 @@ class LoadMove(Move):
 
     def waiting(self) -> list[RequestState]:
         """The requests that wait for it."""
-        return [request for request in self.waiters.values() if self.ticket in request.waits]
+        return [
+            request
+            for request in self.waiters.values()
+            if self.ticket in request.waits
+        ]
 
 
 class Moves:
-    """The tickets of one manager, and the reservations, holds and commits of their host slots. Not thread-safe."""
+    """The tickets of one manager, and the reservations, holds and commits of their host slots. Not
+    thread-safe.
+    """
 
     def __init__(self, slots: HostSlots | None) -> None:
         self.slots = slots
@@ -111,37 +138,54 @@ class Moves:
 
     def stores(self) -> list[StoreMove]:
         """The moves to the host."""
-        return [move for move in self.in_flight.values() if isinstance(move, StoreMove)]
+        return [
+            move
+            for move in self.in_flight.values()
+            if isinstance(move, StoreMove)
+        ]
 
     def loads(self) -> list[LoadMove]:
         """The moves to the device."""
-        return [move for move in self.in_flight.values() if isinstance(move, LoadMove)]
+        return [
+            move for move in self.in_flight.values() if isinstance(move, LoadMove)
+        ]
 
     def locked_nodes(self) -> list[Node]:
         """The nodes that moves have locked."""
         locked = [move.lock for move in self.stores() if move.lock is not None]
-        return locked + [move.nodes[-1] for move in self.loads() if not move.cancelled]
+        return locked + [
+            move.nodes[-1] for move in self.loads() if not move.cancelled
+        ]
 
     # ---- to the host
 
-    def plan_store(self, sources: Sequence[Source], path: Sequence[Node] = ()) -> PlannedStore:
-        """Plan to store the blocks that the host lacks and has room for; without a host nothing is planned.
+    def plan_store(
+        self, sources: Sequence[Source], path: Sequence[Node] = ()
+    ) -> PlannedStore:
+        """Plan to store the blocks that the host lacks and has room for; without a host nothing is
+        planned.
 
-        `sources` are in the order of their chains, a parent before its child; `path` are their nodes if they stay.
+        `sources` are in the order of their chains, a parent before its child; `path` are their
+        nodes if they stay.
         """
         if self.slots is None or not sources:
             return PlannedStore(None, list(sources), len(sources))
         chosen: list[tuple[Source, Reserved]] = []
         others: list[Source] = []
         refused = 0
-        # whether the ledger was busy and was waited for: that happens once, whatever the number of runs
+        # whether the ledger was busy and was waited for: that happens once, whatever the number of
+        # runs
         waited = False
         for run in _runs(sources):
             keys = [one.key for one in run]
-            outcomes: list[Outcome] = [Refused(key, Reason.LEDGER_BUSY) for key in keys]
+            outcomes: list[Outcome] = [
+                Refused(key, Reason.LEDGER_BUSY) for key in keys
+            ]
             if not waited:
                 _, root, start, parent, *_ = run[0]
-                outcomes = self.slots.reserve(keys, namespace=root, start=start, parent=parent)
+                outcomes = self.slots.reserve(
+                    keys, namespace=root, start=start, parent=parent
+                )
             waited = Refused(keys[-1], Reason.LEDGER_BUSY) in outcomes
             for source, outcome in zip(run, outcomes, strict=True):
                 if isinstance(outcome, Reserved):
@@ -157,11 +201,18 @@ class Moves:
             if source.node is not None:
                 source.node.ticket = move.ticket
         self.in_flight[move.ticket] = move
-        copies = tuple(Copy(source.block, item.slot, item.generation) for source, item in chosen)
-        return PlannedStore(Plan(move.ticket, Direction.DOWN, copies), others, refused, lock)
+        copies = tuple(
+            Copy(source.block, item.slot, item.generation)
+            for source, item in chosen
+        )
+        return PlannedStore(
+            Plan(move.ticket, Direction.DOWN, copies), others, refused, lock
+        )
 
     def finish_store(self, move: StoreMove, good: int) -> int:
-        """Commit good copies of blocks that were not reused, abort the other slots; returns how many are committed."""
+        """Commit good copies of blocks that were not reused, abort the other slots; returns how
+        many are committed.
+        """
         del self.in_flight[move.ticket]
         assert self.slots is not None
         dropped: list[Reserved] = []
@@ -169,7 +220,9 @@ class Moves:
         for i, (source, item) in enumerate(move.copies):
             if i < good and move.keeps(source):
                 key, root, position, parent, *_ = source
-                ref = writeback.ChunkRef(key, position, parent, item.slot, item.generation)
+                ref = writeback.ChunkRef(
+                    key, position, parent, item.slot, item.generation
+                )
                 written.setdefault(root, []).append(ref)
             else:
                 dropped.append(item)
@@ -181,8 +234,17 @@ class Moves:
     def plan_load(self, move: LoadMove) -> Plan:
         """Plan to load the blocks of a new move's nodes from the slots that are held for it."""
         self.in_flight[move.ticket] = move
-        rows = zip(move.nodes, move.slots.tolist(), move.generations.tolist(), strict=True)
-        return Plan(move.ticket, Direction.UP, tuple(Copy(node.block, *row) for node, *row in rows))
+        rows = zip(
+            move.nodes,
+            move.slots.tolist(),
+            move.generations.tolist(),
+            strict=True,
+        )
+        return Plan(
+            move.ticket,
+            Direction.UP,
+            tuple(Copy(node.block, *row) for node, *row in rows),
+        )
 
     def wait_for(self, request: RequestState, tickets: Iterable[int]) -> None:
         """Let a request wait for moves to the device."""
@@ -193,15 +255,25 @@ class Moves:
             request.waits.add(ticket)
 
     def finish_load(self, move: LoadMove, good: int) -> int:
-        """Validate the copies of a move and release its slots; returns how many leading copies are valid."""
+        """Validate the copies of a move and release its slots; returns how many leading copies are
+        valid.
+        """
         del self.in_flight[move.ticket]
         assert self.slots is not None
         valid = self.slots.still_valid(move.slots[:good], move.generations[:good])
         right = good if valid.all() else int(valid.argmin())
         self.slots.release(move.slots, move.generations)
         if right and not move.cancelled:
-            rows = zip(move.nodes[:right], move.slots.tolist(), move.generations.tolist(), strict=False)
-            refs = [writeback.ChunkRef(node.key, node.position, node.parent_key, *row) for node, *row in rows]
+            rows = zip(
+                move.nodes[:right],
+                move.slots.tolist(),
+                move.generations.tolist(),
+                strict=False,
+            )
+            refs = [
+                writeback.ChunkRef(node.key, node.position, node.parent_key, *row)
+                for node, *row in rows
+            ]
             self.slots.note_access(move.nodes[0].root, refs)
         return right
 

@@ -25,34 +25,44 @@ class RequestState:
         table    | shared with the tree ........ | own ............................. |
                  0                      `num_in_tree`                      len(table)
 
-    Blocks of `table[:num_in_tree]` are the tree's, except `duplicates`, whose keys another request inserted first.
-    Blocks without a key, such as those past `exact_tokens`, are never in the tree.
+    Blocks of `table[:num_in_tree]` are the tree's, except `duplicates`, whose keys another request
+    inserted first. Blocks without a key, such as those past `exact_tokens`, are never in the tree.
     """
 
     def __init__(
-        self, request_id: str, lora: str | None, salt: str | None, block_tokens: int, exact_tokens: int | None
+        self,
+        request_id: str,
+        lora: str | None,
+        salt: str | None,
+        block_tokens: int,
+        exact_tokens: int | None,
     ) -> None:
         self.request_id = request_id
         self.lora = lora
         self.salt = salt
         self.block_tokens = block_tokens
-        self._most_keys = sys.maxsize if exact_tokens is None else exact_tokens // block_tokens
+        self._most_keys = (
+            sys.maxsize if exact_tokens is None else exact_tokens // block_tokens
+        )
         self.items: list[Item] = []
         self.num_tokens = 0
         self.prompt_tokens = 0
         self.root = b""
         self.keys: list[bytes] = []
         self._ids = array("i")
-        self._chain: KeyChain | None = None  # None: no prefix caching, nothing can hit
+        # None: no prefix caching, nothing can hit
+        self._chain: KeyChain | None = None
         self.fetch: Future[Hit] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Return to the waiting state: no blocks, no nodes of the tree."""
         self.admitted = False
-        self.stale = False  # the weights have changed since its admission: its KV must not enter the tree
+        # the weights have changed since its admission: its KV must not enter the tree
+        self.stale = False
         self.table: list[int] = []
-        self.last_node: Node | None = None  # the last node of its path, with one lock for this request
+        # the last node of its path, with one lock for this request
+        self.last_node: Node | None = None
         self.num_in_tree = 0
         self.computed_tokens = 0
         self.duplicates: list[int] = []
@@ -65,7 +75,9 @@ class RequestState:
         return self.duplicates + self.table[self.num_in_tree :]
 
     def append(self, tokens: TokenIds, items: Iterable[Item] = ()) -> None:
-        """Add tokens; hashes only the new ones. Raises ValueError, and changes nothing, for bad ids or items."""
+        """Add tokens; hashes only the new ones. Raises ValueError, and changes nothing, for bad ids
+        or items.
+        """
         ids = as_token_ids(tokens)
         items = [Item(*item) for item in items]
         if self._chain is not None:
@@ -83,7 +95,9 @@ class RequestState:
         del self.keys[self._most_keys :]
 
     def align_to_items(self, blocks: int) -> int:
-        """Return the longest run of at most `blocks` blocks that does not end inside a multimodal item."""
+        """Return the longest run of at most `blocks` blocks that does not end inside a multimodal
+        item.
+        """
         for start, stop, _ in sorted(self.items, reverse=True):
             if start < blocks * self.block_tokens < stop:
                 blocks = start // self.block_tokens

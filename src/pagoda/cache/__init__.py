@@ -3,8 +3,10 @@
 Modules, in the order in which a call reaches them:
 
     cache            Cache, what an engine calls; the caches of a process by name
-    weights_epoch    the weights epoch of a model on this machine; namespace and tiers under the present weights
-    call             a checked request for the chunks of a prompt; the boundary: an error inside a call is a miss
+    weights_epoch    the weights epoch of a model on this machine; namespace and tiers under the
+                     present weights
+    call             a checked request for the chunks of a prompt; the boundary: an error inside a
+                     call is a miss
     executor         threads for calls that do not block their caller
     store_call       one store
     lookup_call      one lookup

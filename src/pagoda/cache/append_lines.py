@@ -1,4 +1,6 @@
-"""Appending lines to one file from several processes: always whole lines, even if a process is killed."""
+"""Appending lines to one file from several processes: always whole lines, even if a process is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +14,39 @@ from pathlib import Path
 from pagoda.file_lock import lock_file
 from pagoda.file_space import opened
 
-_LOCK_SECONDS = 1.0  # the longest wait for the lock: a stopped process may hold it
+# the longest wait for the lock: a stopped process may hold it
+_LOCK_SECONDS = 1.0
 _TAIL = 1 << 16
 
 
-def append_lines(path: Path, lines: Sequence[bytes]) -> tuple[int, OSError | None]:
-    """Append lines (with their line ends), each in one write; return how many, and the error that stopped the rest.
+def append_lines(
+    path: Path, lines: Sequence[bytes]
+) -> tuple[int, OSError | None]:
+    """Append lines (with their line ends), each in one write; return how many, and the error that
+    stopped the rest.
 
-    Cuts off a partial line of a killed process, and leaves none. Safe beside other processes and threads that
-    do the same; with no lines, it only repairs the file.
+    Cuts off a partial line of a killed process, and leaves none. Safe beside other processes and
+    threads that do the same; with no lines, it only repairs the file.
     """
     count = 0
     locked = False
     try:
         # a pipe without a reader must not block the thread
-        with opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK) as fd:
+        with opened(
+            path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+        ) as fd:
             try:
-                locked = stat.S_ISREG(os.fstat(fd).st_mode) and bool(lock_file(fd, _LOCK_SECONDS))
+                locked = stat.S_ISREG(os.fstat(fd).st_mode) and bool(
+                    lock_file(fd, _LOCK_SECONDS)
+                )
                 if locked:
                     _repair(fd)
                 for line in lines:
                     _append(fd, line, locked)
                     count += 1
             finally:
-                if locked:  # unlock explicitly: a child that was forked meanwhile also has the descriptor
+                # unlock explicitly: a child that was forked meanwhile also has the descriptor
+                if locked:
                     fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
         return count, error

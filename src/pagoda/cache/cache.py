@@ -1,7 +1,9 @@
-"""Cache: store, lookup, retrieve and prefetch over all the tiers of a machine, and the caches of a process by name.
+"""Cache: store, lookup, retrieve and prefetch over all the tiers of a machine, and the caches of a
+process by name.
 
-Each call of an engine is checked here and made a `Call`, which runs at once, on another thread, or awaited. The work is
-in `StoreCall`, `RetrieveCall` and `lookup_call`; what all calls share is in `Resources`.
+Each call of an engine is checked here and made a `Call`, which runs at once, on another thread, or
+awaited. The work is in `StoreCall`, `RetrieveCall` and `lookup_call`; what all calls share is in
+`Resources`.
 """
 
 from __future__ import annotations
@@ -63,9 +65,11 @@ _CLOSE_SECONDS = 5.0
 # how long to wait for another thread that opens a cache; each tier has its own deadline
 _OPEN_SECONDS = 120.0
 
-_changed = Condition()  # guards the three tables below; never held while a cache is opened or closed
+# guards the three tables below; never held while a cache is opened or closed
+_changed = Condition()
 _caches: weakref.WeakValueDictionary[str, Cache] = weakref.WeakValueDictionary()
-_kept: dict[str, Cache] = {}  # caches made by `Cache.open`, which stay until they are closed
+# caches made by `Cache.open`, which stay until they are closed
+_kept: dict[str, Cache] = {}
 _opening: dict[object, str] = {}  # names of caches, by the call that opens them
 
 
@@ -76,28 +80,36 @@ class NameTaken(ValueError):
 class Cache:
     """The KV cache of one model and layout. Thread-safe; a forked child may continue to use it.
 
-    Calls never raise for errors at run time (a full disk, a failed tier, a corrupt chunk): such an error is a miss with
-    a `Reason`, a counter and one rate-limited log line. ValueError means wrong use. After `close` each call is a miss.
+    Calls never raise for errors at run time (a full disk, a failed tier, a corrupt chunk): such an
+    error is a miss with a `Reason`, a counter and one rate-limited log line. ValueError means wrong
+    use. After `close` each call is a miss.
 
-    Store, lookup and retrieve also have a form that returns a future and one for asyncio; `prefetch` always returns a
-    future. ValueErrors for wrong use are raised by the call itself. A call with a future begins when one of a few
-    threads is free; its deadline starts with the call. A cancelled await first ends its call: when CancelledError is
-    raised, nothing writes into the KV any more and nothing stays reserved.
+    Store, lookup and retrieve also have a form that returns a future and one for asyncio;
+    `prefetch` always returns a future. ValueErrors for wrong use are raised by the call itself. A
+    call with a future begins when one of a few threads is free; its deadline starts with the call.
+    A cancelled await first ends its call: when CancelledError is raised, nothing writes into the KV
+    any more and nothing stays reserved.
 
-    Calls take the token ids of a prompt (1-D; a list, an array or a tensor) and, to copy, `kv`: a view of the engine's
-    memory from `pagoda.transfer`, such as `DenseKV` or `PagedKV`. Their `**options`, by keyword:
+    Calls take the token ids of a prompt (1-D; a list, an array or a tensor) and, to copy, `kv`: a
+    view of the engine's memory from `pagoda.transfer`, such as `DenseKV` or `PagedKV`. Their
+    `**options`, by keyword:
         start_tokens: skip the chunks before this token, a multiple of chunk_tokens.
         mask: the same as one bool per token: False...False True...True.
-        keys: the keys of the whole chunks, 32 bytes each, instead of hashing the tokens, which may then be None.
-        any_position: with `keys`: find them at any position of a prompt; only the keys identify the chunks.
+        keys: the keys of the whole chunks, 32 bytes each, instead of hashing the tokens, which may
+            then be None.
+        any_position: with `keys`: find them at any position of a prompt; only the keys identify the
+            chunks.
         items: multimodal items (`pagoda.keys.Item`) at their token positions.
         lora: an adapter's content, instead of the namespace's.
         salt: a tenant, instead of the namespace's: different salts share nothing.
-        weights_version: instead of the version that `weights_changed` named; "" is the namespace's weights.
-        numerics: how the engine computes now ("autocast=bfloat16"), instead of the namespace's; "" is its defaults.
+        weights_version: instead of the version that `weights_changed` named; "" is the namespace's
+            weights.
+        numerics: how the engine computes now ("autocast=bfloat16"), instead of the namespace's; ""
+            is its defaults.
         tiers: the names of the only tiers to use.
         deadline_seconds: for the whole call; default: config.deadline_seconds without progress.
-        limit_seconds: for the whole call, also while it makes progress; default: by the bytes of the chunks.
+        limit_seconds: for the whole call, also while it makes progress; default: by the bytes of
+            the chunks.
 
     Example:
         >>> import numpy as np
@@ -106,10 +118,11 @@ class Cache:
         >>> tokens, kv = list(range(512)), [[np.ones((1, 512, 8), np.float32) for _ in "KV"]]
         >>> with Cache(namespace=Namespace("a-model"), layout=layout, host_size="1MiB", host_shared=False) as cache:
         ...     stored = cache.store(tokens, DenseKV(kv, layout))
-        ...     hit = cache.retrieve([*tokens, 7, 8, 9], DenseKV(kv, layout))  # the same beginning, then other tokens
+        ...     hit = cache.retrieve([*tokens, 7, 8, 9], DenseKV(kv, layout))  # the same beginning,
+                                                                               then other tokens
         >>> stored.num_tokens, hit.num_tokens, hit.by_tier
         (512, 512, {'host': 512})
-    """
+    """  # noqa: E501, W505
 
     def __init__(
         self,
@@ -127,24 +140,32 @@ class Cache:
         """Open the tiers that `config` describes, or take over `tiers`.
 
         Args:
-            config: the options; without it they come from the environment and the configuration file.
+            config: the options; without it they come from the environment and the configuration
+                file.
             namespace: what the keys depend on besides the tokens; its `layout` is filled in.
             layout: the form of the KV of one chunk.
-            name: `Cache.get` finds the cache by this name for as long as something refers to the cache.
-            tiers: instead of those that `config` describes, from the top down; they are closed with the cache.
-            weights_of: another cache of the same model and config: `weights_changed` on one of them is valid for both.
+            name: `Cache.get` finds the cache by this name for as long as something refers to the
+                cache.
+            tiers: instead of those that `config` describes, from the top down; they are closed with
+                the cache.
+            weights_of: another cache of the same model and config: `weights_changed` on one of them
+                is valid for both.
             key_scheme: how keys are made; the default is that of every PagodaKV process.
             clock: for tests.
-            overrides: options of `Config`; they take precedence over `config`, environment and file.
+            overrides: options of `Config`; they take precedence over `config`, environment and
+                file.
 
-        Raises ConfigError, StoreError with the remedy, and ValueError, also if another cache has that name.
+        Raises ConfigError, StoreError with the remedy, and ValueError, also if another cache has
+        that name.
         """
         require_real_threads()
         self.name = name
         self.config = _configured(config, layout, overrides)
         self.layout = layout
         stack = None if tiers is None else build_tiers(tiers, layout)
-        codecs = self.config.lossy_codecs() if stack is None else codecs_of(stack.all)
+        codecs = (
+            self.config.lossy_codecs() if stack is None else codecs_of(stack.all)
+        )
         self.namespace = _completed(namespace, layout, self.config, codecs)
         quality = _require_quality(codecs, self.namespace, layout, self.config)
         if self.config.record:
@@ -173,17 +194,26 @@ class Cache:
         late: LateTier | None = None
         if stack is None:
             stack, late = open_tiers(config, layout, clock)
-        self._resources = build_resources(stack, config, layout, key_scheme, clock, self.namespace)
+        self._resources = build_resources(
+            stack, config, layout, key_scheme, clock, self.namespace
+        )
         self._resources.leave_out(late)
         self._key_scheme = key_scheme
         self._weights: PresentWeights = PresentWeights(
-            self._resources, self.namespace, quality, partial(_quality_again, quality, config, layout),
+            self._resources,
+            self.namespace,
+            quality,
+            partial(_quality_again, quality, config, layout),
             None if weights_of is None else weights_of._weights,
-        )  # fmt: skip
-        self._slots = (
-            HostSlots(self._resources, self._weights, stack.host) if stack.host is not None else None
         )
-        self._finalizer = close_when_dropped(self, partial(self._resources.close, _CLOSE_SECONDS))
+        self._slots = (
+            HostSlots(self._resources, self._weights, stack.host)
+            if stack.host is not None
+            else None
+        )
+        self._finalizer = close_when_dropped(
+            self, partial(self._resources.close, _CLOSE_SECONDS)
+        )
         try:
             namespace = self._weights.scope()[0]
             self._resources.register(namespace, wait=True)
@@ -206,20 +236,28 @@ class Cache:
         layout: KVLayout,
         **overrides: Unpack[ConfigOptions],
     ) -> Cache:
-        """Return this process's cache of that name, opened now if there is none, and kept until it is closed.
+        """Return this process's cache of that name, opened now if there is none, and kept until it
+        is closed.
 
-        Raises ValueError if it is open with another config, namespace or layout; the message has each option that
-        differs, with both values (none of secrets). StoreError if another thread does not finish opening it.
+        Raises ValueError if it is open with another config, namespace or layout; the message has
+        each option that differs, with both values (none of secrets). StoreError if another thread
+        does not finish opening it.
         """
         config = _configured(config, layout, overrides)
         completed = _completed(namespace, layout, config, config.lossy_codecs())
-        wanted: dict[str, _Setting] = {"config": config, "namespace": completed, "layout": layout}
+        wanted: dict[str, _Setting] = {
+            "config": config,
+            "namespace": completed,
+            "layout": layout,
+        }
         deadline = Deadline(_OPEN_SECONDS)
         while True:
             cache = _wait_for_opening(name, deadline)
             if cache is None:
                 try:
-                    cache = cls(config, namespace=namespace, layout=layout, name=name)
+                    cache = cls(
+                        config, namespace=namespace, layout=layout, name=name
+                    )
                 except NameTaken:  # another thread was faster
                     continue
                 _kept[name] = cache
@@ -244,7 +282,9 @@ class Cache:
 
     @staticmethod
     def destroy(name: str) -> bool:
-        """Close the cache of that name and forget it; False if there is none. Its chunks stay in the tiers."""
+        """Close the cache of that name and forget it; False if there is none. Its chunks stay in
+        the tiers.
+        """
         with _changed:
             cache = _caches.pop(name, None)
             _kept.pop(name, None)
@@ -254,68 +294,133 @@ class Cache:
 
     # ---- the calls of an engine
 
-    def store(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
-        """Store the whole chunks of `kv`: in host memory when this returns, in the lower tiers some time later.
+    def store(
+        self,
+        tokens: TokenIds | None,
+        kv: Transfer,
+        **options: Unpack[CallOptions],
+    ) -> Stored:
+        """Store the whole chunks of `kv`: in host memory when this returns, in the lower tiers some
+        time later.
 
-        `kv` holds what the *present* weights computed for `tokens`. Returns how much is new, and why not more.
+        `kv` holds what the *present* weights computed for `tokens`. Returns how much is new, and
+        why not more.
         """
         return self._store_call(tokens, kv, options).run()
 
     def store_future(
-        self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None,
+        kv: Transfer,
+        **options: Unpack[CallOptions],
     ) -> Future[Stored]:
-        """Do the same as `store`, on another thread. The KV and the tokens must not change until the future is done."""
-        return self._resources.executor.submit(self._store_call(tokens, kv, options))
+        """Do the same as `store`, on another thread. The KV and the tokens must not change until
+        the future is done.
+        """
+        return self._resources.executor.submit(
+            self._store_call(tokens, kv, options)
+        )
 
-    async def astore(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Stored:
+    async def astore(
+        self,
+        tokens: TokenIds | None,
+        kv: Transfer,
+        **options: Unpack[CallOptions],
+    ) -> Stored:
         """Do the same as `store`, awaited."""
-        return await self._resources.executor.run_async(self._store_call(tokens, kv, options))
+        return await self._resources.executor.run_async(
+            self._store_call(tokens, kv, options)
+        )
 
-    def lookup(self, tokens: TokenIds | None, *, counted: bool = True, **options: Unpack[CallOptions]) -> Hit:
-        """Return how many leading tokens are cached and where; copy nothing, protect them from eviction for a moment.
+    def lookup(
+        self,
+        tokens: TokenIds | None,
+        *,
+        counted: bool = True,
+        **options: Unpack[CallOptions],
+    ) -> Hit:
+        """Return how many leading tokens are cached and where; copy nothing, protect them from
+        eviction for a moment.
 
-        A caller that looks up and then retrieves the same prompt must pass `counted=False` to one of the two calls.
+        A caller that looks up and then retrieves the same prompt must pass `counted=False` to one
+        of the two calls.
         """
         return self._lookup_call(tokens, counted, options).run()
 
-    def lookup_future(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Future[Hit]:
+    def lookup_future(
+        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+    ) -> Future[Hit]:
         """Do the same as `lookup`, on another thread."""
-        return self._resources.executor.submit(self._lookup_call(tokens, True, options))
+        return self._resources.executor.submit(
+            self._lookup_call(tokens, True, options)
+        )
 
-    async def alookup(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
+    async def alookup(
+        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+    ) -> Hit:
         """Do the same as `lookup`, awaited."""
-        return await self._resources.executor.run_async(self._lookup_call(tokens, True, options))
+        return await self._resources.executor.run_async(
+            self._lookup_call(tokens, True, options)
+        )
 
     def retrieve(
-        self, tokens: TokenIds | None, kv: Transfer, *, counted: bool = True, **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None,
+        kv: Transfer,
+        *,
+        counted: bool = True,
+        **options: Unpack[CallOptions],
     ) -> Hit:
-        """Fill `kv` with the leading chunks that are cached; return which. Only validated chunks are in the hit.
+        """Fill `kv` with the leading chunks that are cached; return which. Only validated chunks
+        are in the hit.
 
-        A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last one. With
-        `counted=False` it loads what a lookup has promised, even if computing has turned out to be faster since then.
+        A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last
+        one. With `counted=False` it loads what a lookup has promised, even if computing has turned
+        out to be faster since then.
         """
         return self._retrieve_call(tokens, kv, counted, options).run()
 
     def retrieve_future(
-        self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None,
+        kv: Transfer,
+        **options: Unpack[CallOptions],
     ) -> Future[Hit]:
         """Do the same as `retrieve`, on another thread."""
-        return self._resources.executor.submit(self._retrieve_call(tokens, kv, True, options))
+        return self._resources.executor.submit(
+            self._retrieve_call(tokens, kv, True, options)
+        )
 
-    async def aretrieve(self, tokens: TokenIds | None, kv: Transfer, **options: Unpack[CallOptions]) -> Hit:
+    async def aretrieve(
+        self,
+        tokens: TokenIds | None,
+        kv: Transfer,
+        **options: Unpack[CallOptions],
+    ) -> Hit:
         """Do the same as `retrieve`, awaited."""
-        return await self._resources.executor.run_async(self._retrieve_call(tokens, kv, True, options))
+        return await self._resources.executor.run_async(
+            self._retrieve_call(tokens, kv, True, options)
+        )
 
-    def prefetch(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Future[Hit]:
-        """Begin to load leading chunks into the host tier, at most half of it; return at once, count nothing.
+    def prefetch(
+        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+    ) -> Future[Hit]:
+        """Begin to load leading chunks into the host tier, at most half of it; return at once,
+        count nothing.
 
         The result says what is there afterwards. An error becomes its `reason`; no error is raised.
         """
-        return self._resources.executor.submit(self._prefetch_call(tokens, options))
+        return self._resources.executor.submit(
+            self._prefetch_call(tokens, options)
+        )
 
-    async def aprefetch(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
+    async def aprefetch(
+        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+    ) -> Hit:
         """Do the same as `prefetch`, awaited."""
-        return await self._resources.executor.run_async(self._prefetch_call(tokens, options))
+        return await self._resources.executor.run_async(
+            self._prefetch_call(tokens, options)
+        )
 
     def keys(
         self,
@@ -326,41 +431,79 @@ class Cache:
         lora: str | None = None,
         salt: str | None = None,
     ) -> list[tuple[int, int, bytes]]:
-        """Return (start, end, key) of each whole chunk from token `start` on, a multiple of chunk_tokens. Pure.
+        """Return (start, end, key) of each whole chunk from token `start` on, a multiple of
+        chunk_tokens. Pure.
 
         `items`, `lora` and `salt` as in the options of calls.
         """
-        options: CallOptions = {"start_tokens": start, "items": items, "lora": lora, "salt": salt}
+        options: CallOptions = {
+            "start_tokens": start,
+            "items": items,
+            "lora": lora,
+            "salt": salt,
+        }
         request = self._checked(tokens, options)
         return [
             (at, at + request.chunk_tokens, key)
-            for at, key in zip(request.starts(0, len(request.keys)), request.keys, strict=True)
+            for at, key in zip(
+                request.starts(0, len(request.keys)), request.keys, strict=True
+            )
         ]
 
-    def _store_call(self, tokens: TokenIds | None, kv: Transfer, options: CallOptions) -> Call[Stored]:
+    def _store_call(
+        self, tokens: TokenIds | None, kv: Transfer, options: CallOptions
+    ) -> Call[Stored]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.STORE)
         store = StoreCall(self._resources, request, transfer)
         counters = self._resources.counters
         return Call("store", store.run, store.miss, request.deadline, counters)
 
-    def _lookup_call(self, tokens: TokenIds | None, counted: bool, options: CallOptions) -> Call[Hit]:
+    def _lookup_call(
+        self, tokens: TokenIds | None, counted: bool, options: CallOptions
+    ) -> Call[Hit]:
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
-        work = partial(run_lookup, self._resources, request, counted, measure_again)
-        return Call("lookup", work, request.miss, request.deadline, self._resources.counters)
+        work = partial(
+            run_lookup, self._resources, request, counted, measure_again
+        )
+        return Call(
+            "lookup",
+            work,
+            request.miss,
+            request.deadline,
+            self._resources.counters,
+        )
 
     def _retrieve_call(
-        self, tokens: TokenIds | None, kv: Transfer, counted: bool, options: CallOptions
+        self,
+        tokens: TokenIds | None,
+        kv: Transfer,
+        counted: bool,
+        options: CallOptions,
     ) -> Call[Hit]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
         work = RetrieveCall(self._resources, request, transfer, counted).run
-        return Call("retrieve", work, request.miss, request.deadline, self._resources.counters)
+        return Call(
+            "retrieve",
+            work,
+            request.miss,
+            request.deadline,
+            self._resources.counters,
+        )
 
-    def _prefetch_call(self, tokens: TokenIds | None, options: CallOptions) -> Call[Hit]:
+    def _prefetch_call(
+        self, tokens: TokenIds | None, options: CallOptions
+    ) -> Call[Hit]:
         request = self._checked(tokens, options)
         work = RetrieveCall(self._resources, request, None, False).run
-        return Call("prefetch", work, request.miss, request.deadline, self._resources.counters)
+        return Call(
+            "prefetch",
+            work,
+            request.miss,
+            request.deadline,
+            self._resources.counters,
+        )
 
     def _checked(
         self,
@@ -369,60 +512,100 @@ class Cache:
         kind: CallKind | None = None,
         counted: bool = True,
     ) -> CacheRequest:
-        """Return the request that these options describe; record a call that has a `kind`. ValueError for wrong use."""
+        """Return the request that these options describe; record a call that has a `kind`.
+        ValueError for wrong use.
+        """
         # read together: the remote tiers may only be used with the namespace of the same epoch
         namespace, tiers = self._weights.scope(
-            options.get("lora"), options.get("salt"), options.get("weights_version"), options.get("numerics")
+            options.get("lora"),
+            options.get("salt"),
+            options.get("weights_version"),
+            options.get("numerics"),
         )
         resources = self._resources
         request = build_request(
-            tokens, options, namespace=namespace, tiers=tiers, layout=self.layout, scheme=self._key_scheme,
-            deadline_seconds=self.config.deadline_seconds, bounded=kind is not CallKind.STORE, clock=resources.clock,
-        )  # fmt: skip
+            tokens,
+            options,
+            namespace=namespace,
+            tiers=tiers,
+            layout=self.layout,
+            scheme=self._key_scheme,
+            deadline_seconds=self.config.deadline_seconds,
+            bounded=kind is not CallKind.STORE,
+            clock=resources.clock,
+        )
         if kind is not None and resources.recorder is not None:
             keys = [*request.head, *request.keys]
             first = request.first - len(request.head)
             num_tokens = request.length_tokens - first * request.chunk_tokens
-            resources.recorder.note(kind, keys, first, num_tokens, counted=counted)
+            resources.recorder.note(
+                kind, keys, first, num_tokens, counted=counted
+            )
         if kind is not None and resources.events is not None:
             resources.events.heard(request, options.get("weights_version"))
         return request
 
     # ---- the calls of people
 
-    def explain(self, tokens: TokenIds | None, **options: Unpack[CallOptions]) -> Hit:
-        """Return what a lookup would return, with a thorough search for the reason; touch and count nothing."""
+    def explain(
+        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+    ) -> Hit:
+        """Return what a lookup would return, with a thorough search for the reason; touch and count
+        nothing.
+        """
         request = self._checked(tokens, options)
         work = partial(run_explain, self._resources, request)
-        return Call("explain", work, request.miss, request.deadline, self._resources.counters).run()
+        return Call(
+            "explain",
+            work,
+            request.miss,
+            request.deadline,
+            self._resources.counters,
+        ).run()
 
     def holders(self, key: bytes) -> list[str]:
         """Return the names of the tiers that have a chunk, from the top down."""
         return [tier.name for tier in self._tiers.all if tier.contains(key)]
 
     def pin(
-        self, tokens: TokenIds | None, *, owner: str = "pagoda", **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None,
+        *,
+        owner: str = "pagoda",
+        **options: Unpack[CallOptions],
     ) -> dict[str, int]:
-        """Protect the leading chunks that each local tier has from eviction there, in the name of `owner`.
+        """Protect the leading chunks that each local tier has from eviction there, in the name of
+        `owner`.
 
-        Returns how many tokens are pinned now, by tier; at most a quarter of a tier's slots can be pinned. Pins last
-        until `unpin` or `clear`; in the host tier a reboot ends them. Raises StoreError if a tier's ledger cannot be
-        changed, ValueError for wrong use.
+        Returns how many tokens are pinned now, by tier; at most a quarter of a tier's slots can be
+        pinned. Pins last until `unpin` or `clear`; in the host tier a reboot ends them. Raises
+        StoreError if a tier's ledger cannot be changed, ValueError for wrong use.
         """
         request = self._checked(tokens, options)
         pinned = {}
         for tier, ledger in request.tiers.ledgers():
             run = ledger.match_prefix(
-                request.keys, start=request.first, namespace=request.namespace.root, touch=False,
+                request.keys,
+                start=request.first,
+                namespace=request.namespace.root,
+                touch=False,
                 deadline_seconds=self.config.deadline_seconds,
-            )  # fmt: skip
-            pinned[tier] = admin.pin(ledger, request.keys[: len(run.slots)], owner) * request.chunk_tokens
+            )
+            pinned[tier] = (
+                admin.pin(ledger, request.keys[: len(run.slots)], owner)
+                * request.chunk_tokens
+            )
         return pinned
 
     def unpin(
-        self, tokens: TokenIds | None = None, *, owner: str = "pagoda", **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None = None,
+        *,
+        owner: str = "pagoda",
+        **options: Unpack[CallOptions],
     ) -> dict[str, int]:
-        """End the pins of `owner` on the chunks of `tokens`, or on all; return the number of chunks, by tier.
+        """End the pins of `owner` on the chunks of `tokens`, or on all; return the number of
+        chunks, by tier.
 
         Raises StoreError if a tier's ledger cannot be changed, ValueError for wrong use.
         """
@@ -430,79 +613,99 @@ class Cache:
         names = options.get("tiers")
         keys = None if everything else self._checked(tokens, options).keys
         tiers = self._tiers if names is None else self._tiers.only(names)
-        return {tier: admin.unpin(ledger, keys, owner) for tier, ledger in tiers.ledgers()}
+        return {
+            tier: admin.unpin(ledger, keys, owner)
+            for tier, ledger in tiers.ledgers()
+        }
 
     def decline(self, why: str, *, loaded: bool = False) -> None:
-        """Count a request that the engine computes without the cache, and log why; changes nothing else.
+        """Count a request that the engine computes without the cache, and log why; changes nothing
+        else.
 
         Such a request is no look-up, so it does not lower the hit rate.
 
         Args:
             why: what the request has that no key contains, and what to do.
-            loaded: the request may have used the cache, and only its KV is not stored: a drop instead of a miss.
+            loaded: the request may have used the cache, and only its KV is not stored: a drop
+                instead of a miss.
 
         Thread-safe; never raises.
         """
         counters = self._resources.counters
-        counters.add({f"{'drop' if loaded else 'miss'}_{Reason.NOT_CACHEABLE}": 1})
+        counters.add(
+            {f"{'drop' if loaded else 'miss'}_{Reason.NOT_CACHEABLE}": 1}
+        )
         counters.warn(log, Reason.NOT_CACHEABLE, why)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Report how long the engine took to compute `tokens`: chunks are only loaded where that is faster.
+        """Report how long the engine took to compute `tokens`: chunks are only loaded where that is
+        faster.
 
-        The measurement is shared, for this namespace, by all processes of the lowest local tier, also later ones.
+        The measurement is shared, for this namespace, by all processes of the lowest local tier,
+        also later ones.
         """
         self._resources.load_cost.record_prefill(tokens, seconds)
         if tokens > 0 and seconds > 0:
             microseconds = round(seconds * 1e6)
-            self._resources.counters.add({"prefill_tokens": tokens, "prefill_microseconds": microseconds})
+            self._resources.counters.add(
+                {"prefill_tokens": tokens, "prefill_microseconds": microseconds}
+            )
 
     def weights_changed(self, version: str = "") -> int:
-        """Declare that the model's weights were updated in place: no chunk of the old weights will hit again.
+        """Declare that the model's weights were updated in place: no chunk of the old weights will
+        hit again.
 
-        With a `version`, which must name the new weights for all machines ("run 7, step 100": the same step of another
-        run is other weights), this cache shares its chunks, in all tiers, with every cache of the same namespace that
-        was given the same version. It is valid for this cache only: each process names its own weights.
+        With a `version`, which must name the new weights for all machines ("run 7, step 100": the
+        same step of another run is other weights), this cache shares its chunks, in all tiers, with
+        every cache of the same namespace that was given the same version. It is valid for this
+        cache only: each process names its own weights.
 
-        Without a version, no other machine gets or has their KV. Returns the epoch. It is valid on this machine,
-        permanently; every process that has the model's cache open uses it from its next call on. A local tier whose
-        directory cannot record the epoch, not even in its reserved space, loses all its chunks. Raises StoreError if no
-        directory can record it (or no local tier has one: private host memory) and there are remote tiers, because
-        other processes, and caches opened later, would continue to use them; this cache no longer does. Also raises it
-        if a local tier can neither record the epoch nor be cleared, or was left out: this process does not use what it
-        has, but after a restart of the machine it would be served.
+        Without a version, no other machine gets or has their KV. Returns the epoch. It is valid on
+        this machine, permanently; every process that has the model's cache open uses it from its
+        next call on. A local tier whose directory cannot record the epoch, not even in its reserved
+        space, loses all its chunks. Raises StoreError if no directory can record it (or no local
+        tier has one: private host memory) and there are remote tiers, because other processes, and
+        caches opened later, would continue to use them; this cache no longer does. Also raises it
+        if a local tier can neither record the epoch nor be cleared, or was left out: this process
+        does not use what it has, but after a restart of the machine it would be served.
         """
         return self._weights.change(version)
 
     def present_namespace(self, lora: str | None = None) -> Namespace:
-        """Return the namespace of the present weights, with an adapter instead of the namespace's; changes nothing.
+        """Return the namespace of the present weights, with an adapter instead of the namespace's;
+        changes nothing.
 
-        It changes with `weights_changed`, here or in another process of this machine. Its `weights`, `weights_epoch`
-        and `lora` are what a verdict of `pagoda quality` names. Costs one stat per local tier.
+        It changes with `weights_changed`, here or in another process of this machine. Its
+        `weights`, `weights_epoch` and `lora` are what a verdict of `pagoda quality` names. Costs
+        one stat per local tier.
         """
         return self._weights.present(lora)
 
-    def publish_events(self, endpoint: str, *, topic: str = "", rank: int | None = None) -> str:
-        """Publish to routers, over ZMQ, which chunks this machine's host memory and disk hold for this cache.
+    def publish_events(
+        self, endpoint: str, *, topic: str = "", rank: int | None = None
+    ) -> str:
+        """Publish to routers, over ZMQ, which chunks this machine's host memory and disk hold for
+        this cache.
 
-        The messages are those of vLLM's KV events, so that routers made for vLLM understand them: a block is a chunk,
-        host memory is the medium CPU, the disk STORAGE. When a router subscribes, every chunk with a note is
-        published once; after that, each change within a moment, whichever process made it. A chunk has a note if a
-        cache that publishes its events stored or found it, also before a restart. Chunks without one (stored by other
-        caches, in the last moments before a kill, or with prompt_log off) are published when a request finds them.
+        The messages are those of vLLM's KV events, so that routers made for vLLM understand them: a
+        block is a chunk, host memory is the medium CPU, the disk STORAGE. When a router subscribes,
+        every chunk with a note is published once; after that, each change within a moment,
+        whichever process made it. A chunk has a note if a cache that publishes its events stored or
+        found it, also before a restart. Chunks without one (stored by other caches, in the last
+        moments before a kill, or with prompt_log off) are published when a request finds them.
         Chunks of a salt are published without tokens, chunks of multimodal prompts not at all. vLLM
         publishes its own events (--kv-events-config).
 
         Args:
-            endpoint: the address of this machine where to listen, "tcp://10.0.0.7:5557"; with "tcp://127.0.0.1:*" a
-                free port is taken. Any client that reaches it reads the token ids of prompts: "tcp://*:5557" listens
-                in all networks.
+            endpoint: the address of this machine where to listen, "tcp://10.0.0.7:5557"; with
+                "tcp://127.0.0.1:*" a free port is taken. Any client that reaches it reads the token
+                ids of prompts: "tcp://*:5557" listens in all networks.
             topic: the first frame of each message.
             rank: the data-parallel rank of this engine, for routers.
 
-        Returns the endpoint with its port. Publishing ends with the cache; a forked child does not continue it. Raises
-        ConfigError if the endpoint is taken, or there is no local tier; ValueError the second time,
-        ClosedError after `close`.
+        Returns the endpoint with its port. Publishing ends with the cache; a forked child does not
+        continue it. Raises ConfigError if the endpoint is taken, or there is no local tier;
+        ValueError the second time, ClosedError after `close`.
         """
         from pagoda.cache.request_events import RequestEvents
         from pagoda.kv_events.publisher import EventPublisher
@@ -511,26 +714,39 @@ class Cache:
         # not `self`: the publisher must not keep a dropped cache alive
         resources = self._resources
         weights = self._weights
-        ledgers = {name: ledger for name, ledger in self._tiers.ledgers() if name in MEDIA}
+        ledgers = {
+            name: ledger
+            for name, ledger in self._tiers.ledgers()
+            if name in MEDIA
+        }
         if resources.closed:
             raise ClosedError("the cache is closed")
         if resources.events is not None:
-            raise ValueError(f"this cache already publishes its events, at {resources.events.endpoint}")
+            raise ValueError(
+                f"this cache already publishes its events, at {resources.events.endpoint}"
+            )
         if not ledgers:
-            raise ConfigError("KV events report host memory and the disk: set host_size or disk_size")
+            raise ConfigError(
+                "KV events report host memory and the disk: set host_size or disk_size"
+            )
         chunk_tokens = self.layout.chunk_tokens
         publisher = EventPublisher(endpoint, topic, rank)
         resources.events = RequestEvents(
-            publisher, ledgers, weights.scope, chunk_tokens, self.config.prompt_log
+            publisher,
+            ledgers,
+            weights.scope,
+            chunk_tokens,
+            self.config.prompt_log,
         )
         resources.last_steps.append(resources.events.keep_notes)
         return resources.events.endpoint
 
     def before_closing(self, step: Callable[[], None]) -> None:
-        """Call `step` when the cache closes: what was stored is written down, and the tiers are still open.
+        """Call `step` when the cache closes: what was stored is written down, and the tiers are
+        still open.
 
-        For connectors, at their end: a step that refers to the cache keeps it alive until it is closed. `step` must be
-        short and must not raise. Thread-safe.
+        For connectors, at their end: a step that refers to the cache keeps it alive until it is
+        closed. `step` must be short and must not raise. Thread-safe.
         """
         self._resources.last_steps.append(step)
 
@@ -542,35 +758,45 @@ class Cache:
         numerics: str | None = None,
         everything: bool = False,
     ) -> Cleared:
-        """Remove the chunks of this namespace, or with `everything` of all namespaces, from every tier.
+        """Remove the chunks of this namespace, or with `everything` of all namespaces, from every
+        tier.
 
-        `lora`, `salt` and `numerics` name an adapter, a tenant and how it is computed, instead of the namespace's.
-        Chunks that are being written at that moment do not return. A tier that fails, or that cannot be changed for
-        five seconds, is named in the result: its chunks are still there.
+        `lora`, `salt` and `numerics` name an adapter, a tenant and how it is computed, instead of
+        the namespace's. Chunks that are being written at that moment do not return. A tier that
+        fails, or that cannot be changed for five seconds, is named in the result: its chunks are
+        still there.
         """
-        root = None if everything else self._weights.scope(lora, salt, None, numerics)[0].root
+        root = (
+            None
+            if everything
+            else self._weights.scope(lora, salt, None, numerics)[0].root
+        )
         failed = dict[str, str]()
         late = self._resources.late
         if late is not None and late.note_clear(root):
-            failed[late.name] = f"left out at the start, and cleared before it takes part here: {late.reason}"
+            failed[late.name] = (
+                f"left out at the start, and cleared before it takes part here: {late.reason}"
+            )
         chunks = dict.fromkeys(self._tiers.names, 0)
-        # top down, so that no cleared chunk is written down again; then bottom up, for chunks that were loaded
-        # meanwhile
+        # top down, so that no cleared chunk is written down again; then bottom up, for chunks that
+        # were loaded meanwhile
         for tier in (*self._tiers.all, *reversed(self._tiers.all[:-1])):
             if tier.name in failed:
                 continue
             try:
                 chunks[tier.name] += tier.clear(root)
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be cleared
+            except Exception as error:  # noqa: BLE001
+                # a boundary: the other tiers must be cleared
                 failed[tier.name] = f"{type(error).__name__}: {error}"
         return Cleared(chunks, failed)
 
     def stats(self) -> CacheStats:
-        """Return gauges and counters of every tier, hit rate, misses and drops by reason, and measured rates.
+        """Return gauges and counters of every tier, hit rate, misses and drops by reason, and
+        measured rates.
 
         "drops" are those of the cache and of all of its tiers. A tier that does not answer within
-        `config.deadline_seconds` is empty, and named under "failed"; if it is the first local tier, "counters" are
-        those of this process alone.
+        `config.deadline_seconds` is empty, and named under "failed"; if it is the first local tier,
+        "counters" are those of this process alone.
         """
         resources = self._resources
         if resources.closed:
@@ -580,9 +806,15 @@ class Cache:
         for tier in self._tiers.all:
             try:
                 tiers[tier.name] = dict(tier.stats())
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be shown
-                tiers[tier.name], failed[tier.name] = {}, f"{type(error).__name__}: {error}"
-        counters = resources.counters.read(0.0 if failed else self.config.deadline_seconds)
+            except Exception as error:  # noqa: BLE001
+                # a boundary: the other tiers must be shown
+                tiers[tier.name], failed[tier.name] = (
+                    {},
+                    f"{type(error).__name__}: {error}",
+                )
+        counters = resources.counters.read(
+            0.0 if failed else self.config.deadline_seconds
+        )
         dropped = Counter(counters)
         for name, numbers in tiers.items():
             if name != resources.counts_in:  # `counters` have those of that tier
@@ -598,7 +830,8 @@ class Cache:
             "misses": by_reason(counters, "miss_"),
             "drops": by_reason(dropped, "drop_"),
             "waiting_chunks": sum(queue.waiting for queue in resources.writeback),
-            "staging_buffers": resources.load_staging.in_use + resources.store_staging.in_use,
+            "staging_buffers": resources.load_staging.in_use
+            + resources.store_staging.in_use,
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
             "rates": resources.load_cost.rates(),
         }
@@ -611,19 +844,27 @@ class Cache:
         return stats
 
     def flush(self, timeout: float = 30.0) -> bool:
-        """Wait until the queued chunks are in the lower tiers; False if `timeout` seconds were not enough.
+        """Wait until the queued chunks are in the lower tiers; False if `timeout` seconds were not
+        enough.
 
-        Also writes the prompts that wait to be logged for `pagoda explain`. ValueError: `timeout` is no finite number.
+        Also writes the prompts that wait to be logged for `pagoda explain`. ValueError: `timeout`
+        is no finite number.
         """
         deadline = Deadline(seconds_of("timeout", timeout))
         if (prompts := self._resources.prompt_log) is not None:
             prompts.flush()
-        flushed = [queue.flush(deadline.remaining()) for queue in self._resources.writeback]
-        flushed += [tier.flush(deadline.remaining()) for tier in self._tiers.lower]
+        flushed = [
+            queue.flush(deadline.remaining())
+            for queue in self._resources.writeback
+        ]
+        flushed += [
+            tier.flush(deadline.remaining()) for tier in self._tiers.lower
+        ]
         return all(flushed)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """Write what is queued, as far as `timeout` seconds allow, and close; False if some was left. Idempotent.
+        """Write what is queued, as far as `timeout` seconds allow, and close; False if some was
+        left. Idempotent.
 
         ValueError: `timeout` is no finite number; nothing is closed.
         """
@@ -652,7 +893,9 @@ class Cache:
 
     @property
     def slots(self) -> HostSlots | None:
-        """The slots of the host tier, for engines that copy into and out of them; None without a host tier."""
+        """The slots of the host tier, for engines that copy into and out of them; None without a
+        host tier.
+        """
         return self._slots
 
     @property
@@ -660,10 +903,14 @@ class Cache:
         return self._resources.tiers
 
 
-def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str, object]) -> Config:
+def _configured(
+    config: Config | None, layout: KVLayout, overrides: Mapping[str, object]
+) -> Config:
     """Return the options of a cache over `layout`. Raises ConfigError, ValueError."""
     if not isinstance(layout, KVLayout):
-        raise ValueError(f"layout is {layout!r}: build a KVLayout, such as KVLayout.dense(...)")
+        raise ValueError(
+            f"layout is {layout!r}: build a KVLayout, such as KVLayout.dense(...)"
+        )
     if config is None:
         from pagoda.config.sources import DEFAULT, load
 
@@ -676,14 +923,17 @@ def _configured(config: Config | None, layout: KVLayout, overrides: Mapping[str,
         config, told = replace(config, **overrides), ""  # type: ignore[arg-type]
     if config.chunk_tokens != layout.chunk_tokens:
         raise ConfigError(
-            f"chunk_tokens = {config.chunk_tokens}{told}, but the layout has chunks of {layout.chunk_tokens} tokens: "
+            f"chunk_tokens = {config.chunk_tokens}{told}, but the layout has chunks of "
+            f"{layout.chunk_tokens} tokens: "
             "build the layout with that number, or leave it out"
         )
     return config
 
 
 def _differences(present: _Setting, asked: _Setting) -> str:
-    """Return the fields that differ, each with the value that is present and the one asked for, if it is no secret."""
+    """Return the fields that differ, each with the value that is present and the one asked for, if
+    it is no secret.
+    """
     return "; ".join(
         f"{one.name} is {getattr(present, one.name)!r}, not {getattr(asked, one.name)!r}"
         if one.repr
@@ -693,62 +943,91 @@ def _differences(present: _Setting, asked: _Setting) -> str:
     )
 
 
-def _completed(namespace: Namespace, layout: KVLayout, config: Config, codecs: Sequence[str]) -> Namespace:
-    """Return the namespace with the layout and the configured epoch. So two layouts never share a key.
+def _completed(
+    namespace: Namespace, layout: KVLayout, config: Config, codecs: Sequence[str]
+) -> Namespace:
+    """Return the namespace with the layout and the configured epoch. So two layouts never share a
+    key.
 
     It also names lossy codecs: KV that they changed is never found under a key of exact KV.
     """
     if not isinstance(namespace, Namespace):
-        raise ValueError(f"namespace is {namespace!r}: build one, such as Namespace(model='my-model')")
+        raise ValueError(
+            f"namespace is {namespace!r}: build one, such as Namespace(model='my-model')"
+        )
     if namespace.layout not in ("", layout.fingerprint):
         raise ValueError(
-            f"the namespace is of layout {namespace.layout!r}, not {layout.fingerprint!r}: leave it out"
+            f"the namespace is of layout {namespace.layout!r}, not {layout.fingerprint!r}: leave "
+            "it out"
         )
     epochs = {namespace.weights_epoch, config.weights_epoch} - {0}
     if len(epochs) > 1:
         raise ValueError(
-            f"weights_epoch is {namespace.weights_epoch} in the namespace, {config.weights_epoch} in the "
+            f"weights_epoch is {namespace.weights_epoch} in the namespace, "
+            f"{config.weights_epoch} in the "
             "configuration: leave one of them out"
         )
-    approximate = ",".join(sorted({*filter(None, namespace.approximate.split(",")), *codecs}))
+    approximate = ",".join(
+        sorted({*filter(None, namespace.approximate.split(",")), *codecs})
+    )
     return namespace.with_(
-        layout=layout.fingerprint, weights_epoch=max(epochs, default=0), approximate=approximate
+        layout=layout.fingerprint,
+        weights_epoch=max(epochs, default=0),
+        approximate=approximate,
     )
 
 
 def _require_quality(
     codecs: Sequence[str], namespace: Namespace, layout: KVLayout, config: Config
 ) -> list[QualityState]:
-    """Return what is known of each lossy codec. ConfigError: it cannot encode the layout, or was not measured."""
+    """Return what is known of each lossy codec. ConfigError: it cannot encode the layout, or was
+    not measured.
+    """
     for codec in codecs:
         require_layout(codec, layout)
     return [
         require_quality(
-            codec_setting(codec, layout.chunk_tokens), weights=namespace.weights,
-            weights_epoch=namespace.weights_epoch, adapters=namespace.lora, verdicts=config.quality_verdicts,
+            codec_setting(codec, layout.chunk_tokens),
+            weights=namespace.weights,
+            weights_epoch=namespace.weights_epoch,
+            adapters=namespace.lora,
+            verdicts=config.quality_verdicts,
             unchecked=config.unchecked,
         )
         for codec in codecs
-    ]  # fmt: skip
+    ]
 
 
 def _quality_again(
-    begun: Sequence[QualityState], config: Config, layout: KVLayout, namespace: Namespace
+    begun: Sequence[QualityState],
+    config: Config,
+    layout: KVLayout,
+    namespace: Namespace,
 ) -> list[QualityState]:
-    """Return what is known of the lossy codecs of a cache with these weights and adapter; log it if one is refused."""
+    """Return what is known of the lossy codecs of a cache with these weights and adapter; log it if
+    one is refused.
+    """
     codecs = [str(state.setting.options["codec"]) for state in begun]
     try:
         return _require_quality(codecs, namespace, layout, config)
     except ConfigError as refusal:
-        log.warning("tiers with a lossy codec are left out for these weights and adapters: %s", refusal)
-        return [QualityState(state.setting, "left out", str(refusal)) for state in begun]
+        log.warning(
+            "tiers with a lossy codec are left out for these weights and adapters: %s",
+            refusal,
+        )
+        return [
+            QualityState(state.setting, "left out", str(refusal))
+            for state in begun
+        ]
 
 
 # ---- names
 
 
 def forget(cache: Cache) -> None:
-    """Release the name of a cache that is about to be closed: a call that opens that name now gets a new cache."""
+    """Release the name of a cache that is about to be closed: a call that opens that name now gets
+    a new cache.
+    """
     with _changed:
         if cache.name is not None and _caches.get(cache.name) is cache:
             del _caches[cache.name]
@@ -761,14 +1040,16 @@ def _wait_for_opening(name: str, deadline: Deadline) -> Cache | None:
         while name in _opening.values():
             if not _changed.wait(deadline.remaining()):
                 raise StoreError(
-                    f"another thread has been opening the cache {name!r} for {_OPEN_SECONDS:g} s: see what it waits for"
+                    f"another thread has been opening the cache {name!r} for {_OPEN_SECONDS:g} "
+                    "s: see what it waits for"
                 )
         return _caches.get(name)
 
 
 @contextmanager
 def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
-    """Reserve the name for `cache`, which is opened inside; the name finds it as long as something refers to it.
+    """Reserve the name for `cache`, which is opened inside; the name finds it as long as something
+    refers to it.
 
     Raises NameTaken (a ValueError) if another cache has it. Does nothing without a name.
     """
@@ -789,14 +1070,17 @@ def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
         with _changed:
             _caches[name] = cache
     finally:
-        _opening.pop(me, None)  # a built-in: no exception of a signal handler can come before it
+        # a built-in: no exception of a signal handler can come before it
+        _opening.pop(me, None)
         with _changed:
             _changed.notify_all()
 
 
 @call_in_child
 def _reset_in_child() -> None:
-    """Reset in a forked child, which has one thread: another thread of its parent may have been opening a cache."""
+    """Reset in a forked child, which has one thread: another thread of its parent may have been
+    opening a cache.
+    """
     global _changed
     _changed = Condition()
     _opening.clear()

@@ -1,9 +1,10 @@
-"""One call of an engine: its options, checked and made a request, and the boundary where an error becomes a miss.
+"""One call of an engine: its options, checked and made a request, and the boundary where an error
+becomes a miss.
 
-`Cache` builds the `CacheRequest` of a prompt and a `Call` for it, which runs at once, on another thread, or awaited;
-`HostSlots` makes a `Call` for each of its methods. Calls and copies are named ranges for profilers, switched on by
-`Config.profile`; while they are off, they cost one function call. `Config.otel` makes a span of each call that has
-ended.
+`Cache` builds the `CacheRequest` of a prompt and a `Call` for it, which runs at once, on another
+thread, or awaited; `HostSlots` makes a `Call` for each of its methods. Calls and copies are named
+ranges for profilers, switched on by `Config.profile`; while they are off, they cost one function
+call. `Config.otel` makes a span of each call that has ended.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ from pagoda.transfer import Transfer
 log = guarded_logger("pagoda.cache")
 T = TypeVar("T")
 
-# -- the request -----------------------------------------------------------------------------------------------------
+# -- the request -----------------------------------------------------------------------------------
 
 Mask: TypeAlias = "Sequence[bool] | npt.NDArray[np.bool_]"
-# the keys from the first chunk of the prompt on, or tuples (start, end, key) as `Cache.keys` gives them
+# the keys from the first chunk of the prompt on, or tuples (start, end, key) as `Cache.keys` gives
+# them
 Keys: TypeAlias = "Sequence[bytes] | Sequence[tuple[int, int, bytes]]"
 # tokens, root, chunk_tokens, items -> the key of every whole chunk
-KeyScheme: TypeAlias = Callable[[TokenIds, bytes, int, Iterable[Item]], list[bytes]]
+KeyScheme: TypeAlias = Callable[
+    [TokenIds, bytes, int, Iterable[Item]], list[bytes]
+]
 
 
 class CallOptions(TypedDict, total=False):
@@ -64,7 +68,9 @@ _OPTIONS = CallOptions.__optional_keys__
 
 
 class CacheRequest(NamedTuple):
-    """Chunks [first, first + len(keys)) of a prompt of `length_tokens` tokens, with the tiers and the deadline."""
+    """Chunks [first, first + len(keys)) of a prompt of `length_tokens` tokens, with the tiers and
+    the deadline.
+    """
 
     namespace: Namespace
     tiers: TierStack  # that the call may use
@@ -76,7 +82,8 @@ class CacheRequest(NamedTuple):
     chunk_tokens: int
     tokens: Int32s | None = None  # None: the caller gave keys only
     items: tuple[Item, ...] = ()
-    head: Sequence[bytes] = ()  # the keys before keys[0], as far as the caller gave them
+    # the keys before keys[0], as far as the caller gave them
+    head: Sequence[bytes] = ()
     any_position: bool = False  # whether `first` is not known for certain
 
     def starts(self, begin: int, end: int) -> list[int]:
@@ -91,14 +98,31 @@ class CacheRequest(NamedTuple):
         """Return the key of the chunk before keys[index], None at the root."""
         return self.keys[index - 1] if index else self.parent
 
-    def hit(self, by_tier: Mapping[str, int], reason: Reason | None = None, detail: str = "") -> Hit:
+    def hit(
+        self,
+        by_tier: Mapping[str, int],
+        reason: Reason | None = None,
+        detail: str = "",
+    ) -> Hit:
         """Return the answer: leading chunks by tier, and the reason why not more."""
-        tokens = {tier: chunks * self.chunk_tokens for tier, chunks in by_tier.items() if chunks}
+        tokens = {
+            tier: chunks * self.chunk_tokens
+            for tier, chunks in by_tier.items()
+            if chunks
+        }
         start = self.first * self.chunk_tokens
         served = sum(tokens.values())
         mask = np.zeros(self.length_tokens, np.bool_)
         mask[start : start + served] = True
-        return Hit(served, tokens, mask, reason, detail, start, self.namespace.approximate)
+        return Hit(
+            served,
+            tokens,
+            mask,
+            reason,
+            detail,
+            start,
+            self.namespace.approximate,
+        )
 
     def miss(self, reason: Reason, detail: str = "") -> Hit:
         """Return the answer of a call that serves nothing."""
@@ -113,20 +137,32 @@ class CacheRequest(NamedTuple):
 
 
 def build_request(
-    tokens: TokenIds | None, options: CallOptions, *, namespace: Namespace, tiers: TierStack, layout: KVLayout,
-    scheme: KeyScheme, deadline_seconds: float, bounded: bool, clock: Clock,
-) -> CacheRequest:  # fmt: skip
+    tokens: TokenIds | None,
+    options: CallOptions,
+    *,
+    namespace: Namespace,
+    tiers: TierStack,
+    layout: KVLayout,
+    scheme: KeyScheme,
+    deadline_seconds: float,
+    bounded: bool,
+    clock: Clock,
+) -> CacheRequest:
     """Return the request for the whole chunks of `tokens` that `options` ask for.
 
-    `namespace` and `tiers` are those of the present weights; `deadline_seconds` counts if the options have none;
+    `namespace` and `tiers` are those of the present weights; `deadline_seconds` counts if the
+    options have none;
     `bounded`: the deadline also depends on the bytes of the chunks.
 
-    `keys` replace hashing. Raises ValueError for an option that does not exist, a mask that is not False...False
-    True...True, a start that is not a multiple of a chunk, keys that do not fit the tokens, and an unknown tier.
+    `keys` replace hashing. Raises ValueError for an option that does not exist, a mask that is not
+    False...False True...True, a start that is not a multiple of a chunk, keys that do not fit the
+    tokens, and an unknown tier.
     """
-    if not options.keys() <= _OPTIONS:  # otherwise a misspelt `salt` would share a tenant's chunks
+    # otherwise a misspelt `salt` would share a tenant's chunks
+    if not options.keys() <= _OPTIONS:
         raise ValueError(
-            f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are {', '.join(sorted(_OPTIONS))}"
+            f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are "
+            f"{', '.join(sorted(_OPTIONS))}"
         )
     keys = options.get("keys")
     items = options.get("items", ())
@@ -134,30 +170,43 @@ def build_request(
     if (names := options.get("tiers")) is not None:
         tiers = tiers.only(names)
     if tokens is None and keys is None:
-        raise ValueError("neither tokens nor keys were given: pass tokens, or keys")
+        raise ValueError(
+            "neither tokens nor keys were given: pass tokens, or keys"
+        )
     ids = None if tokens is None else as_token_ids(tokens)
     origin, given = (0, None) if keys is None else _given_keys(keys, chunk_tokens)
-    length = len(ids) if ids is not None else (origin + len(given or ())) * chunk_tokens
+    length = (
+        len(ids)
+        if ids is not None
+        else (origin + len(given or ())) * chunk_tokens
+    )
     start_tokens = options.get("start_tokens", 0)
     mask = options.get("mask")
-    begin = start_tokens if mask is None else _mask_start(mask, length, start_tokens)
+    begin = (
+        start_tokens if mask is None else _mask_start(mask, length, start_tokens)
+    )
     if begin < 0 or begin % chunk_tokens:
         raise ValueError(
-            f"the request begins at token {begin}: it must be a multiple of the chunk, {chunk_tokens} tokens"
+            f"the request begins at token {begin}: it must be a multiple of the chunk, "
+            f"{chunk_tokens} tokens"
         )
     if begin > length:
-        raise ValueError(f"start_tokens = {begin} is past the {length} tokens of the prompt")
+        raise ValueError(
+            f"start_tokens = {begin} is past the {length} tokens of the prompt"
+        )
     first = begin // chunk_tokens or origin
     if given is None:
         assert ids is not None
         given = scheme(ids, namespace.root, chunk_tokens, items)
     elif origin + len(given) > length // chunk_tokens:
         raise ValueError(
-            f"{len(given)} keys from chunk {origin} on, but {length} tokens: pass both of one prompt"
+            f"{len(given)} keys from chunk {origin} on, but {length} tokens: pass both of one "
+            "prompt"
         )
     if first < origin:
         raise ValueError(
-            f"keys begin at token {origin * chunk_tokens}, start_tokens = {start_tokens}: pass earlier keys"
+            f"keys begin at token {origin * chunk_tokens}, start_tokens = {start_tokens}: pass "
+            "earlier keys"
         )
     skip = first - origin
     parent = given[skip - 1] if 0 < skip <= len(given) else None
@@ -171,12 +220,24 @@ def build_request(
     if (most := options.get("limit_seconds")) is not None:
         limits.append(seconds_of("limit_seconds", most))
     if bounded:
-        limits.append(patience + len(asked) * layout.chunk_bytes / SLOWEST_BYTES_PER_SECOND)
+        limits.append(
+            patience + len(asked) * layout.chunk_bytes / SLOWEST_BYTES_PER_SECOND
+        )
     deadline = Deadline(patience, min(limits, default=None), clock)
     return CacheRequest(
-        namespace, tiers, deadline, asked, first, parent, length, chunk_tokens, ids, tuple(items), head,
+        namespace,
+        tiers,
+        deadline,
+        asked,
+        first,
+        parent,
+        length,
+        chunk_tokens,
+        ids,
+        tuple(items),
+        head,
         options.get("any_position", False),
-    )  # fmt: skip
+    )
 
 
 def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
@@ -188,29 +249,44 @@ def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
             start, _, key = key
             origin = origin if i else start // chunk_tokens
             if start != (origin + i) * chunk_tokens:
-                raise ValueError(f"keys[{i}] begins at token {start}: keys must be one run of whole chunks")
+                raise ValueError(
+                    f"keys[{i}] begins at token {start}: keys must be one run of whole chunks"
+                )
         if not isinstance(key, bytes) or len(key) != 32:
-            raise ValueError(f"keys[{i}] is not a key of 32 bytes: use Cache.keys, KeyChain or derive_keys")
+            raise ValueError(
+                f"keys[{i}] is not a key of 32 bytes: use Cache.keys, KeyChain or derive_keys"
+            )
         flat.append(key)
     return origin, flat
 
 
 def _mask_start(mask: Mask, length_tokens: int, start_tokens: int) -> int:
-    """Return the number of leading Falses, which is `start_tokens` if that is not 0; the rest must be all True."""
+    """Return the number of leading Falses, which is `start_tokens` if that is not 0; the rest must
+    be all True.
+    """
     wanted = np.asarray(mask)
-    if wanted.ndim != 1 or wanted.dtype != np.bool_ or len(wanted) != length_tokens:
+    if (
+        wanted.ndim != 1
+        or wanted.dtype != np.bool_
+        or len(wanted) != length_tokens
+    ):
         raise ValueError(
-            f"a mask is one bool per token, ({length_tokens},); got {wanted.dtype} of shape {wanted.shape}"
+            f"a mask is one bool per token, ({length_tokens},); got {wanted.dtype} of shape "
+            f"{wanted.shape}"
         )
     start = int(wanted.argmax()) if wanted.any() else len(wanted)
     if not wanted[start:].all():
-        raise ValueError("a mask is False...False True...True: this one has a False after a True")
+        raise ValueError(
+            "a mask is False...False True...True: this one has a False after a True"
+        )
     if start_tokens not in (0, start):
-        raise ValueError(f"start_tokens = {start_tokens}, but the mask begins at {start}: pass one of them")
+        raise ValueError(
+            f"start_tokens = {start_tokens}, but the mask begins at {start}: pass one of them"
+        )
     return start
 
 
-# -- the boundary ----------------------------------------------------------------------------------------------------
+# -- the boundary ----------------------------------------------------------------------------------
 
 # makes the context of a call or a copy from its name; torch.profiler's if ranges are on
 _profiler_range: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -225,7 +301,9 @@ def enable_profiler_ranges() -> None:
     try:
         from torch.profiler import record_function
     except ImportError as missing:
-        raise ConfigError(f"profile = True: {missing}; install torch, or leave it out") from None
+        raise ConfigError(
+            f"profile = True: {missing}; install torch, or leave it out"
+        ) from None
     _profiler_range = record_function
 
 
@@ -233,13 +311,17 @@ _spans: SpanRecorder | None = None
 
 
 def enable_spans() -> None:
-    """Switch OpenTelemetry spans of this process on. Raises ConfigError where their package is not installed."""
+    """Switch OpenTelemetry spans of this process on. Raises ConfigError where their package is not
+    installed.
+    """
     global _spans
     _spans = SpanRecorder()
 
 
 class TransferMisuse(Exception):
-    """Carries the ValueError of a transfer out of `Call.run`: the caller's KV does not fit its tokens."""
+    """Carries the ValueError of a transfer out of `Call.run`: the caller's KV does not fit its
+    tokens.
+    """
 
     def __init__(self, error: ValueError) -> None:
         super().__init__(str(error))
@@ -247,7 +329,9 @@ class TransferMisuse(Exception):
 
 
 class CheckedTransfer:
-    """A transfer whose ValueErrors are distinguished from errors at run time. As thread-safe as the transfer."""
+    """A transfer whose ValueErrors are distinguished from errors at run time. As thread-safe as the
+    transfer.
+    """
 
     def __init__(self, kv: Transfer, layout: KVLayout) -> None:
         if not hasattr(kv, "layout"):
@@ -260,7 +344,8 @@ class CheckedTransfer:
                 "build both with one KVLayout"
             )
         self.layout = layout
-        self.device_index: int | None = getattr(kv, "device_index", None)  # None: in CPU memory
+        # None: in CPU memory
+        self.device_index: int | None = getattr(kv, "device_index", None)
         # the transfer wants all chunks of the host tier in one call
         self.at_once: bool = getattr(kv, "at_once", False)
         self._kv = kv
@@ -284,17 +369,26 @@ class CheckedTransfer:
 
 @dataclass(frozen=True, eq=False)
 class Call(Generic[T]):
-    """One call of an engine, checked and ready to run once, on this thread or another; `cancel` from any thread."""
+    """One call of an engine, checked and ready to run once, on this thread or another; `cancel`
+    from any thread.
+    """
 
     name: str
     work: Callable[[], T]
-    miss: Callable[[Reason, str], T]  # the answer when the work fails or is refused
+    # the answer when the work fails or is refused
+    miss: Callable[[Reason, str], T]
     deadline: Deadline
     counters: CacheCounters
 
     def run(self) -> T:
-        """Do the work. Raises ValueError for wrong use only; every other error is a miss, counted and logged."""
-        began = time.perf_counter() if _spans is not None or log.isEnabledFor(logging.DEBUG) else None
+        """Do the work. Raises ValueError for wrong use only; every other error is a miss, counted
+        and logged.
+        """
+        began = (
+            time.perf_counter()
+            if _spans is not None or log.isEnabledFor(logging.DEBUG)
+            else None
+        )
         try:
             with _profiler_range(f"pagoda.{self.name}"):
                 answer = self.work()
@@ -302,8 +396,11 @@ class Call(Generic[T]):
             raise misuse.error from None
         except ClosedError as error:
             answer = self.refuse(Reason.CLOSED, str(error))
-        except Exception as error:  # noqa: BLE001  # the boundary: the engine continues after any error
-            answer = self.refuse(Reason.IO_ERROR, f"{type(error).__name__}: {error}", error)
+        except Exception as error:  # noqa: BLE001
+            # the boundary: the engine continues after any error
+            answer = self.refuse(
+                Reason.IO_ERROR, f"{type(error).__name__}: {error}", error
+            )
         if began is not None:
             seconds = time.perf_counter() - began
             log_call(self.name, answer, seconds)
@@ -311,7 +408,9 @@ class Call(Generic[T]):
                 _spans.record(self.name, answer, seconds)
         return answer
 
-    def refuse(self, reason: Reason, detail: str, error: Exception | None = None) -> T:
+    def refuse(
+        self, reason: Reason, detail: str, error: Exception | None = None
+    ) -> T:
         """Return the miss without doing the work; count and log it."""
         self.counters.add({f"miss_{reason}": 1})
         self.counters.warn(log, reason, detail, error)

@@ -1,6 +1,7 @@
 """The log lines of a cache: five when it is opened, at INFO, and one per call, at DEBUG.
 
-`Cache` calls `log_opened`, `Call` calls `log_call`. No line has a token of a prompt, a salt or a password.
+`Cache` calls `log_opened`, `Call` calls `log_call`. No line has a token of a prompt, a salt or a
+password.
 """
 
 from __future__ import annotations
@@ -22,8 +23,15 @@ log = guarded_logger("pagoda.cache")
 _LOOK = "`pagoda stats` shows what is stored and what hits, `pagoda explain` why a prompt misses"
 
 
-def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadline_seconds: float) -> None:
-    """Log which tiers a cache has, their sizes, what they contain already, and where to look. Five lines, once."""
+def log_opened(
+    namespace: Namespace,
+    layout: KVLayout,
+    tiers: TierStack,
+    deadline_seconds: float,
+) -> None:
+    """Log which tiers a cache has, their sizes, what they contain already, and where to look. Five
+    lines, once.
+    """
     if not log.isEnabledFor(logging.INFO):
         return
     tokens = layout.chunk_tokens
@@ -41,14 +49,23 @@ def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadlin
         else:
             place = str(ledger.directory)
             slots = ledger.space.most_slots()
-            size_bytes = slots * (ledger.slot_bytes or layout.slot_bytes)  # private memory has no slab file
+            # private memory has no slab file
+            size_bytes = slots * (ledger.slot_bytes or layout.slot_bytes)
             chunks = _found(ledger, deadline_seconds)
-            sizes.append(f"{tier.name} {format_size(size_bytes)} = {slots * tokens:,} tokens")
+            sizes.append(
+                f"{tier.name} {format_size(size_bytes)} = {slots * tokens:,} tokens"
+            )
             if chunks is None:
                 found.append(f"{tier.name} not known yet")
             else:
-                found.append(f"{tier.name} {chunks:,} chunks = {chunks * tokens:,} tokens")
-            size = {"bytes": size_bytes, "tokens": slots * tokens, "chunks": chunks}
+                found.append(
+                    f"{tier.name} {chunks:,} chunks = {chunks * tokens:,} tokens"
+                )
+            size = {
+                "bytes": size_bytes,
+                "tokens": slots * tokens,
+                "chunks": chunks,
+            }
             fields.append({"tier": tier.name, "place": place, **size})
         if place:
             places.append(f"{tier.name} {place}")
@@ -61,7 +78,12 @@ def log_opened(namespace: Namespace, layout: KVLayout, tiers: TierStack, deadlin
         f"  where: {', '.join(places) or 'nowhere'}",
         f"  look:  {_LOOK}",
     )
-    known = {"model": namespace.model, "namespace": short, "chunk_tokens": tokens, "tiers": fields}
+    known = {
+        "model": namespace.model,
+        "namespace": short,
+        "chunk_tokens": tokens,
+        "tiers": fields,
+    }
     log.info("\n".join(lines), extra={FIELDS: known})
 
 
@@ -73,14 +95,22 @@ def _found(ledger: Ledger, deadline_seconds: float) -> int | None:
 
 
 def log_call(name: str, answer: object, seconds: float) -> None:
-    """Log a call and its answer in one line; called at DEBUG only. Calls with other kinds of answers are not logged."""
+    """Log a call and its answer in one line; called at DEBUG only. Calls with other kinds of
+    answers are not logged.
+    """
     known: dict[str, object]
     if isinstance(answer, Hit):
-        tiers = ", ".join(f"{tier} {tokens}" for tier, tokens in answer.by_tier.items())
+        tiers = ", ".join(
+            f"{tier} {tokens}" for tier, tokens in answer.by_tier.items()
+        )
         why = f", then {answer.reason}" if answer.reason is not None else ""
         asked = len(answer.mask) - answer.start_tokens
         text = f"{asked} tokens asked, {answer.num_tokens} hit{f' ({tiers})' if tiers else ''}{why}"
-        known = {"tokens": asked, "hit_tokens": answer.by_tier, "reason": answer.reason}
+        known = {
+            "tokens": asked,
+            "hit_tokens": answer.by_tier,
+            "reason": answer.reason,
+        }
     elif isinstance(answer, Stored):
         why = f" ({answer.reason})" if answer.reason is not None else ""
         chunks = f"{answer.num_chunks} new, {answer.present} present, {answer.refused} refused{why}"

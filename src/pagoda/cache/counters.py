@@ -13,7 +13,14 @@ from pagoda.clock import Clock
 from pagoda.errors import StoreError
 from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger import Ledger, admin
-from pagoda.metrics import COUNTERS, LOAD_BUCKETS, LOAD_SECONDS, TIER_KINDS, RateLimitedLog, Reason
+from pagoda.metrics import (
+    COUNTERS,
+    LOAD_BUCKETS,
+    LOAD_SECONDS,
+    TIER_KINDS,
+    RateLimitedLog,
+    Reason,
+)
 
 _KNOWN = frozenset(COUNTERS)
 # the counter of each bucket, by its number
@@ -23,13 +30,18 @@ _MICROSECONDS = {kind: f"load_microseconds_{kind}" for kind in TIER_KINDS}
 
 
 class CacheCounters:
-    """Count by name, and write rate-limited log lines. Thread-safe; never raises, never waits for another process."""
+    """Count by name, and write rate-limited log lines. Thread-safe; never raises, never waits for
+    another process.
+    """
 
-    def __init__(self, ledger: Ledger | None, clock: Clock, approximate: bool = False) -> None:
+    def __init__(
+        self, ledger: Ledger | None, clock: Clock, approximate: bool = False
+    ) -> None:
         """`approximate`: the cache has a lossy codec."""
         self._approximate = approximate
         self._ledger = ledger
-        self._own: Counter[str] = Counter()  # used if there is no local tier to share
+        # used if there is no local tier to share
+        self._own: Counter[str] = Counter()
         self._log_lines = RateLimitedLog(clock)
         reset_now_and_in_child(self)
 
@@ -39,7 +51,11 @@ class CacheCounters:
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add to some counters; ignore unknown names."""
-        known = {name: number for name, number in counts.items() if number and name in _KNOWN}
+        known = {
+            name: number
+            for name, number in counts.items()
+            if number and name in _KNOWN
+        }
         ledger = self._ledger
         if ledger is None:
             with self._lock:
@@ -48,14 +64,22 @@ class CacheCounters:
             ledger.count(known)
 
     def count_request(
-        self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None, namespace: bytes,
-        *, miss_counted: bool = False, more: Mapping[str, int] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
-        """Count one request for that many tokens and its answer, and remember it among the last requests.
+        self,
+        num_tokens: int,
+        by_tier: Mapping[str, int],
+        reason: Reason | None,
+        namespace: bytes,
+        *,
+        miss_counted: bool = False,
+        more: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Count one request for that many tokens and its answer, and remember it among the last
+        requests.
 
-        `reason`: why it got no more. `miss_counted`: a tier has already counted the miss. `namespace`: the root, empty
-        if it is not known. Of a request that may not read (`NOT_ASKED`) only the reason is counted, so that it is in no
-        rate. `more`: further counters to add, such as those of the request's loads.
+        `reason`: why it got no more. `miss_counted`: a tier has already counted the miss.
+        `namespace`: the root, empty if it is not known. Of a request that may not read
+        (`NOT_ASKED`) only the reason is counted, so that it is in no rate. `more`: further counters
+        to add, such as those of the request's loads.
         """
         hit_tokens = sum(by_tier.values())
         counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
@@ -69,7 +93,11 @@ class CacheCounters:
             for tier, tokens in by_tier.items():
                 name = _HIT_TOKENS.get(tier, "hit_tokens_remote")
                 counts[name] = counts.get(name, 0) + tokens
-        if reason is not None and reason is not Reason.LEDGER_BUSY and not miss_counted:
+        if (
+            reason is not None
+            and reason is not Reason.LEDGER_BUSY
+            and not miss_counted
+        ):
             counts[f"miss_{reason}"] = 1
         if (ledger := self._ledger) is None:
             self.add(counts)
@@ -81,11 +109,17 @@ class CacheCounters:
     def _count_unasked(self, num_tokens: int, namespace: bytes) -> None:
         self.add({f"miss_{Reason.NOT_ASKED}": 1})
         if (ledger := self._ledger) is not None:
-            ledger.requests.append({"asked_tokens": num_tokens}, namespace, Reason.NOT_ASKED)
+            ledger.requests.append(
+                {"asked_tokens": num_tokens}, namespace, Reason.NOT_ASKED
+            )
 
     @staticmethod
-    def load_counts(chunks: int, nbytes: int, seconds: Mapping[str, float]) -> dict[str, int]:
-        """Return the counters of one call: the bytes copied out of host slots, and the load time of each tier."""
+    def load_counts(
+        chunks: int, nbytes: int, seconds: Mapping[str, float]
+    ) -> dict[str, int]:
+        """Return the counters of one call: the bytes copied out of host slots, and the load time of
+        each tier.
+        """
         counts = {"loaded_chunks": chunks, "loaded_bytes": nbytes}
         for tier, spent in seconds.items():
             kind = tier if tier in TIER_KINDS else "remote"
@@ -96,11 +130,15 @@ class CacheCounters:
         return counts
 
     def close(self) -> None:
-        """Count in this process only from now on: another member may soon own the row in the shared counters."""
+        """Count in this process only from now on: another member may soon own the row in the shared
+        counters.
+        """
         self._ledger = None
 
     def read(self, deadline_seconds: float) -> dict[str, int]:
-        """Return all counters of all processes that share the tier; only this process's if that takes too long."""
+        """Return all counters of all processes that share the tier; only this process's if that
+        takes too long.
+        """
         if (ledger := self._ledger) is not None:
             try:
                 return admin.counters(ledger, deadline_seconds)
@@ -110,7 +148,11 @@ class CacheCounters:
             return {name: self._own[name] for name in COUNTERS}
 
     def warn(
-        self, logger: logging.Logger, reason: Reason, message: str, error: Exception | None = None
+        self,
+        logger: logging.Logger,
+        reason: Reason,
+        message: str,
+        error: Exception | None = None,
     ) -> None:
         """Log an error, one line per reason in a while; its traceback at debug level."""
         self._log_lines.warn(logger, reason, message)

@@ -32,7 +32,9 @@ class CallExecutor:
         self._pool: Pool | None = None
 
     def submit(self, call: Call[T]) -> Future[T]:
-        """Run a call on one of the threads. It is refused (a miss) if too many calls wait, or after `close`."""
+        """Run a call on one of the threads. It is refused (a miss) if too many calls wait, or after
+        `close`.
+        """
         with self._lock:
             if self._closed:
                 refused = Reason.CLOSED, "closed"
@@ -56,7 +58,9 @@ class CallExecutor:
         return started
 
     def _start(self, work: Callable[[], T]) -> Future[T] | None:
-        """Submit work to the threads; None if no thread can be started: then no part of the work will run."""
+        """Submit work to the threads; None if no thread can be started: then no part of the work
+        will run.
+        """
         if self._pool is None:
             self._pool = Pool(_THREADS, "pagoda-cache")
         try:
@@ -65,7 +69,8 @@ class CallExecutor:
             return None
 
     async def run_async(self, call: Call[T]) -> T:
-        """Run a call and await it. If cancelled, cancel the call, and raise CancelledError once the call has ended.
+        """Run a call and await it. If cancelled, cancel the call, and raise CancelledError once the
+        call has ended.
 
         So after the await nothing writes into the caller's KV, and the call holds no reservation.
         """
@@ -85,7 +90,8 @@ class CallExecutor:
         with self._lock:
             self._closed = True
             if self._pool is not None:
-                self._pool.shutdown(wait=False)  # queued calls find the cache closed: each is a miss
+                # queued calls find the cache closed: each is a miss
+                self._pool.shutdown(wait=False)
 
 
 async def _wait_a_moment(wrapped: asyncio.Future[T]) -> None:

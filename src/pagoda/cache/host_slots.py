@@ -2,9 +2,9 @@
 
 reserve -> copy into `view(slot)` -> commit | abort     match_prefix -> hold -> copy out -> still_valid -> release
 
-If several ranks write a chunk, one rank reserves it with that many parts; each rank adopts, copies and commits its
-part.
-"""
+If several ranks write a chunk, one rank reserves it with that many parts; each rank adopts, copies
+and commits its part.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.cache.recording import CallKind
 from pagoda.cache.resources import Resources
 from pagoda.cache.weights_epoch import PresentWeights
-from pagoda.cache.writeback import Access, ChunkRef, Generations, Slots, columns_of, follows
+from pagoda.cache.writeback import (
+    Access,
+    ChunkRef,
+    Generations,
+    Slots,
+    columns_of,
+    follows,
+)
 from pagoda.clock import Deadline, seconds_of
 from pagoda.errors import ClosedError
 from pagoda.keys import TokenIds, as_token_ids
@@ -33,13 +40,17 @@ T = TypeVar("T")
 
 
 class HostSlots:
-    """The host tier's slots and ledger, with what the cache does around a copy: counting and write-back.
+    """The host tier's slots and ledger, with what the cache does around a copy: counting and
+    write-back.
 
-    Thread-safe. An error at run time is a value: a shorter match, False, Refused. After the cache is closed every call
-    is a miss. All copies must have ended before the close, because the slots may hold other chunks afterwards.
+    Thread-safe. An error at run time is a value: a shorter match, False, Refused. After the cache
+    is closed every call is a miss. All copies must have ended before the close, because the slots
+    may hold other chunks afterwards.
     """
 
-    def __init__(self, resources: Resources, weights: PresentWeights, host: HostTier) -> None:
+    def __init__(
+        self, resources: Resources, weights: PresentWeights, host: HostTier
+    ) -> None:
         self._resources = resources
         self._weights = weights
         self._host = host
@@ -52,24 +63,35 @@ class HostSlots:
 
     @property
     def ledgers(self) -> dict[str, Ledger]:
-        """The ledgers of the local tiers by name, the host tier's first: for reports of what they hold."""
+        """The ledgers of the local tiers by name, the host tier's first: for reports of what they
+        hold.
+        """
         return dict(self._resources.tiers.ledgers())
 
     def namespace(
-        self, lora: str | None = None, salt: str | None = None, weights_version: str | None = None
+        self,
+        lora: str | None = None,
+        salt: str | None = None,
+        weights_version: str | None = None,
     ) -> bytes:
-        """Return the root of an adapter's and a tenant's namespace under the present weights; register its labels."""
+        """Return the root of an adapter's and a tenant's namespace under the present weights;
+        register its labels.
+        """
         namespace, _ = self._weights.scope(lora, salt, weights_version)
         if namespace.root not in self._resources.registered:
             self._resources.register(namespace)
         return namespace.root
 
     def stamp(self) -> int:
-        """Return a recency stamp for all that is reserved for one prompt: its tail is evicted before its head."""
+        """Return a recency stamp for all that is reserved for one prompt: its tail is evicted
+        before its head.
+        """
         return self._ledger.stamp()
 
     def view(self, slot: int) -> Bytes:
-        """Return the bytes of a slot, (slot_bytes,) uint8, shared memory; after close, private zeros. IndexError."""
+        """Return the bytes of a slot, (slot_bytes,) uint8, shared memory; after close, private
+        zeros. IndexError.
+        """
         return self.views((slot,))[0]
 
     def views(self, slots: Sequence[int]) -> list[Bytes]:
@@ -80,15 +102,25 @@ class HostSlots:
             return [np.zeros(self._host.slot_bytes, np.uint8) for _ in slots]
 
     def use_device(self, device_index: int) -> None:
-        """Register the slots with the GPUs, in the background; before the first copy to or from a GPU. Cheap."""
-        self._run("use_device", lambda _: self._host.use_device(device_index), lambda *_: None)
+        """Register the slots with the GPUs, in the background; before the first copy to or from a
+        GPU. Cheap.
+        """
+        self._run(
+            "use_device",
+            lambda _: self._host.use_device(device_index),
+            lambda *_: None,
+        )
 
     # ---- out of slots
 
-    def match_prefix(self, keys: Sequence[bytes], start: int, *, touch: bool = True) -> Match:
-        """Return the leading run of `keys`, whose chain positions begin at `start`; leased for LEASE_SECONDS.
+    def match_prefix(
+        self, keys: Sequence[bytes], start: int, *, touch: bool = True
+    ) -> Match:
+        """Return the leading run of `keys`, whose chain positions begin at `start`; leased for
+        LEASE_SECONDS.
 
-        Without `touch`, neither recency nor leases change. Counts no hit: call `count_request` for that.
+        Without `touch`, neither recency nor leases change. Counts no hit: call `count_request` for
+        that.
         """
 
         nothing = (np.empty(0, np.int64), np.empty(0, np.uint64))
@@ -96,19 +128,29 @@ class HostSlots:
         return self._run(
             "find",
             lambda deadline: self._ledger.match_prefix(
-                keys, start=start, touch=touch, lease_seconds=lease, deadline_seconds=deadline.remaining()
+                keys,
+                start=start,
+                touch=touch,
+                lease_seconds=lease,
+                deadline_seconds=deadline.remaining(),
             ),
             lambda reason, _: Match(*nothing, reason),
         )
 
     def count_request(
-        self, num_tokens: int, by_tier: Mapping[str, int], reason: Reason | None, namespace: bytes = b""
+        self,
+        num_tokens: int,
+        by_tier: Mapping[str, int],
+        reason: Reason | None,
+        namespace: bytes = b"",
     ) -> None:
         """Count what an engine requested and what it got, like a lookup: tokens, and why not more.
 
         `namespace`: its root, for the list of the last requests; empty if it is not known.
         """
-        self._resources.counters.count_request(num_tokens, by_tier, reason, namespace)
+        self._resources.counters.count_request(
+            num_tokens, by_tier, reason, namespace
+        )
 
     def count_dropped(self, reason: Reason, chunks: int) -> None:
         """Count chunks that an engine computed but does not store."""
@@ -119,35 +161,47 @@ class HostSlots:
         """Whether requests are recorded, so that `record_request` is worth calling."""
         return self._resources.recorder is not None
 
-    def record_request(self, keys: Sequence[bytes], num_tokens: int, *, start: int = 0) -> None:
-        """Record one request for that many tokens, by the keys of its prompt from chain position `start` on.
+    def record_request(
+        self, keys: Sequence[bytes], num_tokens: int, *, start: int = 0
+    ) -> None:
+        """Record one request for that many tokens, by the keys of its prompt from chain position
+        `start` on.
 
-        For engines that look up uncounted and call `count_request`. Does nothing if requests are not recorded.
+        For engines that look up uncounted and call `count_request`. Does nothing if requests are
+        not recorded.
         """
         self._record(CallKind.REQUEST, keys, start, num_tokens)
 
     def log_prompt(
-        self, namespace: bytes, keys: Sequence[bytes], tokens: TokenIds, chunk_tokens: int = 0
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        tokens: TokenIds,
+        chunk_tokens: int = 0,
     ) -> None:
-        """Log a stored prompt of text only, for `pagoda explain`; `keys` are those of its chunks from the first one on.
+        """Log a stored prompt of text only, for `pagoda explain`; `keys` are those of its chunks
+        from the first one on.
 
-        `chunk_tokens`: the size of its chunks, if not the layout's. Does nothing if prompts are not logged; never
-        raises.
+        `chunk_tokens`: the size of its chunks, if not the layout's. Does nothing if prompts are not
+        logged; never raises.
         """
         if (prompts := self._resources.prompt_log) is not None:
             size = chunk_tokens or self._resources.layout.chunk_tokens
             prompts.append(namespace, size, keys, as_token_ids(tokens))
 
     def hold(self, slots: Slots, generations: Generations) -> list[bool]:
-        """Keep chunks from eviction until `release` or the end of this process; False where a chunk is not there.
+        """Keep chunks from eviction until `release` or the end of this process; False where a chunk
+        is not there.
 
-        No byte of a held slot changes. A chunk that is removed or cleared meanwhile is no longer matched or
-        `still_valid`.
+        No byte of a held slot changes. A chunk that is removed or cleared meanwhile is no longer
+        matched or `still_valid`.
         """
         missed = [False] * len(slots)
         return self._run(
             "hold",
-            lambda deadline: self._ledger.hold(slots, generations, deadline.remaining()),
+            lambda deadline: self._ledger.hold(
+                slots, generations, deadline.remaining()
+            ),
             lambda *_: missed,
         )
 
@@ -157,29 +211,50 @@ class HostSlots:
         with suppress(ClosedError):
             self._ledger.release(slots, generations)
 
-    def still_valid(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Return for each slot whether the bytes copied out of it until now are those of the matched chunk."""
+    def still_valid(
+        self, slots: Slots, generations: Generations
+    ) -> npt.NDArray[np.bool_]:
+        """Return for each slot whether the bytes copied out of it until now are those of the
+        matched chunk.
+        """
         gone = np.zeros(len(slots), np.bool_)
-        return self._run("valid", lambda _: self._ledger.still_valid(slots, generations), lambda *_: gone)
+        return self._run(
+            "valid",
+            lambda _: self._ledger.still_valid(slots, generations),
+            lambda *_: gone,
+        )
 
-    def ready(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
-        """Return for each slot whether the chunk that was reserved or matched there is committed and still there.
+    def ready(
+        self, slots: Slots, generations: Generations
+    ) -> npt.NDArray[np.bool_]:
+        """Return for each slot whether the chunk that was reserved or matched there is committed
+        and still there.
 
         A hint, for reports of what is stored; check copied bytes with `still_valid`. Takes no lock.
         """
         gone = np.zeros(len(slots), np.bool_)
-        return self._run("ready", lambda _: self._ledger.is_ready(slots, generations), lambda *_: gone)
+        return self._run(
+            "ready",
+            lambda _: self._ledger.is_ready(slots, generations),
+            lambda *_: gone,
+        )
 
     def note_access(self, namespace: bytes, read: Sequence[ChunkRef]) -> None:
-        """Note that these chunks were copied out and valid: count them, and write them back if they are hit often."""
+        """Note that these chunks were copied out and valid: count them, and write them back if they
+        are hit often.
+        """
 
         def work(_: Deadline) -> None:
             nbytes = len(read) * self._host.chunk_bytes
-            self._resources.counters.add({"loaded_chunks": len(read), "loaded_bytes": nbytes})
+            self._resources.counters.add(
+                {"loaded_chunks": len(read), "loaded_bytes": nbytes}
+            )
             left_out = self._weights.scope()[1].left_out
             for run in runs(read, self.count, follows):
                 where = columns_of(run)
-                access = Access(namespace, run.copy, len(run), where, left_out=left_out)
+                access = Access(
+                    namespace, run.copy, len(run), where, left_out=left_out
+                )
                 for queue in self._resources.writeback:
                     queue.note_access(access)
 
@@ -188,23 +263,36 @@ class HostSlots:
     # ---- into slots
 
     def reserve(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int, parent: bytes | None, stamp: int | None = None,
-        parts: int = 1, deadline_seconds: float | None = None,
-    ) -> list[Outcome]:  # fmt: skip
-        """Reserve for each key a slot to copy into, evicting as needed: `Ledger.reserve` for any number of keys.
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int,
+        parent: bytes | None,
+        stamp: int | None = None,
+        parts: int = 1,
+        deadline_seconds: float | None = None,
+    ) -> list[Outcome]:
+        """Reserve for each key a slot to copy into, evicting as needed: `Ledger.reserve` for any
+        number of keys.
 
-        Reserves in windows under one stamp; after the first window with a refusal no other is tried. A chunk of several
-        `parts` is visible when all are committed; a part belongs to this process until another process adopts it. Takes
-        no longer than the deadline, by default the host tier's. Raises ValueError for a malformed key or for less than
-        one part.
+        Reserves in windows under one stamp; after the first window with a refusal no other is
+        tried. A chunk of several `parts` is visible when all are committed; a part belongs to this
+        process until another process adopts it. Takes no longer than the deadline, by default the
+        host tier's. Raises ValueError for a malformed key or for less than one part.
         """
         if parts < 1:
             raise ValueError(f"parts must be at least 1, got {parts}")
         if any(len(key) != 32 for key in keys):
-            raise ValueError("a key has 32 bytes: use Cache.keys, KeyChain or derive_keys")
+            raise ValueError(
+                "a key has 32 bytes: use Cache.keys, KeyChain or derive_keys"
+            )
         chunk_tokens = self._resources.layout.chunk_tokens
-        self._record(CallKind.RESERVE, keys, start, len(keys) * chunk_tokens, parent)
-        made: list[Outcome] = []  # the caller must commit or abort them, whatever happens after
+        self._record(
+            CallKind.RESERVE, keys, start, len(keys) * chunk_tokens, parent
+        )
+        # the caller must commit or abort them, whatever happens after
+        made: list[Outcome] = []
 
         def rest(reason: Reason, _: str = "") -> list[Outcome]:
             return made + [Refused(key, reason) for key in keys[len(made) :]]
@@ -216,39 +304,58 @@ class HostSlots:
             while (at := len(made)) < len(keys):
                 window = keys[at : at + self._ledger.window]
                 before = keys[at - 1] if at else parent
-                made.extend(self._ledger.reserve(
-                    window, namespace=namespace, start=start + at, parent=before,
-                    tokens=chunk_tokens, parts=parts, stamp=one, admit_all=admit_all,
-                    deadline_seconds=deadline.remaining(),
-                ))  # fmt: skip
-                if refused := [item.reason for item in made[at:] if isinstance(item, Refused)]:
-                    self._resources.counters.add({f"drop_{refused[0]}": len(keys) - len(made)})
+                made.extend(
+                    self._ledger.reserve(
+                        window,
+                        namespace=namespace,
+                        start=start + at,
+                        parent=before,
+                        tokens=chunk_tokens,
+                        parts=parts,
+                        stamp=one,
+                        admit_all=admit_all,
+                        deadline_seconds=deadline.remaining(),
+                    )
+                )
+                if refused := [
+                    item.reason for item in made[at:] if isinstance(item, Refused)
+                ]:
+                    self._resources.counters.add(
+                        {f"drop_{refused[0]}": len(keys) - len(made)}
+                    )
                     return rest(refused[0])
             return made
 
         return self._run("reserve", work, rest, deadline_seconds)
 
     def adopt(self, reserved: Sequence[Reserved], part: int) -> list[bool]:
-        """Become the writer of one part of chunks that another process reserved, before the first byte is copied.
+        """Become the writer of one part of chunks that another process reserved, before the first
+        byte is copied.
 
-        False where that part can no longer be written; then nothing may be copied. An adopted part must be
-        committed or aborted; if this process dies before, the chunk never becomes visible and its slot is freed.
+        False where that part can no longer be written; then nothing may be copied. An adopted part
+        must be committed or aborted; if this process dies before, the chunk never becomes visible
+        and its slot is freed.
         """
         missed = [False] * len(reserved)
         return self._run(
             "adopt",
-            lambda deadline: self._ledger.adopt(reserved, part, deadline.remaining()),
+            lambda deadline: self._ledger.adopt(
+                reserved, part, deadline.remaining()
+            ),
             lambda *_: missed,
         )
 
-    def commit(self, written: Mapping[bytes, Sequence[ChunkRef]], part: int = 0) -> list[bool]:
-        """Report that the bytes of one part of chunks are in their slots; with its last part a chunk becomes visible.
+    def commit(
+        self, written: Mapping[bytes, Sequence[ChunkRef]], part: int = 0
+    ) -> list[bool]:
+        """Report that the bytes of one part of chunks are in their slots; with its last part a
+        chunk becomes visible.
 
-        `written`: the chunks by the root of their namespace, each run in order. Returns one answer per chunk; False:
-        not stored, and this process's claim on the slot is given up. Chunks that become visible by this call are
-        counted and written back by the cache's policy; for each chunk this happens in one process, the one that
-        committed the last part. Raises ValueError for a negative part; for a part that the chunks do not have, the
-        answer is False.
+        `written`: the chunks by the root of their namespace, each run in order. Returns one answer
+        per chunk; False: not stored, and this process's claim on the slot is given up. Chunks that
+        become visible by this call are counted and written back by the cache's policy; for each
+        chunk this happens in one process, the one that committed the last part. Raises ValueError
+        for a negative part; for a part that the chunks do not have, the answer is False.
         """
         if part < 0:
             raise ValueError(f"part must not be negative, got {part}")
@@ -258,13 +365,20 @@ class HostSlots:
         def work(deadline: Deadline) -> list[bool]:
             results = self._ledger.commit(reserved, part, deadline.remaining())
             good.extend(map(bool, results))
-            # Not PART: a reserved slot already has its generation, so a chunk with missing parts would count as valid.
-            visible = [one for one, how in zip(reserved, results, strict=True) if how is CommitResult.WHOLE]
+            # Not PART: a reserved slot already has its generation, so a chunk with missing parts
+            # would count as valid.
+            visible = [
+                one
+                for one, how in zip(reserved, results, strict=True)
+                if how is CommitResult.WHOLE
+            ]
             kept = {(one.slot, one.generation) for one in visible}
             lower = self._weights.scope()[1].written
             for namespace, refs in written.items():
                 for run in runs(refs, self.count, follows):
-                    stored = [ref for ref in run if (ref.slot, ref.generation) in kept]
+                    stored = [
+                        ref for ref in run if (ref.slot, ref.generation) in kept
+                    ]
                     stamps = {tier.name: tier.stamp() for tier in lower}
                     for queue in self._resources.writeback:
                         queue.enqueue(namespace, stored, stamps)
@@ -282,15 +396,25 @@ class HostSlots:
             self._ledger.abort(reserved)
 
     def _record(
-        self, kind: CallKind, keys: Sequence[bytes], start: int, num_tokens: int, parent: bytes | None = None
+        self,
+        kind: CallKind,
+        keys: Sequence[bytes],
+        start: int,
+        num_tokens: int,
+        parent: bytes | None = None,
     ) -> None:
         if self._resources.recorder is not None:
-            self._resources.recorder.note(kind, tuple(keys), start, num_tokens, parent=parent)
+            self._resources.recorder.note(
+                kind, tuple(keys), start, num_tokens, parent=parent
+            )
 
     def _run(
-        self, name: str, work: Callable[[Deadline], T], miss: Callable[[Reason, str], T],
+        self,
+        name: str,
+        work: Callable[[Deadline], T],
+        miss: Callable[[Reason, str], T],
         deadline_seconds: float | None = None,
-    ) -> T:  # fmt: skip
+    ) -> T:
         """Run `work` as a `Call`: every error is a miss, counted and logged."""
         seconds = self._host.deadline_seconds
         if deadline_seconds is not None:

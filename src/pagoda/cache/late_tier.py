@@ -1,15 +1,16 @@
 """A local tier that could not be opened when its cache was, and how it takes part later.
 
-`open_tiers` leaves it out with `start_without = "lower"`; `Cache` begins the attempts. A tier has promises to keep that
-were made while it was away: chunks of weights that were changed in place, and cleared chunks, must not be served. So it
-takes part only after
+`open_tiers` leaves it out with `start_without = "lower"`; `Cache` begins the attempts. A tier has
+promises to keep that were made while it was away: chunks of weights that were changed in place, and
+cleared chunks, must not be served. So it takes part only after
 
     1. it was opened, as at the start of a cache
     2. the chunks that this cache cleared meanwhile were removed from it
     3. its root was compared with the others, and has recorded the present epoch of the weights
     4. no clear came in between: one that comes later finds the tier among the others
 
-What other processes cleared while they had left it out too is not known here: their `clear` named the tier as failed.
+What other processes cleared while they had left it out too is not known here: their `clear` named
+the tier as failed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _LAST_PAUSE_SECONDS = 60.0
 
 
 class BoundedCall(Generic[R]):
-    """A call on a thread of its own, for whose end a caller waits as long as it likes: a dead disk never answers."""
+    """A call on a thread of its own, for whose end a caller waits as long as it likes: a dead disk
+    never answers.
+    """
 
     def __init__(self, call: Callable[[], R], name: str) -> None:
         """Begin the call; without a thread, it is made here and now."""
@@ -46,13 +49,15 @@ class BoundedCall(Generic[R]):
     def _run(self) -> None:
         try:
             self._result = self._call()
-        except BaseException as error:  # noqa: BLE001  # for `result`
+        except BaseException as error:  # for `result`  # noqa: BLE001
             self._error = error
         finally:
             self._ended.set()
 
     def result(self, seconds: float | None) -> R:
-        """Return what the call returned, and raise what it raised; TimeoutError if it has not ended in time."""
+        """Return what the call returned, and raise what it raised; TimeoutError if it has not ended
+        in time.
+        """
         if not self._ended.wait(seconds):
             raise TimeoutError(f"no answer within {seconds:g} s")
         if self._error is not None:
@@ -63,11 +68,16 @@ class BoundedCall(Generic[R]):
 class LateTier:
     """A tier that was left out at the start. Thread-safe. In a forked child it stays left out.
 
-    `name`: of the tier. `reason`: why it was left out, or why the last attempt failed. `joined`: it takes part now.
+    `name`: of the tier. `reason`: why it was left out, or why the last attempt failed. `joined`: it
+    takes part now.
     """
 
     def __init__(
-        self, name: str, reason: str, reopen: Callable[[], Tier], opening: BoundedCall[Tier] | None = None
+        self,
+        name: str,
+        reason: str,
+        reopen: Callable[[], Tier],
+        opening: BoundedCall[Tier] | None = None,
     ) -> None:
         """`reopen` opens the tier; `opening`: the first attempt, if it has not ended yet."""
         self.name = name
@@ -83,18 +93,28 @@ class LateTier:
         self._lock = threading.Lock()
         self._ending = Event()
 
-    def begin(self, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]) -> None:
+    def begin(
+        self,
+        admit: Callable[[Tier], None],
+        compare_root: Callable[[str], str | None],
+    ) -> None:
         """Try, on a thread of its own, until the tier takes part or the cache is closed.
 
-        `admit` lets it take part; `compare_root` compares its root with the others, and returns why not if it fails.
+        `admit` lets it take part; `compare_root` compares its root with the others, and returns why
+        not if it fails.
         """
-        if start_thread(self._run, "pagoda-late-tier", admit, compare_root) is None:
+        if (
+            start_thread(self._run, "pagoda-late-tier", admit, compare_root)
+            is None
+        ):
             log.warning(
-                "%s stays left out until this process starts again: no thread can be started", self.name
+                "%s stays left out until this process starts again: no thread can be started",
+                self.name,
             )
 
     def note_clear(self, namespace: bytes | None) -> bool:
-        """Note that chunks are being cleared (None: all); return False if the tier takes part, and is cleared itself.
+        """Note that chunks are being cleared (None: all); return False if the tier takes part, and
+        is cleared itself.
 
         Called before the tiers are cleared.
         """
@@ -108,8 +128,13 @@ class LateTier:
         with self._lock:
             self._ending.set()
 
-    def _run(self, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]) -> None:
-        compare_root(self.name)  # the root may be readable, though the tier cannot be opened
+    def _run(
+        self,
+        admit: Callable[[Tier], None],
+        compare_root: Callable[[str], str | None],
+    ) -> None:
+        # the root may be readable, though the tier cannot be opened
+        compare_root(self.name)
         pause = _FIRST_PAUSE_SECONDS
         opening = self._opening
         self._opening = None
@@ -121,23 +146,31 @@ class LateTier:
                 return
             try:
                 tier = self._reopen() if opening is None else opening.result(None)
-            except Exception as error:  # noqa: BLE001  # a boundary: the tier stays left out
+            except Exception as error:  # noqa: BLE001
+                # a boundary: the tier stays left out
                 self.reason = str(error)
                 continue
             finally:
                 opening = None
             self._try_to_join(tier, admit, compare_root)
             if self.joined:
-                log.warning("%s takes part again: it was left out at the start", self.name)
+                log.warning(
+                    "%s takes part again: it was left out at the start", self.name
+                )
                 return
 
     def _try_to_join(
-        self, tier: Tier, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]
+        self,
+        tier: Tier,
+        admit: Callable[[Tier], None],
+        compare_root: Callable[[str], str | None],
     ) -> None:
-        """Let the tier take part; close it again, and keep the reason, if its promises cannot be raised."""
+        """Let the tier take part; close it again, and keep the reason, if its promises cannot be
+        raised.
+        """
         try:
             reason = self._join(tier, admit, compare_root)
-        except Exception as error:  # noqa: BLE001  # a boundary
+        except Exception as error:  # a boundary  # noqa: BLE001
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
             self.reason = reason
@@ -147,9 +180,14 @@ class LateTier:
                 log.debug("closing %s: %s", self.name, error)
 
     def _join(
-        self, tier: Tier, admit: Callable[[Tier], None], compare_root: Callable[[str], str | None]
+        self,
+        tier: Tier,
+        admit: Callable[[Tier], None],
+        compare_root: Callable[[str], str | None],
     ) -> str | None:
-        """Raise the promises of the tier and let it take part; return why that is impossible. See the module."""
+        """Raise the promises of the tier and let it take part; return why that is impossible. See
+        the module.
+        """
         done = 0
         while True:
             with self._lock:

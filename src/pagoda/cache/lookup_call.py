@@ -1,7 +1,7 @@
 """Lookups: which tiers have the leading chunks of a prompt. No KV bytes move.
 
-`Cache` calls `run_lookup` and `run_explain`; a retrieve calls `expected_hit` to check its minimum. `MissExplainer`
-finds the reason why a hit is not longer.
+`Cache` calls `run_lookup` and `run_explain`; a retrieve calls `expected_hit` to check its minimum.
+`MissExplainer` finds the reason why a hit is not longer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ LEASE_SECONDS = 5.0  # how long a hit is kept from eviction until it is loaded
 
 
 class TiersMatch(NamedTuple):
-    """The leading run and where it is: `by_tier` in chunks, and the reason for the first key that is missing."""
+    """The leading run and where it is: `by_tier` in chunks, and the reason for the first key that
+    is missing.
+    """
 
     chunks: int
     by_tier: dict[str, int]
@@ -35,7 +37,8 @@ def run_lookup(
 ) -> Hit:  # fmt: skip
     """Return what a retrieve is expected to serve; lease the part of it that the host tier has.
 
-    `measure_again` (the function of `retrieve_call`, which imports this module) is called if a tier was too slow.
+    `measure_again` (the function of `retrieve_call`, which imports this module) is called if a tier
+    was too slow.
     """
     hit = expected_hit(resources, request)
     if counted:
@@ -54,7 +57,9 @@ def run_explain(resources: Resources, request: CacheRequest) -> Hit:
     match = match_prefix(request, stamp=None, touch=False)
     if match.chunks == len(request.keys):
         return request.hit(match.by_tier)
-    why = resources.explainer.explain(request, match.chunks, match.reason, thorough=True)
+    why = resources.explainer.explain(
+        request, match.chunks, match.reason, thorough=True
+    )
     return request.hit(match.by_tier, *why)
 
 
@@ -65,11 +70,19 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
     if not request.keys:
         return request.hit_without_chunks()
     tiers = request.tiers
-    match = match_prefix(request, stamp=tiers.host.ledger.stamp() if tiers.host is not None else None)
+    match = match_prefix(
+        request,
+        stamp=tiers.host.ledger.stamp() if tiers.host is not None else None,
+    )
     by_tier = match.by_tier
     load_cost = resources.load_cost
-    slow = [tier for tier, chunks in by_tier.items() if chunks and not load_cost.is_worth_loading(tier)]
-    # in practice tiers do not alternate in one prompt: only chunks above the first slow tier are served
+    slow = [
+        tier
+        for tier, chunks in by_tier.items()
+        if chunks and not load_cost.is_worth_loading(tier)
+    ]
+    # in practice tiers do not alternate in one prompt: only chunks above the first slow tier are
+    # served
     if slow:
         above = tiers.names[: tiers.names.index(slow[0])]
         by_tier = {tier: by_tier[tier] for tier in above}
@@ -78,30 +91,46 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
     if total and total < minimum:
         return request.miss(Reason.BELOW_MINIMUM, f"{total} of {minimum} tokens")
     if slow:
-        return request.hit(by_tier, Reason.NOT_WORTH_IT, load_cost.refusal(slow[0]))
+        return request.hit(
+            by_tier, Reason.NOT_WORTH_IT, load_cost.refusal(slow[0])
+        )
     if match.chunks == len(request.keys):
         return request.hit(by_tier)
-    return request.hit(by_tier, *resources.explainer.explain(request, match.chunks, match.reason))
+    return request.hit(
+        by_tier, *resources.explainer.explain(request, match.chunks, match.reason)
+    )
 
 
-def match_prefix(request: CacheRequest, *, stamp: int | None, touch: bool = True) -> TiersMatch:
-    """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is False."""
+def match_prefix(
+    request: CacheRequest, *, stamp: int | None, touch: bool = True
+) -> TiersMatch:
+    """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is
+    False.
+    """
     root = request.namespace.root
     tiers = request.tiers
     deadline = request.deadline
 
     def find_in_host(host: HostTier, at: int) -> tuple[int, Reason | None]:
         match = host.ledger.match_prefix(
-            request.keys[at:], start=request.position_of(at), namespace=root, stamp=stamp, touch=touch,
-            lease_seconds=LEASE_SECONDS if touch else 0.0, deadline_seconds=deadline.remaining(),
-        )  # fmt: skip
+            request.keys[at:],
+            start=request.position_of(at),
+            namespace=root,
+            stamp=stamp,
+            touch=touch,
+            lease_seconds=LEASE_SECONDS if touch else 0.0,
+            deadline_seconds=deadline.remaining(),
+        )
         return len(match.slots), match.reason
 
     def find_below(tier: Tier, at: int) -> tuple[int, Reason | None]:
         count = tier.find(
-            request.keys[at:], start=request.position_of(at), namespace=root, touch=touch,
+            request.keys[at:],
+            start=request.position_of(at),
+            namespace=root,
+            touch=touch,
             deadline_seconds=deadline.remaining(),
-        )  # fmt: skip
+        )
         # In this case the tier may not have been asked, or may not have answered.
         return count, Reason.DEADLINE if not count and deadline.passed else None
 
@@ -111,10 +140,14 @@ def match_prefix(request: CacheRequest, *, stamp: int | None, touch: bool = True
     return match_tiers(finders, len(request.keys))
 
 
-def match_tiers(finders: Mapping[str, Callable[[int], tuple[int, Reason | None]]], chunks: int) -> TiersMatch:
-    """Find the leading run of `chunks` chunks through all tiers, from the top down, until no tier continues it. Pure.
+def match_tiers(
+    finders: Mapping[str, Callable[[int], tuple[int, Reason | None]]], chunks: int
+) -> TiersMatch:
+    """Find the leading run of `chunks` chunks through all tiers, from the top down, until no tier
+    continues it. Pure.
 
-    A finder returns how many chunks its tier has from an index on, and the reason why not more, if the tier knows it.
+    A finder returns how many chunks its tier has from an index on, and the reason why not more, if
+    the tier knows it.
     """
     at = 0
     by_tier = dict.fromkeys(finders, 0)

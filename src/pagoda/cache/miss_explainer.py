@@ -1,4 +1,6 @@
-"""Why a chunk was not served: the reason of a miss, found in the tiers. Called by lookups and retrieves."""
+"""Why a chunk was not served: the reason of a miss, found in the tiers. Called by lookups and
+retrieves.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from pagoda.tiers import Tier
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
 # reasons of a tier that could not be asked: then no better reason can be found
-UNANSWERED = frozenset({Reason.LEDGER_BUSY, Reason.DEADLINE, Reason.IO_ERROR, Reason.CLOSED})
+UNANSWERED = frozenset(
+    {Reason.LEDGER_BUSY, Reason.DEADLINE, Reason.IO_ERROR, Reason.CLOSED}
+)
 
 # reasons that a tier may remember for a key, the most specific first
 _MOST_SPECIFIC = (
@@ -35,7 +39,8 @@ _SEEN_BY_HOST = {
     Reason.FAILED_CHECK: "the tables of the host tier disagree",
     Reason.OTHER_NAMESPACE: "the key belongs to a chunk of another namespace",
 }
-_BUDGET_NS = 1_000_000  # the longest time to compare namespaces within an engine's call
+# the longest time to compare namespaces within an engine's call
+_BUDGET_NS = 1_000_000
 _THOROUGH_NS = 1_000_000_000
 _FRESH_NS = 10_000_000_000  # how long a list of namespaces is used
 _LIST_SECONDS = 0.05  # how long an engine's call waits for a new one
@@ -53,18 +58,30 @@ _KnownNamespace: TypeAlias = tuple[str, Ledger, bytes, dict[str, str]]
 
 
 def unanswered(tier: Tier) -> Explanation:
-    """Explain why a tier did not say whether it has a chunk: it refused, or did not answer in time."""
+    """Explain why a tier did not say whether it has a chunk: it refused, or did not answer in
+    time.
+    """
     refusal = tier.refusal if isinstance(tier, RemoteTier) else None
     if refusal is not None:
         return Explanation(refusal[0], f"{tier.name} {refusal[1]}")
-    return Explanation(Reason.DEADLINE, f"{tier.name} did not answer in time whether it has the chunk")
+    return Explanation(
+        Reason.DEADLINE,
+        f"{tier.name} did not answer in time whether it has the chunk",
+    )
 
 
 class MissExplainer:
-    """Finds the reason of a miss in the tiers. Thread-safe; reads only, and remembers the list of namespaces."""
+    """Finds the reason of a miss in the tiers. Thread-safe; reads only, and remembers the list of
+    namespaces.
+    """
 
     def __init__(
-        self, tiers: TierStack, scheme: KeyScheme, chunk_tokens: int, clock: Clock, executor: CallExecutor
+        self,
+        tiers: TierStack,
+        scheme: KeyScheme,
+        chunk_tokens: int,
+        clock: Clock,
+        executor: CallExecutor,
     ) -> None:
         self.tiers = tiers
         self._scheme = scheme
@@ -76,9 +93,15 @@ class MissExplainer:
         self.late: LateTier | None = None  # a tier that was left out at the start
 
     def explain(
-        self, request: CacheRequest, index: int, hint: Reason | None, thorough: bool = False
+        self,
+        request: CacheRequest,
+        index: int,
+        hint: Reason | None,
+        thorough: bool = False,
     ) -> Explanation:
-        """Explain why no tier of a request has request.keys[index]; `hint` is the reason that the host tier gave."""
+        """Explain why no tier of a request has request.keys[index]; `hint` is the reason that the
+        host tier gave.
+        """
         if hint is not None and hint in UNANSWERED:
             return Explanation(hint)
         if hint is not None and hint in _SEEN_BY_HOST:
@@ -88,7 +111,9 @@ class MissExplainer:
         deadline = request.deadline
         resting = [tier for tier in chosen.lower if tier.resting]
         if resting:
-            refusal = resting[0].refusal if isinstance(resting[0], RemoteTier) else None
+            refusal = (
+                resting[0].refusal if isinstance(resting[0], RemoteTier) else None
+            )
             why = "" if refusal is None else f" (it {refusal[1]})"
             detail = f"{resting[0].name} failed repeatedly and is skipped for a while{why}"
             return Explanation(Reason.TIER_SKIPPED, detail)
@@ -100,12 +125,21 @@ class MissExplainer:
         remembered = _remembered(key, chosen)
         if remembered.reason is not Reason.ABSENT:
             return remembered
-        skipped = [tier for tier in self.tiers.all if tier.name not in chosen.names]
-        if not thorough:  # an engine's call must not send anything over a network to a tier that it skips
+        skipped = [
+            tier for tier in self.tiers.all if tier.name not in chosen.names
+        ]
+        # an engine's call must not send anything over a network to a tier that it skips
+        if not thorough:
             skipped = [tier for tier in skipped if not tier.is_shared]
-        others = [tier.name for tier in skipped if tier.contains(key, deadline_seconds=deadline.remaining())]
+        others = [
+            tier.name
+            for tier in skipped
+            if tier.contains(key, deadline_seconds=deadline.remaining())
+        ]
         if others:
-            detail = f"{others[0]} has the chunk, but this call does not use that tier"
+            detail = (
+                f"{others[0]} has the chunk, but this call does not use that tier"
+            )
             return Explanation(Reason.TIER_SKIPPED, detail)
         elsewhere = None
         if index == 0 and request.first == 0 and request.tokens is not None:
@@ -113,44 +147,74 @@ class MissExplainer:
         if elsewhere is not None:
             return elsewhere
         if self.late is not None and not self.late.joined:
-            detail = f"{self.late.name} was left out at the start, and may have the chunk: {self.late.reason}"
+            detail = (
+                f"{self.late.name} was left out at the start, and may have the chunk: "
+                f"{self.late.reason}"
+            )
             return Explanation(Reason.TIER_SKIPPED, detail)
         return remembered
 
-    def _in_other_namespace(self, request: CacheRequest, thorough: bool) -> Explanation | None:
-        """Find the same first chunk under another namespace, and name the fields in which that one differs."""
+    def _in_other_namespace(
+        self, request: CacheRequest, thorough: bool
+    ) -> Explanation | None:
+        """Find the same first chunk under another namespace, and name the fields in which that one
+        differs.
+        """
         assert request.tokens is not None
         deadline = request.deadline
         head = request.tokens[: self._chunk_tokens]
-        items = [item for item in request.items if item.start < self._chunk_tokens]
-        known = self._list(deadline.remaining()) if thorough else self._recent(deadline)
-        until = self._clock.monotonic_ns() + (_THOROUGH_NS if thorough else _BUDGET_NS)
+        items = [
+            item for item in request.items if item.start < self._chunk_tokens
+        ]
+        known = (
+            self._list(deadline.remaining())
+            if thorough
+            else self._recent(deadline)
+        )
+        until = self._clock.monotonic_ns() + (
+            _THOROUGH_NS if thorough else _BUDGET_NS
+        )
         for tier, ledger, root, labels in known:
             if deadline.passed or self._clock.monotonic_ns() > until:
                 return None
             if root != request.namespace.root:
                 key = self._scheme(head, root, self._chunk_tokens, items)[0]
                 seconds = deadline.remaining()
-                if len(ledger.match_prefix([key], touch=False, deadline_seconds=seconds).slots):
-                    differing = Namespace.differing(request.namespace.fields(), labels)
+                if len(
+                    ledger.match_prefix(
+                        [key], touch=False, deadline_seconds=seconds
+                    ).slots
+                ):
+                    differing = Namespace.differing(
+                        request.namespace.fields(), labels
+                    )
                     fields = ", ".join(differing) or "format"
-                    return Explanation(Reason.OTHER_NAMESPACE, f"{tier} has it under another {fields}")
+                    return Explanation(
+                        Reason.OTHER_NAMESPACE,
+                        f"{tier} has it under another {fields}",
+                    )
         return None
 
     def _recent(self, deadline: Deadline) -> list[_KnownNamespace]:
-        """Return the namespaces of the local tiers; read them again if the list is old and that takes only a moment."""
+        """Return the namespaces of the local tiers; read them again if the list is old and that
+        takes only a moment.
+        """
         if self._clock.monotonic_ns() - self._listed_ns > _FRESH_NS:
             self._listed_ns = self._clock.monotonic_ns()
             seconds = min(_LIST_SECONDS, deadline.remaining())
             with contextlib.suppress(TimeoutError, CancelledError, StoreError):
-                return self._executor.run_in_background(lambda: self._list(seconds)).result(seconds)
+                return self._executor.run_in_background(
+                    lambda: self._list(seconds)
+                ).result(seconds)
         return self._namespaces
 
     def _list(self, seconds: float) -> list[_KnownNamespace]:
         self._namespaces = [
             (tier, ledger, root, row.fields)
             for tier, ledger in self.tiers.ledgers()
-            for root, row in admin.list_namespaces(ledger, deadline_seconds=seconds).items()
+            for root, row in admin.list_namespaces(
+                ledger, deadline_seconds=seconds
+            ).items()
         ]
         return self._namespaces
 
@@ -166,7 +230,10 @@ def _remembered(key: bytes, chosen: TierStack) -> Explanation:
         if reason in found:
             return Explanation(reason, found[reason])
     # NOT_ADMITTED is a drop, not a miss, and was counted where it happened.
-    return Explanation(Reason.ABSENT, found.get(Reason.NOT_ADMITTED, "never stored here, or forgotten since"))
+    return Explanation(
+        Reason.ABSENT,
+        found.get(Reason.NOT_ADMITTED, "never stored here, or forgotten since"),
+    )
 
 
 def _when(reason: Reason, age_seconds: float | None, tier: str) -> str:

@@ -1,17 +1,22 @@
-"""Recording live traffic as a trace that `pagoda replay` reads: hashed ids and lengths, no text and no tokens.
+"""Recording live traffic as a trace that `pagoda replay` reads: hashed ids and lengths, no text and
+no tokens.
 
-An id is the first eight bytes of a chunk's key without one bit, so it is the same in every process and after a restart.
+An id is the first eight bytes of a chunk's key without one bit, so it is the same in every process
+and after a restart.
 
-A trace has one line per request. A request consists of several calls: it is looked up (often more than once),
-retrieved, and stored piece by piece. It is recorded at its first call, by the keys of its prompt:
+A trace has one line per request. A request consists of several calls: it is looked up (often more
+than once), retrieved, and stored piece by piece. It is recorded at its first call, by the keys of
+its prompt:
 
-    read        A counted lookup or retrieve, or a request that the engine reports (`REQUEST`). Another lookup of the
+    read        A counted lookup or retrieve, or a request that the engine reports (`REQUEST`).
+                Another lookup of the
     same
-                prompt before it is retrieved or stored is the same request (polling), and so is the retrieve of a
-                prompt that was looked up. Uncounted calls are parts of a request that is counted elsewhere.
-    store       Part of the request whose prompt it stores or continues; without such a request, a new one. Stores of a
-                growing prompt are one request. Stores of an engine that reserves slots itself begin a request only
-                until the engine is seen to read.
+                prompt before it is retrieved or stored is the same request (polling), and so is the
+                retrieve of a prompt that was looked up. Uncounted calls are parts of a request that
+                is counted elsewhere.
+    store       Part of the request whose prompt it stores or continues; without such a request, a
+                new one. Stores of a growing prompt are one request. Stores of an engine that
+                reserves slots itself begin a request only until the engine is seen to read.
 """
 
 from __future__ import annotations
@@ -41,8 +46,10 @@ _PAUSE_SECONDS = 0.1  # between two rounds of the thread
 _LOG_SECONDS = 60.0
 _ID_MASK = (1 << 63) - 1  # ids are signed 64-bit integers
 
-_SAME_MS = 10_000  # the longest time between two calls of one request, except its stores
-_STORED_MS = 600_000  # a request is stored within this time: an answer may take long
+# the longest time between two calls of one request, except its stores
+_SAME_MS = 10_000
+# a request is stored within this time: an answer may take long
+_STORED_MS = 600_000
 _MOST_REQUESTS = 512  # the number of requests that are remembered
 _ID = 8  # the bytes of a key that distinguish it from others
 
@@ -55,23 +62,31 @@ _IDS = b'0],"chunk_tokens":0}'
 
 
 def require_trace(path: Path) -> tuple[int, int] | None:
-    """Refuse a file that has other content than a trace, also through a link; return which file it is. Changes nothing.
+    """Refuse a file that has other content than a trace, also through a link; return which file it
+    is. Changes nothing.
 
-    Recording appends lines and cuts off an unfinished last one, which a killed process left. A file that is empty, is
-    no regular file, does not exist or cannot be read is not refused: nothing can be lost there.
+    Recording appends lines and cuts off an unfinished last one, which a killed process left. A file
+    that is empty, is no regular file, does not exist or cannot be read is not refused: nothing can
+    be lost there.
 
     Raises:
-        ConfigError: its first line is no request, or its last line is unfinished and was not written by a recorder.
+        ConfigError: its first line is no request, or its last line is unfinished and was not
+            written by a recorder.
     """
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open(
+            path,
+            "rb",
+            opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK),
+        ) as file:
             status = os.fstat(file.fileno())
             if stat.S_ISREG(status.st_mode) and status.st_size:
                 head = file.read(_HEAD_BYTES)
                 file.seek(max(0, status.st_size - _TAIL_BYTES))
                 if not _is_trace(head, file.read()):
                     raise ConfigError(
-                        f"record = {str(path)!r}: this file has other content than a trace of requests, so nothing is "
+                        f"record = {str(path)!r}: this file has other content than a trace of "
+                        "requests, so nothing is "
                         "written to it; name a new file"
                     )
     except OSError:
@@ -96,7 +111,8 @@ def _is_trace(head: bytes, tail: bytes) -> bool:
     _, end, last = tail.rpartition(b"\n")
     if end or len(tail) < _TAIL_BYTES:
         return _is_written(last)
-    return _IDS.startswith(_NUMBERS.sub(b"0", last.lstrip(b",")))  # the tail is within the ids of a long line
+    # the tail is within the ids of a long line
+    return _IDS.startswith(_NUMBERS.sub(b"0", last.lstrip(b",")))
 
 
 def _is_written(fragment: bytes) -> bool:
@@ -127,23 +143,27 @@ class RecordedCall(NamedTuple):
 
 
 class Recorder:
-    """Writes one line per request, on a daemon thread that starts with the first call, and again after a fork.
+    """Writes one line per request, on a daemon thread that starts with the first call, and again
+    after a fork.
 
-    Thread-safe. Never raises, and waits only in `close`: calls that are too many, or that cannot be written, are
-    dropped and counted.
+    Thread-safe. Never raises, and waits only in `close`: calls that are too many, or that cannot be
+    written, are dropped and counted.
     """
 
     def __init__(self, path: Path, chunk_tokens: int, clock: Clock) -> None:
         self.path = path
         self._chunk_tokens = chunk_tokens
         self._clock = clock
-        # imported only if something is recorded; not on the thread, where it may take longer than `close` waits
+        # imported only if something is recorded; not on the thread, where it may take longer than
+        # `close` waits
         import pagoda.replay.trace  # noqa: F401
 
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock and an empty queue; the parent writes the calls that it noted before a fork."""
+        """Create the lock and an empty queue; the parent writes the calls that it noted before a
+        fork.
+        """
         self._lock = threading.Lock()
         self._log_lines = RateLimitedLog(self._clock, _LOG_SECONDS)
         self._calls: deque[RecordedCall] = deque()
@@ -152,8 +172,10 @@ class Recorder:
         self._closed = False
         self._writer = DeferredCall(self._write, "pagoda-record", _PAUSE_SECONDS)
         self._recorded = self._dropped = 0
-        self._file: tuple[int, int] | None = None  # the file that is known to be a trace
-        self._too_many = 0  # dropped since the last round, because there were too many
+        # the file that is known to be a trace
+        self._file: tuple[int, int] | None = None
+        # dropped since the last round, because there were too many
+        self._too_many = 0
 
     def note(
         self,
@@ -165,12 +187,25 @@ class Recorder:
         counted: bool = True,
         parent: bytes | None = None,
     ) -> None:
-        """Note a call about the chunks of a prompt of `num_tokens` tokens from number `first` on."""
-        call = RecordedCall(kind, counted, keys, first, num_tokens, round(self._clock.time() * 1000), parent)
+        """Note a call about the chunks of a prompt of `num_tokens` tokens from number `first`
+        on.
+        """
+        call = RecordedCall(
+            kind,
+            counted,
+            keys,
+            first,
+            num_tokens,
+            round(self._clock.time() * 1000),
+            parent,
+        )
         with self._lock:
             if self._closed:
                 return
-            if len(self._calls) >= _MOST_CALLS or self._keys + len(keys) > _MOST_KEYS:
+            if (
+                len(self._calls) >= _MOST_CALLS
+                or self._keys + len(keys) > _MOST_KEYS
+            ):
                 self._dropped += 1
                 self._too_many += 1
                 return
@@ -179,15 +214,26 @@ class Recorder:
             self._writer.request()
 
     def stats(self) -> dict[str, object]:
-        """Return the path, and how many requests this process recorded and how many calls it dropped."""
-        return {"path": str(self.path), "requests": self._recorded, "dropped": self._dropped}
+        """Return the path, and how many requests this process recorded and how many calls it
+        dropped.
+        """
+        return {
+            "path": str(self.path),
+            "requests": self._recorded,
+            "dropped": self._dropped,
+        }
 
     def close(self, timeout: float = 1.0) -> None:
-        """Write the noted calls within `timeout` seconds, and end the thread; log it if some are left. Idempotent."""
+        """Write the noted calls within `timeout` seconds, and end the thread; log it if some are
+        left. Idempotent.
+        """
         with self._lock:
             self._closed = True
         if not self._writer.close(timeout):
-            text = f"the last requests may not be recorded: writing {self.path} took more than {timeout:g} s"
+            text = (
+                f"the last requests may not be recorded: writing {self.path} took more than "
+                f"{timeout:g} s"
+            )
             self._log_lines.warn(log, Reason.DEADLINE, text)
 
     def _write(self) -> None:
@@ -202,14 +248,23 @@ class Recorder:
         written = 0
         failure: Exception | None = None
         try:
-            lines = [self._line(call) for call in calls if self._detector.is_request(call)]
+            lines = [
+                self._line(call)
+                for call in calls
+                if self._detector.is_request(call)
+            ]
             if lines:
                 self._check_file()
                 written, failure = append_lines(self.path, lines)
-        except Exception as error:  # noqa: BLE001  # a boundary: an engine must not notice
+        except Exception as error:  # noqa: BLE001
+            # a boundary: an engine must not notice
             failure = error
         if failure is not None:
-            self._log_lines.warn(log, Reason.IO_ERROR, f"requests are not recorded in {self.path}: {failure}")
+            self._log_lines.warn(
+                log,
+                Reason.IO_ERROR,
+                f"requests are not recorded in {self.path}: {failure}",
+            )
         with self._lock:
             self._recorded += written
             self._dropped += len(lines) - written
@@ -229,20 +284,28 @@ class Recorder:
     def _line(self, call: RecordedCall) -> bytes:
         from pagoda.replay.trace import Request, format_request
 
-        ids = tuple([int.from_bytes(key[:8], "little") & _ID_MASK for key in call.keys])
-        request = Request(float(call.at_ms), call.num_tokens, 0, ids, self._chunk_tokens)
+        ids = tuple(
+            [int.from_bytes(key[:8], "little") & _ID_MASK for key in call.keys]
+        )
+        request = Request(
+            float(call.at_ms), call.num_tokens, 0, ids, self._chunk_tokens
+        )
         return format_request(request).encode() + b"\n"
 
 
 class RequestDetector:
-    """Decides which calls begin a new request; other calls are parts of a known request. Used by one thread."""
+    """Decides which calls begin a new request; other calls are parts of a known request. Used by
+    one thread.
+    """
 
     def __init__(self) -> None:
         self._known: deque[_KnownRequest] = deque(maxlen=_MOST_REQUESTS)
         self._reads = False
 
     def is_request(self, call: RecordedCall) -> bool:
-        """Whether this call is the first of a request that is to be recorded; remembers the request."""
+        """Whether this call is the first of a request that is to be recorded; remembers the
+        request.
+        """
         if not call.keys:
             return False
         match call.kind:
@@ -270,7 +333,9 @@ class RequestDetector:
             known.looked_up = False
         return known is not None
 
-    def _looked_up(self, call: RecordedCall, fits: Callable[[_KnownRequest], bool]) -> _KnownRequest | None:
+    def _looked_up(
+        self, call: RecordedCall, fits: Callable[[_KnownRequest], bool]
+    ) -> _KnownRequest | None:
         for known in reversed(self._known):
             if (
                 call.at_ms - known.last_ms <= _SAME_MS
@@ -297,7 +362,10 @@ class RequestDetector:
         """Return the request that this store belongs to."""
         for known in reversed(self._known):
             if known.stored:
-                fits = call.first + len(call.keys) > known.end and call.at_ms - known.last_ms <= _SAME_MS
+                fits = (
+                    call.first + len(call.keys) > known.end
+                    and call.at_ms - known.last_ms <= _SAME_MS
+                )
             else:
                 fits = call.at_ms - known.begun_ms <= _STORED_MS
             if fits and known.is_related(call):
@@ -312,19 +380,26 @@ class _KnownRequest:
         self.first = call.first
         self._ids = _ids(call.keys)
         self.begun_ms = self.last_ms = call.at_ms
-        self.looked_up = call.kind is CallKind.LOOKUP  # and not retrieved or stored yet
-        self.stored = call.kind in (CallKind.STORE, CallKind.RESERVE)  # and never read
+        # and not retrieved or stored yet
+        self.looked_up = call.kind is CallKind.LOOKUP
+        # and never read
+        self.stored = call.kind in (CallKind.STORE, CallKind.RESERVE)
 
     @property
     def end(self) -> int:
         return self.first + len(self._ids) // _ID
 
     def is_related(self, call: RecordedCall) -> bool:
-        """Whether one prompt is a prefix of the other, or the call continues it (a key names all earlier tokens)."""
+        """Whether one prompt is a prefix of the other, or the call continues it (a key names all
+        earlier tokens).
+        """
         if call.parent is not None and call.first == self.end:
             return self._id(call.first - 1) == call.parent[:_ID]
         at = min(self.end, call.first + len(call.keys)) - 1
-        return at >= max(self.first, call.first) and self._id(at) == call.keys[at - call.first][:_ID]
+        return (
+            at >= max(self.first, call.first)
+            and self._id(at) == call.keys[at - call.first][:_ID]
+        )
 
     def extend(self, call: RecordedCall) -> None:
         """Add the keys of a related call that are beyond the end."""

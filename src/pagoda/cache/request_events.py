@@ -1,4 +1,6 @@
-"""KV events of a cache: what its requests report of their chunks, for the thread that publishes them to routers."""
+"""KV events of a cache: what its requests report of their chunks, for the thread that publishes
+them to routers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from pagoda.ledger import Ledger
 
 
 class RequestEvents:
-    """Reports the chunks of one cache to routers. Thread-safe. Does nothing in a forked child: the parent reports."""
+    """Reports the chunks of one cache to routers. Thread-safe. Does nothing in a forked child: the
+    parent reports.
+    """
 
     def __init__(
         self,
@@ -27,14 +31,21 @@ class RequestEvents:
         chunk_tokens: int,
         keeps_notes: bool,
     ) -> None:
-        """Begin to report by `publisher`, which is closed with this. `scope`: that of the cache's `PresentWeights`."""
+        """Begin to report by `publisher`, which is closed with this. `scope`: that of the cache's
+        `PresentWeights`.
+        """
         self.endpoint = publisher.endpoint
         self._publisher = publisher
         self._scope = scope
         facts = BlockFacts(chunk_tokens, chunk_tokens)
         form = ChunkEventForm(facts)
         self._stored: StoredEvents | None = StoredEvents(
-            ledgers, lambda: scope()[0].root, {0: facts}, form, publisher, keeps_notes
+            ledgers,
+            lambda: scope()[0].root,
+            {0: facts},
+            form,
+            publisher,
+            keeps_notes,
         )
         self._stored.start()
         reset_in_child(self)
@@ -44,7 +55,8 @@ class RequestEvents:
         self._stored = None
 
     def heard(self, request: CacheRequest, version: str | None) -> None:
-        """Keep what routers need to know of a request's chunks, unless it has items: then tokens do not identify it.
+        """Keep what routers need to know of a request's chunks, unless it has items: then tokens do
+        not identify it.
 
         `version`: the version of the weights, if the request named one.
         """
@@ -56,11 +68,18 @@ class RequestEvents:
         # read first: the weights may change before the next line
         space = request.namespace
         present = self._scope()[0].root
-        if self._scope(space.lora, space.salt, version, space.numerics)[0].root == space.root:
-            stored.found(partial(_note_of, request, keys), space.root, present, 0, keys)
+        if (
+            self._scope(space.lora, space.salt, version, space.numerics)[0].root
+            == space.root
+        ):
+            stored.found(
+                partial(_note_of, request, keys), space.root, present, 0, keys
+            )
 
     def keep_notes(self) -> None:
-        """Keep beside the tiers what a restarted engine reports of the last chunks. Call it after `close`."""
+        """Keep beside the tiers what a restarted engine reports of the last chunks. Call it after
+        `close`.
+        """
         if self._stored is not None:
             self._stored.keep_notes()
 
@@ -75,6 +94,16 @@ def _note_of(request: CacheRequest, keys: list[bytes], chunk: int) -> ChunkNote:
     assert request.tokens is not None
     size = request.chunk_tokens
     namespace = request.namespace
-    tokens = b"" if namespace.salt else request.tokens[chunk * size : (chunk + 1) * size].tobytes()
+    tokens = (
+        b""
+        if namespace.salt
+        else request.tokens[chunk * size : (chunk + 1) * size].tobytes()
+    )
     parent = keys[chunk - 1] if chunk else b""
-    return ChunkNote(namespace.root, parent, keys[chunk], tokens, lora_name=namespace.lora or None)
+    return ChunkNote(
+        namespace.root,
+        parent,
+        keys[chunk],
+        tokens,
+        lora_name=namespace.lora or None,
+    )

@@ -1,4 +1,6 @@
-"""What all calls of a cache share, and how it is closed. Not in `Cache`, so that a dropped cache can be closed."""
+"""What all calls of a cache share, and how it is closed. Not in `Cache`, so that a dropped cache
+can be closed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ _MOST_REGISTERED = 4096
 
 @dataclass
 class Resources:
-    """The working parts of one cache. Each is thread-safe. Must not refer to the `Cache`, which closes it."""
+    """The working parts of one cache. Each is thread-safe. Must not refer to the `Cache`, which
+    closes it.
+    """
 
     config: Config
     layout: KVLayout
@@ -50,18 +54,22 @@ class Resources:
     load_cost: LoadCost
     writeback: tuple[WriteBackQueue, ...]  # one per lower tier that is written
     load_staging: StagingPool
-    store_staging: StagingPool  # separate from the pool for loads, so that neither starves the other
+    # separate from the pool for loads, so that neither starves the other
+    store_staging: StagingPool
     recorder: Recorder | None = None
     prompt_log: PromptLog | None = None
     events: RequestEvents | None = None
     # called when all that was stored has been written down, before the tiers are closed
     last_steps: list[Callable[[], None]] = field(default_factory=list)
-    late: LateTier | None = None  # the tier that was left out when the cache was opened
+    # the tier that was left out when the cache was opened
+    late: LateTier | None = None
     closed: bool = False
     registered: set[bytes] = field(default_factory=set)  # roots of namespaces
 
     def register(self, namespace: Namespace, wait: bool = False) -> None:
-        """Register a namespace and its labels, in the next transaction; with `wait`, now, in a separate transaction."""
+        """Register a namespace and its labels, in the next transaction; with `wait`, now, in a
+        separate transaction.
+        """
         if len(self.registered) >= _MOST_REGISTERED:
             self.registered.clear()
         self.registered.add(namespace.root)
@@ -80,7 +88,12 @@ class Resources:
         # first its queue: a call that sees the tier must find it
         if not tier.read_only:
             queue = WriteBackQueue(
-                tier, self.tiers.host, self.config, self.layout.chunk_tokens, self.counters, self.clock
+                tier,
+                self.tiers.host,
+                self.config,
+                self.layout.chunk_tokens,
+                self.counters,
+                self.clock,
             )
             self.writeback = (queue, *self.writeback)
         self.tiers = self.tiers.joined_by(tier)
@@ -94,7 +107,9 @@ class Resources:
         return {} if late is None or late.joined else {late.name: late.reason}
 
     def close(self, timeout: float) -> bool:
-        """Flush, then close all within about `timeout` seconds; False if some chunks were not written. Idempotent."""
+        """Flush, then close all within about `timeout` seconds; False if some chunks were not
+        written. Idempotent.
+        """
         if self.closed:
             return True
         self.closed = True
@@ -117,18 +132,30 @@ class Resources:
         for tier in reversed(self.tiers.all):
             try:
                 tier.close(max(0.1, deadline.remaining()))
-            except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be closed
+            except Exception as error:  # noqa: BLE001
+                # a boundary: the other tiers must be closed
                 ended.append(False)
-                self.counters.warn(log, Reason.IO_ERROR, f"closing {tier.name}: {error}", error)
+                self.counters.warn(
+                    log, Reason.IO_ERROR, f"closing {tier.name}: {error}", error
+                )
         return all(ended)
 
 
 def build_resources(
-    tiers: TierStack, config: Config, layout: KVLayout, scheme: KeyScheme, clock: Clock, engine: Namespace
+    tiers: TierStack,
+    config: Config,
+    layout: KVLayout,
+    scheme: KeyScheme,
+    clock: Clock,
+    engine: Namespace,
 ) -> Resources:
-    """Build what all calls share; starts no thread. `engine`: the engine whose prefill speed the cache learns."""
+    """Build what all calls share; starts no thread. `engine`: the engine whose prefill speed the
+    cache learns.
+    """
     ledgers = tiers.ledgers()
-    counters = CacheCounters(ledgers[0][1] if ledgers else None, clock, bool(engine.approximate))
+    counters = CacheCounters(
+        ledgers[0][1] if ledgers else None, clock, bool(engine.approximate)
+    )
     executor = CallExecutor()
     # prompts are not logged in private memory, where no other process could read them
     shared = tiers.host if config.prompt_log and config.host_shared else None
@@ -140,23 +167,35 @@ def build_resources(
         counters=counters,
         counts_in=ledgers[0][0] if ledgers else "",
         executor=executor,
-        explainer=MissExplainer(tiers, scheme, layout.chunk_tokens, clock, executor),
+        explainer=MissExplainer(
+            tiers, scheme, layout.chunk_tokens, clock, executor
+        ),
         load_cost=LoadCost(
             layout.chunk_bytes,
             layout.chunk_tokens,
             clock,
             config.worth_it,
             # in the lowest store: on a disk it survives a reboot, like the chunks
-            speeds=SpeedTable(ledgers[-1][1].session.hints.page(SPEEDS, SPEEDS_BYTES)) if ledgers else None,
+            speeds=SpeedTable(
+                ledgers[-1][1].session.hints.page(SPEEDS, SPEEDS_BYTES)
+            )
+            if ledgers
+            else None,
             engine=engine.root.hex(),
             tiers=tiers.names,
         ),
         writeback=tuple(
-            WriteBackQueue(tier, tiers.host, config, layout.chunk_tokens, counters, clock)
+            WriteBackQueue(
+                tier, tiers.host, config, layout.chunk_tokens, counters, clock
+            )
             for tier in tiers.written
         ),
         load_staging=StagingPool(layout.slot_bytes),
         store_staging=StagingPool(layout.slot_bytes),
-        prompt_log=None if shared is None else PromptLog(shared.ledger, layout.chunk_tokens, clock),
-        recorder=Recorder(Path(config.record), layout.chunk_tokens, clock) if config.record else None,
+        prompt_log=None
+        if shared is None
+        else PromptLog(shared.ledger, layout.chunk_tokens, clock),
+        recorder=Recorder(Path(config.record), layout.chunk_tokens, clock)
+        if config.record
+        else None,
     )

@@ -13,18 +13,22 @@ from pagoda.metrics import Reason
 
 @dataclass(frozen=True, eq=False)
 class Hit:
-    """How many leading tokens, from which tiers, and why not more. Immutable. True if there are any; an int of them.
+    """How many leading tokens, from which tiers, and why not more. Immutable. True if there are
+    any; an int of them.
 
-    The tokens served are [start_tokens, stop_tokens); a destination beyond them has undefined content.
+    The tokens served are [start_tokens, stop_tokens); a destination beyond them has undefined
+    content.
 
     Attributes:
-        num_tokens: tokens served, in whole chunks, validated after the copy; counted from `start_tokens`.
+        num_tokens: tokens served, in whole chunks, validated after the copy; counted from
+            `start_tokens`.
         by_tier: tokens served by each tier; the values add up to num_tokens.
         mask: (length of the prompt,), True for the tokens served.
         reason: why the first missing chunk was not served; None: every whole chunk was served.
         detail: for people: "evicted 12 s ago", "another salt".
         start_tokens: the first token that was requested.
-        approximate: the lossy codec that may have changed the KV of every token served ("q4"); empty: all are exact.
+        approximate: the lossy codec that may have changed the KV of every token served ("q4");
+            empty: all are exact.
     """
 
     num_tokens: int
@@ -45,8 +49,9 @@ class Hit:
     def exact_tokens(self) -> int:
         """The number of served tokens whose KV is certainly without any loss: all of them, or 0.
 
-        Under a lossy codec it is 0, even for tokens that host memory served: their bytes may have been loaded from a
-        lossy tier, also by another process, or may have been computed after a prefix that was loaded from one.
+        Under a lossy codec it is 0, even for tokens that host memory served: their bytes may have
+        been loaded from a lossy tier, also by another process, or may have been computed after a
+        prefix that was loaded from one.
         """
         return 0 if self.approximate else self.num_tokens
 
@@ -62,9 +67,12 @@ class Hit:
 
 
 class Stored(NamedTuple):
-    """The result of one `store`; num_chunks + present + refused = the number of whole chunks offered."""
+    """The result of one `store`; num_chunks + present + refused = the number of whole chunks
+    offered.
+    """
 
-    num_chunks: int  # newly stored: readable now, or when a lower tier has received what the host refused
+    # newly stored: readable now, or when a lower tier has received what the host refused
+    num_chunks: int
     num_tokens: int  # tokens of the newly stored chunks
     present: int  # already in the cache, or being stored by another call
     refused: int  # not stored
@@ -87,7 +95,8 @@ class CacheStats(TypedDict):
     """What `Cache.stats` returns."""
 
     name: str | None
-    tiers: dict[str, dict[str, int]]  # gauges and counters of each tier, from the top down
+    # gauges and counters of each tier, from the top down
+    tiers: dict[str, dict[str, int]]
     failed: dict[str, str]  # the tiers that did not answer, and why
     counters: dict[str, int]
     hit_rate: float  # hit tokens / requested tokens
@@ -96,8 +105,10 @@ class CacheStats(TypedDict):
     waiting_chunks: int  # chunks in the queues of the lower tiers
     staging_buffers: int  # in use
     pinned_bytes: int  # host memory that is registered with a GPU
-    rates: dict[str, float]  # "<tier>_bytes_per_second", "prefill_tokens_per_second"
-    left_out: NotRequired[dict[str, str]]  # the tiers that could not be opened at the start, and why
+    # "<tier>_bytes_per_second", "prefill_tokens_per_second"
+    rates: dict[str, float]
+    # the tiers that could not be opened at the start, and why
+    left_out: NotRequired[dict[str, str]]
     # the settings that make KV approximate, and whether each was measured
     approximate: NotRequired[list[dict[str, object]]]
     recording: NotRequired[dict[str, object]]  # where live traffic is recorded

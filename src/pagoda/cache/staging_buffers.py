@@ -43,7 +43,9 @@ class StagingPool:
             return self._alive() - self._free.qsize()
 
     def acquire(self, timeout: float = 0.0) -> Bytes | None:
-        """Return a buffer of undefined content; None if no buffer becomes free within `timeout` seconds."""
+        """Return a buffer of undefined content; None if no buffer becomes free within `timeout`
+        seconds.
+        """
         deadline = Deadline(timeout)
         while True:
             with contextlib.suppress(queue.Empty):
@@ -56,24 +58,36 @@ class StagingPool:
             if deadline.passed:
                 return None
             with contextlib.suppress(queue.Empty):
-                return self._free.get(timeout=min(deadline.remaining(), _LOOK_SECONDS))
+                return self._free.get(
+                    timeout=min(deadline.remaining(), _LOOK_SECONDS)
+                )
 
     def release(self, buffer: Bytes) -> None:
         """Put a buffer back into the pool."""
         self._free.put(buffer)
 
     def _alive(self) -> int:
-        """Count the buffers that still exist (an exception of a signal handler may lose one). Called with the lock."""
-        self._allocated = [buffer for buffer in self._allocated if buffer() is not None]
+        """Count the buffers that still exist (an exception of a signal handler may lose one).
+        Called with the lock.
+        """
+        self._allocated = [
+            buffer for buffer in self._allocated if buffer() is not None
+        ]
         return len(self._allocated)
 
 
 class StagedChunk:
-    """A chunk in a buffer that some tiers will read; the last tier to finish releases the buffer. Thread-safe."""
+    """A chunk in a buffer that some tiers will read; the last tier to finish releases the buffer.
+    Thread-safe.
+    """
 
     def __init__(
-        self, staging: StagingPool, buffer: Bytes, tiers: int, still_valid: Callable[[], bool]
-    ) -> None:  # fmt: skip
+        self,
+        staging: StagingPool,
+        buffer: Bytes,
+        tiers: int,
+        still_valid: Callable[[], bool],
+    ) -> None:
         """`still_valid`: whether the chunk may still be stored: it was not cleared."""
         self.buffer = buffer
         self.still_valid = still_valid
@@ -82,10 +96,13 @@ class StagedChunk:
         self._left = tiers
         self._ok = False
         self._releasable = True
-        self._reason: Reason | None = None  # why the first tier that did not store it refused
+        # why the first tier that did not store it refused
+        self._reason: Reason | None = None
 
     def finish(self, done: Done, unread: bool = True) -> None:
-        """Note that one tier is done with the buffer, once for each tier. `unread` False: I/O may still read it."""
+        """Note that one tier is done with the buffer, once for each tier. `unread` False: I/O may
+        still read it.
+        """
         with self._lock:
             self._left -= 1
             self._releasable = self._releasable and unread

@@ -1,7 +1,8 @@
-"""One store: an engine's chunks go into host slots; chunks that get no slot go through staging buffers to lower tiers.
+"""One store: an engine's chunks go into host slots; chunks that get no slot go through staging
+buffers to lower tiers.
 
-`Cache.store` makes a `StoreCall`; it reserves, fills and commits slots of the host tier's ledger, and enqueues the
-chunks for the lower tiers in each `WriteBackQueue`.
+`Cache.store` makes a `StoreCall`; it reserves, fills and commits slots of the host tier's ledger,
+and enqueues the chunks for the lower tiers in each `WriteBackQueue`.
 """
 
 from __future__ import annotations
@@ -25,24 +26,30 @@ from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
 
-_MOMENT_SECONDS = 0.05  # the longest total wait for buffers, for chunks that the host's policy refuses
+# the longest total wait for buffers, for chunks that the host's policy refuses
+_MOMENT_SECONDS = 0.05
 # the states of a chunk
 _LEFT = 0
 _NEW = 1
 _PRESENT = 2
-# Reasons after which lower tiers are not tried: every tier refuses the key of another tenant's chunk.
+# Reasons after which lower tiers are not tried: every tier refuses the key of another tenant's
+# chunk.
 _NOTHING_LEFT = (None, Reason.NOT_ADMITTED, Reason.OTHER_NAMESPACE)
 
 
 class StoreCall:
-    """The store of one run. Used by one thread, once. Leading chunks first, and one stamp per tier for the whole run.
+    """The store of one run. Used by one thread, once. Leading chunks first, and one stamp per tier
+    for the whole run.
 
-    What the host tier refuses is copied into staging buffers and enqueued for each tier below, after the part of the
-    run that is in host slots. If the host's policy refuses a chunk, the call hardly waits: if no buffer is free, or if
-    the lower tiers refuse the chunk for another reason than their policy, the host stores it after all.
+    What the host tier refuses is copied into staging buffers and enqueued for each tier below,
+    after the part of the run that is in host slots. If the host's policy refuses a chunk, the call
+    hardly waits: if no buffer is free, or if the lower tiers refuse the chunk for another reason
+    than their policy, the host stores it after all.
     """
 
-    def __init__(self, resources: Resources, request: CacheRequest, kv: CheckedTransfer) -> None:
+    def __init__(
+        self, resources: Resources, request: CacheRequest, kv: CheckedTransfer
+    ) -> None:
         self._resources = resources
         self._host = request.tiers.host
         self._lower = request.tiers.written
@@ -51,15 +58,19 @@ class StoreCall:
         self._deadline = request.deadline
         self._queues = resources.writeback
         self._staging = resources.store_staging
-        # Whether chunks without a host slot are written to lower tiers; if not, the host's policy must refuse nothing.
-        overflows = self._host is None or resources.config.write_policy != "selective"
+        # Whether chunks without a host slot are written to lower tiers; if not, the host's policy
+        # must refuse nothing.
+        overflows = (
+            self._host is None or resources.config.write_policy != "selective"
+        )
         self._overflows = overflows and bool(self._lower)
         self._admit_all = not overflows and bool(self._lower)
         self._stamp = 0  # the stamp of the run in the host tier
         self._stamps: dict[str, int | None] = {}  # and in each lower tier
         self._fate = bytearray(len(request.keys))
         self._sent: list[tuple[int, StagedChunk]] = []
-        self._not_cleared: Callable[[], bool]  # since the call began to stage chunks
+        # since the call began to stage chunks
+        self._not_cleared: Callable[[], bool]
 
     def run(self) -> Stored:
         """Store as much as fits before the deadline."""
@@ -82,15 +93,31 @@ class StoreCall:
         prompts = self._resources.prompt_log
         tokens = request.tokens
         text_alone = not request.items
-        if prompts is not None and tokens is not None and text_alone and len(request.head) == request.first:
+        if (
+            prompts is not None
+            and tokens is not None
+            and text_alone
+            and len(request.head) == request.first
+        ):
             keys = [*request.head, *request.keys]
             kept = self._fate.find(_LEFT)
-            if kept >= 0:  # not all chunks were stored: log the prompt up to the first one that was not
+            # not all chunks were stored: log the prompt up to the first one that was not
+            if kept >= 0:
                 keys = keys[: request.first + kept] if kept else []
                 tokens = tokens[: len(keys) * request.chunk_tokens]
-            prompts.append(request.namespace.root, request.chunk_tokens, keys, tokens)
-        new, present, refused = (self._fate.count(fate) for fate in (_NEW, _PRESENT, _LEFT))
-        return Stored(new, new * self._request.chunk_tokens, present, refused, reason if refused else None)
+            prompts.append(
+                request.namespace.root, request.chunk_tokens, keys, tokens
+            )
+        new, present, refused = (
+            self._fate.count(fate) for fate in (_NEW, _PRESENT, _LEFT)
+        )
+        return Stored(
+            new,
+            new * self._request.chunk_tokens,
+            present,
+            refused,
+            reason if refused else None,
+        )
 
     def miss(self, reason: Reason, _: str = "") -> Stored:
         """Return the answer for a store that failed or was refused as a whole."""
@@ -112,27 +139,41 @@ class StoreCall:
                 self._admit_all = True
                 self._collect_refused()
                 reason = self._store_in_host(host)
-        if self._overflows and reason not in _NOTHING_LEFT and not self._deadline.passed:
+        if (
+            self._overflows
+            and reason not in _NOTHING_LEFT
+            and not self._deadline.passed
+        ):
             reason = self._store_through_staging(self._deadline)
         return reason
 
-    # -- into host slots ------------------------------------------------------------------------------------------
+    # -- into host slots ---------------------------------------------------------------------------
 
     def _store_in_host(self, host: HostTier) -> Reason | None:
-        """Copy what the host tier lacks into its slots, up to the first refusal; return its reason."""
+        """Copy what the host tier lacks into its slots, up to the first refusal; return its
+        reason.
+        """
         request = self._request
         ledger = host.ledger
         at = max(0, self._fate.find(_LEFT))
         have = ledger.match_prefix(
-            request.keys[at:], start=request.position_of(at), namespace=request.namespace.root, stamp=self._stamp,
-            asked=False, deadline_seconds=self._deadline.remaining(),
-        )  # fmt: skip
+            request.keys[at:],
+            start=request.position_of(at),
+            namespace=request.namespace.root,
+            stamp=self._stamp,
+            asked=False,
+            deadline_seconds=self._deadline.remaining(),
+        )
         where = have.slots, have.generations
-        known = not (have.slots.size and self._lower) or all(q.needs_no_note(*where) for q in self._queues)
+        known = not (have.slots.size and self._lower) or all(
+            q.needs_no_note(*where) for q in self._queues
+        )
         refs = [] if known else refs_in_slots(request, at, *where)
         if have.reason in (Reason.LEDGER_BUSY, Reason.IO_ERROR):
             return have.reason
-        self._fate[at : at + len(have.slots)] = bytes([_PRESENT]) * len(have.slots)
+        self._fate[at : at + len(have.slots)] = bytes([_PRESENT]) * len(
+            have.slots
+        )
         at += len(have.slots)
         try:
             while at < len(request.keys):
@@ -142,7 +183,11 @@ class StoreCall:
                 refused = self._store_window(host, at, end, refs)
                 self._deadline.progress()
                 if refused is Reason.NOT_ADMITTED:
-                    ledger.refuse(request.keys[end:], start=request.first + end, stamp=self._stamp)
+                    ledger.refuse(
+                        request.keys[end:],
+                        start=request.first + end,
+                        stamp=self._stamp,
+                    )
                 if refused is not None:
                     return refused
                 at = end
@@ -152,8 +197,12 @@ class StoreCall:
                 for queue in self._queues:
                     queue.enqueue(request.namespace.root, refs, self._stamps)
 
-    def _store_window(self, host: HostTier, begin: int, end: int, refs: list[ChunkRef]) -> Reason | None:
-        """Store keys [begin, end); append to `refs` what is in host slots now. Returns the reason of a refusal."""
+    def _store_window(
+        self, host: HostTier, begin: int, end: int, refs: list[ChunkRef]
+    ) -> Reason | None:
+        """Store keys [begin, end); append to `refs` what is in host slots now. Returns the reason
+        of a refusal.
+        """
         request = self._request
         outcomes = host.ledger.reserve(
             request.keys[begin:end],
@@ -166,19 +215,32 @@ class StoreCall:
             deadline_seconds=self._deadline.remaining(),
         )
         try:
-            reserved = [(i, item) for i, item in enumerate(outcomes, begin) if isinstance(item, Reserved)]
+            reserved = [
+                (i, item)
+                for i, item in enumerate(outcomes, begin)
+                if isinstance(item, Reserved)
+            ]
             committed: list[CommitResult] = []
             if reserved:
                 items = [item for _, item in reserved]
-                starts = [(request.first + i) * request.chunk_tokens for i, _ in reserved]
-                self._kv.to_slots(starts, host.slab.views([item.slot for item in items]))
-                committed = host.ledger.commit(items, deadline_seconds=self._deadline.last())
-        except BaseException:  # abort every reservation, also if a signal handler raised this
+                starts = [
+                    (request.first + i) * request.chunk_tokens
+                    for i, _ in reserved
+                ]
+                self._kv.to_slots(
+                    starts, host.slab.views([item.slot for item in items])
+                )
+                committed = host.ledger.commit(
+                    items, deadline_seconds=self._deadline.last()
+                )
+        except BaseException:
+            # abort every reservation, also if a signal handler raised this
             host.ledger.abort(outcomes, self._deadline.last())
             raise
         results = iter(committed)
         for i, item in enumerate(outcomes, begin):
-            if isinstance(item, Present | Busy):  # Busy: another call is storing it
+            # Busy: another call is storing it
+            if isinstance(item, Present | Busy):
                 self._fate[i] = _PRESENT
             elif isinstance(item, Reserved) and next(results):
                 self._fate[i] = _NEW
@@ -190,10 +252,12 @@ class StoreCall:
         reasons += [Reason.SUPERSEDED for ok in committed if not ok]
         return reasons[0] if reasons else None
 
-    # -- through staging buffers ----------------------------------------------------------------------------------
+    # -- through staging buffers -------------------------------------------------------------------
 
     def _store_through_staging(self, patience: Deadline) -> Reason | None:
-        """Enqueue the rest for the lower tiers; wait for buffers while `patience` lasts. Return why it ended early."""
+        """Enqueue the rest for the lower tiers; wait for buffers while `patience` lasts. Return why
+        it ended early.
+        """
         request = self._request
         begin = self._fate.find(_LEFT)
         if begin < 0 or not self._lower:
@@ -201,13 +265,19 @@ class StoreCall:
         tiers = request.tiers
         clears = request.tiers.last_clears()
         self._not_cleared = lambda: tiers.last_clears() == clears
-        ends = {  # up to where each tier takes the run: the chunks it has, and then those that its policy admits
+        # up to where each tier takes the run: the chunks it has, and then those that its policy
+        # admits
+        ends = {
             tier.name: tier.find(
-                request.keys, start=request.position_of(0), stamp=self._stamps[tier.name],
-                namespace=request.namespace.root, touch=False, deadline_seconds=patience.remaining(),
+                request.keys,
+                start=request.position_of(0),
+                stamp=self._stamps[tier.name],
+                namespace=request.namespace.root,
+                touch=False,
+                deadline_seconds=patience.remaining(),
             )
             for tier in self._lower
-        }  # fmt: skip
+        }
         have = max(begin, min(ends.values()))
         refusing = set[str]()
         self._note_present_below(begin, have)
@@ -222,16 +292,32 @@ class StoreCall:
             buffer = self._staging.acquire(patience.remaining())
             if buffer is None:
                 return Reason.QUEUE_FULL
-            self._stage(i, buffer, {tier: self._stamps[tier] for tier, end in ends.items() if end > i})
+            self._stage(
+                i,
+                buffer,
+                {
+                    tier: self._stamps[tier]
+                    for tier, end in ends.items()
+                    if end > i
+                },
+            )
             self._deadline.progress()
             latest = self._sent[-self._staging.count :]
             reasons = (staged.refused for _, staged in latest)
-            if refused := [reason for reason in reasons if reason not in (None, Reason.NOT_ADMITTED)]:
+            if refused := [
+                reason
+                for reason in reasons
+                if reason not in (None, Reason.NOT_ADMITTED)
+            ]:
                 return refused[0]
         return None
 
-    def _admit_ahead(self, index: int, ends: dict[str, int], refusing: set[str]) -> None:
-        """Ask each tier, before anything is copied for it, how far it admits the run from its head on."""
+    def _admit_ahead(
+        self, index: int, ends: dict[str, int], refusing: set[str]
+    ) -> None:
+        """Ask each tier, before anything is copied for it, how far it admits the run from its head
+        on.
+        """
         request = self._request
         root = self._request.namespace.root
         for tier in self._lower:
@@ -239,13 +325,17 @@ class StoreCall:
                 keys = request.keys[end:]
                 start = request.first + end
                 stamp = self._stamps[tier.name]
-                count, refuses = tier.admit(keys, namespace=root, start=start, stamp=stamp)
+                count, refuses = tier.admit(
+                    keys, namespace=root, start=start, stamp=stamp
+                )
                 ends[tier.name] += count
                 if refuses:
                     refusing.add(tier.name)
 
     def _note_present_below(self, begin: int, end: int) -> None:
-        """Note chunks that every lower tier has; the queues report to the tiers that they were stored again."""
+        """Note chunks that every lower tier has; the queues report to the tiers that they were
+        stored again.
+        """
         request = self._request
         self._fate[begin:end] = bytes([_PRESENT]) * (end - begin)
         if end > begin:
@@ -255,11 +345,15 @@ class StoreCall:
 
             root = request.namespace.root
             left_out = request.tiers.left_out
-            access = Access(root, refs, end - begin, asked=False, left_out=left_out)
+            access = Access(
+                root, refs, end - begin, asked=False, left_out=left_out
+            )
             for queue in self._queues:
                 queue.note_access(access)
 
-    def _stage(self, index: int, buffer: Bytes, stamps: Mapping[str, int | None]) -> None:
+    def _stage(
+        self, index: int, buffer: Bytes, stamps: Mapping[str, int | None]
+    ) -> None:
         """Copy one chunk into a buffer and enqueue it for the tiers in `stamps`."""
         request = self._request
         filled = False
@@ -269,7 +363,9 @@ class StoreCall:
         finally:
             if not filled:
                 self._staging.release(buffer)
-        staged = StagedChunk(self._staging, buffer, len(stamps), self._not_cleared)
+        staged = StagedChunk(
+            self._staging, buffer, len(stamps), self._not_cleared
+        )
         self._fate[index] = _NEW
         self._sent.append((index, staged))
         ref = chunk_ref(request, index, staged=staged)
@@ -278,8 +374,16 @@ class StoreCall:
 
     def _collect_refused(self) -> Reason | None:
         """Note which chunks no tier below has stored; return the reason of the first."""
-        lost = [(index, staged.refused) for index, staged in self._sent if staged.refused is not None]
+        lost = [
+            (index, staged.refused)
+            for index, staged in self._sent
+            if staged.refused is not None
+        ]
         for index, _ in lost:
             self._fate[index] = _LEFT
-        self._sent = [(index, staged) for index, staged in self._sent if staged.refused is None]
+        self._sent = [
+            (index, staged)
+            for index, staged in self._sent
+            if staged.refused is None
+        ]
         return lost[0][1] if lost else None

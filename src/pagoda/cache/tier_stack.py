@@ -1,4 +1,6 @@
-"""The tiers of one cache, from the top down. `open_tiers` makes the stack of those that are configured."""
+"""The tiers of one cache, from the top down. `open_tiers` makes the stack of those that are
+configured.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,42 @@ from pagoda.tiers import DiskTier, HostTier, Tier
 
 
 class TierStack:
-    """The host tier, if there is one, and the tiers below it. Immutable. `written`: the tiers not read-only."""
+    """The host tier, if there is one, and the tiers below it. Immutable. `written`: the tiers not
+    read-only.
+    """
 
     def __init__(
-        self, host: HostTier | None, lower: tuple[Tier, ...], left_out: tuple[str, ...] = ()
+        self,
+        host: HostTier | None,
+        lower: tuple[Tier, ...],
+        left_out: tuple[str, ...] = (),
     ) -> None:
         """`left_out`: names of the cache's tiers that may not be used now."""
         self.host = host
         self.lower = lower
         self.written = tuple(tier for tier in lower if not tier.read_only)
         self.left_out = left_out
-        self.all: tuple[Tier, ...] = lower if host is None else (host, *lower)  # from the top down
+        # from the top down
+        self.all: tuple[Tier, ...] = lower if host is None else (host, *lower)
         self.names = tuple(tier.name for tier in self.all)
 
     def only(self, names: Iterable[str]) -> TierStack:
-        """Return the chosen tiers. Raises ValueError for a name that is not a tier of this cache."""
+        """Return the chosen tiers. Raises ValueError for a name that is not a tier of this
+        cache.
+        """
         wanted = [names] if isinstance(names, str) else list(names)
-        unknown = [name for name in wanted if name not in (*self.names, *self.left_out)]
+        unknown = [
+            name for name in wanted if name not in (*self.names, *self.left_out)
+        ]
         if unknown:
-            raise ValueError(f"no tier {unknown[0]!r}: this cache has {', '.join(self.names) or 'none'}")
-        host = self.host if self.host is not None and self.host.name in wanted else None
+            raise ValueError(
+                f"no tier {unknown[0]!r}: this cache has {', '.join(self.names) or 'none'}"
+            )
+        host = (
+            self.host
+            if self.host is not None and self.host.name in wanted
+            else None
+        )
         lower = tuple(tier for tier in self.lower if tier.name in wanted)
         return TierStack(host, lower, self.left_out)
 
@@ -39,7 +57,11 @@ class TierStack:
         """Return the tiers that are not shared with other machines."""
         remote = tuple(tier.name for tier in self.lower if tier.is_shared)
         lower = tuple(tier for tier in self.lower if not tier.is_shared)
-        return TierStack(self.host, lower, (*self.left_out, *remote)) if remote else self
+        return (
+            TierStack(self.host, lower, (*self.left_out, *remote))
+            if remote
+            else self
+        )
 
     def without(self, names: Collection[str]) -> TierStack:
         """Return the tiers that do not have one of these names."""
@@ -54,19 +76,31 @@ class TierStack:
         """Return the tiers without a lossy codec."""
         lossy = tuple(tier.name for tier in self.lower if codecs_of([tier]))
         lower = tuple(tier for tier in self.lower if tier.name not in lossy)
-        return TierStack(self.host, lower, (*self.left_out, *lossy)) if lossy else self
+        return (
+            TierStack(self.host, lower, (*self.left_out, *lossy))
+            if lossy
+            else self
+        )
 
     def joined_by(self, disk: Tier) -> TierStack:
-        """Return these tiers and the disk tier, which was left out: it is the first below the host tier."""
+        """Return these tiers and the disk tier, which was left out: it is the first below the host
+        tier.
+        """
         left_out = tuple(name for name in self.left_out if name != disk.name)
         return TierStack(self.host, (disk, *self.lower), left_out)
 
     def ledgers(self) -> list[tuple[str, Ledger]]:
         """Return the ledgers of the local tiers, by tier name."""
-        return [(tier.name, tier.ledger) for tier in self.all if isinstance(tier, HostTier | DiskTier)]
+        return [
+            (tier.name, tier.ledger)
+            for tier in self.all
+            if isinstance(tier, HostTier | DiskTier)
+        ]
 
     def last_clears(self) -> list[int]:
-        """Return a number of each local tier that changes when chunks are cleared there, by any process."""
+        """Return a number of each local tier that changes when chunks are cleared there, by any
+        process.
+        """
         return [ledger.last_clear() for _, ledger in self.ledgers()]
 
     def register(self, namespace: Namespace) -> None:
@@ -84,10 +118,13 @@ def build_tiers(tiers: Sequence[Tier], layout: KVLayout) -> TierStack:
     """Return the stack of the caller's tiers. Raises ValueError if they do not fit each other."""
     for tier in tiers:
         if not isinstance(tier, Tier):
-            raise ValueError(f"{type(tier).__name__} is not a whole tier: derive it from pagoda.tiers.Tier")
+            raise ValueError(
+                f"{type(tier).__name__} is not a whole tier: derive it from pagoda.tiers.Tier"
+            )
         if tier.chunk_bytes != layout.chunk_bytes:
             raise ValueError(
-                f"tier {tier.name!r} has chunks of {tier.chunk_bytes} bytes, the layout {layout.chunk_bytes}: "
+                f"tier {tier.name!r} has chunks of {tier.chunk_bytes} bytes, the layout "
+                f"{layout.chunk_bytes}: "
                 "build both with one KVLayout"
             )
     if len({tier.name for tier in tiers}) != len(tiers):

@@ -1,12 +1,14 @@
 """The weights epoch of a model on this machine, and which namespace and tiers a call may use in it.
 
-Each local root keeps a record of the epochs (`pagoda.ledger.epoch_record`). An epoch is a number and a random nonce, so
-that one epoch is never given out twice, whichever roots were open at that time. Whoever opens roots compares them and
-raises those that are behind. A record also knows the epochs that were left behind. Of two epochs of which none is known
-to come after the other one, whatever their numbers, neither is known to be the present one: both are left behind, by a
-new epoch. A process stores and serves under an epoch only in the tiers whose root has recorded it.
+Each local root keeps a record of the epochs (`pagoda.ledger.epoch_record`). An epoch is a number
+and a random nonce, so that one epoch is never given out twice, whichever roots were open at that
+time. Whoever opens roots compares them and raises those that are behind. A record also knows the
+epochs that were left behind. Of two epochs of which none is known to come after the other one,
+whatever their numbers, neither is known to be the present one: both are left behind, by a new
+epoch. A process stores and serves under an epoch only in the tiers whose root has recorded it.
 
-A process notices a change by one `stat` per root: the file that older versions keep for the model grows with each one.
+A process notices a change by one `stat` per root: the file that older versions keep for the model
+grows with each one.
 """
 
 from __future__ import annotations
@@ -28,16 +30,25 @@ from pagoda.cache.tier_stack import TierStack
 from pagoda.errors import StoreError
 from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import Namespace
-from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch, EpochRecord, new_epoch
+from pagoda.ledger.epoch_record import (
+    NEVER_CHANGED,
+    Epoch,
+    EpochRecord,
+    new_epoch,
+)
 from pagoda.metrics import Reason, guarded_logger
 from pagoda.quality_verdict import QualityState
 
 log = guarded_logger("pagoda.cache")
 
-_ROOT_SECONDS = 5.0  # how long a change waits for the root of a tier that was left out
-_LOOK_SECONDS = 1.0  # between two looks whether a record is still the file that it was
-_MOST_NAMESPACES = 1024  # the number of namespaces that are kept ready; further tenants are hashed again
-_EPOCHS = 2**32  # epochs of this machine within one epoch of the configured namespace
+# how long a change waits for the root of a tier that was left out
+_ROOT_SECONDS = 5.0
+# between two looks whether a record is still the file that it was
+_LOOK_SECONDS = 1.0
+# the number of namespaces that are kept ready; further tenants are hashed again
+_MOST_NAMESPACES = 1024
+# epochs of this machine within one epoch of the configured namespace
+_EPOCHS = 2**32
 
 
 class PresentWeights:
@@ -53,24 +64,32 @@ class PresentWeights:
     ) -> None:
         """Begin with the weights that a namespace names.
 
-        `begun`: the present state of the lossy codecs of the tiers; `measure` returns that state for other weights or
-        adapters, and is called once for each. `of`: the weights of another cache of the same model, over tiers with the
-        same roots: a change reported to one of the two is valid for both.
+        `begun`: the present state of the lossy codecs of the tiers; `measure` returns that state
+        for other weights or adapters, and is called once for each. `of`: the weights of another
+        cache of the same model, over tiers with the same roots: a change reported to one of the two
+        is valid for both.
         """
         self._resources = resources
         self._measure = measure
         if of is None:
             self._epoch = WeightsEpoch(
-                resources.config.roots(), namespace.model, namespace.weights_epoch, resources.left_out()
+                resources.config.roots(),
+                namespace.model,
+                namespace.weights_epoch,
+                resources.left_out(),
             )
         else:
             self._epoch = of._epoch
             for tier in self._epoch.unread.keys() - resources.left_out().keys():
-                self._epoch.compare_root(tier)  # the other cache has left it out, this one has it open
+                # the other cache has left it out, this one has it open
+                self._epoch.compare_root(tier)
         self._epoch.share(resources)
         self._base = namespace
-        # by adapter, salt, version, numerics and epoch: the namespace, and whether tiers are left out
-        self._scopes: dict[tuple[str, str, str, str, Epoch], tuple[Namespace, bool]] = {}
+        # by adapter, salt, version, numerics and epoch: the namespace, and whether tiers are left
+        # out
+        self._scopes: dict[
+            tuple[str, str, str, str, Epoch], tuple[Namespace, bool]
+        ] = {}
         self._begun = list(begun)
         self._measured: dict[tuple[str, Epoch, str], list[QualityState]] = {}
         reset_now_and_in_child(self)
@@ -86,13 +105,16 @@ class PresentWeights:
         version: str | None = None,
         numerics: str | None = None,
     ) -> tuple[Namespace, TierStack]:
-        """Return the namespace of an adapter, a tenant and numerics now, and the tiers that may be used now.
+        """Return the namespace of an adapter, a tenant and numerics now, and the tiers that may be
+        used now.
 
-        A stat notices weights that another process changed. After weights changed in place, no other machine has their
-        KV or may get it, unless the change named a version. A `version` that is given is the caller's.
+        A stat notices weights that another process changed. After weights changed in place, no
+        other machine has their KV or may get it, unless the change named a version. A `version`
+        that is given is the caller's.
 
-        Without a verdict for these weights with this adapter, the lossy tiers are left out, and the namespace is a
-        different one: so KV that another process loads from a lossy tier into host memory is not found either.
+        Without a verdict for these weights with this adapter, the lossy tiers are left out, and the
+        namespace is a different one: so KV that another process loads from a lossy tier into host
+        memory is not found either.
         """
         version, epoch = self._present(version)
         lora = self._base.lora if lora is None else lora
@@ -101,12 +123,23 @@ class PresentWeights:
         with self._lock:
             found = self._scopes.get((lora, salt, version, numerics, epoch))
         if found is None:
-            is_left_out = any(state.checked == "left out" for state in self._quality_of(version, epoch, lora))
+            is_left_out = any(
+                state.checked == "left out"
+                for state in self._quality_of(version, epoch, lora)
+            )
             weights_epoch = self._base.weights_epoch * _EPOCHS + epoch.number
             versioned = self._base.of_version(version).of_change(epoch.nonce)
-            namespace = versioned.with_(lora=lora, salt=salt, weights_epoch=weights_epoch, numerics=numerics)
-            if is_left_out:  # not a namespace of exact KV: writes in progress may still reach a lossy tier
-                namespace = namespace.with_(approximate=f"{namespace.approximate},left out")
+            namespace = versioned.with_(
+                lora=lora,
+                salt=salt,
+                weights_epoch=weights_epoch,
+                numerics=numerics,
+            )
+            # not a namespace of exact KV: writes in progress may still reach a lossy tier
+            if is_left_out:
+                namespace = namespace.with_(
+                    approximate=f"{namespace.approximate},left out"
+                )
             found = namespace, is_left_out
             with self._lock:
                 while len(self._scopes) >= _MOST_NAMESPACES:
@@ -121,9 +154,14 @@ class PresentWeights:
         return namespace, tiers.exact() if is_left_out else tiers
 
     def quality(self) -> list[QualityState]:
-        """Return what is known of each lossy codec with the present weights, and where adapters in use differ."""
+        """Return what is known of each lossy codec with the present weights, and where adapters in
+        use differ.
+        """
         version, epoch = self._present(None)
-        found = {(str(state.setting), state.checked): state for state in self._quality_of(version, epoch)}
+        found = {
+            (str(state.setting), state.checked): state
+            for state in self._quality_of(version, epoch)
+        }
         for (*measured, _), states in list(self._measured.items()):
             if measured == [version, epoch]:
                 for state in states:
@@ -131,23 +169,35 @@ class PresentWeights:
         return list(found.values())
 
     def present(self, lora: str | None = None) -> Namespace:
-        """Return the namespace that names the present weights, with an adapter: the subject of a verdict."""
-        return self._named(*self._present(None), self._base.lora if lora is None else lora)
+        """Return the namespace that names the present weights, with an adapter: the subject of a
+        verdict.
+        """
+        return self._named(
+            *self._present(None), self._base.lora if lora is None else lora
+        )
 
     def _present(self, version: str | None) -> tuple[str, Epoch]:
         epoch = self._epoch.epoch()
-        version, named_at = self._epoch.named if version is None else (version, NEVER_CHANGED)
+        version, named_at = (
+            self._epoch.named if version is None else (version, NEVER_CHANGED)
+        )
         return version, epoch if epoch.number > named_at.number else NEVER_CHANGED
 
     def _named(self, version: str, epoch: Epoch, lora: str) -> Namespace:
         begun_at = self._base.weights_epoch
-        weights_epoch = begun_at * _EPOCHS + epoch.number if epoch.number else begun_at
+        weights_epoch = (
+            begun_at * _EPOCHS + epoch.number if epoch.number else begun_at
+        )
         weights = self._base.of_version(version).of_change(epoch.nonce)
         return weights.with_(weights_epoch=weights_epoch, lora=lora)
 
-    def _quality_of(self, version: str, epoch: Epoch, lora: str | None = None) -> list[QualityState]:
+    def _quality_of(
+        self, version: str, epoch: Epoch, lora: str | None = None
+    ) -> list[QualityState]:
         lora = self._base.lora if lora is None else lora
-        if not self._begun or not (version or epoch.number or lora != self._base.lora):
+        if not self._begun or not (
+            version or epoch.number or lora != self._base.lora
+        ):
             return self._begun
         found = self._measured.get((version, epoch, lora))
         if found is None:
@@ -160,12 +210,15 @@ class PresentWeights:
     def compare_root(self, tier: str) -> str | None:
         """Compare the root of a tier that was left out with the others, and raise what is behind.
 
-        Returns None if it has recorded the present epoch, else why not. May wait as long as its disk does.
+        Returns None if it has recorded the present epoch, else why not. May wait as long as its
+        disk does.
         """
         return self._epoch.compare_root(tier)
 
     def change(self, version: str) -> int:
-        """Raise the weights epoch, or use a version, which needs no new epoch. See Cache.weights_changed."""
+        """Raise the weights epoch, or use a version, which needs no new epoch. See
+        Cache.weights_changed.
+        """
         if version:
             return self._epoch.name(version).number
         epoch, errors = self._epoch.raise_epoch()
@@ -174,29 +227,47 @@ class PresentWeights:
         unraised = self._unraised(errors)
         none_recorded = len(errors) == len(self._resources.config.roots())
         if none_recorded and tiers.local() is not tiers:
-            name_them = "no local tier has a directory: call weights_changed with a name of the new weights"
+            name_them = (
+                "no local tier has a directory: call weights_changed with a name of the new "
+                "weights"
+            )
             raise StoreError(
-                "other processes, and caches opened later, do not know that the weights have changed, and use the KV "
-                "of the old weights in remote tiers: remove the cause and call weights_changed again, or stop them "
+                "other processes, and caches opened later, do not know that the weights have "
+                "changed, and use the KV "
+                "of the old weights in remote tiers: remove the cause and call weights_changed "
+                "again, or stop them "
                 f"({next(iter(errors.values()), name_them)})"
             )
         if unraised is not None:
             raise StoreError(
-                "this process uses the new weights, but a tier that was left out could not record that they have "
-                "changed: if the machine restarts before the tier takes part, it holds KV of the old weights under the "
-                f"name of the new ones. Repair it, remove its store, or call weights_changed with a name ({unraised})"
+                "this process uses the new weights, but a tier that was left out could not "
+                "record that they have "
+                "changed: if the machine restarts before the tier takes part, it holds KV of the "
+                "old weights under the "
+                "name of the new ones. Repair it, remove its store, or call weights_changed "
+                f"with a name ({unraised})"
             )
         if uncleared:
-            why = "; ".join(f"{tier}: {errors[tier]}, {reason}" for tier, reason in uncleared.items())
+            why = "; ".join(
+                f"{tier}: {errors[tier]}, {reason}"
+                for tier, reason in uncleared.items()
+            )
             raise StoreError(
-                "this process uses the new weights, but a tier could neither record that they have changed nor be "
-                "cleared: if the machine restarts before it can be written again, it holds KV of the old weights under "
-                f"the name of the new ones. Repair it, remove its store, or call weights_changed with a name ({why})"
+                "this process uses the new weights, but a tier could neither record that they "
+                "have changed nor be "
+                "cleared: if the machine restarts before it can be written again, it holds KV of "
+                "the old weights under "
+                "the name of the new ones. Repair it, remove its store, or call weights_changed "
+                f"with a name ({why})"
             )
         return epoch.number
 
-    def _clear_unrecorded(self, errors: Mapping[str, Exception]) -> dict[str, str]:
-        """Clear the tiers whose roots cannot record the epoch: that needs no space. Return why others were not."""
+    def _clear_unrecorded(
+        self, errors: Mapping[str, Exception]
+    ) -> dict[str, str]:
+        """Clear the tiers whose roots cannot record the epoch: that needs no space. Return why
+        others were not.
+        """
         uncleared: dict[str, str] = {}
         for resources in self._epoch.sharing():
             for tier in resources.tiers.all:
@@ -204,7 +275,8 @@ class PresentWeights:
                     continue
                 try:
                     tier.clear()
-                except Exception as error:  # noqa: BLE001  # a boundary: the other tiers must be cleared
+                except Exception as error:  # noqa: BLE001
+                    # a boundary: the other tiers must be cleared
                     uncleared[tier.name] = str(error)
                 else:
                     text = f"{tier.name} is cleared: {errors[tier.name]}"
@@ -212,16 +284,18 @@ class PresentWeights:
         return uncleared
 
     def _unraised(self, errors: Mapping[str, Exception]) -> str | None:
-        """Return which tier that was left out has not recorded the present epoch, and why; None if there is none."""
+        """Return which tier that was left out has not recorded the present epoch, and why; None if
+        there is none.
+        """
         for tier, reason in self._resources.left_out().items():
             if tier not in self._epoch.unread:
                 if tier in errors:
                     return f"{tier}: {errors[tier]}"
                 continue
             try:
-                why = BoundedCall(partial(self.compare_root, tier), "pagoda-compare-root").result(
-                    _ROOT_SECONDS
-                )
+                why = BoundedCall(
+                    partial(self.compare_root, tier), "pagoda-compare-root"
+                ).result(_ROOT_SECONDS)
             except (TimeoutError, OSError, StoreError) as error:
                 why = str(error)
             if why is not None:
@@ -230,34 +304,50 @@ class PresentWeights:
 
 
 class WeightsEpoch:
-    """Reads and raises the epoch of one model. Thread-safe; other processes notice at their next `epoch()`.
+    """Reads and raises the epoch of one model. Thread-safe; other processes notice at their next
+    `epoch()`.
 
     The version that was named is valid for all caches that share this object.
     """
 
     def __init__(
-        self, roots: Mapping[str, Path], model: str, begun_at: int = 0, left_out: Collection[str] = ()
+        self,
+        roots: Mapping[str, Path],
+        model: str,
+        begun_at: int = 0,
+        left_out: Collection[str] = (),
     ) -> None:
-        """Compare the roots, except those of tiers that were `left_out`: their disks may be dead. Raise those behind.
+        """Compare the roots, except those of tiers that were `left_out`: their disks may be dead.
+        Raise those behind.
 
-        `begun_at`: the configured epoch, the same on all machines; within it this machine counts from 0.
+        `begun_at`: the configured epoch, the same on all machines; within it this machine counts
+        from 0.
         """
         name = f"{model}\0{begun_at}" if begun_at else model
-        digest = blake3(name.encode(), derive_key_context="PagodaKV weights epoch").hexdigest(8)
+        digest = blake3(
+            name.encode(), derive_key_context="PagodaKV weights epoch"
+        ).hexdigest(8)
         every = {tier: EpochRecord(root, digest) for tier, root in roots.items()}
-        self._records = {tier: record for tier, record in every.items() if tier not in left_out}
+        self._records = {
+            tier: record for tier, record in every.items() if tier not in left_out
+        }
         # by tier: records that were not compared yet; what they know of changes is unknown
-        self.unread = {tier: record for tier, record in every.items() if tier in left_out}
+        self.unread = {
+            tier: record for tier, record in every.items() if tier in left_out
+        }
         self._old_paths = [record.old_path for record in self._records.values()]
         self._known = (
-            NEVER_CHANGED  # its count never decreases in this process, whatever happens to the files
+            # its count never decreases in this process, whatever happens to the files
+            NEVER_CHANGED
         )
         # names of the tiers whose root has not recorded that epoch: they are not used
         self.unrecorded: frozenset[str] = frozenset()
-        self._sharing: list[weakref.ref[Resources]] = []  # the caches that share this object
+        # the caches that share this object
+        self._sharing: list[weakref.ref[Resources]] = []
         # the version that the weights were changed to, and the epoch then
         self.named: tuple[str, Epoch] = ("", NEVER_CHANGED)
-        self._seen: list[tuple[int, int] | None] = []  # inode and size of the files that tell of a change
+        # inode and size of the files that tell of a change
+        self._seen: list[tuple[int, int] | None] = []
         self._look_at = 0.0
         self._inodes: list[int | None] = []
         reset_now_and_in_child(self)
@@ -280,16 +370,22 @@ class WeightsEpoch:
         return self._known
 
     def _look(self, seen: list[tuple[int, int] | None]) -> None:
-        """Compare the roots if something has changed: an epoch, the file of a record, or what could not be recorded."""
+        """Compare the roots if something has changed: an epoch, the file of a record, or what could
+        not be recorded.
+        """
         with self._lock:
             told = seen != self._seen
             due = time.monotonic() >= self._look_at
-            if told or (due and (self.unrecorded or self._inodes != self._record_inodes())):
+            if told or (
+                due and (self.unrecorded or self._inodes != self._record_inodes())
+            ):
                 self._compare_all(self.unrecorded)
             self._look_at = time.monotonic() + _LOOK_SECONDS
 
     def compare_root(self, tier: str) -> str | None:
-        """Compare the root of a tier with the others, and raise those that are behind. See PresentWeights."""
+        """Compare the root of a tier with the others, and raise those that are behind. See
+        PresentWeights.
+        """
         record = self.unread.get(tier)
         if record is not None:
             try:  # first without the lock: a dead disk may never answer
@@ -304,11 +400,17 @@ class WeightsEpoch:
                 self._old_paths = [one.old_path for one in self._records.values()]
                 self.unread.pop(tier, None)
             self._compare_all(self.unrecorded)
-        return "its root cannot record that the weights were changed" if tier in self.unrecorded else None
+        return (
+            "its root cannot record that the weights were changed"
+            if tier in self.unrecorded
+            else None
+        )
 
     def unusable(self) -> frozenset[str]:
         """Return the tiers whose root has not recorded the present epoch, or was not read yet."""
-        return self.unrecorded.union(self.unread) if self.unread else self.unrecorded
+        return (
+            self.unrecorded.union(self.unread) if self.unread else self.unrecorded
+        )
 
     def share(self, resources: Resources) -> None:
         """Note that a cache with these resources uses this object. Keeps only a weak reference."""
@@ -316,27 +418,40 @@ class WeightsEpoch:
 
     def sharing(self) -> list[Resources]:
         """Return the resources of the caches that use this object."""
-        return [resources for sharing in self._sharing if (resources := sharing()) is not None]
+        return [
+            resources
+            for sharing in self._sharing
+            if (resources := sharing()) is not None
+        ]
 
     def name(self, version: str) -> Epoch:
-        """Note that the weights were changed to a named version; return the epoch in which the name is valid."""
+        """Note that the weights were changed to a named version; return the epoch in which the name
+        is valid.
+        """
         self.named = version, self.epoch()
         return self.named[1]
 
     def raise_epoch(self) -> tuple[Epoch, dict[str, Exception]]:
-        """Raise the epoch; it is on the medium when this returns, except under the roots of the tiers in the errors."""
+        """Raise the epoch; it is on the medium when this returns, except under the roots of the
+        tiers in the errors.
+        """
         with self._lock:
             epoch, errors = self._compare(is_new=True)
             self._note(epoch, frozenset(errors))
             return epoch, errors
 
     def _compare_all(self, before: frozenset[str]) -> None:
-        """Find the present epoch, and record it under the roots that are behind. `before`: those that failed before."""
+        """Find the present epoch, and record it under the roots that are behind. `before`: those
+        that failed before.
+        """
         epoch, errors = self._compare()
         if epoch == NEVER_CHANGED:  # a root without a record says the same
             errors = {}
         for tier in errors.keys() - before:
-            text = "%s is not used with weights that were changed in place: its root cannot record that (%s)"
+            text = (
+                "%s is not used with weights that were changed in place: its root cannot "
+                "record that (%s)"
+            )
             log.warning(text, tier, errors[tier])
         self._note(epoch, frozenset(errors))
 
@@ -350,17 +465,24 @@ class WeightsEpoch:
         found = (_identity(record.path) for record in self._records.values())
         return [None if identity is None else identity[0] for identity in found]
 
-    def _compare(self, is_new: bool = False) -> tuple[Epoch, dict[str, Exception]]:
-        """Agree with all roots on the present epoch, or on a new one, and record it. Return the errors too, by tier.
+    def _compare(
+        self, is_new: bool = False
+    ) -> tuple[Epoch, dict[str, Exception]]:
+        """Agree with all roots on the present epoch, or on a new one, and record it. Return the
+        errors too, by tier.
 
-        All roots are locked meanwhile, in the order of their paths, so that two processes do not write by turns.
+        All roots are locked meanwhile, in the order of their paths, so that two processes do not
+        write by turns.
         """
         errors: dict[str, Exception] = {}
         found: dict[str, Epoch | None] = {}
-        passed: set[Epoch] = set()  # epochs that are known to be followed by another one
+        # epochs that are known to be followed by another one
+        passed: set[Epoch] = set()
         least = self._known.number
         with contextlib.ExitStack() as held:
-            for tier, record in sorted(self._records.items(), key=lambda item: str(item[1].path)):
+            for tier, record in sorted(
+                self._records.items(), key=lambda item: str(item[1].path)
+            ):
                 try:
                     held.enter_context(record.locked())
                     found[tier] = record.read()
@@ -369,9 +491,14 @@ class WeightsEpoch:
                     errors[tier] = error
                     if self._known == NEVER_CHANGED and record.has_promised():
                         found[tier] = None
-            every = {epoch for epoch in (*found.values(), self._known) if epoch is not None} - {NEVER_CHANGED}
+            every = {
+                epoch
+                for epoch in (*found.values(), self._known)
+                if epoch is not None
+            } - {NEVER_CHANGED}
             for tier in found.keys() - errors.keys():
-                with contextlib.suppress(OSError, StoreError):  # then they are not known to be followed
+                # then they are not known to be followed
+                with contextlib.suppress(OSError, StoreError):
                     passed |= self._records[tier].passed(every)
             epoch = _agreed(found, self._known, passed, least, is_new)
             for tier in found.keys() - errors.keys():
@@ -387,21 +514,31 @@ class WeightsEpoch:
 
 
 def _reserve(record: EpochRecord) -> None:
-    """Reserve space for changes. If the disk is full or read-only, there may be space when it is needed."""
+    """Reserve space for changes. If the disk is full or read-only, there may be space when it is
+    needed.
+    """
     with contextlib.suppress(OSError):
         record.reserve()
 
 
 def _agreed(
-    found: Mapping[str, Epoch | None], known: Epoch, passed: Collection[Epoch], least: int, is_new: bool
+    found: Mapping[str, Epoch | None],
+    known: Epoch,
+    passed: Collection[Epoch],
+    least: int,
+    is_new: bool,
 ) -> Epoch:
-    """Return the epoch that is valid when roots say this, and this process `known`. See the module's docstring.
+    """Return the epoch that is valid when roots say this, and this process `known`. See the
+    module's docstring.
 
     `passed`: those of them that are known to be followed by another one.
     """
     if is_new or None in found.values():
         return new_epoch(above=least)
-    last = {epoch for epoch in (*found.values(), known) if epoch is not None} - {NEVER_CHANGED, *passed}
+    last = {epoch for epoch in (*found.values(), known) if epoch is not None} - {
+        NEVER_CHANGED,
+        *passed,
+    }
     present = max(last, default=NEVER_CHANGED)
     if len(last) > 1 or present.number < least:
         return new_epoch(above=least)

@@ -1,15 +1,17 @@
-"""Write-back: one background thread per lower tier writes chunks to it and touches there what is used above.
+"""Write-back: one background thread per lower tier writes chunks to it and touches there what is
+used above.
 
-Calls enqueue notes of chunks in host slots, and staging buffers for chunks without a slot; the threads pass them to
-their tiers. A chunk that is evicted from its slot before its turn is a counted drop. The policy decides which chunks
-are written:
+Calls enqueue notes of chunks in host slots, and staging buffers for chunks without a slot; the
+threads pass them to their tiers. A chunk that is evicted from its slot before its turn is a counted
+drop. The policy decides which chunks are written:
 
     write_through   every chunk, in the order of storing
     selective       chunks that were hit often enough
     write_back      the coldest, ahead of their eviction, so that some slots are always clean
 
-Under every policy, chunks in staging buffers are written. Chunks that are served from above are touched in the lower
-tier, a moment later and many at once, so that they do not grow old there; chunks that it has lost are written again.
+Under every policy, chunks in staging buffers are written. Chunks that are served from above are
+touched in the lower tier, a moment later and many at once, so that they do not grow old there;
+chunks that it has lost are written again.
 """
 
 from __future__ import annotations
@@ -42,23 +44,29 @@ from pagoda.tiers.base import Chunk, Done, Tier, runs
 log = guarded_logger("pagoda.cache")
 
 _TICK_SECONDS = 0.1  # between two searches for cold chunks
-_GATHER_SECONDS = 0.2  # the time for which accesses are gathered before they are reported to the tier
-_MOST_ACCESSED = 1 << 16  # chunks in notes of accesses; beyond that the oldest notes are dropped
-_MOST_WRITING = 32  # chunks that are being written by a tier; fewer if its queue is shorter
+# the time for which accesses are gathered before they are reported to the tier
+_GATHER_SECONDS = 0.2
+# chunks in notes of accesses; beyond that the oldest notes are dropped
+_MOST_ACCESSED = 1 << 16
+# chunks that are being written by a tier; fewer if its queue is shorter
+_MOST_WRITING = 32
 _WRITE_SECONDS = 60.0  # the thread does not wait longer for a write
 _CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
 _LEASE_SECONDS = 30.0  # how long a slot is leased for a write
-_REFUSED_SECONDS = 1.0  # the pause before a lower tier's policy is asked again about a chunk that it refused
+# the pause before a lower tier's policy is asked again about a chunk that it refused
+_REFUSED_SECONDS = 1.0
 
 Slots = npt.NDArray[np.int64]
 Generations = npt.NDArray[np.uint64]
 
 
-# -- notes --------------------------------------------------------------------------------------------------------
+# -- notes -----------------------------------------------------------------------------------------
 
 
 class ChunkRef(NamedTuple):
-    """A chunk of a run, and where its bytes are: in a host slot, in a staging buffer, or nowhere (names only)."""
+    """A chunk of a run, and where its bytes are: in a host slot, in a staging buffer, or nowhere
+    (names only).
+    """
 
     key: bytes
     position: int
@@ -74,9 +82,15 @@ class ChunkRef(NamedTuple):
 
 
 def chunk_ref(
-    request: CacheRequest, index: int, slot: int = -1, generation: int = 0, staged: StagedChunk | None = None
+    request: CacheRequest,
+    index: int,
+    slot: int = -1,
+    generation: int = 0,
+    staged: StagedChunk | None = None,
 ) -> ChunkRef:
-    """Return the chunk request.keys[index] and where its bytes are. Without a place it is only a name to touch."""
+    """Return the chunk request.keys[index] and where its bytes are. Without a place it is only a
+    name to touch.
+    """
     key = request.keys[index]
     parent = request.parent_of(index)
     return ChunkRef(key, request.first + index, parent, slot, generation, staged)
@@ -93,7 +107,9 @@ def refs_in_slots(
 def columns_of(refs: Sequence[ChunkRef | Reserved]) -> tuple[Slots, Generations]:
     """Return the slots and the generations of some chunks."""
     slots = np.fromiter((ref.slot for ref in refs), np.int64, len(refs))
-    return slots, np.fromiter((ref.generation for ref in refs), np.uint64, len(refs))
+    return slots, np.fromiter(
+        (ref.generation for ref in refs), np.uint64, len(refs)
+    )
 
 
 def follows(ref: ChunkRef, before: ChunkRef) -> bool:
@@ -102,39 +118,47 @@ def follows(ref: ChunkRef, before: ChunkRef) -> bool:
 
 
 class _WriteBatch(NamedTuple):
-    """A run of chunks for a lower tier, in order, with one stamp, so that its tail is evicted first there too."""
+    """A run of chunks for a lower tier, in order, with one stamp, so that its tail is evicted first
+    there too.
+    """
 
     namespace: bytes
     refs: list[ChunkRef]
     stamp: int | None
-    asked: bool = False  # the chunks were served from a tier above; otherwise they were stored there
+    # the chunks were served from a tier above; otherwise they were stored there
+    asked: bool = False
 
 
 class Access(NamedTuple):
-    """Chunks of one run that were served or found. Cheap to make; `refs` returns what a writer needs."""
+    """Chunks of one run that were served or found. Cheap to make; `refs` returns what a writer
+    needs.
+    """
 
     namespace: bytes
     refs: Callable[[], list[ChunkRef]]
     chunks: int
-    where: tuple[Slots, Generations] | None = None  # the host slots, if all chunks came from there
+    # the host slots, if all chunks came from there
+    where: tuple[Slots, Generations] | None = None
     source: Tier | None = None  # the lower tier that served them
     asked: bool = True
     left_out: tuple[str, ...] = ()  # tiers that may not have these chunks
 
 
-# -- one lower tier -----------------------------------------------------------------------------------------------
+# -- one lower tier --------------------------------------------------------------------------------
 
 
 class WriteBackQueue:
-    """The queue and the thread of one lower tier, so that a slow tier does not delay the others. Thread-safe.
+    """The queue and the thread of one lower tier, so that a slow tier does not delay the others.
+    Thread-safe.
 
     The thread starts with the first note (in a child, too).
 
-    The number of notes is limited by the slots of the host tier (more could not all be valid) and the staging buffers.
+    The number of notes is limited by the slots of the host tier (more could not all be valid) and
+    the staging buffers.
 
-    What the tier is known to have of the host's slots expires, because a chunk may be evicted or removed below at any
-    time. So when a chunk is used after `Tier.believed_seconds`, the tier is asked again, and the same call touches the
-    chunk.
+    What the tier is known to have of the host's slots expires, because a chunk may be evicted or
+    removed below at any time. So when a chunk is used after `Tier.believed_seconds`, the tier is
+    asked again, and the same call touches the chunk.
     """
 
     def __init__(
@@ -155,26 +179,35 @@ class WriteBackQueue:
         self._clock = clock
         self._slots = host.ledger.slots if host is not None else 0
         self._most_writing = min(_MOST_WRITING, tier.queue_chunks)
-        self._piece = max(1, self._most_writing // 2)  # chunks passed to the tier at once
-        # the generation of the chunk in each host slot for which the tier has recently answered, and until when the
-        # answer is believed: usually that the tier has the chunk, otherwise that its policy refuses the chunk
+        # chunks passed to the tier at once
+        self._piece = max(1, self._most_writing // 2)
+        # the generation of the chunk in each host slot for which the tier has recently answered,
+        # and until when the answer is believed: usually that the tier has the chunk, otherwise that
+        # its policy refuses the chunk
         self._known_generation: Generations = np.zeros(self._slots, np.uint64)
         self._known_until: npt.NDArray[np.int64] = np.zeros(self._slots, np.int64)
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the lock and an empty queue, with no thread; after a fork the parent writes its notes."""
-        self._changed = Condition()  # notified at the end of writes, which calls wait for
+        """Create the lock and an empty queue, with no thread; after a fork the parent writes its
+        notes.
+        """
+        # notified at the end of writes, which calls wait for
+        self._changed = Condition()
         self._noted = Event()  # wakes the thread
         self._queue: deque[_WriteBatch] = deque()
-        self._accesses: deque[tuple[Access, int | None]] = deque()  # with their stamps
-        self._due = 0.0  # when the accesses are reported to the tier (time.monotonic())
+        # with their stamps
+        self._accesses: deque[tuple[Access, int | None]] = deque()
+        # when the accesses are reported to the tier (time.monotonic())
+        self._due = 0.0
         self._accessed = 0  # chunks in the notes of accesses
-        # chunks in the queue, and how many of them are in staging buffers, which have a separate limit
+        # chunks in the queue, and how many of them are in staging buffers, which have a separate
+        # limit
         self._waiting = self._buffered = 0
         self._writing = 0  # chunks that the tier is writing
         self._working = False  # the thread is working on a note
-        self._dirty: dict[int, tuple[ChunkRef, _WriteBatch]] = {}  # write_back: by slot
+        # write_back: by slot
+        self._dirty: dict[int, tuple[ChunkRef, _WriteBatch]] = {}
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -184,13 +217,19 @@ class WriteBackQueue:
         with self._changed:
             return self._waiting + len(self._dirty)
 
-    # -- from the calls of the engine: never waits ----------------------------------------------------------------
+    # -- from the calls of the engine: never waits -------------------------------------------------
 
-    def enqueue(self, namespace: bytes, refs: Sequence[ChunkRef], stamps: Mapping[str, int | None]) -> None:
-        """Note that these chunks of one run are in host slots or staging buffers, and may be written to some tiers.
+    def enqueue(
+        self,
+        namespace: bytes,
+        refs: Sequence[ChunkRef],
+        stamps: Mapping[str, int | None],
+    ) -> None:
+        """Note that these chunks of one run are in host slots or staging buffers, and may be
+        written to some tiers.
 
-        `namespace` is their root; `stamps` are the run's stamps, by the name of each of these tiers. Each of these
-        tiers must release a staging buffer once.
+        `namespace` is their root; `stamps` are the run's stamps, by the name of each of these
+        tiers. Each of these tiers must release a staging buffer once.
         """
         if self.tier.name not in stamps:
             return
@@ -198,14 +237,20 @@ class WriteBackQueue:
         if refs and refs[0].staged is not None:
             self._put(_WriteBatch(namespace, list(refs), stamp))
         elif self._policy != "selective":
-            fresh = list(compress(refs, (~self._is_known(*columns_of(refs))).tolist()))
-            note = self._put if self._policy == "write_through" else self._mark_dirty
+            fresh = list(
+                compress(refs, (~self._is_known(*columns_of(refs))).tolist())
+            )
+            note = (
+                self._put if self._policy == "write_through" else self._mark_dirty
+            )
             if fresh:
                 note(_WriteBatch(namespace, fresh, stamp))
 
     def needs_no_note(self, slots: Slots, generations: Generations) -> bool:
         """Whether the chunks in these host slots need no note."""
-        return self._policy == "selective" or bool(self._is_known(slots, generations).all())
+        return self._policy == "selective" or bool(
+            self._is_known(slots, generations).all()
+        )
 
     def note_access(self, access: Access) -> None:
         """Note that chunks were served; the thread soon reports it to the tier."""
@@ -247,13 +292,23 @@ class WriteBackQueue:
         """Add a batch to the queue. Chunks that do not fit are dropped and counted."""
         staged = batch.refs[0].staged is not None
         with self._changed:
-            fitting = len(batch.refs) if staged else max(0, self._slots - self._waiting + self._buffered)
-            fitting, reason = (0, Reason.CLOSED) if self._closed else (fitting, Reason.QUEUE_FULL)
+            fitting = (
+                len(batch.refs)
+                if staged
+                else max(0, self._slots - self._waiting + self._buffered)
+            )
+            fitting, reason = (
+                (0, Reason.CLOSED)
+                if self._closed
+                else (fitting, Reason.QUEUE_FULL)
+            )
             late = batch.refs[fitting:]
             batch = batch._replace(refs=batch.refs[:fitting])
-            self._due = 0.0  # earlier accesses are reported first, since a write raises recency
+            # earlier accesses are reported first, since a write raises recency
+            self._due = 0.0
             number = len(batch.refs)
-            if number:  # no signal handler runs between this line and the end of the append
+            # no signal handler runs between this line and the end of the append
+            if number:
                 self._waiting += number
                 self._buffered += number if staged else 0
                 self._queue.append(batch)
@@ -265,28 +320,41 @@ class WriteBackQueue:
         """Let the thread notice the change. Called with the lock."""
         if self._thread is None and not self._closed:
             # without a thread the notes wait for the next call
-            self._thread = start_thread(self._run, f"pagoda-writeback-{self.tier.name}")
+            self._thread = start_thread(
+                self._run, f"pagoda-writeback-{self.tier.name}"
+            )
         self._noted.set()
 
-    # -- waiting for it -------------------------------------------------------------------------------------------
+    # -- waiting for it ----------------------------------------------------------------------------
 
     def wait_handed_over(self, timeout: float) -> bool:
-        """Wait until all notes have been passed to the tier; False if that takes longer than `timeout` seconds."""
+        """Wait until all notes have been passed to the tier; False if that takes longer than
+        `timeout` seconds.
+        """
         with self._changed:
-            return self._wait_for(lambda: not (self._queue or self._working), timeout)
+            return self._wait_for(
+                lambda: not (self._queue or self._working), timeout
+            )
 
     def flush(self, timeout: float) -> bool:
-        """Wait until every note has been written or dropped; False if `timeout` seconds were not enough."""
+        """Wait until every note has been written or dropped; False if `timeout` seconds were not
+        enough.
+        """
         deadline = Deadline(timeout)
         with self._changed:
             self._due = 0.0
-            accesses_done = self._wait_for(lambda: not (self._accesses or self._working), timeout)
+            accesses_done = self._wait_for(
+                lambda: not (self._accesses or self._working), timeout
+            )
             dirty = self._dirty
             self._dirty = {}
         for batch in _regroup(dirty.values()):
             self._put(batch)
         with self._changed:
-            return self._wait_for(self._is_done, deadline.remaining()) and accesses_done
+            return (
+                self._wait_for(self._is_done, deadline.remaining())
+                and accesses_done
+            )
 
     def _wait_for(self, done: Callable[[], bool], timeout: float) -> bool:
         """Wait until `done`; do not wait if no thread can be started. Called with the lock."""
@@ -296,10 +364,14 @@ class WriteBackQueue:
         return self._thread is not None and self._changed.wait_for(done, timeout)
 
     def _is_done(self) -> bool:
-        return not (self._queue or self._accesses or self._working or self._writing)
+        return not (
+            self._queue or self._accesses or self._working or self._writing
+        )
 
     def close(self, timeout: float) -> bool:
-        """Write what can be written within `timeout` seconds, drop and count the rest, end the thread. Idempotent."""
+        """Write what can be written within `timeout` seconds, drop and count the rest, end the
+        thread. Idempotent.
+        """
         flushed = self.flush(timeout)
         with self._changed:
             self._closed = True
@@ -322,17 +394,23 @@ class WriteBackQueue:
             if ref.staged is not None:
                 ref.staged.finish(Done(False, reason))
 
-    # -- the thread -----------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _run(self) -> None:
         with self._changed:  # `_wake` holds it while it starts a thread
-            if self._thread is None:  # a signal handler's exception interrupted `_wake` after the start
+            # a signal handler's exception interrupted `_wake` after the start
+            if self._thread is None:
                 self._thread = threading.current_thread()
-            if self._thread is not threading.current_thread():  # and the next `_wake` started another one
+            # and the next `_wake` started another one
+            if self._thread is not threading.current_thread():
                 return
         while (note := self._wait_for_note()) is not None:
             try:
-                self._write(note if isinstance(note, _WriteBatch) else self._batch_of(*note))
+                self._write(
+                    note
+                    if isinstance(note, _WriteBatch)
+                    else self._batch_of(*note)
+                )
             finally:
                 with self._changed:
                     self._working = False
@@ -341,7 +419,8 @@ class WriteBackQueue:
     def _wait_for_note(self) -> _WriteBatch | tuple[Access, int | None] | None:
         """Wait for the next note and take it; None when the thread is to end."""
         while True:
-            self._noted.clear()  # cleared before the check, so that a later note wakes the thread
+            # cleared before the check, so that a later note wakes the thread
+            self._noted.clear()
             with self._changed:
                 if self._dirty and not self._queue and self._host is not None:
                     self._enqueue_coldest(self._host.ledger)
@@ -366,62 +445,95 @@ class WriteBackQueue:
         while self._queue and _continues(batch, self._queue[0]):
             batch.refs.extend(self._queue.popleft().refs)
         self._waiting -= len(batch.refs)
-        self._buffered -= len(batch.refs) if batch.refs[0].staged is not None else 0
+        self._buffered -= (
+            len(batch.refs) if batch.refs[0].staged is not None else 0
+        )
         return batch
 
     def _enqueue_coldest(self, ledger: Ledger) -> None:
-        """Queue the coldest dirty chunks if fewer than a share of the slots are free or clean. Called with the lock."""
+        """Queue the coldest dirty chunks if fewer than a share of the slots are free or clean.
+        Called with the lock.
+        """
         columns = ledger.columns
-        wanted = max(1, self._slots // _CLEAN_SHARE) - int(np.count_nonzero(columns.last_use == NOT_READY))
+        wanted = max(1, self._slots // _CLEAN_SHARE) - int(
+            np.count_nonzero(columns.last_use == NOT_READY)
+        )
         if wanted <= 0:
             return
         coldest = ledger.next_victims(wanted).tolist()
-        chosen = [self._dirty.pop(slot) for slot in coldest if slot in self._dirty]
-        live = [entry for entry in chosen if columns.generation[entry[0].slot] == entry[0].generation]
+        chosen = [
+            self._dirty.pop(slot) for slot in coldest if slot in self._dirty
+        ]
+        live = [
+            entry
+            for entry in chosen
+            if columns.generation[entry[0].slot] == entry[0].generation
+        ]
         self._counters.add({f"drop_{Reason.STALE}": len(chosen) - len(live)})
         for batch in _regroup(live):
             self._queue.append(batch)
             self._waiting += len(batch.refs)
 
-    # -- writing, with `_working` set -----------------------------------------------------------------------------
+    # -- writing, with `_working` set --------------------------------------------------------------
 
     def _batch_of(self, access: Access, stamp: int | None) -> _WriteBatch:
-        """Return the batch for an access; empty if an earlier access of the same chunks has done its work."""
-        known = access.where is not None and bool(self._is_known(*access.where).all())
-        return _WriteBatch(access.namespace, [] if known else access.refs(), stamp, access.asked)
+        """Return the batch for an access; empty if an earlier access of the same chunks has done
+        its work.
+        """
+        known = access.where is not None and bool(
+            self._is_known(*access.where).all()
+        )
+        return _WriteBatch(
+            access.namespace, [] if known else access.refs(), stamp, access.asked
+        )
 
     def _write(self, batch: _WriteBatch) -> None:
-        """Touch the chunks of a batch that the tier has, and pass on those that it lacks, some at once."""
+        """Touch the chunks of a batch that the tier has, and pass on those that it lacks, some at
+        once.
+        """
         left = batch.refs
         try:
-            if left and left[0].staged is None:  # staged chunks were admitted before they were copied
+            # staged chunks were admitted before they were copied
+            if left and left[0].staged is None:
                 left = self._to_write(batch)
                 left = self._admitted(batch, left)
             while left:
                 piece = left[: self._piece]
                 left = left[self._piece :]
                 self._send(batch, piece)
-        except Exception as error:  # noqa: BLE001  # a boundary: the thread continues after any error
-            self._counters.warn(log, Reason.IO_ERROR, f"chunks were not written: {error}", error)
+        except Exception as error:  # noqa: BLE001
+            # a boundary: the thread continues after any error
+            self._counters.warn(
+                log, Reason.IO_ERROR, f"chunks were not written: {error}", error
+            )
         finally:
             if left and not batch.asked:
                 self._drop(left, Reason.IO_ERROR)
 
     def _to_write(self, batch: _WriteBatch) -> list[ChunkRef]:
-        """Touch the chunks of a batch that the tier has; return those that it lacks and that must be written now."""
+        """Touch the chunks of a batch that the tier has; return those that it lacks and that must
+        be written now.
+        """
         lacking: list[ChunkRef] = []
         for run in runs(batch.refs, len(batch.refs), follows):
             keys = [ref.key for ref in run]
             present = self.tier.touch(
-                keys, namespace=batch.namespace, start=run[0].position, stamp=batch.stamp, asked=batch.asked
+                keys,
+                namespace=batch.namespace,
+                start=run[0].position,
+                stamp=batch.stamp,
+                asked=batch.asked,
             )
             # no answer; stored chunks are offered anyway: the tier reports why it refuses them
             if present is None:
                 lacking += [] if batch.asked else run
                 continue
             self.mark_known(list(compress(run, present)))
-            lacking += [ref for ref, there in zip(run, present, strict=True) if not there]
-        lacking = [ref for ref in lacking if ref.slot >= 0]  # the others are only names
+            lacking += [
+                ref for ref, there in zip(run, present, strict=True) if not there
+            ]
+        # the others are only names
+        lacking = [ref for ref in lacking if ref.slot >= 0]
         if not batch.asked or not lacking:
             return lacking
         assert self._host is not None  # the chunks are in its slots
@@ -430,14 +542,22 @@ class WriteBackQueue:
         wanted = ledger.still_valid(*where) & ~self._is_known(*where)
         lacking = list(compress(lacking, wanted.tolist()))
         if self._policy == "selective":
-            return [ref for ref in lacking if ledger.columns.hits[ref.slot] >= self._hits]
+            return [
+                ref
+                for ref in lacking
+                if ledger.columns.hits[ref.slot] >= self._hits
+            ]
         if self._policy == "write_back":
             self._mark_dirty(batch._replace(refs=lacking, asked=False))
             return []
         return lacking
 
-    def _admitted(self, batch: _WriteBatch, refs: Sequence[ChunkRef]) -> list[ChunkRef]:
-        """Return those of these chunks that the tier's policy admits: no chunk after a refused one."""
+    def _admitted(
+        self, batch: _WriteBatch, refs: Sequence[ChunkRef]
+    ) -> list[ChunkRef]:
+        """Return those of these chunks that the tier's policy admits: no chunk after a refused
+        one.
+        """
         admitted: list[ChunkRef] = []
         for run in runs(refs, len(refs), follows):
             at = 0
@@ -446,7 +566,10 @@ class WriteBackQueue:
                 keys = [ref.key for ref in run[at:]]
                 start = run[at].position
                 count, refusing = self.tier.admit(
-                    keys, namespace=batch.namespace, start=start, stamp=batch.stamp
+                    keys,
+                    namespace=batch.namespace,
+                    start=start,
+                    stamp=batch.stamp,
                 )
                 admitted += run[at : at + count]
                 at += count
@@ -458,7 +581,9 @@ class WriteBackQueue:
         most = self._most_writing - len(piece)
         with self._changed:
             if self._writing > most:
-                self._changed.wait_for(lambda: self._closed or self._writing <= most, _WRITE_SECONDS)
+                self._changed.wait_for(
+                    lambda: self._closed or self._writing <= most, _WRITE_SECONDS
+                )
         try:
             leased = self._lease(piece)
             chunks = self._chunks(piece)
@@ -474,21 +599,31 @@ class WriteBackQueue:
         for ref, lease, future in zip(piece, leased, futures, strict=True):
             future.add_done_callback(partial(self._on_write_done, ref, lease))
 
-    def _lease(self, refs: Sequence[ChunkRef]) -> Sequence[tuple[int, int] | None]:
-        """Keep the slots of these chunks from eviction while they are written; return their old and new lease ends."""
+    def _lease(
+        self, refs: Sequence[ChunkRef]
+    ) -> Sequence[tuple[int, int] | None]:
+        """Keep the slots of these chunks from eviction while they are written; return their old and
+        new lease ends.
+        """
         if self._host is None or refs[0].staged is not None:
             return [None] * len(refs)
         ledger = self._host.ledger
         (slots, generations) = columns_of(refs)
         before = ledger.columns.lease_until[slots].tolist()
         ledger.lease(slots, generations, _LEASE_SECONDS)
-        return list(zip(before, ledger.columns.lease_until[slots].tolist(), strict=True))
+        return list(
+            zip(before, ledger.columns.lease_until[slots].tolist(), strict=True)
+        )
 
     def _chunks(self, piece: Sequence[ChunkRef]) -> list[Chunk]:
         """Return chunks in the form in which a tier takes them."""
         host = self._host
         if host is None or piece[0].staged is not None:
-            staged = [(ref.staged.buffer, ref.staged.still_valid) for ref in piece if ref.staged is not None]
+            staged = [
+                (ref.staged.buffer, ref.staged.still_valid)
+                for ref in piece
+                if ref.staged is not None
+            ]
         else:
             views = host.slab.views([ref.slot for ref in piece])
             valid = host.ledger.is_valid
@@ -497,22 +632,34 @@ class WriteBackQueue:
                 for ref, view in zip(piece, views, strict=True)
             ]
         return [
-            Chunk(ref.key, ref.position, self._chunk_tokens, payload, ref.parent, still_valid)
+            Chunk(
+                ref.key,
+                ref.position,
+                self._chunk_tokens,
+                payload,
+                ref.parent,
+                still_valid,
+            )
             for ref, (payload, still_valid) in zip(piece, staged, strict=True)
         ]
 
-    def _on_write_done(self, ref: ChunkRef, lease: tuple[int, int] | None, future: Future[Done]) -> None:
-        """Note what a finished write shows about the tier; release slot or buffer. Runs on a thread of the tier."""
+    def _on_write_done(
+        self, ref: ChunkRef, lease: tuple[int, int] | None, future: Future[Done]
+    ) -> None:
+        """Note what a finished write shows about the tier; release slot or buffer. Runs on a thread
+        of the tier.
+        """
         try:
             done = future.result()
-            if not self._closed:  # after the close, the slots may hold other chunks
+            # after the close, the slots may hold other chunks
+            if not self._closed:
                 if done.ok or done.reason is Reason.NOT_ADMITTED:
                     self.mark_known([ref], 0.0 if done.ok else _REFUSED_SECONDS)
                 if lease is not None and self._host is not None:
                     before, after = lease
                     ends = self._host.ledger.columns.lease_until
-                    # Restore the old lease end, unless another call has leased the slot since: clean slots must be
-                    # evicted first.
+                    # Restore the old lease end, unless another call has leased the slot since:
+                    # clean slots must be evicted first.
                     if ends[ref.slot] == after:
                         ends[ref.slot] = before
             if ref.staged is not None:
@@ -522,19 +669,25 @@ class WriteBackQueue:
                 self._writing -= 1
                 self._changed.notify_all()
 
-    # -- what the tier has ----------------------------------------------------------------------------------------
+    # -- what the tier has -------------------------------------------------------------------------
 
-    def _is_known(self, slots: Slots, generations: Generations) -> npt.NDArray[np.bool_]:
+    def _is_known(
+        self, slots: Slots, generations: Generations
+    ) -> npt.NDArray[np.bool_]:
         """Return for each of these slots whether the tier need not be asked about its chunk."""
         now = self._clock.monotonic_ns()
-        known: npt.NDArray[np.bool_] = (self._known_generation[slots] == generations) & (
-            self._known_until[slots] > now
-        )
+        known: npt.NDArray[np.bool_] = (
+            self._known_generation[slots] == generations
+        ) & (self._known_until[slots] > now)
         return known
 
-    def mark_known(self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0) -> None:
+    def mark_known(
+        self, refs: Sequence[ChunkRef | Reserved], least_seconds: float = 0.0
+    ) -> None:
         """Note that nothing has to be done for a while for the chunks in these slots."""
-        until = self._clock.monotonic_ns() + int(max(self.tier.believed_seconds, least_seconds) * 1e9)
+        until = self._clock.monotonic_ns() + int(
+            max(self.tier.believed_seconds, least_seconds) * 1e9
+        )
         for ref in refs:
             if ref.slot >= 0:
                 self._known_generation[ref.slot] = ref.generation
@@ -542,16 +695,31 @@ class WriteBackQueue:
 
 
 def _continues(batch: _WriteBatch, following: _WriteBatch) -> bool:
-    """Whether two batches in staging buffers are of one run, so that they can be handed over as one."""
+    """Whether two batches in staging buffers are of one run, so that they can be handed over as
+    one.
+    """
     first = following.refs[0]
     last = batch.refs[-1]
-    same = (batch.namespace, batch.stamp) == (following.namespace, following.stamp)
-    return same and first.staged is not None and last.staged is not None and follows(first, last)
+    same = (batch.namespace, batch.stamp) == (
+        following.namespace,
+        following.stamp,
+    )
+    return (
+        same
+        and first.staged is not None
+        and last.staged is not None
+        and follows(first, last)
+    )
 
 
 def _regroup(dirty: Iterable[tuple[ChunkRef, _WriteBatch]]) -> list[_WriteBatch]:
-    """Return the chosen chunks as batches of the runs that they came from, each in the order of its chain."""
+    """Return the chosen chunks as batches of the runs that they came from, each in the order of its
+    chain.
+    """
     found: dict[int, tuple[_WriteBatch, list[ChunkRef]]] = {}
     for ref, batch in dirty:
         found.setdefault(id(batch), (batch, []))[1].append(ref)
-    return [batch._replace(refs=sorted(refs, key=lambda r: r.position)) for batch, refs in found.values()]
+    return [
+        batch._replace(refs=sorted(refs, key=lambda r: r.position))
+        for batch, refs in found.values()
+    ]

@@ -1,21 +1,23 @@
-"""The command `pagoda`. To import this package is cheap; a command imports what it needs when it runs.
+"""The command `pagoda`. To import this package is cheap; a command imports what it needs when it
+runs.
 
-Exit codes: 0 success, 1 failure (damage was found, or a store cannot be used), 2 wrong use (one line on stderr says
-what is wrong), 130 interrupted.
+Exit codes: 0 success, 1 failure (damage was found, or a store cannot be used), 2 wrong use (one
+line on stderr says what is wrong), 130 interrupted.
 
     app, docstring_help    the commands and their names; the help of their options
     stats, top, ls, check  show what is stored and what hits; list chunks; find damage
-    explain                says why a prompt misses: `prompt_source`, `prompt_explanation`, `nearest_prompt`,
-                           `prompt_keys`
+    explain                says why a prompt misses: `prompt_source`, `prompt_explanation`,
+                           `nearest_prompt`, `prompt_keys`
     clear, pin, remove     change what is stored
     warm                   fills the host tier of a machine that has just started
     serve                  sends chunks to other machines, and shows the page: `web_page_options`
     config                 shows and checks options, and imports those of LMCache
     vllm, sglang           start an engine with its connector: `engine_start`
     bench                  measures the tiers: `bench_tiers`, `load_speeds`
-    quality                measures what approximate KV costs in quality: `quality_report`, `quality_plot`
-    record, replay, size   record and replay traces: `replay_inputs`, `replay_tiers`, `replay_fleet`, `hit_rate_plot`,
-                           `trace_pool`, `known_models`
+    quality                measures what approximate KV costs in quality: `quality_report`,
+                           `quality_plot`
+    record, replay, size   record and replay traces: `replay_inputs`, `replay_tiers`,
+                           `replay_fleet`, `hit_rate_plot`, `trace_pool`, `known_models`
     demo                   answers one prompt in three processes
     stores, remote_stores  find the stores and remote tiers of a command, and ask the latter
     printing, text_tables  how commands print
@@ -47,12 +49,18 @@ class FailedError(Exception):
 
 def require_transformers(what: str) -> None:
     """Raise UsageError unless torch and Transformers are installed. `what` needs them."""
-    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise UsageError(f"{what} needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'")
+    if missing := [
+        name for name in ("torch", "transformers") if find_spec(name) is None
+    ]:
+        raise UsageError(
+            f"{what} needs {' and '.join(missing)}: pip install torch 'pagodakv[transformers]'"
+        )
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. An error is one line on stderr, never a traceback."""
+    """Run one command and return its exit code. An error is one line on stderr, never a
+    traceback.
+    """
     if sys.platform != "linux":
         return _complain(f"PagodaKV runs on Linux, this is {sys.platform}", USAGE)
     if sys.stdout is None:  # closed by the caller, who gets only the exit code
@@ -60,7 +68,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # else `print` would write remarks to stdout
         sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # some locales cannot write all names
+        # some locales cannot write all names
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:] if args is None else args)
     except KeyboardInterrupt:
@@ -72,7 +81,9 @@ def main(args: Sequence[str] | None = None) -> int:
         if not _flushed():
             _drop_output()
         # an error without a file name is an error of the output
-        where, code = (f"{trouble.filename}: ", USAGE) if trouble.filename else ("", FAILED)
+        where, code = (
+            (f"{trouble.filename}: ", USAGE) if trouble.filename else ("", FAILED)
+        )
         return _complain(f"{where}{trouble.strerror or trouble}", code)
 
 
@@ -105,7 +116,9 @@ def _run(args: Sequence[str]) -> int:
     refusal = cast("type[Exception]", typer.BadParameter.__mro__[2])
     try:
         with left_out_files_noted():
-            code = program.main(args=list(args), prog_name="pagoda", standalone_mode=False)
+            code = program.main(
+                args=list(args), prog_name="pagoda", standalone_mode=False
+            )
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.Abort:

@@ -1,4 +1,6 @@
-"""The commands and their names. These modules are cheap to import; a command imports the rest when it runs."""
+"""The commands and their names. These modules are cheap to import; a command imports the rest when
+it runs.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,12 @@ for command in (
     quality,
 ):
     app.command()(documented(command))
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(
-    documented(record)
-)
+app.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        "ignore_unknown_options": True,
+    }
+)(documented(record))
 app.command()(documented(demo))
 app.add_typer(config.app, name="config")
 app.add_typer(vllm.app, name="vllm")
@@ -61,7 +66,10 @@ app.add_typer(sglang.app, name="sglang")
 
 @app.callback(invoke_without_command=True)
 def root(
-    ctx: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.")
+    ] = False,
 ) -> None:
     from pagoda import __version__
 
@@ -72,4 +80,5 @@ def root(
         print(ctx.get_help())
 
 
-program = typer.main.get_command(app)  # made once: it takes longer than some commands
+# made once: it takes longer than some commands
+program = typer.main.get_command(app)

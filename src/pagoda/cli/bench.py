@@ -1,4 +1,6 @@
-"""`pagoda bench`: the speed of the configured tiers, compared with the memory and the disk below them."""
+"""`pagoda bench`: the speed of the configured tiers, compared with the memory and the disk below
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def bench(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Measure the configured tiers, and the memory and the disk below them. Stored chunks stay as they are.
+    """Measure the configured tiers, and the memory and the disk below them. Stored chunks stay as
+    they are.
 
     Args:
         seconds: About how long the measurement takes.
@@ -28,34 +31,49 @@ def bench(
     """
     loaded = configured(config)
     chunk_bytes = _chunk_bytes(chunk_size)
-    tiers = [tier for tier in ("host", "disk") if getattr(loaded, f"{tier}_bytes")]
+    tiers = [
+        tier for tier in ("host", "disk") if getattr(loaded, f"{tier}_bytes")
+    ]
     if not tiers:
-        raise UsageError("host_size and disk_size are 0: set one, to have a tier to measure")
+        raise UsageError(
+            "host_size and disk_size are 0: set one, to have a tier to measure"
+        )
     figures = _measured(loaded, tiers, chunk_bytes, seconds / len(tiers), as_json)
     values = {figure.name: figure.as_json() for figure in figures}
     if as_json:
         printing.print_json({"chunk_bytes": chunk_bytes, **values})
         return 0
     rows = [
-        (name.replace("_", " "), *(round(one, 3) for one in each.values())) for name, each in values.items()
+        (name.replace("_", " "), *(round(one, 3) for one in each.values()))
+        for name, each in values.items()
     ]
     columns = ("", "GB/s", "limit GB/s", "ratio", "threads", "turns")
     printing.print_table(f"chunks of {printing.size(chunk_bytes)}", columns, rows)
-    printing.print_text("limits: copies in memory; plain O_DIRECT reads and writes on the same file system")
+    printing.print_text(
+        "limits: copies in memory; plain O_DIRECT reads and writes on the same file system"
+    )
     if "disk" not in tiers:
-        printing.note("the disk tier was not measured: set disk_path and disk_size to configure one")
+        printing.note(
+            "the disk tier was not measured: set disk_path and disk_size to configure one"
+        )
     return 0
 
 
 def _chunk_bytes(text: str) -> int:
     size = given_size("--chunk-size", text)
     if not isinstance(size, int) or not 4096 <= size <= 2**30 or size % 4096:
-        raise UsageError(f"--chunk-size {text}: a multiple of 4096 bytes up to 1GiB is needed")
+        raise UsageError(
+            f"--chunk-size {text}: a multiple of 4096 bytes up to 1GiB is needed"
+        )
     return size
 
 
 def _measured(
-    config: Config, tiers: list[str], chunk_bytes: int, seconds: float, quiet: bool
+    config: Config,
+    tiers: list[str],
+    chunk_bytes: int,
+    seconds: float,
+    quiet: bool,
 ) -> list[Figure]:
     """Measure the tiers one after the other, and show a progress bar."""
     import time

@@ -1,4 +1,6 @@
-"""`pagoda check`: checks that the numbers of each ledger agree, and that the bytes on the disk are right."""
+"""`pagoda check`: checks that the numbers of each ledger agree, and that the bytes on the disk are
+right.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagoda.cli import FAILED, printing
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, Wide, attached, find_stores
+from pagoda.cli.stores import (
+    AsJson,
+    ConfigFile,
+    Directory,
+    Wide,
+    attached,
+    find_stores,
+)
 
 if TYPE_CHECKING:
     from pagoda.cli.remote_stores import RemoteCheck
@@ -24,7 +33,9 @@ _ADVANCE_CHUNKS = 16
 
 @dataclass
 class StoreCheck:
-    """What was found in one store. `trouble`: what is wrong with it, or why it could not be read; or empty."""
+    """What was found in one store. `trouble`: what is wrong with it, or why it could not be read;
+    or empty.
+    """
 
     directory: Path
     tier: str = ""
@@ -35,7 +46,8 @@ class StoreCheck:
     read_chunks: int = 0
     damaged: Sequence[bytes] = ()
     dropped: int = 0
-    corrupt: bool = False  # `trouble` is about the tables; otherwise the stored chunks may be right
+    # `trouble` is about the tables; otherwise the stored chunks may be right
+    corrupt: bool = False
 
     @property
     def word(self) -> str:
@@ -48,7 +60,9 @@ class StoreCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the store is right. Unreachable chunks and stale hints do not matter: they are removed in time."""
+        """Whether the store is right. Unreachable chunks and stale hints do not matter: they are
+        removed in time.
+        """
         return not self.trouble and not self.damaged
 
 
@@ -60,7 +74,8 @@ def check(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Check that the ledgers are consistent and, with --read, that the bytes on the disk are the stored ones.
+    """Check that the ledgers are consistent and, with --read, that the bytes on the disk are the
+    stored ones.
 
     Remote tiers must answer and be readable; their bytes are verified at every read.
 
@@ -77,20 +92,32 @@ def check(
         verdicts = []
         for store in find_stores(directory, config):
             task = bars.add_task(f"checking {store}", total=None)
-            verdicts.append(_judged(store, read, drop, partial(bars.update, task)))
+            verdicts.append(
+                _judged(store, read, drop, partial(bars.update, task))
+            )
             bars.update(task, visible=False)
     remotes = pinged(remotes_of(directory, config))
-    ok = all(verdict.ok for verdict in verdicts) and not any(asked.trouble for asked in remotes)
+    ok = all(verdict.ok for verdict in verdicts) and not any(
+        asked.trouble for asked in remotes
+    )
     if as_json:
         stores = [{"ok": verdict.ok, **asdict(verdict)} for verdict in verdicts]
-        printing.print_json({"ok": ok, "stores": stores, "remotes": [remote._asdict() for remote in remotes]})
+        printing.print_json(
+            {
+                "ok": ok,
+                "stores": stores,
+                "remotes": [remote._asdict() for remote in remotes],
+            }
+        )
     else:
         _print(verdicts, wide)
         _print_remotes(remotes)
     return 0 if ok else FAILED
 
 
-def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> StoreCheck:
+def _judged(
+    store: Path, read: bool, drop: bool, show: Callable[..., None]
+) -> StoreCheck:
     """Check one store. What is wrong with it is part of the verdict."""
     from pagoda.errors import LedgerCorrupt, PagodaError
     from pagoda.ledger import admin
@@ -108,7 +135,9 @@ def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> S
                 verdict.read_chunks, damaged = _read_all(ledger, show)
                 verdict.damaged = [row.key for row in damaged]
                 for row in damaged if drop else ():
-                    removed = ledger.remove_exact(row.key, row.slot, row.generation, Reason.FAILED_CHECK)
+                    removed = ledger.remove_exact(
+                        row.key, row.slot, row.generation, Reason.FAILED_CHECK
+                    )
                     verdict.dropped += removed
     except PagodaError as trouble:
         verdict.trouble = str(trouble)
@@ -116,15 +145,23 @@ def _judged(store: Path, read: bool, drop: bool, show: Callable[..., None]) -> S
     return verdict
 
 
-def _read_all(ledger: Ledger, show: Callable[..., None]) -> tuple[int, list[ChunkRow]]:
-    """Verify each chunk that is not moved while it is read; return their number and the damaged ones."""
+def _read_all(
+    ledger: Ledger, show: Callable[..., None]
+) -> tuple[int, list[ChunkRow]]:
+    """Verify each chunk that is not moved while it is read; return their number and the damaged
+    ones.
+    """
     from pagoda.ledger import admin
     from pagoda.slab.file import FileSlab
 
     total = admin.gauges(ledger)["ready"]
     read = 0
     damaged = []
-    with closing(ledger.open_slab(lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes))) as slab:
+    with closing(
+        ledger.open_slab(
+            lambda file: FileSlab(file, ledger.slots, ledger.slot_bytes)
+        )
+    ) as slab:
         for row, sound in _verified(ledger, slab):
             read += 1
             if not sound:
@@ -159,7 +196,9 @@ def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[ChunkRow, bool]]
         except OSError:
             sound = False
         # if the slot got another chunk meanwhile, the bytes prove nothing
-        if ledger.still_valid(np.array([row.slot]), np.array([row.generation], np.uint64))[0]:
+        if ledger.still_valid(
+            np.array([row.slot]), np.array([row.generation], np.uint64)
+        )[0]:
             yield row, sound
 
 
@@ -180,13 +219,17 @@ def _print(verdicts: list[StoreCheck], wide: bool) -> None:
         }
         for verdict in verdicts
     ]
-    printing.print_dicts("", rows, without=() if wide else ("unreachable", "stale hints"))
+    printing.print_dicts(
+        "", rows, without=() if wide else ("unreachable", "stale hints")
+    )
     for verdict in verdicts:
         if verdict.trouble:
             printing.note(f"{verdict.directory}: {verdict.trouble}")
         if unscanned := verdict.gauges.get("unscanned"):
             who = "by the next process that has the tier open"
-            printing.note(f"{verdict.directory}: {unscanned:,} slots are still to be scanned, {who}")
+            printing.note(
+                f"{verdict.directory}: {unscanned:,} slots are still to be scanned, {who}"
+            )
         if verdict.damaged:
             keys = ", ".join(key.hex()[:12] for key in verdict.damaged[:8])
             kept = " (they are misses; --drop removes them)"
@@ -203,4 +246,6 @@ def _print_remotes(remotes: list[RemoteCheck]) -> None:
             if text:
                 printing.note(text)
         if asked.nodes:
-            printing.note(f"{asked.tier}: all machines must have the same nodes: {asked.nodes}")
+            printing.note(
+                f"{asked.tier}: all machines must have the same nodes: {asked.nodes}"
+            )

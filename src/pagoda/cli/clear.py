@@ -33,7 +33,8 @@ def clear(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """Remove all chunks, or those of one model or namespace, from every tier; from remote tiers for all machines.
+    """Remove all chunks, or those of one model or namespace, from every tier; from remote tiers for
+    all machines.
 
     With --config, only from the tiers of that file.
 
@@ -53,17 +54,29 @@ def clear(
     broken |= {spec.redacted: why for spec, why in withheld.items()}
     roots = stores.chosen(known, model, namespace, broken)
     if namespace is not None and len(roots) > 1:
-        raise UsageError(f"--namespace {namespace}: {len(roots)} namespaces begin so; write more digits")
-    question = _question(_described(roots, model, namespace), directories, [*remotes, *withheld])
+        raise UsageError(
+            f"--namespace {namespace}: {len(roots)} namespaces begin so; write more digits"
+        )
+    question = _question(
+        _described(roots, model, namespace), directories, [*remotes, *withheld]
+    )
     if not yes and not stores.agreed(question, "clear"):
         return FAILED
     wanted = None if everything else list(roots)
-    here, failed = stores.in_each(directories, lambda ledger: (ledger.tier, _forget(ledger, wanted)))
+    here, failed = stores.in_each(
+        directories, lambda ledger: (ledger.tier, _forget(ledger, wanted))
+    )
     gone = [ClearedStore(*counted, str(store)) for store, counted in here.items()]
     asked = [spec for spec in remotes if spec.redacted not in broken]
     shared, deaf = ask_each(asked, lambda spec: cleared(spec, wanted))
-    gone += [ClearedStore(spec.name, chunks, spec.redacted) for spec, chunks in shared.items()]
-    broken |= {**{str(store): trouble for store, trouble in failed.items()}, **deaf}
+    gone += [
+        ClearedStore(spec.name, chunks, spec.redacted)
+        for spec, chunks in shared.items()
+    ]
+    broken |= {
+        **{str(store): trouble for store, trouble in failed.items()},
+        **deaf,
+    }
     _print(gone, left, broken, as_json)
     nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
@@ -72,24 +85,37 @@ def clear(
             f"(pagoda ls --by namespace lists them, --namespace clears one)"
         )
     if broken:
-        troubles = "; ".join(f"{store}: {trouble}" for store, trouble in broken.items())
+        troubles = "; ".join(
+            f"{store}: {trouble}" for store, trouble in broken.items()
+        )
         raise FailedError(f"not cleared: {troubles}")
     return 0
 
 
-def _print(cleared: list[ClearedStore], left: list[str], broken: dict[str, str], as_json: bool) -> None:
+def _print(
+    cleared: list[ClearedStore],
+    left: list[str],
+    broken: dict[str, str],
+    as_json: bool,
+) -> None:
     if as_json:
         number = sum(store.chunks for store in cleared)
         gone = [store._asdict() for store in cleared]
-        printing.print_json({"cleared": number, "stores": gone, "left": left, "failed": broken})
+        printing.print_json(
+            {"cleared": number, "stores": gone, "left": left, "failed": broken}
+        )
     else:
         printing.print_table("", ("tier", "chunks cleared", "directory"), cleared)
         for address in left:
-            printing.note(f"{address}: stays as it is, for all machines (without --local it is cleared too)")
+            printing.note(
+                f"{address}: stays as it is, for all machines (without --local it is cleared too)"
+            )
 
 
 def _known(directories: list[Path]) -> dict[bytes, NamespaceRow]:
-    """Return the namespaces of all stores that can be opened. The others fail later, each with its reason."""
+    """Return the namespaces of all stores that can be opened. The others fail later, each with its
+    reason.
+    """
     from pagoda.ledger import admin
 
     known: dict[bytes, NamespaceRow] = {}
@@ -99,20 +125,31 @@ def _known(directories: list[Path]) -> dict[bytes, NamespaceRow]:
     return known
 
 
-def _described(roots: dict[bytes, NamespaceRow], model: str | None, prefix: str | None) -> str:
+def _described(
+    roots: dict[bytes, NamespaceRow], model: str | None, prefix: str | None
+) -> str:
     if model is None and prefix is None:
         return "ALL chunks, of all models and tenants,"
-    models = sorted({row.fields.get("model") or "(not named)" for row in roots.values()})
+    models = sorted(
+        {row.fields.get("model") or "(not named)" for row in roots.values()}
+    )
     return f"{len(roots)} namespace(s) of {', '.join(models)}"
 
 
-def _question(what: str, directories: list[Path], remotes: Sequence[RemoteSpec]) -> str:
+def _question(
+    what: str, directories: list[Path], remotes: Sequence[RemoteSpec]
+) -> str:
     others = ", ".join(spec.redacted for spec in remotes)
-    return f"Clear {what} in {len(directories)} store(s){f' and, for all machines, in {others}' if others else ''}?"
+    return (
+        f"Clear {what} in {len(directories)} "
+        f"store(s){f' and, for all machines, in {others}' if others else ''}?"
+    )
 
 
 def _forget(ledger: Ledger, roots: list[bytes] | None) -> int:
-    """Clear these namespaces, also in ledgers that do not know them: a rebuild may find evicted chunks again."""
+    """Clear these namespaces, also in ledgers that do not know them: a rebuild may find evicted
+    chunks again.
+    """
     from pagoda.ledger import admin
 
     if roots is None:

@@ -1,4 +1,6 @@
-"""`pagoda config`: shows every option, its value and its origin; checks them; translates those of LMCache."""
+"""`pagoda config`: shows every option, its value and its origin; checks them; translates those of
+LMCache.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,15 @@ from pagoda.trusted_files import FOUND_NAME, FOUND_OPTIONS, FileClass, one_line
 if TYPE_CHECKING:
     from pagoda.config import Config, RemoteSpec
 
-app = typer.Typer(help="Show, check, allow, describe or import the configuration.")
-File = Annotated[Path | None, Argument(metavar="FILE", help="Configuration file instead of the usual ones.")]
+app = typer.Typer(
+    help="Show, check, allow, describe or import the configuration."
+)
+File = Annotated[
+    Path | None,
+    Argument(
+        metavar="FILE", help="Configuration file instead of the usual ones."
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -32,31 +41,63 @@ def root(ctx: typer.Context) -> None:
 
 @app.command("show")
 def show_values(as_json: AsJson = False, config: ConfigFile = None) -> int:
-    """Show each option, its value and the origin of the value; and each file that is read, with its class.
+    """Show each option, its value and the origin of the value; and each file that is read, with its
+    class.
 
-    A file is named (--config, PAGODA_CONFIG), your own (~/.config/pagoda/config.toml), allowed (pagoda config allow) or
-    only found (./pagoda.toml), which sets sizes and limits only.
+    A file is named (--config, PAGODA_CONFIG), your own (~/.config/pagoda/config.toml), allowed
+    (pagoda config allow) or only found (./pagoda.toml), which sets sizes and limits only.
     """
     from pagoda.config.sources import files_of, load
 
     loaded = load(file=config)
     read = files_of(config)
-    shown = {name: [spec.redacted for spec in specs] for name, specs in _servers(loaded.config).items()}
-    values = {**asdict(loaded.config), **shown, "lookup": "".join(shown["lookup"])}
+    shown = {
+        name: [spec.redacted for spec in specs]
+        for name, specs in _servers(loaded.config).items()
+    }
+    values = {
+        **asdict(loaded.config),
+        **shown,
+        "lookup": "".join(shown["lookup"]),
+    }
     if as_json:
-        options = {name: {"value": value, "origin": loaded.origins[name]} for name, value in values.items()}
+        options = {
+            name: {"value": value, "origin": loaded.origins[name]}
+            for name, value in values.items()
+        }
         known = [{"file": one.path, "class": str(one.kind)} for one in read.files]
-        left_out = None if read.left_out is None else {"file": read.left_out.path, "why": read.left_out.why}
+        left_out = (
+            None
+            if read.left_out is None
+            else {"file": read.left_out.path, "why": read.left_out.why}
+        )
         shown_files = {"files": known, "left_out": left_out}
-        printing.print_json({"options": options, "host_bytes": loaded.config.host_bytes, **shown_files})
+        printing.print_json(
+            {
+                "options": options,
+                "host_bytes": loaded.config.host_bytes,
+                **shown_files,
+            }
+        )
         return 0
-    files = {origin for origin in loaded.origins.values() if origin.startswith("file ")}
-    origins = {name: "file" if origin in files else origin for name, origin in loaded.origins.items()}
-    rows = [(name, origins[name], _worded(name, loaded.config)) for name in values]
+    files = {
+        origin for origin in loaded.origins.values() if origin.startswith("file ")
+    }
+    origins = {
+        name: "file" if origin in files else origin
+        for name, origin in loaded.origins.items()
+    }
+    rows = [
+        (name, origins[name], _worded(name, loaded.config)) for name in values
+    ]
     printing.print_table("", ("option", "from", "value"), rows)
     for one in read.files:
         print(f"file {one_line(one.path)}")  # a path may be longer than a line
-        limit = "sizes and limits only" if one.kind is FileClass.FOUND else "every option"
+        limit = (
+            "sizes and limits only"
+            if one.kind is FileClass.FOUND
+            else "every option"
+        )
         print(f"  {one.kind}: may set {limit}")
     return 0
 
@@ -68,7 +109,8 @@ def allow(
     revoke: Annotated[bool, Option("--revoke")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Let the pagoda.toml of a directory set every option, until it changes; show what that permits.
+    """Let the pagoda.toml of a directory set every option, until it changes; show what that
+    permits.
 
     Its path and a digest of its content are noted in your configuration directory.
     After an edit the file must be allowed again.
@@ -91,10 +133,15 @@ def allow(
             print(f"{one_line(path)} is no longer allowed")
         return 0
     read = trusted_files.read_to_allow(file)
-    options = {name: _without_secrets(name, value) for name, value in options_in(read).items()}
+    options = {
+        name: _without_secrets(name, value)
+        for name, value in options_in(read).items()
+    }
     trusted_files.allow(read)
     if as_json:
-        printing.print_json({"file": read.path, "allowed": True, "options": options})
+        printing.print_json(
+            {"file": read.path, "allowed": True, "options": options}
+        )
         return 0
     rows = [
         (name, "always" if name in FOUND_OPTIONS else "now", _listed(name, value))
@@ -112,12 +159,22 @@ def check(file: File = None, as_json: AsJson = False) -> int:
     from pagoda.cli.remote_stores import pinged
 
     config = configured(file)
-    asked = pinged([spec for specs in _servers(config).values() for spec in specs])
-    troubles = [*_troubles(config), *(each.trouble for each in asked if each.trouble)]
-    stores = {spec.name for spec in config.remotes()}  # a server without chunks may have other settings
-    warnings = [text for each in asked if each.tier in stores for text in each.warnings]
+    asked = pinged(
+        [spec for specs in _servers(config).values() for spec in specs]
+    )
+    troubles = [
+        *_troubles(config),
+        *(each.trouble for each in asked if each.trouble),
+    ]
+    # a server without chunks may have other settings
+    stores = {spec.name for spec in config.remotes()}
+    warnings = [
+        text for each in asked if each.tier in stores for text in each.warnings
+    ]
     if as_json:
-        printing.print_json({"ok": not troubles, "troubles": troubles, "warnings": warnings})
+        printing.print_json(
+            {"ok": not troubles, "troubles": troubles, "warnings": warnings}
+        )
     else:
         for text in warnings:
             printing.note(text)
@@ -141,13 +198,16 @@ def schema() -> int:
 @documented
 def import_lmcache(
     file: Annotated[Path | None, Argument(metavar="FILE")] = None,
-    output: Annotated[Path | None, Option("--output", "-o", metavar="FILE")] = None,
+    output: Annotated[
+        Path | None, Option("--output", "-o", metavar="FILE")
+    ] = None,
     workers: Annotated[int, Option(min=1)] = 1,
     peers: Annotated[str | None, Option(metavar="URL,...")] = None,
     force: Annotated[bool, Option("--force")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Translate LMCache's configuration into a pagoda.toml, and name all fields that have no counterpart.
+    """Translate LMCache's configuration into a pagoda.toml, and name all fields that have no
+    counterpart.
 
     Args:
         file: LMCache's YAML file; default: the one in LMCache's variables, or these.
@@ -161,7 +221,11 @@ def import_lmcache(
     from pagoda.migrate.lmcache_fields import FieldVerdict
     from pagoda.migrate.lmcache_loader import VARIABLES, load
 
-    named = file or (Path(name) if (name := os.environ.get(f"{VARIABLES}CONFIG_FILE")) else None)
+    named = file or (
+        Path(name)
+        if (name := os.environ.get(f"{VARIABLES}CONFIG_FILE"))
+        else None
+    )
     variables = lmcache.variables_in(os.environ)
     if named is None and not variables:
         raise UsageError(f"name LMCache's file, or set its {VARIABLES} variables")
@@ -171,7 +235,9 @@ def import_lmcache(
     ok = force or not made.refused
     if as_json:
         fields = [finding._asdict() for finding in made.findings]
-        printing.print_json({"ok": ok, "options": made.options, "fields": fields, "toml": toml})
+        printing.print_json(
+            {"ok": ok, "options": made.options, "fields": fields, "toml": toml}
+        )
     if not ok:
         refused = "; ".join(f"{one.field}: {one.text}" for one in made.refused)
         raise UsageError(f"{refused} (--force leaves out what is not supported)")
@@ -182,7 +248,8 @@ def import_lmcache(
         _write_new(output, toml)
         if output.name == FOUND_NAME and not made.options.keys() <= FOUND_OPTIONS:
             printing.note(
-                f"{output}: is refused where it is only found: name it (--config FILE or PAGODA_CONFIG), or "
+                f"{output}: is refused where it is only found: name it (--config FILE or "
+                "PAGODA_CONFIG), or "
                 f"pagoda config allow {output}"
             )
     elif not as_json:
@@ -191,19 +258,29 @@ def import_lmcache(
 
 
 def _write_new(file: Path, text: str) -> None:
-    """Write a file that only its owner can read: it may contain a password. Raises UsageError if it exists."""
+    """Write a file that only its owner can read: it may contain a password. Raises UsageError if it
+    exists.
+    """
     try:
-        with open(file, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)) as stream:
+        with open(
+            file, "x", encoding="utf-8", opener=partial(os.open, mode=0o600)
+        ) as stream:
             stream.write(text)
     except FileExistsError:
         raise UsageError(f"{file}: exists already; name a new file") from None
     except OSError as trouble:
-        raise UsageError(f"{file}: cannot be written: {trouble.strerror}") from None
+        raise UsageError(
+            f"{file}: cannot be written: {trouble.strerror}"
+        ) from None
 
 
 def _servers(config: Config) -> dict[str, Sequence[RemoteSpec]]:
     """Return the values of the options that are URLs of servers, which may contain secrets."""
-    return {"remote": config.remotes(), "peers": config.peer_servers(), "lookup": config.lookup_server()}
+    return {
+        "remote": config.remotes(),
+        "peers": config.peer_servers(),
+        "lookup": config.lookup_server(),
+    }
 
 
 def _worded(name: str, config: Config) -> str:
@@ -252,7 +329,9 @@ def _troubles(config: Config) -> list[str]:
     for tier, root in config.roots().items():
         place = nearest_existing(root)
         if not os.access(place, os.W_OK):
-            found.append(f"{tier}_path = {root}: {place} cannot be written; choose another directory")
+            found.append(
+                f"{tier}_path = {root}: {place} cannot be written; choose another directory"
+            )
         try:
             store_place.require_local(place)
             if tier == "host":
@@ -263,8 +342,13 @@ def _troubles(config: Config) -> list[str]:
         wanted = getattr(config, f"{tier}_bytes")
         held = room.f_blocks * room.f_frsize
         if wanted > held > 0:  # a tmpfs without a limit says 0
-            text = f"{tier}_size = {shown(wanted)}: {place} holds only {shown(held)}; write a smaller size"
+            text = (
+                f"{tier}_size = {shown(wanted)}: {place} holds only {shown(held)}; write a "
+                "smaller size"
+            )
             found.append(text)
     if config.host_bytes > (limit := memory_limit_bytes()):
-        found.append(f"host_size = {shown(config.host_bytes)}: this process may use {shown(limit)}")
+        found.append(
+            f"host_size = {shown(config.host_bytes)}: this process may use {shown(limit)}"
+        )
     return found

@@ -14,8 +14,12 @@ _ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def documented(function: _Function) -> _Function:
-    """Give each argument its help from the `Args` of the docstring, and remove these from it. Changes `function`."""
-    function.__doc__, _, arguments = cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    """Give each argument its help from the `Args` of the docstring, and remove these from it.
+    Changes `function`.
+    """
+    function.__doc__, _, arguments = cleandoc(function.__doc__ or "").partition(
+        "\n\nArgs:\n"
+    )
     hints = get_type_hints(function, include_extras=True)
     for name, text in _ARGUMENT.findall(arguments):
         if not hasattr(hints[name], "__metadata__"):

@@ -1,4 +1,6 @@
-"""`pagoda explain`: how much of a prompt each tier would serve, and why not more. Recency does not change."""
+"""`pagoda explain`: how much of a prompt each tier would serve, and why not more. Recency does not
+change.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def explain(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """Show how many leading tokens of a prompt each tier would serve, why not more, and which token differs.
+    """Show how many leading tokens of a prompt each tier would serve, why not more, and which token
+    differs.
 
     Args:
         text: The prompt as text, - = stdin; with --tokenizer or --url.
@@ -44,16 +47,33 @@ def explain(
         chunk_tokens: Tokens in a chunk; default: as in the stored chunks.
         prefill: Tokens per second that the engine computes: is loading faster?
     """
-    ids, served = read_prompt(tokens, text, messages, tokenizer, url, api_key_file)
-    from pagoda.cli.prompt_explanation import explanations, neighbours_of, prompt_of
+    ids, served = read_prompt(
+        tokens, text, messages, tokenizer, url, api_key_file
+    )
+    from pagoda.cli.prompt_explanation import (
+        explanations,
+        neighbours_of,
+        prompt_of,
+    )
 
     # top down
-    specs = [*neighbours_of(directory, stores.configured(config)), *remotes_of(directory, config)]
+    specs = [
+        *neighbours_of(directory, stores.configured(config)),
+        *remotes_of(directory, config),
+    ]
     troubles = [asked.trouble for asked in pinged(specs)]
-    silent = {spec.name: trouble for spec, trouble in zip(specs, troubles, strict=True) if trouble}
-    remotes = [spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble]
+    silent = {
+        spec.name: trouble
+        for spec, trouble in zip(specs, troubles, strict=True)
+        if trouble
+    }
+    remotes = [
+        spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble
+    ]
     with stores.all_attached(directory, config, silent) as tiers:
-        prompt = prompt_of(ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill)
+        prompt = prompt_of(
+            ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill
+        )
         roots = stores.chosen(prompt.known, model, namespace, silent)
         if model is None and served is not None and prompt.known:
             if of_server := stores.chosen(prompt.known, served, namespace, True):
@@ -66,7 +86,12 @@ def explain(
     if as_json:
         rows = [answer._asdict() for one in found for answer in one.answers]
         near = [one.nearest_row() for one in found if one.nearest is not None]
-        whole = {"asked_tokens": prompt.num_tokens, "answers": rows, "nearest": near, "failed": silent}
+        whole = {
+            "asked_tokens": prompt.num_tokens,
+            "answers": rows,
+            "nearest": near,
+            "failed": silent,
+        }
         printing.print_json(whole)
     elif not found and not silent:
         printing.note("nothing is stored yet, so no prompt would hit")
@@ -85,7 +110,9 @@ def _print(found: PromptExplanation, asked_tokens: int) -> None:
             "tier": answer.tier,
             "tokens": answer.num_tokens,
             "share": printing.share(answer.num_tokens, asked_tokens),
-            "why not more": answer.reason.value.replace("_", " ") if answer.reason else "",
+            "why not more": answer.reason.value.replace("_", " ")
+            if answer.reason
+            else "",
         }
         for answer in found.answers
     ]
@@ -96,14 +123,18 @@ def _print(found: PromptExplanation, asked_tokens: int) -> None:
 
 
 def in_words(found: PromptExplanation) -> list[str]:
-    """Return lines that say which chunk of a namespace is the first miss, why, and which token differs."""
+    """Return lines that say which chunk of a namespace is the first miss, why, and which token
+    differs.
+    """
     answer = found.answers[-1]
     size = found.chunk_tokens
     lines = list[str]()
     if (chunk := answer.chunk) is not None:
         first = f"chunk {chunk} (tokens {chunk * size:,} to {(chunk + 1) * size - 1:,})"
         lines.append(f"the first chunk that is not served: {first}")
-    return [line for line in (*lines, answer.detail, *_nearest_lines(found)) if line]
+    return [
+        line for line in (*lines, answer.detail, *_nearest_lines(found)) if line
+    ]
 
 
 def _nearest_lines(found: PromptExplanation) -> list[str]:
@@ -111,7 +142,9 @@ def _nearest_lines(found: PromptExplanation) -> list[str]:
     if near is None:
         if found.answers[-1].chunk is None:
             return []
-        return ["the log has no similar prompt, so the token that differs is not known"]
+        return [
+            "the log has no similar prompt, so the token that differs is not known"
+        ]
     where = f"in {', '.join(near.tiers)}" if near.tiers else "no longer stored"
     age = printing.age(max(0.0, time.time() - near.stored_at))
     lines = [

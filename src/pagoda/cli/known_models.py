@@ -9,7 +9,8 @@ from pagoda.config.did_you_mean import did_you_mean
 
 
 class Model(NamedTuple):
-    """The KV of a token: `planes` vectors of `heads` x `dim` elements in each layer (K and V, or one latent vector).
+    """The KV of a token: `planes` vectors of `heads` x `dim` elements in each layer (K and V, or
+    one latent vector).
 
     `active`: the number of parameters, in billions, that compute a token.
     """
@@ -49,7 +50,9 @@ MODELS = {
     "deepseek-v3": Model(61, 1, 576, 37.0, planes=1),
     "kimi-k2": Model(61, 1, 576, 32.0, planes=1),
 }
-"""Llama 3, Qwen and the like have K and V for each KV head; DeepSeek and Kimi one latent vector (512 + 64)."""
+"""Llama 3, Qwen and the like have K and V for each KV head; DeepSeek and Kimi one latent vector
+(512 + 64).
+"""
 
 
 def model_of(name: str) -> Model:
@@ -57,5 +60,7 @@ def model_of(name: str) -> Model:
     found = MODELS.get(name.lower())
     if found is None:
         near = did_you_mean(name, MODELS) or f"; known are {', '.join(MODELS)}"
-        raise UsageError(f"--model {name}: unknown{near} (or give --bytes-per-token)")
+        raise UsageError(
+            f"--model {name}: unknown{near} (or give --bytes-per-token)"
+        )
     return found

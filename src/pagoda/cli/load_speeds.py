@@ -1,4 +1,6 @@
-"""The speeds of loading chunks and of computing prompts: given, measured by `pagoda bench`, or assumed."""
+"""The speeds of loading chunks and of computing prompts: given, measured by `pagoda bench`, or
+assumed.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from pagoda.cli.known_models import model_of
 
 HOST_GBPS = 25.0
 DISK_GBPS = 6.0
-"""The assumed speeds without a measurement: a GPU in a PCIe 4 x16 slot, an NVMe SSD in PCIe 4 x4. 10^9 bytes."""
+"""The assumed speeds without a measurement: a GPU in a PCIe 4 x16 slot, an NVMe SSD in PCIe 4 x4.
+10^9 bytes.
+"""
 TFLOPS = 400.0
 """The assumed engine: one H100 at 40 % of its data sheet's speed for bfloat16."""
 
@@ -21,7 +25,8 @@ class Speeds(NamedTuple):
 
     host_gbps: float
     disk_gbps: float
-    prefill: float | None  # tokens per second; None: not known, so times are not known either
+    # tokens per second; None: not known, so times are not known either
+    prefill: float | None
     sources: dict[str, str]
 
     def gbps(self, tier: str) -> float:
@@ -34,9 +39,14 @@ class Speeds(NamedTuple):
 
 
 def speeds_of(
-    host: float | None, disk: float | None, prefill: float | None, measured: Path | None, model: str | None
+    host: float | None,
+    disk: float | None,
+    prefill: float | None,
+    measured: Path | None,
+    model: str | None,
 ) -> Speeds:
-    """Return the given speeds; otherwise those that `pagoda bench --json` measured, or assumed ones.
+    """Return the given speeds; otherwise those that `pagoda bench --json` measured, or assumed
+    ones.
 
     Raises:
         UsageError: the file is not what `pagoda bench --json` prints.
@@ -45,15 +55,25 @@ def speeds_of(
     sources = {}
 
     def chosen(name: str, given: float | None, assumed: float) -> float:
-        sources[name] = "given" if given else f"{measured}" if name in known else "assumed"
+        sources[name] = (
+            "given" if given else f"{measured}" if name in known else "assumed"
+        )
         return given or known.get(name, assumed)
 
     host_gbps = chosen("host", host, HOST_GBPS)
     disk_gbps = chosen("disk", disk, DISK_GBPS)
     if prefill or model is None:
-        return Speeds(host_gbps, disk_gbps, prefill, {**sources, "prefill": "given"})
-    computed = TFLOPS * 1e12 / (2e9 * model_of(model).active)  # two operations per parameter and token
-    return Speeds(host_gbps, disk_gbps, computed, {**sources, "prefill": f"{TFLOPS:g} TFLOP/s assumed"})
+        return Speeds(
+            host_gbps, disk_gbps, prefill, {**sources, "prefill": "given"}
+        )
+    # two operations per parameter and token
+    computed = TFLOPS * 1e12 / (2e9 * model_of(model).active)
+    return Speeds(
+        host_gbps,
+        disk_gbps,
+        computed,
+        {**sources, "prefill": f"{TFLOPS:g} TFLOP/s assumed"},
+    )
 
 
 def _measured(file: Path) -> dict[str, float]:
@@ -66,9 +86,13 @@ def _measured(file: Path) -> dict[str, float]:
             if f"{tier}_read" in found
         }
     except OSError as trouble:
-        raise UsageError(f"--measured {file}: cannot be read: {trouble.strerror}") from None
+        raise UsageError(
+            f"--measured {file}: cannot be read: {trouble.strerror}"
+        ) from None
     except (ValueError, TypeError, KeyError):
         speeds = {}
     if not speeds or min(speeds.values()) <= 0:
-        raise UsageError(f"--measured {file}: is not what `pagoda bench --json` prints")
+        raise UsageError(
+            f"--measured {file}: is not what `pagoda bench --json` prints"
+        )
     return speeds

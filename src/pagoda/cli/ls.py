@@ -36,8 +36,16 @@ class Listed(NamedTuple):
         """Return the chunk as plain values."""
         row = self.row._asdict()
         fields = self.namespace.fields if self.namespace else {}
-        names = {"key": row.pop("key").hex(), "namespace": row.pop("namespace_root").hex()}
-        return {"tier": self.tier, **names, "model": fields.get("model", ""), **row}
+        names = {
+            "key": row.pop("key").hex(),
+            "namespace": row.pop("namespace_root").hex(),
+        }
+        return {
+            "tier": self.tier,
+            **names,
+            "model": fields.get("model", ""),
+            **row,
+        }
 
 
 class Total(NamedTuple):
@@ -47,7 +55,8 @@ class Total(NamedTuple):
     namespace: str
     model: str
     chunks: int
-    tokens: int | None = None  # this and the next are None for remote tiers, which only count chunks
+    # this and the next are None for remote tiers, which only count chunks
+    tokens: int | None = None
     stored_bytes: int | None = None
     newest_seconds: float | None = None
     oldest_seconds: float | None = None
@@ -71,7 +80,9 @@ def ls(
     """
     known: dict[bytes, NamespaceRow] = {}
     broken: dict[str, str] = {}
-    listed = _listed(stores.find_stores(directory, config), model, namespace, known, broken)
+    listed = _listed(
+        stores.find_stores(directory, config), model, namespace, known, broken
+    )
     totals = _totals(listed) if by is By.NAMESPACE else []
     found, number = _latest(listed, limit)  # `_totals` has consumed them
     counts, silent = censuses(remotes_of(directory, config), known)
@@ -80,22 +91,38 @@ def ls(
     shared = [
         Total(spec.name, root.hex(), stores.label(known[root].fields), chunks)
         for spec, found_there in counts.items()
-        for root, chunks in sorted(found_there.items(), key=lambda count: -count[1])
+        for root, chunks in sorted(
+            found_there.items(), key=lambda count: -count[1]
+        )
         if root in wanted
     ]
     if by is By.NAMESPACE:
         _print_totals([*totals, *shared], broken, wide, as_json)
     elif as_json:
         chunks = [chunk.as_json() for chunk in found]
-        counted = [{"tier": one.tier, "namespace": one.namespace, "chunks": one.chunks} for one in shared]
-        printing.print_json({"chunks": chunks, "total": number, "remotes": counted, "failed": broken})
+        counted = [
+            {"tier": one.tier, "namespace": one.namespace, "chunks": one.chunks}
+            for one in shared
+        ]
+        printing.print_json(
+            {
+                "chunks": chunks,
+                "total": number,
+                "remotes": counted,
+                "failed": broken,
+            }
+        )
     else:
         _print_chunks(found, wide)
         if number > len(found):
             printing.note(f"{number - len(found):,} more (--limit 0 shows all)")
         for tier in dict.fromkeys(total.tier for total in shared):
-            chunks_there = sum(total.chunks for total in shared if total.tier == tier)
-            printing.note(f"{tier}: {chunks_there:,} more chunks (--by namespace shows of which namespaces)")
+            chunks_there = sum(
+                total.chunks for total in shared if total.tier == tier
+            )
+            printing.note(
+                f"{tier}: {chunks_there:,} more chunks (--by namespace shows of which namespaces)"
+            )
     if not (number or shared or broken):
         printing.note("no chunks are stored")
     for address, trouble in broken.items():
@@ -104,10 +131,15 @@ def ls(
 
 
 def _listed(
-    directories: list[Path], model: str | None, prefix: str | None, known: dict[bytes, NamespaceRow],
+    directories: list[Path],
+    model: str | None,
+    prefix: str | None,
+    known: dict[bytes, NamespaceRow],
     broken: dict[str, str],
-) -> Iterator[Listed]:  # fmt: skip
-    """Yield the chosen chunks, store by store; adds namespaces to `known`, stores that cannot be read to `broken`."""
+) -> Iterator[Listed]:
+    """Yield the chosen chunks, store by store; adds namespaces to `known`, stores that cannot be
+    read to `broken`.
+    """
     from pagoda.errors import PagodaError
     from pagoda.ledger import admin
 
@@ -120,13 +152,20 @@ def _listed(
                 everything = model is None and prefix is None
                 for row in admin.list_chunks(ledger):
                     if everything or row.namespace_root in wanted:
-                        yield Listed(ledger.tier, ledger.slot_bytes, namespaces.get(row.namespace_root), row)
+                        yield Listed(
+                            ledger.tier,
+                            ledger.slot_bytes,
+                            namespaces.get(row.namespace_root),
+                            row,
+                        )
         except PagodaError as trouble:
             broken[str(store)] = str(trouble)
 
 
 def _latest(listed: Iterator[Listed], limit: int) -> tuple[list[Listed], int]:
-    """Return the `limit` chunks used last (0 = all) and the number of all chunks; keeps only these in memory."""
+    """Return the `limit` chunks used last (0 = all) and the number of all chunks; keeps only these
+    in memory.
+    """
     number = 0
 
     def counted() -> Iterator[Listed]:
@@ -138,7 +177,11 @@ def _latest(listed: Iterator[Listed], limit: int) -> tuple[list[Listed], int]:
     def order(chunk: Listed) -> tuple[float, int]:
         return chunk.row.last_use_age_seconds, chunk.row.position
 
-    found = heapq.nsmallest(limit, counted(), key=order) if limit else sorted(counted(), key=order)
+    found = (
+        heapq.nsmallest(limit, counted(), key=order)
+        if limit
+        else sorted(counted(), key=order)
+    )
     return found, number
 
 
@@ -149,20 +192,31 @@ def _totals(listed: Iterator[Listed]) -> list[Total]:
         at = chunk.tier, row.namespace_root
         seconds = row.last_use_age_seconds
         name = stores.label(chunk.namespace.fields if chunk.namespace else {})
-        old = totals.get(at) or Total(chunk.tier, row.namespace_root.hex(), name, 0)
+        old = totals.get(at) or Total(
+            chunk.tier, row.namespace_root.hex(), name, 0
+        )
         totals[at] = old._replace(
             chunks=old.chunks + 1,
             tokens=(old.tokens or 0) + row.tokens,
             stored_bytes=(old.stored_bytes or 0) + chunk.slot_bytes,
-            newest_seconds=seconds if old.newest_seconds is None else min(old.newest_seconds, seconds),
+            newest_seconds=seconds
+            if old.newest_seconds is None
+            else min(old.newest_seconds, seconds),
             oldest_seconds=max(old.oldest_seconds or 0.0, seconds),
         )
     return sorted(totals.values(), key=lambda total: -total.chunks)
 
 
-def _print_totals(totals: list[Total], broken: dict[str, str], wide: bool, as_json: bool) -> None:
+def _print_totals(
+    totals: list[Total], broken: dict[str, str], wide: bool, as_json: bool
+) -> None:
     if as_json:
-        printing.print_json({"namespaces": [total._asdict() for total in totals], "failed": broken})
+        printing.print_json(
+            {
+                "namespaces": [total._asdict() for total in totals],
+                "failed": broken,
+            }
+        )
         return
     rows = [
         {
@@ -177,7 +231,9 @@ def _print_totals(totals: list[Total], broken: dict[str, str], wide: bool, as_js
         }
         for total in totals
     ]
-    printing.print_dicts("", rows, without=() if wide else ("tokens", "oldest use"))
+    printing.print_dicts(
+        "", rows, without=() if wide else ("tokens", "oldest use")
+    )
 
 
 def _print_chunks(found: list[Listed], wide: bool) -> None:
@@ -190,9 +246,15 @@ def _print_chunks(found: list[Listed], wide: bool) -> None:
             "tokens": chunk.row.tokens,
             "last use": printing.age(chunk.row.last_use_age_seconds),
             "hits": chunk.row.hits,
-            "flags": " ".join(flag for flag in ("leased", "pinned") if getattr(chunk.row, flag)),
-            "model": stores.label(chunk.namespace.fields if chunk.namespace else {}),
+            "flags": " ".join(
+                flag for flag in ("leased", "pinned") if getattr(chunk.row, flag)
+            ),
+            "model": stores.label(
+                chunk.namespace.fields if chunk.namespace else {}
+            ),
         }
         for chunk in found
     ]
-    printing.print_dicts("", rows, without=() if wide else ("namespace", "tokens", "flags"))
+    printing.print_dicts(
+        "", rows, without=() if wide else ("namespace", "tokens", "flags")
+    )

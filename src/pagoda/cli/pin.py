@@ -1,4 +1,6 @@
-"""`pagoda pin` and `pagoda unpin`: protect the chunks of a prompt in the local tiers from eviction."""
+"""`pagoda pin` and `pagoda unpin`: protect the chunks of a prompt in the local tiers from
+eviction.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
 _OWNER = "pagoda"
 
-Owner = Annotated[str, Option(metavar="NAME", help="The owner of the pins; unpin ends only these.")]
+Owner = Annotated[
+    str,
+    Option(metavar="NAME", help="The owner of the pins; unpin ends only these."),
+]
 
 
 class PinnedPrefix(NamedTuple):
@@ -39,7 +44,9 @@ def pin(
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
 ) -> int:
-    """Protect the stored chunks of a prompt from eviction: at most a quarter of a tier, until `pagoda unpin`."""
+    """Protect the stored chunks of a prompt from eviction: at most a quarter of a tier, until
+    `pagoda unpin`.
+    """
     from pagoda.cli.prompt_explanation import prompt_of
 
     ids = read_tokens(tokens)
@@ -47,15 +54,23 @@ def pin(
     with stores.all_attached(directory, config, broken) as tiers:
         prompt = prompt_of(ids, tiers, [], stores.configured(config))
         roots = list(stores.chosen(prompt.known, model, namespace, broken))
-        found = [_pinned(prompt, ledger, root, owner) for ledger in prompt.tiers for root in roots]
+        found = [
+            _pinned(prompt, ledger, root, owner)
+            for ledger in prompt.tiers
+            for root in roots
+        ]
     done = [one for one in found if one.num_tokens]
     if as_json:
-        printing.print_json({"pinned": [one._asdict() for one in done], "failed": broken})
+        printing.print_json(
+            {"pinned": [one._asdict() for one in done], "failed": broken}
+        )
     elif done:
         rows = [(one.tier, one.num_tokens, one.model) for one in done]
         printing.print_table("pinned", ("tier", "tokens", "model"), rows)
     elif tiers or not broken:
-        printing.note("nothing was pinned: no tier has its beginning, or too many pins (see pagoda explain)")
+        printing.note(
+            "nothing was pinned: no tier has its beginning, or too many pins (see pagoda explain)"
+        )
     _name_remotes(directory, config)
     return FAILED if broken or not done else 0
 
@@ -78,11 +93,16 @@ def unpin(
         if ids is not None:
             prompt = prompt_of(ids, tiers, [], stores.configured(config))
             keys = [key for run in prompt.keys.values() for key in run]
-        ended = {str(ledger.directory): admin.unpin(ledger, keys, owner) for ledger in tiers}
+        ended = {
+            str(ledger.directory): admin.unpin(ledger, keys, owner)
+            for ledger in tiers
+        }
     if as_json:
         printing.print_json({"ended": ended, "failed": broken})
     elif tiers or not broken:
-        printing.note(f"{sum(ended.values()):,} chunks are no longer pinned by {owner}")
+        printing.note(
+            f"{sum(ended.values()):,} chunks are no longer pinned by {owner}"
+        )
     _name_remotes(directory, config)
     return FAILED if broken else 0
 
@@ -91,13 +111,19 @@ def _name_remotes(directory: Path | None, config: Path | None) -> None:
     """Say of which tiers nothing is pinned or unpinned."""
     known, sealed = all_remotes(directory, config)
     for spec in (*known, *sealed):
-        printing.note(f"{spec.redacted}: stays as it is: remote tiers have no pins")
+        printing.note(
+            f"{spec.redacted}: stays as it is: remote tiers have no pins"
+        )
 
 
-def _pinned(prompt: Prompt, ledger: Ledger, root: bytes, owner: str) -> PinnedPrefix:
+def _pinned(
+    prompt: Prompt, ledger: Ledger, root: bytes, owner: str
+) -> PinnedPrefix:
     from pagoda.ledger import admin
 
-    run = ledger.match_prefix(prompt.keys[root], start=0, namespace=root, touch=False)
+    run = ledger.match_prefix(
+        prompt.keys[root], start=0, namespace=root, touch=False
+    )
     try:
         chunks = admin.pin(ledger, prompt.keys[root][: len(run.slots)], owner)
     except ValueError as trouble:

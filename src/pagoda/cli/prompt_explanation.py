@@ -1,4 +1,6 @@
-"""How much of a prompt each tier would serve, and why not more. Reads ledgers, asks remote tiers; changes nothing."""
+"""How much of a prompt each tier would serve, and why not more. Reads ledgers, asks remote tiers;
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from pagoda.cache.lookup_call import match_tiers
 from pagoda.cache.open_tiers import peers_client
 from pagoda.cache.prompt_log import LoggedPrompt, logged_prompts
 from pagoda.cli import printing
-from pagoda.cli.nearest_prompt import NearestPrompt, keys_of_prompt, nearest_prompt
+from pagoda.cli.nearest_prompt import (
+    NearestPrompt,
+    keys_of_prompt,
+    nearest_prompt,
+)
 from pagoda.cli.remote_stores import PATIENCE_SECONDS, Unanswered, leading
 from pagoda.cli.stores import label
 from pagoda.config import Config, RemoteSpec
@@ -33,7 +39,9 @@ _Place: TypeAlias = Ledger | RemoteSpec
 
 
 class TierAnswer(NamedTuple):
-    """How many leading tokens one tier (or "all") serves under one namespace, and why it does not serve more."""
+    """How many leading tokens one tier (or "all") serves under one namespace, and why it does not
+    serve more.
+    """
 
     namespace: bytes
     model: str
@@ -48,17 +56,24 @@ class TierAnswer(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptExplanation:
-    """How much the tiers would serve of a prompt under one namespace, and the nearest stored prompt."""
+    """How much the tiers would serve of a prompt under one namespace, and the nearest stored
+    prompt.
+    """
 
     namespace: bytes
     chunk_tokens: int
-    answers: Sequence[TierAnswer]  # one per tier; if there are several, then one for all together
+    # one per tier; if there are several, then one for all together
+    answers: Sequence[TierAnswer]
     nearest: NearestPrompt | None
 
     def nearest_row(self) -> dict[str, object]:
         """Return the nearest prompt as a row for programs, with the namespace of the comparison."""
         assert self.nearest is not None
-        return {**asdict(self.nearest), "namespace": self.namespace, "of_namespace": self.nearest.namespace}
+        return {
+            **asdict(self.nearest),
+            "namespace": self.namespace,
+            "of_namespace": self.nearest.namespace,
+        }
 
 
 @dataclass(frozen=True)
@@ -72,8 +87,10 @@ class Prompt:
     chunk_tokens: Mapping[bytes, int]
     keys: Mapping[bytes, list[bytes]]
     min_hit_tokens: int
-    prefill_tokens_per_second: float | None  # None: whether loading is faster is not checked
-    logged: Sequence[LoggedPrompt]  # prompts that were stored lately, with their tokens
+    # None: whether loading is faster is not checked
+    prefill_tokens_per_second: float | None
+    # prompts that were stored lately, with their tokens
+    logged: Sequence[LoggedPrompt]
 
     @property
     def num_tokens(self) -> int:
@@ -93,17 +110,25 @@ class _NamedNeighbours(RemoteSpec):
 
 
 def neighbours_of(directory: Path | None, config: Config) -> Sequence[RemoteSpec]:
-    """Return the configured neighbours, with their addresses in their names; none for a command about one directory.
+    """Return the configured neighbours, with their addresses in their names; none for a command
+    about one directory.
 
     A directory of neighbours counts as one store: it names the neighbours to ask.
     """
     if directory is None and config.lookup:
         return [
-            _NamedNeighbours(one.url, one.redacted, one.kind, "peers", config=config)
+            _NamedNeighbours(
+                one.url, one.redacted, one.kind, "peers", config=config
+            )
             for one in config.lookup_server()
         ]
     found = config.peer_servers() if directory is None else ()
-    return [replace(spec, name=f"peers {urlsplit(spec.url).netloc.rpartition('@')[2]}") for spec in found]
+    return [
+        replace(
+            spec, name=f"peers {urlsplit(spec.url).netloc.rpartition('@')[2]}"
+        )
+        for spec in found
+    ]
 
 
 def prompt_of(
@@ -114,7 +139,9 @@ def prompt_of(
     chunk_tokens: int | None = None,
     prefill: float | None = None,
 ) -> Prompt:
-    """Hash the prompt under every namespace. `chunk_tokens`: tokens per chunk, by default as in the stored chunks."""
+    """Hash the prompt under every namespace. `chunk_tokens`: tokens per chunk, by default as in the
+    stored chunks.
+    """
     ids = as_token_ids(tokens)
     known: dict[bytes, NamespaceRow] = {}
     for ledger in tiers:
@@ -127,55 +154,97 @@ def prompt_of(
         found |= {one.namespace: one.chunk_tokens for one in logged}
     sizes = {root: found.get(root, usual) for root in known}
     keys = {
-        root: keys_of_prompt(ids, root, size, logged, lambda key: any(_has_known(one, key) for one in tiers))
+        root: keys_of_prompt(
+            ids,
+            root,
+            size,
+            logged,
+            lambda key: any(_has_known(one, key) for one in tiers),
+        )
         for root, size in sizes.items()
     }
     worth = prefill if config.worth_it else None
-    return Prompt(ids, tiers, remotes, known, sizes, keys, config.min_hit_tokens, worth, logged)
+    return Prompt(
+        ids,
+        tiers,
+        remotes,
+        known,
+        sizes,
+        keys,
+        config.min_hit_tokens,
+        worth,
+        logged,
+    )
 
 
-def explanations(prompt: Prompt, roots: Iterable[bytes]) -> list[PromptExplanation]:
+def explanations(
+    prompt: Prompt, roots: Iterable[bytes]
+) -> list[PromptExplanation]:
     """Explain a prompt under each of these namespaces, the best first. Changes nothing."""
     found = []
     for root in roots:
         said = answers(prompt, root)
         near = nearest(prompt, root, said[-1])
-        found.append(PromptExplanation(root, prompt.chunk_tokens[root], said, near))
+        found.append(
+            PromptExplanation(root, prompt.chunk_tokens[root], said, near)
+        )
     return sorted(found, key=lambda one: -one.answers[-1].num_tokens)
 
 
 def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:
-    """Return the answer of each tier for one namespace; with several tiers also that of all together, as "all".
+    """Return the answer of each tier for one namespace; with several tiers also that of all
+    together, as "all".
 
     A hit below the minimum counts as none; only the answer for all tiers together can say this.
     """
-    ledgers = [ledger for ledger in prompt.tiers if root in admin.list_namespaces(ledger)]
+    ledgers = [
+        ledger for ledger in prompt.tiers if root in admin.list_namespaces(ledger)
+    ]
     here: list[_Place] = [*ledgers, *prompt.remotes]
     if len(here) == 1:
-        return [_served(prompt, root, _name(here[0]), here, prompt.min_hit_tokens)]
+        return [
+            _served(prompt, root, _name(here[0]), here, prompt.min_hit_tokens)
+        ]
     alone = [_served(prompt, root, _name(place), [place]) for place in here]
     return [*alone, _served(prompt, root, "all", here, prompt.min_hit_tokens)]
 
 
-def nearest(prompt: Prompt, root: bytes, together: TierAnswer) -> NearestPrompt | None:
-    """Return the stored prompt that is nearest to this one, for one namespace; None if the log has none.
+def nearest(
+    prompt: Prompt, root: bytes, together: TierAnswer
+) -> NearestPrompt | None:
+    """Return the stored prompt that is nearest to this one, for one namespace; None if the log has
+    none.
 
-    If the tiers `together` serve all of this prompt, return the nearest other one. Otherwise a prompt that shares less
-    than the served part explains nothing: the prompt that shares more is not in the log.
+    If the tiers `together` serve all of this prompt, return the nearest other one. Otherwise a
+    prompt that shares less than the served part explains nothing: the prompt that shares more is
+    not in the log.
     """
     served = together.chunk is None
 
     def tiers_with(key: bytes) -> tuple[str, ...]:
         there = [
-            _name(one) for one in prompt.tiers if len(one.match_prefix([key], start=None, touch=False).slots)
+            _name(one)
+            for one in prompt.tiers
+            if len(one.match_prefix([key], start=None, touch=False).slots)
         ]
         return tuple(dict.fromkeys(there))
 
     def other_fields(other: bytes) -> tuple[str, ...]:
         rows = prompt.known.get(root), prompt.known.get(other)
-        return tuple(Namespace.differing(*(row.fields for row in rows if row))) if all(rows) else ()
+        return (
+            tuple(Namespace.differing(*(row.fields for row in rows if row)))
+            if all(rows)
+            else ()
+        )
 
-    found = nearest_prompt(prompt.tokens, root, prompt.logged, tiers_with, other_fields, besides=served)
+    found = nearest_prompt(
+        prompt.tokens,
+        root,
+        prompt.logged,
+        tiers_with,
+        other_fields,
+        besides=served,
+    )
     explains = served or found is None or found.same_tokens >= together.num_tokens
     return found if explains else None
 
@@ -201,7 +270,11 @@ def _stored_sizes(tiers: Sequence[Ledger]) -> dict[bytes, int]:
     """Return the tokens per chunk of each namespace with chunks, from its first chunk."""
     found: dict[bytes, int] = {}
     for ledger in tiers:
-        awaited = {root for root, row in admin.list_namespaces(ledger).items() if row.chunks} - found.keys()
+        awaited = {
+            root
+            for root, row in admin.list_namespaces(ledger).items()
+            if row.chunks
+        } - found.keys()
         for row in admin.list_chunks(ledger) if awaited else ():
             if row.namespace_root in awaited and row.tokens:
                 found[row.namespace_root] = row.tokens
@@ -219,13 +292,23 @@ class _Why(NamedTuple):
     other_fields: tuple[str, ...] = ()
 
 
-def _served(prompt: Prompt, root: bytes, name: str, places: Sequence[_Place], minimum: int = 0) -> TierAnswer:
+def _served(
+    prompt: Prompt,
+    root: bytes,
+    name: str,
+    places: Sequence[_Place],
+    minimum: int = 0,
+) -> TierAnswer:
     """Return the answer of these tiers together, from the top down, under a name."""
     size = prompt.chunk_tokens[root]
     keys = prompt.keys[root]
     answer = partial(TierAnswer, root, label(prompt.known[root].fields), name)
     if not keys:
-        return answer(0, Reason.SHORT_PROMPT, f"{prompt.num_tokens} tokens do not fill a chunk of {size}")
+        return answer(
+            0,
+            Reason.SHORT_PROMPT,
+            f"{prompt.num_tokens} tokens do not fill a chunk of {size}",
+        )
     said: dict[str, _Why] = {}  # by place: why it lacks its first missing chunk
 
     def find(number: str, place: _Place, at: int) -> tuple[int, Reason | None]:
@@ -234,19 +317,35 @@ def _served(prompt: Prompt, root: bytes, name: str, places: Sequence[_Place], mi
         return run, None
 
     # named by number, because several stores may belong to one tier
-    finders = {str(at): partial(find, str(at), place) for at, place in enumerate(places)}
+    finders = {
+        str(at): partial(find, str(at), place) for at, place in enumerate(places)
+    }
     chunks = match_tiers(finders, len(keys)).chunks
     total = size * chunks
     if 0 < total < minimum:
-        return answer(0, Reason.BELOW_MINIMUM, f"{total} tokens are there, min_hit_tokens = {minimum}", 0)
+        return answer(
+            0,
+            Reason.BELOW_MINIMUM,
+            f"{total} tokens are there, min_hit_tokens = {minimum}",
+            0,
+        )
     if chunks == len(keys):
         return answer(total, None, "all whole chunks are stored")
-    # A silent tier may have the chunk. Otherwise a tier that remembers the chunk has the best explanation.
-    why = min(said.values(), key=lambda why: (why.reason is Reason.ABSENT, why.reason is not Reason.IO_ERROR))
+    # A silent tier may have the chunk. Otherwise a tier that remembers the chunk has the best
+    # explanation.
+    why = min(
+        said.values(),
+        key=lambda why: (
+            why.reason is Reason.ABSENT,
+            why.reason is not Reason.IO_ERROR,
+        ),
+    )
     return answer(total, why.reason, why.detail, chunks, why.other_fields)
 
 
-def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> tuple[int, _Why]:
+def _from_remote(
+    prompt: Prompt, root: bytes, spec: RemoteSpec, start: int
+) -> tuple[int, _Why]:
     """Return how many chunks a remote tier has from `start` on, and why not more."""
     try:
         run = leading(spec, root, prompt.keys[root][start:])
@@ -255,12 +354,19 @@ def _from_remote(prompt: Prompt, root: bytes, spec: RemoteSpec, start: int) -> t
     return run, _Why(Reason.ABSENT, f"chunk {start + run}: absent")
 
 
-def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> tuple[int, _Why]:
+def _from_ledger(
+    prompt: Prompt, root: bytes, ledger: Ledger, start: int
+) -> tuple[int, _Why]:
     """Return how many chunks a local tier has from `start` on, and why not more."""
     keys = prompt.keys[root]
     match = ledger.match_prefix(keys[start:], start=start, touch=False)
     run = len(match.slots)
-    dear = _dear(prompt, ledger, match.slots[:_TIMED_CHUNKS].tolist(), prompt.chunk_tokens[root])
+    dear = _dear(
+        prompt,
+        ledger,
+        match.slots[:_TIMED_CHUNKS].tolist(),
+        prompt.chunk_tokens[root],
+    )
     if dear:
         return 0, _Why(Reason.NOT_WORTH_IT, dear)
     if start + run == len(keys):
@@ -268,22 +374,31 @@ def _from_ledger(prompt: Prompt, root: bytes, ledger: Ledger, start: int) -> tup
     return run, _why(prompt, root, ledger, start + run, match.reason)
 
 
-def _why(prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None) -> _Why:
+def _why(
+    prompt: Prompt, root: bytes, ledger: Ledger, index: int, now: Reason | None
+) -> _Why:
     """Return why chunk `index` is missing, and in words since when, or which field differs."""
     reason, age_seconds = ledger.explain_miss(prompt.keys[root][index])
-    if now is not None and now is not reason:  # a present problem explains more than the past
+    # a present problem explains more than the past
+    if now is not None and now is not reason:
         reason = now
         age_seconds = None
     if reason is Reason.ABSENT:
         for other, keys in prompt.keys.items():
-            if other != root and len(ledger.match_prefix(keys[: index + 1], touch=False).slots) > index:
+            if (
+                other != root
+                and len(ledger.match_prefix(keys[: index + 1], touch=False).slots)
+                > index
+            ):
                 return _difference(prompt.known[root], prompt.known[other])
     since = f" {printing.age(age_seconds)} ago" if age_seconds is not None else ""
     return _Why(reason, f"chunk {index}: {reason.value.replace('_', ' ')}{since}")
 
 
 def _difference(mine: NamespaceRow, other: NamespaceRow) -> _Why:
-    """Return in which fields the namespace with the chunk differs, and how; the value of a salt is not shown."""
+    """Return in which fields the namespace with the chunk differs, and how; the value of a salt is
+    not shown.
+    """
     names = tuple(Namespace.differing(mine.fields, other.fields))
     pairs = [
         "salt not shown"
@@ -291,11 +406,15 @@ def _difference(mine: NamespaceRow, other: NamespaceRow) -> _Why:
         else f"{name} {other.fields.get(name, '')!r}, not {mine.fields.get(name, '')!r}"
         for name in names
     ]
-    return _Why(Reason.OTHER_NAMESPACE, f"stored with {' and '.join(pairs)}", names)
+    return _Why(
+        Reason.OTHER_NAMESPACE, f"stored with {' and '.join(pairs)}", names
+    )
 
 
 def _dear(prompt: Prompt, ledger: Ledger, slots: Sequence[int], size: int) -> str:
-    """Return how long loading and computing one of these slots take, if loading takes longer; otherwise ""."""
+    """Return how long loading and computing one of these slots take, if loading takes longer;
+    otherwise "".
+    """
     if prompt.prefill_tokens_per_second is None or not slots:
         return ""
     load = _load_seconds(ledger, slots)
@@ -310,11 +429,17 @@ def _load_seconds(ledger: Ledger, slots: Sequence[int]) -> float:
     room = aligned(ledger.slot_bytes)
     size = (ledger.slots, ledger.slot_bytes)
     if ledger.kind == "file":
-        with closing(ledger.open_slab(lambda file: FileSlab(file, *size))) as disk:
+        with closing(
+            ledger.open_slab(lambda file: FileSlab(file, *size))
+        ) as disk:
             return _least_seconds(lambda slot: disk.read(slot, [room]), slots)
-    with closing(ledger.open_slab(lambda file: MemorySlab(file, *size, ledger.page_guards))) as memory:
+    with closing(
+        ledger.open_slab(lambda file: MemorySlab(file, *size, ledger.page_guards))
+    ) as memory:
         # twice, because the first time has page faults
-        return _least_seconds(lambda slot: np.copyto(room, memory.view(slot)), [*slots, *slots])
+        return _least_seconds(
+            lambda slot: np.copyto(room, memory.view(slot)), [*slots, *slots]
+        )
 
 
 def _least_seconds(load: Callable[[int], object], slots: Sequence[int]) -> float:

@@ -1,9 +1,11 @@
-"""The keys of a prompt by the known schemes: PagodaKV's own, and those from the block hashes of a vLLM engine.
+"""The keys of a prompt by the known schemes: PagodaKV's own, and those from the block hashes of a
+vLLM engine.
 
-vLLM hashes blocks of 16 or more tokens, `hash((parent, tokens, extra keys))`, and PagodaKV's connector derives the key
-of a chunk from the hash of its last block; the connector for hybrid models adds the number of a KV cache group. This
-module computes the same without vLLM. It does not know what a request adds (an adapter's name, a `cache_salt`,
-images): the keys of such a prompt come from the prompt log. `nearest_prompt` calls this module.
+vLLM hashes blocks of 16 or more tokens, `hash((parent, tokens, extra keys))`, and PagodaKV's
+connector derives the key of a chunk from the hash of its last block; the connector for hybrid
+models adds the number of a KV cache group. This module computes the same without vLLM. It does not
+know what a request adds (an adapter's name, a `cache_salt`, images): the keys of such a prompt come
+from the prompt log. `nearest_prompt` calls this module.
 """
 
 from __future__ import annotations
@@ -23,13 +25,18 @@ _Hash: TypeAlias = Callable[[object], bytes]
 
 _SEED = "vllm-none-hash"  # vLLM's default, without PYTHONHASHSEED
 _LEAST_BLOCK = 8
-_GROUPS = 4  # KV cache groups whose chunks may form a chain from the first token on
+# KV cache groups whose chunks may form a chain from the first token on
+_GROUPS = 4
 
 
 def schemes(chunk_tokens: int) -> Iterator[EngineScheme]:
     """Yield the schemes of which chunks of that length may be, the most likely first."""
     yield chunk_keys
-    blocks = [n for n in range(chunk_tokens, _LEAST_BLOCK - 1, -1) if chunk_tokens % n == 0]
+    blocks = [
+        n
+        for n in range(chunk_tokens, _LEAST_BLOCK - 1, -1)
+        if chunk_tokens % n == 0
+    ]
     blocks.sort(key=lambda n: n & (n - 1) != 0)  # powers of two first
     seeds = dict.fromkeys((_SEED, os.environ.get("PYTHONHASHSEED", _SEED), "0"))
     for group in (None, *range(_GROUPS)):
@@ -40,7 +47,13 @@ def schemes(chunk_tokens: int) -> Iterator[EngineScheme]:
 
 
 def _vllm_keys(
-    digest: _Hash, seed: str, block: int, group: int | None, tokens: TokenIds, root: bytes, chunk_tokens: int
+    digest: _Hash,
+    seed: str,
+    block: int,
+    group: int | None,
+    tokens: TokenIds,
+    root: bytes,
+    chunk_tokens: int,
 ) -> list[bytes]:
     ids = as_token_ids(tokens).tolist()
     names: list[bytes] = []

@@ -1,4 +1,6 @@
-"""`pagoda quality`: measures, on the user's own prompts, whether blending or a lossy codec may be used with a model."""
+"""`pagoda quality`: measures, on the user's own prompts, whether blending or a lossy codec may be
+used with a model.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Argument, Option
 
-from pagoda.cli import FAILED, INTERRUPTED, FailedError, UsageError, printing, require_transformers
+from pagoda.cli import (
+    FAILED,
+    INTERRUPTED,
+    FailedError,
+    UsageError,
+    printing,
+    require_transformers,
+)
 from pagoda.cli.stores import AsJson, ConfigFile, configured
 
 if TYPE_CHECKING:
@@ -29,15 +38,23 @@ _MOST_NAMED = 20  # bad lines that are named one by one
 def quality(
     model: Annotated[str, Argument(metavar="MODEL")],
     prompts: Annotated[Path, Argument(metavar="PROMPTS")],
-    blend: Annotated[list[str] | None, Option(metavar="POLICY:SHARE[:NAME=N]")] = None,
+    blend: Annotated[
+        list[str] | None, Option(metavar="POLICY:SHARE[:NAME=N]")
+    ] = None,
     codec: Annotated[list[str] | None, Option(metavar="NAME")] = None,
     new_tokens: Annotated[int, Option(min=1, max=4096, metavar="N")] = 16,
-    chunk_tokens: Annotated[int | None, Option(min=1, max=2**20, metavar="N")] = None,
+    chunk_tokens: Annotated[
+        int | None, Option(min=1, max=2**20, metavar="N")
+    ] = None,
     kl: Annotated[float | None, Option(min=0, metavar="NATS")] = None,
     top1: Annotated[float | None, Option(min=0, max=1, metavar="SHARE")] = None,
-    answers: Annotated[float | None, Option(min=0, max=1, metavar="SHARE")] = None,
+    answers: Annotated[
+        float | None, Option(min=0, max=1, metavar="SHARE")
+    ] = None,
     min_prompts: Annotated[int, Option(min=1, metavar="N")] = 50,
-    confidence: Annotated[float, Option(min=0.5, max=0.999, metavar="SHARE")] = 0.95,
+    confidence: Annotated[
+        float, Option(min=0.5, max=0.999, metavar="SHARE")
+    ] = 0.95,
     seed: Annotated[int, Option(min=0, metavar="N")] = 0,
     weights: Annotated[list[str] | None, Option(metavar="NAME")] = None,
     dtype: Annotated[str, Option(metavar="DTYPE")] = "auto",
@@ -93,7 +110,9 @@ def quality(
             task = bars.add_task("loading the model", total=None)
             with _one_line(f"{model}: cannot be used"):
                 vocabulary, most, tokenizer = _described(model)
-            lines = _prompts(prompts, tokenizer, vocabulary, most and max(most - new_tokens, 1))
+            lines = _prompts(
+                prompts, tokenizer, vocabulary, most and max(most - new_tokens, 1)
+            )
             if not blends and not codecs:
                 blends, codecs = _usual(lines, loaded)
             with _one_line(f"{model}: cannot be used"):
@@ -101,7 +120,9 @@ def quality(
             bars.update(task, total=1)
 
             def step(name: str, total: int) -> None:
-                bars.update(task, total=total, advance=1, description=f"measuring {name}")
+                bars.update(
+                    task, total=total, advance=1, description=f"measuring {name}"
+                )
 
             with _one_line(str(prompts)):
                 run = measure_quality(
@@ -140,17 +161,25 @@ def _show(
     name = model.rstrip("/").rsplit("/", 1)[-1]
     results = [row.result for row in run.rows if row.result is not None]
     path = write_verdict(
-        place, model=name, weights=[run.weights, *names], pagoda=__version__, results=results
+        place,
+        model=name,
+        weights=[run.weights, *names],
+        pagoda=__version__,
+        results=results,
     )
     if png is not None:
         from pagoda.cli.quality_plot import save_png
 
-        save_png(png, run.rows, f"{name}: {prompts.name}, {results[0].prompts} prompts")
+        save_png(
+            png, run.rows, f"{name}: {prompts.name}, {results[0].prompts} prompts"
+        )
     if as_json:
         printing.print_json(quality_report.as_json(name, run, path, png))
     else:
         quality_report.print_report(name, prompts, run.rows)
-        printing.print_text(f"written to {path}" + (f"; plot: {png}" if png else ""))
+        printing.print_text(
+            f"written to {path}" + (f"; plot: {png}" if png else "")
+        )
     return 0 if any(result.passed for result in results) else FAILED
 
 
@@ -169,58 +198,99 @@ def _one_line(what: str) -> Iterator[None]:
 
 
 def _described(model: str) -> tuple[int, int | None, Tokenizer | None]:
-    """Return a model's vocabulary, its most tokens, and its tokenizer, or None for these. Loads no weights."""
+    """Return a model's vocabulary, its most tokens, and its tokenizer, or None for these. Loads no
+    weights.
+    """
     transformers = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
-    text = transformers.AutoConfig.from_pretrained(model).get_text_config(decoder=True)
+    text = transformers.AutoConfig.from_pretrained(model).get_text_config(
+        decoder=True
+    )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError, TypeError):
         tokenizer = None  # prompts of token ids need no tokenizer
-    return text.vocab_size, getattr(text, "max_position_embeddings", None), tokenizer
+    return (
+        text.vocab_size,
+        getattr(text, "max_position_embeddings", None),
+        tokenizer,
+    )
 
 
 def _loaded(model: str, dtype: str, device: str | None) -> torch.nn.Module:
     """Return the model, on its device."""
     import torch
 
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"--dtype {dtype}: torch has no such type; an example is bfloat16")
+    if dtype != "auto" and not isinstance(
+        getattr(torch, dtype, None), torch.dtype
+    ):
+        raise ValueError(
+            f"--dtype {dtype}: torch has no such type; an example is bfloat16"
+        )
     try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch.device(
+            device or ("cuda" if torch.cuda.is_available() else "cpu")
+        )
         kind = import_module("transformers").AutoModelForCausalLM
-        network: torch.nn.Module = kind.from_pretrained(model, dtype=dtype).eval().to(place)
-    except RuntimeError as trouble:  # e.g. the device does not exist, or has too little memory
-        raise FailedError(f"{model}: {str(trouble).strip().partition(chr(10))[0]}") from None
+        network: torch.nn.Module = (
+            kind.from_pretrained(model, dtype=dtype).eval().to(place)
+        )
+    except RuntimeError as trouble:
+        # e.g. the device does not exist, or has too little memory
+        raise FailedError(
+            f"{model}: {str(trouble).strip().partition(chr(10))[0]}"
+        ) from None
     return network
 
 
 def _prompts(
-    path: Path, tokenizer: Tokenizer | None, vocabulary: int, most_tokens: int | None
+    path: Path,
+    tokenizer: Tokenizer | None,
+    vocabulary: int,
+    most_tokens: int | None,
 ) -> list[QualityPrompt]:
-    """Return the prompts of a file. Names each bad line on stderr and raises UsageError if there are any."""
+    """Return the prompts of a file. Names each bad line on stderr and raises UsageError if there
+    are any.
+    """
     from pagoda.quality.prompt_lines import read_prompts
 
-    good, bad = read_prompts(path, tokenizer, vocabulary=vocabulary, most_tokens=most_tokens)
+    good, bad = read_prompts(
+        path, tokenizer, vocabulary=vocabulary, most_tokens=most_tokens
+    )
     for line in bad[:_MOST_NAMED]:
         printing.note(f"{path}: line {line.line} {line.why}")
     if bad:
-        more = f" ({len(bad) - _MOST_NAMED} are not named here)" if len(bad) > _MOST_NAMED else ""
-        raise UsageError(f"{path}: {len(bad)} of {len(good) + len(bad)} lines cannot be used{more}")
+        more = (
+            f" ({len(bad) - _MOST_NAMED} are not named here)"
+            if len(bad) > _MOST_NAMED
+            else ""
+        )
+        raise UsageError(
+            f"{path}: {len(bad)} of {len(good) + len(bad)} lines cannot be used{more}"
+        )
     if not good:
         raise UsageError(f"{path}: has no prompts")
     return good
 
 
 def _blend_of(text: str) -> tuple[SelectionPolicy, float, int]:
-    """Parse a text such as "deviation:0.15" or "deviation:0.15:layer=2:min_tokens=256". Raises UsageError."""
-    from pagoda.blend.blend_policies import POLICIES, checked_min_tokens, checked_share
+    """Parse a text such as "deviation:0.15" or "deviation:0.15:layer=2:min_tokens=256". Raises
+    UsageError.
+    """
+    from pagoda.blend.blend_policies import (
+        POLICIES,
+        checked_min_tokens,
+        checked_share,
+    )
 
     name, share, *options = text.split(":") if ":" in text else (text, "")
     try:
         if name not in POLICIES:
             raise ValueError(f"the policies are {', '.join(POLICIES)}")
-        given = {key: int(value) for key, value in (option.split("=") for option in options)}
+        given = {
+            key: int(value)
+            for key, value in (option.split("=") for option in options)
+        }
         least = checked_min_tokens(given.pop("min_tokens", 0))
         policy = cast("Callable[..., SelectionPolicy]", POLICIES[name])
         return policy(**given), checked_share(float(share)), least
@@ -236,7 +306,9 @@ def _codecs_of(names: Sequence[str]) -> list[str]:
 
     for name in names:
         if name not in codec.LOSSY:
-            raise UsageError(f"--codec {name}: the lossy codecs are {', '.join(codec.LOSSY)}")
+            raise UsageError(
+                f"--codec {name}: the lossy codecs are {', '.join(codec.LOSSY)}"
+            )
         codec.require(name)
     return list(dict.fromkeys(names))
 
@@ -252,21 +324,36 @@ def _usual(
     from pagoda.blend.blend_policies import POLICIES, policy_named
 
     shares = sorted({*_USUAL_SHARES, config.blend_recompute})
-    blends = [(policy_named(name), share, config.blend_min_tokens) for name in POLICIES for share in shares]
-    return (blends if all(prompt.documents for prompt in prompts) else []), list(codec.LOSSY)
+    blends = [
+        (policy_named(name), share, config.blend_min_tokens)
+        for name in POLICIES
+        for share in shares
+    ]
+    return (blends if all(prompt.documents for prompt in prompts) else []), list(
+        codec.LOSSY
+    )
 
 
 def _bounds(
-    kl: float | None, top1: float | None, answers: float | None, prompts: int, confidence: float
+    kl: float | None,
+    top1: float | None,
+    answers: float | None,
+    prompts: int,
+    confidence: float,
 ) -> dict[str, Bounds]:
-    """Return the bounds by feature: the given ones, otherwise the usual. UsageError: they exclude nothing."""
+    """Return the bounds by feature: the given ones, otherwise the usual. UsageError: they exclude
+    nothing.
+    """
     from msgspec.structs import replace
 
     from pagoda.quality_bounds import DEFAULT_BOUNDS, too_loose
 
     given = {"kl": kl, "top1": top1, "answers": answers, "prompts": prompts}
     known = {name: value for name, value in given.items() if value is not None}
-    bounds = {feature: replace(usual, **known) for feature, usual in DEFAULT_BOUNDS.items()}
+    bounds = {
+        feature: replace(usual, **known)
+        for feature, usual in DEFAULT_BOUNDS.items()
+    }
     if wrong := too_loose(bounds["blend"], confidence):
         raise UsageError("; ".join(wrong))
     return bounds

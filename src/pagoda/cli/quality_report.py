@@ -18,22 +18,31 @@ def print_report(model: str, prompts: Path, rows: Sequence[Judged]) -> None:
     """Print the table, and its meaning in plain words."""
     result = next(row.result for row in rows if row.result is not None)
     title = (
-        f"{model}, {result.prompts} prompts of {prompts.name}, compared with exact KV; in brackets the worse end of "
+        f"{model}, {result.prompts} prompts of {prompts.name}, compared with exact KV; in "
+        "brackets the worse end of "
         f"the {result.confidence * 100:g} % interval, which decides"
     )
     answers = [] if result.figures.answers is None else ["answers %"]
     columns = ["", "KL", "top-1 %", *answers, "TTFT", "bytes", "verdict"]
-    printing.print_table(title, columns, [_cells(row, bool(answers)) for row in rows])
+    printing.print_table(
+        title, columns, [_cells(row, bool(answers)) for row in rows]
+    )
     for row in rows:
         if row.result is not None:
             printing.print_text(f"{row.name} {_sentence(row)}")
 
 
-def as_json(model: str, run: QualityRun, verdict: Path, png: Path | None) -> dict[str, object]:
+def as_json(
+    model: str, run: QualityRun, verdict: Path, png: Path | None
+) -> dict[str, object]:
     """Return the whole report for programs."""
     rows = []
     for row in run.rows:
-        entry: dict[str, object] = {"name": row.name, "seconds": row.seconds, **to_builtins(row.figures)}
+        entry: dict[str, object] = {
+            "name": row.name,
+            "seconds": row.seconds,
+            **to_builtins(row.figures),
+        }
         if row.result is not None:
             entry |= {
                 "setting": to_builtins(row.result.setting),
@@ -67,7 +76,15 @@ def _cells(row: Judged, has_answers: bool) -> list[object]:
         verdict = "PASS" if row.result.passed else "FAIL"
     if row.name == "exact":
         first = printing.wait(row.seconds)
-        return ["exact", "", "", *[""] * has_answers, first, RightAligned("100 %"), ""]
+        return [
+            "exact",
+            "",
+            "",
+            *[""] * has_answers,
+            first,
+            RightAligned("100 %"),
+            "",
+        ]
     answers = [] if figures.answers is None else [_share(figures.answers)]
     return [
         row.name,
@@ -75,7 +92,9 @@ def _cells(row: Judged, has_answers: bool) -> list[object]:
         _share(figures.top1),
         *answers,
         RightAligned("" if row.result is None else f"{figures.ttft.value:.2f}x"),
-        RightAligned("" if row.result is None else f"{100 * figures.bytes:.0f} %"),
+        RightAligned(
+            "" if row.result is None else f"{100 * figures.bytes:.0f} %"
+        ),
         verdict,
     ]
 
@@ -104,7 +123,15 @@ def _notes(row: Judged) -> list[str]:
     """Return what a user should know in addition to the verdict."""
     notes = []
     if row.over_reuse is not None and not row.over_reuse.low > 0:
-        notes.append("It is perhaps no nearer to exact KV than plain reuse, which computes less")
-    if row.result is not None and row.result.setting.feature == "blend" and row.figures.ttft.low >= 1:
-        notes.append("It is not faster than computing everything, for prompts of this length on this machine")
+        notes.append(
+            "It is perhaps no nearer to exact KV than plain reuse, which computes less"
+        )
+    if (
+        row.result is not None
+        and row.result.setting.feature == "blend"
+        and row.figures.ttft.low >= 1
+    ):
+        notes.append(
+            "It is not faster than computing everything, for prompts of this length on this machine"
+        )
     return notes

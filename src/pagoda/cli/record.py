@@ -1,4 +1,6 @@
-"""`pagoda record`: runs an engine and records its requests, as a trace for `pagoda replay` and `pagoda size`."""
+"""`pagoda record`: runs an engine and records its requests, as a trace for `pagoda replay` and
+`pagoda size`.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,14 @@ def record(
     """
     command = command[1:] if command[:1] == ["--"] else command
     if not command:
-        raise UsageError("the command is missing; write: pagoda record TRACE -- COMMAND...")
+        raise UsageError(
+            "the command is missing; write: pagoda record TRACE -- COMMAND..."
+        )
     for word in (str(out), command[0]):
         if word.startswith("-"):
-            raise UsageError(f"{word}: write options first: pagoda record [--append] TRACE -- COMMAND...")
+            raise UsageError(
+                f"{word}: write options first: pagoda record [--append] TRACE -- COMMAND..."
+            )
     before = _opened(out, append)
     code = _ran(command, {**os.environ, _VARIABLE: str(out.absolute())})
     _tell(out, before, command)
@@ -64,9 +70,12 @@ def _opened(out: Path, append: bool) -> int:
 
 
 def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
-    """Run the command to its end. It gets all signals (Ctrl-C from the terminal) and decides how to end."""
+    """Run the command to its end. It gets all signals (Ctrl-C from the terminal) and decides how to
+    end.
+    """
     process: subprocess.Popen[bytes] | None = None
-    early: list[int] = []  # signals that came before the process was known here; it gets them later
+    # signals that came before the process was known here; it gets them later
+    early: list[int] = []
 
     def forward(number: int, _: object) -> None:
         if process is None:
@@ -74,11 +83,15 @@ def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
         else:
             process.send_signal(number)
 
-    with handling({signal.SIGINT: lambda *_: None, **dict.fromkeys(_FORWARDED, forward)}):
+    with handling(
+        {signal.SIGINT: lambda *_: None, **dict.fromkeys(_FORWARDED, forward)}
+    ):
         try:
             process = subprocess.Popen(command, env=environ)
         except OSError as trouble:
-            raise FailedError(f"{command[0]} cannot be run: {trouble.strerror}") from None
+            raise FailedError(
+                f"{command[0]} cannot be run: {trouble.strerror}"
+            ) from None
         for number in early:
             process.send_signal(number)
         code = process.wait()
@@ -86,9 +99,14 @@ def _ran(command: Sequence[str], environ: dict[str, str]) -> int:
 
 
 @contextmanager
-def handling(handlers: Mapping[signal.Signals, Callable[[int, object], object]]) -> Iterator[None]:
+def handling(
+    handlers: Mapping[signal.Signals, Callable[[int, object], object]],
+) -> Iterator[None]:
     """Handle these signals with these functions inside the context. For the main thread."""
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+    }
     try:
         yield
     finally:
@@ -107,10 +125,15 @@ def _tell(out: Path, before: int, command: Sequence[str]) -> None:
         requests += 1
         chunks += len(request.hash_ids)
     if requests:
-        printing.note(f"recorded {requests:,} requests for {chunks:,} chunks in {out}")
-        printing.note(f"to simulate other sizes: pagoda replay {shlex.quote(str(out))} --curve")
+        printing.note(
+            f"recorded {requests:,} requests for {chunks:,} chunks in {out}"
+        )
+        printing.note(
+            f"to simulate other sizes: pagoda replay {shlex.quote(str(out))} --curve"
+        )
     else:
         printing.note(
-            f"nothing was recorded: {command[0]} requested no whole chunk, or its cache does not read its options from "
+            f"nothing was recorded: {command[0]} requested no whole chunk, or its cache does not "
+            "read its options from "
             "the environment"
         )

@@ -1,4 +1,6 @@
-"""Asks the remote tiers: one connection per question, a deadline for every step, one sentence for every error."""
+"""Asks the remote tiers: one connection per question, a deadline for every step, one sentence for
+every error.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ NO_SECRET = (
     "or remove it from the register (pagoda remove URL)"
 )
 _NAME_OR_REMOVE = (
-    "name a configuration that has it (--config), or remove it from the register (pagoda remove URL)"
+    "name a configuration that has it (--config), or remove it from the register (pagoda "
+    "remove URL)"
 )
 PATIENCE_SECONDS = 5.0
 """How long a command waits for one answer; a tier's own deadline is used if it is longer."""
@@ -39,22 +42,29 @@ _REFUSALS = ("READONLY", "NOREPLICAS", "MISCONF", "OOM")
 
 
 class Unanswered(Exception):
-    """A remote tier did not answer. `text`: what is wrong and what to do; the message names the tier. No secrets.
+    """A remote tier did not answer. `text`: what is wrong and what to do; the message names the
+    tier. No secrets.
 
     `in_part`: some of its nodes answer, and are used.
     """
 
-    def __init__(self, spec: RemoteSpec, text: str, in_part: bool = False) -> None:
+    def __init__(
+        self, spec: RemoteSpec, text: str, in_part: bool = False
+    ) -> None:
         self.text = _masked(spec, text)
         self.in_part = in_part
         super().__init__(f"{spec.name} ({spec.redacted}): {self.text}")
 
 
-def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[RemoteSpec, ...]:
-    """Return the remote tiers that are known here; none for a command about one directory. Raises ConfigError.
+def remotes_of(
+    directory: Path | None, config_file: Path | None
+) -> tuple[RemoteSpec, ...]:
+    """Return the remote tiers that are known here; none for a command about one directory. Raises
+    ConfigError.
 
-    The configured ones come first, then those that this user has opened in another way. Of the latter, those that
-    cannot or may not be asked are named on stderr, each with the reason, and left out.
+    The configured ones come first, then those that this user has opened in another way. Of the
+    latter, those that cannot or may not be asked are named on stderr, each with the reason, and
+    left out.
     """
     known, withheld = all_remotes(directory, config_file)
     for spec, why in withheld.items():
@@ -65,7 +75,8 @@ def remotes_of(directory: Path | None, config_file: Path | None) -> tuple[Remote
 def all_remotes(
     directory: Path | None, config_file: Path | None, opened_too: bool = True
 ) -> tuple[tuple[RemoteSpec, ...], dict[RemoteSpec, str]]:
-    """Return the remote tiers that are known here: those that can be asked, and why each of the others is not asked.
+    """Return the remote tiers that are known here: those that can be asked, and why each of the
+    others is not asked.
 
     Without `opened_too`, these are only the configured ones.
     """
@@ -74,9 +85,17 @@ def all_remotes(
     from pagoda.config.remote_urls import parse
     from pagoda.tiers import recorded_tiers
 
-    configured_here = {spec.redacted: spec for spec in configured(config_file).remotes()}
-    known = {address: spec for address, spec in configured_here.items() if not spec.lacks_secret}
-    withheld = {spec: NO_SECRET for spec in configured_here.values() if spec.lacks_secret}
+    configured_here = {
+        spec.redacted: spec for spec in configured(config_file).remotes()
+    }
+    known = {
+        address: spec
+        for address, spec in configured_here.items()
+        if not spec.lacks_secret
+    }
+    withheld = {
+        spec: NO_SECRET for spec in configured_here.values() if spec.lacks_secret
+    }
     for entry in recorded_tiers.entries() if opened_too else ():
         if entry.tier != "remote" or entry.place in configured_here:
             continue
@@ -97,7 +116,10 @@ def _why_not_asked(entry: Entry, spec: RemoteSpec) -> str:
     from pagoda.trusted_files import one_line
 
     if entry.file is None:
-        return f"not asked: an earlier version noted it, without the file that named it; {_NAME_OR_REMOVE}"
+        return (
+            "not asked: an earlier version noted it, without the file that named it; "
+            f"{_NAME_OR_REMOVE}"
+        )
     if entry.file and not still_names(entry.file, entry.place):
         gone = f"not asked: {one_line(entry.file)} is gone, or no longer names it"
         return f"{gone}; {_NAME_OR_REMOVE}"
@@ -107,13 +129,18 @@ def _why_not_asked(entry: Entry, spec: RemoteSpec) -> str:
 def censuses(
     specs: Sequence[RemoteSpec], known: dict[bytes, NamespaceRow]
 ) -> tuple[dict[RemoteSpec, Mapping[bytes, int]], dict[str, str]]:
-    """Return how many chunks of each namespace each remote tier has, and the errors of tiers that do not answer.
+    """Return how many chunks of each namespace each remote tier has, and the errors of tiers that
+    do not answer.
 
-    Adds the namespaces that no local tier has to `known`, without names: only the machines that made them know these.
+    Adds the namespaces that no local tier has to `known`, without names: only the machines that
+    made them know these.
     """
     from pagoda.ledger import NamespaceRow
 
-    found, broken = ask_each(specs, lambda spec: ask(spec, lambda link: link.count_by_namespace(_walk(spec))))
+    found, broken = ask_each(
+        specs,
+        lambda spec: ask(spec, lambda link: link.count_by_namespace(_walk(spec))),
+    )
     for counts in found.values():
         for root, chunks in counts.items():
             known.setdefault(root, NamespaceRow(root, {}, chunks))
@@ -122,11 +149,16 @@ def censuses(
 
 def leading(spec: RemoteSpec, root: bytes, keys: Sequence[bytes]) -> int:
     """Return how many leading keys of one namespace a tier has. Raises Unanswered."""
-    return ask(spec, lambda link: link.find(root, keys, time.monotonic() + patience(spec)))
+    return ask(
+        spec,
+        lambda link: link.find(root, keys, time.monotonic() + patience(spec)),
+    )
 
 
 def cleared(spec: RemoteSpec, roots: Sequence[bytes] | None) -> int:
-    """Remove the chunks of these namespaces (None: all of PagodaKV), for all machines. Raises Unanswered."""
+    """Remove the chunks of these namespaces (None: all of PagodaKV), for all machines. Raises
+    Unanswered.
+    """
     found = [None] if roots is None else list(roots)
     walk = _walk(spec)  # one deadline for all of them
     return ask(spec, lambda link: sum(link.clear(root, walk) for root in found))
@@ -146,7 +178,9 @@ def _walk(spec: RemoteSpec) -> ListingDeadline:
 def ask_each(
     specs: Sequence[RemoteSpec], work: Callable[[RemoteSpec], _T]
 ) -> tuple[dict[RemoteSpec, _T], dict[str, str]]:
-    """Do `work` with every remote tier; return the results, and the errors of tiers that do not answer."""
+    """Do `work` with every remote tier; return the results, and the errors of tiers that do not
+    answer.
+    """
     done: dict[RemoteSpec, _T] = {}
     broken: dict[str, str] = {}
     for spec in specs:
@@ -173,10 +207,14 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
             link.close()
     except ListingTimeout as unended:
         raise Unanswered(
-            spec, f"{unended}; the finished part stays: run the command again to continue"
+            spec,
+            f"{unended}; the finished part stays: run the command again to continue",
         ) from None
     except TimeoutError:
-        late = f"no answer within {patience(spec):g} s; check that it runs and that no firewall blocks it"
+        late = (
+            f"no answer within {patience(spec):g} s; check that it runs and that no firewall "
+            "blocks it"
+        )
         raise Unanswered(spec, late) from None
     except RefusedError as refusal:
         said = str(refusal).removeprefix(place).rstrip(".")
@@ -195,7 +233,9 @@ def ask(spec: RemoteSpec, question: Callable[[StoreConnection], _T]) -> _T:
 
 
 def _masked(spec: RemoteSpec, text: str) -> str:
-    """Return `text` without the tier's secrets, which an engine or its library may have repeated."""
+    """Return `text` without the tier's secrets, which an engine or its library may have
+    repeated.
+    """
     password = split_url(spec.url).password or ""
     for secret in (password, unquote(password), *spec.options.values()):
         if len(secret) > 3 and secret not in spec.redacted:
@@ -207,10 +247,11 @@ def _masked(spec: RemoteSpec, text: str) -> str:
 
 
 class RemoteCheck(NamedTuple):
-    """The check of a remote tier. `trouble`: what is wrong with it, or empty. `nodes`: those of a pool.
+    """The check of a remote tier. `trouble`: what is wrong with it, or empty. `nodes`: those of a
+    pool.
 
-    The nodes must be the same on all machines. `warnings`: what is wrong with its settings. `in_part`: some nodes
-    answer and are used; the trouble names the others.
+    The nodes must be the same on all machines. `warnings`: what is wrong with its settings.
+    `in_part`: some nodes answer and are used; the trouble names the others.
     """
 
     tier: str
@@ -229,17 +270,24 @@ class RemoteCheck(NamedTuple):
 
 
 def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
-    """Check for each remote tier that it answers and can be read, and that its codec is installed."""
+    """Check for each remote tier that it answers and can be read, and that its codec is
+    installed.
+    """
     return [_checked(spec) for spec in specs]
 
 
 def _nodes(spec: RemoteSpec) -> str:
-    """Return the nodes of a pool in one spelling, and a digest to compare; an empty string for other tiers."""
+    """Return the nodes of a pool in one spelling, and a digest to compare; an empty string for
+    other tiers.
+    """
 
     if "+pool:" in spec.redacted[:12]:
         with suppress(PagodaError):
             place = spec.engine().address.partition("://")[2]
-            return f"{place} digest {blake2b(f'{place} {spec.prefix}'.encode(), digest_size=4).hexdigest()}"
+            return (
+                f"{place} digest "
+                f"{blake2b(f'{place} {spec.prefix}'.encode(), digest_size=4).hexdigest()}"
+            )
     return ""
 
 
@@ -248,8 +296,16 @@ def _checked(spec: RemoteSpec) -> RemoteCheck:
     try:
         warnings = ask(spec, partial(_ping, spec))
     except Unanswered as trouble:
-        return RemoteCheck(spec.name, spec.redacted, str(trouble), nodes, in_part=trouble.in_part)
-    return RemoteCheck(spec.name, spec.redacted, "", nodes, [worded(spec, warning) for warning in warnings])
+        return RemoteCheck(
+            spec.name, spec.redacted, str(trouble), nodes, in_part=trouble.in_part
+        )
+    return RemoteCheck(
+        spec.name,
+        spec.redacted,
+        "",
+        nodes,
+        [worded(spec, warning) for warning in warnings],
+    )
 
 
 def worded(spec: RemoteSpec, warning: str) -> str:

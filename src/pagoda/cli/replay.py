@@ -14,16 +14,24 @@ from pagoda.cli.replay_inputs import OPTIMUM, Cell, Trace, best, simulated
 from pagoda.cli.stores import AsJson, ConfigFile, Wide, given_bytes
 
 Speed: TypeAlias = Annotated[
-    float | None, Option(min=1e-3, metavar="GB/S", help="The speed of loading chunks from this tier.")
+    float | None,
+    Option(
+        min=1e-3,
+        metavar="GB/S",
+        help="The speed of loading chunks from this tier.",
+    ),
 ]
 _PNG = Path("pagoda-curve.png")
-_WEIGHTS = {"lru": 1.0, "fifo": 1.0, OPTIMUM: 0.3}  # the time of a simulation, relative to LRU
+# the time of a simulation, relative to LRU
+_WEIGHTS = {"lru": 1.0, "fifo": 1.0, OPTIMUM: 0.3}
 _OTHERS = 3.0
 
 
 def replay(
     trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
-    capacity_chunks: Annotated[list[int] | None, Option(min=1, metavar="N")] = None,
+    capacity_chunks: Annotated[
+        list[int] | None, Option(min=1, metavar="N")
+    ] = None,
     host: Annotated[str | None, Option(metavar="SIZE")] = None,
     disk: Annotated[str | None, Option(metavar="SIZE")] = None,
     policy: replay_inputs.Policies = None,
@@ -40,7 +48,9 @@ def replay(
     prefill: Annotated[float | None, Option(min=1, metavar="N")] = None,
     engines: Annotated[int | None, Option(min=1, max=10_000, metavar="N")] = None,
     remote: Annotated[str | None, Option(metavar="SIZE")] = None,
-    machines: Annotated[int | None, Option(min=1, max=10_000, metavar="N")] = None,
+    machines: Annotated[
+        int | None, Option(min=1, max=10_000, metavar="N")
+    ] = None,
     route: Annotated[str | None, Option(metavar="NAME")] = None,
     remote_policy: Annotated[str | None, Option(metavar="NAME")] = None,
     remote_write_policy: Annotated[str | None, Option(metavar="NAME")] = None,
@@ -71,7 +81,9 @@ def replay(
         prices: Prices of object stores (TOML); default: list prices.
     """
     tiers = {
-        name: size for name, size in (("host", host), ("disk", disk), ("remote", remote)) if size is not None
+        name: size
+        for name, size in (("host", host), ("disk", disk), ("remote", remote))
+        if size is not None
     }
     _refuse(capacity_chunks, tiers, curve, png)
     shared = {
@@ -79,35 +91,62 @@ def replay(
         "--remote-write-policy": remote_write_policy, "--link": link, "--prices": prices,
     }  # fmt: skip
     timed = {
-        "--host-speed": host_speed, "--disk-speed": disk_speed, "--measured": measured, "--prefill": prefill,
+        "--host-speed": host_speed,
+        "--disk-speed": disk_speed,
+        "--measured": measured,
+        "--prefill": prefill,
         "--engines": engines,
-    }  # fmt: skip
+    }
     _refuse_given(shared if remote is None else timed, remote is not None)
     names = replay_inputs.policies_of(policy, config)
     found = replay_inputs.trace_of(trace)
-    chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
+    chunk_bytes = replay_inputs.chunk_bytes_of(
+        found, model, bytes_per_token, kv_dtype
+    )
     if tiers:
-        sizes = {name: given_bytes(f"--{name}", size) for name, size in tiers.items()}
+        sizes = {
+            name: given_bytes(f"--{name}", size) for name, size in tiers.items()
+        }
         if remote is not None:
             from pagoda.cli import replay_fleet
             from pagoda.replay import ROUTES, WRITE_POLICIES
 
-            way = replay_inputs.one_of(ROUTES, "--route", route or "round-robin", "route")
-            (theirs,) = replay_inputs.policies_of([remote_policy or "lru"], config, "--remote-policy")
+            way = replay_inputs.one_of(
+                ROUTES, "--route", route or "round-robin", "route"
+            )
+            (theirs,) = replay_inputs.policies_of(
+                [remote_policy or "lru"], config, "--remote-policy"
+            )
             written = remote_write_policy or "write_through"
-            written = replay_inputs.one_of(WRITE_POLICIES, "--remote-write-policy", written, "policy")
+            written = replay_inputs.one_of(
+                WRITE_POLICIES, "--remote-write-policy", written, "policy"
+            )
             rate = replay_fleet.link_of(link)
             costs = replay_fleet.prices_of(prices)
             plan = replay_fleet.FleetPlan(
-                found, sizes, _known(chunk_bytes), machines or 1, way, theirs, written, rate, costs
+                found,
+                sizes,
+                _known(chunk_bytes),
+                machines or 1,
+                way,
+                theirs,
+                written,
+                rate,
+                costs,
             )
             replay_fleet.show(plan, names, jobs, as_json)
             return 0
         from pagoda.cli import replay_tiers
 
         speeds = speeds_of(host_speed, disk_speed, prefill, measured, model)
-        count = (engines or replay_tiers.engines_for(found, speeds.prefill)) if speeds.prefill else 0
-        alone = replay_tiers.ReplayPlan(found, sizes, _known(chunk_bytes), speeds, count)
+        count = (
+            (engines or replay_tiers.engines_for(found, speeds.prefill))
+            if speeds.prefill
+            else 0
+        )
+        alone = replay_tiers.ReplayPlan(
+            found, sizes, _known(chunk_bytes), speeds, count
+        )
         replay_tiers.show(alone, names, jobs, as_json)
         return 0
     chunks = list(dict.fromkeys(capacity_chunks or ()))
@@ -117,9 +156,15 @@ def replay(
         names = list(dict.fromkeys([*names, "lru"]))
         chunks = sorted(chunks) or sizes_of(found.distinct, points)
     cells, optimum = _cells(found, names, chunks, jobs, as_json)
-    drawn = {"png": _png(png, [*cells, *optimum.values()], found, chunk_bytes)} if curve else {}
+    drawn = (
+        {"png": _png(png, [*cells, *optimum.values()], found, chunk_bytes)}
+        if curve
+        else {}
+    )
     if as_json:
-        printing.print_json({**_as_json(found, cells, optimum, chunk_bytes), **drawn})
+        printing.print_json(
+            {**_as_json(found, cells, optimum, chunk_bytes), **drawn}
+        )
         return 0
     _print_cells(found, cells, optimum, chunk_bytes, wide)
     if drawn.get("png"):
@@ -127,7 +172,12 @@ def replay(
     return 0
 
 
-def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, png: Path | None) -> None:
+def _refuse(
+    chunks: Sequence[int] | None,
+    tiers: dict[str, str],
+    curve: bool,
+    png: Path | None,
+) -> None:
     """Raise UsageError for options that exclude each other."""
     if tiers and (chunks or curve):
         named = " and ".join(f"--{name}" for name in tiers)
@@ -139,11 +189,15 @@ def _refuse(chunks: Sequence[int] | None, tiers: dict[str, str], curve: bool, pn
 
         check_png(png)
     if not (tiers or chunks or curve):
-        raise UsageError("a size is needed: --capacity-chunks, --host, --disk, --remote, --curve")
+        raise UsageError(
+            "a size is needed: --capacity-chunks, --host, --disk, --remote, --curve"
+        )
 
 
 def _refuse_given(options: Mapping[str, object], is_fleet: bool) -> None:
-    """Raise UsageError if one of these options was given: they have no meaning without, or with, --remote."""
+    """Raise UsageError if one of these options was given: they have no meaning without, or with,
+    --remote.
+    """
     for name, value in options.items():
         if value is not None:
             raise UsageError(
@@ -156,12 +210,18 @@ def _refuse_given(options: Mapping[str, object], is_fleet: bool) -> None:
 def _known(chunk_bytes: int | None) -> int:
     """Return the bytes of a chunk. Raises UsageError for None."""
     if chunk_bytes is None:
-        raise UsageError("--host, --disk and --remote need --model NAME or --bytes-per-token N")
+        raise UsageError(
+            "--host, --disk and --remote need --model NAME or --bytes-per-token N"
+        )
     return chunk_bytes
 
 
 def _cells(
-    trace: Trace, policies: Sequence[str], sizes: Sequence[int], jobs: int | None, quiet: bool
+    trace: Trace,
+    policies: Sequence[str],
+    sizes: Sequence[int],
+    jobs: int | None,
+    quiet: bool,
 ) -> tuple[list[Cell], dict[int, Cell]]:
     """Simulate every policy at every size; return its cells, and the optimum by size."""
     from pagoda.cli.trace_pool import TraceJob, TracePool
@@ -171,18 +231,30 @@ def _cells(
         for size in sizes
         for name in policies
     ]
-    work += [TraceJob(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes]
+    work += [
+        TraceJob(best, (trace.room(size),), _WEIGHTS[OPTIMUM]) for size in sizes
+    ]
     # the longest first, so that all processes end at about the same time
     work.sort(key=lambda piece: -piece.weight)
     with TracePool(trace.requests, jobs, quiet) as pool:
         found = pool.run(work, f"replaying {trace.name}")
     by_room = {(cell.policy, cell.chunks): cell for cell in found}
-    cells = [by_room[name, trace.room(size)]._replace(chunks=size) for size in sizes for name in policies]
-    return cells, {size: by_room[OPTIMUM, trace.room(size)]._replace(chunks=size) for size in sizes}
+    cells = [
+        by_room[name, trace.room(size)]._replace(chunks=size)
+        for size in sizes
+        for name in policies
+    ]
+    return cells, {
+        size: by_room[OPTIMUM, trace.room(size)]._replace(chunks=size)
+        for size in sizes
+    }
 
 
 def _as_json(
-    trace: Trace, cells: Sequence[Cell], optimum: Mapping[int, Cell], chunk_bytes: int | None
+    trace: Trace,
+    cells: Sequence[Cell],
+    optimum: Mapping[int, Cell],
+    chunk_bytes: int | None,
 ) -> dict[str, object]:
     """Return the trace, and all cells as its runs."""
     runs: list[dict[str, object]] = []
@@ -202,7 +274,11 @@ def _as_json(
 
 
 def _print_cells(
-    trace: Trace, cells: Sequence[Cell], optimum: Mapping[int, Cell], chunk_bytes: int | None, wide: bool
+    trace: Trace,
+    cells: Sequence[Cell],
+    optimum: Mapping[int, Cell],
+    chunk_bytes: int | None,
+    wide: bool,
 ) -> None:
     slot_bytes = chunk_bytes or 0
     rows = [
@@ -223,7 +299,9 @@ def _print_cells(
     printing.print_dicts(trace.title, rows, without=(*unknown, *rare))
 
 
-def _png(png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int | None) -> str | None:
+def _png(
+    png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int | None
+) -> str | None:
     """Draw the requested PNG, or the usual one if it can be drawn; return its name."""
     from pagoda.cli.hit_rate_plot import check_png, save_png
 

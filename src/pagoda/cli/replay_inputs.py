@@ -1,4 +1,6 @@
-"""The common parts of `pagoda replay` and `pagoda size`: the trace, the policies, sizes in chunks, simulated cells."""
+"""The common parts of `pagoda replay` and `pagoda size`: the trace, the policies, sizes in chunks,
+simulated cells.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +23,60 @@ OPTIMUM = "optimum"
 _PAGE = 4096  # slots are whole pages
 
 TraceFile: TypeAlias = Annotated[
-    str, Argument(metavar="TRACE", help="Requests, one JSON object per line, may be .gz; - = stdin.")
+    str,
+    Argument(
+        metavar="TRACE",
+        help="Requests, one JSON object per line, may be .gz; - = stdin.",
+    ),
 ]
 Policies: TypeAlias = Annotated[
     list[str] | None,
-    Option("--policy", metavar="NAME", help="A policy; can be repeated; default: the configured one."),
+    Option(
+        "--policy",
+        metavar="NAME",
+        help="A policy; can be repeated; default: the configured one.",
+    ),
 ]
 ModelName: TypeAlias = Annotated[
-    str | None, Option("--model", metavar="NAME", help="For sizes in bytes: a model such as llama-3-8b.")
+    str | None,
+    Option(
+        "--model",
+        metavar="NAME",
+        help="For sizes in bytes: a model such as llama-3-8b.",
+    ),
 ]
 TokenBytes: TypeAlias = Annotated[
-    int | None, Option(min=1, max=2**30, metavar="N", help="For sizes in bytes: bytes of KV per token.")
+    int | None,
+    Option(
+        min=1,
+        max=2**30,
+        metavar="N",
+        help="For sizes in bytes: bytes of KV per token.",
+    ),
 ]
 KVType: TypeAlias = Annotated[
-    str, Option("--kv-dtype", metavar="DTYPE", help="For sizes in bytes: the dtype of the model's KV.")
+    str,
+    Option(
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="For sizes in bytes: the dtype of the model's KV.",
+    ),
 ]
 Jobs: TypeAlias = Annotated[
     int | None,
     Option(
-        min=1, max=256, metavar="N", help="Processes; default: one per processor, or one for a small trace."
+        min=1,
+        max=256,
+        metavar="N",
+        help="Processes; default: one per processor, or one for a small trace.",
     ),
 ]
 
 
 class Trace(NamedTuple):
-    """A trace: its requests, the number of all chunks and of different chunks, the tokens per chunk, and the bound."""
+    """A trace: its requests, the number of all chunks and of different chunks, the tokens per
+    chunk, and the bound.
+    """
 
     name: str
     requests: list[Request]
@@ -57,7 +88,9 @@ class Trace(NamedTuple):
     @property
     def seconds(self) -> float:
         """The time from the first request to the last."""
-        return (self.requests[-1].timestamp_ms - self.requests[0].timestamp_ms) / 1e3
+        return (
+            self.requests[-1].timestamp_ms - self.requests[0].timestamp_ms
+        ) / 1e3
 
     @property
     def input_tokens(self) -> int:
@@ -68,8 +101,10 @@ class Trace(NamedTuple):
     def title(self) -> str:
         """A description of the trace."""
         return (
-            f"{self.name}: {len(self.requests):,} requests in {self.seconds / 60:.0f} min, {self.accesses:,} chunks of"
-            f" {self.chunk_tokens} tokens, {self.distinct:,} different; {100 * self.infinite:.1f} % can be served"
+            f"{self.name}: {len(self.requests):,} requests in {self.seconds / 60:.0f} min, "
+            f"{self.accesses:,} chunks of"
+            f" {self.chunk_tokens} tokens, {self.distinct:,} different; "
+            f"{100 * self.infinite:.1f} % can be served"
         )
 
     def as_json(self) -> dict[str, object]:
@@ -84,12 +119,23 @@ class Trace(NamedTuple):
             "infinite": self.infinite,
         }
 
-    def report(self, runs: Sequence[dict[str, object]], **facts: object) -> dict[str, object]:
-        """Return the facts of the trace and all runs; the keys of a single run are also among the facts."""
-        return {**self.as_json(), **facts, **(runs[0] if len(runs) == 1 else {}), "runs": runs}
+    def report(
+        self, runs: Sequence[dict[str, object]], **facts: object
+    ) -> dict[str, object]:
+        """Return the facts of the trace and all runs; the keys of a single run are also among the
+        facts.
+        """
+        return {
+            **self.as_json(),
+            **facts,
+            **(runs[0] if len(runs) == 1 else {}),
+            "runs": runs,
+        }
 
     def room(self, chunks: int) -> int:
-        """Return how many chunks to simulate for a cache of that size: at most as many as the trace can fill."""
+        """Return how many chunks to simulate for a cache of that size: at most as many as the trace
+        can fill.
+        """
         return min(chunks, self.distinct)
 
 
@@ -118,7 +164,9 @@ def _read(name: str, source: str | Path) -> Trace:
     try:
         requests = list(read_trace(source))
     except OSError as trouble:
-        raise UsageError(f"{name}: cannot be read: {trouble.strerror or trouble}") from None
+        raise UsageError(
+            f"{name}: cannot be read: {trouble.strerror or trouble}"
+        ) from None
     except ValueError as trouble:
         raise UsageError(str(trouble)) from None
     distinct = {chunk for request in requests for chunk in request.hash_ids}
@@ -127,13 +175,21 @@ def _read(name: str, source: str | Path) -> Trace:
     sizes = sorted({request.chunk_tokens for request in requests})
     if len(sizes) > 1:
         several = " and ".join(map(str, sizes))
-        raise UsageError(f"{name}: has chunks of {several} tokens; replay each size separately")
+        raise UsageError(
+            f"{name}: has chunks of {several} tokens; replay each size separately"
+        )
     accesses = sum(len(request.hash_ids) for request in requests)
-    return Trace(name, requests, accesses, len(distinct), sizes[0], infinite(requests))
+    return Trace(
+        name, requests, accesses, len(distinct), sizes[0], infinite(requests)
+    )
 
 
-def policies_of(names: Sequence[str] | None, config: Path | None, option: str = "--policy") -> list[str]:
-    """Return the requested policies, each once, or the configured one. Raises UsageError for an unknown one."""
+def policies_of(
+    names: Sequence[str] | None, config: Path | None, option: str = "--policy"
+) -> list[str]:
+    """Return the requested policies, each once, or the configured one. Raises UsageError for an
+    unknown one.
+    """
     from pagoda.policy import NAMES
 
     asked = list(dict.fromkeys(names)) if names else [configured(config).policy]
@@ -148,8 +204,12 @@ def one_of(known: Sequence[str], option: str, name: str, what: str) -> str:
     return name
 
 
-def chunk_bytes_of(trace: Trace, model: str | None, token_bytes: int | None, dtype: str) -> int | None:
-    """Return the bytes of a slot for one chunk; None without a model and bytes. Raises UsageError."""
+def chunk_bytes_of(
+    trace: Trace, model: str | None, token_bytes: int | None, dtype: str
+) -> int | None:
+    """Return the bytes of a slot for one chunk; None without a model and bytes. Raises
+    UsageError.
+    """
     if token_bytes is None:
         if model is None:
             return None

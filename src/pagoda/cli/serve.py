@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from pagoda.cli import UsageError, printing
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores, given_size
+from pagoda.cli.stores import (
+    AsJson,
+    ConfigFile,
+    Directory,
+    configured,
+    find_stores,
+    given_size,
+)
 from pagoda.json_log import StderrHandler, log_json
 
 if TYPE_CHECKING:
@@ -31,7 +38,9 @@ def serve(
     host_size: Annotated[str | None, Option(metavar="SIZE")] = None,
     tls_cert: Annotated[Path | None, Option(metavar="FILE")] = None,
     tls_key: Annotated[Path | None, Option(metavar="FILE")] = None,
-    gpu_price: Annotated[float | None, Option(min=0, max=1e6, metavar="N")] = None,
+    gpu_price: Annotated[
+        float | None, Option(min=0, max=1e6, metavar="N")
+    ] = None,
     tokenizer: Annotated[Path | None, Option(metavar="PATH")] = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
@@ -61,20 +70,27 @@ def serve(
         from pagoda.tiers.remote.peer_directory import check_machine
         from pagoda.tiers.remote.store_urls import is_loopback
     except ModuleNotFoundError as missing:
-        raise UsageError(f"serve needs {missing.name}: pip install 'pagodakv[serve]'") from None
+        raise UsageError(
+            f"serve needs {missing.name}: pip install 'pagodakv[serve]'"
+        ) from None
     if (tls_cert is None) != (tls_key is None):
         raise UsageError("--tls-cert and --tls-key: give both or neither")
     if directory is not None and not directory.is_dir():
         find_stores(directory, config)  # raises an error that says what is wrong
     if directory is not None and (lossy := lossy_codec_of(directory.resolve())):
         raise UsageError(
-            f"{directory}: has chunks of the lossy codec {lossy}, which are not served: leave it out"
+            f"{directory}: has chunks of the lossy codec {lossy}, which are not served: leave it "
+            "out"
         )
     if directory is not None and host_size is not None:
-        raise UsageError("--host-size creates stores in host_path: leave DIRECTORY out")
+        raise UsageError(
+            "--host-size creates stores in host_path: leave DIRECTORY out"
+        )
     address, socket_path = _address(listen)
     if address is None and (tls_cert or token_file or allow_host):
-        raise UsageError("--tls-cert, --token-file, --allow-host need --listen HOST:PORT")
+        raise UsageError(
+            "--tls-cert, --token-file, --allow-host need --listen HOST:PORT"
+        )
     options = ServeOptions(
         find_stores=partial(_find_stores, directory, config),
         listen=address,
@@ -91,29 +107,44 @@ def serve(
     )
     if address and tls_cert is None and not is_loopback(address[0]):
         printing.note(
-            f"{address[0]} is not loopback, and there is no TLS: the network can read chunks, and the token that a "
+            f"{address[0]} is not loopback, and there is no TLS: the network can read chunks, "
+            "and the token that a "
             "browser or curl sends; "
             "add --tls-cert and --tls-key, or listen in a private network only"
         )
-    if options.directory is not None and address and is_loopback(address[0]) and not advertise:
+    if (
+        options.directory is not None
+        and address
+        and is_loopback(address[0])
+        and not advertise
+    ):
         printing.note(
             f"lookup: other machines get the address {address[0]}, by which each reaches itself: "
             "listen at an address by which they reach this machine, or add --advertise URL"
         )
 
     def ready(url: str) -> None:
-        print(json.dumps({"url": url, "pid": os.getpid()}) if as_json else f"pagoda serve: {url}", flush=True)
+        print(
+            json.dumps({"url": url, "pid": os.getpid()})
+            if as_json
+            else f"pagoda serve: {url}",
+            flush=True,
+        )
 
     if configured(config).log_format == "json":
         log_json()
     # the log of errors while it serves
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()])
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()]
+    )
     asyncio.run(run(options, ready))
     return 0
 
 
 def _find_stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
-    """Return the stores that exist now; a directory without stores may get some later. Raises StoreError."""
+    """Return the stores that exist now; a directory without stores may get some later. Raises
+    StoreError.
+    """
     from pagoda.errors import StoreError
 
     try:
@@ -124,18 +155,29 @@ def _find_stores(directory: Path | None, config: Path | None) -> Sequence[Path]:
         raise StoreError(str(error)) from None
 
 
-def _peer_directory(config: Path | None, over_tcp: bool, advertise: str | None) -> PeerDirectory | None:
-    """Return the directory in which this machine announces its chunks, if the option `lookup` names one."""
+def _peer_directory(
+    config: Path | None, over_tcp: bool, advertise: str | None
+) -> PeerDirectory | None:
+    """Return the directory in which this machine announces its chunks, if the option `lookup` names
+    one.
+    """
     from pagoda.tiers.remote.peer_directory import PeerDirectory
 
     specs = configured(config).lookup_server()
     if advertise and not (over_tcp and specs):
-        raise UsageError("--advertise needs --listen HOST:PORT and the option lookup")
+        raise UsageError(
+            "--advertise needs --listen HOST:PORT and the option lookup"
+        )
     if specs and not over_tcp:
         printing.note(
-            "lookup: other machines cannot reach a Unix socket, so nothing is announced: add --listen HOST:PORT"
+            "lookup: other machines cannot reach a Unix socket, so nothing is announced: add "
+            "--listen HOST:PORT"
         )
-    return PeerDirectory(specs[0].url_with_password(), prefix=specs[0].prefix) if specs and over_tcp else None
+    return (
+        PeerDirectory(specs[0].url_with_password(), prefix=specs[0].prefix)
+        if specs and over_tcp
+        else None
+    )
 
 
 def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:
@@ -145,7 +187,9 @@ def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:
     if listen.startswith("unix:"):
         path = Path(listen.removeprefix("unix:").removeprefix("//"))
         if not path.is_absolute() or len(os.fsencode(path)) > 100:
-            raise UsageError(f"--listen {listen}: write unix: and an absolute path of at most 100 bytes")
+            raise UsageError(
+                f"--listen {listen}: write unix: and an absolute path of at most 100 bytes"
+            )
         return None, path
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
@@ -161,5 +205,11 @@ def _host_room(size: str | None, config: Path | None) -> HostRoom | None:
         return None
     found = configured(config)
     nbytes = given_size("--host-size", size)
-    room = auto_bytes(Path(found.host_path)) if isinstance(nbytes, str) else nbytes
-    return HostRoom(Path(os.path.realpath(found.host_path)), room, found.policy) if room else None
+    room = (
+        auto_bytes(Path(found.host_path)) if isinstance(nbytes, str) else nbytes
+    )
+    return (
+        HostRoom(Path(os.path.realpath(found.host_path)), room, found.policy)
+        if room
+        else None
+    )

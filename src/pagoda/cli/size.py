@@ -1,4 +1,6 @@
-"""`pagoda size`: the size of a cache for a share of the best possible hit rate. Sizes are simulated."""
+"""`pagoda size`: the size of a cache for a share of the best possible hit rate. Sizes are
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,13 @@ def size(
     """
     names = replay_inputs.policies_of(policy, config)
     found = replay_inputs.trace_of(trace)
-    chunk_bytes = replay_inputs.chunk_bytes_of(found, model, bytes_per_token, kv_dtype)
+    chunk_bytes = replay_inputs.chunk_bytes_of(
+        found, model, bytes_per_token, kv_dtype
+    )
     if not found.infinite:
-        raise FailedError(f"{found.name}: no prompt begins like an earlier one, so nothing can be served")
+        raise FailedError(
+            f"{found.name}: no prompt begins like an earlier one, so nothing can be served"
+        )
     target = found.infinite * percent / 100
     cells = _sizes(found, names, target - _ROUNDING, jobs, as_json)
     if as_json:
@@ -45,14 +51,24 @@ def size(
     return 0
 
 
-def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | None, quiet: bool) -> list[Cell]:
-    """Return the smallest sufficient cell of each policy, then that of the optimum, which no policy can beat."""
+def _sizes(
+    trace: Trace,
+    policies: Sequence[str],
+    target: float,
+    jobs: int | None,
+    quiet: bool,
+) -> list[Cell]:
+    """Return the smallest sufficient cell of each policy, then that of the optimum, which no policy
+    can beat.
+    """
     from pagoda.cli.trace_pool import TraceJob, TracePool
 
     with TracePool(trace.requests, jobs, quiet) as pool:
 
         def bound(sizes: Sequence[int]) -> list[Cell]:
-            return pool.run([TraceJob(best, (size,)) for size in sizes], "optimum")
+            return pool.run(
+                [TraceJob(best, (size,)) for size in sizes], "optimum"
+            )
 
         least = _smallest(bound, target, 0, trace.distinct, pool.jobs)
         cells = []
@@ -60,19 +76,33 @@ def _sizes(trace: Trace, policies: Sequence[str], target: float, jobs: int | Non
 
             def probe(sizes: Sequence[int], name: str = name) -> list[Cell]:
                 title = f"{name}: {sizes[0]:,} to {sizes[-1]:,} chunks"
-                return pool.run([TraceJob(simulated, (name, size)) for size in sizes], title)
+                return pool.run(
+                    [TraceJob(simulated, (name, size)) for size in sizes], title
+                )
 
-            cells.append(_smallest(probe, target, least.chunks - 1, trace.distinct, pool.jobs))
+            cells.append(
+                _smallest(
+                    probe, target, least.chunks - 1, trace.distinct, pool.jobs
+                )
+            )
     return [*cells, least]
 
 
 def _smallest(
-    probe: Callable[[Sequence[int]], list[Cell]], target: float, low: int, high: int, width: int
+    probe: Callable[[Sequence[int]], list[Cell]],
+    target: float,
+    low: int,
+    high: int,
+    width: int,
 ) -> Cell:
-    """Return the cell of the smallest size above `low` that reaches the target; probes `width` sizes at a time."""
+    """Return the cell of the smallest size above `low` that reaches the target; probes `width`
+    sizes at a time.
+    """
     (answer,) = probe([high])
     if answer.hit_rate < target:
-        raise FailedError(f"{answer.policy} serves {100 * answer.hit_rate:.2f} % even if all chunks fit")
+        raise FailedError(
+            f"{answer.policy} serves {100 * answer.hit_rate:.2f} % even if all chunks fit"
+        )
     while answer.chunks - low > 1 and answer.chunks > max(low, 1) * _CLOSE:
         for cell in probe(_between(low, answer.chunks, width)):
             if cell.hit_rate >= target:
@@ -85,24 +115,47 @@ def _smallest(
 def _between(low: int, high: int, count: int) -> list[int]:
     """Return at most `count` whole numbers between the two, evenly spaced on a logarithmic axis."""
     base = max(low, 1)
-    found = {round(base * (high / base) ** (number / (count + 1))) for number in range(1, count + 1)}
-    return sorted(value for value in found if low < value < high) or [(low + high) // 2]
+    found = {
+        round(base * (high / base) ** (number / (count + 1)))
+        for number in range(1, count + 1)
+    }
+    return sorted(value for value in found if low < value < high) or [
+        (low + high) // 2
+    ]
 
 
 def _as_json(
-    trace: Trace, cells: Sequence[Cell], percent: float, target: float, chunk_bytes: int | None
+    trace: Trace,
+    cells: Sequence[Cell],
+    percent: float,
+    target: float,
+    chunk_bytes: int | None,
 ) -> dict[str, object]:
     """Return all answers as "sizes"; the keys of a single answer are also among the trace's."""
     sizes: list[dict[str, object]] = []
     for cell in cells:
-        found: dict[str, object] = {"policy": cell.policy, "chunks": cell.chunks, "hit_rate": cell.hit_rate}
-        sizes.append(found | ({"bytes": cell.chunks * chunk_bytes} if chunk_bytes else {}))
+        found: dict[str, object] = {
+            "policy": cell.policy,
+            "chunks": cell.chunks,
+            "hit_rate": cell.hit_rate,
+        }
+        sizes.append(
+            found | ({"bytes": cell.chunks * chunk_bytes} if chunk_bytes else {})
+        )
     alone = sizes[0] if len(sizes) == 2 else {}  # the last cell is the optimum
     asked = {"percent": percent, "target_hit_rate": target}
-    return {**trace.as_json(), **asked, **alone, "optimum_chunks": cells[-1].chunks, "sizes": sizes}
+    return {
+        **trace.as_json(),
+        **asked,
+        **alone,
+        "optimum_chunks": cells[-1].chunks,
+        "sizes": sizes,
+    }
 
 
-def _print(trace: Trace, cells: Sequence[Cell], percent: float, chunk_bytes: int | None) -> None:
+def _print(
+    trace: Trace, cells: Sequence[Cell], percent: float, chunk_bytes: int | None
+) -> None:
     rows = [
         {
             "policy": cell.policy,

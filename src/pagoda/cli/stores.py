@@ -21,25 +21,50 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _STATE = "state"  # a directory with this file is a store
-_OTHERS = ("locks", "data.mdb")  # a directory with these files is a store whose state is lost
+# a directory with these files is a store whose state is lost
+_OTHERS = ("locks", "data.mdb")
 
 Directory: TypeAlias = Annotated[
     Path | None,
-    Argument(metavar="DIRECTORY", help="A tier's root or one store in it; default: all of this user."),
+    Argument(
+        metavar="DIRECTORY",
+        help="A tier's root or one store in it; default: all of this user.",
+    ),
 ]
 ConfigFile: TypeAlias = Annotated[
-    Path | None, Option("--config", metavar="FILE", help="Configuration file instead of the usual ones.")
+    Path | None,
+    Option(
+        "--config",
+        metavar="FILE",
+        help="Configuration file instead of the usual ones.",
+    ),
 ]
-AsJson: TypeAlias = Annotated[bool, Option("--json", help="Print one JSON object.")]
-Wide: TypeAlias = Annotated[bool, Option("--wide", help="Show all columns of the tables.")]
-Yes: TypeAlias = Annotated[bool, Option("--yes", "-y", help="Do not ask for confirmation.")]
-Model: TypeAlias = Annotated[str | None, Option(metavar="NAME", help="Only namespaces of this model.")]
+AsJson: TypeAlias = Annotated[
+    bool, Option("--json", help="Print one JSON object.")
+]
+Wide: TypeAlias = Annotated[
+    bool, Option("--wide", help="Show all columns of the tables.")
+]
+Yes: TypeAlias = Annotated[
+    bool, Option("--yes", "-y", help="Do not ask for confirmation.")
+]
+Model: TypeAlias = Annotated[
+    str | None, Option(metavar="NAME", help="Only namespaces of this model.")
+]
 Prefix: TypeAlias = Annotated[
     str | None,
-    Option("--namespace", metavar="PREFIX", help="Only the namespace whose hex name begins so."),
+    Option(
+        "--namespace",
+        metavar="PREFIX",
+        help="Only the namespace whose hex name begins so.",
+    ),
 ]
 Tokens: TypeAlias = Annotated[
-    str | None, Option(metavar="FILE", help="Token ids such as 1,2,3, or a file of them; - = stdin.")
+    str | None,
+    Option(
+        metavar="FILE",
+        help="Token ids such as 1,2,3, or a file of them; - = stdin.",
+    ),
 ]
 
 
@@ -68,7 +93,9 @@ def given_bytes(option: str, text: str) -> int:
     return size
 
 
-def find_roots(config_file: Path | None, opened_too: bool = True) -> dict[Path, str]:
+def find_roots(
+    config_file: Path | None, opened_too: bool = True
+) -> dict[Path, str]:
     """Return the roots of all known local tiers and their tiers: first the configured ones.
 
     Then, with `opened_too`, those that this user has opened in another way.
@@ -77,32 +104,49 @@ def find_roots(config_file: Path | None, opened_too: bool = True) -> dict[Path, 
 
     named = configured(config_file).roots().items()
     entries = recorded_tiers.entries() if opened_too else []
-    opened = [(entry.tier, Path(entry.place)) for entry in entries if entry.tier != "remote"]
+    opened = [
+        (entry.tier, Path(entry.place))
+        for entry in entries
+        if entry.tier != "remote"
+    ]
     roots: dict[Path, str] = {}
-    for tier, root in sorted([*named, *opened], key=lambda found: found[0] != "host"):
+    for tier, root in sorted(
+        [*named, *opened], key=lambda found: found[0] != "host"
+    ):
         roots.setdefault(Path(os.path.realpath(root)), tier)
     return roots
 
 
-def find_stores(directory: Path | None, config_file: Path | None, opened_too: bool = True) -> list[Path]:
+def find_stores(
+    directory: Path | None, config_file: Path | None, opened_too: bool = True
+) -> list[Path]:
     """Return the directories of the stores, host tier first; empty if the known roots have none.
 
     Without `directory`, these are the stores in `find_roots`.
-    A root that cannot be read is in the result too: opening it raises its error, and the other stores are still used.
+    A root that cannot be read is in the result too: opening it raises its error, and the other
+    stores are still used.
 
     Raises:
         UsageError: `directory` does not exist, cannot be read or has no store.
         StoreError: it has only stores of another user.
     """
     if directory is None:
-        return [store for root in find_roots(config_file, opened_too) for store in _stores_of(root)]
+        return [
+            store
+            for root in find_roots(config_file, opened_too)
+            for store in _stores_of(root)
+        ]
     try:
         if not directory.is_dir():
-            wrong = "not a directory" if directory.exists() else "no such directory"
+            wrong = (
+                "not a directory" if directory.exists() else "no such directory"
+            )
             raise UsageError(f"{directory}: {wrong}")
         found = _stores_in(directory.absolute())
     except OSError as trouble:
-        raise UsageError(f"{directory}: cannot be read: {trouble.strerror}") from None
+        raise UsageError(
+            f"{directory}: cannot be read: {trouble.strerror}"
+        ) from None
     if not found:
         from pagoda.ledger.stores_under_root import refuse_others
 
@@ -125,20 +169,29 @@ def _stores_of(root: Path) -> list[Path]:
 def _stores_in(directory: Path) -> list[Path]:
     if _is_store(directory):
         return [directory]
-    return sorted(path for path in directory.iterdir() if path.name[0] != "." and _is_store(path))
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if path.name[0] != "." and _is_store(path)
+    )
 
 
 def _is_store(path: Path) -> bool:
     try:
-        return (path / _STATE).is_file() or all((path / name).is_file() for name in _OTHERS)
+        return (path / _STATE).is_file() or all(
+            (path / name).is_file() for name in _OTHERS
+        )
     except PermissionError:
         if path.lstat().st_uid == os.geteuid():
             raise
-        return False  # another user's directory, such as lost+found of a mounted file system
+        # another user's directory, such as lost+found of a mounted file system
+        return False
 
 
 def attached(store: Path) -> AbstractContextManager[Ledger]:
-    """Open an existing store in a context, which closes it. Other processes keep using it. Raises StoreError."""
+    """Open an existing store in a context, which closes it. Other processes keep using it. Raises
+    StoreError.
+    """
     from pagoda.ledger import Ledger
 
     return closing(Ledger.attach(store))
@@ -163,8 +216,12 @@ def all_attached(
         yield ledgers
 
 
-def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[Path, T], dict[Path, str]]:
-    """Do `work` with every store that can be opened; return the results, and the errors of the others."""
+def in_each(
+    stores: Sequence[Path], work: Callable[[Ledger], T]
+) -> tuple[dict[Path, T], dict[Path, str]]:
+    """Do `work` with every store that can be opened; return the results, and the errors of the
+    others.
+    """
     done: dict[Path, T] = {}
     broken: dict[Path, str] = {}
     for store in stores:
@@ -179,14 +236,18 @@ def in_each(stores: Sequence[Path], work: Callable[[Ledger], T]) -> tuple[dict[P
 def agreed(question: str, command: str) -> bool:
     """Ask for confirmation at the terminal. Raises UsageError if stdin is not a terminal."""
     if not sys.stdin.isatty():
-        raise UsageError(f"{command} asks before it deletes; add --yes to run it without a terminal")
+        raise UsageError(
+            f"{command} asks before it deletes; add --yes to run it without a terminal"
+        )
     return confirm(question, err=True)
 
 
 def label(fields: Mapping[str, str]) -> str:
     """Return a name of a namespace for people: its model, and its other fields that are set."""
     extra = [
-        f"{name}={fields[name]}" for name in ("revision", "kv_dtype", "lora", "salt") if fields.get(name)
+        f"{name}={fields[name]}"
+        for name in ("revision", "kv_dtype", "lora", "salt")
+        if fields.get(name)
     ]
     if fields.get("weights_epoch", "0") != "0":
         extra.append(f"weights_epoch={fields['weights_epoch']}")
@@ -194,15 +255,22 @@ def label(fields: Mapping[str, str]) -> str:
 
 
 def chosen(
-    known: Mapping[bytes, NamespaceRow], model: str | None, prefix: str | None, may_lack: object
+    known: Mapping[bytes, NamespaceRow],
+    model: str | None,
+    prefix: str | None,
+    may_lack: object,
 ) -> dict[bytes, NamespaceRow]:
     """Return the namespaces that `--model` and `--namespace` choose; all without these options.
 
-    Raises UsageError for a prefix that is not hex, and for none, unless `may_lack` is true: then `known` may lack some,
-    such as those of a tier that does not answer.
+    Raises UsageError for a prefix that is not hex, and for none, unless `may_lack` is true: then
+    `known` may lack some, such as those of a tier that does not answer.
     """
-    if prefix is not None and (not prefix or set(prefix.lower()) - set("0123456789abcdef")):
-        raise UsageError(f"--namespace {prefix!r}: not the beginning of a hex name (see pagoda stats)")
+    if prefix is not None and (
+        not prefix or set(prefix.lower()) - set("0123456789abcdef")
+    ):
+        raise UsageError(
+            f"--namespace {prefix!r}: not the beginning of a hex name (see pagoda stats)"
+        )
     found = {
         root: row
         for root, row in known.items()
@@ -216,4 +284,6 @@ def chosen(
         raise UsageError(
             f"--model {model}: has no stored chunks{did_you_mean(model, models)} (see pagoda stats)"
         )
-    raise UsageError(f"--namespace {prefix}: no namespace begins so (see pagoda stats)")
+    raise UsageError(
+        f"--namespace {prefix}: no namespace begins so (see pagoda stats)"
+    )

@@ -13,7 +13,9 @@ class RightAligned(str):
     """Text that is aligned to the right, like a number."""
 
 
-def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width: int) -> list[str]:
+def table_lines(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], width: int
+) -> list[str]:
     """Return a table as lines, the heading first, for a terminal of `width` columns. Pure."""
     from rich.cells import cell_len
 
@@ -25,11 +27,15 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width:
         return _GAP.join(padded)
 
     right = [
-        bool(rows) and all(isinstance(row[n], int | float | RightAligned) for row in rows)
+        bool(rows)
+        and all(isinstance(row[n], int | float | RightAligned) for row in rows)
         for n in range(len(columns))
     ]
     texts = [[cell(value) for value in row] for row in rows]
-    widths = [max(cell_len(text) for text in each) for each in zip(columns, *texts, strict=True)]
+    widths = [
+        max(cell_len(text) for text in each)
+        for each in zip(columns, *texts, strict=True)
+    ]
     if not right[-1]:  # long text, which may be below its row
         widths[-1] = cell_len(columns[-1])
     lines = [aligned(columns).rstrip()]
@@ -51,17 +57,24 @@ def table_lines(columns: Sequence[str], rows: Sequence[Sequence[object]], width:
 
 
 def printable(text: str) -> str:
-    r"""Return text that is safe for a terminal: control characters other than line ends become \xNN.
+    r"""Return text that is safe for a terminal: control characters other than line ends become
+    \xNN.
 
     Otherwise a model's name or a server's answer could move the cursor or rename the window.
     """
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+    return "".join(
+        one if one.isprintable() or one == "\n" else repr(one)[1:-1]
+        for one in text
+    )
 
 
 def wrapped(text: str, width: int) -> list[str]:
     """Return sentences as lines, broken between words. Pure."""
     return textwrap.wrap(
-        printable(text), max(1, min(width, _WIDEST_PROSE)), break_long_words=False, break_on_hyphens=False
+        printable(text),
+        max(1, min(width, _WIDEST_PROSE)),
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

@@ -1,7 +1,9 @@
-"""`pagoda top`: shows live what the stores hold and do; `--once` for one sample, `--json` for programs.
+"""`pagoda top`: shows live what the stores hold and do; `--once` for one sample, `--json` for
+programs.
 
-The terminal is in order afterwards, however the command ends: there is no second screen, and the cursor stays visible.
-If lines cannot be rewritten (a pipe, TERM=dumb), each sample is printed below the one before.
+The terminal is in order afterwards, however the command ends: there is no second screen, and the
+cursor stays visible. If lines cannot be rewritten (a pipe, TERM=dumb), each sample is printed below
+the one before.
 """
 
 from __future__ import annotations
@@ -18,8 +20,21 @@ from typer import Option
 
 from pagoda.cli import FAILED, UsageError, printing
 from pagoda.cli.remote_stores import remotes_of
-from pagoda.cli.stats import counted, hit_rows, namespace_rows, remote_usage, snapshots, store_names
-from pagoda.cli.stores import AsJson, ConfigFile, Directory, configured, find_stores
+from pagoda.cli.stats import (
+    counted,
+    hit_rows,
+    namespace_rows,
+    remote_usage,
+    snapshots,
+    store_names,
+)
+from pagoda.cli.stores import (
+    AsJson,
+    ConfigFile,
+    Directory,
+    configured,
+    find_stores,
+)
 from pagoda.cli.text_tables import printable, table_lines, wrapped
 from pagoda.metrics import by_reason
 
@@ -29,7 +44,13 @@ if TYPE_CHECKING:
     from pagoda.ledger.store_stats import StoreStats
     from pagoda.serve.overview import RemoteUsage
 
-_RATES = ("lookups", "hit_tokens", "stored_bytes", "loaded_bytes", "evicted_chunks")
+_RATES = (
+    "lookups",
+    "hit_tokens",
+    "stored_bytes",
+    "loaded_bytes",
+    "evicted_chunks",
+)
 _BAR_CELLS = 20
 _ASK_SECONDS = 10.0  # the pause between two questions to the remote tiers
 _NAMESPACES = _OWNERS = 5  # the largest ones are shown
@@ -55,7 +76,8 @@ def top(
     as_json: AsJson = False,
     config: ConfigFile = None,
 ) -> int:
-    """Show live what the stores hold, what hits and what is copied. With --json: one line per sample.
+    """Show live what the stores hold, what hits and what is copied. With --json: one line per
+    sample.
 
     Args:
         interval: Seconds between two samples.
@@ -75,28 +97,40 @@ def top(
                 out.print(line, soft_wrap=True)
             out.file.flush()
     else:
-        with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+        with Live(
+            console=out, auto_refresh=False, vertical_overflow="crop"
+        ) as live:
             out.show_cursor(True)
             for sample in samples:
-                live.update(Group(*_view(sample, out.width)[: out.height - 1]), refresh=True)
+                live.update(
+                    Group(*_view(sample, out.width)[: out.height - 1]),
+                    refresh=True,
+                )
     return FAILED if sample.failed else 0
 
 
 def _samples(
     directory: Path | None, config_file: Path | None, interval: float, once: bool
 ) -> Iterator[TopSample]:
-    """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no store at the start."""
+    """Yield a sample now and every `interval` seconds. Raises UsageError if the directory has no
+    store at the start.
+    """
     from pagoda.serve.overview import LatelyAsked
 
     config = configured(config_file)
     specs = remotes_of(directory, config_file)
     policy = f"{config.policy}, {config.write_policy}"
-    remotes = LatelyAsked(lambda: [remote_usage(spec) for spec in specs], _ASK_SECONDS)
+    remotes = LatelyAsked(
+        lambda: [remote_usage(spec) for spec in specs], _ASK_SECONDS
+    )
     before: TopSample | None = None
     directories = find_stores(directory, config_file)
     while True:
-        patience = 60.0 if once else 0.2  # enough that most first samples have the answers
-        sample = _sample(directories, remotes.known(patience) if specs else (), before, policy)
+        # enough that most first samples have the answers
+        patience = 60.0 if once else 0.2
+        sample = _sample(
+            directories, remotes.known(patience) if specs else (), before, policy
+        )
         yield sample
         if once:
             return
@@ -108,10 +142,17 @@ def _samples(
 
 
 def _sample(
-    directories: Sequence[Path], remotes: Sequence[RemoteUsage], before: TopSample | None, policy: str
+    directories: Sequence[Path],
+    remotes: Sequence[RemoteUsage],
+    before: TopSample | None,
+    policy: str,
 ) -> TopSample:
     found, broken = snapshots(directories)
-    failed = {str(store): trouble for store, trouble in broken.items() if not _is_gone(store)}
+    failed = {
+        str(store): trouble
+        for store, trouble in broken.items()
+        if not _is_gone(store)
+    }
     now = time.monotonic()
     rates = _rates(found, before, now) if before is not None else {}
     return TopSample(now, found, failed, remotes, rates, policy)
@@ -126,7 +167,9 @@ def _is_gone(store: Path) -> bool:
     return False
 
 
-def _rates(found: Sequence[StoreStats], before: TopSample, now: float) -> dict[Path, dict[str, float]]:
+def _rates(
+    found: Sequence[StoreStats], before: TopSample, now: float
+) -> dict[Path, dict[str, float]]:
     """Return the increase of each counter per second; a new or recreated store has no rates yet."""
     old = {snapshot.directory: snapshot.counters for snapshot in before.stores}
     seconds = max(now - before.seconds, 1e-3)
@@ -134,9 +177,13 @@ def _rates(found: Sequence[StoreStats], before: TopSample, now: float) -> dict[P
     for snapshot in found:
         counters = old.get(snapshot.directory)
         if counters is not None:
-            rose = {name: snapshot.counters[name] - counters[name] for name in _RATES}
+            rose = {
+                name: snapshot.counters[name] - counters[name] for name in _RATES
+            }
             if min(rose.values()) >= 0:
-                rates[snapshot.directory] = {name: number / seconds for name, number in rose.items()}
+                rates[snapshot.directory] = {
+                    name: number / seconds for name, number in rose.items()
+                }
     return rates
 
 
@@ -151,14 +198,18 @@ def _as_json(sample: TopSample) -> dict[str, object]:
 
 
 def _view(sample: TopSample, width: int) -> list[Text]:
-    """Return the lines of the view, the most important first: a small terminal shows only the first ones."""
+    """Return the lines of the view, the most important first: a small terminal shows only the first
+    ones.
+    """
     from rich.text import Text
 
     lines: list[Text] = []
 
     def table(rows: Sequence[Mapping[str, object]]) -> None:
         if rows:
-            heading, *rest = table_lines(tuple(rows[0]), [tuple(row.values()) for row in rows], width)
+            heading, *rest = table_lines(
+                tuple(rows[0]), [tuple(row.values()) for row in rows], width
+            )
             lines.extend([Text(), Text(heading, style="bold")])
             lines.extend(map(Text, rest))
 
@@ -172,9 +223,14 @@ def _view(sample: TopSample, width: int) -> list[Text]:
         lines.append(_bar(tier, snapshot.used_bytes, snapshot.size_bytes, chunks))
     for remote in sample.remotes:
         said = "NO ANSWER" if remote.error else "answers"
-        lines.append(_bar(remote.tier, remote.used_bytes, remote.limit_bytes, said))
+        lines.append(
+            _bar(remote.tier, remote.used_bytes, remote.limit_bytes, said)
+        )
     for where, trouble in sample.failed.items():
-        lines += [Text(line, style="red") for line in wrapped(f"{where}: {trouble}", width)]
+        lines += [
+            Text(line, style="red")
+            for line in wrapped(f"{where}: {trouble}", width)
+        ]
     table(_rate_rows(stores, sample.rates))
     table(hit_rows(stores))
     for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
@@ -195,9 +251,13 @@ def _bar(tier: str, used: int | None, size: int | None, more: str) -> Text:
     full = min(1.0, (used or 0) / size) if size else 0.0
     cells = round(full * _BAR_CELLS)
     line = Text(f"{tier:<8}")
-    line.append("█" * cells, style="red" if full > 0.98 else "green").append("░" * (_BAR_CELLS - cells))
+    line.append("█" * cells, style="red" if full > 0.98 else "green").append(
+        "░" * (_BAR_CELLS - cells)
+    )
     share = f"{100 * full:5.1f} %" if size else " " * 7
-    line.append(f" {share} {printing.size(used):>10} of {printing.size(size) or '-':>10}  {more}")
+    line.append(
+        f" {share} {printing.size(used):>10} of {printing.size(size) or '-':>10}  {more}"
+    )
     return line
 
 
@@ -209,9 +269,15 @@ def _rate_rows(
         rate = rates.get(snapshot.directory, {})
         cells: dict[str, object] = {"per second": tier}
         for name in _RATES:
-            heading = name.removesuffix("_bytes").replace("_chunks", "").replace("_", " ")
+            heading = (
+                name.removesuffix("_bytes")
+                .replace("_chunks", "")
+                .replace("_", " ")
+            )
             number = rate.get(name)
-            cells[heading] = printing.share(0, 0) if number is None else counted(name, number)
+            cells[heading] = (
+                printing.share(0, 0) if number is None else counted(name, number)
+            )
         rows.append(cells)
     return rows
 
@@ -220,19 +286,32 @@ def _reasons(stores: Sequence[StoreStats], prefix: str) -> str:
     totals: Counter[str] = Counter()
     for snapshot in stores:
         totals.update(by_reason(snapshot.counters, prefix))
-    return ", ".join(f"{reason} {printing.count(number)}" for reason, number in totals.most_common())
+    return ", ".join(
+        f"{reason} {printing.count(number)}"
+        for reason, number in totals.most_common()
+    )
 
 
 def _pins(stores: Mapping[str, StoreStats]) -> str:
-    rows = [(n, owner, tier) for tier, one in stores.items() for owner, n in one.pins.items()]
+    rows = [
+        (n, owner, tier)
+        for tier, one in stores.items()
+        for owner, n in one.pins.items()
+    ]
     rows.sort(key=lambda row: -row[0])
-    told = [f"{printable(owner)[:_OWNER_LETTERS]} {n:,} in {tier}" for n, owner, tier in rows[:_OWNERS]]
+    told = [
+        f"{printable(owner)[:_OWNER_LETTERS]} {n:,} in {tier}"
+        for n, owner, tier in rows[:_OWNERS]
+    ]
     more = [f"and {len(rows) - _OWNERS:,} more"] if len(rows) > _OWNERS else []
     return ", ".join([*told, *more])
 
 
 def _request_rows(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
-    last = sorted((one for store in stores for one in store.requests), key=lambda one: -one.time)
+    last = sorted(
+        (one for store in stores for one in store.requests),
+        key=lambda one: -one.time,
+    )
     return [
         {
             "last requests": time.strftime("%H:%M:%S", time.localtime(one.time)),

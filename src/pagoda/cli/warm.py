@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
 from typer import Option
 
 from pagoda.cli import FailedError, UsageError, printing
-from pagoda.cli.remote_stores import WALK_SECONDS, Unanswered, ask, patience, remotes_of
+from pagoda.cli.remote_stores import (
+    WALK_SECONDS,
+    Unanswered,
+    ask,
+    patience,
+    remotes_of,
+)
 from pagoda.cli.stores import AsJson, ConfigFile, find_stores, given_bytes
 
 if TYPE_CHECKING:
@@ -25,13 +31,17 @@ if TYPE_CHECKING:
 
 _MOST_CHUNKS = 1 << 16  # candidates
 _HEADERS = 64  # headers that are read at once
-_ALIKE_SECONDS = 63  # chunks used within this time count as used now: one request uses its chunks within it
+# chunks used within this time count as used now: one request uses its chunks within it
+_ALIKE_SECONDS = 63
 _LOOK_SECONDS = 0.1  # the pause between two checks of what the engines here do
-_WORK = ("lookups", "loaded_chunks", "stored_chunks")  # counters of the engines' work
+# counters of the engines' work
+_WORK = ("lookups", "loaded_chunks", "stored_chunks")
 
 
 class WarmedTier(NamedTuple):
-    """What was loaded from one remote tier, and why it ended: "all", "bytes", "room" or "traffic"."""
+    """What was loaded from one remote tier, and why it ended: "all", "bytes", "room" or
+    "traffic".
+    """
 
     tier: str
     chunks: int
@@ -42,7 +52,9 @@ class WarmedTier(NamedTuple):
 
 
 def _coldness_class(use: ChunkUse) -> int:
-    """Return a class of chunks of similar use: by frequency, or by the time since the last use (powers of 2)."""
+    """Return a class of chunks of similar use: by frequency, or by the time since the last use
+    (powers of 2).
+    """
     return min(use.coldness, 0) or max(use.coldness, _ALIKE_SECONDS).bit_length()
 
 
@@ -58,7 +70,8 @@ def warm(
 ) -> int:
     """Load the chunks that all machines use most from Redis into this machine's host tier.
 
-    For a machine that has just started: nothing is evicted, and the command ends when an engine here starts to work.
+    For a machine that has just started: nothing is evicted, and the command ends when an engine
+    here starts to work.
 
     Args:
         most: The most bytes to load; default: half of the host tier.
@@ -69,18 +82,30 @@ def warm(
     specs = remotes_of(None, config)
     remotes = [spec for spec in specs if spec.kind == "redis"]
     if not remotes:
-        raise UsageError("warm needs a remote tier in Redis: set remote to redis://HOST")
+        raise UsageError(
+            "warm needs a remote tier in Redis: set remote to redis://HOST"
+        )
     for spec in specs:
         if spec not in remotes:
-            printing.note(f"{spec.redacted}: left out, because only Redis knows which chunks are used most")
+            printing.note(
+                f"{spec.redacted}: left out, because only Redis knows which chunks are used most"
+            )
     done: list[WarmedTier] = []
     broken: dict[str, str] = {}
     with _host_stores(config) as stores, printing.progress(as_json) as bars:
         left = _half(stores) if wanted is None else wanted
         for spec in remotes:
-            show = partial(bars.update, bars.add_task(f"warming from {spec.name}", total=None))
+            show = partial(
+                bars.update,
+                bars.add_task(f"warming from {spec.name}", total=None),
+            )
             try:
-                done.append(ask(spec, partial(_Warming(stores, spec, left, speed).run, show)))
+                done.append(
+                    ask(
+                        spec,
+                        partial(_Warming(stores, spec, left, speed).run, show),
+                    )
+                )
             except Unanswered as trouble:
                 broken[spec.redacted] = trouble.text
                 continue
@@ -88,12 +113,18 @@ def warm(
             if done[-1].ended == "traffic":
                 break
     if as_json:
-        printing.print_json({"remotes": [one._asdict() for one in done], "failed": broken})
+        printing.print_json(
+            {"remotes": [one._asdict() for one in done], "failed": broken}
+        )
     else:
         rows = [one._replace(bytes=printing.size(one.bytes)) for one in done]  # type: ignore[arg-type]
-        printing.print_table("", ("tier", "chunks", "size", "damaged", "ended by", "address"), rows)
+        printing.print_table(
+            "", ("tier", "chunks", "size", "damaged", "ended by", "address"), rows
+        )
     if broken:
-        troubles = "; ".join(f"{where}: {trouble}" for where, trouble in broken.items())
+        troubles = "; ".join(
+            f"{where}: {trouble}" for where, trouble in broken.items()
+        )
         raise FailedError(f"not loaded: {troubles}")
     return 0
 
@@ -107,7 +138,9 @@ def _host_stores(config: ConfigFile) -> Iterator[ServedStores]:
     try:
         stores.scan()
         if not any(store.in_memory for store in stores.stores()):
-            raise FailedError("there is no host tier here yet: an engine creates it when it starts")
+            raise FailedError(
+                "there is no host tier here yet: an engine creates it when it starts"
+            )
         yield stores
     finally:
         for store in stores.end():
@@ -118,36 +151,64 @@ def _half(stores: ServedStores) -> int:
     """Return half of the bytes that the host stores can hold."""
     from pagoda.ledger import admin
 
-    found = [(admin.gauges(store.ledger), store.chunk_bytes) for store in stores.stores() if store.in_memory]
-    return sum((gauges["slots"] - gauges["unbacked"]) * nbytes for gauges, nbytes in found) // 2
+    found = [
+        (admin.gauges(store.ledger), store.chunk_bytes)
+        for store in stores.stores()
+        if store.in_memory
+    ]
+    return (
+        sum(
+            (gauges["slots"] - gauges["unbacked"]) * nbytes
+            for gauges, nbytes in found
+        )
+        // 2
+    )
 
 
 class _Warming:
-    """Loads chunks from one remote tier, at most `left` bytes, `rate` bytes per second. For one thread."""
+    """Loads chunks from one remote tier, at most `left` bytes, `rate` bytes per second. For one
+    thread.
+    """
 
-    def __init__(self, stores: ServedStores, spec: RemoteSpec, left: int, rate: int) -> None:
+    def __init__(
+        self, stores: ServedStores, spec: RemoteSpec, left: int, rate: int
+    ) -> None:
         self._stores = stores
         self._spec = spec
         self._left = left
         self._rate = rate
-        self._hosts = {store.fingerprint: store for store in stores.stores() if store.in_memory}
+        self._hosts = {
+            store.fingerprint: store
+            for store in stores.stores()
+            if store.in_memory
+        }
         # one stamp for all chunks: the tails, which are loaded last, must not outlive their heads
-        self._stamps = {name: store.ledger.stamp() for name, store in self._hosts.items()}
+        self._stamps = {
+            name: store.ledger.stamp() for name, store in self._hosts.items()
+        }
         self._asked: set[bytes] = set()  # keys
-        self._strange: set[bytes] = set()  # namespaces of other layouts; a namespace has one layout
+        # namespaces of other layouts; a namespace has one layout
+        self._strange: set[bytes] = set()
         self._chunks = self._bytes = self._damaged = 0
         self._ended = "all"
         self._due, self._before = time.monotonic(), self._work()
 
     def run(self, show: Callable[..., None], link: StoreConnection) -> WarmedTier:
-        """Load the chunks that fit, parents first; `show` the progress. Raises the errors of the connection."""
+        """Load the chunks that fit, parents first; `show` the progress. Raises the errors of the
+        connection.
+        """
         from pagoda.tiers.remote.store_client import ListingDeadline
 
-        self._redis = cast("RedisConnection", link)  # or a connection to several nodes, with the same methods
+        # or a connection to several nodes, with the same methods
+        self._redis = cast("RedisConnection", link)
         try:
-            uses = self._redis.most_used(_MOST_CHUNKS, ListingDeadline(patience(self._spec), WALK_SECONDS))
+            uses = self._redis.most_used(
+                _MOST_CHUNKS, ListingDeadline(patience(self._spec), WALK_SECONDS)
+            )
             self._uses = {use.key: use for use in uses}
-            chosen = sorted(self._chosen(uses), key=lambda header: header.position)
+            chosen = sorted(
+                self._chosen(uses), key=lambda header: header.position
+            )
             show(total=len(chosen))
             for number, header in enumerate(chosen):
                 self._bring(header)
@@ -155,20 +216,33 @@ class _Warming:
         except _EndedError as end:
             self._ended = str(end)
         return WarmedTier(
-            self._spec.name, self._chunks, self._bytes, self._damaged, self._ended, self._spec.redacted
+            self._spec.name,
+            self._chunks,
+            self._bytes,
+            self._damaged,
+            self._ended,
+            self._spec.redacted,
         )
 
     def _chosen(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
         """Yield the headers of the most used chunks that fit, each after its parent.
 
-        A chunk is left out if its parent is neither stored here nor chosen: no request could use it.
+        A chunk is left out if its parent is neither stored here nor chosen: no request could use
+        it.
         """
         room = {name: self._room(store) for name, store in self._hosts.items()}
         left = self._left
         chosen: set[bytes] = set()
         for _, alike in groupby(uses, _coldness_class):
-            for header in sorted(self._with_parents(list(alike)), key=lambda header: header.position):
-                if header.parent and header.parent not in chosen and not self._has(header.parent):
+            for header in sorted(
+                self._with_parents(list(alike)),
+                key=lambda header: header.position,
+            ):
+                if (
+                    header.parent
+                    and header.parent not in chosen
+                    and not self._has(header.parent)
+                ):
                     continue
                 if header.length > left:
                     self._ended = "bytes"
@@ -182,23 +256,41 @@ class _Warming:
                 yield header
 
     def _with_parents(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
-        """Yield the headers of chunks and of their ancestors, which may have been used a little earlier."""
+        """Yield the headers of chunks and of their ancestors, which may have been used a little
+        earlier.
+        """
         found = list(self._headers(uses))
         while found:
             yield from found
-            found = list(self._headers([self._uses[one.parent] for one in found if one.parent in self._uses]))
+            found = list(
+                self._headers(
+                    [
+                        self._uses[one.parent]
+                        for one in found
+                        if one.parent in self._uses
+                    ]
+                )
+            )
 
     def _headers(self, uses: Sequence[ChunkUse]) -> Iterator[Header]:
-        """Yield the headers of the chunks that a host store here can take and does not have, each once."""
+        """Yield the headers of the chunks that a host store here can take and does not have, each
+        once.
+        """
         by_namespace = sorted(uses, key=lambda use: use.namespace)
         for namespace, same in groupby(by_namespace, lambda use: use.namespace):
-            keys = [use.key for use in same if use.key not in self._asked and not self._has(use.key)]
+            keys = [
+                use.key
+                for use in same
+                if use.key not in self._asked and not self._has(use.key)
+            ]
             self._asked.update(keys)
             for at in range(0, len(keys), _HEADERS):
                 if namespace in self._strange:
                     break
                 until = time.monotonic() + patience(self._spec)
-                pages = self._redis.headers(namespace, keys[at : at + _HEADERS], until)
+                pages = self._redis.headers(
+                    namespace, keys[at : at + _HEADERS], until
+                )
                 self._pace(sum(map(len, pages.values())))
                 for key, page in pages.items():
                     header = self._sound(namespace, key, page)
@@ -208,12 +300,16 @@ class _Warming:
                         self._strange.add(namespace)
 
     def _sound(self, namespace: bytes, key: bytes, page: bytes) -> Header | None:
-        """Return the header in a page, or None if it is not this chunk's. ConfigError: its codec is not installed."""
+        """Return the header in a page, or None if it is not this chunk's. ConfigError: its codec is
+        not installed.
+        """
         from pagoda import codec
         from pagoda.serve.served_stores import is_value_of
 
         header = codec.parse(page)
-        length = header and codec.HEADER_BYTES + (header.stored_bytes or header.length)
+        length = header and codec.HEADER_BYTES + (
+            header.stored_bytes or header.length
+        )
         if header is None or not is_value_of(header, namespace, key, length or 0):
             self._damaged += not codec.is_foreign(page)
             return None
@@ -221,29 +317,43 @@ class _Warming:
         return header
 
     def _bring(self, wanted: Header) -> None:
-        """Read, verify and store one chunk, unless its parent is missing or another chunk would be evicted for it."""
+        """Read, verify and store one chunk, unless its parent is missing or another chunk would be
+        evicted for it.
+        """
         from pagoda import codec
         from pagoda.metrics import Reason
         from pagoda.slab import aligned
         from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 
-        if wanted.parent and not self._has(wanted.parent):  # the parent was damaged, or was removed meanwhile
+        # the parent was damaged, or was removed meanwhile
+        if wanted.parent and not self._has(wanted.parent):
             return
         store = self._hosts[wanted.fingerprint]
         page = aligned(codec.HEADER_BYTES)
         buffer = aligned(store.ledger.slot_bytes)
 
         def destination() -> Bytes | None:
-            return buffer[: wanted.stored_bytes or wanted.length] if codec.parse(page) == wanted else None
+            return (
+                buffer[: wanted.stored_bytes or wanted.length]
+                if codec.parse(page) == wanted
+                else None
+            )
 
         until = time.monotonic() + patience(self._spec)
         idle = max(0, self._uses[wanted.key].coldness)
-        rank = 1000 * (idle + 2)  # its lifetime since its last use; seconds are rounded
+        # its lifetime since its last use; seconds are rounded
+        rank = 1000 * (idle + 2)
         try:
-            request = GetRequest(wanted.namespace, wanted.key, page, destination, rank)
+            request = GetRequest(
+                wanted.namespace, wanted.key, page, destination, rank
+            )
             received = self._redis.get(request, until)
         except RefusedError as refusal:
-            if refusal.reason is not Reason.FAILED_CHECK and not refusal.contained:  # not of one node only
+            # not of one node only
+            if (
+                refusal.reason is not Reason.FAILED_CHECK
+                and not refusal.contained
+            ):
                 raise
             self._damaged += refusal.reason is Reason.FAILED_CHECK
             return
@@ -252,7 +362,9 @@ class _Warming:
             raise _EndedError("room")
         if received is not None:
             stamp = self._stamps[wanted.fingerprint]
-            is_new, reason = self._stores.put_value(store, wanted, page, buffer[:received], stamp)
+            is_new, reason = self._stores.put_value(
+                store, wanted, page, buffer[:received], stamp
+            )
             self._damaged += reason is Reason.FAILED_CHECK
             if is_new and reason is None:
                 self._chunks = self._chunks + 1
@@ -260,14 +372,18 @@ class _Warming:
 
     def _has(self, key: bytes) -> bool:
         ledgers = [store.ledger for store in self._hosts.values()]
-        return any(len(ledger.match_prefix([key], start=None, touch=False).slots) for ledger in ledgers)
+        return any(
+            len(ledger.match_prefix([key], start=None, touch=False).slots)
+            for ledger in ledgers
+        )
 
     def _takes(self, header: Header) -> bool:
         store = self._hosts.get(header.fingerprint)
         return store is not None and store.chunk_bytes == header.length
 
     def _room(self, store: ServedStore) -> int:
-        """Return how many chunks can be stored without an eviction, here or in a store that would have to give pages.
+        """Return how many chunks can be stored without an eviction, here or in a store that would
+        have to give pages.
 
         A ledger asks for pages when fewer slots than a window are free.
         """
@@ -276,8 +392,12 @@ class _Warming:
         return admin.gauges(store.ledger)["free"] - store.ledger.window
 
     def _pace(self, nbytes: int) -> None:
-        """Wait as long as the rate requires after so many bytes. _EndedError: engines look up, load or store here."""
-        self._due = max(self._due, time.monotonic() - _LOOK_SECONDS) + nbytes / self._rate
+        """Wait as long as the rate requires after so many bytes. _EndedError: engines look up, load
+        or store here.
+        """
+        self._due = (
+            max(self._due, time.monotonic() - _LOOK_SECONDS) + nbytes / self._rate
+        )
         while self._work() == self._before:
             left = self._due - time.monotonic()
             if left <= 0:

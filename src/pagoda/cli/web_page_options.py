@@ -1,7 +1,8 @@
-"""The options of the page of `pagoda serve`: functions that hash and explain prompts, the remote tiers, the settings.
+"""The options of the page of `pagoda serve`: functions that hash and explain prompts, the remote
+tiers, the settings.
 
-`serve` calls it. The functions are those of `pagoda explain` and `pagoda stats`, passed as arguments because the server
-may not import the command line.
+`serve` calls it. The functions are those of `pagoda explain` and `pagoda stats`, passed as
+arguments because the server may not import the command line.
 """
 
 from __future__ import annotations
@@ -28,19 +29,32 @@ _SHOWN = ("tier", "num_tokens", "reason", "detail")
 
 
 def page_options(
-    directory: Path | None, config_file: Path | None, gpu_price: float | None, tokenizer: Path | None
+    directory: Path | None,
+    config_file: Path | None,
+    gpu_price: float | None,
+    tokenizer: Path | None,
 ) -> PageOptions:
     """Return the options of the page. Raises UsageError for a tokenizer that cannot be used."""
     config = configured(config_file)
-    tokenize = None if tokenizer is None else _bounded(text_tokenizer(str(tokenizer)))
+    tokenize = (
+        None if tokenizer is None else _bounded(text_tokenizer(str(tokenizer)))
+    )
     specs = remotes_of(directory, config_file)
     neighbours = neighbours_of(directory, config)
 
-    def keys(tokens: TokenIds, stores: Sequence[Ledger]) -> Mapping[bytes, Sequence[bytes]]:
+    def keys(
+        tokens: TokenIds, stores: Sequence[Ledger]
+    ) -> Mapping[bytes, Sequence[bytes]]:
         return prompt_of(tokens, stores, [], config).keys
 
-    def explain(tokens: TokenIds, stores: Sequence[Ledger]) -> Sequence[Mapping[str, object]]:
-        there = [one for one, asked in zip(neighbours, pinged(neighbours), strict=True) if not asked.trouble]
+    def explain(
+        tokens: TokenIds, stores: Sequence[Ledger]
+    ) -> Sequence[Mapping[str, object]]:
+        there = [
+            one
+            for one, asked in zip(neighbours, pinged(neighbours), strict=True)
+            if not asked.trouble
+        ]
         prompt = prompt_of(tokens, stores, [*there, *specs], config)
         return [
             {
@@ -48,7 +62,11 @@ def page_options(
                 "model": one.answers[-1].model,
                 "lines": in_words(one),
                 "answers": [
-                    {name: value for name, value in answer._asdict().items() if name in _SHOWN}
+                    {
+                        name: value
+                        for name, value in answer._asdict().items()
+                        if name in _SHOWN
+                    }
                     for answer in one.answers
                 ],
             }
@@ -62,17 +80,24 @@ def page_options(
         prompts=PromptTools(keys, explain, tokenize),
         remotes=remotes,
         shared=[spec.redacted for spec in specs],
-        settings=[("Policy", config.policy), ("Write policy", config.write_policy)],
+        settings=[
+            ("Policy", config.policy),
+            ("Write policy", config.write_policy),
+        ],
         gpu_price=gpu_price,
     )
 
 
-def _bounded(cut: Callable[[str], Sequence[int]]) -> Callable[[str], Sequence[int]]:
+def _bounded(
+    cut: Callable[[str], Sequence[int]],
+) -> Callable[[str], Sequence[int]]:
     """Return a tokenizer for texts of at most 4 Mi characters. It raises ValueError."""
 
     def ids(text: str) -> Sequence[int]:
         if len(text) > _MOST_TEXT:
-            raise ValueError(f"the text has {len(text):,} characters: at most {_MOST_TEXT:,}")
+            raise ValueError(
+                f"the text has {len(text):,} characters: at most {_MOST_TEXT:,}"
+            )
         try:
             return cut(text)
         except UsageError as trouble:

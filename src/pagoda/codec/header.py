@@ -1,9 +1,9 @@
 """The header and the checksum of a chunk outside memory. Pure functions; thread-safe.
 
-There are two formats. They differ in what the checksum covers: in format 1 the payload as the engine had it, in format
-2 the stored bytes, because a lossy codec does not restore the payload. Chunks of lossless codecs have format 1, so that
-versions that know no other can read them; for such versions, a chunk of format 2 is another version's: a miss that
-stays in the store.
+There are two formats. They differ in what the checksum covers: in format 1 the payload as the
+engine had it, in format 2 the stored bytes, because a lossy codec does not restore the payload.
+Chunks of lossless codecs have format 1, so that versions that know no other can read them; for such
+versions, a chunk of format 2 is another version's: a miss that stays in the store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ FORMAT_LOSSY = 2
 _FIELDS = struct.Struct("<8sII16sQ32sQ32sQQQ16s32sQ")
 # xxh3_128 over the packed fields, and payload or stored bytes
 _CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)
-_OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)  # xxh3_64 over all other bytes of the page
+# xxh3_64 over all other bytes of the page
+_OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)
 _LAST = struct.Struct("<Q32s")  # stored_bytes and parent, after the checksums
 
 Page = npt.NDArray[np.uint8] | memoryview | bytes
@@ -40,10 +41,11 @@ Page = npt.NDArray[np.uint8] | memoryview | bytes
 class Header:
     """The header of a stored chunk.
 
-    `length` is in payload bytes, `position` in chunks from the start of the chain; `sequence` is the
-    generation of the slot in the ledger; `fingerprint` is the layout's. Bytes: store 16, others 32.
-    `stored_bytes` is the length of the payload in its codec; 0 if that equals `length`. `parent` is the key before it
-    in the chain: empty for the first, on disk, and where another version wrote the header.
+    `length` is in payload bytes, `position` in chunks from the start of the chain; `sequence` is
+    the generation of the slot in the ledger; `fingerprint` is the layout's. Bytes: store 16, others
+    32. `stored_bytes` is the length of the payload in its codec; 0 if that equals `length`.
+    `parent` is the key before it in the chain: empty for the first, on disk, and where another
+    version wrote the header.
     """
 
     store_id: bytes
@@ -62,7 +64,9 @@ class Header:
 
     @property
     def checked_bytes(self) -> int:
-        """The number of bytes that the checksum covers: of the payload, or with a lossy codec of the stored form."""
+        """The number of bytes that the checksum covers: of the payload, or with a lossy codec of
+        the stored form.
+        """
         return self.stored_bytes if self.codec in LOSSY else self.length
 
 
@@ -89,19 +93,28 @@ _NAMES = tuple(field.name for field in fields(Header))
 
 
 def seal(
-    header: Header, data: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None = None
+    header: Header,
+    data: npt.NDArray[np.uint8],
+    out: npt.NDArray[np.uint8] | None = None,
 ) -> npt.NDArray[np.uint8]:
-    """Return the header page (4096,) of `data[:header.checked_bytes]`, page-aligned; written into `out` if given.
+    """Return the header page (4096,) of `data[:header.checked_bytes]`, page-aligned; written into
+    `out` if given.
 
-    `data` is the payload; with a lossy codec, the stored bytes. It is read once, with the GIL released. Raises
-    ValueError for fields that do not fit the format.
+    `data` is the payload; with a lossy codec, the stored bytes. It is read once, with the GIL
+    released. Raises ValueError for fields that do not fit the format.
     """
     packed = _pack(header)
-    if data.nbytes < header.checked_bytes or (header.codec in LOSSY and not header.stored_bytes):
-        raise ValueError(f"the payload has {data.nbytes} bytes, the header says {header.checked_bytes}")
+    if data.nbytes < header.checked_bytes or (
+        header.codec in LOSSY and not header.stored_bytes
+    ):
+        raise ValueError(
+            f"the payload has {data.nbytes} bytes, the header says {header.checked_bytes}"
+        )
     page = _new_page() if out is None else out
     if page.shape != (HEADER_BYTES,):
-        raise ValueError(f"a header page has {HEADER_BYTES} bytes, got shape {page.shape}")
+        raise ValueError(
+            f"a header page has {HEADER_BYTES} bytes, got shape {page.shape}"
+        )
     head = packed + _data_checksum(packed, data, header.checked_bytes)
     page[:] = 0
     view = page.data
@@ -112,11 +125,19 @@ def seal(
 
 
 def parse(page: Page) -> Header | None:
-    """Return the header in `page`, or None if it is not PagodaKV's or a byte of it is damaged; needs no payload."""
+    """Return the header in `page`, or None if it is not PagodaKV's or a byte of it is damaged;
+    needs no payload.
+    """
     view = _view(page)
-    if view.nbytes != HEADER_BYTES or view[:8] != MAGIC or view[_OWN] != _own_checksum(view):
+    if (
+        view.nbytes != HEADER_BYTES
+        or view[:8] != MAGIC
+        or view[_OWN] != _own_checksum(view)
+    ):
         return None
-    _, format_, size, *numbers, codec, layout, sequence = _FIELDS.unpack_from(view)
+    _, format_, size, *numbers, codec, layout, sequence = _FIELDS.unpack_from(
+        view
+    )
     if format_ not in (FORMAT, FORMAT_LOSSY) or size != HEADER_BYTES:
         return None
     try:
@@ -131,34 +152,53 @@ def parse(page: Page) -> Header | None:
 
 
 def is_foreign(page: Page) -> bool:
-    """Whether `page` is a complete header that this version cannot read: of another format, or with an unknown codec.
+    """Whether `page` is a complete header that this version cannot read: of another format, or with
+    an unknown codec.
 
     The magic number and the checksum of the page have the same place in every format.
     """
     view = _view(page)
-    if view.nbytes != HEADER_BYTES or view[:8] != MAGIC or view[_OWN] != _own_checksum(view):
+    if (
+        view.nbytes != HEADER_BYTES
+        or view[:8] != MAGIC
+        or view[_OWN] != _own_checksum(view)
+    ):
         return False
     found = parse(page)
     return found is None or found.codec not in CODECS
 
 
 def agrees(found: Header, expected: Header | Expected) -> bool:
-    """Whether a header has all values of `expected`, and a known codec. Does not check the payload."""
+    """Whether a header has all values of `expected`, and a known codec. Does not check the
+    payload.
+    """
     pairs = ((getattr(expected, name), getattr(found, name)) for name in _NAMES)
-    return found.codec in CODECS and all(want is None or want == value for want, value in pairs)
+    return found.codec in CODECS and all(
+        want is None or want == value for want, value in pairs
+    )
 
 
-def verify(page: Page, data: npt.NDArray[np.uint8], expected: Header | Expected) -> Reason | None:
-    """Return None if page and data are undamaged and the header has all values of `expected`; else FAILED_CHECK.
+def verify(
+    page: Page, data: npt.NDArray[np.uint8], expected: Header | Expected
+) -> Reason | None:
+    """Return None if page and data are undamaged and the header has all values of `expected`; else
+    FAILED_CHECK.
 
-    `data` is the payload; with a lossy codec, the stored bytes. Fields are compared before the data is read, so a wrong
-    chunk costs no checksum. An unknown codec fails.
+    `data` is the payload; with a lossy codec, the stored bytes. Fields are compared before the data
+    is read, so a wrong chunk costs no checksum. An unknown codec fails.
     """
     found = parse(page)
-    if found is None or found.checked_bytes > data.nbytes or not agrees(found, expected):
+    if (
+        found is None
+        or found.checked_bytes > data.nbytes
+        or not agrees(found, expected)
+    ):
         return Reason.FAILED_CHECK
     view = _view(page)
-    if _data_checksum(view[: _FIELDS.size], data, found.checked_bytes) != view[_CHECKSUM]:
+    if (
+        _data_checksum(view[: _FIELDS.size], data, found.checked_bytes)
+        != view[_CHECKSUM]
+    ):
         return Reason.FAILED_CHECK
     return None
 
@@ -174,21 +214,40 @@ def _pack(header: Header) -> bytes:
             raise ValueError(f"{name} has {size} bytes, got {len(value)}")
     codec = header.codec.encode()
     fingerprint = header.fingerprint.encode()
-    for name, text, size in (("codec", codec, 16), ("fingerprint", fingerprint, 32)):
+    for name, text, size in (
+        ("codec", codec, 16),
+        ("fingerprint", fingerprint, 32),
+    ):
         if len(text) > size or b"\0" in text:
-            raise ValueError(f"{name} may have {size} bytes of UTF-8 without NUL, got {text!r}")
+            raise ValueError(
+                f"{name} may have {size} bytes of UTF-8 without NUL, got {text!r}"
+            )
     try:
         return _FIELDS.pack(
-            MAGIC, FORMAT_LOSSY if header.codec in LOSSY else FORMAT, HEADER_BYTES,
-            header.store_id, header.slot, header.namespace, header.epoch, header.key,
-            header.position, header.length, header.tokens,
-            codec, fingerprint, header.sequence,
-        )  # fmt: skip
+            MAGIC,
+            FORMAT_LOSSY if header.codec in LOSSY else FORMAT,
+            HEADER_BYTES,
+            header.store_id,
+            header.slot,
+            header.namespace,
+            header.epoch,
+            header.key,
+            header.position,
+            header.length,
+            header.tokens,
+            codec,
+            fingerprint,
+            header.sequence,
+        )
     except struct.error as error:
-        raise ValueError(f"a header number is outside 64 unsigned bits: {error}") from error
+        raise ValueError(
+            f"a header number is outside 64 unsigned bits: {error}"
+        ) from error
 
 
-def _data_checksum(packed: bytes | memoryview, data: npt.NDArray[np.uint8], length: int) -> bytes:
+def _data_checksum(
+    packed: bytes | memoryview, data: npt.NDArray[np.uint8], length: int
+) -> bytes:
     state = xxhash.xxh3_128(packed)
     if length:
         state.update(data.data.cast("B")[:length])
@@ -196,7 +255,9 @@ def _data_checksum(packed: bytes | memoryview, data: npt.NDArray[np.uint8], leng
 
 
 def _view(page: Page) -> memoryview:
-    return (page.data if isinstance(page, np.ndarray) else memoryview(page)).cast("B")
+    return (page.data if isinstance(page, np.ndarray) else memoryview(page)).cast(
+        "B"
+    )
 
 
 def _own_checksum(view: memoryview) -> bytes:

@@ -1,13 +1,15 @@
-"""Lossless compression of KV: the bytes of its words are split into planes, and zstd compresses those that get smaller.
+"""Lossless compression of KV: the bytes of its words are split into planes, and zstd compresses
+those that get smaller.
 
-A word of bf16 is sign, 8 bits of exponent, 7 bits of mantissa. The mantissa is noise, the rest is not; zstd can use
-this only if the two are separated. Whole words are split, one block at a time: the high bytes (sign and exponent
-without its last bit), then the next lower ones.
+A word of bf16 is sign, 8 bits of exponent, 7 bits of mantissa. The mantissa is noise, the rest is
+not; zstd can use this only if the two are separated. Whole words are split, one block at a time:
+the high bytes (sign and exponent without its last bit), then the next lower ones.
 
 The stored form; all numbers are little-endian, lengths in bytes:
 
     head      version u8 = 1 | word_bytes u8 | log2 of block_bytes u8 | payload's length u64
-    block ... for each plane, high to low: kind u8 (0 raw, 1 a zstd frame) | length u32; then these planes
+    block ... for each plane, high to low: kind u8 (0 raw, 1 a zstd frame) | length u32; then these
+    planes
     tail      the rest of the payload after its last whole word
 """
 
@@ -25,9 +27,14 @@ Words = npt.NDArray[np.unsignedinteger]
 
 VERSION = 1
 BLOCK_LOG = 18  # a block, its planes and the scratch stay in the cache of a core
-WORDS: dict[int, np.dtype[np.unsignedinteger]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
+WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+}
 
-_LOGS = range(16, 21)  # block sizes that can be read: they bound the time per byte and the scratch memory
+# block sizes that can be read: they bound the time per byte and the scratch memory
+_LOGS = range(16, 21)
 _MOST_BYTES = 1 << _LOGS[-1]
 _SAMPLE_WORDS = 4096
 _HEAD = struct.Struct("<BBBQ")
@@ -50,8 +57,9 @@ class _Scratch:
     def __init__(self) -> None:
         import zstandard
 
-        # As level 1, but with a table of 1,024 matches instead of 8,192 and more, and no match under 7 bytes: in
-        # exponents short matches are not smaller than their Huffman codes, and slow down encoding and decoding.
+        # As level 1, but with a table of 1,024 matches instead of 8,192 and more, and no match
+        # under 7 bytes: in exponents short matches are not smaller than their Huffman codes, and
+        # slow down encoding and decoding.
         parameters = zstandard.ZstdCompressionParameters(
             window_log=BLOCK_LOG,
             hash_log=10,
@@ -61,9 +69,13 @@ class _Scratch:
             target_length=0,
             strategy=zstandard.STRATEGY_FAST,
         )
-        self.compress = zstandard.ZstdCompressor(compression_params=parameters).compress
+        self.compress = zstandard.ZstdCompressor(
+            compression_params=parameters
+        ).compress
         self.content_bytes = zstandard.frame_content_size
-        self.decompress = zstandard.ZstdDecompressor(max_window_size=_MOST_BYTES).decompress
+        self.decompress = zstandard.ZstdDecompressor(
+            max_window_size=_MOST_BYTES
+        ).decompress
         self.error = zstandard.ZstdError
         self.first, self.second = np.empty((2, _MOST_BYTES), np.uint8)
 
@@ -79,7 +91,9 @@ def _scratch() -> _Scratch:
 
 
 def encode(payload: Bytes, word_bytes: int, out: Bytes) -> int:
-    """Fill `out` from its start; returns the number of bytes, or 0 if they do not fit or are not fewer than before."""
+    """Fill `out` from its start; returns the number of bytes, or 0 if they do not fit or are not
+    fewer than before.
+    """
     room = out[: min(out.nbytes, max(0, payload.nbytes - 1))]
     tail = payload[payload.nbytes - payload.nbytes % word_bytes :]
     head = _HEAD.pack(VERSION, word_bytes, BLOCK_LOG, payload.nbytes)
@@ -93,7 +107,9 @@ def encode(payload: Bytes, word_bytes: int, out: Bytes) -> int:
 
 
 def decode(stored: Bytes, word_bytes: int, payload: Bytes) -> bool:
-    """Fill `payload`; False if `stored` is not a complete encoding of that many bytes with this word size."""
+    """Fill `payload`; False if `stored` is not a complete encoding of that many bytes with this
+    word size.
+    """
     if stored.nbytes < _HEAD.size:
         return False
     version, word, log, nbytes = _HEAD.unpack_from(stored.data)
@@ -124,7 +140,8 @@ def shrunk(plane: Bytes) -> Bytes | None:
 
 
 def expanded(frame: Bytes, size: int) -> Bytes | None:
-    """Return the plane of `size` bytes in a frame, None if there is no such plane or zstandard is not installed.
+    """Return the plane of `size` bytes in a frame, None if there is no such plane or zstandard is
+    not installed.
 
     Does not decode a frame of another size.
     """
@@ -135,13 +152,17 @@ def expanded(frame: Bytes, size: int) -> Bytes | None:
     try:
         if scratch.content_bytes(frame.data) != size:
             return None
-        return np.frombuffer(scratch.decompress(frame.data, allow_extra_data=False), np.uint8)
+        return np.frombuffer(
+            scratch.decompress(frame.data, allow_extra_data=False), np.uint8
+        )
     except scratch.error:
         return None
 
 
 def _blocks(payload: Bytes, word_bytes: int, log: int) -> Iterator[Words]:
-    whole = payload[: payload.nbytes - payload.nbytes % word_bytes].view(WORDS[word_bytes])
+    whole = payload[: payload.nbytes - payload.nbytes % word_bytes].view(
+        WORDS[word_bytes]
+    )
     step = (1 << log) // word_bytes
     for start in range(0, whole.size, step):
         yield whole[start : start + step]
@@ -167,14 +188,18 @@ def _put_block(words: Words, room: Bytes, at: int, scratch: _Scratch) -> int:
             _split(words, place, room[at:end], scratch)
         else:
             raise _NoRoom
-        _PLANE.pack_into(room.data, table, _RAW if frame is None else _ZSTD, end - at)
+        _PLANE.pack_into(
+            room.data, table, _RAW if frame is None else _ZSTD, end - at
+        )
         table = table + _PLANE.size
         at = end
     return at
 
 
 def _frame(words: Words, place: int, scratch: _Scratch) -> Bytes | None:
-    """Return the compressed plane; None if it is not smaller. Lower planes are first tried by a sample."""
+    """Return the compressed plane; None if it is not smaller. Lower planes are first tried by a
+    sample.
+    """
     if place < words.itemsize - 1:
         start = max(0, words.size - _SAMPLE_WORDS) // 2
         sample = words[start : start + _SAMPLE_WORDS]
@@ -185,7 +210,9 @@ def _frame(words: Words, place: int, scratch: _Scratch) -> Bytes | None:
 
 
 def _split(words: Words, place: int, plane: Bytes, scratch: _Scratch) -> Bytes:
-    """Copy byte `place` of each word, 0 the lowest, into `plane`. Shift and narrow: far faster than a strided copy."""
+    """Copy byte `place` of each word, 0 the lowest, into `plane`. Shift and narrow: far faster than
+    a strided copy.
+    """
     if place:
         wide = scratch.first[: words.nbytes].view(words.dtype)
         words = np.right_shift(words, 8 * place, out=wide)
@@ -214,13 +241,21 @@ def _get_block(stored: Bytes, at: int, words: Words, scratch: _Scratch) -> int:
 
 def _plane(kind: int, piece: Bytes, size: int) -> Bytes:
     """Return the plane of a stored piece."""
-    plane = expanded(piece, size) if kind == _ZSTD else piece if kind == _RAW else None
+    plane = (
+        expanded(piece, size)
+        if kind == _ZSTD
+        else piece
+        if kind == _RAW
+        else None
+    )
     if plane is None or plane.size != size:
         raise _Malformed
     return plane
 
 
-def _join(plane: Bytes, place: int, words: Words, joined: Words, widened: Words) -> None:
+def _join(
+    plane: Bytes, place: int, words: Words, joined: Words, widened: Words
+) -> None:
     """Add the next lower plane; with the last plane `words` are complete."""
     into = joined if place else words
     if place == words.itemsize - 1:

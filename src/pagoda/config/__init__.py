@@ -1,7 +1,7 @@
 """The configuration of a cache: one plain frozen dataclass.
 
-`Config` may be built by hand; `pagoda.config.sources.load` builds it from files, the environment and options,
-and records where every value came from.
+`Config` may be built by hand; `pagoda.config.sources.load` builds it from files, the environment
+and options, and records where every value came from.
 
     sources        reads files, the environment and options
     option_values  the values that each option may have
@@ -20,28 +20,53 @@ from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
 from pagoda.config import option_values
-from pagoda.config.option_values import Check, DiskCodec, LogFormat, StartWithout, WritePolicy
-from pagoda.config.remote_urls import LOSSY, MOST_PEERS, RemoteSpec, parse, parse_lookup, parse_peer
+from pagoda.config.option_values import (
+    Check,
+    DiskCodec,
+    LogFormat,
+    StartWithout,
+    WritePolicy,
+)
+from pagoda.config.remote_urls import (
+    LOSSY,
+    MOST_PEERS,
+    RemoteSpec,
+    parse,
+    parse_lookup,
+    parse_peer,
+)
 from pagoda.config.sizes import AUTO, auto_bytes
 from pagoda.errors import ConfigError
 
-__all__ = ["Config", "ConfigOptions", "RemoteSpec", "WritePolicy", "defaults", "option_names"]
+__all__ = [
+    "Config",
+    "ConfigOptions",
+    "RemoteSpec",
+    "WritePolicy",
+    "defaults",
+    "option_names",
+]
 
 
 T = TypeVar("T")
 
 
-def _option(default: T, help: str, check: Check | None = None, secret: bool = False) -> T:
+def _option(
+    default: T, help: str, check: Check | None = None, secret: bool = False
+) -> T:
     """Return the dataclass field of an option, typed as its value; `secret`: it is never shown.
 
     `check`: the check of its value, if the type has none.
     """
-    return field(default=default, repr=not secret, metadata={"help": help, "check": check})
+    return field(
+        default=default, repr=not secret, metadata={"help": help, "check": check}
+    )
 
 
 @dataclass(frozen=True)
 class Config:
-    """The options of a cache. Immutable: threads may share it. Sizes are for the whole machine, never per rank.
+    """The options of a cache. Immutable: threads may share it. Sizes are for the whole machine,
+    never per rank.
 
     `pagoda config schema` says what each option means.
 
@@ -55,10 +80,13 @@ class Config:
     """
 
     chunk_tokens: int = _option(
-        256, "Tokens in one chunk, the unit of storing.", option_values.count(1, 2**20)
+        256,
+        "Tokens in one chunk, the unit of storing.",
+        option_values.count(1, 2**20),
     )
     host_size: int | str = _option(
-        AUTO, "Host memory of the whole machine: '64GiB', bytes, 'auto' (a quarter), 0 = off."
+        AUTO,
+        "Host memory of the whole machine: '64GiB', bytes, 'auto' (a quarter), 0 = off.",
     )
     host_path: str = field(
         default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",
@@ -68,17 +96,23 @@ class Config:
         },
     )
     host_shared: bool = _option(
-        True, "Share host memory with other processes; false = private memory of one process."
+        True,
+        "Share host memory with other processes; false = private memory of one process.",
     )
-    disk_size: int | str = _option(0, "Disk room of the whole machine: '1.5TB', bytes, 0 = no disk tier.")
+    disk_size: int | str = _option(
+        0, "Disk room of the whole machine: '1.5TB', bytes, 0 = no disk tier."
+    )
     disk_path: str = _option(
-        "", "Directory of the disk tier, on a local file system.", option_values.place("directory")
+        "",
+        "Directory of the disk tier, on a local file system.",
+        option_values.place("directory"),
     )
     disk_direct: bool | None = _option(
         None, "Use O_DIRECT: true, false, or 'auto' (where the file system can)."
     )
-    disk_codec: DiskCodec = _option(  # noqa: RUF009  # a field, as all of them
-        "raw", "Form of chunks on the disk: exact ('raw'), or smaller and approximate ('q8', 'q4')."
+    disk_codec: DiskCodec = _option(  # a field, as all of them  # noqa: RUF009
+        "raw",
+        "Form of chunks on the disk: exact ('raw'), or smaller and approximate ('q8', 'q4').",
     )
     remote: tuple[str, ...] = _option(
         (),
@@ -88,43 +122,73 @@ class Config:
     )
     peers: tuple[str, ...] = _option(
         (),
-        "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each pagoda serve.",
+        (
+            "Neighbours whose chunks are read, never written: the 'http://HOST:7777' of each "
+            "pagoda "
+            "serve."
+        ),
         option_values.peers,
         secret=True,
     )
     lookup: str = _option(
         "",
-        "Where machines say which chunks they have: 'redis://HOST'; only those neighbours are asked.",
+        (
+            "Where machines say which chunks they have: 'redis://HOST'; only those neighbours are "
+            "asked."
+        ),
         option_values.lookup,
         secret=True,
     )
     weights_epoch: int = _option(
         0,
-        "Which weights all machines have: raise it on every machine when they change; remote tiers need it.",
+        (
+            "Which weights all machines have: raise it on every machine when they change; remote "
+            "tiers need it."
+        ),
         option_values.count(0),
     )
-    start_without: StartWithout = _option(  # noqa: RUF009  # a field, as all of them
+    # a field, as all of them
+    start_without: StartWithout = _option(  # noqa: RUF009
         "none",
-        "Start even if this cannot be opened: 'none', or 'lower' (the disk tier), which engines have by default.",
+        (
+            "Start even if this cannot be opened: 'none', or 'lower' (the disk tier), which "
+            "engines "
+            "have by default."
+        ),
     )
-    durable: bool = _option(False, "Sync each batch to the disk before it counts as stored.")
-    write_policy: WritePolicy = _option(  # noqa: RUF009  # a field, as all of them
+    durable: bool = _option(
+        False, "Sync each batch to the disk before it counts as stored."
+    )
+    # a field, as all of them
+    write_policy: WritePolicy = _option(  # noqa: RUF009
         "write_through",
         "What reaches lower tiers: all, what was hit often enough, the coldest ahead of eviction.",
     )
     selective_hits: int = _option(
-        2, "Hits after which 'selective' writes a chunk down.", option_values.count(1)
+        2,
+        "Hits after which 'selective' writes a chunk down.",
+        option_values.count(1),
     )
-    min_hit_tokens: int = _option(0, "Hits of fewer tokens than this are not loaded.", option_values.count(0))
-    worth_it: bool = _option(True, "Load only what is expected to be faster than computing it.")
+    min_hit_tokens: int = _option(
+        0,
+        "Hits of fewer tokens than this are not loaded.",
+        option_values.count(0),
+    )
+    worth_it: bool = _option(
+        True, "Load only what is expected to be faster than computing it."
+    )
     deadline_seconds: float = _option(
         1.0,
         "The longest that one call may wait; hashing the prompt (1 to 2 us per chunk) is no wait.",
         option_values.seconds,
     )
-    io_threads: int = _option(2, "Threads that read and write the disk.", option_values.count(1, 64))
+    io_threads: int = _option(
+        2, "Threads that read and write the disk.", option_values.count(1, 64)
+    )
     queue_chunks: int = _option(
-        64, "Chunks that may wait for the lower tiers; more are dropped.", option_values.count(1, 2**20)
+        64,
+        "Chunks that may wait for the lower tiers; more are dropped.",
+        option_values.count(1, 2**20),
     )
     policy: str = _option(
         policies.DEFAULT,
@@ -137,57 +201,86 @@ class Config:
         option_values.place("file"),
     )
     prompt_log: bool = _option(
-        True, "Keep the token ids of stored prompts beside the host tier, for pagoda explain."
+        True,
+        "Keep the token ids of stored prompts beside the host tier, for pagoda explain.",
     )
     profile: bool = _option(
-        False, "Mark calls and copies of this process for torch.profiler and Nsight; needs torch."
+        False,
+        "Mark calls and copies of this process for torch.profiler and Nsight; needs torch.",
     )
     otel: bool = _option(
         False,
-        "Make an OpenTelemetry span of each store, lookup and retrieve of this process; needs pagodakv[otel].",
+        (
+            "Make an OpenTelemetry span of each store, lookup and retrieve of this process; needs "
+            "pagodakv[otel]."
+        ),
     )
     blend_recompute: float = _option(
         0.15,
-        "Blending: the share of later documents' tokens that is computed again, where a call names none.",
+        (
+            "Blending: the share of later documents' tokens that is computed again, where a call "
+            "names none."
+        ),
         option_values.share,
     )
     blend_min_tokens: int = _option(
         0,
-        "Blending: later documents with fewer tokens than this are computed, where a call names no other.",
+        (
+            "Blending: later documents with fewer tokens than this are computed, where a call "
+            "names "
+            "no other."
+        ),
         option_values.count(0),
     )
     quality_verdicts: str = _option(
         "",
-        "Where the verdicts of pagoda quality are: a directory or a file. Empty: ~/.config/pagoda/quality.",
+        (
+            "Where the verdicts of pagoda quality are: a directory or a file. Empty: "
+            "~/.config/pagoda/quality."
+        ),
         option_values.place("path"),
     )
     unchecked: bool = _option(
-        False, "Let blending and lossy codecs start without a passing verdict of pagoda quality."
+        False,
+        "Let blending and lossy codecs start without a passing verdict of pagoda quality.",
     )
-    log_format: LogFormat = _option(  # noqa: RUF009  # a field, as all of them
-        "plain", "'json': what this process logs of PagodaKV goes to stderr as JSON, one object per line."
+    log_format: LogFormat = _option(  # a field, as all of them  # noqa: RUF009
+        "plain",
+        "'json': what this process logs of PagodaKV goes to stderr as JSON, one object per line.",
     )
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            object.__setattr__(self, option.name, option_values.checked(option, getattr(self, option.name)))
+            object.__setattr__(
+                self,
+                option.name,
+                option_values.checked(option, getattr(self, option.name)),
+            )
         if len(self.peers) > MOST_PEERS and not self.lookup:
             raise ConfigError(
-                f"peers: {len(self.peers)} servers, and at most {MOST_PEERS} are asked at once; set lookup = "
+                f"peers: {len(self.peers)} servers, and at most {MOST_PEERS} are asked at once; "
+                "set lookup = "
                 "'redis://host:6379/0', where machines say which chunks they have, or name fewer"
             )
         if self.disk_bytes and not self.disk_path:
-            raise ConfigError(f"disk_size = {self.disk_size}: where is it? set disk_path, or disk_size = 0")
+            raise ConfigError(
+                f"disk_size = {self.disk_size}: where is it? set disk_path, or disk_size = 0"
+            )
         if self.disk_path and not self.disk_bytes:
-            raise ConfigError(f"disk_path = {self.disk_path!r}: how large? set disk_size, such as '100GiB'")
+            raise ConfigError(
+                f"disk_path = {self.disk_path!r}: how large? set disk_size, such as '100GiB'"
+            )
         if self.disk_path and self.disk_path == self.host_path:
             raise ConfigError(
-                f"disk_path = {self.disk_path!r}: is host_path too; each tier needs its own directory"
+                f"disk_path = {self.disk_path!r}: is host_path too; each tier needs its own "
+                "directory"
             )
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host tier for the whole machine, with "auto" resolved now; 0 = no host tier."""
+        """Bytes of the host tier for the whole machine, with "auto" resolved now; 0 = no host
+        tier.
+        """
         if self.host_size == AUTO:
             return auto_bytes(Path(self.host_path) if self.host_shared else None)
         return int(self.host_size)
@@ -198,19 +291,31 @@ class Config:
         return int(self.disk_size)
 
     def remotes(self) -> tuple[RemoteSpec, ...]:
-        """Return the specification of each remote tier, top down. Reads no file and asks no server."""
+        """Return the specification of each remote tier, top down. Reads no file and asks no
+        server.
+        """
         return tuple(parse(url) for url in self.remote)
 
     def lossy_codecs(self) -> tuple[str, ...]:
-        """Return the lossy codecs of all tiers, each once, sorted. Reads no file and asks no server."""
-        codecs = {spec.codec for spec in self.remotes()} | ({self.disk_codec} if self.disk_bytes else set())
+        """Return the lossy codecs of all tiers, each once, sorted. Reads no file and asks no
+        server.
+        """
+        codecs = {spec.codec for spec in self.remotes()} | (
+            {self.disk_codec} if self.disk_bytes else set()
+        )
         return tuple(sorted(codecs.intersection(LOSSY)))
 
     def without_lossy_tiers(self) -> Config:
-        """Return these options without the tiers that have a lossy codec: for weights without a verdict."""
-        remote = tuple(url for url in self.remote if parse(url).codec not in LOSSY)
+        """Return these options without the tiers that have a lossy codec: for weights without a
+        verdict.
+        """
+        remote = tuple(
+            url for url in self.remote if parse(url).codec not in LOSSY
+        )
         if self.disk_codec in LOSSY:
-            return replace(self, remote=remote, disk_size=0, disk_path="", disk_codec="raw")
+            return replace(
+                self, remote=remote, disk_size=0, disk_path="", disk_codec="raw"
+            )
         return replace(self, remote=remote)
 
     def peer_servers(self) -> tuple[RemoteSpec, ...]:
@@ -218,11 +323,15 @@ class Config:
         return tuple(parse_peer(url) for url in self.peers)
 
     def lookup_server(self) -> tuple[RemoteSpec, ...]:
-        """Return the specification of `lookup`; empty if it is not set. Reads no file and asks no server."""
+        """Return the specification of `lookup`; empty if it is not set. Reads no file and asks no
+        server.
+        """
         return (parse_lookup(self.lookup),) if self.lookup else ()
 
     def roots(self) -> dict[str, Path]:
-        """Return the directory of each local tier that other processes see, by tier name. Changes nothing."""
+        """Return the directory of each local tier that other processes see, by tier name. Changes
+        nothing.
+        """
         roots = {}
         if self.host_shared and self.host_size != 0:
             roots["host"] = Path(self.host_path)
@@ -275,6 +384,8 @@ def option_names() -> list[str]:
 def defaults() -> dict[str, object]:
     """Return the default of every option on this machine."""
     return {
-        option.name: option.default_factory() if option.default_factory is not MISSING else option.default
+        option.name: option.default_factory()
+        if option.default_factory is not MISSING
+        else option.default
         for option in fields(Config)
     }

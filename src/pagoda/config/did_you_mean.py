@@ -10,7 +10,9 @@ _ELSEWHERE = {"write_through_selective": "selective"}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the nearest of `known`, ignoring capitals, or an empty string."""
+    """Return "; did you mean X?" for the nearest of `known`, ignoring capitals, or an empty
+    string.
+    """
     spelt = {name.lower(): name for name in known}
     if hint := name_of_another_cache(word, spelt):
         return hint
@@ -21,6 +23,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def name_of_another_cache(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" if `word` is what another cache calls one of `known`, or an empty string."""
+    """Return "; did you mean X?" if `word` is what another cache calls one of `known`, or an empty
+    string.
+    """
     meant = _ELSEWHERE.get(word.lower(), "")
     return f"; did you mean {meant}?" if meant and meant in known else ""

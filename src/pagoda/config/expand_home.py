@@ -11,12 +11,14 @@ def expanded(path: str | os.PathLike[str]) -> str:
     """Return `path` with a leading ~ replaced by the home directory. Changes nothing.
 
     Raises:
-        ConfigError: it begins with ~ and no home directory is known (no HOME, a user without an account).
+        ConfigError: it begins with ~ and no home directory is known (no HOME, a user without an
+            account).
     """
     text = os.fspath(path)
     found = os.path.expanduser(text)
     if found.startswith("~"):
         raise ConfigError(
-            f"{text}: the home directory of {found.split(os.sep)[0]} is not known; write the whole path"
+            f"{text}: the home directory of {found.split(os.sep)[0]} is not known; write the "
+            "whole path"
         )
     return found

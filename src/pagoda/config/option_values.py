@@ -1,6 +1,8 @@
-"""Values of options: read from text, checked, and converted to one form; and their types as a JSON schema.
+"""Values of options: read from text, checked, and converted to one form; and their types as a JSON
+schema.
 
-Called by `Config` (checked) and by `pagoda.config.sources` (converted). Changes nothing; looks at paths.
+Called by `Config` (checked) and by `pagoda.config.sources` (converted). Changes nothing; looks at
+paths.
 """
 
 from __future__ import annotations
@@ -24,18 +26,22 @@ if TYPE_CHECKING:
 WritePolicy = Literal["write_through", "selective", "write_back"]
 LogFormat = Literal["plain", "json"]
 StartWithout = Literal["none", "lower"]
-DiskCodec = Literal["raw", "q8", "q4"]  # no zstd: a slot has a fixed size, so compression saves nothing there
+# no zstd: a slot has a fixed size, so compression saves nothing there
+DiskCodec = Literal["raw", "q8", "q4"]
 Check = Callable[[str, object], object]
 
 
 def checked(option: Field[object], value: object) -> object:
-    """Return `value` in the form that `Config` has (sizes in bytes, paths absolute). Changes nothing.
+    """Return `value` in the form that `Config` has (sizes in bytes, paths absolute). Changes
+    nothing.
 
     Raises:
         ConfigError: the value is invalid; the message names the option, the value and what to do.
     """
     try:
-        check: Check | None = option.metadata["check"] or _TYPES[str(option.type)][2]
+        check: Check | None = (
+            option.metadata["check"] or _TYPES[str(option.type)][2]
+        )
         assert check is not None  # an option whose type has no check names one
         return check(option.name, value)
     except ConfigError:
@@ -53,12 +59,16 @@ def converted(kind: str, value: object) -> object:
     return _TYPES[kind][0](value.decode() if isinstance(value, bytes) else value)
 
 
-def properties(config: type[Config], preset: dict[str, object]) -> dict[str, object]:
+def properties(
+    config: type[Config], preset: dict[str, object]
+) -> dict[str, object]:
     """Return the JSON schema of each option, with its default on this machine. Changes nothing."""
     return {
         option.name: {
             **_TYPES[str(option.type)][1],
-            "default": list(value) if isinstance(value := preset[option.name], tuple) else value,
+            "default": list(value)
+            if isinstance(value := preset[option.name], tuple)
+            else value,
             "description": option.metadata["help"],
             "title": option.name.replace("_", " ").title(),
         }
@@ -66,19 +76,26 @@ def properties(config: type[Config], preset: dict[str, object]) -> dict[str, obj
     }
 
 
-# ---- checks, one function per kind of value; `Config` names a check if the type of the option has none
+# ---- checks, one function per kind of value; `Config` names a check if the type of the option has
+# none
 
 
 def _size(name: str, value: object) -> object:
     if not isinstance(value, int | str):
-        raise ValueError("a size is a number of bytes, text such as '64GiB', or 'auto'")
+        raise ValueError(
+            "a size is a number of bytes, text such as '64GiB', or 'auto'"
+        )
     size = parse_size(value)
     if size == AUTO and name == "disk_size":
-        raise ValueError("how much of a disk may be filled is yours to say; write a size such as '100GiB'")
+        raise ValueError(
+            "how much of a disk may be filled is yours to say; write a size such as '100GiB'"
+        )
     return size
 
 
-def place(what: Literal["directory", "file", "path"], needed: bool = False) -> Check:
+def place(
+    what: Literal["directory", "file", "path"], needed: bool = False
+) -> Check:
     """Return the check of a path, which may be empty unless it is `needed`."""
 
     def check(name: str, value: object) -> object:
@@ -121,7 +138,11 @@ def count(least: int, most: int = 2**31 - 1) -> Check:
 
 def seconds(name: str, value: object) -> object:
     """Return a time span."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+    ):
         raise ValueError("a number of seconds is needed")
     if not 0 < value <= 3600:
         raise ValueError("must be more than 0 and at most 3600 seconds")
@@ -130,7 +151,11 @@ def seconds(name: str, value: object) -> object:
 
 def share(name: str, value: object) -> object:
     """Return a share from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value <= 1
+    ):
         raise ValueError("a share from 0 to 1 is needed")
     return float(value)
 
@@ -140,7 +165,9 @@ def one_of(known: Sequence[str]) -> Check:
 
     def check(name: str, value: object) -> object:
         if value not in known:
-            raise ValueError(f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}")
+            raise ValueError(
+                f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}"
+            )
         return value
 
     return check
@@ -181,13 +208,17 @@ def _integer(value: object) -> int:
     if isinstance(value, str):
         found = _INTEGER.fullmatch(value)
         if found is None:
-            raise ValueError(f"{_NO_INTEGER}, unable to parse string as an integer")
+            raise ValueError(
+                f"{_NO_INTEGER}, unable to parse string as an integer"
+            )
         return int(found[1])
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError("input should be a finite number")
         if not value.is_integer():
-            raise ValueError(f"{_NO_INTEGER}, got a number with a fractional part")
+            raise ValueError(
+                f"{_NO_INTEGER}, got a number with a fractional part"
+            )
         return int(value)
     if isinstance(value, int):
         return int(value)
@@ -199,7 +230,9 @@ def _number(value: object) -> float:
         try:
             return float(value if value.isascii() else "")
         except ValueError:
-            raise ValueError(f"{_NO_NUMBER}, unable to parse string as a number") from None
+            raise ValueError(
+                f"{_NO_NUMBER}, unable to parse string as a number"
+            ) from None
     if isinstance(value, int | float):
         return float(value)
     raise ValueError(_NO_NUMBER)
@@ -219,7 +252,9 @@ def _flag_of(value: object) -> bool:
 
 
 def _flag_or_auto(value: object) -> bool | None:
-    if value is None or (isinstance(value, str) and value.strip().lower() == "auto"):
+    if value is None or (
+        isinstance(value, str) and value.strip().lower() == "auto"
+    ):
         return None
     return _flag_of(value)
 
@@ -239,7 +274,9 @@ def _word_of(words: Sequence[str]) -> Callable[[object], object]:
         if value not in words:
             *known, last = map(repr, words)
             hint = name_of_another_cache(str(value), words)
-            raise ValueError(f"input should be {', '.join(known)} or {last}{hint}")
+            raise ValueError(
+                f"input should be {', '.join(known)} or {last}{hint}"
+            )
         return value
 
     return read
@@ -260,19 +297,41 @@ _WORDS = (
     ("StartWithout", StartWithout),
 )
 
-# by type annotation: the function that reads a value, the JSON schema, and the check unless the option names another
-_TYPES: dict[str, tuple[Callable[[object], object], dict[str, object], Check | None]] = {
+# by type annotation: the function that reads a value, the JSON schema, and the check unless the
+# option names another
+_TYPES: dict[
+    str, tuple[Callable[[object], object], dict[str, object], Check | None]
+] = {
     "int": (_integer, {"type": "integer"}, None),
     "float": (_number, {"type": "number"}, None),
     "bool": (_flag_of, {"type": "boolean"}, _flag),
-    "bool | None": (_flag_or_auto, {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, _flag),
+    "bool | None": (
+        _flag_or_auto,
+        {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        _flag,
+    ),
     "str": (_text, {"type": "string"}, None),
-    "int | str": (_size_of, {"anyOf": [{"type": "integer"}, {"type": "string"}]}, _size),
+    "int | str": (
+        _size_of,
+        {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        _size,
+    ),
     **{
-        name: (_word_of(get_args(words)), {"enum": list(get_args(words)), "type": "string"}, one_of(get_args(words)))
+        name: (
+            _word_of(get_args(words)),
+            {"enum": list(get_args(words)), "type": "string"},
+            one_of(get_args(words)),
+        )
         for name, words in _WORDS
     },
     "tuple[str, ...]": (
-        _texts, {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, None,
+        _texts,
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+            ]
+        },
+        None,
     ),
-}  # fmt: skip
+}

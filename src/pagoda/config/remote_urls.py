@@ -1,4 +1,6 @@
-"""The URLs of remote tiers: which are valid, which parameters are ours, and how they are shown without secrets."""
+"""The URLs of remote tiers: which are valid, which parameters are ours, and how they are shown
+without secrets.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,33 @@ REDIS = "redis"
 OBJECTS = "objects"
 PAGODA = "pagoda"
 MOONCAKE = "mooncake"
-_SCHEMES = {  # scheme: the kind of store, the default name of the tier, an example of a URL
+# scheme: the kind of store, the default name of the tier, an example of a URL
+_SCHEMES = {
     "redis": (REDIS, "redis", "redis://host:6379/0"),
     "rediss": (REDIS, "redis", "rediss://host:6379/0"),
     "unix": (REDIS, "redis", "unix:///run/redis.sock"),
-    "redis+pool": (REDIS, "redis", "redis+pool://host1:6379,host2:6379,host3:6379"),
-    "rediss+pool": (REDIS, "redis", "rediss+pool://host1:6379,host2:6379,host3:6379"),
+    "redis+pool": (
+        REDIS,
+        "redis",
+        "redis+pool://host1:6379,host2:6379,host3:6379",
+    ),
+    "rediss+pool": (
+        REDIS,
+        "redis",
+        "rediss+pool://host1:6379,host2:6379,host3:6379",
+    ),
     "redis+cluster": (REDIS, "redis", "redis+cluster://host1:6379,host2:6379"),
     "rediss+cluster": (REDIS, "redis", "rediss+cluster://host1:6379,host2:6379"),
-    "redis+sentinel": (REDIS, "redis", "redis+sentinel://host1:26379,host2:26379/service"),
-    "rediss+sentinel": (REDIS, "redis", "rediss+sentinel://host1:26379,host2:26379/service"),
+    "redis+sentinel": (
+        REDIS,
+        "redis",
+        "redis+sentinel://host1:26379,host2:26379/service",
+    ),
+    "rediss+sentinel": (
+        REDIS,
+        "redis",
+        "rediss+sentinel://host1:26379,host2:26379/service",
+    ),
     "mooncake": (MOONCAKE, "mooncake", "mooncake://host:50051"),
     "s3": (OBJECTS, "s3", "s3://bucket/prefix"),
     "gs": (OBJECTS, "gs", "gs://bucket/prefix"),
@@ -61,32 +80,59 @@ _MEANT = {  # other names of these schemes
     "webdav": "http",
 }
 _OF_REDIS = ("prefix", "ttl", "evict", "write_policy")
-_OURS = ("name", *_OF_REDIS, "codec", "connections", "deadline", "look", "queue_chunks", "password_file")
+_OURS = (
+    "name",
+    *_OF_REDIS,
+    "codec",
+    "connections",
+    "deadline",
+    "look",
+    "queue_chunks",
+    "password_file",
+)
 _NOT_OF_MOONCAKE = ("ttl", "evict", "password_file", "write_policy")
 _OF_MOONCAKE = ("segment", "protocol")
 _WRITE_POLICIES = ("write_through", "second_sight")
 _OF_PAGODA = ("proof",)
 _OF_PEERS = ("password_file", "server", "dns", *_OF_PAGODA)
-_INDEX = "index"  # parameter of an object store: the URL of a Redis that knows its chunks
+# parameter of an object store: the URL of a Redis that knows its chunks
+_INDEX = "index"
 # also the default for the marks of an index, since objects do not expire either
 _MOST_TTL_SECONDS = 10 * 365 * 86400.0
 _OF_INDEX = ("prefix", "ttl", "password_file")
 _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
 """How many neighbours are asked at once; if there are more, `lookup` decides which."""
-_TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile")
+_TLS = (
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_cert_reqs",
+    "ssl_certfile",
+    "ssl_check_hostname",
+    "ssl_keyfile",
+)
 # names of tiers that are not remote, and the name for all tiers
 _RESERVED = "all", "device", "disk", "host", "peers"
-LOSSY = ("q8", "q4", "qzstd")  # codecs after which KV is approximate; `pagoda.codec` has them
+# codecs after which KV is approximate; `pagoda.codec` has them
+LOSSY = ("q8", "q4", "qzstd")
 _CODECS = ("raw", "zstd", *LOSSY)
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)")
-_UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {
+    "ms": 1e-3,
+    "s": 1.0,
+    "": 1.0,
+    "min": 60.0,
+    "m": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
 # names of parameters that may have a secret, in whatever spelling
 _SECRET = re.compile(
-    r"key|secret|token|pass|pwd|\bpw\b|sas|cred|sig|auth(?!ority)|bearer|jwt|cookie", re.IGNORECASE
+    r"key|secret|token|pass|pwd|\bpw\b|sas|cred|sig|auth(?!ority)|bearer|jwt|cookie",
+    re.IGNORECASE,
 )
 _OF_SENTINELS = ("sentinel_username", "sentinel_password_file")
 _NO_SECRET = (  # these parameters only say where a secret is
@@ -118,24 +164,36 @@ class RemoteSpec:
     prefix: str = "pagoda"
     ttl_seconds: float = 7 * 86400.0
     evict: str = ""
-    """"ttl": chunks are ranked by their remaining life, even if the Redis does not say that it evicts by that."""
+    """"ttl": chunks are ranked by their remaining life, even if the Redis does not say that it
+    evicts by that.
+    """
     write_policy: str = _WRITE_POLICIES[0]
-    """Which chunks are written: "write_through", all; "second_sight", those asked for twice, on any machine."""
+    """Which chunks are written: "write_through", all; "second_sight", those asked for twice, on any
+    machine.
+    """
     codec: str = "raw"
     connections: int = 4
     deadline_seconds: float = 1.0
     look_seconds: float = 0.05
     queue_chunks: int = 64
-    options: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)
-    """Parameters for the object store's own client; for a neighbour "dns" and "proof"; for a Mooncake pool "segment",
-    in bytes."""
+    options: Mapping[str, str] = field(
+        default_factory=dict, repr=False, hash=False
+    )
+    """Parameters for the object store's own client; for a neighbour "dns" and "proof"; for a
+    Mooncake pool "segment", in bytes."""
     password_file: str = ""
-    """The file with the password, read when the tier is opened; empty: the password is in the URL, or there is none."""
+    """The file with the password, read when the tier is opened; empty: the password is in the URL,
+    or there is none.
+    """
 
     @property
     def lacks_secret(self) -> bool:
-        """Whether this was made from a URL with masked secrets, as the register of tiers keeps it."""
-        return _MASK in self.redacted and _MASK in (self.url + "".join(self.options.values()))
+        """Whether this was made from a URL with masked secrets, as the register of tiers keeps
+        it.
+        """
+        return _MASK in self.redacted and _MASK in (
+            self.url + "".join(self.options.values())
+        )
 
     def engine(self) -> StoreClient:
         """Return the engine behind the URL; reads `password_file`, connects to nothing.
@@ -162,14 +220,19 @@ class RemoteSpec:
         )
         if index is None:
             return client
-        from pagoda.tiers.remote.indexed_store import IndexedStoreClient, index_prefix
+        from pagoda.tiers.remote.indexed_store import (
+            IndexedStoreClient,
+            index_prefix,
+        )
 
         spec = _parsed(index)
         marks = replace(
             spec,
             prefix=index_prefix(spec.prefix, client.address),
             look_seconds=self.look_seconds,
-            ttl_seconds=spec.ttl_seconds if "ttl=" in index.partition("?")[2] else _MOST_TTL_SECONDS,
+            ttl_seconds=spec.ttl_seconds
+            if "ttl=" in index.partition("?")[2]
+            else _MOST_TTL_SECONDS,
         )
         return IndexedStoreClient(client, marks.engine())
 
@@ -184,20 +247,27 @@ def parse(url: str) -> RemoteSpec:
     """Return the specification in the URL of a remote tier. Reads no file and asks no server.
 
     Raises:
-        ConfigError: the URL is invalid; the message names the option and the URL (without secrets), and what to do.
+        ConfigError: the URL is invalid; the message names the option and the URL (without secrets),
+            and what to do.
     """
     return _of_option("remote", _parsed, url)
 
 
-def _of_option(option: str, read: Callable[[str], RemoteSpec], url: str) -> RemoteSpec:
+def _of_option(
+    option: str, read: Callable[[str], RemoteSpec], url: str
+) -> RemoteSpec:
     try:
         return read(url)
     except ValueError as trouble:
-        raise ConfigError(f"{option} = {redacted(url)!r}: {_without_secrets_of(url, str(trouble))}") from None
+        raise ConfigError(
+            f"{option} = {redacted(url)!r}: {_without_secrets_of(url, str(trouble))}"
+        ) from None
 
 
 def _without_secrets_of(url: str, text: str) -> str:
-    """Return a text about a URL, which may repeat the value of a parameter, without the values that may be secret."""
+    """Return a text about a URL, which may repeat the value of a parameter, without the values that
+    may be secret.
+    """
     for parameter in _PARAMETER.finditer(url):
         if _without_secret(parameter) != parameter[0]:
             for value in (parameter[2], unquote(parameter[2])):
@@ -206,7 +276,9 @@ def _without_secrets_of(url: str, text: str) -> str:
 
 
 def split(text: str) -> tuple[str, ...]:
-    """Return the URLs of a comma separated text; a comma inside a URL (in a password) does not split it."""
+    """Return the URLs of a comma separated text; a comma inside a URL (in a password) does not
+    split it.
+    """
     return tuple(part for part in _NEXT.split(text.strip()) if part)
 
 
@@ -214,7 +286,9 @@ def _urls_of(value: object, needed: str) -> tuple[str, ...]:
     """Return the URLs of a text or a list. Raises ConfigError with `needed` for anything else."""
     if isinstance(value, str):
         value = split(value)
-    if not isinstance(value, list | tuple) or not all(isinstance(url, str) for url in value):
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(url, str) for url in value
+    ):
         raise ConfigError(needed)
     return tuple(url.strip() for url in value if url.strip())
 
@@ -243,7 +317,8 @@ def parse_peer(url: str) -> RemoteSpec:
     """Return the specification in the URL of a neighbour. Reads no file and asks no server.
 
     Raises:
-        ConfigError: the URL is invalid; the message names the option and the URL (without secrets), and what to do.
+        ConfigError: the URL is invalid; the message names the option and the URL (without secrets),
+            and what to do.
     """
     return _of_option("peers", _parsed_peer, url)
 
@@ -254,12 +329,17 @@ def peers_of(value: object) -> tuple[str, ...]:
     Raises:
         ConfigError: a URL is invalid or given twice.
     """
-    urls = _urls_of(value, "peers: a list of URLs of pagoda serve is needed, such as ['http://a:7777']")
+    urls = _urls_of(
+        value,
+        "peers: a list of URLs of pagoda serve is needed, such as ['http://a:7777']",
+    )
     seen: set[str] = set()
     for url in urls:
         place = redacted(parse_peer(url).url)
         if place in seen:
-            raise ConfigError(f"peers = {redacted(url)!r}: given twice; remove one of them")
+            raise ConfigError(
+                f"peers = {redacted(url)!r}: given twice; remove one of them"
+            )
         seen.add(place)
     return urls
 
@@ -268,13 +348,16 @@ def parse_lookup(url: str) -> RemoteSpec:
     """Return the specification in the URL of the option `lookup`. Reads no file and asks no server.
 
     Raises:
-        ConfigError: the URL is invalid; the message names the option and the URL (without secrets), and what to do.
+        ConfigError: the URL is invalid; the message names the option and the URL (without secrets),
+            and what to do.
     """
     return _of_option("lookup", _parsed_lookup, url)
 
 
 def redacted(url: str) -> str:
-    """Return any text that was meant as a URL, with everything masked that may be secret, and rather too much."""
+    """Return any text that was meant as a URL, with everything masked that may be secret, and
+    rather too much.
+    """
     scheme, mark, rest = url.partition("://")
     if not mark:
         scheme = ""
@@ -282,7 +365,13 @@ def redacted(url: str) -> str:
     credentials, at, place = rest.rpartition("@")
     if at:
         user, colon, _ = credentials.partition(":")
-        rest = f"{user}:{_MASK}@{place}" if colon else rest if _USER.fullmatch(user) else f"{_MASK}@{place}"
+        rest = (
+            f"{user}:{_MASK}@{place}"
+            if colon
+            else rest
+            if _USER.fullmatch(user)
+            else f"{_MASK}@{place}"
+        )
     elif not _HOST.match(rest):
         rest = rest.partition(":")[0] + f":{_MASK}"
     return scheme + mark + _PARAMETER.sub(_without_secret, rest)
@@ -302,9 +391,13 @@ def _without_secret(parameter: re.Match[str]) -> str:
 def _parsed(url: str) -> RemoteSpec:
     scheme = _scheme(url)
     if "#" in url:
-        raise ValueError("a # has no meaning here; write %23 where it is part of a password")
+        raise ValueError(
+            "a # has no meaning here; write %23 where it is part of a password"
+        )
     if not re.fullmatch(r"[!-~]+", url):
-        raise ValueError("a URL has no spaces and no letters beyond ASCII; write %20 and so on")
+        raise ValueError(
+            "a URL has no spaces and no letters beyond ASCII; write %20 and so on"
+        )
     parts = split_url(url)
     if "@" in parts.path + parts.query:
         raise ValueError(
@@ -320,9 +413,12 @@ def _parsed(url: str) -> RemoteSpec:
     ours = {name: given.pop(name) for name in _OURS if name in given}
     if kind == REDIS:
         _check_redis(scheme, given)
-        if "credential_provider" in given and ("@" in parts.netloc or "password_file" in ours):
+        if "credential_provider" in given and (
+            "@" in parts.netloc or "password_file" in ours
+        ):
             raise ValueError(
-                "credential_provider: says user and password; leave out those of the URL and password_file"
+                "credential_provider: says user and password; leave out those of the URL and "
+                "password_file"
             )
     elif kind == PAGODA:
         _check_pagoda(ours, given)
@@ -331,7 +427,9 @@ def _parsed(url: str) -> RemoteSpec:
     else:
         _check_objects(scheme, ours)
         _check_index(given.get(_INDEX, _MASK))
-    kept = "&".join(part for part in parts.query.split("&") if part.partition("=")[0] in given)
+    kept = "&".join(
+        part for part in parts.query.split("&") if part.partition("=")[0] in given
+    )
     place = f"{scheme}://{parts.netloc}{parts.path}"
     return RemoteSpec(
         url=f"{place}?{kept}" if kind == REDIS and kept else place,
@@ -339,14 +437,24 @@ def _parsed(url: str) -> RemoteSpec:
         kind=kind,
         name=_named(ours.get("name", name)),
         prefix=_prefix(ours.get("prefix", RemoteSpec.prefix)),
-        ttl_seconds=_seconds("ttl", ours.get("ttl", "7d"), 1.0, _MOST_TTL_SECONDS),
+        ttl_seconds=_seconds(
+            "ttl", ours.get("ttl", "7d"), 1.0, _MOST_TTL_SECONDS
+        ),
         evict=_evict(ours.get("evict", "")),
-        write_policy=_word("write_policy", ours, _WRITE_POLICIES, " or ".join(_WRITE_POLICIES)),
+        write_policy=_word(
+            "write_policy", ours, _WRITE_POLICIES, " or ".join(_WRITE_POLICIES)
+        ),
         codec=_word("codec", ours, _CODECS, f"one of {', '.join(_CODECS)}"),
         connections=_count("connections", ours.get("connections", "4"), 64),
-        deadline_seconds=_seconds("deadline", ours.get("deadline", "1"), 0.001, 3600.0),
-        look_seconds=_seconds("look", ours.get("look", _LOOKS[kind]), 0.0001, 3600.0),
-        queue_chunks=_count("queue_chunks", ours.get("queue_chunks", "64"), 2**20),
+        deadline_seconds=_seconds(
+            "deadline", ours.get("deadline", "1"), 0.001, 3600.0
+        ),
+        look_seconds=_seconds(
+            "look", ours.get("look", _LOOKS[kind]), 0.0001, 3600.0
+        ),
+        queue_chunks=_count(
+            "queue_chunks", ours.get("queue_chunks", "64"), 2**20
+        ),
         options=given if kind in (OBJECTS, MOONCAKE, PAGODA) else {},
         password_file=_password_file(scheme, parts, ours.get("password_file")),
     )
@@ -356,7 +464,9 @@ def _scheme(url: str) -> str:
     scheme, mark, _ = url.partition("://")
     known = ", ".join(f"{name}://" for name in _SCHEMES)
     if not mark:
-        raise ValueError(f"no scheme; write a URL such as {_SCHEMES['redis'][2]} (known are {known})")
+        raise ValueError(
+            f"no scheme; write a URL such as {_SCHEMES['redis'][2]} (known are {known})"
+        )
     if scheme == "lm":
         raise ValueError(
             "lm:// is LMCache's own server; run pagoda serve there and write "
@@ -364,33 +474,48 @@ def _scheme(url: str) -> str:
         )
     if scheme.lower() not in _SCHEMES:
         meant = _MEANT.get(scheme.lower())
-        hint = f"; did you mean {meant}?" if meant else did_you_mean(scheme, _SCHEMES)
-        raise ValueError(f"{scheme}:// is no engine that is known here{hint} (known are {known})")
+        hint = (
+            f"; did you mean {meant}?"
+            if meant
+            else did_you_mean(scheme, _SCHEMES)
+        )
+        raise ValueError(
+            f"{scheme}:// is no engine that is known here{hint} (known are {known})"
+        )
     return scheme.lower()
 
 
 def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
-    """Raise ValueError if the part between the scheme and the parameters is not in the form that the store needs."""
+    """Raise ValueError if the part between the scheme and the parameters is not in the form that
+    the store needs.
+    """
     if scheme == "unix":
         if parts.hostname or not parts.path.strip("/"):
-            raise ValueError(f"the path of a socket is needed, with three slashes; {shape}")
+            raise ValueError(
+                f"the path of a socket is needed, with three slashes; {shape}"
+            )
         return
     if "+" in scheme:
         one, _, kind = scheme.partition("+")
         credentials, at, hosts = parts.netloc.rpartition("@")
         if re.search("[@,]", credentials):
             raise ValueError(
-                f"one user and password for all hosts, before the first, with %40 and %2C for @ and ,; {shape}"
+                "one user and password for all hosts, before the first, with %40 and %2C for @ "
+                f"and ,; {shape}"
             )
         if kind == "sentinel":
             found = re.fullmatch(r"/[A-Za-z0-9_.-]{1,64}(/\d{1,9})?", parts.path)
             if found is None:
-                raise ValueError(f"after the hosts there is the name of the master's service; {shape}")
+                raise ValueError(
+                    f"after the hosts there is the name of the master's service; {shape}"
+                )
             parts = parts._replace(path=found[1] or "")
         if kind == "cluster" and (parts.path.strip("/0") or "db=" in parts.query):
             raise ValueError(f"a cluster has no numbers of databases; {shape}")
         for host in (names := hosts.split(",")):
-            _check_place(one, parts._replace(netloc=f"{credentials}{at}{host}"), shape)
+            _check_place(
+                one, parts._replace(netloc=f"{credentials}{at}{host}"), shape
+            )
         default_port = 26379 if kind == "sentinel" else 6379
         if len({place_of(name, default_port) for name in names}) < len(names):
             raise ValueError(f"a host is given twice; {shape}")
@@ -399,12 +524,19 @@ def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
         port = parts.port
     except ValueError:
         raise ValueError(
-            f"the port is no number from 1 to 65535; {shape}, and : / ? @ in a password as %3A %2F %3F %40"
+            f"the port is no number from 1 to 65535; {shape}, and : / ? @ in a password as %3A "
+            "%2F %3F %40"
         ) from None
     if not parts.hostname or port == 0:
-        raise ValueError(f"{'a port' if port == 0 else 'a host or bucket'} is needed; {shape}")
-    if scheme in ("redis", "rediss") and not re.fullmatch(r"/?|/\d{1,9}", parts.path):
-        raise ValueError(f"after the host there is only the number of a database; {shape}")
+        raise ValueError(
+            f"{'a port' if port == 0 else 'a host or bucket'} is needed; {shape}"
+        )
+    if scheme in ("redis", "rediss") and not re.fullmatch(
+        r"/?|/\d{1,9}", parts.path
+    ):
+        raise ValueError(
+            f"after the host there is only the number of a database; {shape}"
+        )
     if scheme in ("s3", "gs", "az") and (port is not None or "@" in parts.netloc):
         raise ValueError(
             f"only the bucket and a prefix; {shape}, and ?endpoint=http://host:port for a server"
@@ -412,7 +544,9 @@ def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
 
 
 def _parameters(query: str) -> dict[str, str]:
-    """Return the parameters by name; a plus sign stays a plus sign, because keys of stores contain it."""
+    """Return the parameters by name; a plus sign stays a plus sign, because keys of stores contain
+    it.
+    """
     found: dict[str, str] = {}
     for part in filter(None, query.split("&")):
         name, equals, value = part.partition("=")
@@ -427,26 +561,46 @@ def _parameters(query: str) -> dict[str, str]:
 def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
     is_encrypted = scheme.startswith("rediss")
     of_sentinels = _OF_SENTINELS if scheme.endswith("+sentinel") else ()
-    known = (*_OURS, "db", "credential_provider", *of_sentinels, *(_TLS if is_encrypted else ()))
+    known = (
+        *_OURS,
+        "db",
+        "credential_provider",
+        *of_sentinels,
+        *(_TLS if is_encrypted else ()),
+    )
     for name in given:
         if name in _TLS and not is_encrypted:
             kind = scheme.partition("redis")[2]
-            raise ValueError(f"{name}: is for encrypted connections; write rediss{kind}:// for one")
+            raise ValueError(
+                f"{name}: is for encrypted connections; write rediss{kind}:// for one"
+            )
         _refuse_unknown([name], known)
-        if name == "credential_provider" and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", given[name]):
-            raise ValueError(f"credential_provider={given[name]}: write package.module:Class")
+        if name == "credential_provider" and not re.fullmatch(
+            r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", given[name]
+        ):
+            raise ValueError(
+                f"credential_provider={given[name]}: write package.module:Class"
+            )
         if name == "db" and not re.fullmatch(r"\d{1,9}", given[name]):
-            raise ValueError(f"db={given[name]}: must be the number of a database")
+            raise ValueError(
+                f"db={given[name]}: must be the number of a database"
+            )
 
 
 def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
     why = "an object store deletes by rules of its own (lifecycle); set one there instead"
     _refuse_ours(ours, ("ttl", "evict"), why)
-    if ours.get("write_policy", RemoteSpec.write_policy) != RemoteSpec.write_policy:
-        raise ValueError("write_policy: only a Redis can remember what was asked for once; leave it out here")
+    if (
+        ours.get("write_policy", RemoteSpec.write_policy)
+        != RemoteSpec.write_policy
+    ):
+        raise ValueError(
+            "write_policy: only a Redis can remember what was asked for once; leave it out here"
+        )
     if "password_file" in ours and scheme not in ("http", "https"):
         raise ValueError(
-            "password_file: is for redis and http; keys of an object store come from the environment variables "
+            "password_file: is for redis and http; keys of an object store come from the "
+            "environment variables "
             "of its client, such as AWS_SECRET_ACCESS_KEY"
         )
 
@@ -456,7 +610,9 @@ def _check_index(index: str) -> None:
     if index == _MASK:
         return
     if _SCHEMES.get(index.partition("://")[0].lower(), ("",))[0] != REDIS:
-        raise ValueError("index: the URL of a Redis is needed; write index=redis://host:6379/0")
+        raise ValueError(
+            "index: the URL of a Redis is needed; write index=redis://host:6379/0"
+        )
     _parsed(index)
     for name in _parameters(index.partition("?")[2]):
         if name in _OURS and name not in _OF_INDEX:
@@ -466,26 +622,48 @@ def _check_index(index: str) -> None:
 def _check_server(server: str, parts: SplitResult) -> None:
     """Raise ValueError if this is not the URL of a pagoda serve."""
     if server != PAGODA:
-        raise ValueError(f"server={server}: only server=pagoda is known; leave it out for a WebDAV server")
+        raise ValueError(
+            f"server={server}: only server=pagoda is known; leave it out for a WebDAV server"
+        )
     if parts.path not in ("", "/"):
-        raise ValueError(f"{parts.path}: a pagoda serve has no path; write http://host:7777?server=pagoda")
+        raise ValueError(
+            f"{parts.path}: a pagoda serve has no path; write http://host:7777?server=pagoda"
+        )
     if parts.username:
-        raise ValueError("a pagoda serve has a token and no user; write ?password_file=TOKENFILE")
+        raise ValueError(
+            "a pagoda serve has a token and no user; write ?password_file=TOKENFILE"
+        )
 
 
 def _check_pagoda(ours: Mapping[str, str], given: Mapping[str, str]) -> None:
     _refuse_ours(ours, _OF_REDIS, "a pagoda serve has none; remove it")
-    _refuse_unknown(given, [*(name for name in _OURS if name not in _OF_REDIS), *_OF_PAGODA])
+    _refuse_unknown(
+        given, [*(name for name in _OURS if name not in _OF_REDIS), *_OF_PAGODA]
+    )
     if given.get("proof", "off") != "off":
-        raise ValueError(f"proof={given['proof']}: only proof=off is known: the token itself is sent")
+        raise ValueError(
+            f"proof={given['proof']}: only proof=off is known: the token itself is sent"
+        )
 
 
-def _check_mooncake(parts: SplitResult, ours: Mapping[str, str], given: dict[str, str]) -> None:
-    """Raise ValueError for parts that a Mooncake URL cannot have; replace the size of the segment by its bytes."""
+def _check_mooncake(
+    parts: SplitResult, ours: Mapping[str, str], given: dict[str, str]
+) -> None:
+    """Raise ValueError for parts that a Mooncake URL cannot have; replace the size of the segment
+    by its bytes.
+    """
     if parts.path.strip("/") or parts.username is not None:
-        raise ValueError("a Mooncake pool has neither path nor user; write mooncake://host:50051")
+        raise ValueError(
+            "a Mooncake pool has neither path nor user; write mooncake://host:50051"
+        )
     _refuse_ours(ours, _NOT_OF_MOONCAKE, "a Mooncake pool has none; remove it")
-    _refuse_unknown(given, [*(name for name in _OURS if name not in _NOT_OF_MOONCAKE), *_OF_MOONCAKE])
+    _refuse_unknown(
+        given,
+        [
+            *(name for name in _OURS if name not in _NOT_OF_MOONCAKE),
+            *_OF_MOONCAKE,
+        ],
+    )
     if "segment" in given:
         size = parse_size(given["segment"])
         if size == AUTO:
@@ -504,10 +682,18 @@ def _parsed_peer(url: str) -> RemoteSpec:
     given = _parameters(query)
     _refuse_unknown(given, _OF_PEERS)
     if (dns := given.get("dns")) not in (None, "all"):
-        raise ValueError(f"dns={dns}: only dns=all is known: one neighbour at each address of the host")
+        raise ValueError(
+            f"dns={dns}: only dns=all is known: one neighbour at each address of the host"
+        )
     if dns and scheme == "https":
-        raise ValueError("dns=all: a certificate is for a name and not for its addresses; write http://")
-    others = [part for part in query.split("&") if part and part.partition("=")[0] not in ("dns", "server")]
+        raise ValueError(
+            "dns=all: a certificate is for a name and not for its addresses; write http://"
+        )
+    others = [
+        part
+        for part in query.split("&")
+        if part and part.partition("=")[0] not in ("dns", "server")
+    ]
     place = url.partition("?")[0]
     spec = _parsed(f"{place}?{'&'.join([*others, f'server={PAGODA}'])}")
     options = {**spec.options, "dns": dns} if dns else spec.options
@@ -535,27 +721,39 @@ def _refuse_unknown(given: Iterable[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise ValueError(f"{name}: no such parameter{hint} (known are {', '.join(known)})")
+            raise ValueError(
+                f"{name}: no such parameter{hint} (known are {', '.join(known)})"
+            )
 
 
 def _named(name: str) -> str:
     if name in _RESERVED:
-        raise ValueError(f"name={name}: is the name of other tiers ({', '.join(_RESERVED)}); choose another")
+        raise ValueError(
+            f"name={name}: is the name of other tiers ({', '.join(_RESERVED)}); choose another"
+        )
     if not _NAME.fullmatch(name):
-        raise ValueError(f"name={name}: small letters, digits, - and _, at most 32, a letter first")
+        raise ValueError(
+            f"name={name}: small letters, digits, - and _, at most 32, a letter first"
+        )
     return name
 
 
 def _prefix(prefix: str) -> str:
     if not _PREFIX.fullmatch(prefix):
-        raise ValueError(f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - first")
+        raise ValueError(
+            f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - first"
+        )
     return prefix
 
 
-def _word(name: str, ours: Mapping[str, str], known: Sequence[str], needed: str) -> str:
+def _word(
+    name: str, ours: Mapping[str, str], known: Sequence[str], needed: str
+) -> str:
     """Return a parameter that is a known word, by default the first. Raises ValueError."""
     if (word := ours.get(name, known[0])) not in known:
-        raise ValueError(f"{name}={word}: must be {needed}{did_you_mean(word, known)}")
+        raise ValueError(
+            f"{name}={word}: must be {needed}{did_you_mean(word, known)}"
+        )
     return word
 
 
@@ -569,17 +767,23 @@ def _evict(evict: str) -> str:
 
 def _count(name: str, text: str, most: int) -> int:
     if not re.fullmatch(r"\d{1,9}", text) or not 1 <= int(text) <= most:
-        raise ValueError(f"{name}={text}: must be a whole number from 1 to {most}")
+        raise ValueError(
+            f"{name}={text}: must be a whole number from 1 to {most}"
+        )
     return int(text)
 
 
 def _seconds(name: str, text: str, least: float, most: float) -> float:
     match = _SPAN.fullmatch(text.strip().lower())
     if match is None:
-        raise ValueError(f"{name}={text}: write a time as 500ms, 30s, 10min, 1h or 7d")
+        raise ValueError(
+            f"{name}={text}: write a time as 500ms, 30s, 10min, 1h or 7d"
+        )
     seconds = float(match[1]) * _UNITS[match[2]]
     if not least <= seconds <= most:
-        raise ValueError(f"{name}={text}: must be from {least:g} to {most:g} seconds")
+        raise ValueError(
+            f"{name}={text}: must be from {least:g} to {most:g} seconds"
+        )
     return seconds
 
 
@@ -587,5 +791,7 @@ def _password_file(scheme: str, parts: SplitResult, file: str | None) -> str:
     if file is None:
         return ""
     if parts.password is not None:
-        raise ValueError("password_file: there is a password in the URL too; leave one of them out")
+        raise ValueError(
+            "password_file: there is a password in the URL too; leave one of them out"
+        )
     return os.path.abspath(expanded(file))

@@ -1,4 +1,5 @@
-"""Measures how fast a model computes prompts, during normal calls, without a wait. Loading must be faster.
+"""Measures how fast a model computes prompts, during normal calls, without a wait. Loading must be
+faster.
 
 The connectors use it, and report the times to `Cache.observe_prefill`.
 """
@@ -14,9 +15,10 @@ from typing import Any, NamedTuple
 
 from pagoda.metrics import guarded_logger
 
-_MOST_WAITING = 16  # measurements not yet read; if there are more, the oldest is dropped
-# The watch may run for less time than the whole step, in which an engine also prepares its work. If the step took so
-# many times longer, the watch did not measure the forward pass.
+# measurements not yet read; if there are more, the oldest is dropped
+_MOST_WAITING = 16
+# The watch may run for less time than the whole step, in which an engine also prepares its work. If
+# the step took so many times longer, the watch did not measure the forward pass.
 _MOST_SHORTER = 3.0
 
 log = guarded_logger("pagoda.connectors")
@@ -33,12 +35,16 @@ class Stopwatch:
         self._ended = time.perf_counter()
 
     def seconds(self) -> float | None:
-        """Return the measured time; None if the device has not reached the end yet. Does not wait."""
+        """Return the measured time; None if the device has not reached the end yet. Does not
+        wait.
+        """
         return self._ended - self._began
 
 
 class _EventWatch(Stopwatch):
-    """Measures time of a CUDA device between two points of this thread's stream: calls return before work is done."""
+    """Measures time of a CUDA device between two points of this thread's stream: calls return
+    before work is done.
+    """
 
     def __init__(self, device: Any) -> None:
         import torch
@@ -60,7 +66,9 @@ class _EventWatch(Stopwatch):
 
 
 def watch_for(devices: Sequence[Any]) -> Callable[[], Stopwatch] | None:
-    """Return the stopwatch class for a model with layers on these devices; None for several, and for other kinds."""
+    """Return the stopwatch class for a model with layers on these devices; None for several, and
+    for other kinds.
+    """
     kinds = {device.type for device in devices}
     if kinds == {"cpu"}:
         return Stopwatch
@@ -79,7 +87,9 @@ class _Waiting(NamedTuple):
 
 
 class PrefillTimes:
-    """Measures first forward passes; calls `observe(tokens, seconds)` for each when its time is known. Thread-safe."""
+    """Measures first forward passes; calls `observe(tokens, seconds)` for each when its time is
+    known. Thread-safe.
+    """
 
     def __init__(self, observe: Callable[[int, float], object]) -> None:
         self._observe = observe
@@ -87,7 +97,9 @@ class PrefillTimes:
         self._doubted = False  # whether a measurement was refused
 
     @contextmanager
-    def measured(self, model: Any, watch: Callable[[], Stopwatch] | None) -> Iterator[None]:
+    def measured(
+        self, model: Any, watch: Callable[[], Stopwatch] | None
+    ) -> Iterator[None]:
         """Measure the model's first forward pass of this block.
 
         The model has hooks only during the block; passes of other threads are not counted.
@@ -122,18 +134,24 @@ class PrefillTimes:
                 hook.remove()
             self.read()
 
-    def add(self, tokens: int, watch: Stopwatch, step_seconds: float = 0.0) -> None:
-        """Stop a watch: in its time so many tokens are computed, perhaps by a device that is still running.
+    def add(
+        self, tokens: int, watch: Stopwatch, step_seconds: float = 0.0
+    ) -> None:
+        """Stop a watch: in its time so many tokens are computed, perhaps by a device that is still
+        running.
 
-        `step_seconds`: how long the engine was busy with them by a clock that does not depend on where the watch
-        began, if that is known. A watch that ran for much less has missed the computing, and is not reported: a speed
-        that no engine has would make it compute what it could load.
+        `step_seconds`: how long the engine was busy with them by a clock that does not depend on
+        where the watch began, if that is known. A watch that ran for much less has missed the
+        computing, and is not reported: a speed that no engine has would make it compute what it
+        could load.
         """
         watch.stop()
         self._waiting.append(_Waiting(tokens, watch, step_seconds))
 
     def read(self) -> None:
-        """Report the times that are known by now; the others stay for the next call. Does not wait for a device."""
+        """Report the times that are known by now; the others stay for the next call. Does not wait
+        for a device.
+        """
         for _ in range(len(self._waiting)):
             try:
                 waiting = self._waiting.popleft()
@@ -151,7 +169,8 @@ class PrefillTimes:
         if not self._doubted:
             self._doubted = True
             log.warning(
-                "the speed of computing prompts is not believed (this is said once): %d tokens in %.6f s, but their "
+                "the speed of computing prompts is not believed (this is said once): %d tokens "
+                "in %.6f s, but their "
                 "step took %.6f s; until it is known, every hit is taken",
                 waiting.tokens,
                 seconds,

@@ -1,20 +1,24 @@
-"""A socket that publishes to routers by ZMTP 3, the protocol of ZeroMQ, with a bound on all that a stranger costs.
+"""A socket that publishes to routers by ZMTP 3, the protocol of ZeroMQ, with a bound on all that a
+stranger costs.
 
-`publisher` and vLLM's publisher make one `EventSocket`. A PUB socket of libzmq runs in the engine's process too, and
-there anybody who can connect decides what it costs: libzmq keeps 50 bytes for each byte of a subscription, accepts
-until the process has no more files, and gives the memory back to nobody. Here,
+`publisher` and vLLM's publisher make one `EventSocket`. A PUB socket of libzmq runs in the engine's
+process too, and there anybody who can connect decides what it costs: libzmq keeps 50 bytes for each
+byte of a subscription, accepts until the process has no more files, and gives the memory back to
+nobody. Here,
 
-- at most 32 connections are open. For one more, another ends: first of those that have not subscribed, then of the
-  address with the most connections, then the one that has been quiet for longest;
-- a frame of a client has at most 1 KiB, and 256 frames may come at once, 10 in a second after that. A subscription
-  that matches the topic is kept as a number, another one not at all;
-- all messages that wait for slow routers are at most 128 MiB. A router that is further behind than its share misses
-  messages; it gets everything when it connects again;
+- at most 32 connections are open. For one more, another ends: first of those that have not
+  subscribed, then of the address with the most connections, then the one that has been quiet for
+  longest;
+- a frame of a client has at most 1 KiB, and 256 frames may come at once, 10 in a second after that.
+  A subscription that matches the topic is kept as a number, another one not at all;
+- all messages that wait for slow routers are at most 128 MiB. A router that is further behind than
+  its share misses messages; it gets everything when it connects again;
 - the thread takes at most a fifth of a processor, whatever arrives.
 
-The protocol, as far as it is used (https://rfc.zeromq.org/spec/23): both sides send a greeting of 64 bytes, then the
-command READY with their type of socket. Then the client sends subscriptions, as messages (3.0) or as commands (3.1),
-and this side sends messages. A frame is: flags, length (1 byte, or 8 with the flag LONG), body.
+The protocol, as far as it is used (https://rfc.zeromq.org/spec/23): both sides send a greeting of
+64 bytes, then the command READY with their type of socket. Then the client sends subscriptions, as
+messages (3.0) or as commands (3.1), and this side sends messages. A frame is: flags, length (1
+byte, or 8 with the flag LONG), body.
 """
 
 from __future__ import annotations
@@ -43,20 +47,24 @@ _MOST_FRAMES = 256  # of a client, at once; after that
 _FRAMES_A_SECOND = 10.0
 _READ_BYTES = 4096
 _HANDSHAKE_SECONDS = 10.0
-_IN_USE_SECONDS = 0.5  # how long to wait for the address of a socket that was just closed
+# how long to wait for the address of a socket that was just closed
+_IN_USE_SECONDS = 0.5
 _TICK_SECONDS = 1.0  # how often to look for handshakes that are late
 _ACCEPTS = 16  # in one turn of the thread
 _BURST_SECONDS = 0.001  # processor time after which the thread rests
 _REST = 4  # a rest is 4 times as long as a burst
 _LONGEST_REST_SECONDS = 0.1
-_NO_FILES_SECONDS = 1.0  # the pause after an accept for which this process has no file or no memory
+# the pause after an accept for which this process has no file or no memory
+_NO_FILES_SECONDS = 1.0
 _NETWORK_BYTES = 8  # of an IPv6 address: one machine has all addresses of a /64
 _SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
 
 _MORE = 1
 _LONG = 2
 _COMMAND = 4
-_GREETING = (b"\xff" + bytes(8) + b"\x7f" + b"\3\0" + b"NULL".ljust(20, b"\0")).ljust(64, b"\0")
+_GREETING = (
+    b"\xff" + bytes(8) + b"\x7f" + b"\3\0" + b"NULL".ljust(20, b"\0")
+).ljust(64, b"\0")
 _SUBSCRIBERS = (b"SUB", b"XSUB")
 
 _log = guarded_logger("pagoda.events")
@@ -68,7 +76,9 @@ class _Rude(Exception):
 
 
 class _Client:
-    """One connection. `prefixes`: the lengths of its subscriptions; each is a beginning of the topic."""
+    """One connection. `prefixes`: the lengths of its subscriptions; each is a beginning of the
+    topic.
+    """
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self.sock = sock
@@ -104,7 +114,11 @@ class _Client:
             begin = 9 if flags & _LONG else 2
             if len(buffer) < begin:
                 return
-            length = struct.unpack(">Q", buffer[1:9])[0] if flags & _LONG else buffer[1]
+            length = (
+                struct.unpack(">Q", buffer[1:9])[0]
+                if flags & _LONG
+                else buffer[1]
+            )
             if length > _MOST_FRAME_BYTES:
                 raise _Rude(f"it sends a frame of {length:,} bytes")
             if len(buffer) < begin + length:
@@ -118,7 +132,8 @@ class _Client:
 
 
 class EventSocket:
-    """A listening socket and its thread. `send`, `newcomers` and `close` are thread-safe and never wait for a client.
+    """A listening socket and its thread. `send`, `newcomers` and `close` are thread-safe and never
+    wait for a client.
 
     Example:
         >>> events = EventSocket("tcp://127.0.0.1:*", topic=b"kv")
@@ -126,16 +141,21 @@ class EventSocket:
         >>> events.close()
     """
 
-    def __init__(self, endpoint: str, *, topic: bytes, most_messages: int | None = None) -> None:
+    def __init__(
+        self, endpoint: str, *, topic: bytes, most_messages: int | None = None
+    ) -> None:
         """Listen on `endpoint` and start the thread.
 
         Args:
-            endpoint: "tcp://ADDRESS:PORT"; the address is one of this machine, the name of a network interface, or *
-                for all; the port is a number, or * for a free one. Or "ipc://PATH", a Unix socket.
+            endpoint: "tcp://ADDRESS:PORT"; the address is one of this machine, the name of a
+                network interface, or * for all; the port is a number, or * for a free one. Or
+                "ipc://PATH", a Unix socket.
             topic: the first frame of all messages; subscriptions are compared with it.
-            most_messages: how many messages may wait for one router; None: as many as the bytes allow.
+            most_messages: how many messages may wait for one router; None: as many as the bytes
+                allow.
 
-        Raises OSError or ValueError if it cannot listen there, ConfigError if no thread can be started.
+        Raises OSError or ValueError if it cannot listen there, ConfigError if no thread can be
+        started.
         """
         self._topic = topic
         self._most_messages = most_messages
@@ -143,7 +163,8 @@ class EventSocket:
         self._listening = self._listen(endpoint)
         self.endpoint = self._endpoint(endpoint)
         self._lock = threading.Lock()
-        self._clients: dict[socket.socket, _Client] = {}  # with the lock, as are the next two
+        # with the lock, as are the next two
+        self._clients: dict[socket.socket, _Client] = {}
         self._waiting_bytes = 0
         self._subscribed = False
         self._closed = False
@@ -151,13 +172,17 @@ class EventSocket:
         self._wake_out, self._wake_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._woken = False
         self._accepts_again = 0.0
-        self._thread = threading.Thread(target=self._run, name="pagoda-events-io", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="pagoda-events-io", daemon=True
+        )
         if not begin(self._thread):
             self._end()
             raise ConfigError(NO_THREAD)
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send one message, of these frames, to all who have subscribed to it; those too far behind miss it."""
+        """Send one message, of these frames, to all who have subscribed to it; those too far behind
+        miss it.
+        """
         message = memoryview(_message(frames))
         with self._lock:
             for client in list(self._clients.values()):
@@ -165,7 +190,9 @@ class EventSocket:
                     self._send_to(client, message)
 
     def newcomers(self) -> bool:
-        """Whether somebody has subscribed since the last call, who receives what is sent from now on."""
+        """Whether somebody has subscribed since the last call, who receives what is sent from now
+        on.
+        """
         with self._lock:
             subscribed = self._subscribed
             self._subscribed = False
@@ -179,14 +206,18 @@ class EventSocket:
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
-    # ---- the address ---------------------------------------------------------------------------------------------
+    # ---- the address -----------------------------------------------------------------------------
 
     def _listen(self, endpoint: str) -> socket.socket:
         kind, _, rest = endpoint.partition("://")
         if kind == "ipc" and rest:
             return self._listen_on_path(rest)
         host, _, port = rest.rpartition(":")
-        if kind != "tcp" or not host or not (port == "*" or (port.isdecimal() and int(port) < 65536)):
+        if (
+            kind != "tcp"
+            or not host
+            or not (port == "*" or (port.isdecimal() and int(port) < 65536))
+        ):
             raise ValueError("write tcp://ADDRESS:PORT")
         family, address = _own_address(host)
         deadline = Deadline(_IN_USE_SECONDS)
@@ -207,7 +238,11 @@ class EventSocket:
     def _listen_on_path(self, path: str) -> socket.socket:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            name = b"\0" + os.fsencode(path[1:]) if path.startswith("@") else os.fsencode(path)
+            name = (
+                b"\0" + os.fsencode(path[1:])
+                if path.startswith("@")
+                else os.fsencode(path)
+            )
             if not path.startswith("@"):
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                     if probe.connect_ex(name) == 0:
@@ -229,7 +264,7 @@ class EventSocket:
         host, port = self._listening.getsockname()[:2]
         return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
-    # ---- the thread ----------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         self._selector.register(self._listening, selectors.EVENT_READ)
@@ -242,7 +277,11 @@ class EventSocket:
                     try:
                         self._serve(key.fileobj, events)
                     except OSError as trouble:  # not of one client: those end
-                        _lines.warn(_log, Reason.IO_ERROR, f"routers may miss events: {trouble}")
+                        _lines.warn(
+                            _log,
+                            Reason.IO_ERROR,
+                            f"routers may miss events: {trouble}",
+                        )
                         time.sleep(0.01)
                 now = time.monotonic()
                 if now - ticked > _TICK_SECONDS:
@@ -262,7 +301,10 @@ class EventSocket:
             self._woken = False
             os.read(self._wake_out, 4096)
             self._watch()
-        elif isinstance(file, socket.socket) and (client := self._clients.get(file)) is not None:
+        elif (
+            isinstance(file, socket.socket)
+            and (client := self._clients.get(file)) is not None
+        ):
             if events & selectors.EVENT_READ:
                 self._read(client)
             if events & selectors.EVENT_WRITE and file in self._clients:
@@ -279,7 +321,9 @@ class EventSocket:
             except OSError as trouble:
                 self._accepts_again = time.monotonic() + _NO_FILES_SECONDS
                 self._selector.unregister(self._listening)
-                _lines.warn(_log, Reason.IO_ERROR, f"a router cannot connect: {trouble}")
+                _lines.warn(
+                    _log, Reason.IO_ERROR, f"a router cannot connect: {trouble}"
+                )
                 return
             with self._lock:
                 if len(self._clients) >= MOST_CONNECTIONS:
@@ -304,7 +348,11 @@ class EventSocket:
         places = Counter(client.address for client in self._clients.values())
         return min(
             self._clients.values(),
-            key=lambda one: (bool(one.prefixes), -places[one.address], one.quiet_since),
+            key=lambda one: (
+                bool(one.prefixes),
+                -places[one.address],
+                one.quiet_since,
+            ),
         )
 
     def _read(self, client: _Client) -> None:
@@ -319,7 +367,9 @@ class EventSocket:
         except (OSError, _Rude) as trouble:
             if isinstance(trouble, _Rude):
                 _lines.warn(
-                    _log, Reason.IO_ERROR, f"{client.address or 'a client'} is disconnected: {trouble}"
+                    _log,
+                    Reason.IO_ERROR,
+                    f"{client.address or 'a client'} is disconnected: {trouble}",
                 )
             with self._lock:
                 self._forget(client)
@@ -334,11 +384,20 @@ class EventSocket:
                     raise _Rude("it is not a subscriber")
                 client.is_ready = True
                 client.sock.send(
-                    _frame(_COMMAND, b"\5READY" + b"\x0bSocket-Type" + struct.pack(">I", 3) + b"PUB")
+                    _frame(
+                        _COMMAND,
+                        b"\5READY"
+                        + b"\x0bSocket-Type"
+                        + struct.pack(">I", 3)
+                        + b"PUB",
+                    )
                 )
             elif name == b"PING" and client.is_ready:
                 with self._lock:  # not into the middle of a message
-                    self._send_to(client, memoryview(_frame(_COMMAND, b"\4PONG" + rest[2:18])))
+                    self._send_to(
+                        client,
+                        memoryview(_frame(_COMMAND, b"\4PONG" + rest[2:18])),
+                    )
             elif name in (b"SUBSCRIBE", b"CANCEL"):
                 self._subscribe(client, rest, name == b"SUBSCRIBE")
         elif body[:1] in (b"\0", b"\1"):
@@ -348,7 +407,8 @@ class EventSocket:
         if not client.is_ready:
             raise _Rude("it subscribes before its handshake")
         if not self._topic.startswith(prefix):
-            return  # it can match nothing: routers of several engines subscribe to the topics of all
+            # it can match nothing: routers of several engines subscribe to the topics of all
+            return
         with self._lock:
             if is_new:
                 client.prefixes.add(len(prefix))
@@ -359,13 +419,16 @@ class EventSocket:
     def _end_late_ones(self, now: float) -> None:
         with self._lock:
             for client in list(self._clients.values()):
-                if not client.is_ready and now - client.since > _HANDSHAKE_SECONDS:
+                if (
+                    not client.is_ready
+                    and now - client.since > _HANDSHAKE_SECONDS
+                ):
                     self._forget(client)
         if self._accepts_again and now > self._accepts_again:
             self._accepts_again = 0.0
             self._selector.register(self._listening, selectors.EVENT_READ)
 
-    # ---- sending: with the lock, on any thread -------------------------------------------------------------------
+    # ---- sending: with the lock, on any thread ---------------------------------------------------
 
     def _send_to(self, client: _Client, message: memoryview) -> None:
         if client.waiting and not self._may_wait(client, len(message)):
@@ -379,8 +442,13 @@ class EventSocket:
                 self._wake()
 
     def _may_wait(self, client: _Client, nbytes: int) -> bool:
-        """Return whether one more message may wait for a client; end another one that is further behind for it."""
-        if self._most_messages is not None and len(client.waiting) >= self._most_messages:
+        """Return whether one more message may wait for a client; end another one that is further
+        behind for it.
+        """
+        if (
+            self._most_messages is not None
+            and len(client.waiting) >= self._most_messages
+        ):
             return False
         while self._waiting_bytes + nbytes > MOST_BEHIND_BYTES:
             last = max(self._clients.values(), key=lambda one: one.waiting_bytes)
@@ -390,7 +458,9 @@ class EventSocket:
         return True
 
     def _flush(self, client: _Client) -> None:
-        """Send what the kernel takes now. A client that is gone is shut: the thread sees its end."""
+        """Send what the kernel takes now. A client that is gone is shut: the thread sees its
+        end.
+        """
         waiting = client.waiting
         try:
             while waiting:
@@ -407,7 +477,9 @@ class EventSocket:
             self._shut(client)
 
     def _shut(self, client: _Client) -> None:
-        """Drop what waits for a client and shut its connection, on any thread; this thread of ours then forgets it."""
+        """Drop what waits for a client and shut its connection, on any thread; this thread of ours
+        then forgets it.
+        """
         self._waiting_bytes -= client.waiting_bytes
         client.waiting_bytes = 0
         client.waiting.clear()
@@ -423,13 +495,14 @@ class EventSocket:
             self._selector.unregister(client.sock)
         client.sock.close()
 
-    # ---- waking the thread ---------------------------------------------------------------------------------------
+    # ---- waking the thread -----------------------------------------------------------------------
 
     def _wake(self) -> None:
         """Let the thread watch for clients to which something waits, or end."""
         if not self._woken:
             self._woken = True
-            with contextlib.suppress(OSError):  # full: it wakes anyway; or it has ended
+            # full: it wakes anyway; or it has ended
+            with contextlib.suppress(OSError):
                 os.write(self._wake_in, b"\0")
 
     def _watch(self) -> None:
@@ -437,7 +510,9 @@ class EventSocket:
             self._watch_one(client)
 
     def _watch_one(self, client: _Client) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.waiting else 0)
+        events = selectors.EVENT_READ | (
+            selectors.EVENT_WRITE if client.waiting else 0
+        )
         with contextlib.suppress(KeyError, ValueError):
             self._selector.modify(client.sock, events)
 
@@ -461,7 +536,9 @@ class EventSocket:
 
 def _message(frames: Sequence[bytes]) -> bytes:
     last = len(frames) - 1
-    return b"".join(_frame(_MORE if n < last else 0, body) for n, body in enumerate(frames))
+    return b"".join(
+        _frame(_MORE if n < last else 0, body) for n, body in enumerate(frames)
+    )
 
 
 def _frame(flags: int, body: bytes) -> bytes:
@@ -487,7 +564,9 @@ def _property(metadata: bytes, wanted: bytes) -> bytes:
 
 
 def _own_address(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the family and the address to bind, of an address, *, or the name of a network interface."""
+    """Return the family and the address to bind, of an address, *, or the name of a network
+    interface.
+    """
     if host == "*":
         return socket.AF_INET, ""
     try:
@@ -495,15 +574,25 @@ def _own_address(host: str) -> tuple[socket.AddressFamily, str]:
     except ValueError:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(host)[:15]))
+                found = fcntl.ioctl(
+                    probe,
+                    _SIOCGIFADDR,
+                    struct.pack("256s", os.fsencode(host)[:15]),
+                )
             except OSError:
-                raise ValueError(f"{host} is no address and no network interface of this machine") from None
+                raise ValueError(
+                    f"{host} is no address and no network interface of this machine"
+                ) from None
         return socket.AF_INET, socket.inet_ntoa(found[20:24])
-    return (socket.AF_INET6 if address.version == 6 else socket.AF_INET), str(address)
+    return (socket.AF_INET6 if address.version == 6 else socket.AF_INET), str(
+        address
+    )
 
 
 def _client_address(peer: object) -> str:
-    """Return who is connected: an address, of IPv6 its network; an empty string on a Unix socket."""
+    """Return who is connected: an address, of IPv6 its network; an empty string on a Unix
+    socket.
+    """
     if not isinstance(peer, tuple):
         return ""
     address = ipaddress.ip_address(str(peer[0]).partition("%")[0])

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pagoda.kv_events.notes import LOCAL, NAME_BYTES, BlockFacts, ChunkNote, packed_token_ids
+from pagoda.kv_events.notes import (
+    LOCAL,
+    NAME_BYTES,
+    BlockFacts,
+    ChunkNote,
+    packed_token_ids,
+)
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -35,7 +41,9 @@ class BlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
 
 
 class ChunkEventForm:
-    """An `EventForm` for caches: a block is a chunk, and its hash is the end of the chunk's key. Pure."""
+    """An `EventForm` for caches: a block is a chunk, and its hash is the end of the chunk's key.
+    Pure.
+    """
 
     def __init__(self, facts: BlockFacts) -> None:
         self._facts = facts
@@ -54,7 +62,9 @@ class ChunkEventForm:
             locality=LOCAL,
         )
 
-    def removed(self, hashes: Sequence[bytes], medium: str, group: int) -> BlockRemoved:
+    def removed(
+        self, hashes: Sequence[bytes], medium: str, group: int
+    ) -> BlockRemoved:
         """Return the event that a medium no longer has chunks."""
         return BlockRemoved([_name(one) for one in hashes], medium, LOCAL)
 

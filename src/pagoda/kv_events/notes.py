@@ -1,4 +1,6 @@
-"""The note of a chunk: what is reported of it to routers of requests, as it is kept beside the tier."""
+"""The note of a chunk: what is reported of it to routers of requests, as it is kept beside the
+tier.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ import numpy as np
 
 from pagoda.keys import KEY_BYTES
 
-NAME_BYTES = 8  # the last bytes of a hash, which name a block in events that use numbers
-LOCAL = "LOCAL"  # an event's locality: stored on the machine of the engine that reports it
+# the last bytes of a hash, which name a block in events that use numbers
+NAME_BYTES = 8
+# an event's locality: stored on the machine of the engine that reports it
+LOCAL = "LOCAL"
 _LONGEST_RUN = 4096  # the largest number of tokens in one event
-_DEFLATED = b"\x78"  # the first byte of zlib's output; no note in msgpack begins with it
+# the first byte of zlib's output; no note in msgpack begins with it
+_DEFLATED = b"\x78"
 _MOST_UNPACKED_BYTES = 1 << 20
 _UINT32 = np.dtype([("marker", np.uint8), ("value", ">u4")])  # as in msgpack
 
@@ -22,8 +27,8 @@ _UINT32 = np.dtype([("marker", np.uint8), ("value", ">u4")])  # as in msgpack
 class BlockFacts(msgspec.Struct, frozen=True):
     """What all blocks of one group of an engine's KV have in common.
 
-    `kind`, `window`: from the engine's specification of its KV. `needs_all`: a hit needs all chunks from the first
-    one on (full attention); False: only the last ones (a sliding window, a state).
+    `kind`, `window`: from the engine's specification of its KV. `needs_all`: a hit needs all chunks
+    from the first one on (full attention); False: only the last ones (a sliding window, a state).
     """
 
     chunk_tokens: int
@@ -38,13 +43,24 @@ class BlockFacts(msgspec.Struct, frozen=True):
         return self.chunk_tokens // self.block_tokens
 
     def fits(self, note: ChunkNote) -> bool:
-        """Whether a note fits one chunk of this engine: it has the hashes of all blocks, and all tokens or none."""
-        whole = len(note.hashes) >= NAME_BYTES * self.blocks and not len(note.hashes) % self.blocks
-        return whole and len(note.root) == KEY_BYTES and len(note.tokens) in (0, 4 * self.chunk_tokens)
+        """Whether a note fits one chunk of this engine: it has the hashes of all blocks, and all
+        tokens or none.
+        """
+        whole = (
+            len(note.hashes) >= NAME_BYTES * self.blocks
+            and not len(note.hashes) % self.blocks
+        )
+        return (
+            whole
+            and len(note.root) == KEY_BYTES
+            and len(note.tokens) in (0, 4 * self.chunk_tokens)
+        )
 
 
 class ChunkNote(msgspec.Struct, array_like=True, omit_defaults=True):
-    """One chunk. `hashes`: the engine's hash of each block, concatenated; `parent`: that of the block before."""
+    """One chunk. `hashes`: the engine's hash of each block, concatenated; `parent`: that of the
+    block before.
+    """
 
     root: bytes  # the root of the namespace
     parent: bytes
@@ -74,7 +90,9 @@ class EventForm(Protocol):
         """Return the event that a medium has the chunks of one run, in order."""
 
     def removed(self, hashes: Sequence[bytes], medium: str, group: int) -> object:
-        """Return the event that a medium no longer has chunks of a group, named by the `hashes` of their notes."""
+        """Return the event that a medium no longer has chunks of a group, named by the `hashes` of
+        their notes.
+        """
 
 
 def packed(note: ChunkNote, most_bytes: int) -> bytes:
@@ -93,22 +111,30 @@ def unpacked(kept: bytes) -> ChunkNote:
     return _decode(kept)
 
 
-def runs(notes: Iterable[ChunkNote], groups: Groups) -> Iterator[Sequence[ChunkNote]]:
-    """Return chunks in order as runs, in which each chunk is the parent of the next. One event reports one run."""
+def runs(
+    notes: Iterable[ChunkNote], groups: Groups
+) -> Iterator[Sequence[ChunkNote]]:
+    """Return chunks in order as runs, in which each chunk is the parent of the next. One event
+    reports one run.
+    """
     notes = sorted(notes, key=lambda note: note.group)
     at = 0
     while at < len(notes):
         facts = groups[notes[at].group]
         end = at + 1
         most = max(1, _LONGEST_RUN // facts.chunk_tokens)
-        while end < min(len(notes), at + most) and _continues(notes[end - 1], notes[end], facts):
+        while end < min(len(notes), at + most) and _continues(
+            notes[end - 1], notes[end], facts
+        ):
             end += 1
         yield notes[at:end]
         at = end
 
 
 def packed_token_ids(run: Iterable[ChunkNote]) -> msgspec.Raw:
-    """Return the token ids of chunks in order, as a list in msgpack: no Python object is made for each. Pure."""
+    """Return the token ids of chunks in order, as a list in msgpack: no Python object is made for
+    each. Pure.
+    """
     ids = np.frombuffer(b"".join(note.tokens for note in run), np.uint32)
     told = np.empty(len(ids), _UINT32)
     told["marker"] = 0xCE

@@ -1,14 +1,19 @@
-"""The ledger of a local tier: which chunk is in which slot, for any number of processes, crash-safe.
+"""The ledger of a local tier: which chunk is in which slot, for any number of processes,
+crash-safe.
 
 Modules, in the order in which a request reaches them:
 
-    ledger              `Ledger`: the calls of an engine, and opening, sharing and closing a store's ledger
-    admin               the calls of an operator, and of tiers that need an error if they fail: list, pin, remove, clear
+    ledger              `Ledger`: the calls of an engine, and opening, sharing and closing a store's
+                        ledger
+    admin               the calls of an operator, and of tiers that need an error if they fail:
+                        list, pin, remove, clear
     rebuild             fills an empty ledger from the headers of a slab
     outcomes            the answers, as values
-    session             this process's part in a store: open tables, its member, running transactions
+    session             this process's part in a store: open tables, its member, running
+                        transactions
     locks               byte-range locks between processes, and the gate
-    transaction         one write transaction: what it changes in the tables, and publishes in the columns
+    transaction         one write transaction: what it changes in the tables, and publishes in the
+                        columns
     allocation          steps of a transaction: reserve, commit, abort, adopt
     hold_pin_remove     steps of a transaction: hold, pin, remove, vacate
     members             steps of a transaction: members, and what dead ones left
@@ -18,16 +23,20 @@ Modules, in the order in which a request reaches them:
     clearing            `Clearing`: clears chunks, in steps that another process can end
     queries             what read transactions look up
     lmdb_tables         the LMDB tables: everything that must be right
-    columns             the mapped columns and ghosts: hints for policies, and the published generations
-    hint_pages          the memory of columns, counters and the like, and what a store on disk saves of it
+    columns             the mapped columns and ghosts: hints for policies, and the published
+                        generations
+    hint_pages          the memory of columns, counters and the like, and what a store on disk saves
+                        of it
     compare_hints       lets the columns of a store on disk say what its tables say
     table_pages         the pages of tables on a disk, tested before they are read
     member_counters     the mapped counters, one row per member
-    chunk_notes         what an engine keeps with its chunks, to report them to routers after a restart
+    chunk_notes         what an engine keeps with its chunks, to report them to routers after a
+                        restart
     request_ring        the last requests, with the reason why each got no more tokens
     eviction_policy     `Evictor`: the one way to the policy
     upkeep_thread       the thread on which a policy learns, and which asks for more slots
-    slots_in_use        which slots of a slab in memory are read or written, so that their pages stay
+    slots_in_use        which slots of a slab in memory are read or written, so that their pages
+                        stay
     space_sharing       how the stores of one root share its space
     root_usage          what the stores of one root hold, and their limit
     store_directory     open, create, resize and rebuild a store's directory

@@ -1,7 +1,9 @@
-"""The calls of an operator, which may fail with an error: listings, pins, removal, clearing, totals, the check.
+"""The calls of an operator, which may fail with an error: listings, pins, removal, clearing,
+totals, the check.
 
-`Cache`, the tiers and the CLI call these functions. Each waits for the ledger up to some seconds and raises StoreError
-if it could not be done; the calls of an engine, which never do, are the methods of `Ledger`.
+`Cache`, the tiers and the CLI call these functions. Each waits for the ledger up to some seconds
+and raises StoreError if it could not be done; the calls of an engine, which never do, are the
+methods of `Ledger`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from pagoda.errors import LedgerCorrupt, StoreError
 from pagoda.ledger import hold_pin_remove, queries, table_integrity
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.ledger import Ledger
-from pagoda.ledger.lmdb_tables import COUNTERS_ROW, MEMBER, SLOT, SLOT_KEY, Tables, Txn
+from pagoda.ledger.lmdb_tables import (
+    COUNTERS_ROW,
+    MEMBER,
+    SLOT,
+    SLOT_KEY,
+    Tables,
+    Txn,
+)
 from pagoda.ledger.member_counters import folded
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
@@ -33,25 +42,43 @@ _PINS_PAGE = 4096  # read in one transaction, which takes some ms
 
 
 def list_chunks(
-    ledger: Ledger, limit: int | None = None, *, slot: int | None = None,
+    ledger: Ledger,
+    limit: int | None = None,
+    *,
+    slot: int | None = None,
     deadline_seconds: float = PATIENT_SECONDS,
-) -> Iterator[ChunkRow]:  # fmt: skip
-    """Walk all chunks by slot, a page at a time; between pages other calls can run. Raises StoreError.
+) -> Iterator[ChunkRow]:
+    """Walk all chunks by slot, a page at a time; between pages other calls can run. Raises
+    StoreError.
 
     `slot`: only the chunk in that slot, if it has one, within the deadline.
     """
     if slot is not None:
-        return iter(ledger.session.read(partial(_chunk_in, ledger, slot), deadline_seconds))
-    rows = ledger.session.read_rows(lambda tables: tables.slots, partial(_chunk_row, ledger), most=_PAGE)
+        return iter(
+            ledger.session.read(
+                partial(_chunk_in, ledger, slot), deadline_seconds
+            )
+        )
+    rows = ledger.session.read_rows(
+        lambda tables: tables.slots, partial(_chunk_row, ledger), most=_PAGE
+    )
     return islice(rows, limit)
 
 
-def _chunk_in(ledger: Ledger, slot: int, txn: Txn, tables: Tables) -> list[ChunkRow]:
+def _chunk_in(
+    ledger: Ledger, slot: int, txn: Txn, tables: Tables
+) -> list[ChunkRow]:
     row = txn.get(SLOT_KEY.pack(slot), db=tables.slots)
-    return [] if row is None else [_chunk_row(ledger, txn, tables, SLOT_KEY.pack(slot), row)]
+    return (
+        []
+        if row is None
+        else [_chunk_row(ledger, txn, tables, SLOT_KEY.pack(slot), row)]
+    )
 
 
-def _chunk_row(ledger: Ledger, txn: Txn, tables: Tables, key: bytes, row: bytes) -> ChunkRow:
+def _chunk_row(
+    ledger: Ledger, txn: Txn, tables: Tables, key: bytes, row: bytes
+) -> ChunkRow:
     columns = ledger.columns
     session = ledger.session
     slot: int = SLOT_KEY.unpack(key)[0]
@@ -62,12 +89,25 @@ def _chunk_row(ledger: Ledger, txn: Txn, tables: Tables, key: bytes, row: bytes)
     pinned = txn.get(name, db=tables.pins) is not None
     root = queries.root_of(txn, tables, namespace)
     return ChunkRow(
-        name, slot, generation, root, position, tokens, max(0.0, age), int(columns.hits[slot]), bool(leased), pinned
-    )  # fmt: skip
+        name,
+        slot,
+        generation,
+        root,
+        position,
+        tokens,
+        max(0.0, age),
+        int(columns.hits[slot]),
+        bool(leased),
+        pinned,
+    )
 
 
-def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[bytes, NamespaceRow]:
-    """Return the namespaces that have chunks here, and those that have a label. StoreError if not read in time."""
+def list_namespaces(
+    ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS
+) -> dict[bytes, NamespaceRow]:
+    """Return the namespaces that have chunks here, and those that have a label. StoreError if not
+    read in time.
+    """
     until = time.monotonic() + deadline_seconds
     ledger.namespaces.write_labels(deadline_seconds)
     named = ledger.namespaces.labels(until)
@@ -75,14 +115,22 @@ def list_namespaces(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -
         row.root: NamespaceRow(row.root, named.pop(row.root, {}), row.chunks)
         for row in ledger.namespaces.counts(until)
     }
-    return rows | {root: NamespaceRow(root, fields, 0) for root, fields in named.items()}
+    return rows | {
+        root: NamespaceRow(root, fields, 0) for root, fields in named.items()
+    }
 
 
-def list_pins(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, list[bytes]]:
-    """Return the pinned keys of each owner, read a page at a time, so that other calls can run. Raises StoreError."""
+def list_pins(
+    ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS
+) -> dict[str, list[bytes]]:
+    """Return the pinned keys of each owner, read a page at a time, so that other calls can run.
+    Raises StoreError.
+    """
     found: dict[str, list[bytes]] = {}
     until = time.monotonic() + deadline_seconds
-    rows = ledger.session.read_rows(lambda tables: tables.pins, lambda _, __, *row: row, until, _PINS_PAGE)
+    rows = ledger.session.read_rows(
+        lambda tables: tables.pins, lambda _, __, *row: row, until, _PINS_PAGE
+    )
     for key, owners in rows:
         for owner in owners.decode().split("\n"):
             found.setdefault(owner, []).append(key)
@@ -93,29 +141,43 @@ def list_pins(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict
 
 
 def pin(ledger: Ledger, keys: Sequence[bytes], owner: str) -> int:
-    """Keep chunks from eviction in the name of `owner`; return how many. At most a quarter of the slots."""
+    """Keep chunks from eviction in the name of `owner`; return how many. At most a quarter of the
+    slots.
+    """
     if not owner or "\n" in owner:
         raise ValueError(f"{owner!r} cannot own pins: give a name of one line")
     step = partial(hold_pin_remove.pin, owner=owner)
-    return sum(ledger.session.write(partial(step, keys=batch)) for batch in batches(keys))
+    return sum(
+        ledger.session.write(partial(step, keys=batch)) for batch in batches(keys)
+    )
 
 
 def unpin(ledger: Ledger, keys: Sequence[bytes] | None, owner: str) -> int:
-    """End the pins of `owner` on these chunks (None: on all that are pinned now); return how many."""
+    """End the pins of `owner` on these chunks (None: on all that are pinned now); return how
+    many.
+    """
     wanted = list_pins(ledger).get(owner, []) if keys is None else keys
     step = partial(hold_pin_remove.unpin, owner=owner)
-    return sum(ledger.session.write(partial(step, keys=batch)) for batch in batches(wanted))
+    return sum(
+        ledger.session.write(partial(step, keys=batch))
+        for batch in batches(wanted)
+    )
 
 
-def remove(ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVED) -> int:
-    """Remove chunks, pinned or not, with their notes; return how many were there. Later misses of them say `reason`."""
+def remove(
+    ledger: Ledger, keys: Sequence[bytes], reason: Reason = Reason.REMOVED
+) -> int:
+    """Remove chunks, pinned or not, with their notes; return how many were there. Later misses of
+    them say `reason`.
+    """
     removed = 0
     notes = ChunkNotes(ledger.directory)
     for batch in batches(keys):
         places = _places_of(ledger, batch) if notes.exist() else []
         work = partial(hold_pin_remove.remove, keys=batch, reason=reason)
         removed += ledger.session.write(work, frees=True)
-        with suppress(OSError):  # it does no harm: a note is read only under a published key
+        # it does no harm: a note is read only under a published key
+        with suppress(OSError):
             notes.erase(places)
     return removed
 
@@ -127,13 +189,15 @@ def _places_of(ledger: Ledger, keys: Sequence[bytes]) -> list[tuple[int, bytes]]
 
 
 def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
-    """Remove all chunks of one namespace (None: of all), also those being stored; return how many were there.
+    """Remove all chunks of one namespace (None: of all), also those being stored; return how many
+    were there.
 
-    Also removes their notes, and the log of prompts of all namespaces. Needs no free space, neither in the tables nor
-    on the disk.
-    No look-up finds them from the moment on at which the clear is committed, long before the last one is removed; if
-    this process dies meanwhile, the next one that opens the store removes the rest. What another process stores after
-    this call began may stay. Raises StoreError if it failed, or may not survive a power cut.
+    Also removes their notes, and the log of prompts of all namespaces. Needs no free space, neither
+    in the tables nor on the disk.
+    No look-up finds them from the moment on at which the clear is committed, long before the last
+    one is removed; if this process dies meanwhile, the next one that opens the store removes the
+    rest. What another process stores after this call began may stay. Raises StoreError if it
+    failed, or may not survive a power cut.
     """
     return ledger.clearing.clear(namespace)
 
@@ -142,32 +206,45 @@ def clear(ledger: Ledger, namespace: bytes | None = None) -> int:
 
 
 def gauges(ledger: Ledger) -> dict[str, int]:
-    """Count slots: all, free, reserved, ready, unscanned, pinned, leased; and members. StoreError."""
+    """Count slots: all, free, reserved, ready, unscanned, pinned, leased; and members.
+    StoreError.
+    """
     return ledger.session.read(lambda txn, tables: _gauges(ledger, txn, tables))
 
 
-def counters(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, int]:
+def counters(
+    ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS
+) -> dict[str, int]:
     """Return the counters of all members together, including those that left. StoreError."""
-    return ledger.session.read(lambda txn, tables: _counters(ledger, txn, tables), deadline_seconds)
+    return ledger.session.read(
+        lambda txn, tables: _counters(ledger, txn, tables), deadline_seconds
+    )
 
 
-def numbers(ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> dict[str, int]:
+def numbers(
+    ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS
+) -> dict[str, int]:
     """Return gauges and counters, of one moment. StoreError if they cannot be read in time."""
     return ledger.session.read(
-        lambda txn, tables: _gauges(ledger, txn, tables) | _counters(ledger, txn, tables), deadline_seconds
+        lambda txn, tables: (
+            _gauges(ledger, txn, tables) | _counters(ledger, txn, tables)
+        ),
+        deadline_seconds,
     )
 
 
 def check(ledger: Ledger) -> Report:
     """Verify the tables inside the gate. LedgerCorrupt with the numbers if they do not add up.
 
-    StoreError if they cannot be read, which says nothing about them. Slots that are still to be read back after a
-    rebuild are counted (`unscanned`) and are no fault.
+    StoreError if they cannot be read, which says nothing about them. Slots that are still to be
+    read back after a rebuild are counted (`unscanned`) and are no fault.
     """
     reap(ledger)
 
     def work(txn: Txn, tables: Tables) -> Report:
-        return table_integrity.check(txn, tables, ledger.columns, _gauges(ledger, txn, tables))
+        return table_integrity.check(
+            txn, tables, ledger.columns, _gauges(ledger, txn, tables)
+        )
 
     try:
         return ledger.session.read(work)
@@ -205,4 +282,6 @@ def _gauges(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
 
 def _counters(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
     rows = [MEMBER.unpack(row)[0] for _, row in tables.rows(txn, tables.members)]
-    return ledger.session.counted(rows, folded(txn.get(COUNTERS_ROW, db=tables.meta)))
+    return ledger.session.counted(
+        rows, folded(txn.get(COUNTERS_ROW, db=tables.meta))
+    )

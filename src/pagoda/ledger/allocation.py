@@ -1,4 +1,6 @@
-"""Reserve, commit, abort and adopt: how a free slot becomes a chunk, as steps of a write transaction."""
+"""Reserve, commit, abort and adopt: how a free slot becomes a chunk, as steps of a write
+transaction.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,46 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagoda.ledger import queries
-from pagoda.ledger.lmdb_tables import ENTRY, MEMBER, MEMBER_KEY, PLACE, SLOT, SLOT_KEY, Meta, Reservation
+from pagoda.ledger.lmdb_tables import (
+    ENTRY,
+    MEMBER,
+    MEMBER_KEY,
+    PLACE,
+    SLOT,
+    SLOT_KEY,
+    Meta,
+    Reservation,
+)
 from pagoda.ledger.members import reap
-from pagoda.ledger.outcomes import Busy, CommitResult, Outcome, Present, Refused, Reserved
+from pagoda.ledger.outcomes import (
+    Busy,
+    CommitResult,
+    Outcome,
+    Present,
+    Refused,
+    Reserved,
+)
 from pagoda.ledger.transaction import Transaction, window
 from pagoda.metrics import Reason
 
-BUSY_NS = 10_000_000_000  # an older reservation no longer keeps others from reserving its key
+# an older reservation no longer keeps others from reserving its key
+BUSY_NS = 10_000_000_000
 PRESENT_LEASE_SECONDS = 1.0  # the lease of a chunk that a call found present
 # distance between two stamps of one process: larger than the number of positions in a run
 STAMP_STEP = 1 << 16
-ATTEMPTS = 12  # each examines up to five times as many victims as all earlier ones together
+# each examines up to five times as many victims as all earlier ones together
+ATTEMPTS = 12
 MOST_VICTIMS = 2048  # examined in one transaction; takes some ms
 _REAP_AT_ONCE = 64
 
 
 @dataclass(eq=False)
 class ReserveRequest:
-    """The keys of one reserve, at chain positions from `start` on, and what the steps find out about them.
+    """The keys of one reserve, at chain positions from `start` on, and what the steps find out
+    about them.
 
-    `admit_all`: the policy must admit every key. `already_admitted`: it has already admitted every key, and is not
-    asked again.
+    `admit_all`: the policy must admit every key. `already_admitted`: it has already admitted every
+    key, and is not asked again.
     """
 
     keys: Sequence[bytes]
@@ -40,9 +61,11 @@ class ReserveRequest:
     parts: int = 1
     admit_all: bool = False
     already_admitted: bool = False
-    present: set[int] = field(default_factory=set)  # indices of keys, also in the next two fields
+    # indices of keys, also in the next two fields
+    present: set[int] = field(default_factory=set)
     end: int = sys.maxsize  # from this index on no newcomer is admitted
-    hits: dict[int, int] = field(default_factory=dict)  # the hits with which each newcomer begins
+    # the hits with which each newcomer begins
+    hits: dict[int, int] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)  # of the leading keys
     # what each transaction reserved, committed or not
     made: list[tuple[Transaction, list[Outcome]]] = field(default_factory=list)
@@ -51,8 +74,8 @@ class ReserveRequest:
 class BatchResult(NamedTuple):
     """The result of a batch: `passed_over` are victims that were pinned or held.
 
-    `served`: how many leading keys have an outcome; for the rest there was no slot. `totals`: the totals after the
-    batch.
+    `served`: how many leading keys have an outcome; for the rest there was no slot. `totals`: the
+    totals after the batch.
     """
 
     outcomes: list[Outcome]
@@ -62,26 +85,45 @@ class BatchResult(NamedTuple):
 
 
 def reserve(
-    transaction: Transaction, request: ReserveRequest, batch: range, victims: Sequence[tuple[int, int]]
+    transaction: Transaction,
+    request: ReserveRequest,
+    batch: range,
+    victims: Sequence[tuple[int, int]],
 ) -> BatchResult:
     """Reserve a slot for each key of a batch, leading keys first.
 
-    `victims`: slots whose chunk may be evicted, each with its generation when the policy named it. A chunk that is
-    Present in the same batch is never evicted.
+    `victims`: slots whose chunk may be evicted, each with its generation when the policy named it.
+    A chunk that is Present in the same batch is never evicted.
     """
     keys = request.keys[batch.start : batch.stop]
     first = request.start + batch.start
     meta = transaction.meta
-    quota = max(meta.with_pages() // 4, window(meta.slots))  # at least as many as one reserve asks for
+    # at least as many as one reserve asks for
+    quota = max(meta.with_pages() // 4, window(meta.slots))
     number = transaction.namespace(request.namespace)
-    member = transaction.get(MEMBER_KEY.pack(transaction.member), db=transaction.tables.members)
-    owed = max(0, MEMBER.unpack(member)[2] + transaction.owed.get(transaction.member, 0)) if member else 0
+    member = transaction.get(
+        MEMBER_KEY.pack(transaction.member), db=transaction.tables.members
+    )
+    owed = (
+        max(
+            0,
+            MEMBER.unpack(member)[2]
+            + transaction.owed.get(transaction.member, 0),
+        )
+        if member
+        else 0
+    )
     present = _present(transaction, keys, number)
-    kept = {found.slot for found in present.values() if isinstance(found, Present)}
+    kept = {
+        found.slot for found in present.values() if isinstance(found, Present)
+    }
     passed_over: list[int] = []
     slots = _slots(transaction, victims, kept, passed_over)
     outcomes: list[Outcome] = []
-    link = _linked(transaction, request.keys[batch.start - 1] if batch.start else request.parent)
+    link = _linked(
+        transaction,
+        request.keys[batch.start - 1] if batch.start else request.parent,
+    )
     made = 0
     served = len(keys)
     for i, key in enumerate(keys):
@@ -94,24 +136,43 @@ def reserve(
             # as late as this, so that a namespace without reservations takes no space
             number = number or transaction.add_namespace(request.namespace)
             reservation = Reservation(
-                transaction.next_generation(), transaction.member, request.stamp - first - i, transaction.now, number,
-                first + i, request.tokens, key, (transaction.member,) * request.parts,
-            )  # fmt: skip
+                transaction.next_generation(),
+                transaction.member,
+                request.stamp - first - i,
+                transaction.now,
+                number,
+                first + i,
+                request.tokens,
+                key,
+                (transaction.member,) * request.parts,
+            )
             place = PLACE.pack(slot, reservation.generation)
-            transaction.put(SLOT_KEY.pack(slot), reservation.pack(), db=transaction.tables.reserved)
+            transaction.put(
+                SLOT_KEY.pack(slot),
+                reservation.pack(),
+                db=transaction.tables.reserved,
+            )
             transaction.put(key, place, db=transaction.tables.pending)
             meta.reserved += 1
             hits = request.hits.get(batch[i], 0)
-            transaction.publish_filling(slot, reservation.generation, key, hits, first + i, link)
+            transaction.publish_filling(
+                slot, reservation.generation, key, hits, first + i, link
+            )
             made += 1
             outcome = Reserved(key, slot, reservation.generation)
         if outcome is None:
             served = min(served, i)
-            outcome = Refused(key, Reason.REBUILDING if meta.unscanned() else Reason.FULL)
+            outcome = Refused(
+                key, Reason.REBUILDING if meta.unscanned() else Reason.FULL
+            )
         if isinstance(outcome, Present) and link is not None:
             transaction.links[outcome.slot] = link
         outcomes.append(outcome)
-        link = None if isinstance(outcome, Busy | Refused) else (outcome.slot, outcome.generation)
+        link = (
+            None
+            if isinstance(outcome, Busy | Refused)
+            else (outcome.slot, outcome.generation)
+        )
     transaction.owed[transaction.member] += made
     if number:
         transaction.add_to_namespace(number, reservations=made)
@@ -119,35 +180,54 @@ def reserve(
     return BatchResult(outcomes, passed_over, served, meta)
 
 
-def commit(transaction: Transaction, reserved: Sequence[Reserved], part: int) -> list[CommitResult]:
+def commit(
+    transaction: Transaction, reserved: Sequence[Reserved], part: int
+) -> list[CommitResult]:
     """Record that one part of each chunk is stored; a chunk is visible when all parts are.
 
-    Counts what becomes visible, and what was superseded, each chunk once: by its last part and by its first one.
+    Counts what becomes visible, and what was superseded, each chunk once: by its last part and by
+    its first one.
     """
-    watermarks: dict[int, int] = {}  # read once for each namespace, since a commit clears nothing
-    results = [_commit_one(transaction, item, part, watermarks) for item in reserved]
+    # read once for each namespace, since a commit clears nothing
+    watermarks: dict[int, int] = {}
+    results = [
+        _commit_one(transaction, item, part, watermarks) for item in reserved
+    ]
     if part == 0:
         transaction.counts["drop_superseded"] += results.count(CommitResult.LOST)
     return results
 
 
 def abort(transaction: Transaction, reserved: Sequence[Reserved]) -> None:
-    """Free the slots, once no other member writes into them; reservations of others are left alone."""
+    """Free the slots, once no other member writes into them; reservations of others are left
+    alone.
+    """
     for item in reserved:
         reservation = transaction.reservation(item.slot, item.generation)
-        if reservation is not None and transaction.member in (reservation.owner, *reservation.writers):
+        if reservation is not None and transaction.member in (
+            reservation.owner,
+            *reservation.writers,
+        ):
             _abort_one(transaction, item, reservation)
 
 
-def adopt(transaction: Transaction, reserved: Sequence[Reserved], part: int) -> list[bool]:
-    """Make this member the writer of one part of each chunk; False where that part is not waiting to be written."""
+def adopt(
+    transaction: Transaction, reserved: Sequence[Reserved], part: int
+) -> list[bool]:
+    """Make this member the writer of one part of each chunk; False where that part is not waiting
+    to be written.
+    """
     return [_adopt_one(transaction, item, part) for item in reserved]
 
 
 def _slots(
-    transaction: Transaction, victims: Sequence[tuple[int, int]], kept: set[int], passed_over: list[int]
+    transaction: Transaction,
+    victims: Sequence[tuple[int, int]],
+    kept: set[int],
+    passed_over: list[int],
 ) -> Iterator[int]:
-    """Take the slots that a batch may have: free ones, then those of dead members, then those of victims.
+    """Take the slots that a batch may have: free ones, then those of dead members, then those of
+    victims.
 
     Ends when no slot is left: after the first key that gets none, no key gets a slot.
     """
@@ -171,63 +251,110 @@ def _slots(
 def _present(
     transaction: Transaction, keys: Sequence[bytes], number: int | None
 ) -> dict[bytes, Present | Refused]:
-    """Return which keys have a chunk. A chunk of another namespace must not be taken for the caller's."""
+    """Return which keys have a chunk. A chunk of another namespace must not be taken for the
+    caller's.
+    """
     found: dict[bytes, Present | Refused] = {}
     tables = transaction.tables
     clearing = bool(tables.pending_clears(transaction.txn))
     for key in keys:
         row = transaction.get(key, db=tables.entries)
-        if row is not None and clearing and queries.is_cleared(transaction.txn, tables, row):
+        if (
+            row is not None
+            and clearing
+            and queries.is_cleared(transaction.txn, tables, row)
+        ):
             transaction.remove_chunk(PLACE.unpack_from(row)[0], Reason.CLEARED)
             row = None
         if row is not None:
             slot, generation, namespace, _ = ENTRY.unpack(row)
             own = namespace == number
-            found[key] = Present(key, slot, generation) if own else Refused(key, Reason.OTHER_NAMESPACE)
+            found[key] = (
+                Present(key, slot, generation)
+                if own
+                else Refused(key, Reason.OTHER_NAMESPACE)
+            )
     return found
 
 
 def _busy(transaction: Transaction, key: bytes) -> Busy | None:
-    """Return the living member that is filling a slot for that key, if it began a short while ago."""
+    """Return the living member that is filling a slot for that key, if it began a short while
+    ago.
+    """
     row = transaction.get(key, db=transaction.tables.pending)
-    reservation = transaction.reservation(*PLACE.unpack_from(row)) if row is not None else None
+    reservation = (
+        transaction.reservation(*PLACE.unpack_from(row))
+        if row is not None
+        else None
+    )
     # a negative age: the time is of another clock
-    if reservation is None or not 0 <= transaction.now - reservation.started <= BUSY_NS:
+    if (
+        reservation is None
+        or not 0 <= transaction.now - reservation.started <= BUSY_NS
+    ):
         return None
-    return next((Busy(key, writer) for writer in reservation.writers if transaction.alive(writer)), None)
+    return next(
+        (
+            Busy(key, writer)
+            for writer in reservation.writers
+            if transaction.alive(writer)
+        ),
+        None,
+    )
 
 
-def _linked(transaction: Transaction, parent: bytes | None) -> tuple[int, int] | None:
-    """Return slot and generation of the parent of a batch's first chunk, which may still be reserved."""
+def _linked(
+    transaction: Transaction, parent: bytes | None
+) -> tuple[int, int] | None:
+    """Return slot and generation of the parent of a batch's first chunk, which may still be
+    reserved.
+    """
     if parent is None:
         return None
     tables = transaction.tables
-    row = transaction.get(parent, db=tables.entries) or transaction.get(parent, db=tables.pending)
+    row = transaction.get(parent, db=tables.entries) or transaction.get(
+        parent, db=tables.pending
+    )
     return PLACE.unpack_from(row) if row is not None else None
 
 
 def _commit_one(
-    transaction: Transaction, item: Reserved, part: int, watermarks: dict[int, int]
+    transaction: Transaction,
+    item: Reserved,
+    part: int,
+    watermarks: dict[int, int],
 ) -> CommitResult:
     reservation = transaction.reservation(item.slot, item.generation)
     if reservation is None or reservation.key != item.key:
         return CommitResult.LOST
     if not 0 <= part < len(reservation.writers):
-        raise ValueError(f"part {part} of a chunk of {len(reservation.writers)} parts")
+        raise ValueError(
+            f"part {part} of a chunk of {len(reservation.writers)} parts"
+        )
     if reservation.writers[part] != transaction.member:
         return CommitResult.LOST
     writers = (*reservation.writers[:part], 0, *reservation.writers[part + 1 :])
     latest = transaction.is_latest(reservation)
     if reservation.namespace not in watermarks:
-        watermarks[reservation.namespace] = transaction.watermark(reservation.namespace)
-    wanted = latest and reservation.generation >= watermarks[reservation.namespace]
+        watermarks[reservation.namespace] = transaction.watermark(
+            reservation.namespace
+        )
+    wanted = (
+        latest and reservation.generation >= watermarks[reservation.namespace]
+    )
     if any(writers):
         row = reservation._replace(writers=writers).pack()
-        transaction.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved)
+        transaction.put(
+            SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved
+        )
         return CommitResult.PART if wanted else CommitResult.LOST
     transaction.unreserve(item.slot, reservation, latest)
-    entry = ENTRY.pack(item.slot, item.generation, reservation.namespace, reservation.position)
-    if not wanted or not transaction.put(item.key, entry, overwrite=False, db=transaction.tables.entries):
+    entry = ENTRY.pack(
+        item.slot, item.generation, reservation.namespace, reservation.position
+    )
+    if not wanted or not transaction.put(
+        item.key, entry, overwrite=False, db=transaction.tables.entries
+    ):
         transaction.free_slot(item.slot)
         return CommitResult.LOST
     row = SLOT.pack(
@@ -245,12 +372,20 @@ def _commit_one(
     return CommitResult.WHOLE
 
 
-def _abort_one(transaction: Transaction, item: Reserved, reservation: Reservation) -> None:
-    left = tuple(0 if writer == transaction.member else writer for writer in reservation.writers)
-    if any(left):  # another member may still write into the slot, which stays reserved until then
+def _abort_one(
+    transaction: Transaction, item: Reserved, reservation: Reservation
+) -> None:
+    left = tuple(
+        0 if writer == transaction.member else writer
+        for writer in reservation.writers
+    )
+    # another member may still write into the slot, which stays reserved until then
+    if any(left):
         transaction.forget_pending(reservation)
         row = reservation._replace(writers=left).pack()
-        transaction.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved)
+        transaction.put(
+            SLOT_KEY.pack(item.slot), row, db=transaction.tables.reserved
+        )
     else:
         transaction.unreserve(item.slot, reservation)
         transaction.free_slot(item.slot)
@@ -258,10 +393,20 @@ def _abort_one(transaction: Transaction, item: Reserved, reservation: Reservatio
 
 def _adopt_one(transaction: Transaction, item: Reserved, part: int) -> bool:
     reservation = transaction.reservation(item.slot, item.generation)
-    if reservation is None or not 0 <= part < len(reservation.writers) or not reservation.writers[part]:
+    if (
+        reservation is None
+        or not 0 <= part < len(reservation.writers)
+        or not reservation.writers[part]
+    ):
         return False
-    writers = (*reservation.writers[:part], transaction.member, *reservation.writers[part + 1 :])
+    writers = (
+        *reservation.writers[:part],
+        transaction.member,
+        *reservation.writers[part + 1 :],
+    )
     transaction.put(
-        SLOT_KEY.pack(item.slot), reservation._replace(writers=writers).pack(), db=transaction.tables.reserved
+        SLOT_KEY.pack(item.slot),
+        reservation._replace(writers=writers).pack(),
+        db=transaction.tables.reserved,
     )
     return True

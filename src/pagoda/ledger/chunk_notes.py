@@ -1,9 +1,11 @@
-"""Notes that an engine keeps with its chunks: what is reported of a chunk to routers of requests, also after a restart.
+"""Notes that an engine keeps with its chunks: what is reported of a chunk to routers of requests,
+also after a restart.
 
-A file beside a ledger with one page per slot. It is read and written like any file and never mapped; a full file system
-costs only notes. A note counts only under the key that is published for its slot, and only with the right checksum.
-Engines write notes (`pagoda.kv_events`). Nothing else depends on them: a chunk without a note is served like any other.
-When a chunk is cleared or removed, its note is removed too.
+A file beside a ledger with one page per slot. It is read and written like any file and never
+mapped; a full file system costs only notes. A note counts only under the key that is published for
+its slot, and only with the right checksum. Engines write notes (`pagoda.kv_events`). Nothing else
+depends on them: a chunk without a note is served like any other. When a chunk is cleared or
+removed, its note is removed too.
 """
 
 from __future__ import annotations
@@ -37,17 +39,22 @@ class ChunkNotes:
         return self._path.exists()
 
     def write(self, notes: Iterable[tuple[int, bytes, bytes]]) -> None:
-        """Write notes, each as slot, key and note of at most MOST_NOTE_BYTES. OSError if one cannot be written."""
+        """Write notes, each as slot, key and note of at most MOST_NOTE_BYTES. OSError if one cannot
+        be written.
+        """
         with opened(self._path, os.O_WRONLY | os.O_CREAT) as file:
             for slot, key, note in notes:
                 page = _HEAD.pack(key, len(note), crc32(note)) + note
                 if os.pwrite(file, page, slot * _PAGE_BYTES) < len(page):
-                    raise OSError(errno.ENOSPC, "no space for a whole note", str(self._path))
+                    raise OSError(
+                        errno.ENOSPC, "no space for a whole note", str(self._path)
+                    )
 
     def read(self, places: Sequence[tuple[int, bytes]]) -> list[bytes | None]:
         """Return the notes of these slots, each None unless it is that key's. OSError.
 
-        Consecutive slots are read by one call, since each call releases the interpreter lock and takes it again.
+        Consecutive slots are read by one call, since each call releases the interpreter lock and
+        takes it again.
         """
         notes = list[bytes | None]()
         try:
@@ -55,10 +62,17 @@ class ChunkNotes:
                 while (at := len(notes)) < len(places):
                     first = places[at][0]
                     end = at + 1
-                    while end < len(places) and places[end][0] == first + end - at:
+                    while (
+                        end < len(places) and places[end][0] == first + end - at
+                    ):
                         end += 1
-                    pages = os.pread(file, (end - at) * _PAGE_BYTES, first * _PAGE_BYTES)
-                    notes += [_note(pages, (slot - first) * _PAGE_BYTES, key) for slot, key in places[at:end]]
+                    pages = os.pread(
+                        file, (end - at) * _PAGE_BYTES, first * _PAGE_BYTES
+                    )
+                    notes += [
+                        _note(pages, (slot - first) * _PAGE_BYTES, key)
+                        for slot, key in places[at:end]
+                    ]
         except FileNotFoundError:
             return [None] * len(places)
         return notes
@@ -76,7 +90,11 @@ class ChunkNotes:
             at = 0
             while True:
                 try:
-                    at = os.lseek(file, at, os.SEEK_DATA) // _PAGE_BYTES * _PAGE_BYTES
+                    at = (
+                        os.lseek(file, at, os.SEEK_DATA)
+                        // _PAGE_BYTES
+                        * _PAGE_BYTES
+                    )
                 except OSError as error:
                     if error.errno == errno.ENXIO:  # no data after this offset
                         return

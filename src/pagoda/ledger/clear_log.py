@@ -1,22 +1,25 @@
-"""What was cleared, where it outlives the tables: two files of fixed size, written in place, so that a clear needs no
-free space on the disk.
+"""What was cleared, where it outlives the tables: two files of fixed size, written in place, so
+that a clear needs no free space on the disk.
 
-A slab outlives its tables, and then only its headers say what is stored. So every watermark that a clear sets (see
-`clears_and_labels`) is on the medium before the clear returns: as the next record of the active file.
+A slab outlives its tables, and then only its headers say what is stored. So every watermark that a
+clear sets (see `clears_and_labels`) is on the medium before the clear returns: as the next record
+of the active file.
 
 | record | content, each with the number of its run and a checksum |
 | --- | --- |
 | 0 | the head: the number of records written together with it, and `floor` |
 | n | a namespace and the generation before which it was cleared: its watermark |
 
-`floor` is the watermark of every namespace that has no record. When a file is full, the other one becomes active, with
-the current generation as its floor and a record for each namespace that has chunks. This floor also clears all other
-namespaces, which removes nothing: they have no chunks, and chunks that they get later have generations above the floor.
-So a new file starts with at most one record per slot.
+`floor` is the watermark of every namespace that has no record. When a file is full, the other one
+becomes active, with the current generation as its floor and a record for each namespace that has
+chunks. This floor also clears all other namespaces, which removes nothing: they have no chunks, and
+chunks that they get later have generations above the floor. So a new file starts with at most one
+record per slot.
 
-The `state` of the store vouches for the log (`store_state`): the run of the active file, and how many records it has.
-If the log is gone, or is older, then it is not known what was cleared, and all counts as cleared. Run 0 stands for a
-store that this version or a later one made, and where nothing was ever cleared: there the log may be lost.
+The `state` of the store vouches for the log (`store_state`): the run of the active file, and how
+many records it has. If the log is gone, or is older, then it is not known what was cleared, and all
+counts as cleared. Run 0 stands for a store that this version or a later one made, and where nothing
+was ever cleared: there the log may be lost.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ _RECORD = Struct("<I32sQ")  # run, namespace, watermark
 _CHECK = Struct("<I")
 _BYTES = _RECORD.size + _CHECK.size
 _WORDS = _BYTES // 4
-_HEAD = Struct("<16sQ8x")  # instead of a namespace: magic, number of records written with it
+# instead of a namespace: magic, number of records written with it
+_HEAD = Struct("<16sQ8x")
 _MAGIC = b"pagoda clears 1\0"
 _LOG_ID = b"pagoda clears 1\0"
 NEVER_CLEARED = Voucher(_LOG_ID, 0, 0)
@@ -62,14 +66,18 @@ _SPARE = 1024  # records in addition to one namespace per slot
 
 
 class Watermarks(NamedTuple):
-    """For each namespace the generation before which it was cleared; `floor` is for all that are not in `of`."""
+    """For each namespace the generation before which it was cleared; `floor` is for all that are
+    not in `of`.
+    """
 
     floor: int
     of: Mapping[bytes, int]
 
 
 class _ActiveFile(NamedTuple):
-    """The active file, the number of its run, its floor, and how many records were written with its head."""
+    """The active file, the number of its run, its floor, and how many records were written with its
+    head.
+    """
 
     path: Path
     number: int
@@ -78,7 +86,9 @@ class _ActiveFile(NamedTuple):
 
 
 class ClearLog:
-    """The two files of one store. The caller makes sure that only one thread of one process uses it at a time."""
+    """The two files of one store. The caller makes sure that only one thread of one process uses it
+    at a time.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -90,7 +100,8 @@ class ClearLog:
             allocate(path, _BYTES * (slots + _SPARE))
 
     def read(self) -> Watermarks | None:
-        """Read what is on the medium; None if nothing was ever written. If that is lost, all counts as cleared.
+        """Read what is on the medium; None if nothing was ever written. If that is lost, all counts
+        as cleared.
 
         OSError if this process has no files or memory left to read it.
         """
@@ -101,7 +112,10 @@ class ClearLog:
                 raise
             if self.was_never_used():
                 return Watermarks(0, {})
-            log.warning("cannot read what was cleared (%s): no chunk of the slab is taken back", error)
+            log.warning(
+                "cannot read what was cleared (%s): no chunk of the slab is taken back",
+                error,
+            )
             return Watermarks(ALL, {})
 
     def was_never_used(self) -> bool:
@@ -112,14 +126,19 @@ class ClearLog:
         return False
 
     def vouch(self, begun: bool) -> None:
-        """Let `state` vouch for what is in the log now, synced. OSError, also if the log cannot be read.
+        """Let `state` vouch for what is in the log now, synced. OSError, also if the log cannot be
+        read.
 
         `begun`: `replace` has just begun it, so what `state` vouched for before does not count.
         """
         found = self._records(compares=not begun)
         if found is not None:
             run, records = found
-            set_voucher(self._directory, Vouched.CLEARS, Voucher(_LOG_ID, run.number, len(records)))
+            set_voucher(
+                self._directory,
+                Vouched.CLEARS,
+                Voucher(_LOG_ID, run.number, len(records)),
+            )
 
     def is_there(self) -> bool:
         """Whether the log is whole, and has what `state` vouches for."""
@@ -137,30 +156,53 @@ class ClearLog:
             watermarks[root] = max(watermark, watermarks.get(root, 0))
         return Watermarks(run.floor, watermarks)
 
-    def _records(self, compares: bool = True) -> tuple[_ActiveFile, list[tuple[bytes, int]]] | None:
-        """Return the active file and its records; None if nothing was ever written. OSError if something is lost.
+    def _records(
+        self, compares: bool = True
+    ) -> tuple[_ActiveFile, list[tuple[bytes, int]]] | None:
+        """Return the active file and its records; None if nothing was ever written. OSError if
+        something is lost.
 
         `compares`: with what `state` vouches for.
         """
-        vouched = read_voucher(self._directory, Vouched.CLEARS) if compares else None
+        vouched = (
+            read_voucher(self._directory, Vouched.CLEARS) if compares else None
+        )
         run = self._in_force()
         if run is None:
             if vouched is not None and vouched.first:
-                raise OSError(errno.EIO, f"{self._paths[0]} and {self._paths[1]} are lost")
-            if any(any(path.read_bytes()) for path in self._paths if path.exists()):
-                raise OSError(errno.EIO, f"{self._paths[0]} and {self._paths[1]} are damaged")
+                raise OSError(
+                    errno.EIO, f"{self._paths[0]} and {self._paths[1]} are lost"
+                )
+            if any(
+                any(path.read_bytes()) for path in self._paths if path.exists()
+            ):
+                raise OSError(
+                    errno.EIO,
+                    f"{self._paths[0]} and {self._paths[1]} are damaged",
+                )
             return None
         data = run.path.read_bytes()
-        numbers = np.frombuffer(data, np.uint32, len(data) // _BYTES * _WORDS).reshape(-1, _WORDS)[1:, 0]
+        numbers = np.frombuffer(
+            data, np.uint32, len(data) // _BYTES * _WORDS
+        ).reshape(-1, _WORDS)[1:, 0]
         written = 1 + np.flatnonzero(numbers == run.number)
-        found = [_parsed(data[at * _BYTES : (at + 1) * _BYTES], run.number) for at in written.tolist()]
+        found = [
+            _parsed(data[at * _BYTES : (at + 1) * _BYTES], run.number)
+            for at in written.tolist()
+        ]
         if found and found[-1] is None:
-            # the last record is torn: the machine went down during the write, so that clear never returned
+            # the last record is torn: the machine went down during the write, so that clear never
+            # returned
             found.pop()
-        whole = None not in found and written[: len(found)].tolist() == list(range(1, 1 + len(found)))
+        whole = None not in found and written[: len(found)].tolist() == list(
+            range(1, 1 + len(found))
+        )
         if not whole or len(found) < run.base:
             raise OSError(errno.EIO, f"{run.path} is damaged")
-        if vouched is not None and (run.number, len(found)) < (vouched.first, vouched.second):
+        if vouched is not None and (run.number, len(found)) < (
+            vouched.first,
+            vouched.second,
+        ):
             raise OSError(errno.EIO, f"{run.path} is older than the store")
         return run, list(filter(None, found))
 
@@ -174,29 +216,56 @@ class ClearLog:
             number = run.number
             count = os.fstat(fd).st_size // _BYTES
             end = bisect_left(
-                range(count), True, 1 + run.base,
-                key=lambda at: _parsed(os.pread(fd, _BYTES, at * _BYTES), number) is None,
-            )  # fmt: skip
+                range(count),
+                True,
+                1 + run.base,
+                key=lambda at: (
+                    _parsed(os.pread(fd, _BYTES, at * _BYTES), number) is None
+                ),
+            )
             if end == count:
                 return False
             _put(fd, end, _sealed(number, root, watermark))
         return True
 
     def replace(self, watermarks: Watermarks) -> None:
-        """Write all watermarks into the inactive file, synced, which makes it the active one. OSError."""
+        """Write all watermarks into the inactive file, synced, which makes it the active one.
+        OSError.
+        """
         old = self._in_force()
-        if old is None:  # the files may have records from before their heads were lost
+        # the files may have records from before their heads were lost
+        if old is None:
             for path in self._paths:
                 with open(path, "r+b", buffering=0) as file:
                     _put(file.fileno(), 0, bytes(os.fstat(file.fileno()).st_size))
-        path = self._paths[1] if old is not None and old.path == self._paths[0] else self._paths[0]
-        number = 1 + max(old.number if old is not None else 0, self._vouched_run())
-        records = b"".join(_sealed(number, root, watermark) for root, watermark in watermarks.of.items())
+        path = (
+            self._paths[1]
+            if old is not None and old.path == self._paths[0]
+            else self._paths[0]
+        )
+        number = 1 + max(
+            old.number if old is not None else 0, self._vouched_run()
+        )
+        records = b"".join(
+            _sealed(number, root, watermark)
+            for root, watermark in watermarks.of.items()
+        )
         with open(path, "r+b", buffering=0) as file:
             if _BYTES + len(records) > os.fstat(file.fileno()).st_size:
-                raise OSError(errno.ENOSPC, f"{len(watermarks.of)} namespaces do not fit into {path}")
+                raise OSError(
+                    errno.ENOSPC,
+                    f"{len(watermarks.of)} namespaces do not fit into {path}",
+                )
             _put(file.fileno(), 1, records)
-            _put(file.fileno(), 0, _sealed(number, _HEAD.pack(_MAGIC, len(watermarks.of)), watermarks.floor))
+            _put(
+                file.fileno(),
+                0,
+                _sealed(
+                    number,
+                    _HEAD.pack(_MAGIC, len(watermarks.of)),
+                    watermarks.floor,
+                ),
+            )
         # invalidated: if the new head is damaged one day, the old file must not count as the latest
         if old is not None:
             with open(old.path, "r+b", buffering=0) as file:
@@ -204,19 +273,28 @@ class ClearLog:
 
     def _vouched_run(self) -> int:
         vouched = read_voucher(self._directory, Vouched.CLEARS)
-        return 0 if vouched is None or vouched == DAMAGED_VOUCHER else vouched.first
+        return (
+            0 if vouched is None or vouched == DAMAGED_VOUCHER else vouched.first
+        )
 
     def last_incarnation(self) -> int:
-        """Return the last incarnation of the tables that the log knows of; 0 if it cannot be read."""
+        """Return the last incarnation of the tables that the log knows of; 0 if it cannot be
+        read.
+        """
         with contextlib.suppress(OSError):
             found = self._records()
             if found is not None:
                 run, records = found
-                return max([run.floor, *(watermark for _, watermark in records)]) >> INCARNATION_BITS
+                return (
+                    max([run.floor, *(watermark for _, watermark in records)])
+                    >> INCARNATION_BITS
+                )
         return 0
 
     def _in_force(self) -> _ActiveFile | None:
-        runs = [run for path in self._paths if (run := _active_file(path)) is not None]
+        runs = [
+            run for path in self._paths if (run := _active_file(path)) is not None
+        ]
         return max(runs, key=lambda run: run.number, default=None)
 
 

@@ -1,9 +1,11 @@
-"""Namespaces: a row for each that has chunks, the generation at which it was last cleared, and labels for people.
+"""Namespaces: a row for each that has chunks, the generation at which it was last cleared, and
+labels for people.
 
-A clear sets a *watermark* in the one sequence of generations. Chunks that the namespace reserved before the watermark
-are cleared; chunks that it reserves later stay. So a namespace without chunks needs no row, and when it gets chunks
-again, their generations are above every earlier watermark. Only the slots of a slab that outlives its tables may still
-contain old chunks; the watermarks that they are compared with after a rebuild are kept in files (see `clear_log`).
+A clear sets a *watermark* in the one sequence of generations. Chunks that the namespace reserved
+before the watermark are cleared; chunks that it reserves later stay. So a namespace without chunks
+needs no row, and when it gets chunks again, their generations are above every earlier watermark.
+Only the slots of a slab that outlives its tables may still contain old chunks; the watermarks that
+they are compared with after a rebuild are kept in files (see `clear_log`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _LOOK = 8  # the number of labels among which one is chosen for removal
 
 
 class Label(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A namespace in the file of labels; `epoch`: the number of its clears, if an older version wrote the file."""
+    """A namespace in the file of labels; `epoch`: the number of its clears, if an older version
+    wrote the file.
+    """
 
     fields: dict[str, str]
     epoch: int = 0
@@ -45,16 +49,24 @@ class NamespaceCounts(NamedTuple):
 
 
 def is_live(transaction: Transaction, root: bytes, reserved: int) -> bool:
-    """Whether a chunk that a scan found was reserved (at generation `reserved`) after the last clear."""
+    """Whether a chunk that a scan found was reserved (at generation `reserved`) after the last
+    clear.
+    """
     number = transaction.namespace(root)
     meta = transaction.meta
-    return reserved >= (transaction.watermark(number) if number else max(meta.floor, meta.cleared))
+    return reserved >= (
+        transaction.watermark(number) if number else max(meta.floor, meta.cleared)
+    )
 
 
-def clear(transaction: Transaction, root: bytes | None) -> tuple[PendingClear, int]:
-    """Set the watermark of one namespace, or of all: chunks that were reserved before it are gone from now on.
+def clear(
+    transaction: Transaction, root: bytes | None
+) -> tuple[PendingClear, int]:
+    """Set the watermark of one namespace, or of all: chunks that were reserved before it are gone
+    from now on.
 
-    They are never committed, and no look-up finds them. Returns the clear that is now under way, and how many chunks it
+    They are never committed, and no look-up finds them. Returns the clear that is now under way,
+    and how many chunks it
     covers: they are still to be removed.
     """
     watermark = transaction.meta.next_generation
@@ -65,7 +77,8 @@ def clear(transaction: Transaction, root: bytes | None) -> tuple[PendingClear, i
         _begin_clear(transaction, pending)
         return pending, transaction.meta.ready
     number = transaction.namespace(root)
-    if not number and transaction.meta.scanning:  # the scan may not have found its chunks yet
+    # the scan may not have found its chunks yet
+    if not number and transaction.meta.scanning:
         number = transaction.add_namespace(root)
     pending = PendingClear(root, number or NOBODYS, watermark, member)
     row = transaction.get(NUMBER.pack(number), db=transaction.tables.namespaces)
@@ -87,23 +100,34 @@ def _begin_clear(transaction: Transaction, pending: PendingClear) -> None:
 def end_clear(transaction: Transaction, ended: PendingClear) -> None:
     """Record that the chunks of a clear are removed, and that it is on the medium."""
     others = transaction.tables.pending_clears(transaction.txn)
-    kept = [other for other in others if (other.number, other.watermark) != (ended.number, ended.watermark)]
+    kept = [
+        other
+        for other in others
+        if (other.number, other.watermark) != (ended.number, ended.watermark)
+    ]
     if len(kept) < len(others):
         transaction.tables.put_pending_clears(transaction.txn, kept)
 
 
 def load_saved(transaction: Transaction, directory: Path) -> None:
-    """Enter into the tables what outlived the old ones: which namespaces were cleared, and their labels."""
+    """Enter into the tables what outlived the old ones: which namespaces were cleared, and their
+    labels.
+    """
     watermarks, labels = read_saved(directory)
     meta = transaction.meta
-    # an older copy of `state` leads to an older incarnation: what was cleared in a later one stays below what is new
-    highest = max((mark for mark in watermarks.of.values() if mark != ALL), default=0)
+    # an older copy of `state` leads to an older incarnation: what was cleared in a later one stays
+    # below what is new
+    highest = max(
+        (mark for mark in watermarks.of.values() if mark != ALL), default=0
+    )
     meta.next_generation = max(meta.next_generation, highest)
     meta.floor = max(meta.floor, min(watermarks.floor, meta.next_generation))
     for root, watermark in watermarks.of.items():
         if not transaction.namespace(root):
             transaction.add_namespace(root, watermark)
-    for root, fields in list(labels.items())[: transaction.tables.most_labels // 2]:
+    for root, fields in list(labels.items())[
+        : transaction.tables.most_labels // 2
+    ]:
         label(transaction, root, fields)
 
 
@@ -111,19 +135,27 @@ def load_saved(transaction: Transaction, directory: Path) -> None:
 
 
 def label(transaction: Transaction, root: bytes, fields: dict[str, str]) -> None:
-    """Write the label of a namespace, cut to a limit; if there are too many labels, one is removed."""
+    """Write the label of a namespace, cut to a limit; if there are too many labels, one is
+    removed.
+    """
     labels = transaction.tables.labels
     row = _encoded(fields)
     known = transaction.get(root, db=labels)
     if not fields or row == known:
         return
-    if known is None and transaction.txn.stat(labels)["entries"] >= transaction.tables.most_labels:
+    if (
+        known is None
+        and transaction.txn.stat(labels)["entries"]
+        >= transaction.tables.most_labels
+    ):
         _forget_label(transaction)
     transaction.put(root, row, db=labels)
 
 
 def _forget_label(transaction: Transaction) -> None:
-    """Remove one of the few labels that follow a random key, if possible the label of a namespace without chunks."""
+    """Remove one of the few labels that follow a random key, if possible the label of a namespace
+    without chunks.
+    """
     labels = transaction.tables.labels
     cursor = transaction.txn.cursor(db=labels)
     if not cursor.set_range(secrets.token_bytes(32)):
@@ -137,7 +169,9 @@ def _encoded(fields: dict[str, str]) -> bytes:
     """Return a label as its row: values are cut until the row is within the bound."""
     longest = _LONGEST_VALUE
     while True:
-        row = msgspec.json.encode({name: _cut(value, longest) for name, value in fields.items()})
+        row = msgspec.json.encode(
+            {name: _cut(value, longest) for name, value in fields.items()}
+        )
         if len(row) <= _LABEL_BYTES:
             return row
         if not longest:
@@ -159,18 +193,24 @@ def read_saved(directory: Path) -> tuple[Watermarks, dict[bytes, dict[str, str]]
     """Read what a store on disk keeps outside its tables: what was cleared, and the labels."""
     known = read_labels(directory)
     watermarks = ClearLog(directory).read()
-    if watermarks is None:  # an older version counted clears and wrote that count into the headers
-        watermarks = Watermarks(0, {root: label.epoch for root, label in known.items() if label.epoch})
+    # an older version counted clears and wrote that count into the headers
+    if watermarks is None:
+        watermarks = Watermarks(
+            0, {root: label.epoch for root, label in known.items() if label.epoch}
+        )
     return watermarks, {root: label.fields for root, label in known.items()}
 
 
 def read_labels(directory: Path) -> dict[bytes, Label]:
     """Read the file of labels, by root. Empty if it is absent or damaged.
 
-    OSError if this process has no files or memory left to read it: older versions kept there what was cleared.
+    OSError if this process has no files or memory left to read it: older versions kept there what
+    was cleared.
     """
     try:
-        known = msgspec.json.decode((directory / NAMESPACES).read_bytes(), type=dict[str, Label])
+        known = msgspec.json.decode(
+            (directory / NAMESPACES).read_bytes(), type=dict[str, Label]
+        )
         return {bytes.fromhex(root): label for root, label in known.items()}
     except OSError as error:
         if is_shortage(error):

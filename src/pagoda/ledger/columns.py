@@ -1,14 +1,16 @@
-"""The columns of a ledger: one row per slot, mapped, shared by all processes; hints that may be lost or torn.
+"""The columns of a ledger: one row per slot, mapped, shared by all processes; hints that may be
+lost or torn.
 
-In host memory `generation` and `key` are more than hints: they are the published copy of what the tables say, and are
-compared with it. They are assigned inside the gate, after the commit of the transaction that decided them, and before
-the first byte of the slot is written. For a store on disk all columns are hints: what is served is decided by its
-tables and by the headers of its slots, and the columns only rank chunks (see `hint_pages`).
+In host memory `generation` and `key` are more than hints: they are the published copy of what the
+tables say, and are compared with it. They are assigned inside the gate, after the commit of the
+transaction that decided them, and before the first byte of the slot is written. For a store on disk
+all columns are hints: what is served is decided by its tables and by the headers of its slots, and
+the columns only rank chunks (see `hint_pages`).
 
-Beside them is a table of *ghosts*: what is remembered of chunks that were evicted, removed or not admitted. A ghost
-says when its chunk was last asked for, how often, and why it is not here. The table is mapped and shared like the
-columns; a ghost may be lost or torn at any time. A key has eight places; when all are taken, the ghost that was asked
-for longest ago is replaced.
+Beside them is a table of *ghosts*: what is remembered of chunks that were evicted, removed or not
+admitted. A ghost says when its chunk was last asked for, how often, and why it is not here. The
+table is mapped and shared like the columns; a ghost may be lost or torn at any time. A key has
+eight places; when all are taken, the ghost that was asked for longest ago is replaced.
 """
 
 from __future__ import annotations
@@ -24,30 +26,37 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.ma  # else the first large `np.isin` imports it, and a child that is forked meanwhile waits forever
+
+# else the first large `np.isin` imports it, and a child that is forked meanwhile waits forever
+import numpy.ma
 from numpy.typing import NDArray
 
 from pagoda.errors import NoRoomError
 from pagoda.file_space import allocate, opened
 from pagoda.policy import Ghosts
 
-NOT_READY = np.iinfo(np.int64).max  # `last_use` of a slot that has no chunk to evict
+# `last_use` of a slot that has no chunk to evict
+NOT_READY = np.iinfo(np.int64).max
 LAST_STAMP = 1 << 62  # no clock reaches this: a larger stamp is damaged
 LONGEST_LEASE_NS = 60 * 10**9
 NO_PARENT = -1
 BARE = 1 << 63  # in the published generation of a slot that has no pages
-FEW = 4  # up to this number of rows, a loop is cheaper than array operations, above all with cold CPU caches
+# up to this number of rows, a loop is cheaper than array operations, above all with cold CPU caches
+FEW = 4
 KEY_BYTES = 32
 _ALIGN = 4096
 
-# ghosts of a store on disk: eight for each slot as in host memory, but together at most this many, or one for each slot
+# ghosts of a store on disk: eight for each slot as in host memory, but together at most this many,
+# or one for each slot
 _MOST_GHOSTS = 1 << 20
-_COUNTED = 2048  # the number of slots sampled to estimate how many are leased; takes some us
+# the number of slots sampled to estimate how many are leased; takes some us
+_COUNTED = 2048
 
 PER_SLOT = 8
 WIDTHS = (8, 8, 8, 2, 1)  # bytes of the columns of a ghost
 _WAYS = 8
-_MOST_FORGOTTEN = 1024  # batches of replaced ghosts that wait for the policy to learn from them
+# batches of replaced ghosts that wait for the policy to learn from them
+_MOST_FORGOTTEN = 1024
 _MOST_HITS = np.iinfo(np.uint16).max
 _NONE = np.empty(0, np.int64)
 
@@ -57,14 +66,21 @@ D = TypeVar("D", bound=np.generic)
 
 
 class Columns:
-    """Numpy views of the mapped file, each of length `slots`. Writers follow the rule in the module's docstring.
+    """Numpy views of the mapped file, each of length `slots`. Writers follow the rule in the
+    module's docstring.
 
-    generation uint64 · keys uint64 (slots, 4) · last_use int64 (recency stamp) · lease_until int64 (ns, monotonic) ·
-    parent_slot int64 · parent_generation uint64 · hits uint32 · position uint32.
+    generation uint64 · keys uint64 (slots, 4) · last_use int64 (recency stamp) · lease_until int64
+    (ns, monotonic) · parent_slot int64 · parent_generation uint64 · hits uint32 · position uint32.
     """
 
-    def __init__(self, source: Path | mmap.mmap | None, slots: int, ghosts: int | None = None) -> None:
-        """Map the file `source`, or use that memory; None: private memory, zeroed. It has `columns_bytes` bytes.
+    def __init__(
+        self,
+        source: Path | mmap.mmap | None,
+        slots: int,
+        ghosts: int | None = None,
+    ) -> None:
+        """Map the file `source`, or use that memory; None: private memory, zeroed. It has
+        `columns_bytes` bytes.
 
         `ghosts`: by default 8 for each slot.
         """
@@ -79,7 +95,9 @@ class Columns:
         self.slots = self.capacity = slots
         self._offset = 0
         self.generation: NDArray[np.uint64] = self._view(np.uint64, slots)
-        self.keys: NDArray[np.uint64] = self._view(np.uint64, slots * 4).reshape(slots, 4)
+        self.keys: NDArray[np.uint64] = self._view(np.uint64, slots * 4).reshape(
+            slots, 4
+        )
         self.last_use: NDArray[np.int64] = self._view(np.int64, slots)
         self.lease_until: NDArray[np.int64] = self._view(np.int64, slots)
         self.parent_slot: NDArray[np.int64] = self._view(np.int64, slots)
@@ -100,13 +118,17 @@ class Columns:
         self.forgotten = self.table.forgotten
 
     def renew_cells(self) -> None:
-        """Replace `cells`: memory views of the columns, for single values at two thirds of the cost; keys as bytes.
+        """Replace `cells`: memory views of the columns, for single values at two thirds of the
+        cost; keys as bytes.
 
         Code that still uses the old cells gets ValueError at its next access.
         """
         for cells in self.cells:
             cells.release()
-        self.cells = [self.keys.data.cast("B") if one is self.keys else one.data for one in self._all()]
+        self.cells = [
+            self.keys.data.cast("B") if one is self.keys else one.data
+            for one in self._all()
+        ]
 
     def _view(self, dtype: type[D], count: int) -> NDArray[D]:
         view: NDArray[D] = np.frombuffer(self._map, dtype, count, self._offset)
@@ -127,46 +149,72 @@ class Columns:
         self.table.copy_from(other.table)
 
     def _all(self) -> tuple[NDArray[np.generic], ...]:
-        return (self.generation, self.keys, self.last_use, self.lease_until, self.parent_slot,
-                self.parent_generation, self.hits, self.position)  # fmt: skip
+        return (
+            self.generation,
+            self.keys,
+            self.last_use,
+            self.lease_until,
+            self.parent_slot,
+            self.parent_generation,
+            self.hits,
+            self.position,
+        )
 
     def key_of(self, slot: int) -> bytes:
         """Return the published key of a slot."""
         return bytes(self.cells[1][slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
 
     def places_of(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
-        """Return slot and key for each of these keys that is published, complete or not. Reads all rows."""
+        """Return slot and key for each of these keys that is published, complete or not. Reads all
+        rows.
+        """
         slots = np.flatnonzero(np.isin(self.keys[:, 0], marks_of(keys)))
         asked = set(keys)
-        return [(slot, key) for slot in slots.tolist() if (key := self.key_of(slot)) in asked]
+        return [
+            (slot, key)
+            for slot in slots.tolist()
+            if (key := self.key_of(slot)) in asked
+        ]
 
-    def are_published(self, slots: Rows, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+    def are_published(
+        self, slots: Rows, keys: Sequence[bytes]
+    ) -> NDArray[np.bool_]:
         """Return for each of these slots whether it is published under its key."""
         asked = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 4)
         return np.asarray((self.keys[slots] == asked).all(axis=1))
 
     def lease(self, rows: Rows, now: int, nanoseconds: int) -> None:
-        """Keep these slots from eviction for a while from `now` on; at most half of the slots are leased at once.
+        """Keep these slots from eviction for a while from `now` on; at most half of the slots are
+        leased at once.
 
-        In a large store a sample is counted: counting all slots would cost more than the rest of a lookup.
+        In a large store a sample is counted: counting all slots would cost more than the rest of a
+        lookup.
         """
         fresh = self.lease_until[rows] <= now
         if fresh.any():
-            # take another sample each time, at an odd step: the slots of one prompt often have a regular step, a power
-            # of two
+            # take another sample each time, at an odd step: the slots of one prompt often have a
+            # regular step, a power of two
             step = self.slots // _COUNTED | 1
             sample = self.lease_until[now % step :: step]
-            leased = int(np.count_nonzero(sample > now)) * self.slots // len(sample)
+            leased = (
+                int(np.count_nonzero(sample > now)) * self.slots // len(sample)
+            )
             room = max(0, self.slots // 2 - leased)
             rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
-        self.lease_until[rows] = np.maximum(self.lease_until[rows], now + nanoseconds)
+        self.lease_until[rows] = np.maximum(
+            self.lease_until[rows], now + nanoseconds
+        )
 
     def sane(self) -> None:
         """Replace values that no process writes: these columns were read from a file."""
         # these times may be from another boot
-        self.lease_until[self.lease_until > time.monotonic_ns() + LONGEST_LEASE_NS] = 0
+        self.lease_until[
+            self.lease_until > time.monotonic_ns() + LONGEST_LEASE_NS
+        ] = 0
         self.last_use[self.last_use > LAST_STAMP] = NOT_READY
-        outside = (self.parent_slot < NO_PARENT) | (self.parent_slot >= self.slots)
+        outside = (self.parent_slot < NO_PARENT) | (
+            self.parent_slot >= self.slots
+        )
         self.parent_slot[outside] = NO_PARENT
         self.table.sane()
 
@@ -178,7 +226,9 @@ def map_file(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def map_or_private(source: Path | mmap.mmap | None, nbytes: int) -> memoryview:
-    """Return that memory, or map that file; make it if it does not exist. Without space for it: private memory."""
+    """Return that memory, or map that file; make it if it does not exist. Without space for it:
+    private memory.
+    """
     if isinstance(source, mmap.mmap):
         return memoryview(source)
     if source is not None:
@@ -209,10 +259,17 @@ def _aligned(nbytes: int) -> int:
 
 
 class GhostTable:
-    """The ghosts of one ledger: views of its mapped file. A key is identified by its mark, its first eight bytes."""
+    """The ghosts of one ledger: views of its mapped file. A key is identified by its mark, its
+    first eight bytes.
+    """
 
     def __init__(
-        self, mark: Marks, last_use: Rows, went: Rows, hits: NDArray[np.uint16], reason: NDArray[np.uint8]
+        self,
+        mark: Marks,
+        last_use: Rows,
+        went: Rows,
+        hits: NDArray[np.uint16],
+        reason: NDArray[np.uint8],
     ) -> None:
         self._mark = mark
         self.last_use = last_use
@@ -223,10 +280,17 @@ class GhostTable:
         self._marks = mark.reshape(-1, _WAYS)
         self._uses = last_use.reshape(-1, _WAYS)
         self._places = np.uint64(len(mark) // _WAYS)
-        self._forgotten: deque[tuple[NDArray[np.uint32], Rows]] = deque(maxlen=_MOST_FORGOTTEN)
+        self._forgotten: deque[tuple[NDArray[np.uint32], Rows]] = deque(
+            maxlen=_MOST_FORGOTTEN
+        )
 
     def remember(
-        self, marks: Marks, last_use: Rows, hits: NDArray[np.uint32], went: int, reason: int
+        self,
+        marks: Marks,
+        last_use: Rows,
+        hits: NDArray[np.uint32],
+        went: int,
+        reason: int,
     ) -> None:
         """Leave a ghost for each mark. `last_use` and `went` are recency stamps."""
         if not len(marks):
@@ -237,11 +301,15 @@ class GhostTable:
             firsts = np.unique(rows, return_index=True)[1]
             rest = np.delete(np.arange(len(rows)), firsts)
             for part in (np.sort(firsts), rest):
-                self.remember(marks[part], last_use[part], hits[part], went, reason)
+                self.remember(
+                    marks[part], last_use[part], hits[part], went, reason
+                )
             return
         loses = rows[~found & (self.last_use[rows] > 0)]
         if len(loses):
-            self._forgotten.append((self.hits[loses].astype(np.uint32), went - self.last_use[loses]))
+            self._forgotten.append(
+                (self.hits[loses].astype(np.uint32), went - self.last_use[loses])
+            )
         self._mark[rows] = marks
         self.last_use[rows] = np.maximum(np.minimum(last_use, went), 1)
         self._went[rows] = went
@@ -265,17 +333,24 @@ class GhostTable:
             self.last_use[rows] = 0
 
     def find(self, key: bytes) -> tuple[int, int] | None:
-        """Return when a chunk was removed (recency stamp) and why (index into the ghost reasons), if it has a ghost."""
-        # the mark as in `marks_of`, without its array operations, which are several times slower for one key
+        """Return when a chunk was removed (recency stamp) and why (index into the ghost reasons),
+        if it has a ghost.
+        """
+        # the mark as in `marks_of`, without its array operations, which are several times slower
+        # for one key
         mark = int.from_bytes(key[:8], sys.byteorder)
         first = mark % len(self._marks) * _WAYS
-        for row, other in enumerate(self._mark[first : first + _WAYS].tolist(), first):
+        for row, other in enumerate(
+            self._mark[first : first + _WAYS].tolist(), first
+        ):
             if other == mark and self.last_use[row] > 0:
                 return int(self._went[row]), int(self._reason[row])
         return None
 
     def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
-        """Take the ghosts that this process replaced since the last call: hits and age (ns) of each."""
+        """Take the ghosts that this process replaced since the last call: hits and age (ns) of
+        each.
+        """
         while self._forgotten:
             yield self._forgotten.popleft()
 
@@ -284,7 +359,9 @@ class GhostTable:
         self.last_use[(self.last_use < 0) | (self.last_use > LAST_STAMP)] = 0
 
     def copy_from(self, other: GhostTable) -> None:
-        """Copy the ghosts of another table; where a place has too many, keep those that were asked for last."""
+        """Copy the ghosts of another table; where a place has too many, keep those that were asked
+        for last.
+        """
         there = np.flatnonzero(other.last_use > 0)
         places = (other._mark[there] % self._places).astype(np.int64)
         order = np.lexsort((-other.last_use[there], places))
@@ -301,9 +378,11 @@ class GhostTable:
 
     def _found(self, marks: Marks) -> tuple[Rows, Rows]:
         """Return which of the marks have a ghost, and its row."""
-        # the most common case is a chunk that was never here; array operations would cost five times as much
+        # the most common case is a chunk that was never here; array operations would cost five
+        # times as much
         if len(marks) <= FEW and not any(
-            mark in self._marks[mark % len(self._marks)].tolist() for mark in marks.tolist()
+            mark in self._marks[mark % len(self._marks)].tolist()
+            for mark in marks.tolist()
         ):
             return _NONE, _NONE
         places = (marks % self._places).astype(np.int64)
@@ -313,12 +392,16 @@ class GhostTable:
         return known, places[known] * _WAYS + same[known].argmax(axis=1)
 
     def _rows(self, marks: Marks) -> tuple[Rows, NDArray[np.bool_]]:
-        """Return the row of each mark's ghost, or the row that it would take, and whether it exists."""
+        """Return the row of each mark's ghost, or the row that it would take, and whether it
+        exists.
+        """
         places = (marks % self._places).astype(np.int64)
         uses = self._uses[places]
         same = (self._marks[places] == marks[:, None]) & (uses > 0)
         found = same.any(axis=1)
-        return places * _WAYS + np.where(found, same.argmax(axis=1), uses.argmin(axis=1)), found
+        return places * _WAYS + np.where(
+            found, same.argmax(axis=1), uses.argmin(axis=1)
+        ), found
 
 
 def marks_of(keys: Sequence[bytes]) -> Marks:

@@ -1,15 +1,18 @@
-"""The record of epochs of one root: how often the weights of each model were changed in place, as the root knows it.
+"""The record of epochs of one root: how often the weights of each model were changed in place, as
+the root knows it.
 
-    <root>/epochs      two halves of fixed size, written in turn, in place and synced; the sound one with the higher
-                       sequence is valid
-    <store>/state      vouches for it: the random id of the record, and the last sequence that it had (`store_state`)
-    <root>/weights-*   what older versions have instead, one for each model: its size is the count. It is read, and kept
-                       at the count, as long as such versions may open the root
+    <root>/epochs      two halves of fixed size, written in turn, in place and synced; the sound one
+                       with the higher sequence is valid
+    <store>/state      vouches for it: the random id of the record, and the last sequence that it
+                       had (`store_state`)
+    <root>/weights-*   what older versions have instead, one for each model: its size is the count.
+                       It is read, and kept at the count, as long as such versions may open the root
 
-The data vouches for the record. If the record is gone, is older than a store of the root says, cannot be read, or is
-that of another root, then it is not known which weights the chunks of the root are of: a new record begins, with a
-*floor*, and every model gets a new epoch at its next opening. If all stores say that no epoch was ever recorded, then
-nothing is lost, and there is no floor.
+The data vouches for the record. If the record is gone, is older than a store of the root says,
+cannot be read, or is that of another root, then it is not known which weights the chunks of the
+root are of: a new record begins, with a *floor*, and every model gets a new epoch at its next
+opening. If all stores say that no epoch was ever recorded, then nothing is lost, and there is no
+floor.
 
 `pagoda.cache.weights_epoch` calls this; it decides which epoch is valid for several roots together.
 """
@@ -53,13 +56,16 @@ _EPOCH = Struct("<QQ")  # count, nonce
 _MAGIC = b"PAGODAEP"
 _MOST_MODELS = (_HALF_BYTES - _CHECK.size - _HEAD.size) // _MODEL.size
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-_RESERVED_BYTES = 1024  # space for this many epochs of a model, in its file for older versions
-_PASSED = 1 << 63  # in the count of a row: an epoch that a model of this root had before, see `_passed_row`
+# space for this many epochs of a model, in its file for older versions
+_RESERVED_BYTES = 1024
+# in the count of a row: an epoch that a model of this root had before, see `_passed_row`
+_PASSED = 1 << 63
 _MOST_PASSED = 256  # of all models together, the last ones
 
 
 class Epoch(NamedTuple):
-    """An epoch of a model: the number of changes in place of its weights, and a random number that no other epoch has.
+    """An epoch of a model: the number of changes in place of its weights, and a random number that
+    no other epoch has.
 
     Older versions have only that number, and nonce 0. `(0, 0)`: never changed.
     """
@@ -92,7 +98,9 @@ class EpochRecord:
     """The record of one root, for one model. Threads and processes may use it at once."""
 
     def __init__(self, root: Path, model: str) -> None:
-        """`model`: 16 hexadecimal digits that name a model and the epoch that it was configured with."""
+        """`model`: 16 hexadecimal digits that name a model and the epoch that it was configured
+        with.
+        """
         self.root = root
         self.path = root / EPOCHS
         self.old_path = root / f"weights-{model}"
@@ -112,9 +120,11 @@ class EpochRecord:
                     return
 
     def read(self) -> Epoch | None:
-        """Return the epoch of the model; None if it is unknown whether it was changed. Under `locked`. OSError.
+        """Return the epoch of the model; None if it is unknown whether it was changed. Under
+        `locked`. OSError.
 
-        Makes the record, or a new one if a promise was lost, and lets all stores of the root vouch for it.
+        Makes the record, or a new one if a promise was lost, and lets all stores of the root vouch
+        for it.
         """
         record = self._current()
         counted = self._old_count()
@@ -123,23 +133,30 @@ class EpochRecord:
             return None
         epoch = epoch or NEVER_CHANGED
         if counted > epoch.number:
-            # An older version changed the weights. What it stored since then is of that count, without a nonce.
+            # An older version changed the weights. What it stored since then is of that count,
+            # without a nonce.
             return Epoch(counted, 0)
         return epoch
 
     def least(self) -> int:
-        """Return the highest count of the model that the root still shows. Under `locked`. OSError."""
+        """Return the highest count of the model that the root still shows. Under `locked`.
+        OSError.
+        """
         epoch = self._current().of.get(self._digest, NEVER_CHANGED)
         return max(epoch.number, self._old_count())
 
     def passed(self, epochs: Collection[Epoch]) -> set[Epoch]:
-        """Return those of these epochs that the root left behind, for the one it has now. Under `locked`. OSError."""
+        """Return those of these epochs that the root left behind, for the one it has now. Under
+        `locked`. OSError.
+        """
         of = self._current().of
         counted = self._old_count()
         left_behind = set()
         for epoch in epochs:
             key, row = self._passed_row(epoch)
-            is_followed_by_count = of.get(self._digest) == epoch and counted > epoch.number
+            is_followed_by_count = (
+                of.get(self._digest) == epoch and counted > epoch.number
+            )
             if of.get(key) == row or is_followed_by_count:
                 left_behind.add(epoch)
         return left_behind
@@ -147,7 +164,9 @@ class EpochRecord:
     def has_promised(self) -> bool:
         """Whether an epoch may have been recorded here, when the record cannot be read."""
         try:
-            return self._old_count() > 0 or any(voucher.first for voucher in self._vouchers())
+            return self._old_count() > 0 or any(
+                voucher.first for voucher in self._vouchers()
+            )
         except FileNotFoundError:  # there is no root
             return False
         except (OSError, StoreError):
@@ -192,14 +211,23 @@ class EpochRecord:
 
     def _passed_row(self, epoch: Epoch) -> tuple[bytes, Epoch]:
         """Return the row, and its key, that says that the model had this epoch before."""
-        key = blake3(self._digest + _EPOCH.pack(*epoch), derive_key_context="PagodaKV passed epoch").digest(8)
+        key = blake3(
+            self._digest + _EPOCH.pack(*epoch),
+            derive_key_context="PagodaKV passed epoch",
+        ).digest(8)
         return key, Epoch(epoch.number | _PASSED, epoch.nonce)
 
     def _current(self) -> _EpochHalf:
-        """Return the record; if it is gone or not the one that the stores vouch for, begin another."""
+        """Return the record; if it is gone or not the one that the stores vouch for, begin
+        another.
+        """
         record = self._newest()
         vouched = self._vouchers()
-        lost = [voucher for voucher in vouched if voucher.first and not _keeps(record, voucher)]
+        lost = [
+            voucher
+            for voucher in vouched
+            if voucher.first and not _keeps(record, voucher)
+        ]
         if record is not None and not lost:
             if any(voucher.record_id != record.record_id for voucher in vouched):
                 self._vouch(record)
@@ -208,15 +236,18 @@ class EpochRecord:
         if lost:
             floor = secrets.randbits(64) | 1
             log.warning(
-                "%s is gone, or older than the stores beside it: it is not known whether the weights of their chunks "
-                "were changed in place, so none of these chunks is served; to use tiers that are shared with other "
+                "%s is gone, or older than the stores beside it: it is not known whether the "
+                "weights of their chunks "
+                "were changed in place, so none of these chunks is served; to use tiers that are "
+                "shared with other "
                 "machines, name the weights in `weights_changed`",
                 self.path,
             )
         record = _EpochHalf(secrets.token_bytes(16), int(bool(floor)), floor, {})
         self._put(record)
         self._vouch(record)
-        if floor:  # tell the processes that have the root open: see `WeightsEpoch.epoch`
+        # tell the processes that have the root open: see `WeightsEpoch.epoch`
+        if floor:
             for path in self.root.glob("weights-*"):
                 _grow(path, path.stat().st_size + 1)
         return record
@@ -251,7 +282,9 @@ class EpochRecord:
         except FileNotFoundError:
             return None
         halves = (content[:_HALF_BYTES], content[_HALF_BYTES:])
-        found = [record for half in halves if (record := _parsed(half)) is not None]
+        found = [
+            record for half in halves if (record := _parsed(half)) is not None
+        ]
         return max(found, key=lambda record: record.sequence, default=None)
 
     def _put(self, record: _EpochHalf) -> None:
@@ -273,29 +306,49 @@ class EpochRecord:
 
 def _keeps(record: _EpochHalf | None, voucher: Voucher) -> bool:
     """Whether a record is the one that a store vouches for, or a later state of it."""
-    return record is not None and record.record_id == voucher.record_id and record.sequence >= voucher.first
+    return (
+        record is not None
+        and record.record_id == voucher.record_id
+        and record.sequence >= voucher.first
+    )
 
 
 def _sealed(record: _EpochHalf) -> bytes:
-    head = _HEAD.pack(_MAGIC, record.record_id, record.sequence, record.floor, len(record.of))
-    rows = b"".join(_MODEL.pack(digest, *epoch) for digest, epoch in record.of.items())
+    head = _HEAD.pack(
+        _MAGIC, record.record_id, record.sequence, record.floor, len(record.of)
+    )
+    rows = b"".join(
+        _MODEL.pack(digest, *epoch) for digest, epoch in record.of.items()
+    )
     text = (head + rows).ljust(_HALF_BYTES - _CHECK.size, b"\0")
     return xxhash.xxh3_128_digest(text) + text
 
 
 def _parsed(half: bytes) -> _EpochHalf | None:
-    if len(half) != _HALF_BYTES or xxhash.xxh3_128_digest(half[_CHECK.size :]) != half[: _CHECK.size]:
+    if (
+        len(half) != _HALF_BYTES
+        or xxhash.xxh3_128_digest(half[_CHECK.size :]) != half[: _CHECK.size]
+    ):
         return None
-    magic, record_id, sequence, floor, count = _HEAD.unpack_from(half, _CHECK.size)
+    magic, record_id, sequence, floor, count = _HEAD.unpack_from(
+        half, _CHECK.size
+    )
     if magic != _MAGIC or count > _MOST_MODELS:
         return None
     first = _CHECK.size + _HEAD.size
     rows = _MODEL.iter_unpack(half[first : first + count * _MODEL.size])
-    return _EpochHalf(record_id, sequence, floor, {digest: Epoch(n, nonce) for digest, n, nonce in rows})
+    return _EpochHalf(
+        record_id,
+        sequence,
+        floor,
+        {digest: Epoch(n, nonce) for digest, n, nonce in rows},
+    )
 
 
 def _grow(path: Path, count: int) -> None:
-    """Make the file for older versions at least that long, synced. Appends of several processes add up. OSError."""
+    """Make the file for older versions at least that long, synced. Appends of several processes add
+    up. OSError.
+    """
     with opened(path, _APPEND) as fd:
         missing = count - os.fstat(fd).st_size
         if missing <= 0:

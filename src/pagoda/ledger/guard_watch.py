@@ -1,8 +1,10 @@
-"""The thread that sees when files of an open store are removed, replaced or cut, and makes its process leave the store.
+"""The thread that sees when files of an open store are removed, replaced or cut, and makes its
+process leave the store.
 
-`Session` puts itself under watch. A process works in the files that it has open; the next one opens those that have the
-names. As long as both are the same files, their locks meet. So a process that finds another file under a name, or none,
-stops using the store: it finds and stores nothing there, and says so once.
+`Session` puts itself under watch. A process works in the files that it has open; the next one opens
+those that have the names. As long as both are the same files, their locks meet. So a process that
+finds another file under a name, or none, stops using the store: it finds and stores nothing there,
+and says so once.
 """
 
 from __future__ import annotations
@@ -21,17 +23,22 @@ class Watched(Protocol):
     """An open store."""
 
     def look(self) -> None:
-        """Leave the store if its files are no longer those that were opened. Reads no file; never raises."""
+        """Leave the store if its files are no longer those that were opened. Reads no file; never
+        raises.
+        """
 
 
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-_starting = threading.RLock()  # nobody waits for it: who holds it starts the thread
+# nobody waits for it: who holds it starts the thread
+_starting = threading.RLock()
 _changed = Event()
 _thread = threading.Thread()  # not started, so not alive
 
 
 def watch(store: Watched) -> None:
-    """Look at a store once a second from now on. If no thread can be started, the next call of this tries again."""
+    """Look at a store once a second from now on. If no thread can be started, the next call of this
+    tries again.
+    """
     _watched.add(store)
     if not _thread.is_alive():
         if_free(_starting, _start)

@@ -1,18 +1,19 @@
-"""The memory of what a store knows beside its tables: columns, counters, last requests, speeds, what policies learn.
+"""The memory of what a store knows beside its tables: columns, counters, last requests, speeds,
+what policies learn.
 
-All processes that have a store open share it. A store in host memory has it in its own directory. A store on disk has
-it in memory too, never in a mapped file of its disk: a write to a mapped page kills the process if the file system has
-stopped, or copies on write and is full. It is in
+All processes that have a store open share it. A store in host memory has it in its own directory. A
+store on disk has it in memory too, never in a mapped file of its disk: a write to a mapped page
+kills the process if the file system has stopped, or copies on write and is full. It is in
 
     /dev/shm/pagoda-<uid>/.hints/<store id>-<incarnation>-<device and inode of state>/<name>
 
-(a copy of a store has the same id), if that directory is this user's and has space, else in private memory of the
-process. Nothing that decides what is served is read from it, so it may be lost, removed or damaged at any time:
-`session` compares it with the tables.
+(a copy of a store has the same id), if that directory is this user's and has space, else in private
+memory of the process. Nothing that decides what is served is read from it, so it may be lost,
+removed or damaged at any time: `session` compares it with the tables.
 
-`save` writes it into the files of the store's directory by `pwrite`. These are read when the memory is made again. The
-last process that closes the store saves, and removes the memory; after a kill it stays until the store is opened
-again, or until `sweep` finds that the store is gone.
+`save` writes it into the files of the store's directory by `pwrite`. These are read when the memory
+is made again. The last process that closes the store saves, and removes the memory; after a kill it
+stays until the store is opened again, or until `sweep` finds that the store is gone.
 """
 
 from __future__ import annotations
@@ -31,26 +32,43 @@ from struct import Struct
 
 from pagoda.errors import NoRoomError, is_gone
 from pagoda.file_space import allocate, opened
-from pagoda.ledger.columns import LAST_STAMP, NOT_READY, Columns, bounded_ghosts, columns_bytes
+from pagoda.ledger.columns import (
+    LAST_STAMP,
+    NOT_READY,
+    Columns,
+    bounded_ghosts,
+    columns_bytes,
+)
 from pagoda.ledger.member_counters import COUNTERS_BYTES
-from pagoda.ledger.store_state import COLUMNS, COUNTERS_FILE, STATE, StoreState, read_state
+from pagoda.ledger.store_state import (
+    COLUMNS,
+    COUNTERS_FILE,
+    STATE,
+    StoreState,
+    read_state,
+)
 from pagoda.store_place import is_in_memory, require_free
 
 _PUBLISHED = "published"
 _WHERE = "store"  # the path of the store, for `sweep`
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 4 << 20
-# the first page of the file of columns on a disk: magic, number of slots, of ghosts, id of the store
+# the first page of the file of columns on a disk: magic, number of slots, of ghosts, id of the
+# store
 _HEAD = Struct("<8sQQ16s")
 _MAGIC = b"PAGODAHI"
 _NEVER = 2**64 - 1
 
 
 class HintPages:
-    """The memory of one store, mapped. Thread-safe; a forked child shares it with its parent, also if it is private."""
+    """The memory of one store, mapped. Thread-safe; a forked child shares it with its parent, also
+    if it is private.
+    """
 
     def __init__(self, directory: Path, state: StoreState) -> None:
-        """Prepare for the store in `directory`: makes the directory in memory for a store on disk, if it can."""
+        """Prepare for the store in `directory`: makes the directory in memory for a store on disk,
+        if it can.
+        """
         self._directory = directory
         self._state = state
         self._saved = state.kind == "file"  # whether `save` has anything to do
@@ -60,7 +78,9 @@ class HintPages:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that a store on disk takes for it; 0 for a store in memory, which counts its files."""
+        """The bytes of memory that a store on disk takes for it; 0 for a store in memory, which
+        counts its files.
+        """
         return sum(map(len, list(self._maps.values()))) if self._saved else 0
 
     @property
@@ -73,7 +93,9 @@ class HintPages:
         slots = self._state.slots
         if not self._saved:
             return Columns(self._directory / COLUMNS, slots)
-        memory = self._mapped(COLUMNS, columns_bytes(slots, self._ghosts), self._fill_columns)
+        memory = self._mapped(
+            COLUMNS, columns_bytes(slots, self._ghosts), self._fill_columns
+        )
         return Columns(memory, slots, self._ghosts)
 
     def counters(self) -> mmap.mmap:
@@ -88,7 +110,9 @@ class HintPages:
         return Published(self._mapped(_PUBLISHED, _PAGE_BYTES, Published.begin))
 
     def page(self, name: str, nbytes: int) -> Path | mmap.mmap:
-        """Map a small file that everything can be read from at once; for a store in memory, return its path."""
+        """Map a small file that everything can be read from at once; for a store in memory, return
+        its path.
+        """
         if not self._saved:
             return self._directory / name
 
@@ -103,18 +127,22 @@ class HintPages:
     # ---- what a store on disk keeps
 
     def save(self) -> None:
-        """Write it into the files of the store, which the caller has found to be this store's. OSError.
+        """Write it into the files of the store, which the caller has found to be this store's.
+        OSError.
 
         Readers of these files check what they read, so they may be torn. They are not synced.
         """
         for name, memory in list(self._maps.items()):
-            if name in (COUNTERS_FILE, _PUBLISHED):  # the tables have the counters of members that left
+            # the tables have the counters of members that left
+            if name in (COUNTERS_FILE, _PUBLISHED):
                 continue
             head = b""
             if name == COLUMNS:
                 ghosts = self._ghosts or 0
                 store = bytes.fromhex(self._state.store_id)
-                head = _HEAD.pack(_MAGIC, self._state.slots, ghosts, store).ljust(_PAGE_BYTES, b"\0")
+                head = _HEAD.pack(_MAGIC, self._state.slots, ghosts, store).ljust(
+                    _PAGE_BYTES, b"\0"
+                )
             _write(self._directory / name, head, memory)
 
     def age_seconds(self) -> float:
@@ -137,8 +165,12 @@ class HintPages:
         if old is not None:
             columns.copy_from(old)
 
-    def _mapped(self, name: str, nbytes: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap:
-        """Map that memory, shared if possible. Who makes it lets `fill` write its first content, zeros before."""
+    def _mapped(
+        self, name: str, nbytes: int, fill: Callable[[mmap.mmap], None]
+    ) -> mmap.mmap:
+        """Map that memory, shared if possible. Who makes it lets `fill` write its first content,
+        zeros before.
+        """
         memory = self._maps.get(name)
         if memory is None:
             memory = self._shared(name, nbytes, fill)
@@ -148,7 +180,9 @@ class HintPages:
             self._maps[name] = memory
         return memory
 
-    def _shared(self, name: str, nbytes: int, fill: Callable[[mmap.mmap], None]) -> mmap.mmap | None:
+    def _shared(
+        self, name: str, nbytes: int, fill: Callable[[mmap.mmap], None]
+    ) -> mmap.mmap | None:
         if self._made is None:
             return None
         path = self._made / name
@@ -163,7 +197,8 @@ class HintPages:
                 if memory is None:
                     return None
                 fill(memory)
-                with contextlib.suppress(FileExistsError):  # another process was faster
+                # another process was faster
+                with contextlib.suppress(FileExistsError):
                     os.link(fresh, path)
             finally:
                 fresh.unlink(missing_ok=True)
@@ -172,18 +207,20 @@ class HintPages:
 
 
 class Published:
-    """Which transactions of a store on disk have been published in its columns, as three words of memory.
+    """Which transactions of a store on disk have been published in its columns, as three words of
+    memory.
 
-    Columns lack a transaction if its process was killed before it published it, or shares another memory (another
-    container). `missing` counts these. As long as it is what it was when the columns were last compared with the
-    tables, they are complete.
+    Columns lack a transaction if its process was killed before it published it, or shares another
+    memory (another container). `missing` counts these. As long as it is what it was when the
+    columns were last compared with the tables, they are complete.
 
-    The words are written inside the gate: two by `add`, held exclusively, the third by whoever compared.
+    The words are written inside the gate: two by `add`, held exclusively, the third by whoever
+    compared.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        # the number of the last transaction that was published; how many before it were not; `missing` when all slots
-        # were last compared
+        # the number of the last transaction that was published; how many before it were not;
+        # `missing` when all slots were last compared
         self._words = memoryview(memory)[:24].cast("Q")
 
     @staticmethod
@@ -192,7 +229,8 @@ class Published:
         memoryview(memory)[:24].cast("Q")[2] = _NEVER
 
     def forget(self) -> None:
-        """Begin anew: the tables may be older than what was published, as after a backup was restored.
+        """Begin anew: the tables may be older than what was published, as after a backup was
+        restored.
 
         Only while no other process has the store open.
         """
@@ -208,7 +246,9 @@ class Published:
             words[0] = transaction
 
     def missing(self, transaction: int) -> int | None:
-        """Return how many transactions up to this one were not published; None if all slots were compared since."""
+        """Return how many transactions up to this one were not published; None if all slots were
+        compared since.
+        """
         words = self._words
         missing = words[1] + max(0, transaction - words[0])
         return None if missing == words[2] else missing
@@ -219,7 +259,8 @@ class Published:
 
 
 def newest_stamp(directory: Path, state: StoreState) -> int:
-    """Return the highest recency stamp in the columns of a store that no process has open; 0 if there is none. OSError.
+    """Return the highest recency stamp in the columns of a store that no process has open; 0 if
+    there is none. OSError.
 
     For a store on disk it reads what was saved.
     """
@@ -233,23 +274,35 @@ def newest_stamp(directory: Path, state: StoreState) -> int:
 
 
 def coldest_stamp(directory: Path, state: StoreState) -> int:
-    """Return the lowest recency stamp of the chunks of a store; NOT_READY if it has none, or is not known. OSError."""
+    """Return the lowest recency stamp of the chunks of a store; NOT_READY if it has none, or is not
+    known. OSError.
+    """
     if state.kind == "memory":
         columns: Columns | None = Columns(directory / COLUMNS, state.slots)
     else:
         ghosts = bounded_ghosts(state.slots)
         made = _home(directory, state)
-        memory = _map_own(made / COLUMNS, columns_bytes(state.slots, ghosts)) if _is_own(made) else None
+        memory = (
+            _map_own(made / COLUMNS, columns_bytes(state.slots, ghosts))
+            if _is_own(made)
+            else None
+        )
         columns = (
             _saved_columns(directory, state.store_id)
             if memory is None
             else Columns(memory, state.slots, ghosts)
         )
-    return NOT_READY if columns is None else int(columns.last_use.min(initial=NOT_READY))
+    return (
+        NOT_READY
+        if columns is None
+        else int(columns.last_use.min(initial=NOT_READY))
+    )
 
 
 def sweep() -> None:
-    """Remove the memory of stores that are gone, or have other tables by now: their processes were killed."""
+    """Remove the memory of stores that are gone, or have other tables by now: their processes were
+    killed.
+    """
     with contextlib.suppress(OSError):
         for made in _root().iterdir():
             if not _is_own(made):
@@ -277,7 +330,9 @@ def _root() -> Path:
 
 
 def _name(directory: Path, state: StoreState) -> str:
-    """Return the name of the memory of a store. OSError. A copy of the store has another: its tables differ soon."""
+    """Return the name of the memory of a store. OSError. A copy of the store has another: its
+    tables differ soon.
+    """
     status = os.stat(directory / STATE)
     return f"{state.store_id}-{state.incarnation}-{status.st_dev:x}-{status.st_ino:x}"
 
@@ -307,15 +362,23 @@ def _make(directory: Path, state: StoreState) -> Path | None:
 
 
 def _is_own(directory: Path) -> bool:
-    """Whether this is a directory that only this user can change: in /dev/shm another may have made it first."""
+    """Whether this is a directory that only this user can change: in /dev/shm another may have made
+    it first.
+    """
     with contextlib.suppress(OSError):
         status = directory.lstat()
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        return (
+            stat.S_ISDIR(status.st_mode)
+            and status.st_uid == os.geteuid()
+            and not status.st_mode & 0o022
+        )
     return False
 
 
 def _map_own(path: Path, nbytes: int) -> mmap.mmap | None:
-    """Map a file of this user that has that size; None if there is none. One that is not is removed. Raises OSError."""
+    """Map a file of this user that has that size; None if there is none. One that is not is
+    removed. Raises OSError.
+    """
     try:
         with opened(path, os.O_RDWR | os.O_NOFOLLOW) as fd:
             status = os.fstat(fd)
@@ -361,8 +424,13 @@ def _write(path: Path, head: bytes, memory: mmap.mmap) -> None:
 
 
 def _saved_columns(directory: Path, store_id: str) -> Columns | None:
-    """Read the columns that were saved in the directory of a store; None if there are none of this store."""
-    with contextlib.suppress(OSError, ValueError), opened(directory / COLUMNS, os.O_RDONLY) as fd:
+    """Read the columns that were saved in the directory of a store; None if there are none of this
+    store.
+    """
+    with (
+        contextlib.suppress(OSError, ValueError),
+        opened(directory / COLUMNS, os.O_RDONLY) as fd,
+    ):
         head = os.pread(fd, _HEAD.size, 0)
         if len(head) < _HEAD.size:
             return None

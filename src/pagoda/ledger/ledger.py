@@ -1,10 +1,12 @@
-"""The ledger: which chunk is in which slot of a slab, for any number of processes, without a daemon.
+"""The ledger: which chunk is in which slot of a slab, for any number of processes, without a
+daemon.
 
     reserve      -> copy bytes into the slots, no lock held -> commit | abort
     match_prefix -> copy bytes out of the slots, no lock held -> still_valid
 
-The bytes that were read are the chunk's if and only if, after the copy, the slot's published generation still is the
-one that the *entry* had. So readers take no lock and no reference count, and nothing leaks if a process dies.
+The bytes that were read are the chunk's if and only if, after the copy, the slot's published
+generation still is the one that the *entry* had. So readers take no lock and no reference count,
+and nothing leaks if a process dies.
 """
 
 from __future__ import annotations
@@ -28,12 +30,26 @@ from pagoda.finalizers import close_dropped
 from pagoda.fork import call_in_child
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.clearing import Clearing
-from pagoda.ledger.columns import KEY_BYTES, LONGEST_LEASE_NS, NOT_READY, Columns, marks_of
+from pagoda.ledger.columns import (
+    KEY_BYTES,
+    LONGEST_LEASE_NS,
+    NOT_READY,
+    Columns,
+    marks_of,
+)
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.locks import barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
-from pagoda.ledger.outcomes import CommitResult, Match, Miss, Outcome, Present, Refused, Reserved
+from pagoda.ledger.outcomes import (
+    CommitResult,
+    Match,
+    Miss,
+    Outcome,
+    Present,
+    Refused,
+    Reserved,
+)
 from pagoda.ledger.request_ring import RING_BYTES, RequestRing
 from pagoda.ledger.root_usage import holdings
 from pagoda.ledger.session import Session, UnavailableError
@@ -56,8 +72,10 @@ from pagoda.store_place import free_bytes, require_own
 
 log = guarded_logger("pagoda")
 
-_MOST_MATCHED = 4096  # chunks that are known to be there as long as no transaction is committed
-_VALID_SECONDS = 1.0  # the wait for the tables' answer whether a chunk that was read is still there
+# chunks that are known to be there as long as no transaction is committed
+_MOST_MATCHED = 4096
+# the wait for the tables' answer whether a chunk that was read is still there
+_VALID_SECONDS = 1.0
 T = TypeVar("T")
 
 
@@ -68,14 +86,18 @@ class _Slab(Protocol):
 S = TypeVar("S", bound=_Slab)
 
 _ledgers: list[Ledger] = []  # open, or being closed
-_opening: dict[object, str] = {}  # directories of stores, by the call that opens them
-_changed = Condition()  # guards these two; never held while a store is opened or closed
+# directories of stores, by the call that opens them
+_opening: dict[object, str] = {}
+# guards these two; never held while a store is opened or closed
+_changed = Condition()
 
 
 class MatchedChunks:
-    """Chunks of a store on disk that were there after a transaction, and are as long as no other one is committed.
+    """Chunks of a store on disk that were there after a transaction, and are as long as no other
+    one is committed.
 
-    A look-up only adds its arrays; they are put in order when the first chunk of them is read. Any thread may call.
+    A look-up only adds its arrays; they are put in order when the first chunk of them is read. Any
+    thread may call.
     """
 
     def __init__(self, transaction: int) -> None:
@@ -85,7 +107,9 @@ class MatchedChunks:
         self._added: list[tuple[NDArray[np.int64], NDArray[np.uint64]]] = []
         self._generations: dict[int, int] = {}  # by slot
 
-    def add(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
+    def add(
+        self, slots: NDArray[np.int64], generations: NDArray[np.uint64]
+    ) -> None:
         """Add what a look-up found after the transaction."""
         self._count += len(slots)
         self.is_full = self._count > _MOST_MATCHED
@@ -96,18 +120,24 @@ class MatchedChunks:
         while self._added:
             try:
                 slots, generations = self._added.pop()
-            except IndexError:  # another thread took it, and will have put it in order at the next call
+            except IndexError:
+                # another thread took it, and will have put it in order at the next call
                 break
-            self._generations.update(zip(slots.tolist(), generations.tolist(), strict=True))
+            self._generations.update(
+                zip(slots.tolist(), generations.tolist(), strict=True)
+            )
         return self._generations.get(slot) == generation
 
 
 class Ledger:
-    """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared object per store.
+    """One store's ledger in this process. Thread-safe and fork-safe; `open` returns one shared
+    object per store.
 
-    A call with `deadline_seconds` never takes longer, never raises for a failure at run time, and counts what it
-    refuses: `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and `drop_ledger_busy` for each write
-    that was not done in time. The caller counts the misses of `match_prefix`.
+    A call with `deadline_seconds` never takes longer, never raises for a failure at run time, and
+    counts what it
+    refuses: `drop_<reason>` for each Refused, `miss_ledger_busy` for each read and
+    `drop_ledger_busy` for each write that was not done in time. The caller counts the misses of
+    `match_prefix`.
     """
 
     def __init__(self, session: Session, policy: str) -> None:
@@ -128,12 +158,15 @@ class Ledger:
         self._matched = MatchedChunks(-1)
         self.requests = RequestRing(session.hints.page(REQUESTS, RING_BYTES))
         self._uses = 1
-        self._asked = set[int | None]()  # sizes that users in this process asked for
+        # sizes that users in this process asked for
+        self._asked = set[int | None]()
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)
         self.space = SpaceShare(self)
         learned = map_learned(session.hints, self.evictor)
-        self.upkeep_thread = UpkeepThread(session, self.evictor, learned, self.space)
+        self.upkeep_thread = UpkeepThread(
+            session, self.evictor, learned, self.space
+        )
         self._now = session.clock.monotonic_ns
         self.count = session.count
         self._last_stamp = 0
@@ -149,10 +182,18 @@ class Ledger:
 
     @classmethod
     def open(
-        cls, spec: StoreSpec, policy: str = "lru", clock: Clock | None = None, deadline_seconds: float = 60.0
+        cls,
+        spec: StoreSpec,
+        policy: str = "lru",
+        clock: Clock | None = None,
+        deadline_seconds: float = 60.0,
     ) -> Ledger:
-        """Open or create the store. StoreError or NoRoomError with the remedy; ValueError for an unknown policy."""
-        return cls._shared(spec, policy, clock or Clock(), deadline_seconds, create=True)
+        """Open or create the store. StoreError or NoRoomError with the remedy; ValueError for an
+        unknown policy.
+        """
+        return cls._shared(
+            spec, policy, clock or Clock(), deadline_seconds, create=True
+        )
 
     @classmethod
     def attach(
@@ -164,8 +205,8 @@ class Ledger:
     ) -> Ledger:
         """Open an existing store as it is. StoreError if there is none.
 
-        `borrowed`: opened only to take space from it. The caller holds the lock of its root and soon closes the ledger;
-        a thread that wants to open it meanwhile waits.
+        `borrowed`: opened only to take space from it. The caller holds the lock of its root and
+        soon closes the ledger; a thread that wants to open it meanwhile waits.
         """
         directory = directory.resolve()
         try:
@@ -174,33 +215,62 @@ class Ledger:
             if state is None:
                 os.listdir(directory)
         except OSError as trouble:
-            raise StoreError(f"{directory} cannot be read: {trouble.strerror}") from trouble
+            raise StoreError(
+                f"{directory} cannot be read: {trouble.strerror}"
+            ) from trouble
         if state is None:
             raise unusable(directory, "its state is missing or damaged")
         spec = StoreSpec(
-            directory.parent, directory.name, state.kind, state.slots, state.slot_bytes, private=state.private
+            directory.parent,
+            directory.name,
+            state.kind,
+            state.slots,
+            state.slot_bytes,
+            private=state.private,
         )
-        return cls._shared(spec, "lru", clock or Clock(), deadline_seconds, create=False, borrowed=borrowed)
+        return cls._shared(
+            spec,
+            "lru",
+            clock or Clock(),
+            deadline_seconds,
+            create=False,
+            borrowed=borrowed,
+        )
 
     @classmethod
     def _shared(
-        cls, spec: StoreSpec, policy: str, clock: Clock, deadline_seconds: float, create: bool,
+        cls,
+        spec: StoreSpec,
+        policy: str,
+        clock: Clock,
+        deadline_seconds: float,
+        create: bool,
         borrowed: bool = False,
-    ) -> Ledger:  # fmt: skip
+    ) -> Ledger:
         until = time.monotonic() + deadline_seconds
         if spec.private and create:
-            spec = dataclasses.replace(spec, name=f"{spec.name}.private-{os.getpid()}-{secrets.token_hex(4)}")
+            spec = dataclasses.replace(
+                spec,
+                name=f"{spec.name}.private-{os.getpid()}-{secrets.token_hex(4)}",
+            )
         this = os.path.realpath(spec.root / spec.name)
         me = object()
         try:
             with _changed:
-                while (known := cls._here(spec)) is not None or this in _opening.values():
-                    if known is not None and not known._closing and not known._borrowed:
+                while (
+                    known := cls._here(spec)
+                ) is not None or this in _opening.values():
+                    if (
+                        known is not None
+                        and not known._closing
+                        and not known._borrowed
+                    ):
                         ledger = known._shared_with(spec)
                         break
                     if not _changed.wait(_left(until)):
                         raise StoreError(
-                            f"another thread has been opening or closing {spec.root / spec.name} for "
+                            f"another thread has been opening or closing {spec.root / spec.name} "
+                            "for "
                             f"{deadline_seconds:g} s: find out what it waits for"
                         )
                 else:
@@ -208,12 +278,15 @@ class Ledger:
             opens = me in _opening
             if opens:
                 with os_errors_mapped(spec.root / spec.name):
-                    ledger = cls._opened(spec, policy, clock, until, create, borrowed)
+                    ledger = cls._opened(
+                        spec, policy, clock, until, create, borrowed
+                    )
                 ledger._borrowed = borrowed
                 with _changed:
                     _ledgers.append(ledger)
         finally:
-            _opening.pop(me, None)  # a built-in: no exception of a signal handler can come before it
+            # a built-in: no exception of a signal handler can come before it
+            _opening.pop(me, None)
             with _changed:
                 _changed.notify_all()
         try:
@@ -225,21 +298,34 @@ class Ledger:
                 elif create:
                     ledger._warn_of_others(spec, policy)
                 if create and spec.limit_bytes not in ledger._asked:
-                    _with_space(partial(ledger.space.fit_to_limit, spec.limit_bytes), until)
+                    _with_space(
+                        partial(ledger.space.fit_to_limit, spec.limit_bytes),
+                        until,
+                    )
                     ledger._asked.add(spec.limit_bytes)
         except BaseException as error:
             ledger.close()
             if isinstance(error, NoRoomError):
-                with contextlib.suppress(OSError, StoreError):  # the root was removed meanwhile
+                # the root was removed meanwhile
+                with contextlib.suppress(OSError, StoreError):
                     discard_idle(ledger.directory, 1.0)
             raise
         return ledger
 
     @classmethod
     def _opened(
-        cls, spec: StoreSpec, policy: str, clock: Clock, until: float, create: bool, locked: bool
+        cls,
+        spec: StoreSpec,
+        policy: str,
+        clock: Clock,
+        until: float,
+        create: bool,
+        locked: bool,
     ) -> Ledger:
-        store = _with_space(lambda seconds: open_store(spec, clock, seconds, create, locked), until)
+        store = _with_space(
+            lambda seconds: open_store(spec, clock, seconds, create, locked),
+            until,
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(store.release)
             session = Session(store, clock, _left(until))
@@ -255,31 +341,41 @@ class Ledger:
             self.clearing.end_clears()
         except (StoreError, OSError) as error:
             log.warning(
-                "a clear of %s that a process did not end could not be ended: %s", self.directory, error
+                "a clear of %s that a process did not end could not be ended: %s",
+                self.directory,
+                error,
             )
 
     @staticmethod
     def _here(spec: StoreSpec) -> Ledger | None:
-        """Return this process's ledger of that store, found by the file: two paths may name the same store."""
+        """Return this process's ledger of that store, found by the file: two paths may name the
+        same store.
+        """
         directory = spec.root / spec.name
         for ledger in _ledgers:
             session = ledger.session
-            with contextlib.suppress(OSError):  # the opening meets the same error, and tells it
-                if session.is_at(directory) or (ledger._closing and session.store.locks.are_at(directory)):
+            # the opening meets the same error, and tells it
+            with contextlib.suppress(OSError):
+                if session.is_at(directory) or (
+                    ledger._closing and session.store.locks.are_at(directory)
+                ):
                     return ledger
         return None
 
     def _shared_with(self, spec: StoreSpec) -> Ledger:
         if (self.kind, self.slot_bytes) != (spec.kind, spec.slot_bytes):
             raise StoreError(
-                f"{self.directory} is open here for another kind of chunks ({self.kind}, {self.slot_bytes} bytes a "
+                f"{self.directory} is open here for another kind of chunks ({self.kind}, "
+                f"{self.slot_bytes} bytes a "
                 "slot): give each tier its own path"
             )
         self._uses += 1
         return self
 
     def _warn_of_others(self, spec: StoreSpec, policy: str) -> None:
-        """Log which wishes of one more user in this process have no effect, since the store was already open."""
+        """Log which wishes of one more user in this process have no effect, since the store was
+        already open.
+        """
         if policy != self.evictor.policy:
             text = "%s has policy %s as long as this process has it open, not the %s asked for"
             log.warning(text, self.directory, self.evictor.policy, policy)
@@ -289,20 +385,33 @@ class Ledger:
 
     def stamp(self) -> int:
         """Return a recency stamp for one request: pass the same to every window of a run."""
-        self._last_stamp = max(self._last_stamp + allocation.STAMP_STEP, self.session.stamp(self._now()))
+        self._last_stamp = max(
+            self._last_stamp + allocation.STAMP_STEP,
+            self.session.stamp(self._now()),
+        )
         return self._last_stamp
 
     def reserve(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, parent: bytes | None = None, tokens: int = 0,
-        parts: int = 1, stamp: int | None = None, admit_all: bool = False,
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        parent: bytes | None = None,
+        tokens: int = 0,
+        parts: int = 1,
+        stamp: int | None = None,
+        admit_all: bool = False,
         already_admitted: bool = False,
         deadline_seconds: float = 1.0,
-    ) -> list[Outcome]:  # fmt: skip
-        """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading keys first.
+    ) -> list[Outcome]:
+        """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading
+        keys first.
 
-        `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a slot in one call, and
-        one member has at most a quarter of the slots reserved. The policy may keep newcomers out, unless `admit_all`,
-        or `already_admitted` by `admit`. Changes recency and leases of what is Present.
+        `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a
+        slot in one call, and one member has at most a quarter of the slots reserved. The policy may
+        keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. Changes recency
+        and leases of what is Present.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -311,7 +420,15 @@ class Ledger:
         until = time.monotonic() + deadline_seconds
         stamp = self.stamp() if stamp is None else stamp
         request = allocation.ReserveRequest(
-            keys[: self.window], start, parent, stamp, namespace, tokens, parts, admit_all, already_admitted
+            keys[: self.window],
+            start,
+            parent,
+            stamp,
+            namespace,
+            tokens,
+            parts,
+            admit_all,
+            already_admitted,
         )
         hindrance: Reason | None = None
         try:
@@ -323,32 +440,56 @@ class Ledger:
                 if hindrance is None:
                     hindrance = self._reserve_batch(request, batch, until)
                 else:
-                    request.outcomes += [Refused(request.keys[i], hindrance) for i in batch]
-            outcomes = request.outcomes + [Refused(key, Reason.FULL) for key in keys[self.window :]]
+                    request.outcomes += [
+                        Refused(request.keys[i], hindrance) for i in batch
+                    ]
+            outcomes = request.outcomes + [
+                Refused(key, Reason.FULL) for key in keys[self.window :]
+            ]
             for outcome in outcomes:
                 if isinstance(outcome, Refused):
                     self.count({f"drop_{outcome.reason}": 1})
-            lacks = (self._lacks_pages or self.space.exceeds) and self._room < self.window
+            lacks = (
+                self._lacks_pages or self.space.exceeds
+            ) and self._room < self.window
             self.upkeep_thread.wake(lacks)
             return outcomes
-        except BaseException:  # raised by a signal handler: the caller never learns of these reservations
+        except BaseException:
+            # raised by a signal handler: the caller never learns of these reservations
             made = request.made
-            self.abort([one for transaction, outcomes in made if transaction.committed for one in outcomes])
+            self.abort(
+                [
+                    one
+                    for transaction, outcomes in made
+                    if transaction.committed
+                    for one in outcomes
+                ]
+            )
             raise
 
-    def _find_present(self, request: allocation.ReserveRequest, until: float) -> None:
+    def _find_present(
+        self, request: allocation.ReserveRequest, until: float
+    ) -> None:
         """Find which keys are present and how many slots are free.
 
         A present chunk is never evicted for another key of the same call.
         """
         with contextlib.suppress(UnavailableError):
             found, self._room = self.session.read(
-                partial(queries.find_entries, keys=request.keys), until - time.monotonic()
+                partial(queries.find_entries, keys=request.keys),
+                until - time.monotonic(),
             )
-            request.present.update(i for i, item in enumerate(found) if item is not None)
+            request.present.update(
+                i for i, item in enumerate(found) if item is not None
+            )
             self._keep_present(found, request.start, request.stamp)
 
-    def _admit(self, request: allocation.ReserveRequest, batch: range, hindrance: Reason | None) -> None:
+    def _admit(
+        self,
+        request: allocation.ReserveRequest,
+        batch: range,
+        hindrance: Reason | None,
+    ) -> None:
         """Ask the policy which newcomers of a batch are admitted: none after one that is not."""
         new = [i for i in batch if i not in request.present]
         if not new:
@@ -370,14 +511,23 @@ class Ledger:
             if leading < len(new):
                 request.end = new[leading]
 
-    def admit(self, keys: Sequence[bytes], *, start: int, stamp: int, deadline_seconds: float = 1.0) -> int:
-        """Ask the policy how many of these keys, from the first on, are admitted or present. Takes at most 64 keys.
+    def admit(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int,
+        stamp: int,
+        deadline_seconds: float = 1.0,
+    ) -> int:
+        """Ask the policy how many of these keys, from the first on, are admitted or present. Takes
+        at most 64 keys.
 
-        Changes ghosts, and recency and leases of what is present. Pass the admitted keys to `reserve` as
-        `already_admitted`.
+        Changes ghosts, and recency and leases of what is present. Pass the admitted keys to
+        `reserve` as `already_admitted`.
         """
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
-        if self._room < len(request.keys):  # as in `reserve`: with room for all, all are admitted
+        # as in `reserve`: with room for all, all are admitted
+        if self._room < len(request.keys):
             self._find_present(request, time.monotonic() + deadline_seconds)
         self._admit(request, range(len(request.keys)), None)
         return min(request.end, len(request.keys))
@@ -385,10 +535,15 @@ class Ledger:
     def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
         """Record requests for keys after a key that was not admitted. Changes ghosts only."""
         if keys:
-            self.evictor.refuse(marks_of(keys), stamp - start - np.arange(len(keys)), self._now())
+            self.evictor.refuse(
+                marks_of(keys), stamp - start - np.arange(len(keys)), self._now()
+            )
 
-    def _reserve_batch(self, request: allocation.ReserveRequest, batch: range, until: float) -> Reason | None:
-        """Reserve with as few victims as needed; search for more outside the gate as long as some are found.
+    def _reserve_batch(
+        self, request: allocation.ReserveRequest, batch: range, until: float
+    ) -> Reason | None:
+        """Reserve with as few victims as needed; search for more outside the gate as long as some
+        are found.
 
         Adds to the outcomes; returns the reason that prevents all further keys, if there is one.
         """
@@ -401,21 +556,35 @@ class Ledger:
             wanted = max(0, min(request.end, batch.stop) - batch.start)
             count = min(wanted + 4 * passed_over, allocation.MOST_VICTIMS)
             # recency is below this request's, so no key of the request is a victim
-            victims = self._victims(count, request.stamp - allocation.STAMP_STEP + 1) if looked else []
-            reserve = partial(allocation.reserve, request=request, batch=batch, victims=victims)
+            victims = (
+                self._victims(count, request.stamp - allocation.STAMP_STEP + 1)
+                if looked
+                else []
+            )
+            reserve = partial(
+                allocation.reserve, request=request, batch=batch, victims=victims
+            )
             try:
                 made = self.session.write(reserve, until - time.monotonic())
             except UnavailableError as error:
-                request.outcomes += [Refused(request.keys[i], error.reason) for i in batch]
+                request.outcomes += [
+                    Refused(request.keys[i], error.reason) for i in batch
+                ]
                 return error.reason
             self._room = made.totals.free()
             self._lacks_pages = made.totals.with_pages() < self.slots
             # before the next victims are chosen, so that present chunks are not among them
-            self._keep_present(made.outcomes, request.start + batch.start, request.stamp)
+            self._keep_present(
+                made.outcomes, request.start + batch.start, request.stamp
+            )
             # pinned or held: raise their recency, so that they are not offered in every attempt
             if made.passed_over:
-                stamps = np.full(len(made.passed_over), max(self.stamp(), request.stamp))
-                self.evictor.touch(np.array(made.passed_over, np.int64), stamps, asked=False)
+                stamps = np.full(
+                    len(made.passed_over), max(self.stamp(), request.stamp)
+                )
+                self.evictor.touch(
+                    np.array(made.passed_over, np.int64), stamps, asked=False
+                )
             passed_over += len(made.passed_over)
             request.outcomes += made.outcomes[: made.served]
             if made.served == len(batch):
@@ -423,7 +592,8 @@ class Ledger:
             batch = range(batch.start + made.served, batch.stop)
             left = made.outcomes[made.served :]
             if looked and not made.served and not compared:
-                # columns of a store on disk may lack what others stored: then they name no victim, or chunks that left
+                # columns of a store on disk may lack what others stored: then they name no victim,
+                # or chunks that left
                 compared = True
                 with contextlib.suppress(UnavailableError):
                     if self.session.compare_hints(until - time.monotonic()):
@@ -437,25 +607,37 @@ class Ledger:
         slots = self.evictor.victims(count, stamp, self._now())
         return _pairs(slots, self.columns.generation[slots])
 
-    def _keep_present(self, outcomes: Sequence[Outcome | None], start: int, stamp: int) -> None:
+    def _keep_present(
+        self, outcomes: Sequence[Outcome | None], start: int, stamp: int
+    ) -> None:
         kept = [
             (o.slot, o.generation, stamp - start - i)
             for i, o in enumerate(outcomes)
             if isinstance(o, Present)
         ]
         if kept:
-            slots, generations, stamps = (np.array(column) for column in zip(*kept, strict=True))
-            self._touch(slots.astype(np.int64), generations.astype(np.uint64), stamps, asked=False)
+            slots, generations, stamps = (
+                np.array(column) for column in zip(*kept, strict=True)
+            )
+            self._touch(
+                slots.astype(np.int64),
+                generations.astype(np.uint64),
+                stamps,
+                asked=False,
+            )
             self.lease(slots, generations, allocation.PRESENT_LEASE_SECONDS)
 
     def commit(
-        self, reserved: Sequence[Reserved], part: int = 0, deadline_seconds: float = 1.0
+        self,
+        reserved: Sequence[Reserved],
+        part: int = 0,
+        deadline_seconds: float = 1.0,
     ) -> list[CommitResult]:
         """Record that the bytes of one part are stored; a chunk is visible when all its parts are.
 
-        LOST: the part is not stored (superseded, cleared, reclaimed), or not yet: a commit that missed its deadline is
-        done by this process's next transaction. After an exception (of a signal handler) nothing is reserved; a
-        ValueError, for a wrong part, changes nothing.
+        LOST: the part is not stored (superseded, cleared, reclaimed), or not yet: a commit that
+        missed its deadline is done by this process's next transaction. After an exception (of a
+        signal handler) nothing is reserved; a ValueError, for a wrong part, changes nothing.
         """
         done: list[CommitResult] = []
         until = time.monotonic() + deadline_seconds
@@ -475,18 +657,34 @@ class Ledger:
             self.abort(reserved[len(done) :])
             raise
 
-    def abort(self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0) -> None:
-        """Give up this member's parts of what was reserved, and free the slots that no other member writes into.
+    def abort(
+        self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0
+    ) -> None:
+        """Give up this member's parts of what was reserved, and free the slots that no other member
+        writes into.
 
-        Call it only when this member no longer writes into them. An outcome that is not a reservation of this member,
-        or is already committed, is left alone; so this call is safe after any exception.
+        Call it only when this member no longer writes into them. An outcome that is not a
+        reservation of this member, or is already committed, is left alone; so this call is safe
+        after any exception.
         """
         until = time.monotonic() + deadline_seconds
-        for batch in batches([one for one in outcomes if isinstance(one, Reserved)]):
-            self._now_or_later(partial(allocation.abort, reserved=batch), until - time.monotonic())
+        for batch in batches(
+            [one for one in outcomes if isinstance(one, Reserved)]
+        ):
+            self._now_or_later(
+                partial(allocation.abort, reserved=batch),
+                until - time.monotonic(),
+            )
 
-    def adopt(self, reserved: Sequence[Reserved], part: int, deadline_seconds: float = 1.0) -> list[bool]:
-        """Make this member the writer of that part of chunks that another member may have reserved."""
+    def adopt(
+        self,
+        reserved: Sequence[Reserved],
+        part: int,
+        deadline_seconds: float = 1.0,
+    ) -> list[bool]:
+        """Make this member the writer of that part of chunks that another member may have
+        reserved.
+        """
         done: list[bool] = []
         until = time.monotonic() + deadline_seconds
         for batch in batches(reserved):
@@ -500,16 +698,25 @@ class Ledger:
                 done += [False] * len(batch)
         return done
 
-    def _now_or_later(self, work: Callable[[Transaction], None], deadline_seconds: float) -> None:
-        """Run work now or with the next transaction, also if a signal handler raises. No caller needs its result."""
+    def _now_or_later(
+        self, work: Callable[[Transaction], None], deadline_seconds: float
+    ) -> None:
+        """Run work now or with the next transaction, also if a signal handler raises. No caller
+        needs its result.
+        """
         self.session.defer(work)
         with contextlib.suppress(UnavailableError):
             self.session.write(lambda _: None, deadline_seconds)
 
     def _owed(
-        self, work: Callable[[Transaction], T], undo: Callable[[Transaction], None], seconds: float
+        self,
+        work: Callable[[Transaction], T],
+        undo: Callable[[Transaction], None],
+        seconds: float,
     ) -> T:
-        """Run work whose result the caller must release; `undo` it if a signal handler's exception loses the result."""
+        """Run work whose result the caller must release; `undo` it if a signal handler's exception
+        loses the result.
+        """
         begun: list[Transaction] = []
 
         def noted(transaction: Transaction) -> T:
@@ -526,16 +733,26 @@ class Ledger:
     # ---- reading
 
     def match_prefix(
-        self, keys: Sequence[bytes], *, start: int | None = 0, namespace: bytes | None = None,
-        stamp: int | None = None, lease_seconds: float = 0.0, touch: bool = True, asked: bool = True,
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        namespace: bytes | None = None,
+        stamp: int | None = None,
+        lease_seconds: float = 0.0,
+        touch: bool = True,
+        asked: bool = True,
         deadline_seconds: float = 1.0,
-    ) -> Match:  # fmt: skip
-        """Return the leading run of keys that may be read. Changes leases, and recency unless the caller refuses that.
+    ) -> Match:
+        """Return the leading run of keys that may be read. Changes leases, and recency unless the
+        caller refuses that.
 
-        `keys` are at chain positions from `start` on (None: unknown). With a `namespace` (its root), a chunk of another
-        namespace or at another position counts as a miss and stays in the store.
+        `keys` are at chain positions from `start` on (None: unknown). With a `namespace` (its
+        root), a chunk of another namespace or at another position counts as a miss and stays in the
+        store.
 
-        `asked`: the caller wants to read them, which counts as a hit; False if it is about to store what follows them.
+        `asked`: the caller wants to read them, which counts as a hit; False if it is about to store
+        what follows them.
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
@@ -552,7 +769,8 @@ class Ledger:
         try:
             if self.on_disk:
                 found, transaction = self.session.read(
-                    lambda txn, tables: (find(txn, tables), txn.id()), deadline_seconds
+                    lambda txn, tables: (find(txn, tables), txn.id()),
+                    deadline_seconds,
                 )
                 self._note_matched(transaction, found[0], found[1])
             else:
@@ -560,16 +778,24 @@ class Ledger:
             slots, generations, intact, reason = found
         except UnavailableError as error:
             self.count({f"miss_{error.reason}": 1})
-            return Match(np.empty(0, np.int64), np.empty(0, np.uint64), error.reason)
+            return Match(
+                np.empty(0, np.int64), np.empty(0, np.uint64), error.reason
+            )
         if intact < len(slots):
             damaged = keys[intact], int(slots[intact]), int(generations[intact])
-            self.remove_exact(*damaged, Reason.FAILED_CHECK, until - time.monotonic())
+            self.remove_exact(
+                *damaged, Reason.FAILED_CHECK, until - time.monotonic()
+            )
             slots = slots[:intact]
             generations = generations[:intact]
         elif reason is None and len(slots) < len(keys):
             reason = self.explain_miss(keys[len(slots)]).reason
         if touch and len(slots):
-            stamps = (self.stamp() if stamp is None else stamp) - (start or 0) - np.arange(len(slots))
+            stamps = (
+                (self.stamp() if stamp is None else stamp)
+                - (start or 0)
+                - np.arange(len(slots))
+            )
             self._touch(slots, generations, stamps, asked, linked=True)
         if lease_seconds and len(slots):
             self.lease(slots, generations, lease_seconds)
@@ -578,32 +804,52 @@ class Ledger:
         return Match(slots, generations, reason)
 
     def touch(
-        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None, asked: bool = True,
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
         deadline_seconds: float = 1.0,
-    ) -> list[bool] | None:  # fmt: skip
-        """Raise the recency of the keys that are present, also after holes. Return which are; None: not done in time.
+    ) -> list[bool] | None:
+        """Raise the recency of the keys that are present, also after holes. Return which are; None:
+        not done in time.
 
         `asked`: a request asked for them and got them from another tier.
         """
         try:
-            found, _ = self.session.read(partial(queries.find_entries, keys=keys), deadline_seconds)
+            found, _ = self.session.read(
+                partial(queries.find_entries, keys=keys), deadline_seconds
+            )
         except UnavailableError:
             return None
         here = [(i, item) for i, item in enumerate(found) if item is not None]
         if here:
-            slots = np.fromiter((item.slot for _, item in here), np.int64, len(here))
-            generations = np.fromiter((item.generation for _, item in here), np.uint64, len(here))
-            positions = start + np.fromiter((i for i, _ in here), np.int64, len(here))
+            slots = np.fromiter(
+                (item.slot for _, item in here), np.int64, len(here)
+            )
+            generations = np.fromiter(
+                (item.generation for _, item in here), np.uint64, len(here)
+            )
+            positions = start + np.fromiter(
+                (i for i, _ in here), np.int64, len(here)
+            )
             stamps = (self.stamp() if stamp is None else stamp) - positions
             whole = here[-1][0] - here[0][0] == len(here) - 1
             self._touch(slots, generations, stamps, asked, linked=whole)
         return [item is not None for item in found]
 
     def _touch(
-        self, slots: NDArray[np.int64], generations: NDArray[np.uint64], stamps: NDArray[np.int64], asked: bool,
+        self,
+        slots: NDArray[np.int64],
+        generations: NDArray[np.uint64],
+        stamps: NDArray[np.int64],
+        asked: bool,
         linked: bool = False,
-    ) -> None:  # fmt: skip
-        """Raise the recency of chunks that are still valid; `linked`: each is the parent of the next."""
+    ) -> None:
+        """Raise the recency of chunks that are still valid; `linked`: each is the parent of the
+        next.
+        """
         columns = self.columns
         standing = columns.generation[slots] == generations
         rows = slots[standing]
@@ -622,22 +868,34 @@ class Ledger:
         age = (self.session.stamp(self._now()) - went) / 1e9
         return Miss(GHOST_REASONS[reason % len(GHOST_REASONS)], max(0.0, age))
 
-    def still_valid(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    def still_valid(
+        self, slots: NDArray[np.int64], generations: NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
         """Return for each slot whether the bytes copied out of it are those of the matched chunk.
 
-        In host memory it takes no lock. For a store on disk it reads the tables; False if they do not answer in time.
+        In host memory it takes no lock. For a store on disk it reads the tables; False if they do
+        not answer in time.
         """
         if self.on_disk:
-            current = partial(queries.are_current, slots=slots.tolist(), generations=generations.tolist())
+            current = partial(
+                queries.are_current,
+                slots=slots.tolist(),
+                generations=generations.tolist(),
+            )
             try:
-                return np.array(self.session.read(current, _VALID_SECONDS), np.bool_)
+                return np.array(
+                    self.session.read(current, _VALID_SECONDS), np.bool_
+                )
             except (UnavailableError, ClosedError):
                 return np.zeros(len(slots), np.bool_)
         barrier()
         return np.asarray(self.columns.generation[slots] == generations)
 
     def _note_matched(
-        self, transaction: int, slots: NDArray[np.int64], generations: NDArray[np.uint64]
+        self,
+        transaction: int,
+        slots: NDArray[np.int64],
+        generations: NDArray[np.uint64],
     ) -> None:
         """Note for `is_valid` that these chunks were there after that transaction."""
         matched = self._matched
@@ -651,82 +909,141 @@ class Ledger:
         if self.on_disk:
             matched = self._matched
             # no transaction since the chunk was found: nothing has changed
-            if matched.holds(slot, generation) and self.session.last_transaction() == matched.transaction:
+            if (
+                matched.holds(slot, generation)
+                and self.session.last_transaction() == matched.transaction
+            ):
                 return True
             try:
                 return self.session.read(
-                    lambda txn, tables: queries.is_current(txn, tables, slot, generation), _VALID_SECONDS
+                    lambda txn, tables: queries.is_current(
+                        txn, tables, slot, generation
+                    ),
+                    _VALID_SECONDS,
                 )
             except (UnavailableError, ClosedError):
                 return False
         return self.is_published(slot, generation)
 
     def is_published(self, slot: int, generation: int) -> bool:
-        """Return whether a slot is published with that generation; for a store on disk a hint. Takes no lock."""
+        """Return whether a slot is published with that generation; for a store on disk a hint.
+        Takes no lock.
+        """
         barrier()
         return bool(self.columns.cells[0][slot] == generation)
 
-    def is_ready(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Return for each slot whether its chunk is committed and still there; a hint, for reports. Takes no lock."""
+    def is_ready(
+        self, slots: NDArray[np.int64], generations: NDArray[np.uint64]
+    ) -> NDArray[np.bool_]:
+        """Return for each slot whether its chunk is committed and still there; a hint, for reports.
+        Takes no lock.
+        """
         barrier()
         columns = self.columns
-        there = (columns.generation[slots] == generations) & (columns.last_use[slots] != NOT_READY)
+        there = (columns.generation[slots] == generations) & (
+            columns.last_use[slots] != NOT_READY
+        )
         return np.asarray(there & (not self.session.lost))
 
     def last_clear(self) -> int:
-        """Return a number that changes when chunks are cleared, of whatever namespace, by any process. Takes no lock.
+        """Return a number that changes when chunks are cleared, of whatever namespace, by any
+        process. Takes no lock.
 
-        It is for chunks that wait without a slot: nothing in the tables says that they were cleared. Versions that do
-        not mark their clears cannot have a store of this format open.
+        It is for chunks that wait without a slot: nothing in the tables says that they were
+        cleared. Versions that do not mark their clears cannot have a store of this format open.
         """
         return self.session.store.locks.marked()
 
     def last_change(self) -> int | None:
         """Return the published number of the last change; None if it is not known now. Never waits.
 
-        As long as the number is the same, each slot keeps the chunk that it has now, and a slot that is not ready stays
-        so.
+        As long as the number is the same, each slot keeps the chunk that it has now, and a slot
+        that is not ready stays so.
         """
         with contextlib.suppress(StoreError, ClosedError):
-            return self.session.read(lambda txn, _: txn.id(), deadline_seconds=0.0)
+            return self.session.read(
+                lambda txn, _: txn.id(), deadline_seconds=0.0
+            )
         return None
 
-    def lease(self, slots: NDArray[np.int64], generations: NDArray[np.uint64], seconds: float) -> None:
-        """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the slots."""
-        rows = np.asarray(slots)[self.columns.generation[slots] == np.asarray(generations)]
-        self.columns.lease(rows, self._now(), int(min(seconds * 1e9, LONGEST_LEASE_NS)))
+    def lease(
+        self,
+        slots: NDArray[np.int64],
+        generations: NDArray[np.uint64],
+        seconds: float,
+    ) -> None:
+        """Keep the policy from evicting these slots for a while: at most 60 s, at most half of the
+        slots.
+        """
+        rows = np.asarray(slots)[
+            self.columns.generation[slots] == np.asarray(generations)
+        ]
+        self.columns.lease(
+            rows, self._now(), int(min(seconds * 1e9, LONGEST_LEASE_NS))
+        )
 
     def hold(
-        self, slots: NDArray[np.int64], generations: NDArray[np.uint64], deadline_seconds: float = 1.0
+        self,
+        slots: NDArray[np.int64],
+        generations: NDArray[np.uint64],
+        deadline_seconds: float = 1.0,
     ) -> list[bool]:
-        """Keep chunks from eviction until `release` or the death of this process; False where they are gone.
+        """Keep chunks from eviction until `release` or the death of this process; False where they
+        are gone.
 
-        A chunk that is removed or cleared meanwhile is neither found nor valid, but no byte of its slot changes before.
+        A chunk that is removed or cleared meanwhile is neither found nor valid, but no byte of its
+        slot changes before.
         """
         held: list[tuple[int, int]] = []
-        hold = partial(hold_pin_remove.hold, chunks=_pairs(slots, generations), held=held)
+        hold = partial(
+            hold_pin_remove.hold, chunks=_pairs(slots, generations), held=held
+        )
         try:
-            return self._owed(hold, partial(hold_pin_remove.release, chunks=held), deadline_seconds)
+            return self._owed(
+                hold,
+                partial(hold_pin_remove.release, chunks=held),
+                deadline_seconds,
+            )
         except UnavailableError:
             return [False] * len(slots)
 
-    def release(self, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
+    def release(
+        self, slots: NDArray[np.int64], generations: NDArray[np.uint64]
+    ) -> None:
         """End one hold of this member on each of these chunks."""
-        self._now_or_later(partial(hold_pin_remove.release, chunks=_pairs(slots, generations)), 1.0)
+        self._now_or_later(
+            partial(hold_pin_remove.release, chunks=_pairs(slots, generations)),
+            1.0,
+        )
 
     def next_victims(self, count: int) -> NDArray[np.int64]:
-        """Return the slots that would be evicted first if `count` were needed now. Changes nothing."""
+        """Return the slots that would be evicted first if `count` were needed now. Changes
+        nothing.
+        """
         return self.evictor.victims(count, self.stamp(), self._now())
 
     # ---- removal of a damaged chunk
 
     def remove_exact(
-        self, key: bytes, slot: int, generation: int, reason: Reason, deadline_seconds: float = 1.0
+        self,
+        key: bytes,
+        slot: int,
+        generation: int,
+        reason: Reason,
+        deadline_seconds: float = 1.0,
     ) -> bool:
-        """Remove a chunk that failed a check, if the entry still names that slot and generation; counted."""
+        """Remove a chunk that failed a check, if the entry still names that slot and generation;
+        counted.
+        """
         if reason is Reason.FAILED_CHECK:
             self.count({"failed_checks": 1})
-        drop = partial(hold_pin_remove.drop, key=key, slot=slot, generation=generation, reason=reason)
+        drop = partial(
+            hold_pin_remove.drop,
+            key=key,
+            slot=slot,
+            generation=generation,
+            reason=reason,
+        )
         try:
             return self.session.write(drop, deadline_seconds, frees=True)
         except UnavailableError:
@@ -736,7 +1053,9 @@ class Ledger:
     # ---- the slab, the end
 
     def open_slab(self, opener: Callable[[Path], S]) -> S:
-        """Open this store's slab with `opener(path)`. StoreError if the directory has another store by now."""
+        """Open this store's slab with `opener(path)`. StoreError if the directory has another store
+        by now.
+        """
         with os_errors_mapped(self.directory):
             slab = opener(self.slab_path)
             try:
@@ -747,7 +1066,8 @@ class Ledger:
         return slab
 
     def register_device(self) -> list[range]:
-        """Record that this process registers the slab with a GPU, whose copies may outlive the process.
+        """Record that this process registers the slab with a GPU, whose copies may outlive the
+        process.
 
         Returns the slots that have pages: as long as this process lives, no store takes them away.
         """
@@ -755,12 +1075,15 @@ class Ledger:
         return self.space.backed_ranges()
 
     def close(self) -> None:
-        """Leave the store: give up reservations and holds; the last process to leave a store on disk marks it clean."""
+        """Leave the store: give up reservations and holds; the last process to leave a store on
+        disk marks it clean.
+        """
         with _changed:
             self._uses -= 1
             if self._uses or self._closing:
                 return
-            self._closing = True  # a thread that opens the store again waits until it is closed
+            # a thread that opens the store again waits until it is closed
+            self._closing = True
         try:
             self.namespaces.save_labels(every_seconds=0.0)
             self.upkeep_thread.close()
@@ -773,7 +1096,9 @@ class Ledger:
 
 @call_in_child
 def _reset_in_child() -> None:
-    """Renew locks in a forked child: it has one thread, so a lock that another thread held must not stay locked."""
+    """Renew locks in a forked child: it has one thread, so a lock that another thread held must not
+    stay locked.
+    """
     global _changed
     _changed = Condition()
     _opening.clear()
@@ -782,44 +1107,71 @@ def _reset_in_child() -> None:
         # the parent may have been in the old one
         ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)
         ledger.upkeep_thread = UpkeepThread(
-            ledger.session, ledger.evictor, ledger.upkeep_thread.learned, ledger.space
+            ledger.session,
+            ledger.evictor,
+            ledger.upkeep_thread.learned,
+            ledger.space,
         )
-        if ledger._closing or ledger._borrowed:  # in a thread of the parent, which this process does not have
+        # in a thread of the parent, which this process does not have
+        if ledger._closing or ledger._borrowed:
             _ledgers.remove(ledger)
             ledger.session.close()
 
 
 def _with_space(step: Callable[[float], T], until: float) -> T:
-    """Call `step` with the seconds left; if space is short, again after dropped stores are closed."""
+    """Call `step` with the seconds left; if space is short, again after dropped stores are
+    closed.
+    """
     try:
         return step(_left(until))
     except NoRoomError:
-        close_dropped(_left(until))  # a store that was dropped without `close` may still hold space
+        # a store that was dropped without `close` may still hold space
+        close_dropped(_left(until))
         return step(_left(until))
 
 
-def _pairs(slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> list[tuple[int, int]]:
+def _pairs(
+    slots: NDArray[np.int64], generations: NDArray[np.uint64]
+) -> list[tuple[int, int]]:
     """Return slots with their generations."""
-    return list(zip(np.asarray(slots).tolist(), np.asarray(generations).tolist(), strict=True))
+    return list(
+        zip(
+            np.asarray(slots).tolist(),
+            np.asarray(generations).tolist(),
+            strict=True,
+        )
+    )
 
 
-def make_room(root: Path, nbytes: int, clock: Clock, deadline_seconds: float = 10.0) -> int:
-    """Let the stores under a root that no process has open give up their coldest chunks; return the bytes freed.
+def make_room(
+    root: Path, nbytes: int, clock: Clock, deadline_seconds: float = 10.0
+) -> int:
+    """Let the stores under a root that no process has open give up their coldest chunks; return the
+    bytes freed.
 
-    For a new store whose tables find no space: stores share the space of slabs, but not that of tables. Frees nothing
-    if there is enough space. Never raises for a store that cannot give any.
+    For a new store whose tables find no space: stores share the space of slabs, but not that of
+    tables. Frees nothing if there is enough space. Never raises for a store that cannot give any.
     """
     freed = 0
     try:
         with root_locked(root, deadline_seconds):
             for holding in holdings(root):
                 missing = nbytes - free_bytes(root, in_memory=True)
-                if missing <= 0 or holding.in_use or holding.state is None or not holding.nbytes:
+                if (
+                    missing <= 0
+                    or holding.in_use
+                    or holding.state is None
+                    or not holding.nbytes
+                ):
                     continue
                 with contextlib.suppress(StoreError, ClosedError, OSError):
-                    giver = Ledger.attach(holding.directory, clock, deadline_seconds, borrowed=True)
+                    giver = Ledger.attach(
+                        holding.directory, clock, deadline_seconds, borrowed=True
+                    )
                     with contextlib.closing(giver):
-                        freed += giver.space.give(min(missing, holding.nbytes), idle=True)
+                        freed += giver.space.give(
+                            min(missing, holding.nbytes), idle=True
+                        )
     except (StoreError, OSError) as error:
         log.debug("no room is made under %s: %s", root, error)
     return freed

@@ -1,4 +1,5 @@
-"""The tables of a ledger, in LMDB. They contain everything that must be right; all other files are hints.
+"""The tables of a ledger, in LMDB. They contain everything that must be right; all other files are
+hints.
 
 | table | row |
 | --- | --- |
@@ -16,14 +17,15 @@
 | labels | root -> fields, for people; bounded, so a label may have been removed |
 | meta | the totals (`Meta`), the names of the columns of counters, the counters of members that left |
 
-LMDB is opened without its locks, without sync and without a writable map (see `locks`): a thread that begins a
-transaction is inside the gate, and ends the transaction before it releases the gate.
+LMDB is opened without its locks, without sync and without a writable map (see `locks`): a thread
+that begins a transaction is inside the gate, and ends the transaction before it releases the gate.
 
-A forked child never uses an environment of its parent, whatever call it returns into: all environments are closed in
-the child, and a closed environment refuses every use. So each one is registered here as soon as it is open. What a
-child cannot close it can never open, since py-lmdb opens a file once in a process. So a fork waits for the threads that
-have environments open: at the gate of each session (`session`), and at `Tables.opening` for the others.
-"""
+A forked child never uses an environment of its parent, whatever call it returns into: all
+environments are closed in the child, and a closed environment refuses every use. So each one is
+registered here as soon as it is open. What a child cannot close it can never open, since py-lmdb
+opens a file once in a process. So a fork waits for the threads that have environments open: at the
+gate of each session (`session`), and at `Tables.opening` for the others.
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ import lmdb
 from pagoda.fork import reset_in_child
 from pagoda.ledger.locks import Gate
 
-PLACE = Struct("<IQ")  # a row of `pending`, and the beginning of a row of `entries`
+# a row of `pending`, and the beginning of a row of `entries`
+PLACE = Struct("<IQ")
 ENTRY = Struct("<IQQI")
 SLOT = Struct("<QQII32s")
 SLOT_KEY = Struct(">I")
@@ -59,27 +62,31 @@ NO_NAMESPACE = 0  # no namespace has this number
 META_ROW = b"meta"
 COUNTERS_ROW = b"counters"
 COUNTER_NAMES_ROW = b"counter names"
-# The clears under way. In the ordinary case there is no such row; it is in the table that a look-up reads anyway, since
-# the first access to one more table costs a transaction as much as the look-up of a key.
+# The clears under way. In the ordinary case there is no such row; it is in the table that a look-up
+# reads anyway, since the first access to one more table costs a transaction as much as the look-up
+# of a key.
 CLEARING_ROW = b"clearing"
 _CLEARING = Struct("<32sQQQ")
 
 _BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
 _LEAST_MAP_BYTES = 4 << 20
-_SPARE_BYTES = 1 << 20  # part of the map that only transactions that free slots may use
-_BYTES_PER_LABEL = 8192  # part of the map for each label; a label itself takes at most an eighth of that
+# part of the map that only transactions that free slots may use
+_SPARE_BYTES = 1 << 20
+# part of the map for each label; a label itself takes at most an eighth of that
+_BYTES_PER_LABEL = 8192
 
 
 @dataclass(slots=True)
 class Meta:
     """The totals.
 
-    `unused`: slots from this one on were never used. `backed`: slots from this one on have no pages. `bare`: the number
-    of slots before `backed` that have no pages. `scan`: slots from `scan` to `backed` wait to be scanned; during a scan
-    `unused` equals `backed`. Only a slot with pages may be reserved.
+    `unused`: slots from this one on were never used. `backed`: slots from this one on have no
+    pages. `bare`: the number of slots before `backed` that have no pages. `scan`: slots from `scan`
+    to `backed` wait to be scanned; during a scan `unused` equals `backed`. Only a slot with pages
+    may be reserved.
 
-    `cleared`: chunks of all namespaces that were reserved before that generation are cleared. `floor`: the same during
-    a scan, for chunks of namespaces that have no row.
+    `cleared`: chunks of all namespaces that were reserved before that generation are cleared.
+    `floor`: the same during a scan, for chunks of namespaces that have no row.
     """
 
     slots: int
@@ -98,9 +105,19 @@ class Meta:
     def pack(self) -> bytes:
         """Return the row as bytes."""
         return _META.pack(
-            self.slots, self.next_generation, self.next_member, self.next_namespace,
-            self.unused, self.scan, self.ready, self.reserved, self.cleared, self.floor, self.backed, self.bare,
-        )  # fmt: skip
+            self.slots,
+            self.next_generation,
+            self.next_member,
+            self.next_namespace,
+            self.unused,
+            self.scan,
+            self.ready,
+            self.reserved,
+            self.cleared,
+            self.floor,
+            self.backed,
+            self.bare,
+        )
 
     @property
     def scanning(self) -> bool:
@@ -126,7 +143,8 @@ class Meta:
 
 
 class PendingClear(NamedTuple):
-    """A clear under way: of the chunks reserved before `watermark`, of one namespace, or of all (number 0).
+    """A clear under way: of the chunks reserved before `watermark`, of one namespace, or of all
+    (number 0).
 
     `member`: whoever ends it.
     """
@@ -138,10 +156,12 @@ class PendingClear(NamedTuple):
 
 
 class Reservation(NamedTuple):
-    """A slot that is being filled. `writers`: for each part the member that must still write it, 0 once it is stored.
+    """A slot that is being filled. `writers`: for each part the member that must still write it, 0
+    once it is stored.
 
-    With owner NO_MEMBER it will not become a chunk: the slot waits until its `writers` are done. These members may
-    still write into it; or, if a chunk was removed while it was held, they are its holders.
+    With owner NO_MEMBER it will not become a chunk: the slot waits until its `writers` are done.
+    These members may still write into it; or, if a chunk was removed while it was held, they are
+    its holders.
     """
 
     generation: int
@@ -156,12 +176,16 @@ class Reservation(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the row as bytes."""
-        return _RESERVATION.pack(*self[:8], len(self.writers)) + b"".join(map(_WRITER.pack, self.writers))
+        return _RESERVATION.pack(*self[:8], len(self.writers)) + b"".join(
+            map(_WRITER.pack, self.writers)
+        )
 
     @classmethod
     def unpack(cls, row: bytes) -> Reservation:
         """Make a row from bytes."""
-        writers = tuple(writer for (writer,) in _WRITER.iter_unpack(row[_RESERVATION.size :]))
+        writers = tuple(
+            writer for (writer,) in _WRITER.iter_unpack(row[_RESERVATION.size :])
+        )
         return cls._make((*_RESERVATION.unpack_from(row)[:8], writers))
 
 
@@ -169,17 +193,36 @@ class Tables:
     """The LMDB environment and its tables. Not thread-safe: the gate serializes its callers."""
 
     NAMES = (
-        "entries", "slots", "free", "bare", "pending", "reserved", "members", "holds", "pins", "namespaces", "roots",
-        "labels", "meta",
-    )  # fmt: skip
-    # held by a fork, by a thread that has tables without a gate, from before it opens them until they are closed, and
-    # while a session is added to those that a fork asks
+        "entries",
+        "slots",
+        "free",
+        "bare",
+        "pending",
+        "reserved",
+        "members",
+        "holds",
+        "pins",
+        "namespaces",
+        "roots",
+        "labels",
+        "meta",
+    )
+    # held by a fork, by a thread that has tables without a gate, from before it opens them until
+    # they are closed, and while a session is added to those that a fork asks
     opening = threading.RLock()
 
-    def __init__(self, path: Path, map_bytes: int, create: bool = False, gate: Gate | None = None) -> None:
-        """Open them. `gate`: their users are inside it, also the caller; None: the caller holds `opening`.
+    def __init__(
+        self,
+        path: Path,
+        map_bytes: int,
+        create: bool = False,
+        gate: Gate | None = None,
+    ) -> None:
+        """Open them. `gate`: their users are inside it, also the caller; None: the caller holds
+        `opening`.
 
-        Raises LMDB's errors, also in a child that a signal handler has forked since the gate was taken.
+        Raises LMDB's errors, also in a child that a signal handler has forked since the gate was
+        taken.
         """
         self.most_labels = map_bytes // _BYTES_PER_LABEL
         self._map_bytes = map_bytes
@@ -189,26 +232,56 @@ class Tables:
         else:
             self._entered = gate.entered
         if not self._entered():
-            raise RuntimeError("tables are opened inside their gate or `opening`, for forks to wait for them")
+            raise RuntimeError(
+                "tables are opened inside their gate or `opening`, for forks to wait for them"
+            )
         self._opened: list[lmdb.Environment] = []
         self._forked = False
         reset_in_child(self)
         opener = partial(
-            lmdb.open, map_size=map_bytes - _SPARE_BYTES, subdir=False, lock=False, writemap=False, sync=False,
-            metasync=False, readahead=False, create=create, mode=0o600, max_dbs=len(self.NAMES),
-        )  # fmt: skip
-        self._opened.extend(map(opener, [str(path)]))  # a built-in: no signal handler runs in between
+            lmdb.open,
+            map_size=map_bytes - _SPARE_BYTES,
+            subdir=False,
+            lock=False,
+            writemap=False,
+            sync=False,
+            metasync=False,
+            readahead=False,
+            create=create,
+            mode=0o600,
+            max_dbs=len(self.NAMES),
+        )
+        # a built-in: no signal handler runs in between
+        self._opened.extend(map(opener, [str(path)]))
         [self.env] = self._opened
         try:
             # the fork came before the opening or during it (`opener` calls Python)
             if self._forked or (gate is not None and gate.forked):
-                raise lmdb.Error("a signal handler forked: the tables are the parent's")
-            opened = [self.env.open_db(name.encode(), create=create) for name in self.NAMES]
+                raise lmdb.Error(
+                    "a signal handler forked: the tables are the parent's"
+                )
+            opened = [
+                self.env.open_db(name.encode(), create=create)
+                for name in self.NAMES
+            ]
         except lmdb.Error:
             self.env.close()
             raise
-        (self.entries, self.slots, self.free, self.bare, self.pending, self.reserved, self.members, self.holds,
-         self.pins, self.namespaces, self.roots, self.labels, self.meta) = opened  # fmt: skip
+        (
+            self.entries,
+            self.slots,
+            self.free,
+            self.bare,
+            self.pending,
+            self.reserved,
+            self.members,
+            self.holds,
+            self.pins,
+            self.namespaces,
+            self.roots,
+            self.labels,
+            self.meta,
+        ) = opened
 
     def load_meta(self, txn: Txn) -> Meta:
         """Read the totals."""
@@ -219,10 +292,17 @@ class Tables:
 
     def pending_clears(self, txn: Txn) -> list[PendingClear]:
         """Return the clears under way."""
-        row = txn.get(CLEARING_ROW, None, self.roots)  # by position: a third faster than by name
-        return [] if row is None else [PendingClear(*each) for each in _CLEARING.iter_unpack(row)]
+        # by position: a third faster than by name
+        row = txn.get(CLEARING_ROW, None, self.roots)
+        return (
+            []
+            if row is None
+            else [PendingClear(*each) for each in _CLEARING.iter_unpack(row)]
+        )
 
-    def put_pending_clears(self, txn: Txn, pending: Iterable[PendingClear]) -> None:
+    def put_pending_clears(
+        self, txn: Txn, pending: Iterable[PendingClear]
+    ) -> None:
         """Replace the row of clears under way."""
         row = b"".join(_CLEARING.pack(*each) for each in pending)
         if row:
@@ -230,7 +310,9 @@ class Tables:
         else:
             txn.delete(CLEARING_ROW, db=self.roots)
 
-    def rows(self, txn: Txn, table: lmdb._Database, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+    def rows(
+        self, txn: Txn, table: lmdb._Database, start: bytes = b""
+    ) -> Iterator[tuple[bytes, bytes]]:
         """Walk a table from `start` on, in the order of its keys."""
         cursor = txn.cursor(db=table)
         found = cursor.set_range(start) if start else cursor.first()
@@ -239,22 +321,29 @@ class Tables:
 
     def used_bytes(self) -> int:
         """Return how many bytes of the file are, or once were, in use."""
-        return (int(self.env.info()["last_pgno"]) + 1) * int(self.env.stat()["psize"])
+        return (int(self.env.info()["last_pgno"]) + 1) * int(
+            self.env.stat()["psize"]
+        )
 
     def begin(self, write: bool = False) -> Txn:
         """Begin a transaction; inside the gate."""
         try:
             return self.env.begin(write=write)
-        except lmdb.MapResizedError:  # another process has used some of the spare part
+        except lmdb.MapResizedError:
+            # another process has used some of the spare part
             self.narrow()
             return self.env.begin(write=write)
 
     def widen(self) -> None:
-        """Let the next transaction of this process use the whole map; inside the gate, between transactions."""
+        """Let the next transaction of this process use the whole map; inside the gate, between
+        transactions.
+        """
         self.env.set_mapsize(self._map_bytes)
 
     def narrow(self) -> None:
-        """Reserve the spare part for transactions that free slots; LMDB keeps at least what is in use."""
+        """Reserve the spare part for transactions that free slots; LMDB keeps at least what is in
+        use.
+        """
         self.env.set_mapsize(self._map_bytes - _SPARE_BYTES)
 
     def close(self) -> None:
@@ -262,11 +351,13 @@ class Tables:
         self.env.close()
 
     def reset(self) -> None:
-        """Close, in a forked child, what its parent had open, also a transaction in which a signal handler forked.
+        """Close, in a forked child, what its parent had open, also a transaction in which a signal
+        handler forked.
 
-        If another thread of the parent was using it, a close would wait for that thread, which does not exist in the
-        child. Then the environment stays open as long as the process lives, whichever references to it are dropped; no
-        code that runs in the child has a reference to it.
+        If another thread of the parent was using it, a close would wait for that thread, which does
+        not exist in the child. Then the environment stays open as long as the process lives,
+        whichever references to it are dropped; no code that runs in the child has a reference to
+        it.
         """
         self._forked = True
         for env in self._opened:

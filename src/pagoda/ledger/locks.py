@@ -1,19 +1,22 @@
-"""Locks between processes: byte ranges of the file `state` of a store, held by an open file description.
+"""Locks between processes: byte ranges of the file `state` of a store, held by an open file
+description.
 
-They lie on `state`, beyond its end, because that file says what the store is and is never replaced: two processes that
-use one store cannot have locks on two files. Byte `open` is held on the file `locks` too, as long as versions may come
-that know no other (`StoreLocks`).
+They lie on `state`, beyond its end, because that file says what the store is and is never replaced:
+two processes that use one store cannot have locks on two files. Byte `open` is held on the file
+`locks` too, as long as versions may come that know no other (`StoreLocks`).
 
-`F_OFD_SETLK` locks belong to an open file description; a process has one `LockFile` with one description for each store
-that it has open. Other code of the process that opens and closes the same file does not affect these locks; they
-conflict with the locks of every other description, also of the same process, and with the POSIX locks of older
-versions. A kill releases them, and containers that share the file see them. The threads of a process share a
-description, so a thread takes a thread lock before the gate.
+`F_OFD_SETLK` locks belong to an open file description; a process has one `LockFile` with one
+description for each store that it has open. Other code of the process that opens and closes the
+same file does not affect these locks; they conflict with the locks of every other description, also
+of the same process, and with the POSIX locks of older versions. A kill releases them, and
+containers that share the file see them. The threads of a process share a description, so a thread
+takes a thread lock before the gate.
 
-A fork shares the description too, so a child first closes its copy and opens a new description without locks. Otherwise
-the locks of a dead parent would last, and the child would unlock locks of its parent. In two cases Python's fork hooks
-do not run: after an `exec` (which closes the descriptor), and in a child made in C. Such a child unlocks nothing; if it
-outlives the parent, the parent's locks last as long as the child.
+A fork shares the description too, so a child first closes its copy and opens a new description
+without locks. Otherwise the locks of a dead parent would last, and the child would unlock locks of
+its parent. In two cases Python's fork hooks do not run: after an `exec` (which closes the
+descriptor), and in a child made in C. Such a child unlocks nothing; if it outlives the parent, the
+parent's locks last as long as the child.
 
 | byte | meaning |
 | --- | --- |
@@ -25,7 +28,7 @@ outlives the parent, the parent's locks last as long as the child.
 | 1024 + m | member m is alive |
 
 On `state` the bytes are counted from `BEYOND`, on `locks` and on the lock file of a root from 0.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -56,7 +59,8 @@ BEYOND = 1 << 20  # beyond the end of every file that has its own locks
 
 T = TypeVar("T")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
-_UNLOCK_ALL = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)  # the range has no end: all bytes
+# the range has no end: all bytes
+_UNLOCK_ALL = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 _CLOSED = "the lock file is closed"
 _FIRST_PAUSE_SECONDS = 20e-6
 _LAST_PAUSE_SECONDS = 1e-3
@@ -67,60 +71,81 @@ _forks = 0  # forks that led to this process, as far as it has seen them
 
 
 class DeadlineMissedError(Exception):
-    """The gate could not be taken in time. It never leaves the ledger: it becomes `Reason.LEDGER_BUSY`."""
+    """The gate could not be taken in time. It never leaves the ledger: it becomes
+    `Reason.LEDGER_BUSY`.
+    """
 
 
 def timed_out(seconds: float, doing: str) -> StoreError:
     """Return the error for a wait that timed out because of another process."""
-    return StoreError(f"timed out after {seconds:g} s: another process {doing}; look for a stopped process")
+    return StoreError(
+        f"timed out after {seconds:g} s: another process {doing}; look for a stopped process"
+    )
 
 
 class LockFile:
     """Byte-range locks of one file, by one open file description. Single calls are thread-safe.
 
-    `close` releases all of them, and so does the end of the last reference; afterwards none can be taken (OSError).
+    `close` releases all of them, and so does the end of the last reference; afterwards none can be
+    taken (OSError).
     """
 
     def __init__(self, path: Path, create: bool = True, first: int = 0) -> None:
-        """Open the file; FileNotFoundError if it is absent and `create` is False. StoreError if it is another user's.
+        """Open the file; FileNotFoundError if it is absent and `create` is False. StoreError if it
+        is another user's.
 
         Another user could hold a lock of it for ever. `first`: where the bytes are counted from.
         """
         self._first = first
-        self.unlock_intent = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, first + INTENT, 1, 0)
-        self.unlock_gate = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, first + GATE, 2, 0)  # and intent
+        self.unlock_intent = _FLOCK.pack(
+            fcntl.F_UNLCK, os.SEEK_SET, first + INTENT, 1, 0
+        )
+        # and intent
+        self.unlock_gate = _FLOCK.pack(
+            fcntl.F_UNLCK, os.SEEK_SET, first + GATE, 2, 0
+        )
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         self._fd = -1
         _files.add(self)
         while True:
             forks = _forks
-            self._file = FileIO(path, "r+", opener=lambda name, _: os.open(name, flags, 0o600))
+            self._file = FileIO(
+                path, "r+", opener=lambda name, _: os.open(name, flags, 0o600)
+            )
             self._fd = self._file.fileno()
             owner = os.fstat(self._fd).st_uid
             if owner != os.geteuid():
                 self.close()
                 raise StoreError(
-                    f"{path} belongs to user {owner}, not to user {os.geteuid()}: remove it, and let others make no "
+                    f"{path} belongs to user {owner}, not to user {os.geteuid()}: remove it, and "
+                    "let others make no "
                     f"files there (chmod go-w {path.parent})"
                 )
-            if forks == _forks:  # otherwise a forked child may have a copy that it does not know of
+            # otherwise a forked child may have a copy that it does not know of
+            if forks == _forks:
                 return
             self.close()
 
     def close(self) -> None:
-        """Release all locks and close the descriptor; idempotent. No other thread may be using it."""
+        """Release all locks and close the descriptor; idempotent. No other thread may be using
+        it.
+        """
         if self._fd >= 0:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _UNLOCK_ALL)  # a child made in C would keep them
+            # a child made in C would keep them
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _UNLOCK_ALL)
             self._fd = -1
             self._file.close()
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` still names this very file (one that was removed or replaced does not, nor a closed one).
+        """Whether `path` still names this very file (one that was removed or replaced does not, nor
+        a closed one).
 
         OSError if that cannot be told.
         """
         try:
-            return self._fd >= 0 and os.path.samestat(os.stat(path), os.fstat(self._fd))
+            return self._fd >= 0 and os.path.samestat(
+                os.stat(path), os.fstat(self._fd)
+            )
         except OSError as error:
             if is_gone(error):
                 return False
@@ -141,7 +166,9 @@ class LockFile:
 
         Tries until `time.monotonic()` reaches `until`; by default it tries once.
         """
-        request = _request(fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, self._first + byte)
+        request = _request(
+            fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK, self._first + byte
+        )
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -160,19 +187,34 @@ class LockFile:
     def unlock(self, byte: int) -> None:
         """Release the lock of one byte; does nothing after `close`."""
         if self._fd >= 0:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, self._first + byte))
+            fcntl.fcntl(
+                self._fd,
+                fcntl.F_OFD_SETLK,
+                _request(fcntl.F_UNLCK, self._first + byte),
+            )
 
     def unlocking(self, byte: int) -> Callable[[], object]:
-        """Return a built-in that releases the lock of one byte, if held; no signal handler can run before it."""
+        """Return a built-in that releases the lock of one byte, if held; no signal handler can run
+        before it.
+        """
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
-        return partial(fcntl.fcntl, self._fd, fcntl.F_OFD_SETLK, _request(fcntl.F_UNLCK, self._first + byte))
+        return partial(
+            fcntl.fcntl,
+            self._fd,
+            fcntl.F_OFD_SETLK,
+            _request(fcntl.F_UNLCK, self._first + byte),
+        )
 
     def held_by_other(self, byte: int) -> bool:
         """Whether another description has a lock on that byte (locks of this one are not seen)."""
         if self._fd < 0:
             raise OSError(errno.EBADF, _CLOSED)
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _request(fcntl.F_WRLCK, self._first + byte))
+        answer = fcntl.fcntl(
+            self._fd,
+            fcntl.F_OFD_GETLK,
+            _request(fcntl.F_WRLCK, self._first + byte),
+        )
         kind: int = _FLOCK.unpack(answer)[0]
         return kind != fcntl.F_UNLCK
 
@@ -189,8 +231,11 @@ class LockFile:
 
 
 def _take_own_description(fd: int, flags: int) -> None:
-    """Replace the open file description of a descriptor, which is shared with the parent, by a new one. OSError."""
-    own = os.open(f"/proc/self/fd/{fd}", flags)  # this works even if the file has been removed
+    """Replace the open file description of a descriptor, which is shared with the parent, by a new
+    one. OSError.
+    """
+    # this works even if the file has been removed
+    own = os.open(f"/proc/self/fd/{fd}", flags)
     os.dup2(own, fd, inheritable=False)
     os.close(own)
 
@@ -201,14 +246,18 @@ def _request(kind: int, byte: int) -> bytes:
 
 
 class StoreLocks(LockFile):
-    """The locks of one store: those of `state`, with byte `open` also on `locks`, which older versions look at.
+    """The locks of one store: those of `state`, with byte `open` also on `locks`, which older
+    versions look at.
 
-    A process that has the store to itself holds `open` of both exclusively. While it is open, its directory and the
-    root have a shared `flock`: programs that remove old files (systemd-tmpfiles) leave such directories alone.
+    A process that has the store to itself holds `open` of both exclusively. While it is open, its
+    directory and the root have a shared `flock`: programs that remove old files (systemd-tmpfiles)
+    leave such directories alone.
     """
 
     def __init__(self, directory: Path, state: str, locks: str) -> None:
-        """Open the files of a store; `locks` is made if it is absent. FileNotFoundError if there is no `state`."""
+        """Open the files of a store; `locks` is made if it is absent. FileNotFoundError if there is
+        no `state`.
+        """
         self._old: LockFile | None = None
         self._holds_open = False
         self._flocks: list[DirectoryFlock] = []
@@ -223,7 +272,9 @@ class StoreLocks(LockFile):
             raise
 
     def close(self) -> None:
-        """Release all locks and close the descriptors; idempotent. No other thread may be using it."""
+        """Release all locks and close the descriptors; idempotent. No other thread may be using
+        it.
+        """
         if self._old is not None:
             self._old.close()
         for one in self._flocks:
@@ -231,13 +282,19 @@ class StoreLocks(LockFile):
         super().close()
 
     def are_at(self, directory: Path) -> bool:
-        """Whether a directory still has both of these very files. OSError if that cannot be told."""
+        """Whether a directory still has both of these very files. OSError if that cannot be
+        told.
+        """
         state, locks = self._paths
-        in_place = self._old is not None and self._old.is_at(directory / locks.name)
+        in_place = self._old is not None and self._old.is_at(
+            directory / locks.name
+        )
         return in_place and self.is_at(directory / state.name)
 
     def lock(self, byte: int, exclusive: bool, until: float = 0.0) -> bool:
-        """Take or convert the lock of one byte; False if another description has it. See `LockFile.lock`."""
+        """Take or convert the lock of one byte; False if another description has it. See
+        `LockFile.lock`.
+        """
         if byte != OPEN:
             return super().lock(byte, exclusive, until)
         assert self._old is not None
@@ -268,10 +325,11 @@ class StoreLocks(LockFile):
 
 
 class DirectoryFlock:
-    """A shared `flock` of a directory, which keeps programs away that remove old files from it and from below it.
+    """A shared `flock` of a directory, which keeps programs away that remove old files from it and
+    from below it.
 
-    It is taken if it is free now, and kept until `close`, or the end of the last reference. It only keeps cleaners
-    away, so nothing fails if it cannot be taken. Not thread-safe.
+    It is taken if it is free now, and kept until `close`, or the end of the last reference. It only
+    keeps cleaners away, so nothing fails if it cannot be taken. Not thread-safe.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -283,16 +341,16 @@ class DirectoryFlock:
 
     def _take(self) -> None:
         if self._fd >= 0:
-            with contextlib.suppress(
-                OSError
-            ):  # a cleaner has it for a moment, or the file system has no such locks
+            with contextlib.suppress(OSError):
+                # a cleaner has it for a moment, or the file system has no such locks
                 fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def close(self) -> None:
         """Release it; idempotent."""
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)  # a child made in C would keep it
+                # a child made in C would keep it
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._close_descriptor()
 
     def after_fork_in_child(self) -> None:
@@ -315,15 +373,18 @@ class DirectoryFlock:
 
 
 class Gate:
-    """The one lock around transactions: `gate.run(work, seconds)`; a writer calls it with `exclusive=True`.
+    """The one lock around transactions: `gate.run(work, seconds)`; a writer calls it with
+    `exclusive=True`.
 
-    Thread-safe. Raises DeadlineMissedError if it cannot be taken within the seconds given, and at once in a thread that
-    is already inside (a signal handler or a finalizer in the middle of a transaction).
+    Thread-safe. Raises DeadlineMissedError if it cannot be taken within the seconds given, and at
+    once in a thread that is already inside (a signal handler or a finalizer in the middle of a
+    transaction).
 
-    A signal handler may raise an exception after any call, also after the call that took a lock. So nothing is taken
-    before the `try` whose `finally` releases it, and built-in functions release it, each in a separate `finally`:
-    Python runs no handler between the begin of a `finally` and the end of the first built-in called there. A `with`
-    statement cannot promise that: a handler may run before the first statement of an `__exit__` written in Python.
+    A signal handler may raise an exception after any call, also after the call that took a lock. So
+    nothing is taken before the `try` whose `finally` releases it, and built-in functions release
+    it, each in a separate `finally`: Python runs no handler between the begin of a `finally` and
+    the end of the first built-in called there. A `with` statement cannot promise that: a handler
+    may run before the first statement of an `__exit__` written in Python.
     """
 
     def __init__(self, file: LockFile) -> None:
@@ -332,19 +393,28 @@ class Gate:
         self._lock = partial(LockFile.lock, file)
         # an RLock, because it knows its owner as soon as it is taken; it is never taken twice
         self._inside = threading.RLock()
-        # whether this thread is inside, or waits for other processes. A signal handler or a finalizer asks it; so does
-        # a transaction, because a child that a signal handler forks in the middle of a call is not inside
+        # whether this thread is inside, or waits for other processes. A signal handler or a
+        # finalizer asks it; so does a transaction, because a child that a signal handler forks in
+        # the middle of a call is not inside
         self.entered: Callable[[], bool] = self._inside._is_owned  # type: ignore[attr-defined]
         self._owner: int | None = None
-        self.forked = False  # this process is a child of the one that made the gate
+        # this process is a child of the one that made the gate
+        self.forked = False
 
     @property
     def taken(self) -> bool:
         """Whether a thread of this process is inside, or waits for other processes."""
         return self._owner is not None
 
-    def run(self, work: Callable[[], T], deadline_seconds: float, exclusive: bool = False) -> T:
-        """Run `work` while the gate is shared with the readers of other processes, or held exclusively."""
+    def run(
+        self,
+        work: Callable[[], T],
+        deadline_seconds: float,
+        exclusive: bool = False,
+    ) -> T:
+        """Run `work` while the gate is shared with the readers of other processes, or held
+        exclusively.
+        """
         me = threading.get_ident()
         until = time.monotonic() + deadline_seconds
         file = self._file
@@ -357,7 +427,9 @@ class Gate:
             if not entered:
                 raise DeadlineMissedError
             self._owner = me
-            if not self._lock(INTENT, exclusive, until) or not self._lock(GATE, exclusive, until):
+            if not self._lock(INTENT, exclusive, until) or not self._lock(
+                GATE, exclusive, until
+            ):
                 raise DeadlineMissedError
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_intent)
             return work()
@@ -370,14 +442,20 @@ class Gate:
                     self._owner = None
                     self._inside.release()
             else:
-                try:  # noqa: SIM105  # `contextlib.suppress` is no built-in function
-                    self._inside.release()  # an interrupt may come between taking it and recording that
+                # `contextlib.suppress` is no built-in function
+                try:  # noqa: SIM105
+                    # an interrupt may come between taking it and recording that
+                    self._inside.release()
                 except RuntimeError:
                     pass
 
     def hold(self, deadline_seconds: float) -> bool:
-        """Keep other threads out until `let_go` is called on this thread; False if it could not be taken in time."""
-        return not self.entered() and self._inside.acquire(timeout=max(deadline_seconds, 0.0))
+        """Keep other threads out until `let_go` is called on this thread; False if it could not be
+        taken in time.
+        """
+        return not self.entered() and self._inside.acquire(
+            timeout=max(deadline_seconds, 0.0)
+        )
 
     def let_go(self) -> None:
         """End what `hold` began; does nothing if this thread holds nothing."""
@@ -386,7 +464,9 @@ class Gate:
 
 
 def barrier() -> None:
-    """Complete this thread's earlier memory accesses before its later ones (free on x86, a fence on ARM)."""
+    """Complete this thread's earlier memory accesses before its later ones (free on x86, a fence on
+    ARM).
+    """
     lock = threading.Lock()
     for _ in range(2):
         lock.acquire()
@@ -398,7 +478,8 @@ def _count_fork() -> None:
     _forks += 1
 
 
-@call_in_child  # registered before the ledger's other hooks, which take locks in the child
+# registered before the ledger's other hooks, which take locks in the child
+@call_in_child
 def _reset_in_child() -> None:
     for file in list(_files):
         with contextlib.suppress(OSError):

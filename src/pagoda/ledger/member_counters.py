@@ -1,7 +1,8 @@
 """The counters of a store: one mapped row per member, in columns that the tables name.
 
-A version of PagodaKV that has more counters than another appends their names: members of both versions share the file,
-and each reads the columns that it knows. A new counter is therefore no new format. `session` and `members` call it.
+A version of PagodaKV that has more counters than another appends their names: members of both
+versions share the file, and each reads the columns that it knows. A new counter is therefore no new
+format. `session` and `members` call it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def counter_rows(memory: mmap.mmap) -> CounterRow:
 
 
 def columns_of(txn: Txn, tables: Tables) -> dict[str, int]:
-    """Return the column of each counter of this version; counters new to the store get one, in a write transaction.
+    """Return the column of each counter of this version; counters new to the store get one, in a
+    write transaction.
 
     A counter for which no column is left is not counted.
     """

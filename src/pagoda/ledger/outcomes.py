@@ -1,4 +1,6 @@
-"""What the ledger answers: small typed tuples. A failure at run time is a `Refused` or a reason, never an exception."""
+"""What the ledger answers: small typed tuples. A failure at run time is a `Refused` or a reason,
+never an exception.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from pagoda.metrics import Reason
 
 
 class Reserved(NamedTuple):
-    """A slot to copy the chunk's bytes into, then commit or abort. May be sent to another process."""
+    """A slot to copy the chunk's bytes into, then commit or abort. May be sent to another
+    process.
+    """
 
     key: bytes
     slot: int
@@ -45,16 +49,20 @@ Outcome = Reserved | Present | Busy | Refused
 
 
 class CommitResult(IntEnum):
-    """The result of committing one part of a chunk; true if it is stored. Only the last part gets WHOLE."""
+    """The result of committing one part of a chunk; true if it is stored. Only the last part gets
+    WHOLE.
+    """
 
     LOST = 0  # superseded, cleared, reaped, or not committed in time
     WHOLE = 1  # stored, and it was the last part: the chunk is visible now
-    # stored, but other parts are missing: the chunk cannot be read yet, though its generation is valid
+    # stored, but other parts are missing: the chunk cannot be read yet, though its generation is
+    # valid
     PART = 2
 
 
 class Match(NamedTuple):
-    """The leading run that may be read: slots[i], of generations[i], holds key i. `reason`: why the run ends there.
+    """The leading run that may be read: slots[i], of generations[i], holds key i. `reason`: why the
+    run ends there.
 
     `reason` is None if all keys are in the run.
     """
@@ -72,7 +80,9 @@ class Miss(NamedTuple):
 
 
 class NamespaceRow(NamedTuple):
-    """A namespace that has, or had, chunks here. `fields`: its label for people; empty if it is not known here."""
+    """A namespace that has, or had, chunks here. `fields`: its label for people; empty if it is not
+    known here.
+    """
 
     root: bytes
     fields: dict[str, str]
@@ -97,8 +107,9 @@ class ChunkRow(NamedTuple):
 class ScannedChunk(NamedTuple):
     """A chunk whose header was read from the slab during a rebuild.
 
-    `epoch` is compared with the generation before which its namespace was cleared. It equals `sequence`; an older
-    version wrote the number of the namespace's clears instead, which is less than any generation.
+    `epoch` is compared with the generation before which its namespace was cleared. It equals
+    `sequence`; an older version wrote the number of the namespace's clears instead, which is less
+    than any generation.
     """
 
     key: bytes
@@ -110,7 +121,9 @@ class ScannedChunk(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What `check` counted. `unreachable`: chunks without their parent; `stale_hints`: rows whose hints are wrong."""
+    """What `check` counted. `unreachable`: chunks without their parent; `stale_hints`: rows whose
+    hints are wrong.
+    """
 
     gauges: dict[str, int]
     unreachable: int

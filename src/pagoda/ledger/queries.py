@@ -27,19 +27,28 @@ from pagoda.ledger.outcomes import Present
 from pagoda.metrics import Reason
 
 _FEW_ENTRIES = 32  # up to this number, entries are checked one by one
-_ENTRY_ROW = np.dtype([("slot", "<u4"), ("generation", "<u8"), ("namespace", "<u8"), ("position", "<u4")])
+_ENTRY_ROW = np.dtype(
+    [
+        ("slot", "<u4"),
+        ("generation", "<u8"),
+        ("namespace", "<u8"),
+        ("position", "<u4"),
+    ]
+)
 
 
 def match_prefix(
     txn: Txn, tables: Tables, columns: Columns, published: bool, keys: Sequence[bytes],
     namespace: bytes | None, start: int | None,
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64], int, Reason | None]:  # fmt: skip
-    """Look up keys until one is absent, or is not the chunk of that namespace at that position (from `start` on).
+    """Look up keys until one is absent, or is not the chunk of that namespace at that position
+    (from `start` on).
 
-    Without a namespace, neither namespace nor position is checked. Returns slots and generations of that run; how many
-    of its leading chunks are published in these columns under the keys asked for; and why the run ends before the last
-    key, if the tables show it. Not `published`: the columns are only hints (those of a store on disk, where a read
-    verifies what it finds), and all chunks in slots that exist count.
+    Without a namespace, neither namespace nor position is checked. Returns slots and generations of
+    that run; how many of its leading chunks are published in these columns under the keys asked
+    for; and why the run ends before the last key, if the tables show it. Not `published`: the
+    columns are only hints (those of a store on disk, where a read verifies what it finds), and all
+    chunks in slots that exist count.
     """
     rows: list[bytes] = []
     get = txn.get
@@ -67,15 +76,24 @@ def match_prefix(
         intact = _leading_below(columns.slots, slots)
     if intact < count:
         reason = Reason.FAILED_CHECK
-    elif reason is None and count < len(keys) and txn.get(keys[count], db=tables.pending) is not None:
+    elif (
+        reason is None
+        and count < len(keys)
+        and txn.get(keys[count], db=tables.pending) is not None
+    ):
         reason = Reason.BUSY
     return slots, generations, intact, reason
 
 
 def _as_asked(
-    txn: Txn, tables: Tables, rows: bytes, namespace: bytes | None, start: int | None
+    txn: Txn,
+    tables: Tables,
+    rows: bytes,
+    namespace: bytes | None,
+    start: int | None,
 ) -> tuple[int, Reason | None]:
-    """Return how many leading entries are of that namespace and at these positions, and what is wrong with the next.
+    """Return how many leading entries are of that namespace and at these positions, and what is
+    wrong with the next.
 
     The key alone is no proof: a caller that makes its own keys may pass keys of another namespace.
     """
@@ -90,7 +108,9 @@ def _as_asked(
         if start is not None:
             good &= entries["position"] == np.arange(start, start + len(entries))
         count = _leading(good)
-    for i, (_, _, owner, position) in enumerate(ENTRY.iter_unpack(rows[count * ENTRY.size :]), count):
+    for i, (_, _, owner, position) in enumerate(
+        ENTRY.iter_unpack(rows[count * ENTRY.size :]), count
+    ):
         if owner != number:
             return i, Reason.OTHER_NAMESPACE
         if start is not None and position != start + i:
@@ -98,12 +118,18 @@ def _as_asked(
     return len(entries), None
 
 
-def _cleared(entries: NDArray[np.void], pending: Sequence[PendingClear]) -> NDArray[np.bool_]:
+def _cleared(
+    entries: NDArray[np.void], pending: Sequence[PendingClear]
+) -> NDArray[np.bool_]:
     """Return which of these entries a clear under way covers: they are as good as removed."""
     cleared = np.zeros(len(entries), np.bool_)
     for clear in pending:
         before = entries["generation"] < np.uint64(clear.watermark)
-        cleared |= before if not clear.number else before & (entries["namespace"] == np.uint64(clear.number))
+        cleared |= (
+            before
+            if not clear.number
+            else before & (entries["namespace"] == np.uint64(clear.number))
+        )
     return cleared
 
 
@@ -111,7 +137,8 @@ def is_cleared(txn: Txn, tables: Tables, entry: bytes) -> bool:
     """Whether a clear under way covers the chunk of a row of `entries`."""
     _, generation, number, _ = ENTRY.unpack(entry)
     return any(
-        generation < clear.watermark and clear.number in (0, number) for clear in tables.pending_clears(txn)
+        generation < clear.watermark and clear.number in (0, number)
+        for clear in tables.pending_clears(txn)
     )
 
 
@@ -121,11 +148,16 @@ def _leading(good: NDArray[np.bool_]) -> int:
     return len(good) if count < 0 else count
 
 
-def find_entries(txn: Txn, tables: Tables, keys: Sequence[bytes]) -> tuple[list[Present | None], int]:
+def find_entries(
+    txn: Txn, tables: Tables, keys: Sequence[bytes]
+) -> tuple[list[Present | None], int]:
     """Return which of these keys have an entry, also after holes, and how many slots are free."""
     rows = [txn.get(key, db=tables.entries) for key in keys]
     if tables.pending_clears(txn):
-        rows = [row if row is not None and not is_cleared(txn, tables, row) else None for row in rows]
+        rows = [
+            row if row is not None and not is_cleared(txn, tables, row) else None
+            for row in rows
+        ]
     found = [
         Present(key, *PLACE.unpack_from(row)) if row is not None else None
         for key, row in zip(keys, rows, strict=True)
@@ -141,7 +173,10 @@ def _leading_below(slots: int, rows: NDArray[np.int64]) -> int:
 
 
 def _intact(
-    columns: Columns, slots: NDArray[np.int64], generations: NDArray[np.uint64], keys: Sequence[bytes]
+    columns: Columns,
+    slots: NDArray[np.int64],
+    generations: NDArray[np.uint64],
+    keys: Sequence[bytes],
 ) -> int:
     """Return how many leading slots are published under these keys and generations."""
     if len(keys) <= FEW:
@@ -156,12 +191,18 @@ def _intact(
         return len(keys)
     if slots.max() >= columns.slots:  # LMDB has no checksums
         before = int(np.argmax(slots >= columns.slots))
-        return _intact(columns, slots[:before], generations[:before], keys[:before])
-    same = columns.are_published(slots, keys) & (columns.generation[slots] == generations)
+        return _intact(
+            columns, slots[:before], generations[:before], keys[:before]
+        )
+    same = columns.are_published(slots, keys) & (
+        columns.generation[slots] == generations
+    )
     return _leading(same)
 
 
-def are_current(txn: Txn, tables: Tables, slots: Sequence[int], generations: Sequence[int]) -> list[bool]:
+def are_current(
+    txn: Txn, tables: Tables, slots: Sequence[int], generations: Sequence[int]
+) -> list[bool]:
     """Return for each slot whether it has a chunk of that generation."""
     rows = [txn.get(SLOT_KEY.pack(slot), db=tables.slots) for slot in slots]
     return [
@@ -178,7 +219,9 @@ def is_current(txn: Txn, tables: Tables, slot: int, generation: int) -> bool:
 
 def backing(txn: Txn, tables: Tables) -> tuple[Meta, list[int]]:
     """Return the totals, and the bare slots in order."""
-    bare = [int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)]
+    bare = [
+        int(SLOT_KEY.unpack(row)[0]) for row, _ in tables.rows(txn, tables.bare)
+    ]
     return tables.load_meta(txn), bare
 
 
@@ -196,4 +239,8 @@ def watermark_of(txn: Txn, tables: Tables, root: bytes) -> int:
     meta = tables.load_meta(txn)
     number = txn.get(root, db=tables.roots)
     row = txn.get(number, db=tables.namespaces) if number is not None else None
-    return max(NAMESPACE.unpack(row)[1], meta.cleared) if row is not None else meta.next_generation
+    return (
+        max(NAMESPACE.unpack(row)[1], meta.cleared)
+        if row is not None
+        else meta.next_generation
+    )

@@ -1,4 +1,6 @@
-"""Fill an empty ledger from the headers of a slab that outlived it: a tier reads them and calls this."""
+"""Fill an empty ledger from the headers of a slab that outlived it: a tier reads them and calls
+this.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,32 @@ def end_scan(ledger: Ledger) -> None:
     ledger.session.store.locks.unlock(SCAN)
 
 
-def absorb(ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]) -> None:
-    """Enter what the headers of the next unscanned slots say; None where a slot is empty. At most 64 slots.
+def absorb(
+    ledger: Ledger, first_slot: int, found: Sequence[ScannedChunk | None]
+) -> None:
+    """Enter what the headers of the next unscanned slots say; None where a slot is empty. At most
+    64 slots.
 
-    `st_blocks` also counts the file system's metadata for the slab (ext4), so a few slots without blocks may count as
-    backed: at most as many as the metadata would fill. They get their blocks when they are written, within the limit;
-    on a full disk that write fails, and its chunk is dropped and counted. Where it counts too little (a compressing
-    file system), empty slots are allocated again.
+    `st_blocks` also counts the file system's metadata for the slab (ext4), so a few slots without
+    blocks may count as
+    backed: at most as many as the metadata would fill. They get their blocks when they are written,
+    within the limit; on a full disk that write fails, and its chunk is dropped and counted. Where
+    it counts too little (a compressing file system), empty slots are allocated again.
     """
-    whole = ledger.slab_path.stat().st_blocks * 512 >= ledger.slots * ledger.slot_bytes
-    # A later number is of an incarnation that an older copy of `state` does not know. It will be given out again, so
-    # that a clear could not tell the two apart.
+    whole = (
+        ledger.slab_path.stat().st_blocks * 512
+        >= ledger.slots * ledger.slot_bytes
+    )
+    # A later number is of an incarnation that an older copy of `state` does not know. It will be
+    # given out again, so that a clear could not tell the two apart.
     first = ledger.session.store.state.first_generation()
-    known = [chunk if chunk is None or chunk.sequence < first else None for chunk in found]
-    ledger.session.write(lambda transaction: _absorb(transaction, first_slot, known, whole))
+    known = [
+        chunk if chunk is None or chunk.sequence < first else None
+        for chunk in found
+    ]
+    ledger.session.write(
+        lambda transaction: _absorb(transaction, first_slot, known, whole)
+    )
     if not len(unscanned(ledger)):
         ledger.space.after_scan()
 
@@ -56,14 +70,17 @@ def _absorb(
 ) -> None:
     """Enter the next slots that wait to be scanned; ValueError if `first_slot` is not the next.
 
-    A chunk that was cleared is left out; of several chunks with one key, the one with the highest sequence is kept.
-    Empty slots are free if the slab is known to have all pages (`all_backed`); otherwise they count as bare until they
-    are allocated.
+    A chunk that was cleared is left out; of several chunks with one key, the one with the highest
+    sequence is kept. Empty slots are free if the slab is known to have all pages (`all_backed`);
+    otherwise they count as bare until they are allocated.
     """
     if first_slot != transaction.meta.scan:
-        raise ValueError(f"slot {transaction.meta.scan} is the next to be scanned, not {first_slot}")
+        raise ValueError(
+            f"slot {transaction.meta.scan} is the next to be scanned, not {first_slot}"
+        )
     for slot, chunk in enumerate(found, first_slot):
-        if not transaction.meta.unscanned():  # another store has taken their pages
+        # another store has taken their pages
+        if not transaction.meta.unscanned():
             break
         transaction.meta.scan += 1
         if chunk is None or not _enter(transaction, slot, chunk):
@@ -82,14 +99,23 @@ def _enter(transaction: Transaction, slot: int, chunk: ScannedChunk) -> bool:
         if sequence >= chunk.sequence:
             return False
         transaction.remove_chunk(other_slot, Reason.REMOVED)
-    number = transaction.namespace(chunk.namespace_root) or transaction.add_namespace(chunk.namespace_root)
-    row = SLOT.pack(chunk.sequence, number, chunk.position, chunk.tokens, chunk.key)
+    number = transaction.namespace(
+        chunk.namespace_root
+    ) or transaction.add_namespace(chunk.namespace_root)
+    row = SLOT.pack(
+        chunk.sequence, number, chunk.position, chunk.tokens, chunk.key
+    )
     transaction.put(SLOT_KEY.pack(slot), row, db=transaction.tables.slots)
     entry = ENTRY.pack(slot, chunk.sequence, number, chunk.position)
     transaction.put(chunk.key, entry, db=transaction.tables.entries)
     transaction.meta.ready += 1
     transaction.add_to_namespace(number, chunks=1)
-    transaction.publish_filling(slot, chunk.sequence, chunk.key, 0, chunk.position, None)
-    # Older than everything that is used from now on. Sequences rise along a chain, but its tail must be the oldest.
-    transaction.ready[slot] = max(0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position)
+    transaction.publish_filling(
+        slot, chunk.sequence, chunk.key, 0, chunk.position, None
+    )
+    # Older than everything that is used from now on. Sequences rise along a chain, but its tail
+    # must be the oldest.
+    transaction.ready[slot] = max(
+        0, min(chunk.sequence, FIRST_OFFSET) - 2 * chunk.position
+    )
     return True

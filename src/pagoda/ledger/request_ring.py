@@ -1,8 +1,10 @@
-"""The last requests of all processes that share a store, and why each got no more tokens: a ring in one page.
+"""The last requests of all processes that share a store, and why each got no more tokens: a ring in
+one page.
 
-`CacheCounters` appends a record where it counts a request, `StoreStats` reads them. An append is two plain writes to
-mapped memory, without a lock or a system call; if two processes append at the same moment, one record may be lost. A
-torn record, or one of another version, has a wrong checksum and is left out. Nothing else depends on the records.
+`CacheCounters` appends a record where it counts a request, `StoreStats` reads them. An append is
+two plain writes to mapped memory, without a lock or a system call; if two processes append at the
+same moment, one record may be lost. A torn record, or one of another version, has a wrong checksum
+and is left out. Nothing else depends on the records.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from pagoda.metrics import TIER_KINDS
 MOST_REQUESTS = 63
 NAMESPACE_BYTES = 16  # the bytes of a namespace's root that are kept
 RING_BYTES = 4096
-_RECORD_BYTES = 64  # the first 8 bytes of the page are the number of the next record
-# time (Unix), process id, tokens asked for and hit by kind of tier, first bytes of the namespace's root, reason
+# the first 8 bytes of the page are the number of the next record
+_RECORD_BYTES = 64
+# time (Unix), process id, tokens asked for and hit by kind of tier, first bytes of the namespace's
+# root, reason
 _RECORD = Struct(f"<dIIIII{NAMESPACE_BYTES}s16s")
 _CHECKSUM = Struct("<I")
 # the largest number in a record; larger ones are cut, so that no request fails because of them
@@ -32,7 +36,9 @@ _WORD = 0xFFFFFFFF
 
 
 class RecentRequest(NamedTuple):
-    """A request that was counted. `namespace`: the first bytes of its root, zeros if it is not known."""
+    """A request that was counted. `namespace`: the first bytes of its root, zeros if it is not
+    known.
+    """
 
     time: float
     pid: int
@@ -43,7 +49,9 @@ class RecentRequest(NamedTuple):
 
 
 class RequestRing:
-    """The ring of one store. Thread-safe and fork-safe; without space for the page, only this process sees it."""
+    """The ring of one store. Thread-safe and fork-safe; without space for the page, only this
+    process sees it.
+    """
 
     def __init__(self, source: Path | mmap.mmap) -> None:
         """Use that page of memory, or map that file; make it if it does not exist."""
@@ -55,17 +63,29 @@ class RequestRing:
         """Note the process id: asking the system at each append would double its cost."""
         self._pid = os.getpid()
 
-    def append(self, counts: Mapping[str, int], namespace: bytes, reason: str) -> None:
-        """Append a request, by what it adds to the counters; `reason` is empty if all whole chunks were there."""
+    def append(
+        self, counts: Mapping[str, int], namespace: bytes, reason: str
+    ) -> None:
+        """Append a request, by what it adds to the counters; `reason` is empty if all whole chunks
+        were there.
+        """
         hits = counts.get
         record = _RECORD.pack(
-            time.time(), self._pid, counts["asked_tokens"] & _WORD, hits("hit_tokens_host", 0) & _WORD,
-            hits("hit_tokens_disk", 0) & _WORD, hits("hit_tokens_remote", 0) & _WORD, namespace, reason.encode(),
-        )  # fmt: skip
+            time.time(),
+            self._pid,
+            counts["asked_tokens"] & _WORD,
+            hits("hit_tokens_host", 0) & _WORD,
+            hits("hit_tokens_disk", 0) & _WORD,
+            hits("hit_tokens_remote", 0) & _WORD,
+            namespace,
+            reason.encode(),
+        )
         number = self._next[0] % MOST_REQUESTS
         self._next[0] = number + 1
         begin = _RECORD_BYTES * (number + 1)
-        self._page[begin : begin + _RECORD_BYTES] = record + _CHECKSUM.pack(crc32(record))
+        self._page[begin : begin + _RECORD_BYTES] = record + _CHECKSUM.pack(
+            crc32(record)
+        )
 
     def newest(self) -> list[RecentRequest]:
         """Return the requests that are remembered, the newest first."""
@@ -74,8 +94,12 @@ class RequestRing:
         for begin in range(_RECORD_BYTES, RING_BYTES, _RECORD_BYTES):
             end = begin + _RECORD.size
             if _CHECKSUM.unpack_from(page, end)[0] == crc32(page[begin:end]):
-                when, pid, asked, *hits, namespace, reason = _RECORD.unpack_from(page, begin)
+                when, pid, asked, *hits, namespace, reason = _RECORD.unpack_from(
+                    page, begin
+                )
                 by_kind = dict(zip(TIER_KINDS, hits, strict=True))
                 why = reason.rstrip(b"\0").decode() or None
-                found.append(RecentRequest(when, pid, asked, by_kind, namespace, why))
+                found.append(
+                    RecentRequest(when, pid, asked, by_kind, namespace, why)
+                )
         return sorted(found, key=lambda request: -request.time)

@@ -20,9 +20,11 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Holding:
-    """How much of the shared space one store of a root holds. `state` is None for a store of an unknown format.
+    """How much of the shared space one store of a root holds. `state` is None for a store of an
+    unknown format.
 
-    `limit`: how much all stores may hold together, according to the processes that have this one open.
+    `limit`: how much all stores may hold together, according to the processes that have this one
+    open.
     """
 
     directory: Path
@@ -33,45 +35,78 @@ class Holding:
 
 
 def holdings(root: Path) -> list[Holding]:
-    """Return what the stores of a root hold: slots of slabs, and all files of a store of an unknown format.
+    """Return what the stores of a root hold: slots of slabs, and all files of a store of an unknown
+    format.
 
-    Stores of another version in memory are not counted: two versions side by side have separate limits.
+    Stores of another version in memory are not counted: two versions side by side have separate
+    limits.
     """
     found = []
     for directory in stores(root):
         state: StoreState | None = None
-        with contextlib.suppress(OSError):  # it may be readable later; until then it gives nothing
+        # it may be readable later; until then it gives nothing
+        with contextlib.suppress(OSError):
             state = read_state(directory)
         if state is not None and is_of_another_version(state):
             continue
-        with contextlib.suppress(FileNotFoundError):  # a private store may be removed at any time
-            files = directory.iterdir() if state is None else [directory / SLAB] if state.slot_bytes else []
+        # a private store may be removed at any time
+        with contextlib.suppress(FileNotFoundError):
+            files = (
+                directory.iterdir()
+                if state is None
+                else [directory / SLAB]
+                if state.slot_bytes
+                else []
+            )
             unit = 1 if state is None else state.slot_bytes
-            nbytes = sum(held_bytes(file, unit) for file in files if file.is_file())
-            found.append(Holding(directory, state, nbytes, in_use(directory), _read_limit(directory)))
+            nbytes = sum(
+                held_bytes(file, unit) for file in files if file.is_file()
+            )
+            found.append(
+                Holding(
+                    directory,
+                    state,
+                    nbytes,
+                    in_use(directory),
+                    _read_limit(directory),
+                )
+            )
     return found
 
 
 def held_bytes(file: Path, unit: int) -> int:
-    """Return the bytes that a file takes, in whole units: the file system's metadata for its holes rarely fill one."""
+    """Return the bytes that a file takes, in whole units: the file system's metadata for its holes
+    rarely fill one.
+    """
     status = file.stat()
-    return min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096) // unit * unit
+    return (
+        min(status.st_blocks * 512, -(-status.st_size // 4096) * 4096)
+        // unit
+        * unit
+    )
 
 
 def root_limit(every: Sequence[Holding]) -> int | None:
-    """Return how much all stores of a root may hold: the largest limit of those in use; None if none has one."""
-    return max((one.limit for one in every if one.in_use and one.limit is not None), default=None)
+    """Return how much all stores of a root may hold: the largest limit of those in use; None if
+    none has one.
+    """
+    return max(
+        (one.limit for one in every if one.in_use and one.limit is not None),
+        default=None,
+    )
 
 
 def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:
-    """Record how much the stores of the root may hold; while other processes have the store open, it never shrinks.
+    """Record how much the stores of the root may hold; while other processes have the store open,
+    it never shrinks.
 
-    None: the caller only reads the store, or takes space from it; if it is the only user (`sole`), an old limit is
-    removed.
+    None: the caller only reads the store, or takes space from it; if it is the only user (`sole`),
+    an old limit is removed.
     """
     file = directory / _LIMIT
     fresh = file.with_suffix(".new")
-    fresh.unlink(missing_ok=True)  # left by a process that was killed while it wrote
+    # left by a process that was killed while it wrote
+    fresh.unlink(missing_ok=True)
     if nbytes is None:
         if sole:
             file.unlink(missing_ok=True)
@@ -94,9 +129,12 @@ def _read_limit(directory: Path) -> int | None:
         limit = int((directory / _LIMIT).read_text())
     except (OSError, ValueError):
         return None
-    return limit if 0 <= limit < _UNLIMITED else None  # else it is damaged, and nobody asked for it
+    # else it is damaged, and nobody asked for it
+    return limit if 0 <= limit < _UNLIMITED else None
 
 
 def is_of_another_version(state: StoreState) -> bool:
-    """Whether another version made this store in memory: this version never searches its directory."""
+    """Whether another version made this store in memory: this version never searches its
+    directory.
+    """
     return state.kind == "memory" and state.format != FORMAT

@@ -1,13 +1,15 @@
-"""This process's part in a store: its open tables and columns, its member, and running transactions.
+"""This process's part in a store: its open tables and columns, its member, and running
+transactions.
 
-A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or yield in it. It is a
-A transaction is a function passed to `write` or `read`: a `with` statement would lose the gate to signal handlers (see
-`Gate`). A failure to run it becomes an `UnavailableError` with a reason; the ledger turns that into a miss.
+A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or
+yield in it. It is a A transaction is a function passed to `write` or `read`: a `with` statement
+would lose the gate to signal handlers (see `Gate`). A failure to run it becomes an
+`UnavailableError` with a reason; the ledger turns that into a miss.
 
-A signal handler may fork in the middle of a transaction, and the child returns into a transaction that is its parent's.
-In the child the tables are closed, the views that write to the columns are released, and the gate is `forked`: the
-child keeps nothing of what the parent did, and its errors say nothing about the store. Its later calls run in new
-tables.
+A signal handler may fork in the middle of a transaction, and the child returns into a transaction
+that is its parent's. In the child the tables are closed, the views that write to the columns are
+released, and the gate is `forked`: the child keeps nothing of what the parent did, and its errors
+say nothing about the store. Its later calls run in new tables.
 """
 
 from __future__ import annotations
@@ -38,9 +40,27 @@ from pagoda.ledger.compare_hints import compare_page
 from pagoda.ledger.guard_watch import unwatch, watch
 from pagoda.ledger.hint_pages import HintPages, Published
 from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
-from pagoda.ledger.locks import MEMBERS, OPEN, DeadlineMissedError, Gate, timed_out
-from pagoda.ledger.member_counters import MEMBER_ROWS, WIDTH, CounterRow, columns_of, counter_rows
-from pagoda.ledger.members import add_member, leave, publish_committed, reap, remove_dead
+from pagoda.ledger.locks import (
+    MEMBERS,
+    OPEN,
+    DeadlineMissedError,
+    Gate,
+    timed_out,
+)
+from pagoda.ledger.member_counters import (
+    MEMBER_ROWS,
+    WIDTH,
+    CounterRow,
+    columns_of,
+    counter_rows,
+)
+from pagoda.ledger.members import (
+    add_member,
+    leave,
+    publish_committed,
+    reap,
+    remove_dead,
+)
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.store_directory import OpenStore, reopen_store
 from pagoda.ledger.store_state import PAGE_GUARDS, TABLES
@@ -53,15 +73,18 @@ from pagoda.signal_safe_threads import if_free
 log = guarded_logger("pagoda")
 
 T = TypeVar("T")
-PATIENT_SECONDS = 5.0  # for one step of a call that a person waits for: listings, clear, pins
+# for one step of a call that a person waits for: listings, clear, pins
+PATIENT_SECONDS = 5.0
 _PAGE = 1024
-_FORK_SECONDS = 2.0  # a fork waits no longer than this for threads that wait at a gate
+# a fork waits no longer than this for threads that wait at a gate
+_FORK_SECONDS = 2.0
 _LEAVE_SECONDS = 2.0
 _JOIN_SECONDS = 1.0
 _BEGIN_SECONDS = 2.0  # the time for comparing hints when a store is opened
 _COMPARE_SECONDS = 120.0  # the same, off the request path
 _SILENT_SECONDS = 30.0  # after a line in the log about a transaction that failed
-_REST_SECONDS = 5.0  # after the files of a store could not be read, until they are tried again
+# after the files of a store could not be read, until they are tried again
+_REST_SECONDS = 5.0
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -69,7 +92,8 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 class UnavailableError(StoreError):
     """The ledger could not run a transaction; `reason` says why.
 
-    A call of an engine turns it into a miss or a drop; a call of an operator raises it, as a StoreError.
+    A call of an engine turns it into a miss or a drop; a call of an operator raises it, as a
+    StoreError.
     """
 
     # a class attribute, so that it survives when the error is sent to another process
@@ -77,23 +101,32 @@ class UnavailableError(StoreError):
 
 
 class Session:
-    """Opened tables, columns, counters and member of one store in this process. Thread-safe; survives a fork."""
+    """Opened tables, columns, counters and member of one store in this process. Thread-safe;
+    survives a fork.
+    """
 
-    def __init__(self, store: OpenStore, clock: Clock, deadline_seconds: float) -> None:
+    def __init__(
+        self, store: OpenStore, clock: Clock, deadline_seconds: float
+    ) -> None:
         self.store = store
         self.clock = clock
         self.hints = HintPages(store.directory, store.state)
         self.columns: Columns = self.hints.columns()
         on_disk = store.state.kind == "file"
-        self.published: Published | None = self.hints.published() if on_disk else None
+        self.published: Published | None = (
+            self.hints.published() if on_disk else None
+        )
         if self.published is not None and store.sole:
             self.published.forget()
-        self._pages: TablePages | None = None  # of a store on disk, once its tables were opened
+        # of a store on disk, once its tables were opened
+        self._pages: TablePages | None = None
         self._suspect = (
-            False  # a file of the store could not be read or written: test all pages of the tables
+            # a file of the store could not be read or written: test all pages of the tables
+            False
         )
         self._rests_until = 0.0
-        self._silent_until = 0.0  # until then no further line about failed transactions is logged
+        # until then no further line about failed transactions is logged
+        self._silent_until = 0.0
         self.gate = Gate(store.locks)
         self.member = 0
         self.closed = False
@@ -101,7 +134,8 @@ class Session:
         self.lost = self._loss_logged = False
         self._damaged = False  # its tables are damaged, and this was logged
         self._counters = counter_rows(self.hints.counters())
-        self._row = np.zeros(WIDTH, np.uint64).data  # once there is a member: its row of the mapped counters
+        # once there is a member: its row of the mapped counters
+        self._row = np.zeros(WIDTH, np.uint64).data
         self._column: dict[str, int] = {}
         self._counting = threading.Lock()
         self.page_guards = (
@@ -111,11 +145,13 @@ class Session:
         )
         self._deferred: deque[Callable[[Transaction], object]] = deque()
         self._tables: Tables | None = None
-        # from which slot on chunks are to be published that dead members committed; see `published` for a store on disk
+        # from which slot on chunks are to be published that dead members committed; see `published`
+        # for a store on disk
         self._publish_from: int | None = 0 if store.sole and not on_disk else None
         # not while another thread forks: the fork could overlook the tables that this opens
         if_free(Tables.opening, partial(_sessions.add, self), _FORK_SECONDS)
-        _sessions.add(self)  # in any case, so that a fork during the opening closes it too
+        # in any case, so that a fork during the opening closes it too
+        _sessions.add(self)
         self._begin(deadline_seconds)
 
     # ---- transactions
@@ -126,7 +162,8 @@ class Session:
         deadline_seconds: float = PATIENT_SECONDS,
         frees: bool = False,
     ) -> T:
-        """Run `work` as one write transaction and publish what it decided. UnavailableError if it cannot be run.
+        """Run `work` as one write transaction and publish what it decided. UnavailableError if it
+        cannot be run.
 
         Work that `frees` may use a spare part of the map: a full map must never prevent a removal.
         """
@@ -135,7 +172,9 @@ class Session:
         try:
             if self.lost or self._suspect or self._rests_until:
                 self._require_usable()
-            result = gate.run(partial(step, work), deadline_seconds, exclusive=True)
+            result = gate.run(
+                partial(step, work), deadline_seconds, exclusive=True
+            )
         except Exception as error:
             self._raise_unavailable("changed", error, gate)
             raise
@@ -144,7 +183,9 @@ class Session:
         return result
 
     def _transact(self, work: Callable[[Transaction], T]) -> T:
-        """Run deferred work, then `work`; commit, publish and count. Called inside the gate, held exclusively."""
+        """Run deferred work, then `work`; commit, publish and count. Called inside the gate, held
+        exclusively.
+        """
         if self._pages is not None:
             self._require_readable()
         tables = self._open()
@@ -154,7 +195,9 @@ class Session:
             with tables.begin(write=True) as txn:
                 now = self.clock.monotonic_ns()
                 chunk_bytes = self.store.state.chunk_bytes
-                transaction = Transaction(txn, tables, self.member, self.is_alive, now, chunk_bytes)
+                transaction = Transaction(
+                    txn, tables, self.member, self.is_alive, now, chunk_bytes
+                )
                 while self._deferred:
                     begun.append(self._deferred[0])
                     self._deferred.popleft()
@@ -164,7 +207,9 @@ class Session:
             transaction.committed = True
             self._publish_and_count(transaction)
         except BaseException as error:
-            if isinstance(error, lmdb.Error | OSError) and not isinstance(error, lmdb.MapFullError):
+            if isinstance(error, lmdb.Error | OSError) and not isinstance(
+                error, lmdb.MapFullError
+            ):
                 self._suspect = self._pages is not None
             try:
                 self._publish_or_undo(tables, transaction, begun)
@@ -172,9 +217,11 @@ class Session:
                 self._publish_or_undo(tables, transaction, begun)
                 raise
             if is_damage(error) or (
-                isinstance(error, lmdb.Error) and not isinstance(error, lmdb.MapFullError)
+                isinstance(error, lmdb.Error)
+                and not isinstance(error, lmdb.MapFullError)
             ):
-                self._shut()  # LMDB refuses to continue after a failed write: the next call opens it again
+                # LMDB refuses to continue after a failed write: the next call opens it again
+                self._shut()
             raise
         return result
 
@@ -182,13 +229,19 @@ class Session:
         """Publish and count what was committed. It may be repeated after an exception."""
         transaction.publish(self.columns, self.stamp(transaction.now))
         self.count(transaction.take_counts())
-        if self.published is not None:  # last: a process that is killed before has not published it
+        # last: a process that is killed before has not published it
+        if self.published is not None:
             self.published.add(transaction.id)
 
     def _publish_or_undo(
-        self, tables: Tables, transaction: Transaction | None, begun: list[Callable[[Transaction], object]]
+        self,
+        tables: Tables,
+        transaction: Transaction | None,
+        begun: list[Callable[[Transaction], object]],
     ) -> None:
-        """Handle an exception at any point of a transaction: publish what was committed, else undo everything."""
+        """Handle an exception at any point of a transaction: publish what was committed, else undo
+        everything.
+        """
         if transaction is not None and self._committed(tables, transaction):
             transaction.committed = True
             self._publish_and_count(transaction)
@@ -199,7 +252,9 @@ class Session:
             begun.pop()
 
     def _committed(self, tables: Tables, transaction: Transaction | None) -> bool:
-        """Whether a transaction that ended in an exception was committed. Called before the gate is released."""
+        """Whether a transaction that ended in an exception was committed. Called before the gate is
+        released.
+        """
         if transaction is None or transaction.committed:
             return transaction is not None
         try:
@@ -217,10 +272,15 @@ class Session:
         try:
             return self._transact(work)
         finally:
-            if self._tables is tables:  # else they were closed, and the next call opens new ones
+            # else they were closed, and the next call opens new ones
+            if self._tables is tables:
                 tables.narrow()
 
-    def read(self, work: Callable[[Txn, Tables], T], deadline_seconds: float = PATIENT_SECONDS) -> T:
+    def read(
+        self,
+        work: Callable[[Txn, Tables], T],
+        deadline_seconds: float = PATIENT_SECONDS,
+    ) -> T:
         """Run `work` as one read transaction. UnavailableError if it cannot be run."""
         until = time.monotonic() + deadline_seconds
         gate = self.gate
@@ -237,23 +297,37 @@ class Session:
         return found[0]
 
     def read_rows(
-        self, table: Callable[[Tables], lmdb._Database], made: Callable[[Txn, Tables, bytes, bytes], T],
-        until: float | None = None, most: int = _PAGE,
-    ) -> Iterator[T]:  # fmt: skip
-        """Walk a table, `most` rows per transaction; yield what `made` returns for each row. Raises StoreError."""
+        self,
+        table: Callable[[Tables], lmdb._Database],
+        made: Callable[[Txn, Tables, bytes, bytes], T],
+        until: float | None = None,
+        most: int = _PAGE,
+    ) -> Iterator[T]:
+        """Walk a table, `most` rows per transaction; yield what `made` returns for each row. Raises
+        StoreError.
+        """
 
         def page(txn: Txn, tables: Tables) -> tuple[list[T], bytes | None]:
-            rows = list(islice(tables.rows(txn, table(tables), start or b""), most + 1))
+            rows = list(
+                islice(tables.rows(txn, table(tables), start or b""), most + 1)
+            )
             found = [made(txn, tables, *row) for row in rows[:most]]
             return found, rows[most][0] if len(rows) > most else None
 
         start: bytes | None = b""
         while start is not None:
-            found, start = self.read(page, PATIENT_SECONDS if until is None else until - time.monotonic())
+            found, start = self.read(
+                page,
+                PATIENT_SECONDS if until is None else until - time.monotonic(),
+            )
             yield from found
 
-    def _run_read(self, work: Callable[[Txn, Tables], T], opens: bool = False) -> list[T]:
-        """Run `work` as one read transaction, if the tables are open or this `opens` them. Called inside the gate."""
+    def _run_read(
+        self, work: Callable[[Txn, Tables], T], opens: bool = False
+    ) -> list[T]:
+        """Run `work` as one read transaction, if the tables are open or this `opens` them. Called
+        inside the gate.
+        """
         if self._pages is not None:
             self._require_readable()
         tables = self._open() if opens else self._tables
@@ -271,22 +345,31 @@ class Session:
 
     @property
     def resting(self) -> bool:
-        """Whether the files of the store could not be read a short while ago; its tables are not read meanwhile."""
+        """Whether the files of the store could not be read a short while ago; its tables are not
+        read meanwhile.
+        """
         return bool(self._rests_until) and self._rests_until > time.monotonic()
 
     @property
     def locked_bytes(self) -> int:
-        """The bytes of the tables of a store on disk that this process keeps in memory, whatever the system needs."""
+        """The bytes of the tables of a store on disk that this process keeps in memory, whatever
+        the system needs.
+        """
         return self._pages.locked_bytes if self._pages is not None else 0
 
     def suspect(self) -> None:
-        """Test now whether the tables can be read, without reading them: another file of the store had an error."""
+        """Test now whether the tables can be read, without reading them: another file of the store
+        had an error.
+        """
         self._suspect = self._pages is not None
-        with contextlib.suppress(OSError, StoreError, ValueError):  # ValueError: closed meanwhile
+        # ValueError: closed meanwhile
+        with contextlib.suppress(OSError, StoreError, ValueError):
             self._require_usable()
 
     def _require_usable(self) -> None:
-        """Raise StoreError if the store is lost, OSError if its tables cannot be read. Called outside the gate."""
+        """Raise StoreError if the store is lost, OSError if its tables cannot be read. Called
+        outside the gate.
+        """
         if self.lost:
             self.require_store()
         pages = self._pages
@@ -294,7 +377,8 @@ class Session:
             return
         if self.resting:
             raise OSError(
-                errno.EIO, "the files of the store could not be read: it is tried again in a few seconds"
+                errno.EIO,
+                "the files of the store could not be read: it is tried again in a few seconds",
             )
         try:
             pages.load()
@@ -306,7 +390,9 @@ class Session:
             self._end_rest()
 
     def _require_readable(self) -> None:
-        """Raise OSError if the file system of the tables does not answer: a read of them could kill this process."""
+        """Raise OSError if the file system of the tables does not answer: a read of them could kill
+        this process.
+        """
         if self._pages is not None:
             try:
                 self._pages.require()
@@ -315,7 +401,9 @@ class Session:
                 raise
 
     def last_transaction(self) -> int:
-        """Return the number of the last transaction of any process; -1: unknown. Takes no lock; for a store on disk."""
+        """Return the number of the last transaction of any process; -1: unknown. Takes no lock; for
+        a store on disk.
+        """
         if self._pages is None or self.lost or self.closed:
             return -1
         try:
@@ -326,8 +414,15 @@ class Session:
     def _rest(self, done: str, error: lmdb.Error | OSError) -> None:
         if not self._rests_until:
             why = error.strerror if isinstance(error, OSError) else error
-            log.warning("the files of %s cannot be %s (%s): nothing is found or stored there, and it is tried again "
-                        "every %g s", self.store.directory, done, why, _REST_SECONDS)  # fmt: skip
+            log.warning(
+                "the files of %s cannot be %s (%s): nothing is found or stored there, and it is "
+                "tried again "
+                "every %g s",
+                self.store.directory,
+                done,
+                why,
+                _REST_SECONDS,
+            )
         self._rests_until = time.monotonic() + _REST_SECONDS
 
     def _end_rest(self) -> None:
@@ -336,7 +431,8 @@ class Session:
         self._rests_until = 0.0
 
     def tend(self) -> None:
-        """Keep the pages of the tables in memory, and the hints like the tables. For a store on disk; may take seconds.
+        """Keep the pages of the tables in memory, and the hints like the tables. For a store on
+        disk; may take seconds.
 
         Never raises for a failure at run time.
         """
@@ -352,9 +448,11 @@ class Session:
             self.compare_hints(_COMPARE_SECONDS)
 
     def compare_hints(self, seconds: float) -> bool:
-        """Let the columns of a store on disk say what the tables say, if they lack transactions; return whether so.
+        """Let the columns of a store on disk say what the tables say, if they lack transactions;
+        return whether so.
 
-        False if the time was too short for all slots. UnavailableError if the tables did not answer in time.
+        False if the time was too short for all slots. UnavailableError if the tables did not answer
+        in time.
         """
         published = self.published
         until = time.monotonic() + seconds
@@ -373,15 +471,26 @@ class Session:
         return True
 
     def _compare_page(self, start: int, txn: Txn, tables: Tables) -> int | None:
-        return compare_page(txn, tables, self.columns, start, self.stamp(self.clock.monotonic_ns()))
+        return compare_page(
+            txn,
+            tables,
+            self.columns,
+            start,
+            self.stamp(self.clock.monotonic_ns()),
+        )
 
     def save_hints(self, not_within_seconds: float = 0.0) -> bool:
-        """Write the hints of a store on disk into its files; return whether it did. A failure is counted.
+        """Write the hints of a store on disk into its files; return whether it did. A failure is
+        counted.
 
         `not_within_seconds`: not if a process has done so within this time.
         """
         try:
-            if self.resting or not self.store.is_current() or self.hints.age_seconds() < not_within_seconds:
+            if (
+                self.resting
+                or not self.store.is_current()
+                or self.hints.age_seconds() < not_within_seconds
+            ):
                 return False
             self.hints.save()
         except OSError:
@@ -391,25 +500,35 @@ class Session:
         return True
 
     def _is_trouble(self, error: Exception) -> bool:
-        """Whether this error is a fault of the store, not wrong use; damaged tables are marked as such.
+        """Whether this error is a fault of the store, not wrong use; damaged tables are marked as
+        such.
 
-        A damaged store is used as long as a process has it open (what cannot be read is a miss), and rebuilt after
-        that.
+        A damaged store is used as long as a process has it open (what cannot be read is a miss),
+        and rebuilt after that.
         """
         if is_damage(error) and not self._damaged:
             self._damaged = True
             self.store.mark_damaged()
-            log.error("the ledger at %s is damaged (%s): the next process that opens it alone begins a new one",
-                      self.store.directory, error)  # fmt: skip
-        return is_damage(error) or isinstance(error, lmdb.Error | OSError | StoreError)
+            log.error(
+                (
+                    "the ledger at %s is damaged (%s): the next process that opens it alone "
+                    "begins a "
+                    "new one"
+                ),
+                self.store.directory,
+                error,
+            )
+        return is_damage(error) or isinstance(
+            error, lmdb.Error | OSError | StoreError
+        )
 
     def _raise_unavailable(self, done: str, error: Exception, gate: Gate) -> None:
         """Turn the error of a transaction into UnavailableError or ClosedError.
 
         Returns if the error is wrong use, or is what `check` found.
 
-        `gate`: where the transaction ran. An error that a forked child meets in its parent's transaction says nothing
-        about the store.
+        `gate`: where the transaction ran. An error that a forked child meets in its parent's
+        transaction says nothing about the store.
         """
         if gate.forked:
             reason = Reason.IO_ERROR
@@ -424,20 +543,38 @@ class Session:
         else:
             reason = Reason.IO_ERROR
             self._tell(done, error)
-        unavailable = UnavailableError(f"the ledger at {self.store.directory} could not be {done}: {reason}")
+        unavailable = UnavailableError(
+            f"the ledger at {self.store.directory} could not be {done}: {reason}"
+        )
         unavailable.reason = reason
         raise unavailable from error
 
     def _tell(self, done: str, error: Exception) -> None:
-        """Log why a transaction could not be run, unless a line about the store has said so; once in a while."""
-        if self.lost or self._rests_until or is_damage(error) or time.monotonic() < self._silent_until:
+        """Log why a transaction could not be run, unless a line about the store has said so; once
+        in a while.
+        """
+        if (
+            self.lost
+            or self._rests_until
+            or is_damage(error)
+            or time.monotonic() < self._silent_until
+        ):
             return
         self._silent_until = time.monotonic() + _SILENT_SECONDS
-        log.warning("the ledger at %s could not be %s (%s): what needs it is a miss or is not stored; said at most "
-                    "every %g s", self.store.directory, done, error, _SILENT_SECONDS)  # fmt: skip
+        log.warning(
+            "the ledger at %s could not be %s (%s): what needs it is a miss or is not stored; "
+            "said at most "
+            "every %g s",
+            self.store.directory,
+            done,
+            error,
+            _SILENT_SECONDS,
+        )
 
     def _was_closed(self) -> ClosedError:
-        return ClosedError(f"the store at {self.store.directory} was closed; open it again")
+        return ClosedError(
+            f"the store at {self.store.directory} was closed; open it again"
+        )
 
     def defer(self, work: Callable[[Transaction], object]) -> None:
         """Let the next transaction run `work`."""
@@ -450,7 +587,9 @@ class Session:
     # ---- members
 
     def recover(self, deadline_seconds: float) -> int:
-        """Reclaim what dead members reserved and publish what they committed; return how many slots were freed."""
+        """Reclaim what dead members reserved and publish what they committed; return how many slots
+        were freed.
+        """
         freed = 0
         got = BATCH
         until = time.monotonic() + deadline_seconds
@@ -459,9 +598,13 @@ class Session:
                 got = self.write(self._reap, max(0.0, until - time.monotonic()))
                 freed += got
             # of a very large store, the thread of the upkeep compares the rest
-            self.compare_hints(min(_BEGIN_SECONDS, max(0.0, until - time.monotonic())))
+            self.compare_hints(
+                min(_BEGIN_SECONDS, max(0.0, until - time.monotonic()))
+            )
             while self._publish_from is not None:
-                self._publish_from = self.write(self._publish, max(0.0, until - time.monotonic()))
+                self._publish_from = self.write(
+                    self._publish, max(0.0, until - time.monotonic())
+                )
         return freed
 
     def _reap(self, transaction: Transaction) -> int:
@@ -476,17 +619,24 @@ class Session:
             self._publish_from = 0
 
     def _publish(self, transaction: Transaction) -> int | None:
-        """Publish some chunks that dead members committed but did not publish; return where to continue."""
+        """Publish some chunks that dead members committed but did not publish; return where to
+        continue.
+        """
         stamp = self.stamp(transaction.now)
-        return publish_committed(transaction, self.columns, self._publish_from or 0, stamp)
+        return publish_committed(
+            transaction, self.columns, self._publish_from or 0, stamp
+        )
 
     def is_alive(self, member: int) -> bool:
         """Whether another process is this member, and lives."""
         return self.store.locks.held_by_other(MEMBERS + member)
 
     def untouched(self, slots: list[int], seconds: float) -> list[int]:
-        """Return which of these bare slots no process reads or writes; waits up to `seconds` for the others."""
-        if self.page_guards is None:  # a slab file needs no guards: a reader of punched pages reads zeros
+        """Return which of these bare slots no process reads or writes; waits up to `seconds` for
+        the others.
+        """
+        # a slab file needs no guards: a reader of punched pages reads zeros
+        if self.page_guards is None:
             return slots
         rows = [row for row, _ in self.read(self._living, seconds)]
         return self.page_guards.untouched(slots, rows, seconds)
@@ -496,23 +646,35 @@ class Session:
             self.read(lambda *_: None, _JOIN_SECONDS)
 
     def processes(self) -> list[int]:
-        """Return the ids of the processes that have the store open, this one included. StoreError."""
+        """Return the ids of the processes that have the store open, this one included.
+        StoreError.
+        """
         return [pid for _, pid in self.read(self._living)]
 
     def _living(self, txn: Txn, tables: Tables) -> list[tuple[int, int]]:
         """Return counter row and process id of each living member."""
-        rows = ((MEMBER_KEY.unpack(key)[0], row) for key, row in tables.rows(txn, tables.members))
-        return [MEMBER.unpack(row)[:2] for one, row in rows if one == self.member or self.is_alive(one)]
+        rows = (
+            (MEMBER_KEY.unpack(key)[0], row)
+            for key, row in tables.rows(txn, tables.members)
+        )
+        return [
+            MEMBER.unpack(row)[:2]
+            for one, row in rows
+            if one == self.member or self.is_alive(one)
+        ]
 
     # ---- counters
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Add to this member's counters, of pagoda.metrics.COUNTERS; KeyError for an unknown one."""
+        """Add to this member's counters, of pagoda.metrics.COUNTERS; KeyError for an unknown
+        one.
+        """
         with self._counting:
             for counter, n in counts.items():
                 column = self._column.get(counter)
                 if column is not None:
-                    self._row[column] += n  # in a forked child the row is not the parent's
+                    # in a forked child the row is not the parent's
+                    self._row[column] += n
                 # otherwise other versions that used this store have taken all columns
                 elif counter not in COUNTERS:
                     raise KeyError(counter)
@@ -521,7 +683,10 @@ class Session:
         """Return the counters of the members in these rows and of members that left."""
         summed = self._counters[rows].sum(axis=0, dtype=np.uint64) + totals
         columns = ((name, self._column.get(name)) for name in COUNTERS)
-        return {name: int(summed[column]) if column is not None else 0 for name, column in columns}
+        return {
+            name: int(summed[column]) if column is not None else 0
+            for name, column in columns
+        }
 
     def own_counters(self) -> dict[str, int]:
         """Return the counters of this member."""
@@ -534,7 +699,9 @@ class Session:
         try:
             self.gate.run(self._open, deadline_seconds, exclusive=True)
         except DeadlineMissedError as error:
-            raise timed_out(deadline_seconds, f"is changing {self.store.directory}") from error
+            raise timed_out(
+                deadline_seconds, f"is changing {self.store.directory}"
+            ) from error
         except Exception as error:
             if isinstance(error, StoreError) or not self._is_trouble(error):
                 raise
@@ -544,33 +711,50 @@ class Session:
             ) from error
 
     def _open(self) -> Tables:
-        """Open the tables if they are not open, and become a member. Called inside the gate, held exclusively."""
+        """Open the tables if they are not open, and become a member. Called inside the gate, held
+        exclusively.
+        """
         if self.closed:
             raise self._was_closed()
         gate = self.gate
         tables = self._tables
-        if not gate.entered():  # a signal handler has forked since: the gate is the parent's
+        # a signal handler has forked since: the gate is the parent's
+        if not gate.entered():
             raise DeadlineMissedError
         if tables is None:
             tables = self._own_tables(gate)
-            if not gate.forked:  # no signal handler runs between this line and the next
+            # no signal handler runs between this line and the next
+            if not gate.forked:
                 self._tables = tables
         if not self.member:
             self._add_member(tables, gate)
         return tables
 
     def _own_tables(self, gate: Gate) -> Tables:
-        """Open the tables by path. The store is checked before and after: no other store is read or written."""
+        """Open the tables by path. The store is checked before and after: no other store is read or
+        written.
+        """
         self.require_store()
         if self.published is not None and self._pages is None:
-            pages = TablePages(self.store.directory / TABLES, self.store.state.map_bytes)
+            pages = TablePages(
+                self.store.directory / TABLES, self.store.state.map_bytes
+            )
             pages.load()
             self._pages = pages
         try:
-            tables = Tables(self.store.directory / TABLES, self.store.state.map_bytes, gate=gate)
+            tables = Tables(
+                self.store.directory / TABLES,
+                self.store.state.map_bytes,
+                gate=gate,
+            )
         except lmdb.Error as error:
-            # a file system that became read-only: its pages can be read, but a transaction has failed
-            if self._pages is not None and not gate.forked and not is_damage(error):
+            # a file system that became read-only: its pages can be read, but a transaction has
+            # failed
+            if (
+                self._pages is not None
+                and not gate.forked
+                and not is_damage(error)
+            ):
                 self._rest("opened", error)
             raise
         try:
@@ -582,8 +766,14 @@ class Session:
         return tables
 
     def is_at(self, directory: Path) -> bool:
-        """Whether this is the session of the store in that directory, and is still usable. OSError."""
-        return not self.closed and not self.lost and self.store.locks.are_at(directory)
+        """Whether this is the session of the store in that directory, and is still usable.
+        OSError.
+        """
+        return (
+            not self.closed
+            and not self.lost
+            and self.store.locks.are_at(directory)
+        )
 
     def look(self) -> None:
         """Leave the store if its files are no longer those that were opened. See `guard_watch`."""
@@ -597,15 +787,18 @@ class Session:
             self._leave(replaced)
 
     def _leave(self, why: str) -> None:
-        """Stop using a store whose files are not those that were opened, and let the next process open it alone.
+        """Stop using a store whose files are not those that were opened, and let the next process
+        open it alone.
 
-        This member keeps its own byte until `close`: the slots that it still fills must not be given to others.
+        This member keeps its own byte until `close`: the slots that it still fills must not be
+        given to others.
         """
         self.lost = True
         if not self._loss_logged:
             self._loss_logged = True
             log.warning(
-                "the directory %s was removed or replaced while it was in use (%s): this process neither finds nor "
+                "the directory %s was removed or replaced while it was in use (%s): this process "
+                "neither finds nor "
                 "stores anything there until it opens the store again",
                 self.store.directory,
                 why,
@@ -614,7 +807,8 @@ class Session:
             self.store.locks.unlock(OPEN)
 
     def require_store(self) -> None:
-        """Raise StoreError if the directory is no longer this store's, now or at an earlier call. It is logged once.
+        """Raise StoreError if the directory is no longer this store's, now or at an earlier call.
+        It is logged once.
 
         OSError if that cannot be told now: too many open files, or a disk that does not answer.
         """
@@ -622,7 +816,8 @@ class Session:
             return
         self._leave("it is not the store that was opened")
         raise StoreError(
-            f"the directory {self.store.directory} was removed or replaced while it was in use: open the store again"
+            f"the directory {self.store.directory} was removed or replaced while it was in use: "
+            "open the store again"
         )
 
     def _shut(self) -> None:
@@ -636,9 +831,12 @@ class Session:
         number = row = 0
         try:
             with tables.begin(write=True) as txn:
-                transaction = Transaction(txn, tables, 0, self.is_alive, self.clock.monotonic_ns())
+                transaction = Transaction(
+                    txn, tables, 0, self.is_alive, self.clock.monotonic_ns()
+                )
                 number = transaction.meta.next_member
-                # taken: by a member of tables that were replaced, until it closes the store that it has left
+                # taken: by a member of tables that were replaced, until it closes the store that it
+                # has left
                 while not self.store.locks.lock(MEMBERS + number, exclusive=True):
                     number += 1
                 transaction.meta.next_member = number + 1
@@ -684,11 +882,14 @@ class Session:
         return row
 
     def close(self) -> None:
-        """Give up reservations and holds, leave the store, and mark it clean if no other process has it open.
+        """Give up reservations and holds, leave the store, and mark it clean if no other process
+        has it open.
 
-        Ends in bounded time: if the gate cannot be taken, other processes reclaim this member's slots later.
+        Ends in bounded time: if the gate cannot be taken, other processes reclaim this member's
+        slots later.
         """
-        if self.closed:  # or a forked child that lost the store: it has nothing to give up
+        # or a forked child that lost the store: it has nothing to give up
+        if self.closed:
             _sessions.discard(self)
             return
         unwatch(self)
@@ -705,7 +906,8 @@ class Session:
         finally:
             self.closed = True
             with self._counting:
-                self._row = np.array(self._row).data  # copied, since another member may soon get the row
+                # copied, since another member may soon get the row
+                self._row = np.array(self._row).data
             if self.page_guards is not None:
                 self.page_guards.leave()
             if self.member:
@@ -730,7 +932,12 @@ class Session:
                 # if the map is full the tables stay sound, with a dead member in them
                 with contextlib.suppress(lmdb.MapFullError):
                     self._transact(partial(leave, counters=self._counters))
-            if tables is not None and state.kind == "file" and not state.private and self.store.is_last():
+            if (
+                tables is not None
+                and state.kind == "file"
+                and not state.private
+                and self.store.is_last()
+            ):
                 saved = self.save_hints()
                 tables.env.sync(True)
                 self.store.mark_clean(tables.used_bytes())
@@ -741,7 +948,8 @@ class Session:
             self._shut()
 
     def before_fork(self, until: float) -> None:
-        """Keep threads out and close the tables, so that no transaction and no environment is in use in two processes.
+        """Keep threads out and close the tables, so that no transaction and no environment is in
+        use in two processes.
 
         The parent releases the gate after the fork; its next call opens the tables again.
         """
@@ -749,9 +957,12 @@ class Session:
             self._shut()
 
     def after_fork_in_child(self) -> None:
-        """Start without reservations, without a member and with separate locks, until the first call."""
+        """Start without reservations, without a member and with separate locks, until the first
+        call.
+        """
         self.gate.forked = True
-        self._tables = None  # closed, unless another thread of the parent was using them
+        # closed, unless another thread of the parent was using them
+        self._tables = None
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
@@ -760,7 +971,8 @@ class Session:
         self.columns.renew_cells()
         if self.page_guards is not None:
             self.page_guards.forget()
-        if self.store.state.private:  # the fork copied its memory, so the child's slots are not the parent's
+        # the fork copied its memory, so the child's slots are not the parent's
+        if self.store.state.private:
             self.closed = True
             self.store.locks.close()
         if not self.closed:
@@ -770,7 +982,9 @@ class Session:
                 self.lost = True
 
 
-def _do_late(work: Callable[[Transaction], object], transaction: Transaction) -> None:
+def _do_late(
+    work: Callable[[Transaction], object], transaction: Transaction
+) -> None:
     """Run deferred work. Errors of wrong use are dropped, since no caller waits for the result."""
     try:
         work(transaction)
@@ -802,9 +1016,13 @@ _forking = _Forking()
 def _before_fork() -> None:
     until = time.monotonic() + _FORK_SECONDS
     # built-in functions: no signal handler runs between taking it and recording that
-    _forking.holds.extend(filter(None, map(Tables.opening.acquire, [True], [_FORK_SECONDS])))
+    _forking.holds.extend(
+        filter(None, map(Tables.opening.acquire, [True], [_FORK_SECONDS]))
+    )
     # a signal handler may fork in the middle of a transaction: that session keeps its gate
-    _forking.sessions = tuple(session for session in _sessions if not session.gate.entered())
+    _forking.sessions = tuple(
+        session for session in _sessions if not session.gate.entered()
+    )
     for session in _forking.sessions:
         session.before_fork(until)
 
@@ -818,14 +1036,16 @@ def _after_in_parent() -> None:
 def _after_in_parent_again() -> None:
     """Repeat the first hook: it may have ended in an exception of a signal handler."""
     _after_in_parent()
-    _forking.sessions = ()  # references would keep the files of closed sessions open
+    # references would keep the files of closed sessions open
+    _forking.sessions = ()
 
 
 @call_in_child
 def _reset_in_child() -> None:
     _forking.sessions = ()
     _forking.let_go()
-    if not Tables.opening._is_owned():  # type: ignore[attr-defined]  # by a thread of the parent
+    # by a thread of the parent
+    if not Tables.opening._is_owned():  # type: ignore[attr-defined]
         Tables.opening._at_fork_reinit()  # type: ignore[attr-defined]
     for session in list(_sessions):
         session.after_fork_in_child()

@@ -1,10 +1,12 @@
-"""Which slots of a slab in memory are being read or written, so that no process takes their pages away.
+"""Which slots of a slab in memory are being read or written, so that no process takes their pages
+away.
 
-If a process accesses (even only reads) a mapped page that was taken away, the system allocates the page again; if the
-file system is full by then, the access is a SIGBUS. So every view of a slot is guarded, and the pages of a slot are
-taken in this order: the slot is bare in the tables and published as bare; no process has a view of it; the hole is
-punched. A process that wants a view first marks the slot and then reads what is published: so one of the two processes
-sees the other (as with hazard pointers).
+If a process accesses (even only reads) a mapped page that was taken away, the system allocates the
+page again; if the file system is full by then, the access is a SIGBUS. So every view of a slot is
+guarded, and the pages of a slot are taken in this order: the slot is bare in the tables and
+published as bare; no process has a view of it; the hole is punched. A process that wants a view
+first marks the slot and then reads what is published: so one of the two processes sees the other
+(as with hazard pointers).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ Bytes = NDArray[np.uint8]
 
 
 class _Guard(weakref.ref[Bytes]):
-    """A weak reference to the base of one call's views. `word`: where their slots are marked, -1 if nowhere."""
+    """A weak reference to the base of one call's views. `word`: where their slots are marked, -1 if
+    nowhere.
+    """
 
     __slots__ = ("word",)
     word: int
@@ -41,20 +45,27 @@ class _Guard(weakref.ref[Bytes]):
 class PageGuards:
     """Which slots each process has views of: one mapped row of words per member. Thread-safe.
 
-    Each call marks the slots of its views in a separate word. A built-in function records the end of a view, since an
-    exception that a signal handler raises in a finalizer written in Python is lost. The next call that lends a view or
-    writes, in any thread, clears the mark.
+    Each call marks the slots of its views in a separate word. A built-in function records the end
+    of a view, since an exception that a signal handler raises in a finalizer written in Python is
+    lost. The next call that lends a view or writes, in any thread, clears the mark.
     """
 
-    def __init__(self, path: Path, columns: Columns, join: Callable[[], object]) -> None:
-        """Map the file. `join` makes this process a member, if it is not yet one, by calling `become`."""
+    def __init__(
+        self, path: Path, columns: Columns, join: Callable[[], object]
+    ) -> None:
+        """Map the file. `join` makes this process a member, if it is not yet one, by calling
+        `become`.
+        """
         self._rows = memoryview(map_file(path, GUARD_BYTES)).cast("Q")
         self._generation = columns.generation.data
-        self._join = weakref.WeakMethod(join)  # weak, or a closed store would keep its mapped files
+        # weak, or a closed store would keep its mapped files
+        self._join = weakref.WeakMethod(join)
         self.forget()
 
     def forget(self) -> None:
-        """Start without guards and without a member, in a forked child: its parent keeps its guards."""
+        """Start without guards and without a member, in a forked child: its parent keeps its
+        guards.
+        """
         self._joined = False
         self._own = memoryview(bytearray(GUARD_WORDS * 8)).cast("Q")
         self._free = list(range(_SHARED))
@@ -68,14 +79,17 @@ class PageGuards:
         """Become the member of this row, inside that gate."""
         with self._lock:
             own = self._rows[row * GUARD_WORDS : (row + 1) * GUARD_WORDS]
-            if gate.forked:  # the row is the parent's; no signal handler runs between this line and the next
+            # the row is the parent's; no signal handler runs between this line and the next
+            if gate.forked:
                 return
             own[:] = self._own
             self._own = own
             self._joined = True
 
     def leave(self) -> None:
-        """Use a private row from now on: another member may soon get the old one, and views may outlive the store."""
+        """Use a private row from now on: another member may soon get the old one, and views may
+        outlive the store.
+        """
         with self._lock:
             own = memoryview(bytearray(GUARD_WORDS * 8)).cast("Q")
             own[:] = self._own
@@ -83,7 +97,8 @@ class PageGuards:
 
     def lend(self, slots: Sequence[int], base: Bytes) -> list[int]:
         """Guard the pages of slots for as long as `base` lives; return those that have no pages."""
-        if not self._joined:  # a forked child that uses slots which its parent found
+        # a forked child that uses slots which its parent found
+        if not self._joined:
             join = self._join()
             if join is not None:
                 join()
@@ -105,13 +120,16 @@ class PageGuards:
                 loan.word = _SHARED
                 self._own[_SHARED] |= mask
                 self._sharing += 1
-        with self._fence:  # taking and releasing a lock is a barrier, see `locks.barrier`
+        # taking and releasing a lock is a barrier, see `locks.barrier`
+        with self._fence:
             pass
         generation = self._generation
         return [slot for slot in slots if generation[slot] & BARE]
 
     def clear_ended(self) -> None:
-        """Clear the marks of views that have ended. Whatever interrupts this, the next call continues it."""
+        """Clear the marks of views that have ended. Whatever interrupts this, the next call
+        continues it.
+        """
         if not self._ended:
             return
         with self._lock:
@@ -128,14 +146,20 @@ class PageGuards:
                     if not self._sharing:
                         self._own[_SHARED] = 0
                 elif word >= 0:
-                    self._own[word] = 0  # in a child that was forked meanwhile, the row is not the parent's
+                    # in a child that was forked meanwhile, the row is not the parent's
+                    self._own[word] = 0
                     free.append(word)
                 out.pop(id(loan), None)
-                if ended and ended[0] is loan:  # otherwise a signal handler has run this method in between
+                # otherwise a signal handler has run this method in between
+                if ended and ended[0] is loan:
                     ended.popleft()
 
-    def untouched(self, slots: Iterable[int], rows: Sequence[int], seconds: float) -> list[int]:
-        """Return which of these bare slots no member of these rows uses; waits up to `seconds` for the others."""
+    def untouched(
+        self, slots: Iterable[int], rows: Sequence[int], seconds: float
+    ) -> list[int]:
+        """Return which of these bare slots no member of these rows uses; waits up to `seconds` for
+        the others.
+        """
         barrier()
         until = time.monotonic() + seconds
         left = list(slots)
@@ -144,7 +168,9 @@ class PageGuards:
             self.clear_ended()
             out = 0
             for row in rows:
-                for word in self._rows[row * GUARD_WORDS : (row + 1) * GUARD_WORDS]:
+                for word in self._rows[
+                    row * GUARD_WORDS : (row + 1) * GUARD_WORDS
+                ]:
                     out |= word
             free += [slot for slot in left if not out >> slot % _BUCKETS & 1]
             left = [slot for slot in left if out >> slot % _BUCKETS & 1]

@@ -1,21 +1,26 @@
-"""How the stores of one root share its space: each grows into free space, then the coldest chunk of all is evicted.
+"""How the stores of one root share its space: each grows into free space, then the coldest chunk of
+all is evicted.
 
-The limit is for the pages of all slabs of the root: the largest that a store in use was opened with. A fair share is
-the limit divided by the stores that are in use or hold something. When nothing is free, a store below its share takes
-from those above theirs. A store at or above its share only takes what is colder than its own coldest chunk, from stores
-above their share or without a process that has them open. Stores of unknown formats on disk count, and are left alone;
-stores of other versions in memory have a separate limit.
+The limit is for the pages of all slabs of the root: the largest that a store in use was opened
+with. A fair share is the limit divided by the stores that are in use or hold something. When
+nothing is free, a store below its share takes from those above theirs. A store at or above its
+share only takes what is colder than its own coldest chunk, from stores above their share or without
+a process that has them open. Stores of unknown formats on disk count, and are left alone; stores of
+other versions in memory have a separate limit.
 
 The steps of one transfer, all under the lock of the root, and never inside two gates at once:
 
-    the giver's gate    its free slots and those of its coldest chunks leave its tables and become bare
-    no gate             views of a slab in memory are waited for (`slots_in_use`), then the holes are punched
-    no gate             the taker allocates pages for its slots: without free space it gets fewer, without an error
+    the giver's gate    its free slots and those of its coldest chunks leave its tables and become
+                        bare
+    no gate             views of a slab in memory are waited for (`slots_in_use`), then the holes
+                        are punched
+    no gate             the taker allocates pages for its slots: without free space it gets fewer,
+                        without an error
     the taker's gate    these slots become free, and may be reserved only from now on
 
-A process that dies between these steps leaves bare slots with pages, or pages that no table lists: the next one that
-needs space punches them. `Ledger` calls this module to fit a new store into the root, `upkeep_thread` to get more
-slots.
+A process that dies between these steps leaves bare slots with pages, or pages that no table lists:
+the next one that needs space punches them. `Ledger` calls this module to fit a new store into the
+root, `upkeep_thread` to get more slots.
 """
 
 from __future__ import annotations
@@ -37,7 +42,13 @@ from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY
 from pagoda.ledger.hint_pages import coldest_stamp
 from pagoda.ledger.lmdb_tables import Meta
-from pagoda.ledger.root_usage import Holding, held_bytes, holdings, root_limit, write_limit
+from pagoda.ledger.root_usage import (
+    Holding,
+    held_bytes,
+    holdings,
+    root_limit,
+    write_limit,
+)
 from pagoda.ledger.store_state import FORMAT, read_state
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches
@@ -49,42 +60,54 @@ if TYPE_CHECKING:
 
 log = guarded_logger("pagoda")
 
-_MOST_PIECE_BYTES = 64 << 20  # taken in one transfer, which holds the lock of the root for some tens of ms
+# taken in one transfer, which holds the lock of the root for some tens of ms
+_MOST_PIECE_BYTES = 64 << 20
 _LEAST_PIECES = 8  # into how many pieces a limit is divided at least
 _RANGE_BYTES = 1 << 30  # how much one call allocates
 _ROOT_SECONDS = 2.0
 _BORROW_SECONDS = 0.5
-_LENT_SECONDS = 0.2  # how long to wait for copies; a slot that is in use for longer keeps its pages for now
+# how long to wait for copies; a slot that is in use for longer keeps its pages for now
+_LENT_SECONDS = 0.2
 _SETTLE_SECONDS = 3.0  # how long an opening may take pieces from other stores
-_BARREN_SECONDS = 10.0  # the pause before a store that had nothing to give is asked again
+# the pause before a store that had nothing to give is asked again
+_BARREN_SECONDS = 10.0
 _TROUBLE = (StoreError, ClosedError, OSError)
 
 
 class SpaceShare:
-    """The share of one store in its root. Thread-safe: it makes every change under the lock of the root."""
+    """The share of one store in its root. Thread-safe: it makes every change under the lock of the
+    root.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger: Ledger = weakref.proxy(ledger)  # no cycle: a closed ledger frees its mapped files
+        # no cycle: a closed ledger frees its mapped files
+        self._ledger: Ledger = weakref.proxy(ledger)
         self._session = ledger.session
         self._slot_bytes = ledger.slot_bytes
         self._directory = ledger.directory
         self._root = ledger.directory.parent
         self._in_memory = ledger.kind == "memory"
         self.grown = 0  # how often it has grown, in this process
-        self.exceeds = False  # whether the root held more than its limit when that was last checked
-        self._metadata_bytes = 0  # what the slab holds beyond its slots when all others are punched
-        self._barren: dict[Path, float] = {}  # store -> until when it is not asked
+        # whether the root held more than its limit when that was last checked
+        self.exceeds = False
+        # what the slab holds beyond its slots when all others are punched
+        self._metadata_bytes = 0
+        # store -> until when it is not asked
+        self._barren: dict[Path, float] = {}
 
     # ---- taking
 
     def fit_to_limit(self, asked_bytes: int | None, seconds: float) -> None:
-        """Grow into free space, shrink to a smaller limit, take a first share. NoRoomError names the holders.
+        """Grow into free space, shrink to a smaller limit, take a first share. NoRoomError names
+        the holders.
 
-        `asked_bytes`: the limit that is asked for; while other users have asked for a larger one, that one counts.
+        `asked_bytes`: the limit that is asked for; while other users have asked for a larger one,
+        that one counts.
         """
         if not self._slot_bytes:
             return
-        with root_locked(self._root, seconds):  # or other stores would take what was given
+        # or other stores would take what was given
+        with root_locked(self._root, seconds):
             write_limit(self._directory, asked_bytes, sole=False)
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             # holes that are filled need no metadata: there may be space for more then
@@ -93,38 +116,54 @@ class SpaceShare:
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             excess = self._shrink()
             begin_with = self._fair(holdings(self._root)) // 2
-            while self._own_bytes() < begin_with and time.monotonic() < until and self._take():
+            while (
+                self._own_bytes() < begin_with
+                and time.monotonic() < until
+                and self._take()
+            ):
                 pass
         self._tell(excess)
         meta = self._meta()
         every = holdings(self._root)
         if not meta.with_pages():
-            raise NoRoomError(f"no space for a chunk of {self._slot_bytes:,} bytes: {self._holders()}")
+            raise NoRoomError(
+                f"no space for a chunk of {self._slot_bytes:,} bytes: {self._holders()}"
+            )
         if asked_bytes is not None and self._limit(every) > asked_bytes:
-            text = "%s may hold %d bytes as long as it is open with that size elsewhere, not the %d asked for"
+            text = (
+                "%s may hold %d bytes as long as it is open with that size elsewhere, not "
+                "the %d asked for"
+            )
             log.warning(text, self._root, self._limit(every), asked_bytes)
         if not meta.unbacked() or meta.unscanned():
             return
         left = self._limit(every) - sum(holding.nbytes for holding in every)
         wanted = min(left, meta.unbacked() * self._slot_bytes)
         # what the other stores of the root hold is shared later, and is no lack of space
-        if wanted >= self._slot_bytes and free_bytes(self._root, self._in_memory) < wanted:
+        if (
+            wanted >= self._slot_bytes
+            and free_bytes(self._root, self._in_memory) < wanted
+        ):
             log.warning(
                 "%s has space for %d of %d chunks: %s has no more",
-                self._directory, meta.with_pages(), meta.slots,
+                self._directory,
+                meta.with_pages(),
+                meta.slots,
                 "memory" if self._in_memory else "the disk",
-            )  # fmt: skip
+            )
 
     def more(self) -> bool:
         """Get one more piece, free or from other stores; False if there is none now.
 
-        If the root holds too much, because leased or used slots could not be given earlier, the excess is given back
-        now.
+        If the root holds too much, because leased or used slots could not be given earlier, the
+        excess is given back now.
         """
         try:
             with root_locked(self._root, _ROOT_SECONDS):
                 self._shrink()
-                grown = self._grow(self._piece(holdings(self._root)) // self._slot_bytes)
+                grown = self._grow(
+                    self._piece(holdings(self._root)) // self._slot_bytes
+                )
                 return grown > 0 or self._take()
         except _TROUBLE as error:
             log.debug("no more space for %s: %s", self._directory, error)
@@ -139,15 +178,22 @@ class SpaceShare:
             self._tell(excess)
 
     def _shrink(self) -> int:
-        """Take what the root holds beyond its limit from the stores above their share; return how much is left.
+        """Take what the root holds beyond its limit from the stores above their share; return how
+        much is left.
 
         Under the lock of the root.
         """
         every = holdings(self._root)
         limit = root_limit(every)
-        excess = 0 if limit is None else sum(holding.nbytes for holding in every) - limit
+        excess = (
+            0
+            if limit is None
+            else sum(holding.nbytes for holding in every) - limit
+        )
         fair = self._fair(every)
-        for holding in sorted(every, key=lambda one: one.directory != self._directory):
+        for holding in sorted(
+            every, key=lambda one: one.directory != self._directory
+        ):
             spare = min(excess, holding.nbytes - fair)
             if spare > 0:
                 excess -= self._ask(holding, spare)
@@ -155,36 +201,54 @@ class SpaceShare:
         return excess
 
     def _tell(self, excess: int) -> None:
-        """Log which store holds how much, if it is too much. Not under the lock of the root: it opens other stores."""
+        """Log which store holds how much, if it is too much. Not under the lock of the root: it
+        opens other stores.
+        """
         if self.exceeds:
             text = "%d bytes above the limit are still in use, and are given back later: %s"
             log.warning(text, excess, self._holders())
 
     def _grow(self, most: int) -> int:
-        """Allocate up to `most` slots in free space; return how many. Under the lock of the root."""
+        """Allocate up to `most` slots in free space; return how many. Under the lock of the
+        root.
+        """
         meta = self._meta()
         nbytes = self._slot_bytes
         if meta.unscanned() or not meta.unbacked():
             return 0
         listed_bytes = meta.with_pages() * nbytes
-        left_over = self._own_bytes() - listed_bytes  # also of a transfer that was not ended
+        # also of a transfer that was not ended
+        left_over = self._own_bytes() - listed_bytes
         if left_over <= self._metadata_bytes or self._punch_all():
             self._metadata_bytes = self._own_bytes() - listed_bytes
         every = holdings(self._root)
         limit = root_limit(every)
-        count = min(most, meta.unbacked(), free_bytes(self._root, self._in_memory) // nbytes)
+        count = min(
+            most,
+            meta.unbacked(),
+            free_bytes(self._root, self._in_memory) // nbytes,
+        )
         if limit is not None:
-            count = min(count, (limit - sum(holding.nbytes for holding in every)) // nbytes)
+            count = min(
+                count,
+                (limit - sum(holding.nbytes for holding in every)) // nbytes,
+            )
         if count <= 0:
             return 0
         bare = self._backing()[1][:count]
         tail = range(meta.backed, meta.backed + count - len(bare))
         got = self._allocate([*_ranges(bare), tail])
-        listed = [slot for slots in got if slots.start < meta.backed for slot in slots]
+        listed = [
+            slot for slots in got if slots.start < meta.backed for slot in slots
+        ]
         for part in batches(listed):
-            self._session.write(partial(Transaction.add_pages, slots=part), _ROOT_SECONDS)
+            self._session.write(
+                partial(Transaction.add_pages, slots=part), _ROOT_SECONDS
+            )
         backed = max(slots.stop for slots in [*got, range(meta.backed)])
-        self._session.write(partial(Transaction.extend_backed, backed=backed), _ROOT_SECONDS)
+        self._session.write(
+            partial(Transaction.extend_backed, backed=backed), _ROOT_SECONDS
+        )
         self.grown += 1
         return sum(map(len, got))
 
@@ -193,14 +257,23 @@ class SpaceShare:
         got: list[range] = []
         step = max(1, _RANGE_BYTES // self._slot_bytes)
         with self._slab() as fd:
-            for part in (slots[at : at + step] for slots in wanted for at in range(0, len(slots), step)):
-                if not allocate_range(fd, part.start * self._slot_bytes, len(part) * self._slot_bytes):
+            for part in (
+                slots[at : at + step]
+                for slots in wanted
+                for at in range(0, len(slots), step)
+            ):
+                if not allocate_range(
+                    fd,
+                    part.start * self._slot_bytes,
+                    len(part) * self._slot_bytes,
+                ):
                     return got
                 got.append(part)
         return got
 
     def _take(self) -> bool:
-        """Take one piece from the store that must give, and grow by it; False if no store can give any.
+        """Take one piece from the store that must give, and grow by it; False if no store can give
+        any.
 
         Under the lock of the root.
         """
@@ -214,17 +287,23 @@ class SpaceShare:
             self._barren[giver.directory] = time.monotonic() + _BARREN_SECONDS
             return True  # another store may give
         # it may have given less than a slot needs: then another store gives the rest
-        return self._grow(max(1, nbytes // self._slot_bytes)) > 0 or given < nbytes
+        return (
+            self._grow(max(1, nbytes // self._slot_bytes)) > 0 or given < nbytes
+        )
 
     def _ask(self, holding: Holding, nbytes: int) -> int:
-        """Make a store give that many bytes of pages; return how many it gave. Under the lock of the root."""
+        """Make a store give that many bytes of pages; return how many it gave. Under the lock of
+        the root.
+        """
         if not _gives(holding):
             return 0
         try:
             if holding.directory == self._directory:
                 return self.give(nbytes, idle=False)
             clock = self._session.clock
-            giver = self._ledger.attach(holding.directory, clock, _BORROW_SECONDS, borrowed=True)
+            giver = self._ledger.attach(
+                holding.directory, clock, _BORROW_SECONDS, borrowed=True
+            )
             with contextlib.closing(giver):
                 return giver.space.give(nbytes, idle=not holding.in_use)
         except _TROUBLE as error:
@@ -235,7 +314,9 @@ class SpaceShare:
     # ---- which store gives
 
     def _plan(self, most: int) -> tuple[Holding, int] | None:
-        """Choose from which store to take how many bytes, at most `most`; None if it must evict its own coldest."""
+        """Choose from which store to take how many bytes, at most `most`; None if it must evict its
+        own coldest.
+        """
         every = holdings(self._root)
         piece = self._piece(every)
         fair = self._fair(every)
@@ -247,24 +328,44 @@ class SpaceShare:
             spare = other.nbytes - fair
             may = spare > 0 or not (below or other.in_use)
             rests = self._barren.get(other.directory, 0.0) > time.monotonic()
-            if other.directory == self._directory or not may or rests or not _gives(other):
+            if (
+                other.directory == self._directory
+                or not may
+                or rests
+                or not _gives(other)
+            ):
                 continue
             age = self._age(other.directory)
             if age > own_age and (best is None or age > best[0]):
-                room = min(piece, most, spare if spare > 0 else other.nbytes, fair - own if below else piece)
+                room = min(
+                    piece,
+                    most,
+                    spare if spare > 0 else other.nbytes,
+                    fair - own if below else piece,
+                )
                 best = age, other, max(room, self._slot_bytes)
         return None if best is None else best[1:]
 
     def most_slots(self) -> int:
-        """Return how many slots may have pages if no other store of the root needs space; all if that is not known."""
+        """Return how many slots may have pages if no other store of the root needs space; all if
+        that is not known.
+        """
         if self._slot_bytes:
             with contextlib.suppress(OSError):  # the root may have been removed
-                return min(self._ledger.slots, self._limit(holdings(self._root)) // self._slot_bytes)
+                return min(
+                    self._ledger.slots,
+                    self._limit(holdings(self._root)) // self._slot_bytes,
+                )
         return self._ledger.slots
 
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""
-        takers = [h for h in every if h.nbytes or (h.in_use and h.state is not None and h.state.slot_bytes)]
+        takers = [
+            h
+            for h in every
+            if h.nbytes
+            or (h.in_use and h.state is not None and h.state.slot_bytes)
+        ]
         return self._limit(every) // max(1, len(takers))
 
     def _limit(self, every: Sequence[Holding]) -> int:
@@ -272,10 +373,15 @@ class SpaceShare:
         return self._ledger.slots * self._slot_bytes if limit is None else limit
 
     def _piece(self, every: Sequence[Holding]) -> int:
-        return max(self._slot_bytes, min(_MOST_PIECE_BYTES, self._limit(every) // _LEAST_PIECES))
+        return max(
+            self._slot_bytes,
+            min(_MOST_PIECE_BYTES, self._limit(every) // _LEAST_PIECES),
+        )
 
     def _age(self, directory: Path) -> float:
-        """Return for how long (ns) the coldest chunk of a store was not used, according to its hints."""
+        """Return for how long (ns) the coldest chunk of a store was not used, according to its
+        hints.
+        """
         try:
             state = read_state(directory)
             if state is None or state.boot_id != self._session.clock.boot_id():
@@ -292,10 +398,23 @@ class SpaceShare:
         told = [f"{self._root} may hold {self._limit(every):,} bytes"]
         for one in every:
             if one.nbytes:
-                kind = "" if _gives(one) else " (of a format that this version does not know)"
-                used = f", open in {self._processes(one.directory)}" if one.in_use else ""
-                told.append(f"{one.directory.name} holds {one.nbytes:,}{kind}{used}")
-        return "; ".join(told) + ". Raise the limit, stop or remove one of them, or choose another path"
+                kind = (
+                    ""
+                    if _gives(one)
+                    else " (of a format that this version does not know)"
+                )
+                used = (
+                    f", open in {self._processes(one.directory)}"
+                    if one.in_use
+                    else ""
+                )
+                told.append(
+                    f"{one.directory.name} holds {one.nbytes:,}{kind}{used}"
+                )
+        return (
+            "; ".join(told)
+            + ". Raise the limit, stop or remove one of them, or choose another path"
+        )
 
     def _processes(self, directory: Path) -> str:
         """Describe which processes have a store open."""
@@ -306,22 +425,33 @@ class SpaceShare:
         with contextlib.closing(store):
             pids = sorted(set(store.session.processes()) - {os.getpid()})
         named = ", ".join(map(str, pids))
-        return f"process{'es' * (len(pids) != 1)} {named}" if pids else "this process"
+        return (
+            f"process{'es' * (len(pids) != 1)} {named}"
+            if pids
+            else "this process"
+        )
 
     # ---- giving
 
     def give(self, nbytes: int, idle: bool) -> int:
-        """Free that many bytes: of slots without a chunk first, then of the coldest chunks; return how many it freed.
+        """Free that many bytes: of slots without a chunk first, then of the coldest chunks; return
+        how many it freed.
 
-        `idle`: no process has the store open, so a scan of its headers is not waited for. Under the lock of the root.
+        `idle`: no process has the store open, so a scan of its headers is not waited for. Under the
+        lock of the root.
         """
         before = self._own_bytes()
         # on a file system that cannot punch holes this fails, before any chunk is evicted
         with self._slab() as fd:
             punch(fd, self._ledger.slots * self._slot_bytes, self._slot_bytes)
-        if self._in_use_by_others():  # another process may have opened it after the plan was made
+        # another process may have opened it after the plan was made
+        if self._in_use_by_others():
             nbytes = min(nbytes, before - self._fair(holdings(self._root)))
-        if before - self._meta().with_pages() * self._slot_bytes > self._metadata_bytes:  # was in use then
+        # was in use then
+        if (
+            before - self._meta().with_pages() * self._slot_bytes
+            > self._metadata_bytes
+        ):
             self._punch_all()
         missing = -(-(nbytes - before + self._own_bytes()) // self._slot_bytes)
         self._punch(self._vacate(missing, idle) if missing > 0 else [])
@@ -334,7 +464,12 @@ class SpaceShare:
             if not idle:
                 return []
             first = self._last_with_pages(meta, count)
-            self._session.write(partial(hold_pin_remove.vacate_unscanned, count=meta.backed - first), 1.0)
+            self._session.write(
+                partial(
+                    hold_pin_remove.vacate_unscanned, count=meta.backed - first
+                ),
+                1.0,
+            )
             return list(range(first, meta.backed))
         slots = list[int]()
         # if pinned or held chunks were chosen, look further
@@ -344,7 +479,12 @@ class SpaceShare:
                 batch = victims[:BATCH]
                 victims = victims[BATCH:]
                 most = min(BATCH, count - len(slots))
-                vacate = partial(hold_pin_remove.vacate, count=most, victims=batch, in_memory=self._in_memory)
+                vacate = partial(
+                    hold_pin_remove.vacate,
+                    count=most,
+                    victims=batch,
+                    in_memory=self._in_memory,
+                )
                 got = self._session.write(vacate, 1.0)
                 slots += got
                 if not got and not victims:
@@ -352,7 +492,8 @@ class SpaceShare:
         return slots
 
     def coldest(self, count: int) -> list[tuple[int, int]]:
-        """Return up to `count` slots that would be evicted first, none leased, and their generations.
+        """Return up to `count` slots that would be evicted first, none leased, and their
+        generations.
 
         Changes nothing.
         """
@@ -361,18 +502,26 @@ class SpaceShare:
         columns = self._session.columns
         slots = ledger.next_victims(count)
         slots = slots[columns.lease_until[slots] <= now]
-        return list(zip(slots.tolist(), columns.generation[slots].tolist(), strict=True))
+        return list(
+            zip(slots.tolist(), columns.generation[slots].tolist(), strict=True)
+        )
 
     def _in_use_by_others(self) -> bool:
-        """Whether the store is open in other processes, or in this one by more than one user of its ledger."""
+        """Whether the store is open in other processes, or in this one by more than one user of its
+        ledger.
+        """
         return self._ledger._uses > 1 or len(self._session.processes()) > 1
 
     def _last_with_pages(self, meta: Meta, count: int) -> int:
-        """Return the slot from which on `count` slots that wait to be scanned have pages; some of them may be holes."""
+        """Return the slot from which on `count` slots that wait to be scanned have pages; some of
+        them may be holes.
+        """
         nbytes = 0
         size = self._slot_bytes
         with self._slab() as fd:
-            for start, stop in reversed(data_ranges(fd, meta.scan * size, meta.backed * size)):
+            for start, stop in reversed(
+                data_ranges(fd, meta.scan * size, meta.backed * size)
+            ):
                 nbytes += stop - start
                 if nbytes >= count * size:
                     return (start + nbytes - count * size) // size
@@ -387,29 +536,46 @@ class SpaceShare:
         return self._punch(bare, range(meta.backed, self._ledger.slots))
 
     def _punch(self, slots: list[int], never_used: range = range(0)) -> bool:
-        """Free the pages of bare slots, except slots in use; return False if some are. Under the lock of the root."""
-        if self._session.page_guards is not None:  # readers of memory must see that a slot has no pages
+        """Free the pages of bare slots, except slots in use; return False if some are. Under the
+        lock of the root.
+        """
+        # readers of memory must see that a slot has no pages
+        if self._session.page_guards is not None:
             generation = self._session.columns.generation
             silent = [slot for slot in slots if not int(generation[slot]) & BARE]
-            # `silent`: the process that made these slots bare died before it published that they are
+            # `silent`: the process that made these slots bare died before it published that they
+            # are
             for part in batches(silent):
-                self._session.write(partial(Transaction.mark_bare_again, slots=part), _ROOT_SECONDS)
+                self._session.write(
+                    partial(Transaction.mark_bare_again, slots=part),
+                    _ROOT_SECONDS,
+                )
         unused = self._session.untouched(slots, _LENT_SECONDS)
         with self._slab() as fd:
             for hole in filter(len, [*_ranges(unused), never_used]):
-                punch(fd, hole.start * self._slot_bytes, len(hole) * self._slot_bytes)
+                punch(
+                    fd,
+                    hole.start * self._slot_bytes,
+                    len(hole) * self._slot_bytes,
+                )
         return len(unused) == len(slots)
 
     # ---- what there is
 
     def backed_ranges(self) -> list[range]:
-        """Return the slots that have pages, as ranges; other processes may change that at any time."""
+        """Return the slots that have pages, as ranges; other processes may change that at any
+        time.
+        """
         meta, bare = self._backing()
         edges = [-1, *bare, meta.backed]
-        return [range(a + 1, b) for a, b in itertools.pairwise(edges) if b - a > 1]
+        return [
+            range(a + 1, b) for a, b in itertools.pairwise(edges) if b - a > 1
+        ]
 
     def _meta(self) -> Meta:
-        return self._session.read(lambda txn, tables: tables.load_meta(txn), _ROOT_SECONDS)
+        return self._session.read(
+            lambda txn, tables: tables.load_meta(txn), _ROOT_SECONDS
+        )
 
     def _backing(self) -> tuple[Meta, list[int]]:
         return self._session.read(queries.backing, _ROOT_SECONDS)
@@ -420,14 +586,20 @@ class SpaceShare:
     @contextlib.contextmanager
     def _slab(self) -> Iterator[int]:
         with open(self._ledger.slab_path, "r+b", buffering=0) as slab:
-            self._session.require_store()  # otherwise the file might be another store's
+            # otherwise the file might be another store's
+            self._session.require_store()
             yield slab.fileno()
 
 
 def _gives(holding: Holding) -> bool:
     """Whether a store can be asked to give space: a store of an unknown format cannot."""
     state = holding.state
-    return state is not None and state.format == FORMAT and not state.private and holding.nbytes > 0
+    return (
+        state is not None
+        and state.format == FORMAT
+        and not state.private
+        and holding.nbytes > 0
+    )
 
 
 def _ranges(slots: Sequence[int]) -> list[range]:

@@ -1,9 +1,10 @@
 """Open, create, resize, rebuild and discard the directory of a ledger and its slab.
 
-`<root>/<name>/` is one store. All of this happens under the lock of the root, so that one process at a time changes
-which stores there are. A process that *uses* a store shares byte OPEN of the store's locks, and only a process that
-has this byte exclusively may judge, resize or discard the store. A directory is made under another name and renamed
-into place when it is complete. `Ledger` and `session` call it.
+`<root>/<name>/` is one store. All of this happens under the lock of the root, so that one process
+at a time changes which stores there are. A process that *uses* a store shares byte OPEN of the
+store's locks, and only a process that has this byte exclusively may judge, resize or discard the
+store. A directory is made under another name and renamed into place when it is complete. `Ledger`
+and `session` call it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,22 @@ from pagoda.file_space import allocate, lengthen, make_directory, write_in_place
 from pagoda.ledger.clear_log import NEVER_CLEARED, ClearLog
 from pagoda.ledger.columns import LONGEST_LEASE_NS, Columns
 from pagoda.ledger.hint_pages import newest_stamp
-from pagoda.ledger.lmdb_tables import META_ROW, NO_MEMBER, SLOT_KEY, Meta, Reservation, Tables, map_bytes
+from pagoda.ledger.lmdb_tables import (
+    META_ROW,
+    NO_MEMBER,
+    SLOT_KEY,
+    Meta,
+    Reservation,
+    Tables,
+    map_bytes,
+)
 from pagoda.ledger.locks import OPEN, LockFile, StoreLocks
-from pagoda.ledger.root_usage import holdings, is_of_another_version, root_limit, write_limit
+from pagoda.ledger.root_usage import (
+    holdings,
+    is_of_another_version,
+    root_limit,
+    write_limit,
+)
 from pagoda.ledger.store_state import (
     COLUMNS,
     COUNTERS_FILE,
@@ -56,8 +70,14 @@ from pagoda.ledger.store_state import (
     set_mark,
     set_voucher,
     write_state,
-)  # fmt: skip
-from pagoda.ledger.stores_under_root import MAKING, discard, in_use, root_locked, stores
+)
+from pagoda.ledger.stores_under_root import (
+    MAKING,
+    discard,
+    in_use,
+    root_locked,
+    stores,
+)
 from pagoda.ledger.table_integrity import checksum, find_damage
 from pagoda.ledger.transaction import Transaction
 from pagoda.metrics import guarded_logger
@@ -73,19 +93,22 @@ from pagoda.store_place import (
 
 log = guarded_logger("pagoda.ledger.store_directory")
 
-_SMALL_FILES_BYTES = 1 << 20  # what the other files of a store take, which grow a little
-_LEAVING_SECONDS = 5.0  # members notice within a second that a file was replaced, and leave
+# what the other files of a store take, which grow a little
+_SMALL_FILES_BYTES = 1 << 20
+# members notice within a second that a file was replaced, and leave
+_LEAVING_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """Which store: `slots` slots of `slot_bytes` (stride in the slab file, headers included) in `<root>/<name>/`.
+    """Which store: `slots` slots of `slot_bytes` (stride in the slab file, headers included) in
+    `<root>/<name>/`.
 
     `chunk_bytes` is the size of a payload, for processes that know no layout (0: unknown).
-    `limit_bytes` limits the slabs of all stores of the root together; the largest limit of the stores in use counts
-    (see `space_sharing`). A `private` store belongs to one process, and is removed when it is closed or the process
-    dies. With `slot_bytes` 0 it has no slab.
+    `limit_bytes` limits the slabs of all stores of the root together; the largest limit of the
+    stores in use counts (see `space_sharing`). A `private` store belongs to one process, and is
+    removed when it is closed or the process dies. With `slot_bytes` 0 it has no slab.
     """
 
     root: Path
@@ -99,16 +122,22 @@ class StoreSpec:
 
     def __post_init__(self) -> None:
         if self.slots < 1:
-            raise ValueError(f"a store needs at least one slot, not {self.slots}: ask for a larger size")
+            raise ValueError(
+                f"a store needs at least one slot, not {self.slots}: ask for a larger size"
+            )
         if self.slot_bytes < 0 or self.slot_bytes % 4096:
-            raise ValueError(f"slot_bytes must be a multiple of 4096, not {self.slot_bytes}")
+            raise ValueError(
+                f"slot_bytes must be a multiple of 4096, not {self.slot_bytes}"
+            )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(f"{self.name!r} cannot name a store")
 
 
 @dataclass(frozen=True)
 class OpenStore:
-    """A store that this process has open (it shares byte OPEN). `sole`: no other process had it open at that moment."""
+    """A store that this process has open (it shares byte OPEN). `sole`: no other process had it
+    open at that moment.
+    """
 
     directory: Path
     state: StoreState
@@ -116,7 +145,8 @@ class OpenStore:
     sole: bool
 
     def is_current(self) -> bool:
-        """Whether the directory still has this very store, as it was opened. OSError if that cannot be told.
+        """Whether the directory still has this very store, as it was opened. OSError if that cannot
+        be told.
 
         Checked before and after a file of the store is opened by path.
         """
@@ -124,12 +154,14 @@ class OpenStore:
         return (
             self.locks.are_at(self.directory)
             and state is not None
-            and (state.store_id, state.incarnation) == (self.state.store_id, self.state.incarnation)
+            and (state.store_id, state.incarnation)
+            == (self.state.store_id, self.state.incarnation)
             and mismatch(self.directory, self.state) is None
         )
 
     def replaced(self) -> str | None:
-        """Return which file of the store is no longer the one that was opened; None if all are. OSError.
+        """Return which file of the store is no longer the one that was opened; None if all are.
+        OSError.
 
         Reads no file.
         """
@@ -138,56 +170,82 @@ class OpenStore:
         return mismatch(self.directory, self.state)
 
     def mark_clean(self, used_bytes: int) -> None:
-        """Record that what this last process synced (`used_bytes` of the tables) can be trusted. Raises OSError."""
-        if not self.is_current() or is_marked(self.directory, TableMark.DAMAGED, self.state.incarnation):
+        """Record that what this last process synced (`used_bytes` of the tables) can be trusted.
+        Raises OSError.
+        """
+        if not self.is_current() or is_marked(
+            self.directory, TableMark.DAMAGED, self.state.incarnation
+        ):
             return
         known = checksum(self.directory, used_bytes)
         # checked again: a child that a signal handler forked meanwhile must not mark the store
         if known is not None and self.is_last():
-            clean = msgspec.structs.replace(self.state, clean=True, used_bytes=used_bytes, checksum=known)
+            clean = msgspec.structs.replace(
+                self.state, clean=True, used_bytes=used_bytes, checksum=known
+            )
             write_state(self.directory, clean)
 
     def mark_damaged(self) -> None:
         """Make the next process that opens the store alone distrust its tables."""
         with contextlib.suppress(OSError):  # at worst every opening fails
             if self.is_current():
-                set_mark(self.directory, TableMark.DAMAGED, self.state.incarnation)
+                set_mark(
+                    self.directory, TableMark.DAMAGED, self.state.incarnation
+                )
 
     def is_last(self) -> bool:
-        """Whether no other process has it open; if so, this process now holds it exclusively. OSError."""
-        return self.locks.are_at(self.directory) and self.locks.lock(OPEN, exclusive=True)
+        """Whether no other process has it open; if so, this process now holds it exclusively.
+        OSError.
+        """
+        return self.locks.are_at(self.directory) and self.locks.lock(
+            OPEN, exclusive=True
+        )
 
     def release(self) -> None:
         """Let other processes discard it; a private store is removed at once."""
-        with contextlib.suppress(OSError):  # another process has removed it already
+        # another process has removed it already
+        with contextlib.suppress(OSError):
             if self.state.private and self.is_last():
                 discard(self.directory)
         self.locks.unlock(OPEN)
 
 
 def open_store(
-    spec: StoreSpec, clock: Clock, deadline_seconds: float, create: bool = True, locked: bool = False
+    spec: StoreSpec,
+    clock: Clock,
+    deadline_seconds: float,
+    create: bool = True,
+    locked: bool = False,
 ) -> OpenStore:
-    """Open the store, making, resizing or discarding it as needed. StoreError or NoRoomError with the remedy.
+    """Open the store, making, resizing or discarding it as needed. StoreError or NoRoomError with
+    the remedy.
 
-    `locked`: the caller has the lock of the root, and takes space from an existing store. If no process has that store
-    open and it is unusable, it is removed: nothing else would ever free its space.
+    `locked`: the caller has the lock of the root, and takes space from an existing store. If no
+    process has that store open and it is unusable, it is removed: nothing else would ever free its
+    space.
     """
     directory = spec.root / spec.name
     try:
         _prepare(spec.root, create)
-        with contextlib.nullcontext() if locked else root_locked(spec.root, deadline_seconds):
+        with (
+            contextlib.nullcontext()
+            if locked
+            else root_locked(spec.root, deadline_seconds)
+        ):
             if create and spec.kind == "memory":
                 _discard_other_formats(spec.root)
             until = time.monotonic() + deadline_seconds
-            store = _open_existing(directory, spec, clock, create or locked, until)
+            store = _open_existing(
+                directory, spec, clock, create or locked, until
+            )
             if store is None and create:
                 store = _create(directory, spec, clock)
             if store is not None:
                 write_limit(directory, spec.limit_bytes, store.sole)
     except (OSError, lmdb.Error) as error:
         raise StoreError(
-            f"the store at {directory} cannot be opened ({error}): repair that or choose another path"
+            f"the store at {directory} cannot be opened ({error}): repair that or choose another "
+            "path"
         ) from error
     if store is None:
         raise unusable(directory, "a part of it is missing or damaged")
@@ -197,7 +255,8 @@ def open_store(
 def unusable(directory: Path, why: str) -> StoreError:
     """Return the error for an existing store that cannot be used as it is."""
     return StoreError(
-        f"there is no usable store at {directory}: {why}; an engine that opens it repairs or replaces it, `pagoda "
+        f"there is no usable store at {directory}: {why}; an engine that opens it repairs or "
+        "replaces it, `pagoda "
         "remove` frees its space"
     )
 
@@ -205,8 +264,9 @@ def unusable(directory: Path, why: str) -> StoreError:
 def reopen_store(store: OpenStore) -> OpenStore:
     """Open the same store again (after a fork). StoreError if it is gone.
 
-    After the death of the parent there may have been a time when no process had it open, and another process may have
-    resized or rebuilt it. The files that this process has mapped would then be outdated.
+    After the death of the parent there may have been a time when no process had it open, and
+    another process may have resized or rebuilt it. The files that this process has mapped would
+    then be outdated.
     """
     is_current = store.locks.lock(OPEN, exclusive=False)
     with contextlib.suppress(
@@ -225,7 +285,9 @@ def _prepare(root: Path, create: bool) -> None:
         try:
             make_directory(root)
         except OSError as error:
-            raise StoreError(f"{root} cannot be made ({error.strerror}): {other_place(root)}") from error
+            raise StoreError(
+                f"{root} cannot be made ({error.strerror}): {other_place(root)}"
+            ) from error
     if not root.is_dir():
         raise StoreError(f"there is no directory {root}")
     require_own(root)
@@ -235,7 +297,9 @@ def _prepare(root: Path, create: bool) -> None:
 
 @contextlib.contextmanager
 def os_errors_mapped(directory: Path) -> Iterator[None]:
-    """Raise StoreError for OSError while a store is opened: a removed directory, or too many open files."""
+    """Raise StoreError for OSError while a store is opened: a removed directory, or too many open
+    files.
+    """
     try:
         yield
     except OSError as error:
@@ -245,47 +309,68 @@ def os_errors_mapped(directory: Path) -> Iterator[None]:
 
 
 def _discard_other_formats(root: Path) -> None:
-    """Remove stores of other versions in memory that no process has open: this version will never read them."""
+    """Remove stores of other versions in memory that no process has open: this version will never
+    read them.
+    """
     for directory in stores(root):
-        with contextlib.suppress(OSError):  # it was removed meanwhile, or it cannot be told what it is
+        # it was removed meanwhile, or it cannot be told what it is
+        with contextlib.suppress(OSError):
             state = read_state(directory)
-            if state is not None and is_of_another_version(state) and not in_use(directory):
-                log.warning("discarding the store at %s: it is of format %d", directory, state.format)
+            if (
+                state is not None
+                and is_of_another_version(state)
+                and not in_use(directory)
+            ):
+                log.warning(
+                    "discarding the store at %s: it is of format %d",
+                    directory,
+                    state.format,
+                )
                 discard(directory)
 
 
 def _open_existing(
-    directory: Path, spec: StoreSpec, clock: Clock, may_discard: bool, until: float
+    directory: Path,
+    spec: StoreSpec,
+    clock: Clock,
+    may_discard: bool,
+    until: float,
 ) -> OpenStore | None:
     if not directory.is_dir():
         return None
     require_own(directory)
     if directory.is_symlink():
-        raise StoreError(f"{directory} is a symbolic link, which a store cannot be: remove it")
+        raise StoreError(
+            f"{directory} is a symbolic link, which a store cannot be: remove it"
+        )
     with contextlib.ExitStack() as undo:
         try:
-            locks = undo.enter_context(closing(StoreLocks(directory, STATE, LOCKS)))
+            locks = undo.enter_context(
+                closing(StoreLocks(directory, STATE, LOCKS))
+            )
         except FileNotFoundError:
             _discard_without_state(directory, may_discard, until)
             return None
-        # Take the shared lock first: so no other process can be the last to leave, and mark the store as clean, while
-        # this one changes it.
+        # Take the shared lock first: so no other process can be the last to leave, and mark the
+        # store as clean, while this one changes it.
         if not locks.lock(OPEN, exclusive=False, until=until):
             raise StoreError(
-                f"timed out: another process holds {directory} exclusively; look for a stopped process"
+                f"timed out: another process holds {directory} exclusively; look for a stopped "
+                "process"
             )
         if not locks.are_at(directory):  # the store was removed during the wait
             return None
         leaving = min(until, time.monotonic() + _LEAVING_SECONDS)
         while not locks.lock(OPEN, exclusive=True):
-            store = _join(directory, spec, locks, may_wait=time.monotonic() < leaving)
+            store = _join(
+                directory, spec, locks, may_wait=time.monotonic() < leaving
+            )
             if store is not None:
                 undo.pop_all()
                 return store
             time.sleep(_LOOK_AGAIN_SECONDS)
-        if not locks.are_at(
-            directory
-        ):  # those that left were told to by another process, which replaced the store
+        if not locks.are_at(directory):
+            # those that left were told to by another process, which replaced the store
             return None
         state = _judge(directory, spec, clock, locks)
         if state is None:
@@ -300,33 +385,47 @@ def _open_existing(
         return store
 
 
-def _discard_without_state(directory: Path, may_discard: bool, until: float) -> None:
-    """Discard what is left of a store whose `state` is gone: nothing says any more what its files are.
+def _discard_without_state(
+    directory: Path, may_discard: bool, until: float
+) -> None:
+    """Discard what is left of a store whose `state` is gone: nothing says any more what its files
+    are.
 
     Processes that have it open notice that within a second, and leave. StoreError if they do not.
     """
     with closing(LockFile(directory / LOCKS)) as locks:
-        if not locks.lock(OPEN, exclusive=True, until=min(until, time.monotonic() + _LEAVING_SECONDS)):
+        if not locks.lock(
+            OPEN,
+            exclusive=True,
+            until=min(until, time.monotonic() + _LEAVING_SECONDS),
+        ):
             raise StoreError(
-                f"{directory} has no {STATE} any more, and processes still have it open: stop them first or choose "
+                f"{directory} has no {STATE} any more, and processes still have it open: stop "
+                "them first or choose "
                 "another path"
             )
         if may_discard:
-            log.warning("discarding the store at %s: its state is missing", directory)
+            log.warning(
+                "discarding the store at %s: its state is missing", directory
+            )
             discard(directory)
 
 
-def _join(directory: Path, spec: StoreSpec, locks: StoreLocks, may_wait: bool) -> OpenStore | None:
+def _join(
+    directory: Path, spec: StoreSpec, locks: StoreLocks, may_wait: bool
+) -> OpenStore | None:
     """Use the store that other processes have open, as it is. StoreError if that is impossible.
 
-    None, if it `may_wait`: a file was removed or replaced, which those processes notice within a second, and leave.
+    None, if it `may_wait`: a file was removed or replaced, which those processes notice within a
+    second, and leave.
     """
     state = read_state(directory)
     if state is None:
         wrong: str | None = "its state is damaged"
     elif state.format != FORMAT:
         wrong = (
-            f"another version of PagodaKV uses it, with tables of format {state.format} instead of {FORMAT}"
+            f"another version of PagodaKV uses it, with tables of format {state.format} "
+            f"instead of {FORMAT}"
         )
         may_wait = False
     elif (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
@@ -340,7 +439,8 @@ def _join(directory: Path, spec: StoreSpec, locks: StoreLocks, may_wait: bool) -
         return None
     if state is None or wrong:
         raise StoreError(
-            f"the store at {directory} cannot be used ({wrong}) while other processes have it open: "
+            f"the store at {directory} cannot be used ({wrong}) while other processes have it "
+            "open: "
             "stop them first or choose another path"
         )
     _make_again(directory, state, COUNTERS_FILE)
@@ -371,21 +471,35 @@ def warn_of_slots(directory: Path, slots: int, spec: StoreSpec) -> None:
 
 
 def _require_alone(directory: Path, locks: StoreLocks) -> None:
-    """Raise StoreError in a child that a signal handler forked since the store was taken: the child has no lock."""
+    """Raise StoreError in a child that a signal handler forked since the store was taken: the child
+    has no lock.
+    """
     if not locks.lock(OPEN, exclusive=True):
-        raise StoreError(f"the parent of this process is opening the store at {directory}: open it again")
+        raise StoreError(
+            f"the parent of this process is opening the store at {directory}: open it again"
+        )
 
 
-def _judge(directory: Path, spec: StoreSpec, clock: Clock, locks: StoreLocks) -> StoreState | None:
+def _judge(
+    directory: Path, spec: StoreSpec, clock: Clock, locks: StoreLocks
+) -> StoreState | None:
     """Bring a store that no other process has open up to date; None if it must be discarded."""
     state = read_state(directory)
-    if state is None or (state.kind, state.slot_bytes) != (spec.kind, spec.slot_bytes):
-        log.warning("discarding the store at %s: its state is missing, damaged or another tier's", directory)
+    if state is None or (state.kind, state.slot_bytes) != (
+        spec.kind,
+        spec.slot_bytes,
+    ):
+        log.warning(
+            "discarding the store at %s: its state is missing, damaged or another tier's",
+            directory,
+        )
         return None
     if state.kind == "file" and state.slab_format != SLAB_FORMAT:
         raise StoreError(
-            f"the store at {directory} was written by another version of PagodaKV (chunks of format "
-            f"{state.slab_format}, this one reads {SLAB_FORMAT}): use that version, choose another path or remove it"
+            f"the store at {directory} was written by another version of PagodaKV (chunks of "
+            "format "
+            f"{state.slab_format}, this one reads {SLAB_FORMAT}): use that version, choose "
+            "another path or remove it"
         )
     boot = clock.boot_id()
     wrong = _distrusted(directory, state, boot, locks)
@@ -394,15 +508,20 @@ def _judge(directory: Path, spec: StoreSpec, clock: Clock, locks: StoreLocks) ->
         log.warning("discarding the store at %s: %s", directory, wrong)
         return None
     if wrong:
-        log.warning("rebuilding the ledger at %s from the slab: %s", directory, wrong)
+        log.warning(
+            "rebuilding the ledger at %s from the slab: %s", directory, wrong
+        )
         state = _rebuild(directory, state)
     if state.slots < spec.slots:
         state = _lengthen(directory, state, spec)
     return _renew(directory, state, spec, boot, clock)
 
 
-def _distrusted(directory: Path, state: StoreState, boot: str, locks: StoreLocks) -> str | None:
-    """Return why the tables of a store that no other process has open cannot be trusted; None if they can.
+def _distrusted(
+    directory: Path, state: StoreState, boot: str, locks: StoreLocks
+) -> str | None:
+    """Return why the tables of a store that no other process has open cannot be trusted; None if
+    they can.
 
     OSError if that cannot be told: nothing is lost because a file could not be read.
     """
@@ -421,13 +540,18 @@ def _distrusted(directory: Path, state: StoreState, boot: str, locks: StoreLocks
     if state.clean and checksum(directory, state.used_bytes) != state.checksum:
         return "its tables are not what they were when it was closed"
     _require_alone(directory, locks)
-    # Damaged pages may kill this process by a signal; with the mark, the next process rebuilds them.
+    # Damaged pages may kill this process by a signal; with the mark, the next process rebuilds
+    # them.
     with kept_marked(directory, TableMark.OPENING, state.incarnation):
         return find_damage(directory, state, known=state.clean)
 
 
-def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock: Clock) -> StoreState:
-    """Take a store into use: from now on its ledger is only trusted in this boot, or after a clean close."""
+def _renew(
+    directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock: Clock
+) -> StoreState:
+    """Take a store into use: from now on its ledger is only trusted in this boot, or after a clean
+    close.
+    """
     now = clock.monotonic_ns()
     offset = state.recency_offset
     if state.boot_id != boot:
@@ -437,16 +561,22 @@ def _renew(directory: Path, state: StoreState, spec: StoreSpec, boot: str, clock
     # what is used from now on is more recent than all that was
     offset = max(offset, newest_stamp(directory, state) + 1 - now)
     renewed = msgspec.structs.replace(
-        state, boot_id=boot, clean=False, recency_offset=offset, inodes=inodes(directory, state),
+        state,
+        boot_id=boot,
+        clean=False,
+        recency_offset=offset,
+        inodes=inodes(directory, state),
         chunk_bytes=spec.chunk_bytes or state.chunk_bytes,
-    )  # fmt: skip
+    )
     if renewed != state:
         write_state(directory, renewed)
     return renewed
 
 
 def _end_leases_ahead(directory: Path, state: StoreState, now: int) -> None:
-    """End the leases that no call can have taken: of a damaged page, or of a machine that was restored."""
+    """End the leases that no call can have taken: of a damaged page, or of a machine that was
+    restored.
+    """
     columns = Columns(directory / COLUMNS, state.slots)
     ahead = columns.lease_until > now + LONGEST_LEASE_NS
     columns.lease_until[ahead] = 0
@@ -454,10 +584,19 @@ def _end_leases_ahead(directory: Path, state: StoreState, now: int) -> None:
 
 def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     state = StoreState(
-        format=FORMAT, kind=spec.kind, store_id=secrets.token_hex(16), slots=spec.slots, slot_bytes=spec.slot_bytes,
-        map_bytes=map_bytes(spec.slots), incarnation=1, recency_offset=0, boot_id=NEVER_BOOTED, clean=False,
-        private=spec.private, inodes={},
-    )  # fmt: skip
+        format=FORMAT,
+        kind=spec.kind,
+        store_id=secrets.token_hex(16),
+        slots=spec.slots,
+        slot_bytes=spec.slot_bytes,
+        map_bytes=map_bytes(spec.slots),
+        incarnation=1,
+        recency_offset=0,
+        boot_id=NEVER_BOOTED,
+        clean=False,
+        private=spec.private,
+        inodes={},
+    )
     first = _first_slots(spec, state)
     maker = os.getpid()
     making = spec.root / f"{MAKING}{secrets.token_hex(6)}"
@@ -479,7 +618,8 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
             undo.pop_all()
     except (OSError, lmdb.Error) as error:
         raise NoRoomError(
-            f"the store at {directory} cannot be made ({error}): free some room or choose another path"
+            f"the store at {directory} cannot be made ({error}): free some room or choose "
+            "another path"
         ) from error
     finally:
         if os.getpid() == maker:  # not in a child that a signal handler forked
@@ -487,8 +627,11 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     return OpenStore(directory, state, locks, sole=True)
 
 
-def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> None:
-    """Make tables, columns and counters of an empty ledger; slots from `scan` on wait to be scanned.
+def _make_ledger(
+    directory: Path, state: StoreState, scan: int, backed: int
+) -> None:
+    """Make tables, columns and counters of an empty ledger; slots from `scan` on wait to be
+    scanned.
 
     Those from `backed` on have no pages.
     """
@@ -501,7 +644,13 @@ def _make_ledger(directory: Path, state: StoreState, scan: int, backed: int) -> 
     if COLUMNS in sizes:
         Columns(directory / COLUMNS, state.slots).reset()
     unused = 0 if scan == state.slots else state.slots
-    meta = Meta(state.slots, state.first_generation(), unused=unused, scan=scan, backed=backed)
+    meta = Meta(
+        state.slots,
+        state.first_generation(),
+        unused=unused,
+        scan=scan,
+        backed=backed,
+    )
     path = directory / TABLES
     size = state.map_bytes
     with (
@@ -517,7 +666,8 @@ def _rebuild(directory: Path, state: StoreState) -> StoreState:
     """Replace a ledger that cannot be trusted by an empty one; all its slots wait to be scanned."""
     cleared = ClearLog(directory)
     if state.format != FORMAT and cleared.was_never_used():
-        # an older version was here meanwhile: it may have cleared something, which only its log says
+        # an older version was here meanwhile: it may have cleared something, which only its log
+        # says
         set_voucher(directory, Vouched.CLEARS, NEVER_CLEARED._replace(first=1))
     state = msgspec.structs.replace(
         state,
@@ -547,7 +697,11 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
         clean=False,
     )
     # For a moment both the old and the new columns exist.
-    need = _ledger_bytes(resized) - _ledger_bytes(state) + state.sizes().get(COLUMNS, 0)
+    need = (
+        _ledger_bytes(resized)
+        - _ledger_bytes(state)
+        + state.sizes().get(COLUMNS, 0)
+    )
     try:
         require_free(spec.root, need, spec.kind == "memory")
     except NoRoomError as error:
@@ -569,8 +723,14 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
 
 
 def _resize_tables(path: Path, map_bytes: int, slots: int) -> None:
-    """Add slots without pages; all reservations are removed, since no living member could write them."""
-    with Tables.opening, closing(Tables(path, map_bytes)) as tables, tables.env.begin(write=True) as txn:
+    """Add slots without pages; all reservations are removed, since no living member could write
+    them.
+    """
+    with (
+        Tables.opening,
+        closing(Tables(path, map_bytes)) as tables,
+        tables.env.begin(write=True) as txn,
+    ):
         transaction = Transaction(txn, tables, NO_MEMBER, lambda _: False, 0)
         for row, value in list(tables.rows(txn, tables.reserved)):
             slot = SLOT_KEY.unpack(row)[0]
@@ -587,7 +747,9 @@ def _ledger_bytes(state: StoreState) -> int:
 
 
 def _first_slots(spec: StoreSpec, state: StoreState) -> int:
-    """Return how many slots of a new store get pages immediately. NoRoomError if there is too little free space."""
+    """Return how many slots of a new store get pages immediately. NoRoomError if there is too
+    little free space.
+    """
     ledger = _ledger_bytes(state)
     in_memory = spec.kind == "memory"
     if not spec.slot_bytes:
@@ -599,7 +761,8 @@ def _first_slots(spec: StoreSpec, state: StoreState) -> int:
     if spec.limit_bytes is not None:
         limit = max(spec.limit_bytes, root_limit(every) or 0)
         slots = min(slots, max(0, limit - held) // spec.slot_bytes)
-    if held and slots < spec.slots:  # what other stores hold will be shared: see `space_sharing`
+    # what other stores hold will be shared: see `space_sharing`
+    if held and slots < spec.slots:
         require_free(spec.root, ledger, in_memory)
         left = free_bytes(spec.root, in_memory) - ledger - _SMALL_FILES_BYTES
         return min(slots, max(0, left) // spec.slot_bytes)

@@ -1,4 +1,5 @@
-"""The statistics of one store at one moment: `pagoda stats` and `pagoda top` show it, a server may send it.
+"""The statistics of one store at one moment: `pagoda stats` and `pagoda top` show it, a server may
+send it.
 
 Calls `admin`; touches no recency and no counter.
 """
@@ -28,10 +29,13 @@ class StoreStats(NamedTuple):
     counters: dict[str, int]
     pins: dict[str, int]  # owner -> chunks
     namespaces: list[NamespaceRow]  # the one with most chunks first
-    requests: list[RecentRequest]  # requests that were counted in this store, the newest first
+    # requests that were counted in this store, the newest first
+    requests: list[RecentRequest]
 
     @classmethod
-    def of(cls, ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS) -> StoreStats:
+    def of(
+        cls, ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS
+    ) -> StoreStats:
         """Read all of it. StoreError if that takes longer. Any thread."""
         deadline = Deadline(deadline_seconds)
         numbers = admin.numbers(ledger, deadline_seconds)
@@ -64,8 +68,15 @@ class StoreStats(NamedTuple):
     def as_json(self) -> dict[str, object]:
         """Return all of it in plain types, except the directory, a Path."""
         namespaces = [
-            {"namespace": row.root.hex(), "chunks": row.chunks, "fields": row.fields}
+            {
+                "namespace": row.root.hex(),
+                "chunks": row.chunks,
+                "fields": row.fields,
+            }
             for row in self.namespaces
         ]
-        requests = [{**request._asdict(), "namespace": request.namespace.hex()} for request in self.requests]
+        requests = [
+            {**request._asdict(), "namespace": request.namespace.hex()}
+            for request in self.requests
+        ]
         return {**self._asdict(), "namespaces": namespaces, "requests": requests}

@@ -1,6 +1,8 @@
-"""The stores under one root: list them, lock the root, remove a store, and clean up what killed processes left.
+"""The stores under one root: list them, lock the root, remove a store, and clean up what killed
+processes left.
 
-`store_directory` and `space_sharing` call it under the lock of the root, the CLI to list and to remove stores.
+`store_directory` and `space_sharing` call it under the lock of the root, the CLI to list and to
+remove stores.
 """
 
 from __future__ import annotations
@@ -17,12 +19,21 @@ from pathlib import Path
 
 from pagoda.errors import StoreError
 from pagoda.ledger.locks import BEYOND, OPEN, LockFile, timed_out
-from pagoda.ledger.store_state import COLUMNS, LOCKS, SLAB, STATE, TABLES, read_state
+from pagoda.ledger.store_state import (
+    COLUMNS,
+    LOCKS,
+    SLAB,
+    STATE,
+    TABLES,
+    read_state,
+)
 
 MAKING = ".new-"
 _GOING = ".gone-"
-_PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")  # exactly the names that are made here
-_STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")  # a layout's fingerprint, in memory also the format
+# exactly the names that are made here
+_PASSING = re.compile(r"\.(new|gone)-[0-9a-f]{12}")
+# a layout's fingerprint, in memory also the format
+_STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")
 _PRIVATE = ".private-"
 
 
@@ -42,31 +53,47 @@ def discard(directory: Path) -> None:
 
 
 def stores_in(root: Path) -> list[Path]:
-    """Return the stores under a root, also damaged ones and those of other versions, but no private ones.
+    """Return the stores under a root, also damaged ones and those of other versions, but no private
+    ones.
 
     Changes nothing. Raises OSError.
     """
-    return [store for store in stores(root) if _is_store(store) and _PRIVATE not in store.name]
+    return [
+        store
+        for store in stores(root)
+        if _is_store(store) and _PRIVATE not in store.name
+    ]
 
 
 def refuse_others(root: Path) -> None:
-    """Raise StoreError if a root has a store of another user and none of this user. Also raises OSError."""
+    """Raise StoreError if a root has a store of another user and none of this user. Also raises
+    OSError.
+    """
     for path in root.iterdir():
-        if _STORE_NAME.fullmatch(path.name) and (owner := path.lstat().st_uid) != os.geteuid():
-            raise StoreError(f"{path} belongs to user {owner}: run the command as that user")
+        if (
+            _STORE_NAME.fullmatch(path.name)
+            and (owner := path.lstat().st_uid) != os.geteuid()
+        ):
+            raise StoreError(
+                f"{path} belongs to user {owner}: run the command as that user"
+            )
 
 
 def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
     """Remove a store and its chunks; return how many bytes that freed.
 
-    Raises StoreError, and removes nothing, if a process has it open or if it has files that are not a store's.
+    Raises StoreError, and removes nothing, if a process has it open or if it has files that are not
+    a store's.
     """
     with root_locked(directory.parent, deadline_seconds):
         if not _is_store(directory):
-            raise StoreError(f"{directory} is not a store, or also has other files: remove it by hand")
+            raise StoreError(
+                f"{directory} is not a store, or also has other files: remove it by hand"
+            )
         if in_use(directory):
             raise StoreError(
-                f"{directory} is open in a process{_openers(directory)}: stop it first (`pagoda serve` keeps stores "
+                f"{directory} is open in a process{_openers(directory)}: stop it first (`pagoda "
+                "serve` keeps stores "
                 "open), or forget its chunks with `pagoda clear`"
             )
         nbytes = allocated_bytes(directory)
@@ -82,13 +109,21 @@ def allocated_bytes(directory: Path) -> int:
 
 
 def _openers(directory: Path) -> str:
-    """Return which processes of this user have a store open, in words for people; empty if the system does not say."""
+    """Return which processes of this user have a store open, in words for people; empty if the
+    system does not say.
+    """
     there = {entry.resolve() for entry in directory.iterdir()}
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # the process is another user's, or has ended
-            if any(Path(os.readlink(file)) in there for file in (process / "fd").iterdir()):
-                found.append(f"{process.name} {(process / 'comm').read_text().strip()}")
+        # the process is another user's, or has ended
+        with contextlib.suppress(OSError):
+            if any(
+                Path(os.readlink(file)) in there
+                for file in (process / "fd").iterdir()
+            ):
+                found.append(
+                    f"{process.name} {(process / 'comm').read_text().strip()}"
+                )
     return f" (pid {', '.join(found)})" if found else ""
 
 
@@ -101,7 +136,8 @@ def _is_store(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
-    """Hold the lock for changing which stores there are and which pages they have. StoreError if it is not free.
+    """Hold the lock for changing which stores there are and which pages they have. StoreError if it
+    is not free.
 
     What a killed process left is removed first: it takes space that no store counts.
     """
@@ -109,8 +145,11 @@ def root_locked(root: Path, deadline_seconds: float) -> Iterator[None]:
     while True:
         with contextlib.closing(LockFile(root / LOCKS)) as locks:
             if not locks.lock(OPEN, exclusive=True, until=until):
-                raise timed_out(deadline_seconds, f"is opening a store under {root}")
-            if not locks.is_at(root / LOCKS):  # it was removed during the wait: others lock the new one
+                raise timed_out(
+                    deadline_seconds, f"is opening a store under {root}"
+                )
+            # it was removed during the wait: others lock the new one
+            if not locks.is_at(root / LOCKS):
                 continue
             _sweep(root)
             yield
@@ -131,7 +170,8 @@ def _own_directories(root: Path) -> list[Path]:
     """Return the directories under a root that belong to this user, without symbolic links."""
     found = []
     for entry in root.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a private store may be removed at any time
+        # a private store may be removed at any time
+        with contextlib.suppress(FileNotFoundError):
             status = entry.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
                 found.append(entry)
@@ -139,12 +179,15 @@ def _own_directories(root: Path) -> list[Path]:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what killed processes left: directories half made or half removed, and private stores."""
+    """Remove what killed processes left: directories half made or half removed, and private
+    stores.
+    """
     for entry in _own_directories(root):
         if _PASSING.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # its owner discards it without the lock of the root
+            # its owner discards it without the lock of the root
+            with contextlib.suppress(OSError):
                 state = read_state(entry)
                 if state is not None and state.private and not in_use(entry):
                     discard(entry)
@@ -157,7 +200,9 @@ def in_use(directory: Path) -> bool:
 
 def _is_held(file: Path, first: int) -> bool:
     try:
-        with contextlib.closing(LockFile(file, create=False, first=first)) as locks:
+        with contextlib.closing(
+            LockFile(file, create=False, first=first)
+        ) as locks:
             return locks.held_by_other(OPEN)
     except FileNotFoundError:
         return False

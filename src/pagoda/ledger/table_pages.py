@@ -1,9 +1,11 @@
-"""The pages of the tables of a store on disk: kept in memory, and tested without a signal before they are read.
+"""The pages of the tables of a store on disk: kept in memory, and tested without a signal before
+they are read.
 
-LMDB reads its file through a mapping. If the file system has stopped, a read of a page that is in memory still works, a
-read of any other page kills the process by SIGBUS. A `pread` returns an error instead, and so does a request to load
-mapped pages. So the pages are loaded when a store is opened and from time to time, locked in memory as far as that is
-allowed, and `require` asks the file system before every transaction. `session` calls this module.
+LMDB reads its file through a mapping. If the file system has stopped, a read of a page that is in
+memory still works, a read of any other page kills the process by SIGBUS. A `pread` returns an error
+instead, and so does a request to load mapped pages. So the pages are loaded when a store is opened
+and from time to time, locked in memory as far as that is allowed, and `require` asks the file
+system before every transaction. `session` calls this module.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ import numpy as np
 
 from pagoda.file_space import opened
 
-MOST_LOCKED_BYTES = 64 << 20  # the tables of about 100,000 chunks; no option counts this memory
+# the tables of about 100,000 chunks; no option counts this memory
+MOST_LOCKED_BYTES = 64 << 20
 _PAGE_BYTES = 4096
 _PIECE_BYTES = 1 << 20
 _POPULATE_READ = 22  # of madvise, since Linux 5.14
 _META_PAGES = 2
-# of LMDB's format 1: the header of the page, then magic, version, size of a page, number of the last page in use
+# of LMDB's format 1: the header of the page, then magic, version, size of a page, number of the
+# last page in use
 _META = Struct("<16xII16xI92xQ")
-_TRANSACTION = Struct(f"<{_META.size}xQ")  # the number of a page's transaction follows
+# the number of a page's transaction follows
+_TRANSACTION = Struct(f"<{_META.size}xQ")
 _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 
@@ -37,7 +42,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class TablePages:
-    """A second mapping of the file of tables, never read through. Thread-safe; may be used in a forked child."""
+    """A second mapping of the file of tables, never read through. Thread-safe; may be used in a
+    forked child.
+    """
 
     def __init__(self, path: Path, map_bytes: int) -> None:
         """Map the file, of `map_bytes` bytes. OSError."""
@@ -47,19 +54,24 @@ class TablePages:
             except ValueError as error:  # it was cut since it was looked at
                 raise OSError(errno.EIO, f"{error}", str(path)) from error
             self._file = os.fdopen(os.dup(fd), "rb", buffering=0)
-        self._address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
+        self._address = np.frombuffer(self._map, np.uint8).__array_interface__[
+            "data"
+        ][0]
         self._fd = self._file.fileno()
         self._pid = os.getpid()
         self.locked_bytes = 0  # which the system may not take away
         self._may_lock = True
 
     def require(self) -> None:
-        """Raise OSError if the file system does not answer, or the file was cut. Takes about a microsecond."""
+        """Raise OSError if the file system does not answer, or the file was cut. Takes about a
+        microsecond.
+        """
         if not os.pread(self._fd, 1, len(self._map) - 1):
             raise OSError(errno.EIO, "the file of tables was truncated")
 
     def last_transaction(self) -> int:
-        """Return the number of the last transaction of any process, read without the mapping; -1: unknown. OSError.
+        """Return the number of the last transaction of any process, read without the mapping; -1:
+        unknown. OSError.
 
         Takes about two microseconds and no lock.
         """
@@ -71,7 +83,9 @@ class TablePages:
         return max(first, second)
 
     def load(self) -> None:
-        """Bring all pages in use into memory, and lock the first of them. OSError if one cannot be read."""
+        """Bring all pages in use into memory, and lock the first of them. OSError if one cannot be
+        read.
+        """
         used = self._used_bytes()
         if used and not self._populate(used):
             for at in range(0, used, _PIECE_BYTES):
@@ -87,7 +101,9 @@ class TablePages:
         self._map.close()
 
     def _used_bytes(self) -> int:
-        """Return how many bytes of the file are in use, read without the mapping; 0 if that cannot be told. OSError."""
+        """Return how many bytes of the file are in use, read without the mapping; 0 if that cannot
+        be told. OSError.
+        """
         used = 0
         for page in range(_META_PAGES):
             meta = os.pread(self._fd, _META.size, page * _PAGE_BYTES)
@@ -99,14 +115,17 @@ class TablePages:
         return min(used, len(self._map))
 
     def _populate(self, nbytes: int) -> bool:
-        """Load the first bytes of the mapping; False if this kernel cannot do it without a signal. OSError."""
+        """Load the first bytes of the mapping; False if this kernel cannot do it without a signal.
+        OSError.
+        """
         while _libc.madvise(self._address, nbytes, _POPULATE_READ) != 0:
             number = ctypes.get_errno()
             if number == errno.EINVAL:
                 return False
             if number not in (errno.EINTR, errno.EAGAIN):
                 raise OSError(
-                    errno.EIO if number == errno.EFAULT else number, "pages of the tables cannot be read"
+                    errno.EIO if number == errno.EFAULT else number,
+                    "pages of the tables cannot be read",
                 )
         return True
 

@@ -1,7 +1,8 @@
-"""One write transaction: what it changes in the tables, and what it publishes in the columns after its commit.
+"""One write transaction: what it changes in the tables, and what it publishes in the columns after
+its commit.
 
-`session` runs it. The steps in `allocation`, `hold_pin_remove`, `members` and `clears_and_labels` change the tables
-through it.
+`session` runs it. The steps in `allocation`, `hold_pin_remove`, `members` and `clears_and_labels`
+change the tables through it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import TypeVar
 import lmdb
 import numpy as np
 
-from pagoda.ledger.columns import BARE, KEY_BYTES, NO_PARENT, NOT_READY, Columns, marks_of
+from pagoda.ledger.columns import (
+    BARE,
+    KEY_BYTES,
+    NO_PARENT,
+    NOT_READY,
+    Columns,
+    marks_of,
+)
 from pagoda.ledger.eviction_policy import GHOST_REASONS
 from pagoda.ledger.lmdb_tables import (
     HOLD,
@@ -50,7 +58,9 @@ def window(slots: int) -> int:
 
 
 class Transaction:
-    """The state of one write transaction. Used inside the gate, on one thread, and not after `publish`."""
+    """The state of one write transaction. Used inside the gate, on one thread, and not after
+    `publish`.
+    """
 
     def __init__(
         self,
@@ -61,7 +71,9 @@ class Transaction:
         now: int,
         chunk_bytes: int = 0,
     ) -> None:
-        """`chunk_bytes`: the size of a payload, to count what is stored; 0: unknown, so no bytes are counted."""
+        """`chunk_bytes`: the size of a payload, to count what is stored; 0: unknown, so no bytes
+        are counted.
+        """
         self.txn = txn
         self.tables = tables
         self.member = member
@@ -77,9 +89,10 @@ class Transaction:
         self.committed = False
         self.meta: Meta = tables.load_meta(txn)
         self.counts: defaultdict[str, int] = defaultdict(int)  # see `take_counts`
-        self.owed: defaultdict[int, int] = defaultdict(int)  # member -> change of the slots it has reserved
-        # to be published: `links`: slot -> parent slot and its generation; `ready`: slot -> recency stamp of a complete
-        # chunk
+        # member -> change of the slots it has reserved
+        self.owed: defaultdict[int, int] = defaultdict(int)
+        # to be published: `links`: slot -> parent slot and its generation; `ready`: slot -> recency
+        # stamp of a complete chunk
         self.links: dict[int, tuple[int, int]] = {}
         self.ready: dict[int, int] = {}
         self._namespace_changes: dict[
@@ -89,7 +102,9 @@ class Transaction:
         self._known_alive = {member: True, 0: False}
         self._generations: dict[int, int] = {}
         # slot -> key, hits, position, parent slot and its generation
-        self._filling: dict[int, tuple[bytes, int, int, tuple[int, int] | None]] = {}
+        self._filling: dict[
+            int, tuple[bytes, int, int, tuple[int, int] | None]
+        ] = {}
         self._ghosts: dict[Reason, list[tuple[int, bytes]]] = {}  # slot, key
 
     # ---- slots
@@ -113,7 +128,9 @@ class Transaction:
         return None
 
     def free_slot(self, slot: int) -> None:
-        """Put a slot among the free ones, with a new generation, so that a read in progress is not valid."""
+        """Put a slot among the free ones, with a new generation, so that a read in progress is not
+        valid.
+        """
         self.put(SLOT_KEY.pack(slot), b"", db=self.tables.free)
         self._generations[slot] = self.next_generation()
         self.ready.pop(slot, None)
@@ -141,11 +158,15 @@ class Transaction:
                 self.meta.bare -= 1
 
     def extend_backed(self, backed: int) -> None:
-        """Count all slots before `backed` among those that have pages, after these were allocated."""
+        """Count all slots before `backed` among those that have pages, after these were
+        allocated.
+        """
         self.meta.backed = max(self.meta.backed, backed)
 
     def detach_chunk(self, slot: int, reason: Reason) -> bytes | None:
-        """Remove the chunk of a slot from the tables; return its key, or None. The caller then owns the slot."""
+        """Remove the chunk of a slot from the tables; return its key, or None. The caller then owns
+        the slot.
+        """
         row = self.pop(SLOT_KEY.pack(slot), db=self.tables.slots)
         if row is None:
             return None
@@ -155,19 +176,28 @@ class Transaction:
         self.meta.ready -= 1
         self.add_to_namespace(namespace, chunks=-1)
         self._ghosts.setdefault(reason, []).append((slot, key))
-        self.counts["evicted_chunks" if reason is Reason.EVICTED else "removed_chunks"] += 1
+        self.counts[
+            "evicted_chunks" if reason is Reason.EVICTED else "removed_chunks"
+        ] += 1
         return key
 
     def remove_chunk(self, slot: int, reason: Reason) -> bool:
-        """Remove the chunk of a slot, pinned or held; the slot is free at once, or when its last hold ends."""
+        """Remove the chunk of a slot, pinned or held; the slot is free at once, or when its last
+        hold ends.
+        """
         key = self.detach_chunk(slot, reason)
         if key is None:
             return False
         self.delete(key, db=self.tables.pins)
         holders = self.holders(slot)
-        if holders:  # they may be copying out of it without a second check, so no byte of it may change
-            reservation = Reservation(self.next_generation(), NO_MEMBER, 0, 0, 0, 0, 0, key, holders)
-            self.put(SLOT_KEY.pack(slot), reservation.pack(), db=self.tables.reserved)
+        # they may be copying out of it without a second check, so no byte of it may change
+        if holders:
+            reservation = Reservation(
+                self.next_generation(), NO_MEMBER, 0, 0, 0, 0, 0, key, holders
+            )
+            self.put(
+                SLOT_KEY.pack(slot), reservation.pack(), db=self.tables.reserved
+            )
             self.meta.reserved += 1
             self._generations[slot] = reservation.generation
             self.ready.pop(slot, None)
@@ -201,17 +231,29 @@ class Transaction:
 
     def is_protected(self, slot: int, key: bytes) -> bool:
         """Whether the chunk in a slot is pinned, or held by a living member."""
-        return self.get(key, db=self.tables.pins) is not None or bool(self.holders(slot))
+        return self.get(key, db=self.tables.pins) is not None or bool(
+            self.holders(slot)
+        )
 
     def holders(self, slot: int) -> tuple[int, ...]:
         """Return the living members that hold the chunk in a slot."""
-        holds = HOLD.iter_unpack(self.get(SLOT_KEY.pack(slot), db=self.tables.holds) or b"")
-        return tuple(sorted({member for _, member in holds if self.alive(member)}))
+        holds = HOLD.iter_unpack(
+            self.get(SLOT_KEY.pack(slot), db=self.tables.holds) or b""
+        )
+        return tuple(
+            sorted({member for _, member in holds if self.alive(member)})
+        )
 
     # ---- reservations
 
     def publish_filling(
-        self, slot: int, generation: int, key: bytes, hits: int, position: int, parent: tuple[int, int] | None
+        self,
+        slot: int,
+        generation: int,
+        key: bytes,
+        hits: int,
+        position: int,
+        parent: tuple[int, int] | None,
     ) -> None:
         """Publish, after the commit, that a slot is being filled with a key."""
         self._generations[slot] = generation
@@ -226,8 +268,12 @@ class Transaction:
         reservation = Reservation.unpack(row)
         return reservation if reservation.generation == generation else None
 
-    def unreserve(self, slot: int, reservation: Reservation, latest: bool | None = None) -> None:
-        """Remove a reservation from the tables; the caller then owns the slot. `latest`: `is_latest`, if known."""
+    def unreserve(
+        self, slot: int, reservation: Reservation, latest: bool | None = None
+    ) -> None:
+        """Remove a reservation from the tables; the caller then owns the slot. `latest`:
+        `is_latest`, if known.
+        """
         self.delete(SLOT_KEY.pack(slot), db=self.tables.reserved)
         if self.is_latest(reservation) if latest is None else latest:
             self.delete(reservation.key, db=self.tables.pending)
@@ -236,14 +282,18 @@ class Transaction:
         self.owed[reservation.owner] -= 1
 
     def forget_pending(self, reservation: Reservation) -> None:
-        """Remove the pending key of a reservation, if it is still the latest, so that others may reserve the key."""
+        """Remove the pending key of a reservation, if it is still the latest, so that others may
+        reserve the key.
+        """
         if self.is_latest(reservation):
             self.delete(reservation.key, db=self.tables.pending)
 
     def is_latest(self, reservation: Reservation) -> bool:
         """Whether this is the latest reservation of its key."""
         row = self.get(reservation.key, db=self.tables.pending)
-        return row is not None and bool(PLACE.unpack_from(row)[1] == reservation.generation)
+        return row is not None and bool(
+            PLACE.unpack_from(row)[1] == reservation.generation
+        )
 
     # ---- namespaces
 
@@ -253,11 +303,13 @@ class Transaction:
         return int(NUMBER.unpack(row)[0]) if row is not None else 0
 
     def add_namespace(self, root: bytes, watermark: int | None = None) -> int:
-        """Add the row of a namespace that has none; `save` removes it again if it gets no chunk or reservation.
+        """Add the row of a namespace that has none; `save` removes it again if it gets no chunk or
+        reservation.
 
-        Whatever the slab still has of this namespace was evicted or cleared. Its watermark is the current generation,
-        so that chunks that were cleared cannot come back. During a scan the slab's content is not known; but then all
-        namespaces that were cleared since `floor` have rows.
+        Whatever the slab still has of this namespace was evicted or cleared. Its watermark is the
+        current generation, so that chunks that were cleared cannot come back. During a scan the
+        slab's content is not known; but then all namespaces that were cleared since `floor` have
+        rows.
         """
         meta = self.meta
         number = meta.next_namespace
@@ -271,17 +323,29 @@ class Transaction:
         return number
 
     def watermark(self, namespace: int) -> int:
-        """Return the generation before which a namespace was cleared; without a row, everything was cleared."""
+        """Return the generation before which a namespace was cleared; without a row, everything was
+        cleared.
+        """
         row = self.get(NUMBER.pack(namespace), db=self.tables.namespaces)
-        return max(NAMESPACE.unpack(row)[1], self.meta.cleared) if row is not None else 2**64
+        return (
+            max(NAMESPACE.unpack(row)[1], self.meta.cleared)
+            if row is not None
+            else 2**64
+        )
 
     def remove_empty_namespaces(self) -> None:
-        """Let `save` remove all namespaces that have no chunk or reservation, after a scan has ended."""
+        """Let `save` remove all namespaces that have no chunk or reservation, after a scan has
+        ended.
+        """
         for row, _ in self.tables.rows(self.txn, self.tables.namespaces):
             self.add_to_namespace(NUMBER.unpack(row)[0])
 
-    def add_to_namespace(self, namespace: int, chunks: int = 0, reservations: int = 0) -> None:
-        """Change how many chunks and reservations a namespace (by number; 0: none) has; written once, by `save`."""
+    def add_to_namespace(
+        self, namespace: int, chunks: int = 0, reservations: int = 0
+    ) -> None:
+        """Change how many chunks and reservations a namespace (by number; 0: none) has; written
+        once, by `save`.
+        """
         if namespace:
             change = self._namespace_changes.setdefault(namespace, [0, 0])
             change[0] += chunks
@@ -300,15 +364,21 @@ class Transaction:
     def save(self) -> None:
         """Write the counts and totals: the last step inside the transaction.
 
-        A namespace without chunks and reservations is removed, except during a scan (see `Meta.floor`).
+        A namespace without chunks and reservations is removed, except during a scan (see
+        `Meta.floor`).
         """
         for member, change in self.owed.items():
             row = self.get(MEMBER_KEY.pack(member), db=self.tables.members)
             if row is not None and change:
                 counter_row, pid, reserved, device = MEMBER.unpack(row)
-                row = MEMBER.pack(counter_row, pid, max(0, reserved + change), device)
+                row = MEMBER.pack(
+                    counter_row, pid, max(0, reserved + change), device
+                )
                 self.put(MEMBER_KEY.pack(member), row, db=self.tables.members)
-        for namespace, (more_chunks, more_reservations) in self._namespace_changes.items():
+        for namespace, (
+            more_chunks,
+            more_reservations,
+        ) in self._namespace_changes.items():
             row = self.get(NUMBER.pack(namespace), db=self.tables.namespaces)
             if row is None:
                 raise lmdb.CorruptedError(f"there is no namespace {namespace}")
@@ -324,7 +394,9 @@ class Transaction:
         self.put(META_ROW, self.meta.pack(), db=self.tables.meta)
 
     def take_counts(self) -> dict[str, int]:
-        """Return what was counted, and forget it, so that no repetition counts twice; a forked child gets nothing."""
+        """Return what was counted, and forget it, so that no repetition counts twice; a forked
+        child gets nothing.
+        """
         counts: dict[str, int] = {}
         if os.getpid() == self._pid:
             counts.update(self.counts)
@@ -336,8 +408,11 @@ class Transaction:
         return counts
 
     def publish(self, columns: Columns, stamp: int) -> None:
-        """Assign to the columns what was committed: after the commit, before the gate is released."""
-        cells = columns.cells  # read once, first: a fork between two steps releases them in the child
+        """Assign to the columns what was committed: after the commit, before the gate is
+        released.
+        """
+        # read once, first: a fork between two steps releases them in the child
+        cells = columns.cells
         if os.getpid() != self._pid:
             return  # a signal handler has forked: the parent publishes
         columns.capacity = max(1, self.meta.with_pages())
@@ -345,11 +420,25 @@ class Transaction:
             slots = np.array([slot for slot, _ in gone], np.int64)
             marks = marks_of([key for _, key in gone])
             columns.table.remember(
-                marks, columns.last_use[slots], columns.hits[slots], stamp, GHOST_REASONS.index(reason)
+                marks,
+                columns.last_use[slots],
+                columns.hits[slots],
+                stamp,
+                GHOST_REASONS.index(reason),
             )
-        generation, keys, last_use, lease_until, parent_slot, parent_generation, hits, position = cells
+        (
+            generation,
+            keys,
+            last_use,
+            lease_until,
+            parent_slot,
+            parent_generation,
+            hits,
+            position,
+        ) = cells
         for slot, number in self._generations.items():
-            last_use[slot] = NOT_READY  # first: no reader may take the old chunk for the new generation's
+            # first: no reader may take the old chunk for the new generation's
+            last_use[slot] = NOT_READY
             generation[slot] = number
             lease_until[slot] = hits[slot] = 0
         for slot, (key, asked, place, parent) in self._filling.items():
@@ -362,6 +451,10 @@ class Transaction:
         for slot, link in self.links.items():
             parent_slot[slot], parent_generation[slot] = link
         # a chunk that has a ghost begins with hits, unless this transaction made the ghost
-        back = [key for key, asked, *_ in self._filling.values() if asked or self._ghosts]
+        back = [
+            key
+            for key, asked, *_ in self._filling.values()
+            if asked or self._ghosts
+        ]
         if back:
             columns.table.forget(marks_of(back))

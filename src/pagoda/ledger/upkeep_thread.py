@@ -1,7 +1,8 @@
 """What a policy learns, and the thread on which it learns, off the request path.
 
-`Ledger` starts the thread on use. The thread also asks for more slots, when a reserve had too few (see
-`space_sharing`), and for a store on disk it keeps the tables in memory and writes the hints down (see `hint_pages`).
+`Ledger` starts the thread on use. The thread also asks for more slots, when a reserve had too few
+(see `space_sharing`), and for a store on disk it keeps the tables in memory and writes the hints
+down (see `hint_pages`).
 """
 
 from __future__ import annotations
@@ -35,15 +36,20 @@ _LAST_SECONDS = 1.0
 _NO_ROOM_SECONDS = 1.0  # the wait before the root is asked for more space again
 _TEND_SECONDS = 2.0  # between two looks at the pages of tables on a disk
 _SAVE_SECONDS = 60.0  # between two writes of the hints of a store on disk,
-_SAVE_BYTES_PER_SECOND = 1 << 20  # and longer, so that they write no more than this
+# and longer, so that they write no more than this
+_SAVE_BYTES_PER_SECOND = 1 << 20
 
 
 def map_learned(hints: HintPages, evictor: Evictor) -> NDArray[np.float64] | None:
-    """Map what the policy has learned in this store, zeros at first; None if it learns nothing. NoRoomError."""
+    """Map what the policy has learned in this store, zeros at first; None if it learns nothing.
+    NoRoomError.
+    """
     if not evictor.shared_values:
         return None
     nbytes = evictor.shared_values * 8
-    source = hints.page(f"learnt-{evictor.policy}-{evictor.shared_values}", nbytes)
+    source = hints.page(
+        f"learnt-{evictor.policy}-{evictor.shared_values}", nbytes
+    )
     if not isinstance(source, Path):
         return np.frombuffer(source, np.float64)
     allocate(source, nbytes)
@@ -51,10 +57,16 @@ def map_learned(hints: HintPages, evictor: Evictor) -> NDArray[np.float64] | Non
 
 
 class UpkeepThread:
-    """Lets the policy of one ledger learn and prepare, on a daemon thread that runs while it is needed."""
+    """Lets the policy of one ledger learn and prepare, on a daemon thread that runs while it is
+    needed.
+    """
 
     def __init__(
-        self, session: Session, evictor: Evictor, learned: NDArray[np.float64] | None, space: SpaceShare
+        self,
+        session: Session,
+        evictor: Evictor,
+        learned: NDArray[np.float64] | None,
+        space: SpaceShare,
     ) -> None:
         self._session = session
         self._evictor = evictor
@@ -80,7 +92,9 @@ class UpkeepThread:
         if_free(self._starting, self._start)
 
     def read(self) -> None:
-        """Report that chunks of a store on disk were looked for, so that its tables stay in memory. Cheap."""
+        """Report that chunks of a store on disk were looked for, so that its tables stay in memory.
+        Cheap.
+        """
         now = time.monotonic()
         if now - self._reported > _TEND_SECONDS:
             self._reported = now
@@ -90,11 +104,15 @@ class UpkeepThread:
         self._woken.set()
         # checked again: the thread may have been about to end when it was woken
         if not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="pagoda-upkeep", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="pagoda-upkeep", daemon=True
+            )
             begin(self._thread)
 
     def run_once(self) -> None:
-        """Share what was learned and prepare, now. The thread does the same; both at once do no harm."""
+        """Share what was learned and prepare, now. The thread does the same; both at once do no
+        harm.
+        """
         self._share(1.0)
         self._prepare()
 
@@ -108,7 +126,9 @@ class UpkeepThread:
         learned = self.learned
         if learned is not None:
             with contextlib.suppress(UnavailableError, ClosedError):
-                self._session.write(lambda _: self._evictor.share(learned), deadline_seconds)
+                self._session.write(
+                    lambda _: self._evictor.share(learned), deadline_seconds
+                )
 
     def _prepare(self) -> None:
         now = self._session.clock.monotonic_ns()
@@ -120,7 +140,9 @@ class UpkeepThread:
         if now - self._tended > _TEND_SECONDS:
             self._session.tend()
             self._tended = time.monotonic()
-        pause = max(_SAVE_SECONDS, self._session.hints.nbytes / _SAVE_BYTES_PER_SECOND)
+        pause = max(
+            _SAVE_SECONDS, self._session.hints.nbytes / _SAVE_BYTES_PER_SECOND
+        )
         if self._unsaved and now - self._saved > pause:
             self._unsaved = False
             self._session.save_hints(not_within_seconds=pause / 2)
@@ -131,7 +153,11 @@ class UpkeepThread:
         try:
             while not (self._closed or self._session.closed):
                 used = self._woken.wait(_IDLE_SECONDS)
-                if self._closed or self._session.closed or not (used or self._unsaved):
+                if (
+                    self._closed
+                    or self._session.closed
+                    or not (used or self._unsaved)
+                ):
                     return
                 self._woken.clear()
                 begun = time.monotonic()
@@ -140,7 +166,9 @@ class UpkeepThread:
                     self._tend()
                 if self._lacks and begun > rests:
                     self._lacks = False
-                    rests = 0.0 if self._space.more() else begun + _NO_ROOM_SECONDS
+                    rests = (
+                        0.0 if self._space.more() else begun + _NO_ROOM_SECONDS
+                    )
                 if self.learned is None:
                     time.sleep(_PAUSE_SECONDS if self._on_disk else 0.0)
                     continue
@@ -148,8 +176,14 @@ class UpkeepThread:
                     shared = begun
                     self._share(1.0)
                 self._prepare()
-                time.sleep(max(_PAUSE_SECONDS, _PAUSE_SHARE * (time.monotonic() - begun)))
-        except ReferenceError:  # the ledger was closed and dropped while this thread waited for its root
+                time.sleep(
+                    max(_PAUSE_SECONDS, _PAUSE_SHARE * (time.monotonic() - begun))
+                )
+        except ReferenceError:
+            # the ledger was closed and dropped while this thread waited for its root
             return
         except Exception:
-            log.exception("learning which chunks to keep has stopped in %s", self._session.store.directory)
+            log.exception(
+                "learning which chunks to keep has stopped in %s",
+                self._session.store.directory,
+            )

@@ -1,7 +1,9 @@
-"""Reads a configuration as LMCache 0.5.6 does: variables over the file, its types, its two levels of names.
+"""Reads a configuration as LMCache 0.5.6 does: variables over the file, its types, its two levels
+of names.
 
-`load` is called by `pagoda config import`; `lmcache.translate` takes the fields that it returns. The names, types and
-levels are in `lmcache_table.json`, which `tools/lmcache_table.py` makes from an installed LMCache.
+`load` is called by `pagoda config import`; `lmcache.translate` takes the fields that it returns.
+The names, types and levels are in `lmcache_table.json`, which `tools/lmcache_table.py` makes from
+an installed LMCache.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class FieldTable(msgspec.Struct, frozen=True):
 
 
 class LoadedFields(NamedTuple):
-    """The fields that are set, with the values that LMCache ends with, and what a reader may not expect of them."""
+    """The fields that are set, with the values that LMCache ends with, and what a reader may not
+    expect of them.
+    """
 
     fields: dict[str, object]
     remarks: dict[str, str]
@@ -48,10 +52,14 @@ def table() -> FieldTable:
     return msgspec.json.decode(text, type=FieldTable)
 
 
-def load(file: Mapping[str, object] | None, variables: Mapping[str, str]) -> LoadedFields:
-    """Return what LMCache ends with for a file (its fields; None: there is none) and LMCACHE_ variables.
+def load(
+    file: Mapping[str, object] | None, variables: Mapping[str, str]
+) -> LoadedFields:
+    """Return what LMCache ends with for a file (its fields; None: there is none) and LMCACHE_
+    variables.
 
-    Changes nothing. Fields that LMCache does not know are kept as they are: older versions read them.
+    Changes nothing. Fields that LMCache does not know are kept as they are: older versions read
+    them.
     """
     found: dict[str, object] = {}
     remarks: dict[str, str] = {}
@@ -70,13 +78,19 @@ def _from_file(name: str, value: object, remarks: dict[str, str]) -> object:
     try:
         read = _CONVERTERS[kind](value)
     except _Unreadable:
-        raise ConfigError(f"{name}: {value!r} is not a value that LMCache can read") from None
+        raise ConfigError(
+            f"{name}: {value!r} is not a value that LMCache can read"
+        ) from None
     _remark(name, kind, value, read, remarks)
     return read
 
 
 def _override(
-    found: dict[str, object], variable: str, text: str, remarks: dict[str, str], has_file: bool
+    found: dict[str, object],
+    variable: str,
+    text: str,
+    remarks: dict[str, str],
+    has_file: bool,
 ) -> None:
     """Set what one variable says, over the file's value."""
     name = variable.removeprefix(VARIABLES).lower()
@@ -89,25 +103,40 @@ def _override(
     try:
         read = _CONVERTERS[kind](plain)
     except _Unreadable:
-        if not text.strip():  # an empty variable of a number: LMCache logs that it cannot be read
+        # an empty variable of a number: LMCache logs that it cannot be read
+        if not text.strip():
             return
-        raise ConfigError(f"{name}: {text!r} ({variable}) is not a value that LMCache can read") from None
+        raise ConfigError(
+            f"{name}: {text!r} ({variable}) is not a value that LMCache can read"
+        ) from None
     if has_file and name in found and found[name] != read:
         remarks[name] = f"{variable} overrides the file, as in LMCache"
     found[name] = read
     _remark(name, kind, plain, read, remarks)
 
 
-def _remark(name: str, kind: str, given: object, read: object, remarks: dict[str, str]) -> None:
+def _remark(
+    name: str, kind: str, given: object, read: object, remarks: dict[str, str]
+) -> None:
     """Say where LMCache reads a word as false that people mean as true."""
-    if kind == "bool" and read is False and str(given).strip().lower() in ("yes", "on", "y", "t"):
-        remarks[name] = f"LMCache reads {given!r} as false; write true if you mean that"
+    if (
+        kind == "bool"
+        and read is False
+        and str(given).strip().lower() in ("yes", "on", "y", "t")
+    ):
+        remarks[name] = (
+            f"LMCache reads {given!r} as false; write true if you mean that"
+        )
 
 
 def _unquoted(text: str) -> str:
     """Return the text of a variable without quotes around it, as files for --env-file have them."""
     stripped = text.strip()
-    if len(stripped) < 2 or stripped[0] != stripped[-1] or stripped[0] not in "'\"":
+    if (
+        len(stripped) < 2
+        or stripped[0] != stripped[-1]
+        or stripped[0] not in "'\""
+    ):
         return stripped
     try:
         value = ast.literal_eval(stripped)
@@ -134,7 +163,11 @@ def _number(value: object) -> float:
 
 
 def _flag(value: object) -> bool:
-    return value if isinstance(value, bool) else str(value).strip().lower() in ("true", "1")
+    return (
+        value
+        if isinstance(value, bool)
+        else str(value).strip().lower() in ("true", "1")
+    )
 
 
 def _parts(value: object) -> list[object]:

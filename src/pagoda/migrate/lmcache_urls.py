@@ -1,4 +1,6 @@
-"""Translates LMCache's remote_url, and what its extra_config says of the store, into the URL of a remote tier. Pure."""
+"""Translates LMCache's remote_url, and what its extra_config says of the store, into the URL of a
+remote tier. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,35 @@ from pagoda.url_hosts import split_url
 
 _REDIS = 'remote = "redis://HOST:6379/0"'
 _REASONS = {
-    "redis-sentinel": 'name the service in the URL: remote = "redis+sentinel://HOST:26379,HOST:26379/SERVICE"',
-    "mooncakestore": 'write remote = "mooncake://HOST:50051?segment=SIZE" (its global_segment_size)',
-    "fs": 'a shared file system is not supported; serve it with WebDAV: remote = "http://HOST/PATH/"',
+    "redis-sentinel": (
+        "name the service in the URL: remote = "
+        '"redis+sentinel://HOST:26379,HOST:26379/SERVICE"'
+    ),
+    "mooncakestore": 'write remote = "mooncake://HOST:50051?segment=SIZE" (its global_segment_size)',  # noqa: E501
+    "fs": (
+        "a shared file system is not supported; serve it with WebDAV: remote = "
+        '"http://HOST/PATH/"'
+    ),
 }
-START_SERVER = "run pagoda serve --listen HOST:PORT --host-size SIZE there instead of LMCache's server"
-_AMAZON = re.compile(r"(?P<bucket>[a-z0-9-]+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com")
+START_SERVER = "run pagoda serve --listen HOST:PORT --host-size SIZE there instead of LMCache's server"  # noqa: E501
+_AMAZON = re.compile(
+    r"(?P<bucket>[a-z0-9-]+)\.s3[.-](?P<region>[a-z0-9-]+)\.amazonaws\.com"
+)
 _IN_S3 = ("s3_region", "s3_file_prefix", "s3_enable_s3express")
-_IN_VALKEY = ("valkey_mode", "valkey_username", "valkey_password", "valkey_database")
-_IN_RESP = ("username", "password", "resp_username", "resp_password", "resp_host", "resp_port")
+_IN_VALKEY = (
+    "valkey_mode",
+    "valkey_username",
+    "valkey_password",
+    "valkey_database",
+)
+_IN_RESP = (
+    "username",
+    "password",
+    "resp_username",
+    "resp_password",
+    "resp_host",
+    "resp_port",
+)
 IN_URLS = (*_IN_S3, *_IN_VALKEY, *_IN_RESP, "tls_enable")
 """Fields of extra_config, and variables, that a URL here carries."""
 _SAME = ("redis", "rediss", "unix")
@@ -57,14 +79,18 @@ def _translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]
     if scheme == "azure":
         return _azure(url)
     if scheme in _NOT_LMCACHES:
-        raise Untranslated(f'LMCache has no {scheme}://; if you want it here: remote = "URL" in the new file')
+        raise Untranslated(
+            f'LMCache has no {scheme}://; if you want it here: remote = "URL" in the new file'
+        )
     if scheme == "lm":
         return f"http://{split_url(url).netloc}?server=pagoda", []
     if scheme in _SAME:
         return url, []
     unknown = f"this engine is not known; use Redis, Valkey or an object store: {_REDIS}"
     reason = _REASONS.get(scheme, unknown)
-    raise Untranslated(f"{scheme}://: {reason}" if scheme != url.lower() else reason)
+    raise Untranslated(
+        f"{scheme}://: {reason}" if scheme != url.lower() else reason
+    )
 
 
 def is_own_server(url: str) -> bool:
@@ -77,7 +103,10 @@ def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     region = str(fields.get("s3_region", ""))
     bucket, dot, server = host.partition(".")
     amazon = _AMAZON.fullmatch(host)
-    express = "s3express" in host or str(fields.get("s3_enable_s3express", False)).lower() == "true"
+    express = (
+        "s3express" in host
+        or str(fields.get("s3_enable_s3express", False)).lower() == "true"
+    )
     if express:
         line = f'remote = "s3://{bucket}?region={region or "REGION"}&s3_express=true"'
         raise Untranslated(f"S3 Express was not tested; to try it: {line}")
@@ -85,9 +114,15 @@ def _s3(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
         bucket = amazon["bucket"]
         region = region or amazon["region"]
     elif dot:
-        raise Untranslated(f'write the server: remote = "s3://{bucket}?endpoint=https://{server}"')
+        raise Untranslated(
+            f'write the server: remote = "s3://{bucket}?endpoint=https://{server}"'
+        )
     prefix = quote(str(fields.get("s3_file_prefix", "")).strip("/"))
-    found = f"s3://{bucket}" + (f"/{prefix}" if prefix else "") + (f"?region={region}" if region else "")
+    found = (
+        f"s3://{bucket}"
+        + (f"/{prefix}" if prefix else "")
+        + (f"?region={region}" if region else "")
+    )
     return found, [name for name in _IN_S3 if name in fields]
 
 
@@ -96,12 +131,16 @@ def _azure(url: str) -> tuple[str, list[str]]:
     host, _, container = url.partition("://")[2].partition("/")
     account = host.partition(".")[0]
     if not container.strip("/") or not account:
-        raise Untranslated('name account and container: remote = "az://CONTAINER?account_name=ACCOUNT"')
+        raise Untranslated(
+            'name account and container: remote = "az://CONTAINER?account_name=ACCOUNT"'
+        )
     return f"az://{container.strip('/')}?account_name={account}", []
 
 
 def _resp(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
-    """Translate resp://HOST:PORT; extra_config or variables have host, port and credentials, as in LMCache."""
+    """Translate resp://HOST:PORT; extra_config or variables have host, port and credentials, as in
+    LMCache.
+    """
     place = split_url(url).netloc
     host, port = place.rpartition(":")[::2] if ":" in place else (place, "")
     host = host or str(fields.get("resp_host", ""))
@@ -114,7 +153,10 @@ def _resp(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
 
 def _valkey(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     is_cluster = str(fields.get("valkey_mode", "standalone")).lower() == "cluster"
-    encrypted = str(fields.get("tls_enable", False)).strip().lower() in ("true", "1")
+    encrypted = str(fields.get("tls_enable", False)).strip().lower() in (
+        "true",
+        "1",
+    )
     place = split_url(url).netloc
     user = str(fields.get("valkey_username", ""))
     password = str(fields.get("valkey_password", ""))
@@ -122,7 +164,9 @@ def _valkey(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]:
     scheme = "rediss" if encrypted else "redis"
     if is_cluster:
         scheme += "+cluster"
-    found = f"{scheme}://{_credentials(user, password)}{place}" + (f"/{database}" if database else "")
+    found = f"{scheme}://{_credentials(user, password)}{place}" + (
+        f"/{database}" if database else ""
+    )
     return found, [name for name in (*_IN_VALKEY, "tls_enable") if name in fields]
 
 

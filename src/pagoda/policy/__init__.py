@@ -1,14 +1,17 @@
-"""Policies decide which chunk is evicted first when a slab is full, and which newcomers are worth a slot.
+"""Policies decide which chunk is evicted first when a slab is full, and which newcomers are worth a
+slot.
 
 A policy orders slots by the ledger's columns only: it uses no keys, locks or bytes. Its answers are
-advice: the ledger checks each victim again inside its transaction (pins, holds, chunks of the same call).
+advice: the ledger checks each victim again inside its transaction (pins, holds, chunks of the same
+call).
 
-The chunks of one request carry stamps that fall by one with each position in the chain, so a tail is always older
-than its head.
+The chunks of one request carry stamps that fall by one with each position in the chain, so a tail
+is always older than its head.
 
 Modules, in the order in which data reaches them:
 
-    reuse_worth     learns when chunks are asked for again, and the worth of a slot that holds one of them
+    reuse_worth     learns when chunks are asked for again, and the worth of a slot that holds one
+                    of them
     eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
     lru             least recently used, and first in, first out
     arc             ARC
@@ -30,16 +33,20 @@ DEFAULT = "hindsight"
 
 
 class Ghosts(NamedTuple):
-    """Records of chunks that were evicted or not admitted, one row for each ghost; `last_use` 0: an empty row."""
+    """Records of chunks that were evicted or not admitted, one row for each ghost; `last_use` 0: an
+    empty row.
+    """
 
     last_use: NDArray[np.int64]
     hits: NDArray[np.uint16]
 
 
 class Hints(Protocol):
-    """The columns that a policy may read; it may write only `last_use`. Each has length `slots`; ghosts have more.
+    """The columns that a policy may read; it may write only `last_use`. Each has length `slots`;
+    ghosts have more.
 
-    `capacity`: how many chunks fit now; it may be less than `slots`, because slots may have no pages.
+    `capacity`: how many chunks fit now; it may be less than `slots`, because slots may have no
+    pages.
     """
 
     slots: int
@@ -57,41 +64,58 @@ class Hints(Protocol):
         """Return the ghosts."""
 
     def forgotten(self) -> Iterable[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-        """Take the ghosts that this process replaced since the last call: hits and age (ns) of each."""
+        """Take the ghosts that this process replaced since the last call: hits and age (ns) of
+        each.
+        """
 
 
 class Newcomers(NamedTuple):
     """Chunks of one request that are absent, in chain order.
 
-    A policy that ignores a ghost sets its hits and last use to 0: that chunk then starts like a new one.
+    A policy that ignores a ghost sets its hits and last use to 0: that chunk then starts like a new
+    one.
     """
 
     stamps: NDArray[np.int64]  # the recency that each will carry
-    hits: NDArray[np.uint32]  # from its ghost: how often it was asked for after the first time
+    # from its ghost: how often it was asked for after the first time
+    hits: NDArray[np.uint32]
     last_use: NDArray[np.int64]  # from its ghost; 0: it has no ghost
 
 
 class Policy(Protocol):
-    """Orders the slots of one ledger. Called by one thread at a time; may keep any state between calls."""
+    """Orders the slots of one ledger. Called by one thread at a time; may keep any state between
+    calls.
+    """
 
     shared_values: ClassVar[int]
-    """How many float64 values it shares with the other processes of the ledger and keeps across a restart."""
+    """How many float64 values it shares with the other processes of the ledger and keeps across a
+    restart.
+    """
 
-    def touch(self, rows: NDArray[np.int64], stamps: NDArray[np.int64], asked: bool = True) -> None:
-        """Raise the recency of these slots; `asked`: a request asked for them, and not only for their neighbours.
+    def touch(
+        self,
+        rows: NDArray[np.int64],
+        stamps: NDArray[np.int64],
+        asked: bool = True,
+    ) -> None:
+        """Raise the recency of these slots; `asked`: a request asked for them, and not only for
+        their neighbours.
 
         Called before `hits` is raised.
         """
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Return how many leading newcomers are admitted, `room` of them without a victim. Each occurs once."""
+        """Return how many leading newcomers are admitted, `room` of them without a victim. Each
+        occurs once.
+        """
 
     def victims(self, count: int, stamp: int, now: int) -> NDArray[np.int64]:
-        """Return up to `count` slots to evict for newcomers of recency `stamp`, the first to evict first.
+        """Return up to `count` slots to evict for newcomers of recency `stamp`, the first to evict
+        first.
 
-        Each slot holds a chunk and is returned once, and no parent comes before its child. Slots leased at `now`
-        (monotonic ns) come last, the lease that ends first before the others. The next call returns the same slots
-        until they are evicted or touched.
+        Each slot holds a chunk and is returned once, and no parent comes before its child. Slots
+        leased at `now` (monotonic ns) come last, the lease that ends first before the others. The
+        next call returns the same slots until they are evicted or touched.
         """
 
     def prepare(self, stamp: int, now: int) -> None:
@@ -100,7 +124,8 @@ class Policy(Protocol):
     def share(self, values: NDArray[np.float64]) -> None:
         """Merge what this process and the others have learned, in `values` (shared_values,).
 
-        Called inside the gate, so only one process at a time calls it; a process may be killed during the call.
+        Called inside the gate, so only one process at a time calls it; a process may be killed
+        during the call.
         """
 
 
@@ -110,7 +135,14 @@ def make(name: str, hints: Hints) -> Policy:
     from pagoda.policy.hindsight import Hindsight
     from pagoda.policy.lru import Fifo, Lru
 
-    policies: tuple[type[Lru | Arc | Hindsight], ...] = (Hindsight, Lru, Arc, Fifo)
+    policies: tuple[type[Lru | Arc | Hindsight], ...] = (
+        Hindsight,
+        Lru,
+        Arc,
+        Fifo,
+    )
     if name not in NAMES:
-        raise ValueError(f"unknown policy {name!r}; choose one of {', '.join(NAMES)}")
+        raise ValueError(
+            f"unknown policy {name!r}; choose one of {', '.join(NAMES)}"
+        )
     return policies[NAMES.index(name)](hints)

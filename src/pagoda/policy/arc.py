@@ -1,9 +1,12 @@
-"""ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), over the columns and ghosts of a ledger.
+"""ARC, the adaptive replacement cache (Megiddo and Modha, FAST 2003), over the columns and ghosts
+of a ledger.
 
-T1 are the chunks without a hit, T2 those with hits; B1 and B2 are their ghosts. Each is in order of recency. How many
-slots T1 should have is learned: a newcomer with a ghost in B1 raises the target, one with a ghost in B2 lowers it.
+T1 are the chunks without a hit, T2 those with hits; B1 and B2 are their ghosts. Each is in order of
+recency. How many slots T1 should have is learned: a newcomer with a ghost in B1 raises the target,
+one with a ghost in B2 lowers it.
 
-ARC forgets ghosts sooner than the ledger does: it makes them as old as possible, so that others replace them first.
+ARC forgets ghosts sooner than the ledger does: it makes them as old as possible, so that others
+replace them first.
 """
 
 from __future__ import annotations
@@ -22,37 +25,55 @@ _FORGOTTEN = 1  # `last_use` of ghosts that are neither in B1 nor in B2
 
 
 class Arc:
-    """Splits the slots between recent and frequent chunks, guided by the ghosts. Not thread-safe."""
+    """Splits the slots between recent and frequent chunks, guided by the ghosts. Not
+    thread-safe.
+    """
 
     shared_values: ClassVar[int] = 1
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._t1 = EvictionQueue(hints, lambda: np.minimum(hints.hits, 1).astype(np.float64))
-        self._t2 = EvictionQueue(hints, lambda: (hints.hits == 0).astype(np.float64))
+        self._t1 = EvictionQueue(
+            hints, lambda: np.minimum(hints.hits, 1).astype(np.float64)
+        )
+        self._t2 = EvictionQueue(
+            hints, lambda: (hints.hits == 0).astype(np.float64)
+        )
         self._target = 0.0  # of the size of T1: p of the paper
         self._shared = 0.0  # the value of `_target` when it was last shared
-        self._from_t1: list[bool] = []  # for each victim of the latest newcomers, whether T1 loses it
+        # for each victim of the latest newcomers, whether T1 loses it
+        self._from_t1: list[bool] = []
         self._forgets = 0  # how many of those are not remembered
-        self._unremembered = 0  # chunks that T1 lost count as in B1 only if they are younger than this stamp
+        # chunks that T1 lost count as in B1 only if they are younger than this stamp
+        self._unremembered = 0
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
-        """Raise the recency of these slots; slots that were asked for now have hits and are therefore in T2."""
+        """Raise the recency of these slots; slots that were asked for now have hits and are
+        therefore in T2.
+        """
         raise_recency(self._hints, rows, stamps)
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Admit all; learn from newcomers that were in B1 or B2, and forget ghosts as the paper does."""
+        """Admit all; learn from newcomers that were in B1 or B2, and forget ghosts as the paper
+        does.
+        """
         hits = newcomers.hits
         last_use = newcomers.last_use
-        fresh = (last_use <= _FORGOTTEN) | ((hits == 0) & (last_use <= self._unremembered))
+        fresh = (last_use <= _FORGOTTEN) | (
+            (hits == 0) & (last_use <= self._unremembered)
+        )
         hits[fresh] = 0
         last_use[fresh] = 0
         if len(hits) > room or not fresh.all():
-            self._look_ahead(np.where(fresh, 0, np.where(hits == 0, 1, 2)).tolist(), room)
+            self._look_ahead(
+                np.where(fresh, 0, np.where(hits == 0, 1, 2)).tolist(), room
+            )
         return len(hits)
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
-        """Return as many slots of T1 and of T2 as each should lose; slots leased at `now` after all others."""
+        """Return as many slots of T1 and of T2 as each should lose; slots leased at `now` after all
+        others.
+        """
         ones = self._of_t1(count)
         of_t1 = self._own(self._t1, ones, stamp, now)
         of_t2 = self._own(self._t2, count - ones, stamp, now)
@@ -104,9 +125,13 @@ class Arc:
                 elif origin == 0 and b2 and t1 + t2 + b1 + b2 >= 2 * size:
                     b2 = b2 - 1
                     less_b2 = less_b2 + 1
-                too_many = t1 > self._target or (t1 == self._target and origin == 2)
+                too_many = t1 > self._target or (
+                    t1 == self._target and origin == 2
+                )
                 one = t2 == 0 or (t1 > 0 and too_many)
-                t1, b1, t2, b2 = (t1 - 1, b1 + 1, t2, b2) if one else (t1, b1, t2 - 1, b2 + 1)
+                t1, b1, t2, b2 = (
+                    (t1 - 1, b1 + 1, t2, b2) if one else (t1, b1, t2 - 1, b2 + 1)
+                )
                 from_t1.append(one)
             t1, t2 = (t1 + 1, t2) if origin == 0 else (t1, t2 + 1)
         self._forget(in_b1, less_b1)
@@ -128,7 +153,9 @@ class Arc:
         return t1, int(np.count_nonzero(ready)) - t1
 
     def _of_t1(self, count: int) -> int:
-        """Return how many of the next victims should be from T1: by the plan, then as many as T1 has too many."""
+        """Return how many of the next victims should be from T1: by the plan, then as many as T1
+        has too many.
+        """
         planned = self._from_t1[:count]
         ones = sum(planned)
         if len(planned) < count:
@@ -136,10 +163,15 @@ class Arc:
             ones += min(count - len(planned), max(0, math.ceil(surplus)))
         return ones
 
-    def _own(self, queue: EvictionQueue, count: int, stamp: int, now: int) -> Rows:
-        """Return the first slots of a queue that belong to its list; the slots of the other list come after them."""
+    def _own(
+        self, queue: EvictionQueue, count: int, stamp: int, now: int
+    ) -> Rows:
+        """Return the first slots of a queue that belong to its list; the slots of the other list
+        come after them.
+        """
         rows, ranks = queue.unleased(count, stamp, now)
-        if count and (ranks > 0).any():  # the queue had none left, but may have got more since
+        # the queue had none left, but may have got more since
+        if count and (ranks > 0).any():
             queue.fill(count, stamp, now)
             rows, ranks = queue.unleased(count, stamp, now)
         return rows[ranks <= 0]

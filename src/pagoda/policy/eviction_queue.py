@@ -1,8 +1,10 @@
-"""The next slots to evict, found in batches: one pass over the columns finds the lowest-ranking sixteenth.
+"""The next slots to evict, found in batches: one pass over the columns finds the lowest-ranking
+sixteenth.
 
-With all ranks, a child is evicted before its parent: a chunk has the highest rank of all its descendants, the
-recency of the youngest and the longest lease; among equals the older is first. A chunk whose parent was evicted
-cannot be reached and is evicted before all others. All policies use this module.
+With all ranks, a child is evicted before its parent: a chunk has the highest rank of all its
+descendants, the recency of the youngest and the longest lease; among equals the older is first. A
+chunk whose parent was evicted cannot be reached and is evicted before all others. All policies use
+this module.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from numpy.typing import NDArray
 
 from pagoda.policy import Hints
 
-# A queue that held recent slots would return a head before the tail that was stored after the queue was filled.
+# A queue that held recent slots would return a head before the tail that was stored after the queue
+# was filled.
 _SHARE = 16
 _LEAST = 8
 _LOOK = 256  # entries examined at once
@@ -59,7 +62,15 @@ class _PrefixTree(NamedTuple):
         lost = np.zeros(hints.slots, np.bool_)
         lost[child[gone]] = True
         _spread(lost, above)
-        return cls(last_use, generation, ready, above, lost, youngest, np.where(lost, -positions, youngest))
+        return cls(
+            last_use,
+            generation,
+            ready,
+            above,
+            lost,
+            youngest,
+            np.where(lost, -positions, youngest),
+        )
 
 
 class _Snapshot:
@@ -75,10 +86,13 @@ class _Snapshot:
         at[rows] = np.arange(len(rows))
         # the index of its parent in `rows`
         self.heir = np.where(tree.above[rows] == rows, -1, at[tree.above[rows]])
-        self.barred = np.zeros(len(rows), np.bool_)  # it is an ancestor of a chunk that was queued but stays
+        # it is an ancestor of a chunk that was queued but stays
+        self.barred = np.zeros(len(rows), np.bool_)
         self.next = 0
-        self.lapse = 0  # when the first of the leases ends that kept slots out of the queue
-        self.rest = 0  # slots that are not queued and not leased are at least as young as this stamp
+        # when the first of the leases ends that kept slots out of the queue
+        self.lapse = 0
+        # slots that are not queued and not leased are at least as young as this stamp
+        self.rest = 0
 
     def bar(self, at: int) -> None:
         """Keep the ancestors of an entry from eviction."""
@@ -90,34 +104,44 @@ class _Snapshot:
 
 
 class EvictionQueue:
-    """Slots in the order of eviction; an entry is valid until its slot is touched, leased or emptied.
+    """Slots in the order of eviction; an entry is valid until its slot is touched, leased or
+    emptied.
 
-    `rank` returns a new array with a finite number for each slot: the lowest is first, among equals the oldest. If the
-    rank does not depend on recency (`by_use` False), a touched slot keeps its place. Not thread-safe, but `fill`
-    may run at the same time as the other calls.
+    `rank` returns a new array with a finite number for each slot: the lowest is first, among equals
+    the oldest. If the rank does not depend on recency (`by_use` False), a touched slot keeps its
+    place. Not thread-safe, but `fill` may run at the same time as the other calls.
     """
 
-    def __init__(self, hints: Hints, rank: Callable[[], Ranks], by_use: bool = True) -> None:
+    def __init__(
+        self, hints: Hints, rank: Callable[[], Ranks], by_use: bool = True
+    ) -> None:
         self._hints = hints
         self._rank = rank
         self._by_use = by_use
-        self._batch = _Snapshot(_PrefixTree.of(hints), np.empty(0, np.int64), np.empty(0))
+        self._batch = _Snapshot(
+            _PrefixTree.of(hints), np.empty(0, np.int64), np.empty(0)
+        )
 
     def first(self, count: int, stamp: int, now: int) -> Rows:
-        """Return the first `count` that are older than `stamp`; slots leased at `now` after all others."""
+        """Return the first `count` that are older than `stamp`; slots leased at `now` after all
+        others.
+        """
         few = self._few(count, stamp, now) if count <= _FEW else None
         if few is not None:
             return np.array(few, np.int64)
         found, _ = self.unleased(count, stamp, now)
         if len(found) < count:
             others = self._others(found, stamp)[: count - len(found)]
-            if len(others):  # when these are evicted, their ancestors may be evicted
+            # when these are evicted, their ancestors may be evicted
+            if len(others):
                 self._batch.lapse = 0
             return np.concatenate([found, others])
         return found
 
     def unleased(self, count: int, stamp: int, now: int) -> tuple[Rows, Ranks]:
-        """Return the first `count` that are older than `stamp` and not leased at `now`, and their ranks."""
+        """Return the first `count` that are older than `stamp` and not leased at `now`, and their
+        ranks.
+        """
         batch = self._batch
         found = self._valid(batch, count, stamp, now)
         if len(found) < count and not (stamp <= batch.rest and now < batch.lapse):
@@ -127,11 +151,15 @@ class EvictionQueue:
         return batch.rows[found], batch.ranks[found]
 
     def _few(self, count: int, stamp: int, now: int) -> list[int] | None:
-        """Do the same as `_valid`, one entry at a time; None if the next few entries do not have `count` valid ones."""
+        """Do the same as `_valid`, one entry at a time; None if the next few entries do not have
+        `count` valid ones.
+        """
         hints = self._hints
         batch = self._batch
         found: list[int] = []
-        for at in range(batch.next, min(batch.next + _FEW_LOOKS, len(batch.rows))):
+        for at in range(
+            batch.next, min(batch.next + _FEW_LOOKS, len(batch.rows))
+        ):
             row = int(batch.rows[at])
             same = hints.generation[row] == batch.generations[at]
             valid = same and hints.last_use[row] == batch.uses[at]
@@ -149,7 +177,9 @@ class EvictionQueue:
         return None
 
     def _valid(self, batch: _Snapshot, count: int, stamp: int, now: int) -> Rows:
-        """Return the indices of the first `count` entries that may be evicted, unchanged since they were queued."""
+        """Return the indices of the first `count` entries that may be evicted, unchanged since they
+        were queued.
+        """
         hints = self._hints
         found: list[Rows] = []
         have = 0
@@ -159,7 +189,8 @@ class EvictionQueue:
             rows = batch.rows[look]
             same = hints.generation[rows] == batch.generations[look]
             valid = same & (hints.last_use[rows] == batch.uses[look])
-            if not self._by_use and (same & ~valid).any():  # its order may have changed
+            # its order may have changed
+            if not self._by_use and (same & ~valid).any():
                 batch.rest = 0
                 break
             free = valid & (hints.lease_until[rows] <= now)
@@ -168,13 +199,20 @@ class EvictionQueue:
                 batch.bar(one)
             if at == batch.next and not valid.any():
                 batch.next = min(at + _LOOK, len(batch.rows))
-            found.append(at + np.flatnonzero(free & (batch.youngest[look] < stamp) & ~batch.barred[look]))
+            found.append(
+                at
+                + np.flatnonzero(
+                    free & (batch.youngest[look] < stamp) & ~batch.barred[look]
+                )
+            )
             have += len(found[-1])
             at += _LOOK
         return np.concatenate(found)[:count] if found else np.empty(0, np.int64)
 
     def fill(self, least: int, stamp: int, now: int) -> None:
-        """Queue the slots older than `stamp` that are evicted first, at least `least` if there are as many."""
+        """Queue the slots older than `stamp` that are evicted first, at least `least` if there are
+        as many.
+        """
         hints = self._hints
         tree = _PrefixTree.of(hints)
         leased = tree.ready & (hints.lease_until > now)
@@ -184,7 +222,13 @@ class EvictionQueue:
         free = tree.ready & (ranks < np.inf)
         ranks[tree.lost] = -np.inf
         rows = np.flatnonzero(free & (tree.youngest < stamp))
-        rows = rows[_lowest(ranks[rows], tree.order[rows], max(_LEAST, hints.slots // _SHARE, least))]
+        rows = rows[
+            _lowest(
+                ranks[rows],
+                tree.order[rows],
+                max(_LEAST, hints.slots // _SHARE, least),
+            )
+        ]
         batch = _Snapshot(tree, rows, ranks)
         free[rows] = False
         batch.rest = min(stamp, int(tree.youngest[free].min(initial=NOT_READY)))
@@ -192,10 +236,11 @@ class EvictionQueue:
         self._batch = batch
 
     def _others(self, but: Rows, stamp: int) -> Rows:
-        """Return all others older than `stamp` in the order in which the leases on them and their descendants end.
+        """Return all others older than `stamp` in the order in which the leases on them and their
+        descendants end.
 
-        Some have no lease: they became free after the queue was filled, when another process evicted a
-        descendant. They come first.
+        Some have no lease: they became free after the queue was filled, when another process
+        evicted a descendant. They come first.
         """
         tree = _PrefixTree.of(self._hints)
         until = np.where(tree.ready, self._hints.lease_until, 0)
@@ -207,8 +252,11 @@ class EvictionQueue:
 
 
 def _lift(values: NDArray[np.float64] | Rows, above: Rows) -> None:
-    """Give each slot the highest value of all its descendants; `above` is the slot's parent, or itself."""
-    while (values[above] < values).any():  # each round goes twice as far up the chain
+    """Give each slot the highest value of all its descendants; `above` is the slot's parent, or
+    itself.
+    """
+    # each round goes twice as far up the chain
+    while (values[above] < values).any():
         np.maximum.at(values, above, values.copy())
         above = above[above]
 
@@ -216,14 +264,17 @@ def _lift(values: NDArray[np.float64] | Rows, above: Rows) -> None:
 def _spread(flags: Flags, above: Rows) -> None:
     """Flag each descendant of a flagged slot."""
     known = 0
-    while known < (found := int(np.count_nonzero(flags))):  # each round goes twice as far up the chain
+    # each round goes twice as far up the chain
+    while known < (found := int(np.count_nonzero(flags))):
         known = found
         flags |= flags[above]
         above = above[above]
 
 
 def _lowest(ranks: Ranks, uses: Rows, count: int) -> Rows:
-    """Return the indices of the lowest `count`, in order of rank and, within one rank, of recency."""
+    """Return the indices of the lowest `count`, in order of rank and, within one rank, of
+    recency.
+    """
     if count < len(ranks):
         bound = np.partition(ranks, count - 1)[count - 1]
         below = np.flatnonzero(ranks < bound)

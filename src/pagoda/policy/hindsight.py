@@ -1,12 +1,14 @@
-"""Hindsight: learn when chunks are asked for again, also from evicted ones, and keep the chunks that are worth most.
+"""Hindsight: learn when chunks are asked for again, also from evicted ones, and keep the chunks
+that are worth most.
 
-`reuse_worth.worth` is the worth of a chunk of some class and age. The chunk of least worth is evicted first. A newcomer
-that is worth less than every chunk that could be evicted for it is not admitted; this begins when as many chunks were
-asked for again as there are slots. Before anything is learned the order is least recently used; the same applies while
-that order would have served more (`ShadowLru`).
+`reuse_worth.worth` is the worth of a chunk of some class and age. The chunk of least worth is
+evicted first. A newcomer that is worth less than every chunk that could be evicted for it is not
+admitted; this begins when as many chunks were asked for again as there are slots. Before anything
+is learned the order is least recently used; the same applies while that order would have served
+more (`ShadowLru`).
 
-Chunks that were not asked for again are in the columns and their ghosts, which several processes write together. Each
-process adds the chunks that were asked for again to the shared values.
+Chunks that were not asked for again are in the columns and their ghosts, which several processes
+write together. Each process adds the chunks that were asked for again to the shared values.
 """
 
 from __future__ import annotations
@@ -19,7 +21,15 @@ from numpy.typing import NDArray
 
 from pagoda.policy import Hints, Newcomers
 from pagoda.policy.eviction_queue import NOT_READY, EvictionQueue, Ranks, Rows
-from pagoda.policy.reuse_worth import AGES, CLASSES, Table, age_of, class_of, tally, worth
+from pagoda.policy.reuse_worth import (
+    AGES,
+    CLASSES,
+    Table,
+    age_of,
+    class_of,
+    tally,
+    worth,
+)
 
 # repeated requests within this time count as one use: LRU-K's correlated references
 _AT_ONCE_NS = 1_000_000_000
@@ -27,7 +37,8 @@ _LEARN_SECONDS = 5.0
 # the longest age of a queue; a pass takes at most a thousandth of that time
 _STALE_NS = 1_000_000_000
 _STALE_NS_A_SLOT = 100_000
-_MEMORY = 32  # how many uses are remembered for each slot; beyond that all counts are halved
+# how many uses are remembered for each slot; beyond that all counts are halved
+_MEMORY = 32
 _CENSUS = 1 << 15  # how many slots and ghosts are sampled to learn
 _TABLE = CLASSES * AGES
 _MOST = 2.0**53  # all valid shared values are smaller
@@ -38,24 +49,28 @@ _BEHIND = 0.003  # Hindsight may serve less by this share of the requested chunk
 _MOST_AHEAD = 0.003
 _MOST_BEHIND = 0.0045
 _LOOKED_AT = 1 << 15
-_NEWER = 1 / 32  # share of the slots filled before the oldest is searched again: on average half a queue
+# share of the slots filled before the oldest is searched again: on average half a queue
+_NEWER = 1 / 32
 
 
 class ShadowLru:
     """Counts what was served, and what LRU would have served, without a second cache.
 
-    LRU keeps the chunks that were used last, as many as there are slots (Mattson's stack, 1970). Slots and ghosts
-    together have the last use of more chunks than that, independent of the evictions. So one number is enough, the last
-    use of the oldest chunk that LRU would still have: it shows for every requested chunk whether LRU would have had it.
-    Counts add up with those of the other processes. Not thread-safe.
+    LRU keeps the chunks that were used last, as many as there are slots (Mattson's stack, 1970).
+    Slots and ghosts together have the last use of more chunks than that, independent of the
+    evictions. So one number is enough, the last use of the oldest chunk that LRU would still have:
+    it shows for every requested chunk whether LRU would have had it. Counts add up with those of
+    the other processes. Not thread-safe.
     """
 
     shared_values: ClassVar[int] = 3
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._oldest = 0  # last use of the oldest chunk that LRU would have; 0: it would have all
-        self._here = [0, 0, 0]  # chunks asked for, served, and served by LRU; not yet shared
+        # last use of the oldest chunk that LRU would have; 0: it would have all
+        self._oldest = 0
+        # chunks asked for, served, and served by LRU; not yet shared
+        self._here = [0, 0, 0]
         self.wins = False
         self._random = np.random.default_rng(1)
 
@@ -64,10 +79,16 @@ class ShadowLru:
         if self._oldest:
             shadow = int(np.count_nonzero(last_uses >= self._oldest))
             here = self._here
-            self._here = [here[0] + len(last_uses), here[1] + served, here[2] + shadow]
+            self._here = [
+                here[0] + len(last_uses),
+                here[1] + served,
+                here[2] + shadow,
+            ]
 
     def look(self) -> None:
-        """Find the oldest chunk that LRU would have; by a sample if there are many slots and ghosts."""
+        """Find the oldest chunk that LRU would have; by a sample if there are many slots and
+        ghosts.
+        """
         hints = self._hints
         ghosts = self._hints.ghosts
         uses = np.concatenate([hints.last_use, ghosts.last_use])
@@ -77,25 +98,34 @@ class ShadowLru:
             uses = uses[self._random.integers(0, len(uses), _LOOKED_AT)]
         uses = uses[(uses > 0) & (uses != NOT_READY)]
         at = len(uses) - int(kept)
-        self._oldest = int(np.partition(uses, at)[at]) if 0 <= at < len(uses) else 0
+        self._oldest = (
+            int(np.partition(uses, at)[at]) if 0 <= at < len(uses) else 0
+        )
 
     def share(self, values: NDArray[np.float64], memory: float) -> None:
-        """Add to the shared counts, halve them beyond `memory` chunks, and decide which wins. Call inside the gate."""
+        """Add to the shared counts, halve them beyond `memory` chunks, and decide which wins. Call
+        inside the gate.
+        """
         values += self._here
         self._here = [0, 0, 0]
         if values[0] > memory:
             values /= 2
         asked, served, shadow = values.tolist()
-        lead = min(max(served - shadow, -_MOST_BEHIND * asked), _MOST_AHEAD * asked)
+        lead = min(
+            max(served - shadow, -_MOST_BEHIND * asked), _MOST_AHEAD * asked
+        )
         values[1] = max(0.0, shadow + lead)
         self.wins = bool(lead < -_BEHIND * asked)
 
 
 class _SharedValues(NamedTuple):
-    """The shared values. `version` says which of the two copies of the worth is complete (a writer may be killed)."""
+    """The shared values. `version` says which of the two copies of the worth is complete (a writer
+    may be killed).
+    """
 
     version: NDArray[np.float64]
-    learned_at: NDArray[np.float64]  # when a process last began to learn: a stamp, in seconds
+    # when a process last began to learn: a stamp, in seconds
+    learned_at: NDArray[np.float64]
     asked: Table
     watched: Table
     worth: NDArray[np.float64]  # (2, CLASSES, AGES)
@@ -104,7 +134,14 @@ class _SharedValues(NamedTuple):
     @classmethod
     def of(cls, values: NDArray[np.float64]) -> _SharedValues:
         tables = values[2 : 2 + 4 * _TABLE].reshape(4, CLASSES, AGES)
-        return cls(values[0:1], values[1:2], tables[0], tables[1], tables[2:], values[2 + 4 * _TABLE :])
+        return cls(
+            values[0:1],
+            values[1:2],
+            tables[0],
+            tables[1],
+            tables[2:],
+            values[2 + 4 * _TABLE :],
+        )
 
     def current(self) -> Table:
         """Return the complete copy."""
@@ -113,7 +150,9 @@ class _SharedValues(NamedTuple):
 
 
 class Hindsight:
-    """Keeps the chunks that are worth most. Not thread-safe, but `prepare` may run during the other calls."""
+    """Keeps the chunks that are worth most. Not thread-safe, but `prepare` may run during the other
+    calls.
+    """
 
     shared_values: ClassVar[int] = 2 + 4 * _TABLE + ShadowLru.shared_values
 
@@ -126,7 +165,8 @@ class Hindsight:
         # counted here, not yet shared
         self._asked = np.zeros((CLASSES, AGES))
         self._watched = np.zeros((CLASSES, AGES))
-        self._known = self._asked, self._watched  # counts of all processes, when they were last shared
+        # counts of all processes, when they were last shared
+        self._known = self._asked, self._watched
         self._worth = worth(*self._known)
         self._version = 0.0
         self._stamp = 0  # recency stamp of the latest call
@@ -140,7 +180,8 @@ class Hindsight:
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
         """Raise the recency of these slots, and count after which age each was asked for again."""
         last_uses = self._hints.last_use[rows]
-        older = last_uses < stamps  # as in `lru.raise_recency`, but the columns are read once
+        # as in `lru.raise_recency`, but the columns are read once
+        older = last_uses < stamps
         self._hints.last_use[rows[older]] = stamps[older]
         if asked and len(rows):
             ready = last_uses != NOT_READY
@@ -150,24 +191,35 @@ class Hindsight:
             self._stamp = max(self._stamp, int(stamps[0]))
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
-        """Admit those worth at least as much as their victims; a head is worth at least as much as its tail."""
+        """Admit those worth at least as much as their victims; a head is worth at least as much as
+        its tail.
+        """
         total = len(newcomers.stamps)
         self._room = room
         known = newcomers.last_use > 0
         if known.any():
-            self._note(newcomers.hits[known], newcomers.stamps[known] - newcomers.last_use[known])
+            self._note(
+                newcomers.hits[known],
+                newcomers.stamps[known] - newcomers.last_use[known],
+            )
         self._shadow.count(newcomers.last_use, 0)
         if total <= room or not self._refuses or self._shadow.wins:
             return total
         self._stamp = max(self._stamp, int(newcomers.stamps[0]))
-        rows, ranks = self._queue.unleased(total - room, int(newcomers.stamps[-1]), now)
+        rows, ranks = self._queue.unleased(
+            total - room, int(newcomers.stamps[-1]), now
+        )
         worths = self._worth[class_of(newcomers.hits + known), 0]
-        worths = np.maximum.accumulate(worths[::-1])[::-1][room : room + len(rows)]
+        worths = np.maximum.accumulate(worths[::-1])[::-1][
+            room : room + len(rows)
+        ]
         lesser = np.flatnonzero(worths < ranks)
         return room + int(lesser[0]) if len(lesser) else total
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
-        """Return the slots of least worth that are older than `stamp`; slots leased at `now` after all others."""
+        """Return the slots of least worth that are older than `stamp`; slots leased at `now` after
+        all others.
+        """
         self._stamp = max(self._stamp, stamp)
         return self._queue.first(count, stamp, now)
 
@@ -179,19 +231,29 @@ class Hindsight:
             asked, watched = self._known
             self._worth = worth(asked, watched + self._census(stamp))
             self._to_publish = True
-        stale = not 0 <= stamp - self._filled_at < max(_STALE_NS, _STALE_NS_A_SLOT * self._hints.slots)
-        if stale and self._room * 8 < self._hints.capacity:  # otherwise nothing must be evicted soon
+        stale = (
+            not 0
+            <= stamp - self._filled_at
+            < max(_STALE_NS, _STALE_NS_A_SLOT * self._hints.slots)
+        )
+        # otherwise nothing must be evicted soon
+        if stale and self._room * 8 < self._hints.capacity:
             self._filled_at = stamp
             self._queue.fill(0, stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:
-        """Add up the counts of all processes, publish or take over what was learned, and elect the next to learn."""
+        """Add up the counts of all processes, publish or take over what was learned, and elect the
+        next to learn.
+        """
         learned = _SharedValues.of(values)
         if not ((values >= 0) & (values < _MOST)).all():  # damaged: start again
             values[:] = 0
         for hits, ages in self._hints.forgotten():
             self._watched += tally(class_of(hits), age_of(ages))
-        for own, shared in ((self._asked, learned.asked), (self._watched, learned.watched)):
+        for own, shared in (
+            (self._asked, learned.asked),
+            (self._watched, learned.watched),
+        ):
             np.add(shared, own, out=shared)
             own[:] = 0
         if learned.watched.sum() > _MEMORY * self._hints.capacity:
@@ -221,7 +283,9 @@ class Hindsight:
             self._watched += seen
 
     def _census(self, stamp: int) -> Table:
-        """Count the ages of chunks that were not asked for again yet, kept or not; takes a sample if there are many."""
+        """Count the ages of chunks that were not asked for again yet, kept or not; takes a sample
+        if there are many.
+        """
         hints = self._hints
         ghosts = self._hints.ghosts
         uses = np.concatenate([hints.last_use, ghosts.last_use])

@@ -1,7 +1,8 @@
-"""Least recently used, tail first; and first in, first out, the simplest order, as a reference for the others.
+"""Least recently used, tail first; and first in, first out, the simplest order, as a reference for
+the others.
 
-The recency of a chunk is the stamp of its request less its position in the chain, so a tail is always older than its
-head.
+The recency of a chunk is the stamp of its request less its position in the chain, so a tail is
+always older than its head.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Lru:
         return len(newcomers.stamps)
 
     def victims(self, count: int, stamp: int, now: int) -> Rows:
-        """Return the oldest slots that are older than `stamp`; slots leased at `now` after all others."""
+        """Return the oldest slots that are older than `stamp`; slots leased at `now` after all
+        others.
+        """
         return self._queue.first(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
@@ -48,11 +51,16 @@ class Fifo(Lru):
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._queue = EvictionQueue(hints, lambda: hints.generation.astype(np.float64), by_use=False)
+        self._queue = EvictionQueue(
+            hints, lambda: hints.generation.astype(np.float64), by_use=False
+        )
 
 
 def raise_recency(hints: Hints, rows: Rows, stamps: Rows) -> None:
-    """Record that these slots were used at these stamps; a slot that was used later keeps its stamp."""
-    # A slot that is being filled is younger than all stamps, and must stay so: only older rows are written.
+    """Record that these slots were used at these stamps; a slot that was used later keeps its
+    stamp.
+    """
+    # A slot that is being filled is younger than all stamps, and must stay so: only older rows are
+    # written.
     older = hints.last_use[rows] < stamps
     hints.last_use[rows[older]] = stamps[older]

@@ -1,13 +1,14 @@
 """Learns when chunks are asked for again, and from that what their slots are worth.
 
-Chunks are divided by how often they were asked for (`classes`). For each class the policy learns at which ages they
-are asked for again. As in a life table (Kaplan and Meier, 1958), chunks that were not asked for again *yet* count for
-the time they were watched, whether they are still kept or only remembered as ghosts. So the result does not depend on
-which chunks were evicted.
+Chunks are divided by how often they were asked for (`classes`). For each class the policy learns at
+which ages they are asked for again. As in a life table (Kaplan and Meier, 1958), chunks that were
+not asked for again *yet* count for the time they were watched, whether they are still kept or only
+remembered as ghosts. So the result does not depend on which chunks were evicted.
 
-The worth of a slot is the most that it yields per second: over all horizons, the probability that the chunk is asked
-for within the horizon, divided by the expected time in the slot until then or to the end of the horizon. This is
-Gittins' index (1979); LHD (Beckmann et al., NSDI 2018) ranks by a similar density, over the whole life.
+The worth of a slot is the most that it yields per second: over all horizons, the probability that
+the chunk is asked for within the horizon, divided by the expected time in the slot until then or to
+the end of the horizon. This is Gittins' index (1979); LHD (Beckmann et al., NSDI 2018) ranks by a
+similar density, over the whole life.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ CLASSES = 8
 AGES = 84
 _SHORTEST_SECONDS = 0.1
 _PER_OCTAVE = 3
-_UPPER_SECONDS = _SHORTEST_SECONDS * 2.0 ** (np.arange(AGES) / _PER_OCTAVE)  # to eight months
+# to eight months
+_UPPER_SECONDS = _SHORTEST_SECONDS * 2.0 ** (np.arange(AGES) / _PER_OCTAVE)
 _LOWER_SECONDS = np.concatenate([[0.0], _UPPER_SECONDS[:-1]])
 _WIDTH_SECONDS = _UPPER_SECONDS - _LOWER_SECONDS
 _UPPER_NS = (_UPPER_SECONDS * 1e9).astype(np.int64)
 
-# The guess before anything is known: the longer ago the last use, the less likely, as in least recently used. Its
-# weight is given as a number of watched chunks.
+# The guess before anything is known: the longer ago the last use, the less likely, as in least
+# recently used. Its weight is given as a number of watched chunks.
 _GUESS = 0.1 * _WIDTH_SECONDS / _UPPER_SECONDS
 _GUESS_WEIGHT = 20.0
 
@@ -35,7 +37,9 @@ Table = NDArray[np.float64]
 def class_of(hits: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return the class of chunks with this number of hits: 0, 1, 2, 3 to 6, 7 to 14, ..."""
     count = hits.astype(np.int64)
-    return np.minimum(np.where(count < 3, count, np.frexp(count + 1.0)[1]), CLASSES - 1)
+    return np.minimum(
+        np.where(count < 3, count, np.frexp(count + 1.0)[1]), CLASSES - 1
+    )
 
 
 def age_of(age_ns: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -43,9 +47,13 @@ def age_of(age_ns: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.minimum(np.searchsorted(_UPPER_NS, age_ns, side="right"), AGES - 1)
 
 
-def tally(classes: NDArray[np.int64], ages: NDArray[np.int64], weight: float = 1.0) -> Table:
+def tally(
+    classes: NDArray[np.int64], ages: NDArray[np.int64], weight: float = 1.0
+) -> Table:
     """Count how many there are of each class and age, (CLASSES, AGES)."""
-    counts = np.bincount(classes * AGES + ages, minlength=CLASSES * AGES).reshape(CLASSES, AGES)
+    counts = np.bincount(classes * AGES + ages, minlength=CLASSES * AGES).reshape(
+        CLASSES, AGES
+    )
     table: Table = counts.astype(np.float64) * weight
     return table
 
@@ -53,20 +61,29 @@ def tally(classes: NDArray[np.int64], ages: NDArray[np.int64], weight: float = 1
 def worth(asked: Table, watched: Table) -> Table:
     """Return the yield per second of a slot with a chunk of each class and age, (CLASSES, AGES).
 
-    `asked`: how many were asked for again at that age. `watched`: how many were watched up to that age and no longer:
-    those that were asked for, those forgotten at that age, and those that are not older yet. Changes nothing.
+    `asked`: how many were asked for again at that age. `watched`: how many were watched up to that
+    age and no longer: those that were asked for, those forgotten at that age, and those that are
+    not older yet. Changes nothing.
     """
     beyond = np.cumsum(watched[:, ::-1], axis=1)[:, ::-1] - watched
     # those not asked for were watched for half of the bucket on average
     risk = beyond + asked + (watched - asked) / 2
-    guess = (asked.sum(axis=0) + _GUESS_WEIGHT * _GUESS) / (risk.sum(axis=0) + _GUESS_WEIGHT)
-    hazard = np.minimum((asked + _GUESS_WEIGHT * guess) / (risk + _GUESS_WEIGHT), 1.0)
-    alive = np.concatenate([np.ones((CLASSES, 1)), np.cumprod(1.0 - hazard, axis=1)], axis=1)
+    guess = (asked.sum(axis=0) + _GUESS_WEIGHT * _GUESS) / (
+        risk.sum(axis=0) + _GUESS_WEIGHT
+    )
+    hazard = np.minimum(
+        (asked + _GUESS_WEIGHT * guess) / (risk + _GUESS_WEIGHT), 1.0
+    )
+    alive = np.concatenate(
+        [np.ones((CLASSES, 1)), np.cumprod(1.0 - hazard, axis=1)], axis=1
+    )
     held = np.cumsum((alive[:, :-1] + alive[:, 1:]) / 2 * _WIDTH_SECONDS, axis=1)
     held = np.concatenate([np.zeros((CLASSES, 1)), held], axis=1)
     # From the start of a bucket to the end of the same or a later one.
     gain = alive[:, :-1, None] - alive[:, None, 1:]
     cost = held[:, None, 1:] - held[:, :-1, None]
     later = np.triu(np.ones((AGES, AGES), np.bool_))
-    best: Table = np.where(later, gain / np.where(later, np.maximum(cost, 1e-300), 1.0), 0.0).max(axis=2)
+    best: Table = np.where(
+        later, gain / np.where(later, np.maximum(cost, 1e-300), 1.0), 0.0
+    ).max(axis=2)
     return best

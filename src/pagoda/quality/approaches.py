@@ -1,7 +1,9 @@
-"""Ways to get the KV of a prompt: computed, reused, blended, through a codec, or spoiled on purpose. Thread-safe.
+"""Ways to get the KV of a prompt: computed, reused, blended, through a codec, or spoiled on
+purpose. Thread-safe.
 
-Called by `measure`. An approach first prepares a prompt (it stores what would have been stored), and then fills a cache
-of Transformers; only the latter is timed. `exact_kv` is the computed KV of all tokens but the last; it is not changed.
+Called by `measure`. An approach first prepares a prompt (it stores what would have been stored),
+and then fills a cache of Transformers; only the latter is timed. `exact_kv` is the computed KV of
+all tokens but the last; it is not changed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ import torch
 from pagoda import codec
 from pagoda.blend.blend_policies import SelectionPolicy, blend_setting
 from pagoda.connectors.transformers import CachedModel
-from pagoda.connectors.transformers.dynamic_cache import dynamic_cache, kv_of_row, room_for
+from pagoda.connectors.transformers.dynamic_cache import (
+    dynamic_cache,
+    kv_of_row,
+    room_for,
+)
 from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.layout import itemsize
 from pagoda.quality.prompt_lines import QualityPrompt
@@ -44,7 +50,8 @@ class KVCache(Protocol):
 class Prepared(NamedTuple):
     """A prompt whose KV is stored."""
 
-    fill: Callable[[], KVCache]  # returns the KV of leading tokens; this call is timed
+    # returns the KV of leading tokens; this call is timed
+    fill: Callable[[], KVCache]
     stored_bytes: int = 1  # bytes of that KV as it is stored ...
     exact_bytes: int = 1  # ... and as it was computed
 
@@ -65,10 +72,16 @@ class Approach(Protocol):
 
 
 class Blend:
-    """Documents are reused, and a share of their tokens is computed again; a share of 0 is plain reuse."""
+    """Documents are reused, and a share of their tokens is computed again; a share of 0 is plain
+    reuse.
+    """
 
     def __init__(
-        self, cached: CachedModel, policy: SelectionPolicy, recompute: float, min_tokens: int = 0
+        self,
+        cached: CachedModel,
+        policy: SelectionPolicy,
+        recompute: float,
+        min_tokens: int = 0,
     ) -> None:
         """Raise ValueError for a bad share."""
         self._cached = cached
@@ -76,7 +89,11 @@ class Blend:
         self._recompute = recompute
         self._least = min_tokens
         self.setting = blend_setting(policy, recompute, min_tokens)
-        self.name = self.setting.flag.partition(" ")[2] if recompute or min_tokens else PLAIN_REUSE
+        self.name = (
+            self.setting.flag.partition(" ")[2]
+            if recompute or min_tokens
+            else PLAIN_REUSE
+        )
 
     def prepare(self, prompt: QualityPrompt, exact_kv: KVCache) -> Prepared:
         """Store the documents."""
@@ -85,18 +102,28 @@ class Blend:
 
     def _blended(self, prompt: QualityPrompt, recompute: float) -> KVCache:
         prefix = self._cached.blend(
-            prompt.documents, prompt.question, recompute=recompute, policy=self._policy, min_tokens=self._least,
+            prompt.documents,
+            prompt.question,
+            recompute=recompute,
+            policy=self._policy,
+            min_tokens=self._least,
             unchecked=True,
-        )  # fmt: skip
+        )
         kv: KVCache = prefix.past_key_values
         return kv
 
 
 class Codec:
-    """The whole chunks of the prompt come back from a tier with a lossy codec; what follows them is computed."""
+    """The whole chunks of the prompt come back from a tier with a lossy codec; what follows them is
+    computed.
+    """
 
-    def __init__(self, name: str, model: torch.nn.Module, probed: ProbedModel) -> None:
-        """Raise ConfigError for a codec that is unknown or cannot be used, or for a layout that it refuses."""
+    def __init__(
+        self, name: str, model: torch.nn.Module, probed: ProbedModel
+    ) -> None:
+        """Raise ConfigError for a codec that is unknown or cannot be used, or for a layout that it
+        refuses.
+        """
         codec.require(name)
         codec.require_layout(name, probed.layout)
         self.name = name
@@ -112,25 +139,37 @@ class Codec:
         tokens = exact_kv.get_seq_length()
         starts = range(0, tokens - chunk + 1, chunk)
         slots = np.empty((len(starts), layout.chunk_bytes), np.uint8)
-        kv_of_row(planes, 0, 0, tokens, self._probed).to_slots(starts, list(slots))
+        kv_of_row(planes, 0, 0, tokens, self._probed).to_slots(
+            starts, list(slots)
+        )
         word_bytes = itemsize(layout.planes[0].dtype)
         out = np.empty_like(slots[0])
         stored = []
         for slot in slots:
-            used, encoded = codec.encode(self.name, slot, word_bytes, out, layout=layout)
+            used, encoded = codec.encode(
+                self.name, slot, word_bytes, out, layout=layout
+            )
             stored.append((used, encoded.copy()))
 
         def fill() -> KVCache:
             decoded = np.empty_like(slots)
             for (used, encoded), slot in zip(stored, decoded, strict=True):
                 if not codec.decode(used, encoded, word_bytes, slot):
-                    raise ValueError(f"codec {self.name} cannot decode what it encoded: report this")
+                    raise ValueError(
+                        f"codec {self.name} cannot decode what it encoded: report this"
+                    )
             planes = room_for(self._probed, 1, len(starts) * chunk)
-            kv_of_row(planes, 0, 0, len(starts) * chunk, self._probed).from_slots(starts, list(decoded))
-            kv: KVCache = dynamic_cache(self._model, self._probed, planes, [], len(starts) * chunk)
+            kv_of_row(planes, 0, 0, len(starts) * chunk, self._probed).from_slots(
+                starts, list(decoded)
+            )
+            kv: KVCache = dynamic_cache(
+                self._model, self._probed, planes, [], len(starts) * chunk
+            )
             return kv
 
-        return Prepared(fill, sum(encoded.nbytes for _, encoded in stored), slots.nbytes)
+        return Prepared(
+            fill, sum(encoded.nbytes for _, encoded in stored), slots.nbytes
+        )
 
 
 class Spoiled:
@@ -138,7 +177,9 @@ class Spoiled:
 
     setting = None
 
-    def __init__(self, name: str, spoil: Callable[[KVLayer, list[int]], None]) -> None:
+    def __init__(
+        self, name: str, spoil: Callable[[KVLayer, list[int]], None]
+    ) -> None:
         self.name = name
         self._spoil = spoil
 
@@ -161,13 +202,15 @@ def _swap(layer: KVLayer, spans: list[int]) -> None:
 
 
 CONTROLS = (Spoiled("zeroed KV", _zero), Spoiled("swapped values", _swap))
-"""The KV of the documents (without documents: of half of the prompt) is lost, and zeros are used; the keys of each
-document have the values of the next one (without documents: of another half)."""
+"""The KV of the documents (without documents: of half of the prompt) is lost, and zeros are used;
+the keys of each document have the values of the next one (without documents: of another half)."""
 
 
 def _spans(prompt: QualityPrompt) -> list[int]:
     """Return the token range of each document; for a single document or none, the two halves."""
-    lengths = [len(document) for document in prompt.documents] or [len(prompt.question) - 1]
+    lengths = [len(document) for document in prompt.documents] or [
+        len(prompt.question) - 1
+    ]
     if len(lengths) == 1:
         return [lengths[0] // 2, lengths[0] - lengths[0] // 2]
     return lengths

@@ -1,10 +1,12 @@
 """Confidence intervals by the paired bootstrap. Pure.
 
-The prompts are drawn again with replacement, thousands of times, and the figure is computed for each draw; the interval
-is between two quantiles of these values. Paired: the same prompts are drawn for both sides of a comparison, so the
-difficulty of a prompt cancels out. Draws depend only on the seed and the number of prompts.
+The prompts are drawn again with replacement, thousands of times, and the figure is computed for
+each draw; the interval is between two quantiles of these values. Paired: the same prompts are drawn
+for both sides of a comparison, so the difficulty of a prompt cancels out. Draws depend only on the
+seed and the number of prompts.
 
-Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993): the percentile interval. It knows only the given
+Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993): the percentile interval. It
+knows only the given
 prompts: if no prompt differs, the interval has no width. So the judge must require enough prompts.
 """
 
@@ -24,8 +26,11 @@ Floats = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Floats
 
 
-def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """Return sum(parts) / sum(wholes) over prompts, and its interval. With wholes of 1 this is the mean.
+def ratio_interval(
+    parts: Numbers, wholes: Numbers, *, confidence: float = 0.95, seed: int = 0
+) -> Interval:
+    """Return sum(parts) / sum(wholes) over prompts, and its interval. With wholes of 1 this is the
+    mean.
 
     Args:
         parts: one number per prompt, such as its number of equal tokens.
@@ -38,7 +43,9 @@ def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95,
     """
     above, below = _paired(parts, wholes)
     if not below.sum():
-        raise ValueError("the wholes sum to 0: there is nothing to take a share of")
+        raise ValueError(
+            "the wholes sum to 0: there is nothing to take a share of"
+        )
     drawn = []
     for prompts in _draws(len(above), seed):
         sums = below[prompts].sum(1)
@@ -50,9 +57,16 @@ def ratio_interval(parts: Numbers, wholes: Numbers, *, confidence: float = 0.95,
 
 
 def difference_interval(
-    a: Numbers, b: Numbers, wholes: Numbers, *, confidence: float = 0.95, seed: int = 0
+    a: Numbers,
+    b: Numbers,
+    wholes: Numbers,
+    *,
+    confidence: float = 0.95,
+    seed: int = 0,
 ) -> Interval:
-    """Return (sum(a) - sum(b)) / sum(wholes), and its interval; above 0, a is more than b. See `ratio_interval`."""
+    """Return (sum(a) - sum(b)) / sum(wholes), and its interval; above 0, a is more than b. See
+    `ratio_interval`.
+    """
     left, right = _paired(a, b)
     return ratio_interval(left - right, wholes, confidence=confidence, seed=seed)
 
@@ -61,7 +75,9 @@ def _paired(a: Numbers, b: Numbers) -> tuple[Floats, Floats]:
     left = np.asarray(a, np.float64)
     right = np.asarray(b, np.float64)
     if left.shape != right.shape or left.ndim != 1 or not left.size:
-        raise ValueError(f"one number per prompt is needed on both sides, got {left.shape} and {right.shape}")
+        raise ValueError(
+            f"one number per prompt is needed on both sides, got {left.shape} and {right.shape}"
+        )
     return left, right
 
 

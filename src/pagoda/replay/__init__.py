@@ -1,4 +1,5 @@
-"""Simulates what a cache of another size or policy would have done with recorded requests, by the policies' own code.
+"""Simulates what a cache of another size or policy would have done with recorded requests, by the
+policies' own code.
 
 trace           recorded requests
 simulate        simulates the tiers of one cache on a trace
@@ -10,10 +11,28 @@ optimum         upper bounds for any cache
 
 from __future__ import annotations
 
-from pagoda.replay.fleet import ROUTES, WRITE_POLICIES, FleetOutcome, FleetSpec, Traffic, simulate_fleet
+from pagoda.replay.fleet import (
+    ROUTES,
+    WRITE_POLICIES,
+    FleetOutcome,
+    FleetSpec,
+    Traffic,
+    simulate_fleet,
+)
 from pagoda.replay.optimum import infinite, optimum
-from pagoda.replay.simulate import SimulatedOutcome, Simulation, TierOutcome, TierSpec, simulate
-from pagoda.replay.timed_replay import Engines, TimedOutcome, TimedTier, replay_timed
+from pagoda.replay.simulate import (
+    SimulatedOutcome,
+    Simulation,
+    TierOutcome,
+    TierSpec,
+    simulate,
+)
+from pagoda.replay.timed_replay import (
+    Engines,
+    TimedOutcome,
+    TimedTier,
+    replay_timed,
+)
 from pagoda.replay.trace import Request, format_request, read_trace
 
 __all__ = [

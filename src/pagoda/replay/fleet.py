@@ -1,7 +1,9 @@
-"""A fleet: machines with local tiers above one shared remote tier, simulated by the policies' own code.
+"""A fleet: machines with local tiers above one shared remote tier, simulated by the policies' own
+code.
 
-Requests are served one after the other, in the order of the trace. Chunks that a machine has computed are found by all
-others at once, and no two machines compute the same chunk at the same time. The time for loading is ignored.
+Requests are served one after the other, in the order of the trace. Chunks that a machine has
+computed are found by all others at once, and no two machines compute the same chunk at the same
+time. The time for loading is ignored.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ _MINUTE_MS = 60_000
 
 
 class FleetSpec(NamedTuple):
-    """A number of machines, each with these tiers (the first is asked first), above one remote tier.
+    """A number of machines, each with these tiers (the first is asked first), above one remote
+    tier.
 
-    `route`: how requests are routed. "round-robin": to the next machine in turn. "prefix": to the machine that had the
-    longest known prefix last, if that is at least half of the prompt; else the next in turn. `write_policy`: that of
-    the remote tier.
+    `route`: how requests are routed. "round-robin": to the next machine in turn. "prefix": to the
+    machine that had the longest known prefix last, if that is at least half of the prompt; else the
+    next in turn. `write_policy`: that of the remote tier.
     """
 
     machines: int
@@ -37,7 +40,9 @@ class FleetSpec(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Chunks that a link carried from the store and to it, and both together in the busiest minute."""
+    """Chunks that a link carried from the store and to it, and both together in the busiest
+    minute.
+    """
 
     read: float
     written: float
@@ -54,10 +59,12 @@ class StoreRequests(NamedTuple):
 
 
 class FleetOutcome(NamedTuple):
-    """The results of the tiers (the local ones of all machines together), and the traffic on the network.
+    """The results of the tiers (the local ones of all machines together), and the traffic on the
+    network.
 
-    `machine`: the mean of all machines; `busiest`: the machine that moved most. `lookups`: how often the store was
-    asked for a prompt, in total and in the busiest minute. `kept`: chunks in the remote tier at the end.
+    `machine`: the mean of all machines; `busiest`: the machine that moved most. `lookups`: how
+    often the store was asked for a prompt, in total and in the busiest minute. `kept`: chunks in
+    the remote tier at the end.
     """
 
     requests: int
@@ -75,7 +82,11 @@ class FleetOutcome(NamedTuple):
     @property
     def hit_rate(self) -> float:
         """Served chunks as a share of the chunks that were asked for."""
-        return sum(tier.hits for tier in self.tiers) / self.accesses if self.accesses else 0.0
+        return (
+            sum(tier.hits for tier in self.tiers) / self.accesses
+            if self.accesses
+            else 0.0
+        )
 
 
 def simulate_fleet(requests: Iterable[Request], spec: FleetSpec) -> FleetOutcome:
@@ -96,7 +107,9 @@ class _Router:
         if machines < 1:
             raise ValueError(f"a fleet has at least one machine, not {machines}")
         if route not in ROUTES:
-            raise ValueError(f"requests are routed by {' or '.join(ROUTES)}, not {route}")
+            raise ValueError(
+                f"requests are routed by {' or '.join(ROUTES)}, not {route}"
+            )
         self._machines = machines
         self._by_prefix = route == "prefix"
         self._next = 0
@@ -106,7 +119,11 @@ class _Router:
         """Choose a machine for a prompt."""
         if self._by_prefix:
             half = ids[(len(ids) - 1) // 2 :]
-            known = (self._latest[chunk] for chunk in reversed(half) if chunk in self._latest)
+            known = (
+                self._latest[chunk]
+                for chunk in reversed(half)
+                if chunk in self._latest
+            )
             chosen = next(known, None)
             chosen = self._in_turn() if chosen is None else chosen
             self._latest.update(dict.fromkeys(ids, chosen))
@@ -131,14 +148,20 @@ class _Link:
         self._minutes[minute] += read + written
 
     def traffic(self) -> Traffic:
-        return Traffic(self.read, self.written, max(self._minutes.values(), default=0))
+        return Traffic(
+            self.read, self.written, max(self._minutes.values(), default=0)
+        )
 
 
 class _Machine:
     """One machine: its tiers, its link, and when it last knew that the store has a chunk (ms)."""
 
-    def __init__(self, spec: FleetSpec, remote: SimulatedTier, begin_ms: float) -> None:
-        self.simulation = Simulation(spec.own, below=(spec.remote, remote), begin_ms=begin_ms)
+    def __init__(
+        self, spec: FleetSpec, remote: SimulatedTier, begin_ms: float
+    ) -> None:
+        self.simulation = Simulation(
+            spec.own, below=(spec.remote, remote), begin_ms=begin_ms
+        )
         self.link = _Link()
         self.known: dict[int, float] = {}
 
@@ -150,8 +173,14 @@ class _Fleet:
         self._spec = spec
         self._router = _Router(spec.machines, spec.route)
         if spec.write_policy not in WRITE_POLICIES:
-            raise ValueError(f"writes are {' or '.join(WRITE_POLICIES)}, not {spec.write_policy}")
-        kind = SimulatedTier if spec.write_policy == WRITE_POLICIES[0] else SecondSightTier
+            raise ValueError(
+                f"writes are {' or '.join(WRITE_POLICIES)}, not {spec.write_policy}"
+            )
+        kind = (
+            SimulatedTier
+            if spec.write_policy == WRITE_POLICIES[0]
+            else SecondSightTier
+        )
         self._remote = kind(spec.remote.chunks, spec.remote.policy)
         self._machines: list[_Machine] = []
         self._store = _Link()
@@ -164,7 +193,8 @@ class _Fleet:
         if not self._machines:
             self._begin_ms = request.timestamp_ms
             self._machines = [
-                _Machine(self._spec, self._remote, self._begin_ms) for _ in range(self._spec.machines)
+                _Machine(self._spec, self._remote, self._begin_ms)
+                for _ in range(self._spec.machines)
             ]
         self._end_ms = request.timestamp_ms
         machine = self._machines[self._router.machine(request.hash_ids)]
@@ -174,10 +204,18 @@ class _Fleet:
         minute = int((request.timestamp_ms - self._begin_ms) // _MINUTE_MS)
         for link in (machine.link, self._store):
             link.add(minute, served[-1], written)
-        self._count(machine, request, sum(served[:-1]), served[-1], written, minute)
+        self._count(
+            machine, request, sum(served[:-1]), served[-1], written, minute
+        )
 
     def _count(
-        self, machine: _Machine, request: Request, own: int, loaded: int, written: int, minute: int
+        self,
+        machine: _Machine,
+        request: Request,
+        own: int,
+        loaded: int,
+        written: int,
+        minute: int,
     ) -> None:
         """Count the requests to the store, as a remote tier over an object store makes them."""
         now = request.timestamp_ms
@@ -189,27 +227,53 @@ class _Fleet:
                 self._asked["look_heads"] += len(positions)
                 return sum(at < loaded for at in positions)
 
-            leading_run(len(ids) - own, ask, probes=EXACT_REQUESTS, exact=EXACT_REQUESTS)
+            leading_run(
+                len(ids) - own, ask, probes=EXACT_REQUESTS, exact=EXACT_REQUESTS
+            )
         believed = now - 1e3 * BELIEVED_SECONDS
-        touched = sum(machine.known.get(chunk, -1e3 * BELIEVED_SECONDS) < believed for chunk in ids[:own])
+        touched = sum(
+            machine.known.get(chunk, -1e3 * BELIEVED_SECONDS) < believed
+            for chunk in ids[:own]
+        )
         self._asked.update(touches=touched, gets=loaded, puts=written)
         machine.known.update(dict.fromkeys(ids, now))
 
     def outcome(self) -> FleetOutcome:
         machines = [machine.simulation.outcome() for machine in self._machines]
         own = [
-            TierOutcome(*spec, *map(sum, zip(*(found.tiers[at][3:] for found in machines), strict=True)))
+            TierOutcome(
+                *spec,
+                *map(
+                    sum,
+                    zip(
+                        *(found.tiers[at][3:] for found in machines), strict=True
+                    ),
+                ),
+            )
             for at, spec in enumerate(self._spec.own)
         ]
         remote = self._remote
         asked = self._asked
-        links = [machine.link.traffic() for machine in self._machines] or [Traffic(0, 0, 0)]
-        mean = Traffic(*(sum(values) / len(links) for values in zip(*links, strict=True)))
+        links = [machine.link.traffic() for machine in self._machines] or [
+            Traffic(0, 0, 0)
+        ]
+        mean = Traffic(
+            *(sum(values) / len(links) for values in zip(*links, strict=True))
+        )
         return FleetOutcome(
             sum(found.requests for found in machines),
             sum(found.accesses for found in machines),
             (self._end_ms - self._begin_ms) / 1e3,
-            (*own, TierOutcome(*self._spec.remote, remote.hits, remote.written, remote.evicted, remote.refused)),
+            (
+                *own,
+                TierOutcome(
+                    *self._spec.remote,
+                    remote.hits,
+                    remote.written,
+                    remote.evicted,
+                    remote.refused,
+                ),
+            ),
             self._store.traffic(),
             mean,
             max(links, key=lambda link: link.read + link.written),
@@ -217,8 +281,10 @@ class _Fleet:
             max(self._lookups.values(), default=0),
             # before each put, the store is asked for the key
             StoreRequests(
-                asked["look_heads"], sum(asked[kind] for kind in ("look_heads", "touches", "puts")), asked["gets"],
+                asked["look_heads"],
+                sum(asked[kind] for kind in ("look_heads", "touches", "puts")),
+                asked["gets"],
                 asked["puts"],
             ),
             len(remote.residents()),
-        )  # fmt: skip
+        )

@@ -71,9 +71,10 @@ class SimulatedMatch(NamedTuple):
 class Simulation:
     """Simulates tiers, the top one first. Deterministic; not thread-safe.
 
-    A request is served by its leading run, from tier to tier. Chunks of a lower tier are loaded into the first tier.
-    Each lower tier sees the whole request, whichever tier serves it, and is offered all chunks that it lacks, whatever
-    the tiers above store: so it does what it would do alone.
+    A request is served by its leading run, from tier to tier. Chunks of a lower tier are loaded
+    into the first tier. Each lower tier sees the whole request, whichever tier serves it, and is
+    offered all chunks that it lacks, whatever the tiers above store: so it does what it would do
+    alone.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class Simulation:
     ) -> None:
         """Raise ValueError for an unknown policy, or for a tier without room.
 
-        `below`: the last tier, if several simulations share it; all must begin at the same moment `begin_ms`, which is
-        otherwise the time of the first request.
+        `below`: the last tier, if several simulations share it; all must begin at the same moment
+        `begin_ms`, which is otherwise the time of the first request.
         """
         self._specs = (*tiers, below[0]) if below else tuple(tiers)
         if not self._specs:
@@ -107,11 +108,14 @@ class Simulation:
         return tuple(served)
 
     def look(self, request: Request) -> SimulatedMatch:
-        """Find the leading run of a prompt, at the moment of its timestamp. Changes recency and counts."""
+        """Find the leading run of a prompt, at the moment of its timestamp. Changes recency and
+        counts.
+        """
         ids: Sequence[int] = request.hash_ids
         self._requests += 1
         self._accesses += len(ids)
-        if len(set(ids)) < len(ids):  # impossible with chained hashes; of equal ids, the first counts
+        # impossible with chained hashes; of equal ids, the first counts
+        if len(set(ids)) < len(ids):
             ids = tuple(dict.fromkeys(ids))
         chain = Chain(ids, marks_of_ids(ids), self._tick(request.timestamp_ms))
         for tier in self._tiers:
@@ -121,28 +125,46 @@ class Simulation:
         return SimulatedMatch(chain, runs, self._starts(chain, runs), stamps)
 
     def _starts(self, chain: Chain, runs: Sequence[ServedRun]) -> list[int]:
-        """Return from where on each tier is offered chunks: the first after its run, others after what they have."""
+        """Return from where on each tier is offered chunks: the first after its run, others after
+        what they have.
+        """
         total = len(chain.ids)
         end = runs[-1].end if runs else 0
         first = next((run.begin for run in runs if run.tier > 0), end)
-        return [first, *(next(iter(tier.absent(chain, 0, total)), total) for tier in self._tiers[1:])]
+        return [
+            first,
+            *(
+                next(iter(tier.absent(chain, 0, total)), total)
+                for tier in self._tiers[1:]
+            ),
+        ]
 
-    def look_again(self, found: SimulatedMatch, timestamp_ms: float) -> SimulatedMatch:
-        """Find again what must be stored, later, when the engine has computed it; others may have stored some."""
+    def look_again(
+        self, found: SimulatedMatch, timestamp_ms: float
+    ) -> SimulatedMatch:
+        """Find again what must be stored, later, when the engine has computed it; others may have
+        stored some.
+        """
         chain = found.chain._replace(now=self._tick(timestamp_ms))
         stamps = [tier.stamp(chain.now) for tier in self._tiers]
         begins = [0, *found.starts[1:]]
         starts = [
             begin + tier.match(chain, begin, stamp, asked=False)
-            for tier, begin, stamp in zip(self._tiers, begins, stamps, strict=True)
+            for tier, begin, stamp in zip(
+                self._tiers, begins, stamps, strict=True
+            )
         ]
         return found._replace(chain=chain, starts=starts, stamps=stamps)
 
-    def store(self, found: SimulatedMatch, most: Sequence[int] | None = None) -> list[tuple[int, int]]:
-        """Store in each tier the chunks that it lacks, leading chunks first; at most `most` chunks in each.
+    def store(
+        self, found: SimulatedMatch, most: Sequence[int] | None = None
+    ) -> list[tuple[int, int]]:
+        """Store in each tier the chunks that it lacks, leading chunks first; at most `most` chunks
+        in each.
 
-        Returns for each tier how many chunks were written into it, and how many were dropped because of `most`.
-        Chunks that have no room in the tier above come in addition: the store waits until they are written.
+        Returns for each tier how many chunks were written into it, and how many were dropped
+        because of `most`. Chunks that have no room in the tier above come in addition: the store
+        waits until they are written.
         """
         chain = found.chain
         stored = list[tuple[int, int]]()
@@ -165,7 +187,9 @@ class Simulation:
     def outcome(self) -> SimulatedOutcome:
         """Return the results of all requests so far."""
         tiers = (
-            TierOutcome(*spec, tier.hits, tier.written, tier.evicted, tier.refused)
+            TierOutcome(
+                *spec, tier.hits, tier.written, tier.evicted, tier.refused
+            )
             for spec, tier in zip(self._specs, self._tiers, strict=True)
         )
         return SimulatedOutcome(self._requests, self._accesses, tuple(tiers))
@@ -174,18 +198,26 @@ class Simulation:
         """Return the time of a request in ns; it never decreases."""
         if self._first_ms is None:
             self._first_ms = timestamp_ms
-        self._now = max(self._now, _BEGIN_NS + int((timestamp_ms - self._first_ms) * 1e6))
+        self._now = max(
+            self._now, _BEGIN_NS + int((timestamp_ms - self._first_ms) * 1e6)
+        )
         return self._now
 
     def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[ServedRun]:
-        """Return the leading run, from tier to tier, until no tier has the next chunk; touch it in tiers below."""
+        """Return the leading run, from tier to tier, until no tier has the next chunk; touch it in
+        tiers below.
+        """
         runs: list[ServedRun] = []
         # `lacking`: the number of tiers in a row that do not have the next chunk
         end = 0
         lacking = 0
         while end < len(chain.ids) and lacking < len(self._tiers):
             for at, tier in enumerate(self._tiers):
-                count = tier.match(chain, end, stamps[at]) if lacking < len(self._tiers) else 0
+                count = (
+                    tier.match(chain, end, stamps[at])
+                    if lacking < len(self._tiers)
+                    else 0
+                )
                 lacking = 1 if count else lacking + 1
                 if count:
                     runs.append(ServedRun(at, end, end + count))
@@ -196,7 +228,9 @@ class Simulation:
         return runs
 
 
-def simulate(requests: Iterable[Request], tiers: Sequence[TierSpec]) -> SimulatedOutcome:
+def simulate(
+    requests: Iterable[Request], tiers: Sequence[TierSpec]
+) -> SimulatedOutcome:
     """Simulate all requests."""
     simulation = Simulation(tiers)
     for request in requests:

@@ -1,7 +1,8 @@
-"""Traces: recorded requests, one JSON object per line, as in the Mooncake FAST'25 release; hashed ids only, no text.
+"""Traces: recorded requests, one JSON object per line, as in the Mooncake FAST'25 release; hashed
+ids only, no text.
 
-`timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (one per chunk of the prompt, each naming the
-whole prefix up to it) and our own `chunk_tokens` (512 if it is absent).
+`timestamp` (ms), `input_length` and `output_length` (tokens), `hash_ids` (one per chunk of the
+prompt, each naming the whole prefix up to it) and our own `chunk_tokens` (512 if it is absent).
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ _LATEST_MS = 7.5e12  # the year 2207: a larger number is not in milliseconds
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Request(msgspec.Struct, frozen=True, gc=False, rename={"timestamp_ms": "timestamp"}):
-    """One prompt: its time, the lengths of the prompt and its answer (tokens), and the ids of its chunks."""
+class Request(
+    msgspec.Struct, frozen=True, gc=False, rename={"timestamp_ms": "timestamp"}
+):
+    """One prompt: its time, the lengths of the prompt and its answer (tokens), and the ids of its
+    chunks.
+    """
 
     timestamp_ms: Annotated[float, msgspec.Meta(ge=0, le=_LATEST_MS)]
     input_length: Natural
@@ -35,7 +40,8 @@ class Request(msgspec.Struct, frozen=True, gc=False, rename={"timestamp_ms": "ti
 
 
 def read_trace(path: Path | str) -> Iterator[Request]:
-    """Read requests one by one, gzipped or not; `-` is the standard input. Their times never decrease.
+    """Read requests one by one, gzipped or not; `-` is the standard input. Their times never
+    decrease.
 
     OSError if it cannot be read; ValueError with the number of the bad line ("PATH:17: ...").
     """
@@ -67,12 +73,22 @@ def _requests(name: str, file: BinaryIO) -> Iterator[Request]:
             latest = max(latest, request.timestamp_ms)
             yield msgspec.structs.replace(request, timestamp_ms=latest)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{name}:{number + 1}: what was packed is damaged: {error}") from error
+        raise ValueError(
+            f"{name}:{number + 1}: what was packed is damaged: {error}"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{name}:{number}: {error}") from error
 
 
 def _unpacked(file: BinaryIO) -> Iterable[bytes]:
     """Return the lines of a file that may be gzipped."""
-    buffered = file if isinstance(file, BufferedReader) else BufferedReader(cast("RawIOBase", file))
-    return gzip.GzipFile(fileobj=buffered) if buffered.peek(2)[:2] == _GZIP else buffered
+    buffered = (
+        file
+        if isinstance(file, BufferedReader)
+        else BufferedReader(cast("RawIOBase", file))
+    )
+    return (
+        gzip.GzipFile(fileobj=buffered)
+        if buffered.peek(2)[:2] == _GZIP
+        else buffered
+    )

@@ -1,4 +1,5 @@
-"""`pagoda serve`: serves this machine's chunks over HTTP, and a page for operators. This package imports nothing.
+"""`pagoda serve`: serves this machine's chunks over HTTP, and a page for operators. This package
+imports nothing.
 
 server          the aiohttp application, its sockets and its life
 connections     accepts connections, and ends some if there are too many

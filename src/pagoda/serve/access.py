@@ -1,7 +1,9 @@
-"""Checks who may call the server, and how often: by the token, the page's cookie and the Host header.
+"""Checks who may call the server, and how often: by the token, the page's cookie and the Host
+header.
 
-`server` makes one `AccessRules` and puts its `middleware` before all routes. The token is in no log and in no URL.
-Engines do not send it either: they prove that they know it, and the server proves it to them (`pagoda.serve_proof`).
+`server` makes one `AccessRules` and puts its `middleware` before all routes. The token is in no log
+and in no URL. Engines do not send it either: they prove that they know it, and the server proves it
+to them (`pagoda.serve_proof`).
 """
 
 from __future__ import annotations
@@ -51,9 +53,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class ServeLimits:
     """The limits for clients.
 
-    `header_seconds`: the time for a request's header; `start_seconds`: the time for the rest, without its bytes. A
-    client that is slower than `slowest_bytes_per_second` is disconnected. `buffer_bytes`: memory for chunks from the
-    disk and from clients. `requests_per_second`: the limit of each client.
+    `header_seconds`: the time for a request's header; `start_seconds`: the time for the rest,
+    without its bytes. A client that is slower than `slowest_bytes_per_second` is disconnected.
+    `buffer_bytes`: memory for chunks from the disk and from clients. `requests_per_second`: the
+    limit of each client.
     """
 
     connections: int = 256
@@ -69,34 +72,45 @@ class ServeLimits:
         return self.start_seconds + nbytes / self.slowest_bytes_per_second
 
 
-def refusal(status: int, reason: str, remedy: str = "", *, close: bool = False) -> web.Response:
+def refusal(
+    status: int, reason: str, remedy: str = "", *, close: bool = False
+) -> web.Response:
     """Return an answer that refuses a request: JSON with the reason and the remedy.
 
     `close`: the connection ends with it, because the rest of the body is not read.
     """
     body = {"reason": reason, **({"remedy": remedy} if remedy else {})}
-    answer = web.json_response(body, status=status, headers={"Cache-Control": "no-store"})
+    answer = web.json_response(
+        body, status=status, headers={"Cache-Control": "no-store"}
+    )
     if close:
         answer.force_close()
     return answer
 
 
 def break_connection(transport: asyncio.BaseTransport | None) -> None:
-    """End a connection at once, however slowly the client reads: the kernel drops the unsent bytes."""
+    """End a connection at once, however slowly the client reads: the kernel drops the unsent
+    bytes.
+    """
     if transport is None:
         return
     assert isinstance(transport, asyncio.Transport)
-    if (sock := transport.get_extra_info("socket")) is not None and not transport.is_closing():
+    if (
+        sock := transport.get_extra_info("socket")
+    ) is not None and not transport.is_closing():
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
     transport.abort()
 
 
 class CallerConnection(RequestHandler):
     """A connection, and what its client has shown of the token.
 
-    `is_trusted`: whether its last request showed the token, or came over the Unix socket. `nonce`: the number that
-    its proofs must contain; empty before its client has asked for one. `last_number`: the number of the last proof.
+    `is_trusted`: whether its last request showed the token, or came over the Unix socket. `nonce`:
+    the number that its proofs must contain; empty before its client has asked for one.
+    `last_number`: the number of the last proof.
     `right_mac`: the MAC of the request that is being answered, if it had a right proof.
     """
 
@@ -120,15 +134,18 @@ class _Shown(Enum):
     TOKEN = auto()  # the token itself, or a right proof
     NOTHING = auto()  # no header, a wrong token, or another scheme
     WRONG_PROOF = auto()  # of another token
-    OTHER_CONNECTION = auto()  # a proof for another connection, or one that was used
-    OTHER_SERVER = auto()  # a right proof that holds only at a server with another address
+    # a proof for another connection, or one that was used
+    OTHER_CONNECTION = auto()
+    # a right proof that holds only at a server with another address
+    OTHER_SERVER = auto()
 
 
 class AccessRules:
     """The rules of one server. For its event loop.
 
-    Requests over TCP need the token. Those over the Unix socket do not: only the user can enter its directory. Requests
-    for `open_paths` are answered without the token; other modules add paths. `counts`: refused requests by status.
+    Requests over TCP need the token. Those over the Unix socket do not: only the user can enter its
+    directory. Requests for `open_paths` are answered without the token; other modules add paths.
+    `counts`: refused requests by status.
     """
 
     def __init__(
@@ -147,17 +164,24 @@ class AccessRules:
             hosts: the names that the Host header may have.
             port: the port that it may have.
             limits: default: those of ServeLimits.
-            advertised: host and port by which the directory of neighbours names this server, beside its address.
+            advertised: host and port by which the directory of neighbours names this server, beside
+                its address.
         """
         self._token = token
-        self._key = serve_proof.unknown_key() if token is None else serve_proof.key_of(token)
+        self._key = (
+            serve_proof.unknown_key()
+            if token is None
+            else serve_proof.key_of(token)
+        )
         self._advertised = advertised.lower()
         self._hosts = {host.lower() for host in hosts}
         self._port = port
         self.open_paths = {"/healthz"}
         self.counts: Counter[str] = Counter()
         self.limits = limits or ServeLimits()
-        self._requests = RateLimit(self.limits.requests_per_second, 2 * self.limits.requests_per_second)
+        self._requests = RateLimit(
+            self.limits.requests_per_second, 2 * self.limits.requests_per_second
+        )
         self._wrong_tokens = RateLimit(_WRONG_TOKENS_A_SECOND, _WRONG_BURST)
         self._sessions = Sessions()
 
@@ -167,30 +191,42 @@ class AccessRules:
         return self._token is not None
 
     @web.middleware
-    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def middleware(
+        self, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
         """Refuse requests that are not allowed; pass on the others."""
         if isinstance(request.protocol, CallerConnection):
             request.protocol.right_mac = ""
         if self._token is not None and _asks_for_nonce(request):
             _note(request, False)
-            return _unauthorized(request)  # it has no data and is no guess: neither limited nor counted
+            # it has no data and is no guess: neither limited nor counted
+            return _unauthorized(request)
         refused = self._refused(request)
         if refused is None:
             return await handler(request)
         self.counts[f"refused_{refused.status}"] += 1
         return refused
 
-    async def prove(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the proof of an answer to its header, if its request had a right one. For `on_response_prepare`."""
+    async def prove(
+        self, request: web.Request, response: web.StreamResponse
+    ) -> None:
+        """Add the proof of an answer to its header, if its request had a right one. For
+        `on_response_prepare`.
+        """
         connection = request.protocol
         if isinstance(connection, CallerConnection) and connection.right_mac:
-            proof = serve_proof.proof_of_answer(self._key, connection.right_mac, response.status)
+            proof = serve_proof.proof_of_answer(
+                self._key, connection.right_mac, response.status
+            )
             response.headers[serve_proof.ANSWER_HEADER] = proof
 
     def _refused(self, request: web.Request) -> web.Response | None:
-        if self._token is None:  # the Unix socket; a browser reaches it by a forwarded port
+        # the Unix socket; a browser reaches it by a forwarded port
+        if self._token is None:
             _note(request, True)
-            if request.path == "/healthz" or self.is_host(request.headers.get("Host", "")):
+            if request.path == "/healthz" or self.is_host(
+                request.headers.get("Host", "")
+            ):
                 return None
             return refusal(421, "other_host", "write Host: localhost")
         client = request.remote or ""
@@ -198,20 +234,29 @@ class AccessRules:
         has_token = shown is _Shown.TOKEN
         let_in = has_token or self.has_cookie(request)
         _note(request, let_in)
-        # On loopback, other users of the machine have the same address; they must not use up the limit of allowed ones.
+        # On loopback, other users of the machine have the same address; they must not use up the
+        # limit of allowed ones.
         if not self._requests.allows(f"{client} {let_in}"):
             return refusal(429, "too_many_requests")
-        if request.path == "/healthz":  # it has no data, and probes call it by any name
+        # it has no data, and probes call it by any name
+        if request.path == "/healthz":
             return None
         if has_token and request.path not in self.open_paths:
-            return None  # any Host header is allowed: no page of another name knows the token
+            # any Host header is allowed: no page of another name knows the token
+            return None
         if shown is _Shown.OTHER_CONNECTION:
             return _unauthorized(request, serve_proof.ELSEWHERE)
         if shown is _Shown.OTHER_SERVER:
-            return refusal(421, "other_server", "start this server with --advertise and the URL that is used")
+            return refusal(
+                421,
+                "other_server",
+                "start this server with --advertise and the URL that is used",
+            )
         is_proof = shown is _Shown.WRONG_PROOF  # by any name, as a right one
         if not is_proof and not self.is_host(request.headers.get("Host", "")):
-            return refusal(421, "other_host", "start the server with --allow-host NAME")
+            return refusal(
+                421, "other_host", "start the server with --allow-host NAME"
+            )
         if request.path in self.open_paths or let_in:
             return None
         if not self._wrong_tokens.allows(client):
@@ -238,14 +283,23 @@ class AccessRules:
         if not serve_proof.equal(proof.mac, right.mac):
             return _Shown.WRONG_PROOF
         connection.last_number = proof.number
-        if proof.where != serve_proof.ANYWHERE and host.lower() not in self._own_addresses(request):
+        if (
+            proof.where != serve_proof.ANYWHERE
+            and host.lower() not in self._own_addresses(request)
+        ):
             return _Shown.OTHER_SERVER
         connection.right_mac = right.mac
         return _Shown.TOKEN
 
     def _own_addresses(self, request: web.Request) -> tuple[str, ...]:
-        """Return the host and port of this end of the connection, and those that the directory may name."""
-        name = request.transport.get_extra_info("sockname") if request.transport else None
+        """Return the host and port of this end of the connection, and those that the directory may
+        name.
+        """
+        name = (
+            request.transport.get_extra_info("sockname")
+            if request.transport
+            else None
+        )
         if not isinstance(name, tuple):
             return (self._advertised,)
         address = ipaddress.ip_address(str(name[0]).partition("%")[0])
@@ -255,7 +309,9 @@ class AccessRules:
         return (f"{host}:{name[1]}", self._advertised)
 
     def is_host(self, host: str) -> bool:
-        """Return whether a Host header names this server: pages of other names (DNS rebinding) may not call it."""
+        """Return whether a Host header names this server: pages of other names (DNS rebinding) may
+        not call it.
+        """
         name = host
         port = ""
         if not host.endswith("]") and ":" in host:
@@ -269,20 +325,29 @@ class AccessRules:
         if cookie is None or not self._sessions.knows(cookie):
             return False
         origin = request.headers.get("Origin")
-        own = origin is None or origin.partition("://")[2] == request.headers.get("Host", "")
-        return own if request.method in ("GET", "HEAD") else own and origin is not None
+        own = origin is None or origin.partition("://")[2] == request.headers.get(
+            "Host", ""
+        )
+        return (
+            own
+            if request.method in ("GET", "HEAD")
+            else own and origin is not None
+        )
 
     def lets_in(self, request: web.Request) -> bool:
         """Return whether a request may see data that needs the token."""
         connection = request.protocol
-        is_shown = isinstance(connection, CallerConnection) and connection.is_trusted
+        is_shown = (
+            isinstance(connection, CallerConnection) and connection.is_trusted
+        )
         return self._token is None or is_shown
 
     def log_in(self, request: web.Request, text: str) -> str | None:
         """Begin a session and return its cookie if `text` is the token, else None.
 
-        Raises TooManyWrongTokens instead of None if the client has sent too many. The right token is always taken:
-        on loopback, and behind a proxy, those who guess have the same address as those who know it.
+        Raises TooManyWrongTokens instead of None if the client has sent too many. The right token
+        is always taken: on loopback, and behind a proxy, those who guess have the same address as
+        those who know it.
         """
         if self.is_token(text):
             return self._sessions.begin()
@@ -307,11 +372,15 @@ def _note(request: web.Request, is_trusted: bool) -> None:
 
 
 def _asks_for_nonce(request: web.Request) -> bool:
-    return request.headers.get("Authorization", "").strip().lower() == serve_proof.SCHEME.lower()
+    return (
+        request.headers.get("Authorization", "").strip().lower()
+        == serve_proof.SCHEME.lower()
+    )
 
 
 def _unauthorized(request: web.Request, note: str = "") -> web.Response:
-    """Return the answer to a request without the token: it says how to send it, or how to prove that it is known.
+    """Return the answer to a request without the token: it says how to send it, or how to prove
+    that it is known.
 
     The number for proofs is a new one, so those with the last one are worth nothing any more.
     """
@@ -321,7 +390,9 @@ def _unauthorized(request: web.Request, note: str = "") -> web.Response:
     if isinstance(connection, CallerConnection):
         connection.nonce = serve_proof.random_number()
         connection.last_number = 0
-        answer.headers.add("WWW-Authenticate", serve_proof.challenge(connection.nonce, note))
+        answer.headers.add(
+            "WWW-Authenticate", serve_proof.challenge(connection.nonce, note)
+        )
     return answer
 
 
@@ -330,14 +401,16 @@ class TooManyWrongTokens(Exception):
 
 
 class Sessions:
-    """The logins of the page. A cookie is a random value of one login, and ends with it, or with the server.
+    """The logins of the page. A cookie is a random value of one login, and ends with it, or with
+    the server.
 
-    So it is worth nothing at another server, after `SESSION_SECONDS`, or once it was ended. At most 64 are kept: the
-    oldest ends for a new one. Only digests are kept. For one thread.
+    So it is worth nothing at another server, after `SESSION_SECONDS`, or once it was ended. At most
+    64 are kept: the oldest ends for a new one. Only digests are kept. For one thread.
     """
 
     def __init__(self) -> None:
-        self._ends: OrderedDict[bytes, float] = OrderedDict()  # by digest, the oldest first
+        # by digest, the oldest first
+        self._ends: OrderedDict[bytes, float] = OrderedDict()
 
     def begin(self) -> str:
         """Begin a session; return its cookie."""
@@ -365,12 +438,15 @@ def _digest(text: str) -> bytes:
 
 
 class RateLimit:
-    """Allows `rate` events per second of each client, and `burst` at once. Remembers few clients; for one thread."""
+    """Allows `rate` events per second of each client, and `burst` at once. Remembers few clients;
+    for one thread.
+    """
 
     def __init__(self, rate: float, burst: float) -> None:
         self._rate = rate
         self._burst = burst
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by client: events left, and when
+        # by client: events left, and when
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def allows(self, client: str) -> bool:
         """Count one event; return whether it is within the limit."""
@@ -388,9 +464,11 @@ class RateLimit:
 
 
 def read_token(file: Path | None) -> str:
-    """Return the token of `file`, of the variable, or of the user's file, which is created if it does not exist.
+    """Return the token of `file`, of the variable, or of the user's file, which is created if it
+    does not exist.
 
-    Raises ConfigError if the file cannot be read, if others know or can read the token, and if it is too short.
+    Raises ConfigError if the file cannot be read, if others know or can read the token, and if it
+    is too short.
     """
     if file is None and (given := os.environ.get(TOKEN_VARIABLE)) is not None:
         return _checked(given, TOKEN_VARIABLE)
@@ -402,16 +480,22 @@ def read_token(file: Path | None) -> str:
             status = os.fstat(opened.fileno())
             if not is_own(status):
                 raise ConfigError(
-                    f"{path}: belongs to another user or can be written by others, who then know the token: "
+                    f"{path}: belongs to another user or can be written by others, who then know "
+                    "the token: "
                     "write one into a file of your own (--token-file), which only you can read"
                 )
-            if status.st_mode & 0o077 and (file is None or status.st_uid == os.geteuid()):
-                raise ConfigError(f"{path}: other users can read the token: chmod 600 it")
+            if status.st_mode & 0o077 and (
+                file is None or status.st_uid == os.geteuid()
+            ):
+                raise ConfigError(
+                    f"{path}: other users can read the token: chmod 600 it"
+                )
             text = opened.read(_LONGEST_TOKEN + 100).decode("utf-8", "replace")
         return _checked(text, str(path))
     except OSError as error:
         raise ConfigError(
-            f"{path}: the token cannot be read: {error.strerror}; write one there that only this user can read"
+            f"{path}: the token cannot be read: {error.strerror}; write one there that only this "
+            "user can read"
         ) from None
 
 
@@ -429,8 +513,14 @@ def private_directory(path: Path) -> None:
         make_directory(path)
         status = path.lstat()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be created: {error.strerror}; choose another path") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{path}: cannot be created: {error.strerror}; choose another path"
+        ) from None
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & 0o077
+    ):
         raise ConfigError(
             f"{path}: must be a directory of this user with mode 0700: chmod it or choose another"
         )
@@ -438,16 +528,21 @@ def private_directory(path: Path) -> None:
 
 def _checked(text: str, place: str) -> str:
     token = text.strip()
-    if not _SHORTEST_TOKEN <= len(token) <= _LONGEST_TOKEN or not re.fullmatch("[!-~]+", token):
+    if not _SHORTEST_TOKEN <= len(token) <= _LONGEST_TOKEN or not re.fullmatch(
+        "[!-~]+", token
+    ):
         raise ConfigError(
-            f"{place}: a token has {_SHORTEST_TOKEN} to {_LONGEST_TOKEN} printable ASCII characters without spaces: "
+            f"{place}: a token has {_SHORTEST_TOKEN} to {_LONGEST_TOKEN} printable ASCII "
+            "characters without spaces: "
             "remove the file for a new one, or write another"
         )
     return token
 
 
 def _make_token(path: Path) -> None:
-    """Write a new token, unless another server was first. A failure leaves nothing behind. Raises ConfigError."""
+    """Write a new token, unless another server was first. A failure leaves nothing behind. Raises
+    ConfigError.
+    """
     # not the process id: the server of a container has the same at each start
     fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
@@ -455,12 +550,17 @@ def _make_token(path: Path) -> None:
         remove_abandoned(path.parent, f".{path.name}-*")
         try:
             with open(
-                fresh, "x", opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600)
+                fresh,
+                "x",
+                opener=lambda name, flags: os.open(
+                    name, flags | os.O_CLOEXEC, 0o600
+                ),
             ) as file:
                 file.write(secrets.token_urlsafe(32) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):  # if another server was first, its token is used
+            # if another server was first, its token is used
+            with contextlib.suppress(FileExistsError):
                 os.link(fresh, path)
         finally:
             fresh.unlink(missing_ok=True)

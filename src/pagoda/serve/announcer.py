@@ -1,7 +1,9 @@
-"""Announces in a directory which chunks the stores of this machine have, so that other machines find them.
+"""Announces in a directory which chunks the stores of this machine have, so that other machines
+find them.
 
-`server` starts one `Announcer` if the option `lookup` is set. It reads the mapped columns of the stores and takes no
-lock of a ledger, so engines do not wait. Announcements are hints (`pagoda.tiers.remote.peer_directory`).
+`server` starts one `Announcer` if the option `lookup` is set. It reads the mapped columns of the
+stores and takes no lock of a ledger, so engines do not wait. Announcements are hints
+(`pagoda.tiers.remote.peer_directory`).
 """
 
 from __future__ import annotations
@@ -21,10 +23,15 @@ from pagoda.ledger.columns import NOT_READY
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.serve.served_stores import ServedStore, ServedStores
 from pagoda.signal_safe_threads import NO_THREAD, Event, begin
-from pagoda.tiers.remote.peer_directory import PERIOD_SECONDS, PeerDirectory, PeerDirectoryConnection
+from pagoda.tiers.remote.peer_directory import (
+    PERIOD_SECONDS,
+    PeerDirectory,
+    PeerDirectoryConnection,
+)
 
 _ROUND_SECONDS = 1.0
-_ROUNDS = PERIOD_SECONDS // 3  # in so many rounds every chunk is announced again, a part in each
+# in so many rounds every chunk is announced again, a part in each
+_ROUNDS = PERIOD_SECONDS // 3
 _MOST_KEYS = 20_000  # in one round; more keys follow in the next rounds
 _CALL_SECONDS = 5.0
 _END_SECONDS = 1.0
@@ -33,26 +40,40 @@ _logger = guarded_logger("pagoda.serve")
 
 
 class Announcer:
-    """A thread that announces new chunks each second, and all chunks a few times per period, until `close`."""
+    """A thread that announces new chunks each second, and all chunks a few times per period, until
+    `close`.
+    """
 
     def __init__(
-        self, directory: PeerDirectory, url: Callable[[str], str], stores: ServedStores, counts: Counter[str]
+        self,
+        directory: PeerDirectory,
+        url: Callable[[str], str],
+        stores: ServedStores,
+        counts: Counter[str],
     ) -> None:
-        """Start. `url` returns the URL of this server for other machines, from its address towards the directory.
+        """Start. `url` returns the URL of this server for other machines, from its address towards
+        the directory.
 
-        Counts "announced" and "announce_failures" in `counts`. Raises StoreError if no thread can be started.
+        Counts "announced" and "announce_failures" in `counts`. Raises StoreError if no thread can
+        be started.
         """
         self._directory = directory
         self._url = url
         self._stores = stores
         self._counts = counts
-        self._sent: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = weakref.WeakKeyDictionary()
+        self._sent: weakref.WeakKeyDictionary[ServedStore, NDArray[np.uint64]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._connection: PeerDirectoryConnection | None = None
         self._ended = Event()
         self._log = RateLimitedLog()
-        self._thread = threading.Thread(target=self._run, name="pagoda-announcer", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="pagoda-announcer", daemon=True
+        )
         if not begin(self._thread):
-            raise StoreError(f"chunks are not announced to other machines: {NO_THREAD}")
+            raise StoreError(
+                f"chunks are not announced to other machines: {NO_THREAD}"
+            )
 
     def close(self) -> None:
         """Stop soon, and wait for the end. Announced hints expire."""
@@ -67,14 +88,18 @@ class Announcer:
             number += 1
             try:
                 self._announce(number)
-            except Exception as error:  # noqa: BLE001  # a background thread: it continues with the next round
+            except Exception as error:  # noqa: BLE001
+                # a background thread: it continues with the next round
                 if self._connection is not None:
                     self._connection.close()
                     self._connection = None
                 if not self._ended.is_set():
                     self._counts["announce_failures"] += 1
                     said = f"{type(error).__name__}: {error}"
-                    text = f"{self._directory.address}: {said}: other machines may not find new chunks of this one"
+                    text = (
+                        f"{self._directory.address}: {said}: other machines may not find new "
+                        "chunks of this one"
+                    )
                     self._log.warn(_logger, Reason.IO_ERROR, text)
 
     def _announce(self, number: int) -> None:
@@ -97,12 +122,20 @@ class Announcer:
     def _due(
         self, store: ServedStore, number: int, most: int
     ) -> tuple[NDArray[np.int64], NDArray[np.uint64], list[bytes]]:
-        """Return the slots to announce, new ones first, with generations and keys. A torn row is only a wrong hint."""
+        """Return the slots to announce, new ones first, with generations and keys. A torn row is
+        only a wrong hint.
+        """
         columns = store.ledger.columns
         generations = columns.generation.copy()
         told = self._sent.setdefault(store, np.zeros_like(generations))
         ready = columns.last_use != NOT_READY
         new = np.flatnonzero(ready & (generations != told))
         turn = np.arange(number % _ROUNDS, columns.slots, _ROUNDS)
-        slots = np.concatenate([new, turn[ready[turn] & (generations[turn] == told[turn])]])[:most]
-        return slots, generations[slots], [row.tobytes() for row in columns.keys[slots]]
+        slots = np.concatenate(
+            [new, turn[ready[turn] & (generations[turn] == told[turn])]]
+        )[:most]
+        return (
+            slots,
+            generations[slots],
+            [row.tobytes() for row in columns.keys[slots]],
+        )

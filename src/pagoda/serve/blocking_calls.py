@@ -1,4 +1,6 @@
-"""Runs calls that may wait (for a ledger, a disk, a checksum) on threads, never on the event loop."""
+"""Runs calls that may wait (for a ledger, a disk, a checksum) on threads, never on the event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_EXIT_SECONDS = 0.25  # the time that running calls have after `close`; they can be interrupted anywhere
+# the time that running calls have after `close`; they can be interrupted anywhere
+_EXIT_SECONDS = 0.25
 
 
 class OverloadedError(Exception):
@@ -22,14 +25,20 @@ class OverloadedError(Exception):
 
 
 class BlockingCallPool:
-    """A bounded number of threads, and of calls that wait for them. Call `run` on the event loop."""
+    """A bounded number of threads, and of calls that wait for them. Call `run` on the event
+    loop.
+    """
 
     def __init__(self, threads: int = 8, most_waiting: int = 256) -> None:
         self._most = threads + most_waiting
         self._pool = Pool(threads, "pagoda-serve", _EXIT_SECONDS)
 
-    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `call` returns on another thread. Raises what it raises, or OverloadedError."""
+    async def run(
+        self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return what `call` returns on another thread. Raises what it raises, or
+        OverloadedError.
+        """
         if self._pool.under_way >= self._most:
             raise OverloadedError
         try:
@@ -38,7 +47,9 @@ class BlockingCallPool:
             raise OverloadedError from error
         called = asyncio.wrap_future(future)
         # take the exception, even if the request has ended
-        called.add_done_callback(lambda done: done.cancelled() or done.exception())
+        called.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )
         return await asyncio.shield(called)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """`GET /metrics`: contents and counters of the machine's stores, for Prometheus.
 
-`server` calls `add_routes`; `exposition` makes the text. The stores are read by one thread, at most once per second.
+`server` calls `add_routes`; `exposition` makes the text. The stores are read by one thread, at most
+once per second.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pagoda.serve.chunk_routes import COUNTS
 from pagoda.serve.exposition import Exposition, exposition
 
 _FRESH_SECONDS = 1.0
-_STORES_SECONDS = 1.0  # to wait for all locks that other processes hold; Prometheus waits ten seconds
+# to wait for all locks that other processes hold; Prometheus waits ten seconds
+_STORES_SECONDS = 1.0
 
 
 class StoreScrape:
@@ -44,7 +46,10 @@ class StoreScrape:
         counts = request.app[COUNTS]
         found = replace(self._last, served=counts)
         body, media_type = exposition(found, request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": media_type, "Cache-Control": "no-store"})
+        return web.Response(
+            body=body,
+            headers={"Content-Type": media_type, "Cache-Control": "no-store"},
+        )
 
     def _read(self) -> Exposition:
         """Read every store; name those that cannot be read."""
@@ -53,13 +58,17 @@ class StoreScrape:
         deadline = Deadline(_STORES_SECONDS)
         for directory in self._find_stores():
             try:
-                with closing(Ledger.attach(directory, deadline_seconds=deadline.last())) as ledger:
+                with closing(
+                    Ledger.attach(directory, deadline_seconds=deadline.last())
+                ) as ledger:
                     stores.append(StoreStats.of(ledger, deadline.last()))
             except (PagodaError, OSError):
                 unreadable.append(str(directory))
         return Exposition(stores, unreadable)
 
 
-def add_routes(app: web.Application, find_stores: Callable[[], Sequence[Path]]) -> None:
+def add_routes(
+    app: web.Application, find_stores: Callable[[], Sequence[Path]]
+) -> None:
     """Add `GET /metrics`. `find_stores` returns the directories of the stores that exist."""
     app.router.add_get("/metrics", StoreScrape(find_stores).answer)

@@ -1,8 +1,10 @@
-"""The operator's routes: the page and its files, its data as JSON and as a stream of events, login, the changes.
+"""The operator's routes: the page and its files, its data as JSON and as a stream of events, login,
+the changes.
 
-`server.make_app` adds them. Answers come from `LiveFeed` and `Operations`; operations run on a thread, one at a time.
-`AccessRules` has checked the token. This module refuses requests that a browser sends for another site's page, also on
-a Unix socket, which browsers reach through a forwarded port.
+`server.make_app` adds them. Answers come from `LiveFeed` and `Operations`; operations run on a
+thread, one at a time. `AccessRules` has checked the token. This module refuses requests that a
+browser sends for another site's page, also on a Unix socket, which browsers reach through a
+forwarded port.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from aiohttp import web
 
 from pagoda.errors import PagodaError
 from pagoda.ledger import Ledger
-from pagoda.serve.access import COOKIE, SESSION_SECONDS, AccessRules, Handler, TooManyWrongTokens, refusal
+from pagoda.serve.access import (
+    COOKIE,
+    SESSION_SECONDS,
+    AccessRules,
+    Handler,
+    TooManyWrongTokens,
+    refusal,
+)
 from pagoda.serve.blocking_calls import CALLS, BlockingCallPool
 from pagoda.serve.chunk_routes import READ_ONLY, STORES, small_body
 from pagoda.serve.live_feed import LiveFeed, TooManyReaders
@@ -30,8 +39,14 @@ from pagoda.serve.overview import Overview, RemoteUsage
 MOST_BODY_BYTES = 8 << 20  # a million token ids
 _MOST_LOGIN_BYTES = 4096
 _SEND_SECONDS = 5.0  # for one event; a slower reader is dropped
-_WORK_SECONDS = 60.0  # how long a request waits for its operation, which continues afterwards
-_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "html": "text/html"}
+# how long a request waits for its operation, which continues afterwards
+_WORK_SECONDS = 60.0
+_TYPES = {
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+    "html": "text/html",
+}
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -58,15 +73,22 @@ class PageOptions:
 
 
 class OperatorRoutes:
-    """The routes of one server. `add_to` adds them to an application, whose end closes the streams."""
+    """The routes of one server. `add_to` adds them to an application, whose end closes the
+    streams.
+    """
 
-    def __init__(self, options: PageOptions, access: AccessRules, app: web.Application) -> None:
-        """Prepare; `app` must have STORES, CALLS and READ_ONLY. If it is read-only, every change is refused."""
+    def __init__(
+        self, options: PageOptions, access: AccessRules, app: web.Application
+    ) -> None:
+        """Prepare; `app` must have STORES, CALLS and READ_ONLY. If it is read-only, every change is
+        refused.
+        """
         stores = app[STORES]
 
         def ledgers() -> Sequence[Ledger]:
             """Return the ledgers of all stores, also of those that were just created."""
-            with contextlib.suppress(PagodaError, OSError):  # the server scans again, and logs the error
+            # the server scans again, and logs the error
+            with contextlib.suppress(PagodaError, OSError):
                 stores.scan()
             return stores.ledgers()
 
@@ -81,7 +103,8 @@ class OperatorRoutes:
         self._feed = LiveFeed(overview, app[CALLS])
         self._operations = Operations(stores, options.prompts, options.shared)
         self._access = access
-        self._people = BlockingCallPool(threads=1, most_waiting=8)  # chunks do not wait for operations
+        # chunks do not wait for operations
+        self._people = BlockingCallPool(threads=1, most_waiting=8)
         self._read_only = app[READ_ONLY]
         self._working = asyncio.Semaphore(1)
         folder = files("pagoda.serve").joinpath("page")
@@ -90,7 +113,9 @@ class OperatorRoutes:
             for name in ("index.html", "page.css", "page.js", "icon.svg")
         }
         css = self._files["page.css"].decode()
-        self._form, self._form_policy = _login_form(folder.joinpath("login.html").read_text(), css)
+        self._form, self._form_policy = _login_form(
+            folder.joinpath("login.html").read_text(), css
+        )
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes; `/` and `/login` are open, and show nothing without the token."""
@@ -105,7 +130,11 @@ class OperatorRoutes:
         router.add_post("/logout", self._own(self._log_out))
         router.add_post("/explain", self._own(self._operating(work.explain)))
         for change in (work.clear, work.pin, work.unpin, work.warm):
-            handler = self._refuse_change if self._read_only else self._operating(change)
+            handler = (
+                self._refuse_change
+                if self._read_only
+                else self._operating(change)
+            )
             router.add_post(f"/{change.__name__}", self._own(handler))
 
         async def close(_: web.Application) -> None:
@@ -115,14 +144,19 @@ class OperatorRoutes:
         app.on_shutdown.append(close)
 
     def _own(self, handler: Handler) -> Handler:
-        """Return a handler that refuses a change that a browser sends for a page of another site."""
+        """Return a handler that refuses a change that a browser sends for a page of another
+        site.
+        """
 
         async def handle(request: web.Request) -> web.StreamResponse:
             headers = request.headers
             origin = headers.get("Origin")
             host = headers.get("Host", "")
             from_here = origin is None or origin.partition("://")[2] == host
-            from_here &= headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
+            from_here &= headers.get("Sec-Fetch-Site", "none") in (
+                "same-origin",
+                "none",
+            )
             if request.method == "POST" and not from_here:
                 return refusal(403, "other_site", "use the page of this server")
             return await handler(request)
@@ -137,10 +171,16 @@ class OperatorRoutes:
         return self._login_page()
 
     def _login_page(self, said: str = "", status: int = 401) -> web.Response:
-        body = self._form.replace(b"</h1>", f'</h1><p class="trouble" role="alert">{said}</p>'.encode())
+        body = self._form.replace(
+            b"</h1>", f'</h1><p class="trouble" role="alert">{said}</p>'.encode()
+        )
         headers = {**_HEADERS, "Content-Security-Policy": self._form_policy}
         return web.Response(
-            status=status, body=body, content_type="text/html", charset="utf-8", headers=headers
+            status=status,
+            body=body,
+            content_type="text/html",
+            charset="utf-8",
+            headers=headers,
         )
 
     async def _file(self, request: web.Request) -> web.Response:
@@ -151,16 +191,27 @@ class OperatorRoutes:
 
     def _sent(self, name: str) -> web.Response:
         kind = _TYPES[name.rpartition(".")[2]]
-        return web.Response(body=self._files[name], content_type=kind, charset="utf-8", headers=_HEADERS)
+        return web.Response(
+            body=self._files[name],
+            content_type=kind,
+            charset="utf-8",
+            headers=_HEADERS,
+        )
 
     async def _stats(self, _: web.Request) -> web.Response:
         try:
             return web.json_response(await self._feed.latest(), headers=_HEADERS)
         except TimeoutError:
-            return refusal(503, "deadline", "look for a stopped process: the stores do not answer")
+            return refusal(
+                503,
+                "deadline",
+                "look for a stopped process: the stores do not answer",
+            )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        response = web.StreamResponse(
+            headers={**_HEADERS, "Content-Type": "text/event-stream"}
+        )
         try:
             async with self._feed.reader() as queue:
                 await response.prepare(request)
@@ -170,8 +221,13 @@ class OperatorRoutes:
             return refusal(503, "too_many_streams", str(full))
         except TimeoutError:
             if not response.prepared:
-                return refusal(503, "deadline", "look for a stopped process: the stores do not answer")
-            if request.transport is not None:  # drop the events that the reader did not take
+                return refusal(
+                    503,
+                    "deadline",
+                    "look for a stopped process: the stores do not answer",
+                )
+            # drop the events that the reader did not take
+            if request.transport is not None:
                 request.transport.abort()
         except ConnectionError:  # the page was closed
             pass
@@ -186,16 +242,31 @@ class OperatorRoutes:
         try:
             cookie = self._access.log_in(request, _token_in(body, is_form))
         except TooManyWrongTokens:
-            many = "there were too many wrong tokens: wait a moment, then try again"
-            return self._login_page(many, 429) if is_form else refusal(429, "too_many_wrong_tokens", many)
+            many = (
+                "there were too many wrong tokens: wait a moment, then try again"
+            )
+            return (
+                self._login_page(many, 429)
+                if is_form
+                else refusal(429, "too_many_wrong_tokens", many)
+            )
         if cookie is None:
             wrong = "this is not the token"
-            return self._login_page(wrong) if is_form else refusal(401, "token", wrong)
+            return (
+                self._login_page(wrong)
+                if is_form
+                else refusal(401, "token", wrong)
+            )
         response = web.json_response({"ok": True})
         if is_form:
             response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(
-            COOKIE, cookie, max_age=SESSION_SECONDS, httponly=True, samesite="Strict", secure=request.secure
+            COOKIE,
+            cookie,
+            max_age=SESSION_SECONDS,
+            httponly=True,
+            samesite="Strict",
+            secure=request.secure,
         )
         response.headers.update(_HEADERS)
         return response
@@ -216,7 +287,8 @@ class OperatorRoutes:
                 return refusal(415, "content_type", "send application/json")
             try:
                 asked = msgspec.json.decode(
-                    await small_body(request, MOST_BODY_BYTES), type=dict[str, object]
+                    await small_body(request, MOST_BODY_BYTES),
+                    type=dict[str, object],
                 )
             except (ValueError, RecursionError):
                 return refusal(400, "not_json", "send one JSON object")
@@ -258,9 +330,11 @@ def _token_in(body: bytes, is_form: bool) -> str:
 
 
 def _login_form(form: str, css: str) -> tuple[bytes, str]:
-    """Return a page with its style inside, because other files need the token, and the policy that allows the style."""
+    """Return a page with its style inside, because other files need the token, and the policy that
+    allows the style.
+    """
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
-    policy = _POLICY.replace("style-src 'self'", f"style-src 'sha256-{digest}'").replace(
-        "img-src 'self'", "img-src data:"
-    )
+    policy = _POLICY.replace(
+        "style-src 'self'", f"style-src 'sha256-{digest}'"
+    ).replace("img-src 'self'", "img-src data:")
     return form.replace("/* page.css */", css).encode(), policy

@@ -1,7 +1,8 @@
 """All data of the operator's page as one dict: tiers, hits, savings, misses, namespaces, pins.
 
-`live_feed` calls `Overview.take` on a thread, once for all readers. It calls `StoreStats.of`; all figures come from
-the counters that the engines of this machine share. An unknown figure is None, with a text that says what to do.
+`live_feed` calls `Overview.take` on a thread, once for all readers. It calls `StoreStats.of`; all
+figures come from the counters that the engines of this machine share. An unknown figure is None,
+with a text that says what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ MOST_NAMESPACES = 50
 MOST_PINS = 50
 MOST_REQUESTS = 20
 _REMOTES_SECONDS = 30.0  # the pause between two questions to the remote tiers
-_REMOTES_PATIENCE_SECONDS = 0.2  # to wait for them; then an overview has their earlier answers
+# to wait for them; then an overview has their earlier answers
+_REMOTES_PATIENCE_SECONDS = 0.2
 _STORES_SECONDS = 1.0  # to wait for all locks that other processes hold
 _TITLES = {"host": "host memory", "disk": "disk", "remote": "remote tiers"}
 
@@ -50,12 +52,15 @@ class RemoteUsage(NamedTuple):
 
 
 class LatelyAsked:
-    """The last answers of remote tiers, so that local stores do not wait for slow ones. For one thread.
+    """The last answers of remote tiers, so that local stores do not wait for slow ones. For one
+    thread.
 
     `ask` may wait: it runs on a separate thread, at most once in `every_seconds`.
     """
 
-    def __init__(self, ask: Callable[[], Sequence[RemoteUsage]], every_seconds: float) -> None:
+    def __init__(
+        self, ask: Callable[[], Sequence[RemoteUsage]], every_seconds: float
+    ) -> None:
         self._ask = ask
         self._every_seconds = every_seconds
         self._said: Sequence[RemoteUsage] = ()
@@ -63,7 +68,9 @@ class LatelyAsked:
         self._asking: threading.Thread | None = None
 
     def known(self, patience_seconds: float) -> Sequence[RemoteUsage]:
-        """Return the last answers; ask again if `every_seconds` are over, and wait so long for the new ones."""
+        """Return the last answers; ask again if `every_seconds` are over, and wait so long for the
+        new ones.
+        """
 
         def ask() -> None:
             self._said = self._ask()
@@ -71,7 +78,9 @@ class LatelyAsked:
         asks = self._asking is not None and self._asking.is_alive()
         if not asks and time.monotonic() - self._asked_at > self._every_seconds:
             self._asked_at = time.monotonic()
-            self._asking = threading.Thread(target=ask, name="pagoda-remotes", daemon=True)
+            self._asking = threading.Thread(
+                target=ask, name="pagoda-remotes", daemon=True
+            )
             if begin(self._asking):
                 self._asking.join(patience_seconds)
         return self._said
@@ -91,8 +100,8 @@ class Overview:
 
     Args:
         ledgers: returns the present stores, host tiers first; raises nothing.
-        remotes: returns the answers of the remote tiers; it may wait, because it runs on a separate thread, at most
-            every half minute.
+        remotes: returns the answers of the remote tiers; it may wait, because it runs on a separate
+            thread, at most every half minute.
         settings: constant names and values, for people.
         gpu_price: the price per hour of an engine's GPUs, in any currency; None: not known.
         tokenizer: whether prompts may be text.
@@ -113,7 +122,9 @@ class Overview:
         self.history: deque[Sample] = deque(maxlen=MOST_SAMPLES)
 
     def take(self) -> dict[str, object]:
-        """Read all stores and return the overview, with the sample since the last call (None at first)."""
+        """Read all stores and return the overview, with the sample since the last call (None at
+        first).
+        """
         ledgers = self.ledgers()
         now = time.time()
         deadline = Deadline(_STORES_SECONDS)
@@ -128,7 +139,10 @@ class Overview:
         totals: Tally[str] = Tally()
         for store in stores:
             totals.update(store.counters)
-        shown = {name: totals[name] for name in ("lookups", "hits", "asked_tokens", "hit_tokens")}
+        shown = {
+            name: totals[name]
+            for name in ("lookups", "hits", "asked_tokens", "hit_tokens")
+        }
         namespaces = _namespaces(stores)
         pins = _pins(stores)
         return {
@@ -136,7 +150,10 @@ class Overview:
             "machine": socket.gethostname(),
             "time": now,
             "troubles": troubles,
-            "tiers": [*_local_tiers(stores, totals), *_remote_tiers(remotes, totals["hit_tokens_remote"])],
+            "tiers": [
+                *_local_tiers(stores, totals),
+                *_remote_tiers(remotes, totals["hit_tokens_remote"]),
+            ],
             "totals": shown,
             "saved": _saved(stores, self.gpu_price),
             "misses": by_reason(totals, "miss_"),
@@ -153,7 +170,9 @@ class Overview:
         }
 
     def _sample(self, now: float, stores: Sequence[StoreStats]) -> Sample | None:
-        """Return and keep the sample since the last call; stores that are new since then add nothing."""
+        """Return and keep the sample since the last call; stores that are new since then add
+        nothing.
+        """
         known = {store.directory: store for store in stores}
         before = self._before
         self._before = (now, known)
@@ -163,14 +182,21 @@ class Overview:
         for directory, old in before[1].items():
             if directory in known:
                 fresh = known[directory].counters
-                changed.update({name: max(0, fresh[name] - count) for name, count in old.counters.items()})
+                changed.update(
+                    {
+                        name: max(0, fresh[name] - count)
+                        for name, count in old.counters.items()
+                    }
+                )
         hits = {kind: changed[f"hit_tokens_{kind}"] for kind in TIER_KINDS}
         sample = Sample(time=now, seconds=now - before[0], hit_tokens=hits)
         self.history.append(sample)
         return sample
 
 
-def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> list[dict[str, object]]:
+def _local_tiers(
+    stores: Sequence[StoreStats], totals: Mapping[str, int]
+) -> list[dict[str, object]]:
     """Return one row for each kind of tier that this machine has, from the top down."""
     return [
         {
@@ -188,7 +214,9 @@ def _local_tiers(stores: Sequence[StoreStats], totals: Mapping[str, int]) -> lis
     ]
 
 
-def _remote_tiers(remotes: Sequence[RemoteUsage], hit_tokens: int) -> list[dict[str, object]]:
+def _remote_tiers(
+    remotes: Sequence[RemoteUsage], hit_tokens: int
+) -> list[dict[str, object]]:
     """Return one row for each remote tier. Engines count the hits of all remote tiers together."""
     return [
         {
@@ -205,17 +233,26 @@ def _remote_tiers(remotes: Sequence[RemoteUsage], hit_tokens: int) -> list[dict[
     ]
 
 
-def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, object]:
-    """Return what the hits saved: those of each store at the speed that the engines of this store reported."""
+def _saved(
+    stores: Sequence[StoreStats], gpu_price: float | None
+) -> dict[str, object]:
+    """Return what the hits saved: those of each store at the speed that the engines of this store
+    reported.
+    """
     compute_seconds = load_seconds = 0.0
     known_tokens = unknown_tokens = 0
     for store in stores:
         count = store.counters
         if count["prefill_tokens"] and count["prefill_microseconds"]:
             known_tokens += count["hit_tokens"]
-            token_seconds = count["prefill_microseconds"] / 1e6 / count["prefill_tokens"]
+            token_seconds = (
+                count["prefill_microseconds"] / 1e6 / count["prefill_tokens"]
+            )
             compute_seconds += count["hit_tokens"] * token_seconds
-            load_seconds += sum(count[f"load_microseconds_{kind}"] for kind in TIER_KINDS) / 1e6
+            load_seconds += (
+                sum(count[f"load_microseconds_{kind}"] for kind in TIER_KINDS)
+                / 1e6
+            )
         else:
             unknown_tokens += count["hit_tokens"]
     if not known_tokens:
@@ -224,21 +261,33 @@ def _saved(stores: Sequence[StoreStats], gpu_price: float | None) -> dict[str, o
             if unknown_tokens
             else "nothing has hit yet"
         )
-        unknown = dict.fromkeys(("engine_seconds", "first_token_seconds", "money"))
-        return unknown | dict.fromkeys(("engine_words", "first_token_words", "money_words"), remedy)
-    rest = f"; without {unknown_tokens:,} tokens of engines that report no speed" * bool(unknown_tokens)
+        unknown = dict.fromkeys(
+            ("engine_seconds", "first_token_seconds", "money")
+        )
+        return unknown | dict.fromkeys(
+            ("engine_words", "first_token_words", "money_words"), remedy
+        )
+    rest = (
+        f"; without {unknown_tokens:,} tokens of engines that report no speed"
+        * bool(unknown_tokens)
+    )
     money_words = (
         "start the server with --gpu-price"
         if gpu_price is None
         else f"at {gpu_price:g} per hour of an engine"
     )
-    speed = f"{known_tokens:,} tokens at {known_tokens / compute_seconds:,.0f} tokens/s, as engines reported{rest}"
+    speed = (
+        f"{known_tokens:,} tokens at {known_tokens / compute_seconds:,.0f} tokens/s, as "
+        f"engines reported{rest}"
+    )
     return {
         "engine_seconds": compute_seconds,
         "engine_words": f"an estimate: {speed}",
         "first_token_seconds": compute_seconds - load_seconds,
-        "first_token_words": "an estimate: the time to compute the hit tokens, minus the time to load them",
-        "money": compute_seconds / 3600 * gpu_price if gpu_price is not None else None,
+        "first_token_words": "an estimate: the time to compute the hit tokens, minus the time to load them",  # noqa: E501
+        "money": compute_seconds / 3600 * gpu_price
+        if gpu_price is not None
+        else None,
         "money_words": money_words,
     }
 
@@ -257,7 +306,9 @@ def _namespaces(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
         {
             "namespace": root.hex(),
             "fields": fields[root],
-            "chunks": {tier: count for tier, count in chunks[root].items() if count},
+            "chunks": {
+                tier: count for tier, count in chunks[root].items() if count
+            },
             "bytes": size[root],
         }
         for root in sorted(fields, key=lambda root: -size[root])
@@ -265,26 +316,49 @@ def _namespaces(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
 
 
 def _requests(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
-    """Return the last requests, newest first, with the known fields of their namespaces (only a digest of a salt)."""
-    last = sorted(chain.from_iterable(store.requests for store in stores), key=lambda one: -one.time)
-    fields = {row.root[:NAMESPACE_BYTES]: row.fields for store in stores for row in store.namespaces}
+    """Return the last requests, newest first, with the known fields of their namespaces (only a
+    digest of a salt).
+    """
+    last = sorted(
+        chain.from_iterable(store.requests for store in stores),
+        key=lambda one: -one.time,
+    )
+    fields = {
+        row.root[:NAMESPACE_BYTES]: row.fields
+        for store in stores
+        for row in store.namespaces
+    }
     return [
-        {**one._asdict(), "namespace": one.namespace.hex(), "fields": fields.get(one.namespace, {})}
+        {
+            **one._asdict(),
+            "namespace": one.namespace.hex(),
+            "fields": fields.get(one.namespace, {}),
+        }
         for one in last[:MOST_REQUESTS]
     ]
 
 
 def _pins(stores: Sequence[StoreStats]) -> list[dict[str, object]]:
     """Return the pinned chunks by owner and tier, most first."""
-    rows = [(chunks, store.tier, owner) for store in stores for owner, chunks in store.pins.items()]
+    rows = [
+        (chunks, store.tier, owner)
+        for store in stores
+        for owner, chunks in store.pins.items()
+    ]
     rows.sort(key=lambda row: -row[0])
-    return [{"tier": tier, "owner": owner, "chunks": chunks} for chunks, tier, owner in rows]
+    return [
+        {"tier": tier, "owner": owner, "chunks": chunks}
+        for chunks, tier, owner in rows
+    ]
 
 
 def _setup(stores: Sequence[StoreStats]) -> list[tuple[str, str]]:
     rows = [(f"Store ({store.tier})", str(store.directory)) for store in stores]
     if stores:
         rows.append(
-            ("Processes", f"at most {max(store.gauges['members'] for store in stores)} use one store")
+            (
+                "Processes",
+                f"at most {max(store.gauges['members'] for store in stores)} use one store",
+            )
         )
     return rows

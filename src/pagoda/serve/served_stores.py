@@ -1,7 +1,7 @@
 """The stores of the server: it finds them under the known roots, and opens them beside the engines.
 
-`server` makes one `ServedStores`; `chunk_routes` calls it on the threads for blocking calls, because a call may wait
-for the ledger, until its deadline.
+`server` makes one `ServedStores`; `chunk_routes` calls it on the threads for blocking calls,
+because a call may wait for the ledger, until its deadline.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _LEDGER_SECONDS = 1.0  # the deadline of one call of a ledger
 _FIND_SECONDS = 0.25  # the deadline of all look-ups of one request
 _MOST_HEADERS = 2048  # 4 KiB each
 _MOST_LABELS = 1024
-_RUN_SECONDS = 5.0  # chunks of one namespace that arrive, or are read, within this time count as one run
+# chunks of one namespace that arrive, or are read, within this time count as one run
+_RUN_SECONDS = 5.0
 _MOST_RUNS = 1024
 _MOST_STORES = 64  # with so many stores, the server creates no more
 
@@ -54,14 +55,18 @@ class HostRoom(NamedTuple):
 
 
 class LocatedChunk(NamedTuple):
-    """A chunk that may be read from `slot` of `store`, where it had this `generation`. It has a lease."""
+    """A chunk that may be read from `slot` of `store`, where it had this `generation`. It has a
+    lease.
+    """
 
     store: ServedStore
     slot: int
     generation: int
 
     def renew(self) -> bool:
-        """Renew the lease; return whether the slot still has this chunk. If so, bytes read before belong to it."""
+        """Renew the lease; return whether the slot still has this chunk. If so, bytes read before
+        belong to it.
+        """
         ledger = self.store.ledger
         where = (np.array([self.slot]), np.array([self.generation], np.uint64))
         ledger.lease(*where, LEASE_SECONDS)
@@ -71,10 +76,13 @@ class LocatedChunk(NamedTuple):
 class ServedStore:
     """One existing store, opened beside the processes that use it. Thread-safe.
 
-    `close` takes effect when the last `using` has ended. `file` is a descriptor of the slab, for sendfile.
+    `close` takes effect when the last `using` has ended. `file` is a descriptor of the slab, for
+    sendfile.
     """
 
-    def __init__(self, directory: Path, ledger: Ledger, slab: MemorySlab | FileSlab) -> None:
+    def __init__(
+        self, directory: Path, ledger: Ledger, slab: MemorySlab | FileSlab
+    ) -> None:
         """Take over `ledger` and its `slab`."""
         self.directory = directory
         self.ledger = ledger
@@ -83,7 +91,8 @@ class ServedStore:
         self.tier = "host" if self.in_memory else "disk"
         self.chunk_bytes = ledger.chunk_bytes
         self.fingerprint = directory.name.partition(".")[0]
-        self.file = open(ledger.slab_path, "rb", buffering=0)  # noqa: SIM115  # closed with the store
+        # closed with the store
+        self.file = open(ledger.slab_path, "rb", buffering=0)  # noqa: SIM115
         self._host_tier: HostTier | None = None
         self._lock = threading.Lock()
         self._users = 0
@@ -91,14 +100,17 @@ class ServedStore:
 
     @classmethod
     def open(cls, directory: Path, deadline_seconds: float) -> ServedStore | None:
-        """Open the store of a directory; return None if its chunks may not be served. Raises StoreError, OSError.
+        """Open the store of a directory; return None if its chunks may not be served. Raises
+        StoreError, OSError.
 
-        The payload size of a store that only older versions have used is unknown until the next engine opens it.
+        The payload size of a store that only older versions have used is unknown until the next
+        engine opens it.
         """
         state = read_state(directory)
         if state is not None and (state.private or not state.chunk_bytes):
             return None
-        if lossy_codec_of(directory):  # its slots have encoded payloads, which may not be sent
+        # its slots have encoded payloads, which may not be sent
+        if lossy_codec_of(directory):
             return None
         ledger = Ledger.attach(directory, deadline_seconds=deadline_seconds)
         try:
@@ -110,7 +122,9 @@ class ServedStore:
                     lambda file: MemorySlab(file, slots, slot_bytes, guards)
                 )
             else:
-                slab = ledger.open_slab(lambda file: FileSlab(file, slots, slot_bytes))
+                slab = ledger.open_slab(
+                    lambda file: FileSlab(file, slots, slot_bytes)
+                )
             return cls(directory, ledger, slab)
         except BaseException:
             ledger.close()
@@ -118,7 +132,9 @@ class ServedStore:
 
     def offset(self, slot: int) -> int:
         """Return where the payload of a slot begins in the slab's file."""
-        return slot * self.ledger.slot_bytes + (0 if self.in_memory else HEADER_BYTES)
+        return slot * self.ledger.slot_bytes + (
+            0 if self.in_memory else HEADER_BYTES
+        )
 
     def host_tier(self, chunk_tokens: int) -> HostTier:
         """Return the tier that stores chunks here; only for a store in memory."""
@@ -129,7 +145,9 @@ class ServedStore:
         return self._host_tier
 
     def is_current(self) -> bool:
-        """Return whether the directory still has this store, not another one, as far as that can be told."""
+        """Return whether the directory still has this store, not another one, as far as that can be
+        told.
+        """
         return _is_current(self.ledger)
 
     @contextlib.contextmanager
@@ -162,22 +180,30 @@ class ServedStore:
 
 
 class ServedStores:
-    """All stores that are served. Thread-safe; only `scan`, `room_for` and `end` change which stores these are.
+    """All stores that are served. Thread-safe; only `scan`, `room_for` and `end` change which
+    stores these are.
 
-    The header of a chunk is computed once per (store, slot, generation) and kept: generations are never reused.
+    The header of a chunk is computed once per (store, slot, generation) and kept: generations are
+    never reused.
     """
 
-    def __init__(self, find: Callable[[], Sequence[Path]], host: HostRoom | None = None) -> None:
-        """`find` returns the directories of the existing stores, host tier first. `host`: where to create new ones."""
+    def __init__(
+        self, find: Callable[[], Sequence[Path]], host: HostRoom | None = None
+    ) -> None:
+        """`find` returns the directories of the existing stores, host tier first. `host`: where to
+        create new ones.
+        """
         self._find = find
         self._host = host
         self._stores: dict[Path, ServedStore] = {}
         self._lock = threading.Lock()  # for the next three; held only briefly
-        self._scanning = threading.Lock()  # held while stores are opened or closed
+        # held while stores are opened or closed
+        self._scanning = threading.Lock()
         self._headers: OrderedDict[tuple[bytes, int, int], bytes] = OrderedDict()
         self._labels: OrderedDict[bytes, dict[str, str]] = OrderedDict()
         self._runs: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
-        self._lossy: set[Path] = set()  # stores that are not served, and were logged
+        # stores that are not served, and were logged
+        self._lossy: set[Path] = set()
         self._unserved: dict[
             Path, Ledger
         ] = {}  # only for operators: of lossy codecs, private, of older versions
@@ -186,10 +212,12 @@ class ServedStores:
         self._ending = False
         self._log = RateLimitedLog()
 
-    # ---- which stores there are ----------------------------------------------------------------------------------
+    # ---- which stores there are ------------------------------------------------------------------
 
     def scan(self) -> None:
-        """Open new stores, close removed ones. Waits for the locks of other processes, a second in total."""
+        """Open new stores, close removed ones. Waits for the locks of other processes, a second in
+        total.
+        """
         with self._scanning:
             deadline = Deadline(_LEDGER_SECONDS)
             there = [Path(os.path.realpath(path)) for path in self._find()]
@@ -214,12 +242,18 @@ class ServedStores:
                     if state is not None and state.private:
                         private.append(path)
                     elif made is None:
-                        unserved[path] = Ledger.attach(path, deadline_seconds=deadline.last())
+                        unserved[path] = Ledger.attach(
+                            path, deadline_seconds=deadline.last()
+                        )
                     else:
                         kept[path] = made
                 except (PagodaError, OSError) as trouble:
                     unopened[path] = str(trouble)
-                    self._log.warn(_logger, Reason.IO_ERROR, f"a store is not served: {trouble}")
+                    self._log.warn(
+                        _logger,
+                        Reason.IO_ERROR,
+                        f"a store is not served: {trouble}",
+                    )
             before = self._stores
             self._stores = kept
             before_unserved = self._unserved
@@ -236,8 +270,13 @@ class ServedStores:
     def _opened(self, path: Path, deadline_seconds: float) -> ServedStore | None:
         if (lossy := lossy_codec_of(path)) and path not in self._lossy:
             self._lossy.add(path)
-            why = "of such engines only chunks in host memory are served, under the keys of approximate KV"
-            _logger.warning("%s is not served: its codec %s is lossy; %s", path, lossy, why)
+            why = (
+                "of such engines only chunks in host memory are served, under the keys of "
+                "approximate KV"
+            )
+            _logger.warning(
+                "%s is not served: its codec %s is lossy; %s", path, lossy, why
+            )
         return ServedStore.open(path, deadline_seconds)
 
     def stores(self) -> list[ServedStore]:
@@ -245,19 +284,31 @@ class ServedStores:
         return list(self._stores.values())
 
     def ledgers(self) -> list[Ledger]:
-        """Return the ledgers of all open stores, host tier first, then of those that are not served."""
-        return [store.ledger for store in self.stores()] + list(self._unserved.values())
+        """Return the ledgers of all open stores, host tier first, then of those that are not
+        served.
+        """
+        return [store.ledger for store in self.stores()] + list(
+            self._unserved.values()
+        )
 
     @contextlib.contextmanager
     def for_operators(self) -> Iterator[tuple[list[Ledger], dict[str, str]]]:
-        """Yield the ledgers of all stores of this machine, and why others cannot be opened, by directory."""
+        """Yield the ledgers of all stores of this machine, and why others cannot be opened, by
+        directory.
+        """
         with contextlib.ExitStack() as stack:
             ledgers = self.ledgers()
-            failed = {str(path): trouble for path, trouble in self._unopened.items()}
+            failed = {
+                str(path): trouble for path, trouble in self._unopened.items()
+            }
             for path in self._private:
                 try:
-                    attached = Ledger.attach(path, deadline_seconds=_LEDGER_SECONDS)
-                    ledgers.append(stack.enter_context(contextlib.closing(attached)))
+                    attached = Ledger.attach(
+                        path, deadline_seconds=_LEDGER_SECONDS
+                    )
+                    ledgers.append(
+                        stack.enter_context(contextlib.closing(attached))
+                    )
                 except (PagodaError, OSError) as trouble:
                     if path.exists():  # else its owner has ended meanwhile
                         failed[str(path)] = str(trouble)
@@ -273,27 +324,39 @@ class ServedStores:
             self._unserved = {}
         return [*before.values(), *unserved.values()]
 
-    # ---- finding -------------------------------------------------------------------------------------------------
+    # ---- finding ---------------------------------------------------------------------------------
 
     def locate(self, namespace: bytes, key: bytes) -> LocatedChunk | Reason:
-        """Return where a chunk is, with a lease, or why it is not found. Does not change recency."""
+        """Return where a chunk is, with a lease, or why it is not found. Does not change
+        recency.
+        """
         reason = Reason.ABSENT
         deadline = Deadline(_LEDGER_SECONDS)
         for store in self.stores():
             match = store.ledger.match_prefix(
-                [key], start=None, namespace=namespace, touch=False, lease_seconds=LEASE_SECONDS,
+                [key],
+                start=None,
+                namespace=namespace,
+                touch=False,
+                lease_seconds=LEASE_SECONDS,
                 deadline_seconds=deadline.last(),
-            )  # fmt: skip
+            )
             if len(match.slots):
-                return LocatedChunk(store, int(match.slots[0]), int(match.generations[0]))
-            if match.reason not in (None, Reason.OTHER_NAMESPACE) and reason is Reason.ABSENT:
+                return LocatedChunk(
+                    store, int(match.slots[0]), int(match.generations[0])
+                )
+            if (
+                match.reason not in (None, Reason.OTHER_NAMESPACE)
+                and reason is Reason.ABSENT
+            ):
                 reason = match.reason
         return reason
 
     def find(self, namespace: bytes, keys: Sequence[bytes]) -> int:
         """Return how many leading keys are stored, in all stores together. Does not change recency.
 
-        Neighbours ask all neighbours about every prompt, but read from one: only reads count as uses.
+        Neighbours ask all neighbours about every prompt, but read from one: only reads count as
+        uses.
         """
         until = time.monotonic() + _FIND_SECONDS
         at = 0
@@ -303,16 +366,22 @@ class ServedStores:
             before = at
             for store in self.stores():
                 match = store.ledger.match_prefix(
-                    keys[at:], start=None, namespace=namespace, touch=False,
+                    keys[at:],
+                    start=None,
+                    namespace=namespace,
+                    touch=False,
                     deadline_seconds=max(0.0, until - time.monotonic()),
-                )  # fmt: skip
+                )
                 at += len(match.slots)
                 if at == len(keys):
                     break
         return at
 
-    def locate_with_header(self, namespace: bytes, key: bytes) -> tuple[LocatedChunk, bytes] | Reason:
-        """Locate a chunk for a reader; if it is in memory, return its header page too. One step on a thread.
+    def locate_with_header(
+        self, namespace: bytes, key: bytes
+    ) -> tuple[LocatedChunk, bytes] | Reason:
+        """Locate a chunk for a reader; if it is in memory, return its header page too. One step on
+        a thread.
 
         It raises the recency of the chunk; the head of a run gets a higher recency than its tail.
         """
@@ -321,17 +390,23 @@ class ServedStores:
             return found
         ledger = found.store.ledger
         slot = np.array([found.slot])
-        stamp = self._stamp(found.store, namespace) - ledger.columns.position[slot].astype(np.int64)
+        stamp = self._stamp(found.store, namespace) - ledger.columns.position[
+            slot
+        ].astype(np.int64)
         ledger.evictor.touch(slot, stamp, True)
         if not found.store.in_memory:
             return found, b""
         page = self.header_of(namespace, key, found)
         return page if isinstance(page, Reason) else (found, page)
 
-    # ---- reading -------------------------------------------------------------------------------------------------
+    # ---- reading ---------------------------------------------------------------------------------
 
-    def header_of(self, namespace: bytes, key: bytes, found: LocatedChunk) -> bytes | Reason:
-        """Return the header page of a chunk in memory: its fields, and the checksum of the bytes in its slot."""
+    def header_of(
+        self, namespace: bytes, key: bytes, found: LocatedChunk
+    ) -> bytes | Reason:
+        """Return the header page of a chunk in memory: its fields, and the checksum of the bytes in
+        its slot.
+        """
         name = found.store.ledger.store_id, found.slot, found.generation
         with self._lock:
             page = self._headers.get(name)
@@ -341,7 +416,8 @@ class ServedStores:
             slab = found.store.slab
             assert isinstance(slab, MemorySlab)
             sealed = self._sealed(namespace, key, found, slab.view(found.slot))
-            # Only this proves that the checksum is of this chunk's bytes, not of the next chunk's in the slot.
+            # Only this proves that the checksum is of this chunk's bytes, not of the next chunk's
+            # in the slot.
             if sealed is None or not found.renew():
                 return Reason.EVICTED
             page = sealed
@@ -349,8 +425,12 @@ class ServedStores:
                 _keep(self._headers, name, page, _MOST_HEADERS)
         return page
 
-    def read(self, namespace: bytes, key: bytes, found: LocatedChunk, buffer: Bytes) -> bytes | Reason:
-        """Read and verify a chunk on disk into `buffer` (page-aligned, a slot's payload); return its header page."""
+    def read(
+        self, namespace: bytes, key: bytes, found: LocatedChunk, buffer: Bytes
+    ) -> bytes | Reason:
+        """Read and verify a chunk on disk into `buffer` (page-aligned, a slot's payload); return
+        its header page.
+        """
         store = found.store
         page = aligned(HEADER_BYTES)
         assert isinstance(store.slab, FileSlab)
@@ -358,63 +438,110 @@ class ServedStores:
             store.slab.read(found.slot, [page, buffer])
         except OSError as error:
             self._log.warn(
-                _logger, Reason.IO_ERROR, f"reading slot {found.slot} of {store.directory}: {error}"
+                _logger,
+                Reason.IO_ERROR,
+                f"reading slot {found.slot} of {store.directory}: {error}",
             )
             return Reason.IO_ERROR
         if not found.renew():
             return Reason.EVICTED
         expected = codec.Expected(
-            store_id=store.ledger.store_id, slot=found.slot, namespace=namespace, key=key, length=store.chunk_bytes,
-            codec="raw", fingerprint=store.fingerprint, sequence=found.generation,
-        )  # fmt: skip
+            store_id=store.ledger.store_id,
+            slot=found.slot,
+            namespace=namespace,
+            key=key,
+            length=store.chunk_bytes,
+            codec="raw",
+            fingerprint=store.fingerprint,
+            sequence=found.generation,
+        )
         if codec.verify(page, buffer, expected) is not None:
             if not codec.is_foreign(page):
                 store.ledger.remove_exact(
-                    key, found.slot, found.generation, Reason.FAILED_CHECK, _LEDGER_SECONDS
+                    key,
+                    found.slot,
+                    found.generation,
+                    Reason.FAILED_CHECK,
+                    _LEDGER_SECONDS,
                 )
             return Reason.FAILED_CHECK
         return self._sealed(namespace, key, found, buffer) or Reason.EVICTED
 
-    def _sealed(self, namespace: bytes, key: bytes, found: LocatedChunk, payload: Bytes) -> bytes | None:
+    def _sealed(
+        self, namespace: bytes, key: bytes, found: LocatedChunk, payload: Bytes
+    ) -> bytes | None:
         store = found.store
-        row = next(admin.list_chunks(store.ledger, slot=found.slot, deadline_seconds=_LEDGER_SECONDS), None)
+        row = next(
+            admin.list_chunks(
+                store.ledger, slot=found.slot, deadline_seconds=_LEDGER_SECONDS
+            ),
+            None,
+        )
         if row is None or (row.key, row.generation) != (key, found.generation):
             return None
         header = codec.Header(
-            store_id=STORE_ID, slot=0, namespace=namespace, epoch=0, key=key, position=row.position,
-            length=store.chunk_bytes, tokens=row.tokens, codec="raw", fingerprint=store.fingerprint,
+            store_id=STORE_ID,
+            slot=0,
+            namespace=namespace,
+            epoch=0,
+            key=key,
+            position=row.position,
+            length=store.chunk_bytes,
+            tokens=row.tokens,
+            codec="raw",
+            fingerprint=store.fingerprint,
             sequence=found.generation,
-        )  # fmt: skip
+        )
         return codec.seal(header, payload).tobytes()
 
-    # ---- storing and removing ------------------------------------------------------------------------------------
+    # ---- storing and removing --------------------------------------------------------------------
 
     def room_for(self, header: codec.Header) -> ServedStore | None:
-        """Return the host store of a header's layout; create it if the server may. StoreError, NoRoomError."""
+        """Return the host store of a header's layout; create it if the server may. StoreError,
+        NoRoomError.
+        """
         for store in self.stores():
             if store.in_memory and store.fingerprint == header.fingerprint:
                 return store
         if self._host is None:
             return None
-        layout = KVLayout(max(1, header.tokens), header.length, header.fingerprint)
-        if not layout.slots_in(self._host.size_bytes) or len(self.stores()) >= _MOST_STORES:
+        layout = KVLayout(
+            max(1, header.tokens), header.length, header.fingerprint
+        )
+        if (
+            not layout.slots_in(self._host.size_bytes)
+            or len(self.stores()) >= _MOST_STORES
+        ):
             raise NoRoomError(
-                f"no store for chunks of {header.length} bytes: start the server with more --host-size"
+                f"no store for chunks of {header.length} bytes: start the server with more "
+                "--host-size"
             )
         path = self._host.path / f"{layout.fingerprint}.{FORMAT}"
         with self._scanning:
             made = self._stores.get(path)
             if made is None:
-                tier = HostTier.open(layout, self._host.path, self._host.size_bytes, policy=self._host.policy)
+                tier = HostTier.open(
+                    layout,
+                    self._host.path,
+                    self._host.size_bytes,
+                    policy=self._host.policy,
+                )
                 made = ServedStore(path, tier.ledger, tier.slab)
                 self._stores = {path: made, **self._stores}
         return made
 
     def put_value(
-        self, store: ServedStore, header: codec.Header, page: Bytes, stored: Bytes, stamp: int | None = None
+        self,
+        store: ServedStore,
+        header: codec.Header,
+        page: Bytes,
+        stored: Bytes,
+        stamp: int | None = None,
     ) -> tuple[bool, Reason | None]:
         """Verify a value (its header page and all bytes after it) and store it like `put`."""
-        payload = stored if header.codec == "raw" else aligned(store.ledger.slot_bytes)
+        payload = (
+            stored if header.codec == "raw" else aligned(store.ledger.slot_bytes)
+        )
         # the encoded bytes have it at this place; a wrong value fails the check
         word_bytes = int(stored[1]) if stored.nbytes > 1 else 0
         if codec.restore(page, stored, header, word_bytes, payload) is not None:
@@ -422,9 +549,15 @@ class ServedStores:
         return self.put(store, header, payload, stamp)
 
     def put(
-        self, store: ServedStore, header: codec.Header, payload: Bytes, stamp: int | None = None
+        self,
+        store: ServedStore,
+        header: codec.Header,
+        payload: Bytes,
+        stamp: int | None = None,
     ) -> tuple[bool, Reason | None]:
-        """Store a verified chunk. Return whether it is new, and if it is not stored, why. `stamp`: its recency."""
+        """Store a verified chunk. Return whether it is new, and if it is not stored, why. `stamp`:
+        its recency.
+        """
         namespace = header.namespace
         key = header.key
         tier = store.host_tier(max(1, header.tokens))
@@ -432,13 +565,19 @@ class ServedStores:
             return False, None
         fields = self._labels.get(namespace) or {"layout": header.fingerprint}
         store.ledger.namespaces.register(namespace, dict(fields))
-        chunk = Chunk(key, header.position, header.tokens, payload, None, lambda: True)
-        (ended,) = tier.save([chunk], namespace, stamp=stamp or self._stamp(store, namespace))
+        chunk = Chunk(
+            key, header.position, header.tokens, payload, None, lambda: True
+        )
+        (ended,) = tier.save(
+            [chunk], namespace, stamp=stamp or self._stamp(store, namespace)
+        )
         done = ended.result(0)
         return done.ok, done.reason
 
     def _stamp(self, store: ServedStore, namespace: bytes) -> int:
-        """Return the recency of a chunk that arrives or is read: one per run, so that its tail is evicted first."""
+        """Return the recency of a chunk that arrives or is read: one per run, so that its tail is
+        evicted first.
+        """
         now = time.monotonic()
         run = store.ledger.store_id + namespace
         with self._lock:
@@ -450,7 +589,9 @@ class ServedStores:
         return stamp
 
     def label(self, namespace: bytes, fields: Mapping[str, str]) -> None:
-        """Remember the readable fields of a namespace, without its salt. Stores get them with its next chunk."""
+        """Remember the readable fields of a namespace, without its salt. Stores get them with its
+        next chunk.
+        """
         with self._lock:
             _keep(self._labels, namespace, dict(fields), _MOST_LABELS)
 
@@ -459,7 +600,11 @@ class ServedStores:
         removed = 0
         for store in self.stores():
             found = store.ledger.match_prefix(
-                [key], start=None, namespace=namespace, touch=False, deadline_seconds=_LEDGER_SECONDS
+                [key],
+                start=None,
+                namespace=namespace,
+                touch=False,
+                deadline_seconds=_LEDGER_SECONDS,
             )
             if len(found.slots):
                 removed += admin.remove(store.ledger, [key])
@@ -475,7 +620,9 @@ def _keep(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
 
 
 def _is_current(ledger: Ledger) -> bool:
-    """Return whether a directory still has the store of a ledger; also if its disk does not say so now."""
+    """Return whether a directory still has the store of a ledger; also if its disk does not say so
+    now.
+    """
     try:
         return ledger.session.store.is_current()
     except OSError:
@@ -483,14 +630,20 @@ def _is_current(ledger: Ledger) -> bool:
 
 
 def lossy_codec_of(store: Path) -> str:
-    """Return the lossy codec of a store's chunks; empty: they are exactly as engines have computed them. Pure."""
+    """Return the lossy codec of a store's chunks; empty: they are exactly as engines have computed
+    them. Pure.
+    """
     name = store.name.partition(".")[2]
     return name if name in codec.LOSSY else ""
 
 
-def is_value_of(header: codec.Header, namespace: bytes, key: bytes, length: int) -> bool:
+def is_value_of(
+    header: codec.Header, namespace: bytes, key: bytes, length: int
+) -> bool:
     """Return whether a header describes a value of this key with `length` bytes."""
-    expected = codec.Expected(store_id=STORE_ID, slot=0, epoch=0, namespace=namespace, key=key)
+    expected = codec.Expected(
+        store_id=STORE_ID, slot=0, epoch=0, namespace=namespace, key=key
+    )
     stored = length - HEADER_BYTES
     return (
         codec.agrees(header, expected)

@@ -1,6 +1,7 @@
 """The server: an aiohttp application on one socket, its start and its end.
 
-`pagoda serve` calls `serve`. A new group of routes gets a module with an `add_routes(app)`, which `make_app` calls.
+`pagoda serve` calls `serve`. A new group of routes gets a module with an `add_routes(app)`, which
+`make_app` calls.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ T = TypeVar("T")
 ACCESS: web.AppKey[AccessRules] = web.AppKey("access", AccessRules)
 
 _SCAN_SECONDS = 2.0
-# accepted in this order; when they are more, an honest client is refused (Unix) or tries again after a second (TCP)
+# accepted in this order; when they are more, an honest client is refused (Unix) or tries again
+# after a second (TCP)
 _WAITING_CONNECTIONS = 4096
 _LOCK_SECONDS = 5.0  # to wait for another server that starts
 # for requests that still run at the end, and again after their cancellation
 _SHUTDOWN_SECONDS = 0.7
-# to close the stores then; a store that another process holds for longer is closed by the end of this process
+# to close the stores then; a store that another process holds for longer is closed by the end of
+# this process
 _CLOSING_SECONDS = 0.7
 
 _logger = guarded_logger("pagoda.serve")
@@ -62,7 +65,9 @@ _logger = guarded_logger("pagoda.serve")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """The options of the server. `listen`: (host, port), or None for the Unix socket at `socket_path`."""
+    """The options of the server. `listen`: (host, port), or None for the Unix socket at
+    `socket_path`.
+    """
 
     find_stores: Callable[[], Sequence[Path]]
     listen: tuple[str, int] | None = None
@@ -74,7 +79,9 @@ class ServeOptions:
     certificate: Path | None = None
     certificate_key: Path | None = None
     directory: PeerDirectory | None = None
-    """The directory for announcements: which chunks are at `advertise`, or at the address of the server."""
+    """The directory for announcements: which chunks are at `advertise`, or at the address of the
+    server.
+    """
     advertise: str | None = None
     page: PageOptions | None = None
     """None: the server has no page for operators."""
@@ -101,30 +108,45 @@ def make_app(options: ServeOptions, access: AccessRules) -> web.Application:
 
 
 async def serve(options: ServeOptions, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM. Calls `ready` with the URL when it answers requests. Raises ConfigError."""
+    """Serve until SIGINT or SIGTERM. Calls `ready` with the URL when it answers requests. Raises
+    ConfigError.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     listening = _listen(options)
-    token, port = (options.token, int(listening.getsockname()[1])) if options.listen else (None, None)
+    token, port = (
+        (options.token, int(listening.getsockname()[1]))
+        if options.listen
+        else (None, None)
+    )
     advertised = urlsplit(options.advertise or "").netloc
-    access = AccessRules(token, _hosts(options), port, options.limits, advertised=advertised)
+    access = AccessRules(
+        token, _hosts(options), port, options.limits, advertised=advertised
+    )
     app = make_app(options, access)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
+    )
     try:
         await runner.setup()
         assert runner.server is not None
-        connections = Connections(runner.server, listening, _tls(options), options.limits)
+        connections = Connections(
+            runner.server, listening, _tls(options), options.limits
+        )
         announcer = None
         if options.directory is not None:
             url = partial(_advertised, options, listening)
-            announcer = Announcer(options.directory, url, app[STORES], app[COUNTS])
+            announcer = Announcer(
+                options.directory, url, app[STORES], app[COUNTS]
+            )
         try:
             ready(url_of(options, listening))
             await stop.wait()
         finally:
-            if options.listen is None:  # while it still listens: later the path may belong to the next server
+            # while it still listens: later the path may belong to the next server
+            if options.listen is None:
                 options.socket_path.unlink(missing_ok=True)
             connections.close()
             if announcer is not None:
@@ -139,23 +161,37 @@ def url_of(options: ServeOptions, listening: socket.socket) -> str:
     if options.listen is None:
         return f"unix:{options.socket_path}"
     host, port = listening.getsockname()[:2]
-    return f"{'https' if options.certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{'https' if options.certificate else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"  # noqa: E501
 
 
-def _advertised(options: ServeOptions, listening: socket.socket, own_host: str) -> str:
-    """Return the URL of the server for other machines. `own_host`: this machine's address, if it listens on all."""
+def _advertised(
+    options: ServeOptions, listening: socket.socket, own_host: str
+) -> str:
+    """Return the URL of the server for other machines. `own_host`: this machine's address, if it
+    listens on all.
+    """
     if options.advertise is not None:
         return options.advertise
     url = urlsplit(url_of(options, listening))
-    return f"{url.scheme}://{own_host}:{url.port}" if url.hostname in ("0.0.0.0", "::") else url.geturl()
+    return (
+        f"{url.scheme}://{own_host}:{url.port}"
+        if url.hostname in ("0.0.0.0", "::")
+        else url.geturl()
+    )
 
 
-# ---- sockets -----------------------------------------------------------------------------------------------------
+# ---- sockets -------------------------------------------------------------------------------------
 
 
 def _listen(options: ServeOptions) -> socket.socket:
-    """Return a listening socket, of which no other server has the address. Raises ConfigError with the remedy."""
-    where = f"unix:{options.socket_path}" if options.listen is None else ":".join(map(str, options.listen))
+    """Return a listening socket, of which no other server has the address. Raises ConfigError with
+    the remedy.
+    """
+    where = (
+        f"unix:{options.socket_path}"
+        if options.listen is None
+        else ":".join(map(str, options.listen))
+    )
     try:
         if options.listen is None:
             return _unix_socket(options.socket_path)
@@ -169,21 +205,27 @@ def _listen(options: ServeOptions) -> socket.socket:
         listening.listen(_WAITING_CONNECTIONS)
         return listening
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--listen {where}: {error}; choose another address") from None
+        raise ConfigError(
+            f"--listen {where}: {error}; choose another address"
+        ) from None
 
 
 def _unix_socket(path: Path) -> socket.socket:
     private_directory(path.parent)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with _locked(path.parent):  # otherwise one of two starting servers could remove the socket of the other
+    # otherwise one of two starting servers could remove the socket of the other
+    with _locked(path.parent):
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(path.lstat().st_mode):
-                raise ConfigError(f"unix:{path}: is not a socket: choose another path")
+                raise ConfigError(
+                    f"unix:{path}: is not a socket: choose another path"
+                )
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 probe.settimeout(1.0)
                 if probe.connect_ex(str(path)) in (0, 11):
                     raise ConfigError(
-                        f"unix:{path}: another pagoda serve listens there: stop it or choose another path"
+                        f"unix:{path}: another pagoda serve listens there: stop it or choose "
+                        "another path"
                     )
             path.unlink()  # the socket of a killed server
         listening.bind(str(path))
@@ -197,9 +239,13 @@ def _locked(directory: Path) -> Iterator[None]:
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         if (locked := lock_file(lock, _LOCK_SECONDS)) is None:
-            raise ConfigError(f"{directory}: its file system has no locks: choose another path")
+            raise ConfigError(
+                f"{directory}: its file system has no locks: choose another path"
+            )
         if not locked:
-            raise ConfigError(f"{directory}: another process keeps it locked: look for a stopped one")
+            raise ConfigError(
+                f"{directory}: another process keeps it locked: look for a stopped one"
+            )
         yield
     finally:
         os.close(lock)
@@ -218,18 +264,21 @@ def _tls(options: ServeOptions) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(options.certificate, options.certificate_key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--tls-cert {options.certificate}: cannot be used: {error}") from None
+        raise ConfigError(
+            f"--tls-cert {options.certificate}: cannot be used: {error}"
+        ) from None
     return context
 
 
-# ---- the application ---------------------------------------------------------------------------------------------
+# ---- the application -----------------------------------------------------------------------------
 
 _log = RateLimitedLog()
 
 
 @web.middleware
 async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Note that the header has arrived, and send the answer; disconnect a client that does not read it.
+    """Note that the header has arrived, and send the answer; disconnect a client that does not read
+    it.
 
     A client that leaves during a request is counted; it is not an error.
     """
@@ -239,14 +288,17 @@ async def _in_time(request: web.Request, handler: Handler) -> web.StreamResponse
         answer = await handler(request)
         if isinstance(answer, web.Response):  # other answers are sent already
             try:
-                async with asyncio.timeout(request.app[LIMITS].seconds(answer.content_length or 0)):
+                async with asyncio.timeout(
+                    request.app[LIMITS].seconds(answer.content_length or 0)
+                ):
                     await answer.prepare(request)
                     await answer.write_eof()
             except TimeoutError:
                 request.app[COUNTS]["slow_readers"] += 1
                 break_connection(request.transport)
         return answer
-    except (ConnectionError, asyncio.SendfileNotAvailableError):  # the latter only before the first byte
+    except (ConnectionError, asyncio.SendfileNotAvailableError):
+        # the latter only before the first byte
         request.app[COUNTS]["clients_gone"] += 1
         break_connection(request.transport)
         return web.Response()
@@ -271,7 +323,9 @@ async def _failures(request: web.Request, handler: Handler) -> web.StreamRespons
 def _refused(error: web.HTTPException) -> web.Response:
     remedy = error.text or "" if error.status == 413 else ""
     unread = error.status in (408, 413)  # the rest of the body
-    answer = refusal(error.status, error.reason.lower().replace(" ", "_"), remedy, close=unread)
+    answer = refusal(
+        error.status, error.reason.lower().replace(" ", "_"), remedy, close=unread
+    )
     if "Allow" in error.headers:
         answer.headers["Allow"] = error.headers["Allow"]
     return answer
@@ -291,8 +345,13 @@ async def _open_stores(app: web.Application) -> AsyncIterator[None]:
             await asyncio.sleep(_SCAN_SECONDS)
             try:
                 await calls.run(stores.scan)
-            except Exception as error:  # noqa: BLE001  # a boundary: the server scans again later
-                _log.warn(_logger, Reason.IO_ERROR, f"the search for stores failed: {error}")
+            except Exception as error:  # noqa: BLE001
+                # a boundary: the server scans again later
+                _log.warn(
+                    _logger,
+                    Reason.IO_ERROR,
+                    f"the search for stores failed: {error}",
+                )
 
     task = asyncio.create_task(rescan())
     yield
@@ -300,8 +359,14 @@ async def _open_stores(app: web.Application) -> AsyncIterator[None]:
     with contextlib.suppress(asyncio.CancelledError):
         await task
     calls.close()
-    closing = BlockingCallPool()  # all threads of the first pool may be waiting for a locked store
+    # all threads of the first pool may be waiting for a locked store
+    closing = BlockingCallPool()
     with contextlib.suppress(TimeoutError, OverloadedError):
         async with asyncio.timeout(_CLOSING_SECONDS):
-            await asyncio.gather(*[closing.run(store.close) for store in await closing.run(stores.end)])
+            await asyncio.gather(
+                *[
+                    closing.run(store.close)
+                    for store in await closing.run(stores.end)
+                ]
+            )
     closing.close()

@@ -1,4 +1,5 @@
-"""Slabs: the memory or the file that holds the slots. Bytes in, bytes out; the ledger reserves the slots.
+"""Slabs: the memory or the file that holds the slots. Bytes in, bytes out; the ledger reserves the
+slots.
 
 memory        slots in mapped memory, shared by processes or private
 linux_mmap    maps, populates and collapses memory into huge pages: Linux calls

@@ -1,4 +1,5 @@
-"""Linux calls: map shared memory at a huge page's boundary, populate it, collapse it into huge pages.
+"""Linux calls: map shared memory at a huge page's boundary, populate it, collapse it into huge
+pages.
 
 By ctypes, because `mmap.mmap` cannot choose an address and its `madvise` keeps the GIL.
 
@@ -25,8 +26,13 @@ _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mmap.argtypes = [
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-]  # fmt: skip
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
@@ -34,17 +40,34 @@ Memory = ctypes.Array[ctypes.c_uint8]
 
 
 def map_shared(fd: int | None, nbytes: int) -> Memory:
-    """Map `nbytes` of a file (None: anonymous memory), shared with forked children, beginning on a huge page.
+    """Map `nbytes` of a file (None: anonymous memory), shared with forked children, beginning on a
+    huge page.
 
     Unmapped when the last array over it is collected. Raises OSError.
     """
     length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     reserved = length + HUGE_BYTES
-    base = _mmap(None, reserved, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    base = _mmap(
+        None,
+        reserved,
+        0,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE,
+        -1,
+    )
     start = -(-base // HUGE_BYTES) * HUGE_BYTES
     try:
-        flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_ANONYMOUS if fd is None else 0)
-        _mmap(start, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1 if fd is None else fd)
+        flags = (
+            mmap.MAP_SHARED
+            | _MAP_FIXED
+            | (mmap.MAP_ANONYMOUS if fd is None else 0)
+        )
+        _mmap(
+            start,
+            length,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            flags,
+            -1 if fd is None else fd,
+        )
     except OSError:
         _libc.munmap(base, reserved)
         raise
@@ -60,23 +83,29 @@ def map_shared(fd: int | None, nbytes: int) -> Memory:
 
 
 def collapse_huge_pages(address: int, length: int) -> None:
-    """Collapse memory into huge pages if the kernel can; content and mappings of other processes stay.
+    """Collapse memory into huge pages if the kernel can; content and mappings of other processes
+    stay.
 
-    With scattered 4 KiB pages, direct I/O reaches about half the speed of a fast disk, and copies 0.9 to 0.98 of their
-    speed. If the kernel refuses (an older kernel, no free huge pages), the small pages remain in use.
+    With scattered 4 KiB pages, direct I/O reaches about half the speed of a fast disk, and copies
+    0.9 to 0.98 of their speed. If the kernel refuses (an older kernel, no free huge pages), the
+    small pages remain in use.
     """
     _libc.madvise(address, length, _MADV_COLLAPSE)
 
 
 def populate(address: int, length: int) -> bool:
-    """Fault memory in; False if the kernel cannot or has no memory left (pages are then faulted in at first access)."""
+    """Fault memory in; False if the kernel cannot or has no memory left (pages are then faulted in
+    at first access).
+    """
     while _libc.madvise(address, length, _MADV_POPULATE_WRITE) != 0:
         if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
             return False
     return True
 
 
-def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int) -> int:
+def _mmap(
+    address: int | None, length: int, protection: int, flags: int, fd: int
+) -> int:
     found: int | None = _libc.mmap(address, length, protection, flags, fd, 0)
     if found is None or found == _FAILED:
         number = ctypes.get_errno()

@@ -23,16 +23,24 @@ from pagoda.fork import reset_in_child
 from pagoda.signal_safe_threads import Event, start_thread
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
-from pagoda.slab.linux_mmap import Memory, collapse_huge_pages, map_shared, populate
+from pagoda.slab.linux_mmap import (
+    Memory,
+    collapse_huge_pages,
+    map_shared,
+    populate,
+)
 
 PAGE_BYTES = 4096
-_PIECE_BYTES = 64 << 20  # bytes per populate call, a few tens of ms, so that close() never waits long
+# bytes per populate call, a few tens of ms, so that close() never waits long
+_PIECE_BYTES = 64 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def aligned(nbytes: int) -> Bytes:
-    """Return a new private uint8 buffer of `nbytes` that begins on a page (as O_DIRECT needs); content undefined."""
+    """Return a new private uint8 buffer of `nbytes` that begins on a page (as O_DIRECT needs);
+    content undefined.
+    """
     buffer = np.empty(nbytes + PAGE_BYTES, dtype=np.uint8)
     skip = -buffer.ctypes.data % PAGE_BYTES
     return buffer[skip : skip + nbytes]
@@ -45,32 +53,47 @@ def address(buffer: Bytes) -> int:
 
 
 class Lender(Protocol):
-    """Knows which slots have pages and keeps them from being punched (`pagoda.ledger.slots_in_use.PageGuards`)."""
+    """Knows which slots have pages and keeps them from being punched
+    (`pagoda.ledger.slots_in_use.PageGuards`).
+    """
 
     def lend(self, slots: Sequence[int], base: Bytes) -> Sequence[int]:
-        """Keep the pages of slots as long as `base` is alive; returns the slots that have no pages."""
+        """Keep the pages of slots as long as `base` is alive; returns the slots that have no
+        pages.
+        """
 
 
 class MemorySlab:
     """`slots` slots of `slot_bytes` bytes, page-aligned, mapped into this process.
 
-    `path` names an existing file of full length, mapped shared; None maps private memory. Memory that is accessed must
-    be allocated: the first access to a hole in a full tmpfs, even a read, is a SIGBUS. The view of a slot without pages
-    (`lender` knows which) is a private array of zeros; the pages of any other slot stay as long as an array over the
-    view.
+    `path` names an existing file of full length, mapped shared; None maps private memory. Memory
+    that is accessed must be allocated: the first access to a hole in a full tmpfs, even a read, is
+    a SIGBUS. The view of a slot without pages (`lender` knows which) is a private array of zeros;
+    the pages of any other slot stay as long as an array over the view.
 
-    Thread-safe: all methods. Nothing guards the bytes; a caller that copies them validates by the ledger afterwards.
-    Raises StoreError if the file is missing, cannot be mapped or is too small; ValueError on bad sizes.
+    Thread-safe: all methods. Nothing guards the bytes; a caller that copies them validates by the
+    ledger afterwards. Raises StoreError if the file is missing, cannot be mapped or is too small;
+    ValueError on bad sizes.
     """
 
-    def __init__(self, path: Path | None, slots: int, slot_bytes: int, lender: Lender | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        slots: int,
+        slot_bytes: int,
+        lender: Lender | None = None,
+    ) -> None:
         if slots < 1 or slot_bytes < 1:
-            raise ValueError(f"a slab needs slots >= 1 and slot_bytes >= 1, got {slots} and {slot_bytes}")
+            raise ValueError(
+                f"a slab needs slots >= 1 and slot_bytes >= 1, got {slots} and {slot_bytes}"
+            )
         self.path = path
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.nbytes = slots * slot_bytes
-        self._flat: memoryview | None = memoryview(_map(path, self.nbytes)).cast("B")
+        self._flat: memoryview | None = memoryview(_map(path, self.nbytes)).cast(
+            "B"
+        )
         flat = np.frombuffer(self._flat, dtype=np.uint8, count=self.nbytes)
         self._array: Bytes | None = flat.reshape(slots, slot_bytes)
         self._lender = lender
@@ -95,7 +118,9 @@ class MemorySlab:
         return array
 
     def view(self, slot: int) -> Bytes:
-        """The bytes of one slot, (slot_bytes,) uint8, no copy. Raises IndexError outside [0, slots)."""
+        """The bytes of one slot, (slot_bytes,) uint8, no copy. Raises IndexError outside [0,
+        slots).
+        """
         return self.views((slot,))[0]
 
     def views(self, slots: Sequence[int]) -> list[Bytes]:
@@ -105,34 +130,50 @@ class MemorySlab:
         if flat is None:
             raise ClosedError("this slab is closed")
         if slots and not 0 <= min(slots) <= max(slots) < self.slots:
-            raise IndexError(f"slots {min(slots)} to {max(slots)} are not all in [0, {self.slots})")
-        # Arrays made from these views refer to `base`, and so keep it alive; parts of `array` would not.
+            raise IndexError(
+                f"slots {min(slots)} to {max(slots)} are not all in [0, {self.slots})"
+            )
+        # Arrays made from these views refer to `base`, and so keep it alive; parts of `array` would
+        # not.
         base = np.frombuffer(flat, np.uint8)
         views = [base[slot * size : (slot + 1) * size] for slot in slots]
-        unbacked = self._lender.lend(slots, base) if self._lender is not None else ()
+        unbacked = (
+            self._lender.lend(slots, base) if self._lender is not None else ()
+        )
         if unbacked:
             views = [
-                _zeros(size) if slot in unbacked else view for slot, view in zip(slots, views, strict=True)
+                _zeros(size) if slot in unbacked else view
+                for slot, view in zip(slots, views, strict=True)
             ]
         return views
 
     def populate(
-        self, threads: int = 2, background: bool = True, backed: Sequence[range] | None = None
+        self,
+        threads: int = 2,
+        background: bool = True,
+        backed: Sequence[range] | None = None,
     ) -> None:
-        """Fault all pages in before they are used, in huge pages if the kernel has them; only those of slots `backed`.
+        """Fault all pages in before they are used, in huge pages if the kernel has them; only those
+        of slots `backed`.
 
-        The content does not change, so readers and writers may run meanwhile. A second call while one runs does
-        nothing. If populating is impossible (a kernel before 5.14, no thread can be started), pages are faulted in at
-        first access, at a quarter of the speed. `background` False: returns when all pages are in or refused.
+        The content does not change, so readers and writers may run meanwhile. A second call while
+        one runs does nothing. If populating is impossible (a kernel before 5.14, no thread can be
+        started), pages are faulted in at first access, at a quarter of the speed. `background`
+        False: returns when all pages are in or refused.
         """
         array = self.array
         with self._lock:
-            if self._stop.is_set() or any(thread.is_alive() for thread in self._threads):
+            if self._stop.is_set() or any(
+                thread.is_alive() for thread in self._threads
+            ):
                 return
-            ranges = _byte_ranges([range(self.slots)] if backed is None else backed, self.slot_bytes)
+            ranges = _byte_ranges(
+                [range(self.slots)] if backed is None else backed, self.slot_bytes
+            )
             pieces = pinned.pieces(ranges, _PIECE_BYTES)
             made = (
-                start_thread(self._populate, "pagoda-populate", array, pieces) for _ in range(max(1, threads))
+                start_thread(self._populate, "pagoda-populate", array, pieces)
+                for _ in range(max(1, threads))
             )
             self._threads = [thread for thread in made if thread is not None]
             running = list(self._threads)
@@ -141,7 +182,8 @@ class MemorySlab:
                 thread.join()
 
     def _populate(self, array: Bytes, pieces: Iterator[tuple[int, int]]) -> None:
-        # `array` keeps the mapping alive as long as this thread may access it, whatever close() does.
+        # `array` keeps the mapping alive as long as this thread may access it, whatever close()
+        # does.
         base = array.ctypes.data
         while not self._stop.is_set():
             with self._lock:
@@ -161,11 +203,13 @@ class MemorySlab:
         driver: Driver | None = None,
         backed: Callable[[], Sequence[range]] | None = None,
     ) -> pinned.PinnedMemory | None:
-        """Begin to register all slots with the GPUs, in the background; returns its state, None without a driver.
+        """Begin to register all slots with the GPUs, in the background; returns its state, None
+        without a driver.
 
-        A second call, also for another device, only looks for more slots: a registration is valid for all devices. May
-        run during `populate`, reads and writes. `backed` is called first, on the registering thread, and returns the
-        slots that have pages and keep them. Raises RuntimeError if no thread can be started: a later call tries again.
+        A second call, also for another device, only looks for more slots: a registration is valid
+        for all devices. May run during `populate`, reads and writes. `backed` is called first, on
+        the registering thread, and returns the slots that have pages and keep them. Raises
+        RuntimeError if no thread can be started: a later call tries again.
         """
         with self._lock:
             if self._stop.is_set():
@@ -176,10 +220,16 @@ class MemorySlab:
                 # the function below must not use `self`, which would keep it alive forever
                 size = self.slot_bytes
                 self._pinned = pinned.pin(
-                    self.array, device_index, driver=driver, piece_bytes=_piece_bytes(size),
-                    parts=None if backed is None else lambda: _byte_ranges(backed(), size),
-                )  # fmt: skip
-                if self._pinned is not None:  # so that a slab that is never closed does not stay registered
+                    self.array,
+                    device_index,
+                    driver=driver,
+                    piece_bytes=_piece_bytes(size),
+                    parts=None
+                    if backed is None
+                    else lambda: _byte_ranges(backed(), size),
+                )
+                # so that a slab that is never closed does not stay registered
+                if self._pinned is not None:
                     weakref.finalize(self, self._pinned.stop).atexit = False
             return self._pinned
 
@@ -190,10 +240,11 @@ class MemorySlab:
         return 0 if found is None else found.nbytes
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop populating, unregister and release the memory; idempotent, returns within `timeout` seconds.
+        """Stop populating, unregister and release the memory; idempotent, returns within `timeout`
+        seconds.
 
-        Memory with live views or registrations is not unmapped: the mapping ends when the last array over it is
-        collected.
+        Memory with live views or registrations is not unmapped: the mapping ends when the last
+        array over it is collected.
         """
         self._stop.set()
         with self._lock:
@@ -209,7 +260,9 @@ class MemorySlab:
         self._array = self._flat = None
 
 
-def _byte_ranges(slots: Sequence[range], slot_bytes: int) -> list[tuple[int, int]]:
+def _byte_ranges(
+    slots: Sequence[range], slot_bytes: int
+) -> list[tuple[int, int]]:
     """Return ranges of slots as offsets and lengths in bytes."""
     return [(part.start * slot_bytes, len(part) * slot_bytes) for part in slots]
 
@@ -221,32 +274,48 @@ def _zeros(nbytes: int) -> Bytes:
 
 
 def _piece_bytes(slot_bytes: int) -> int:
-    """Return the bytes of a piece to register: whole slots, because CUDA cannot copy a partly registered range."""
+    """Return the bytes of a piece to register: whole slots, because CUDA cannot copy a partly
+    registered range.
+    """
     unit = math.lcm(slot_bytes, mmap.PAGESIZE)
-    return pinned.PIECE_BYTES if unit > pinned.MAX_PIECE_BYTES else max(1, pinned.PIECE_BYTES // unit) * unit
+    return (
+        pinned.PIECE_BYTES
+        if unit > pinned.MAX_PIECE_BYTES
+        else max(1, pinned.PIECE_BYTES // unit) * unit
+    )
 
 
 def _map(path: Path | None, nbytes: int) -> Memory:
     if path is None:
-        # Shared with forked children, like the ledger; otherwise a child would commit bytes that its parent cannot see.
+        # Shared with forked children, like the ledger; otherwise a child would commit bytes that
+        # its parent cannot see.
         return map_shared(None, nbytes)
     fd = open_slab(path, nbytes)
     try:
         return map_shared(fd, nbytes)
     except OSError as error:
-        raise StoreError(f"cannot map {nbytes} bytes of the slab {path}: {error.strerror}") from error
+        raise StoreError(
+            f"cannot map {nbytes} bytes of the slab {path}: {error.strerror}"
+        ) from error
     finally:
         os.close(fd)
 
 
 def open_slab(path: Path, nbytes: int, flags: int = 0) -> int:
-    """Return a descriptor of a slab's file. StoreError if it cannot be opened or is shorter than `nbytes`."""
+    """Return a descriptor of a slab's file. StoreError if it cannot be opened or is shorter than
+    `nbytes`.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags)
     except OSError as error:
-        raise StoreError(f"cannot open the slab {path}: {error.strerror}") from error
+        raise StoreError(
+            f"cannot open the slab {path}: {error.strerror}"
+        ) from error
     size = os.fstat(fd).st_size
-    if size < nbytes:  # a mapping beyond the end would be a SIGBUS at first access
+    # a mapping beyond the end would be a SIGBUS at first access
+    if size < nbytes:
         os.close(fd)
-        raise StoreError(f"the slab {path} has {size} bytes, {nbytes} are needed: remove its store")
+        raise StoreError(
+            f"the slab {path} has {size} bytes, {nbytes} are needed: remove its store"
+        )
     return fd

@@ -1,6 +1,8 @@
-"""Pinned memory: registers host memory with the GPUs, piece by piece in the background, and finds it by its address.
+"""Pinned memory: registers host memory with the GPUs, piece by piece in the background, and finds
+it by its address.
 
-Called by `memory`; `device_address` and `copying` by the copy engine. Calls `cuda_driver` and `linux_mmap`.
+Called by `memory`; `device_address` and `copying` by the copy engine. Calls `cuda_driver` and
+`linux_mmap`.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from pagoda.signal_safe_threads import NO_THREAD, Event, begin
 from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
 from pagoda.slab.linux_mmap import collapse_huge_pages, populate
 
-# At about 0.1 s per GiB a piece takes some 25 ms. `close` waits no longer than that for a piece, and neither do other
-# calls of the driver, which has one lock for all calls (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that
-# reason).
+# At about 0.1 s per GiB a piece takes some 25 ms. `close` waits no longer than that for a piece,
+# and neither do other calls of the driver, which has one lock for all calls
+# (NVIDIA/TensorRT-LLM#17773 uses pieces of 1 GiB for that reason).
 PIECE_BYTES = 256 << 20
-MAX_PIECE_BYTES = 64 << 30  # 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
-# the shortest pause between two pieces: other threads wait for the driver's lock, some of them with the GIL
+# 512 GiB at once are refused, however much is free (vllm-project/vllm#51080)
+MAX_PIECE_BYTES = 64 << 30
+# the shortest pause between two pieces: other threads wait for the driver's lock, some of them with
+# the GIL
 _PAUSE_SECONDS = 0.001
 _CLOSE_SECONDS = 5.0  # how long to wait for copies in flight by default
 _ABANDON = -1.0  # instead of seconds: end without unregistering
@@ -41,7 +45,9 @@ log = guarded_logger("pagoda.slab")
 
 
 class _Spans(NamedTuple):
-    """Ranges [begin, end) of memory, in order and disjoint; the device's address of each is `shift` bytes higher."""
+    """Ranges [begin, end) of memory, in order and disjoint; the device's address of each is `shift`
+    bytes higher.
+    """
 
     begins: tuple[int, ...]
     ends: tuple[int, ...]
@@ -63,11 +69,13 @@ class RegisteredRanges:
     def reset(self) -> None:
         """Forget all ranges, as in a forked child, where nothing is registered."""
         self._lock = threading.Lock()
-        self._pieces: dict[int, tuple[int, int]] = {}  # address -> (nbytes, place)
+        # address -> (nbytes, place)
+        self._pieces: dict[int, tuple[int, int]] = {}
         self._spans = _NO_SPANS
 
     def find(self, address: int, nbytes: int) -> int | None:
-        """Return the device's address of [address, address + nbytes); None if it is not registered as one range.
+        """Return the device's address of [address, address + nbytes); None if it is not registered
+        as one range.
 
         Called for every slot of every copy. `nbytes` is at least 1.
         """
@@ -78,15 +86,22 @@ class RegisteredRanges:
         return address + spans.shifts[at]
 
     def add(self, address: int, nbytes: int, place: int) -> None:
-        """Add a piece that a device sees at `place`. Raises ValueError if it overlaps a registered one."""
+        """Add a piece that a device sees at `place`. Raises ValueError if it overlaps a registered
+        one.
+        """
         end = address + nbytes
         shift = place - address
         with self._lock:
             begins, ends, shifts = self._spans
             at = bisect_left(begins, address)
-            if (at and ends[at - 1] > address) or (at < len(begins) and begins[at] < end):
-                raise ValueError(f"some of [{address:#x}, {end:#x}) is registered already")
-            first = last = at  # the spans [first, last) continue into the new one, or follow it
+            if (at and ends[at - 1] > address) or (
+                at < len(begins) and begins[at] < end
+            ):
+                raise ValueError(
+                    f"some of [{address:#x}, {end:#x}) is registered already"
+                )
+            # the spans [first, last) continue into the new one, or follow it
+            first = last = at
             if at and (ends[at - 1], shifts[at - 1]) == (address, shift):
                 first = at - 1
                 address = begins[at - 1]
@@ -114,15 +129,23 @@ class RegisteredRanges:
             return sum(nbytes for nbytes, _ in self._pieces.values())
 
     def check(self) -> None:
-        """Raise AssertionError with the numbers if the table for `find` does not match the pieces."""
+        """Raise AssertionError with the numbers if the table for `find` does not match the
+        pieces.
+        """
         with self._lock:
             pieces = dict(self._pieces)
             spans = self._spans
         if spans != _join(pieces):
             raise AssertionError(f"{spans} are not the spans of {pieces}")
-        if any(begin >= end for begin, end in zip(spans.begins, spans.ends, strict=True)):
+        if any(
+            begin >= end
+            for begin, end in zip(spans.begins, spans.ends, strict=True)
+        ):
             raise AssertionError(f"an empty span in {spans}")
-        if any(end > begin for end, begin in zip(spans.ends, spans.begins[1:], strict=False)):
+        if any(
+            end > begin
+            for end, begin in zip(spans.ends, spans.begins[1:], strict=False)
+        ):
             raise AssertionError(f"spans overlap in {spans}")
 
 
@@ -142,9 +165,11 @@ def _join(pieces: dict[int, tuple[int, int]]) -> _Spans:
 
 
 _ranges = RegisteredRanges()
-_copies: set[object] = set()  # one per `copying`; adding, discarding and copying the set are atomic
+# one per `copying`; adding, discarding and copying the set are atomic
+_copies: set[object] = set()
 _all: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
-# Stays registered and mapped: if it were unmapped, the driver would still map its addresses to the old pages.
+# Stays registered and mapped: if it were unmapped, the driver would still map its addresses to the
+# old pages.
 _kept: list[Bytes] = []
 
 device_address = _ranges.find
@@ -153,9 +178,11 @@ check = _ranges.check
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Keep every range that `device_address` returns in this scope registered until its end; `close` waits for it.
+    """Keep every range that `device_address` returns in this scope registered until its end;
+    `close` waits for it.
 
-    Put a whole copy into it, from before the first `device_address` until the device has copied the last byte. No lock.
+    Put a whole copy into it, from before the first `device_address` until the device has copied the
+    last byte. No lock.
     """
     copy = object()
     try:
@@ -174,27 +201,39 @@ def pin(
     piece_bytes: int = PIECE_BYTES,
     parts: Callable[[], Sequence[tuple[int, int]]] | None = None,
 ) -> PinnedMemory | None:
-    """Register the memory of `array` (uint8, contiguous, beginning on a page) with the GPUs, piece by piece.
+    """Register the memory of `array` (uint8, contiguous, beginning on a page) with the GPUs, piece
+    by piece.
 
-    Returns immediately, or with `background` False when all parts are registered or refused. Pieces have `piece_bytes`,
-    in whole pages and at most 64 GiB. `parts` is called first, on the registering thread, and returns the parts to
-    register, as offset and length; by default all. Returns None without NVIDIA's driver. Raises ValueError for an array
-    that cannot be registered, RuntimeError if no thread can be started.
+    Returns immediately, or with `background` False when all parts are registered or refused. Pieces
+    have `piece_bytes`, in whole pages and at most 64 GiB. `parts` is called first, on the
+    registering thread, and returns the parts to register, as offset and length; by default all.
+    Returns None without NVIDIA's driver. Raises ValueError for an array that cannot be registered,
+    RuntimeError if no thread can be started.
     """
     page = mmap.PAGESIZE
-    if array.dtype != np.uint8 or not array.flags.c_contiguous or array.nbytes < 1:
-        raise ValueError(f"only contiguous uint8 can be registered, got {array.shape} of {array.dtype}")
+    if (
+        array.dtype != np.uint8
+        or not array.flags.c_contiguous
+        or array.nbytes < 1
+    ):
+        raise ValueError(
+            f"only contiguous uint8 can be registered, got {array.shape} of {array.dtype}"
+        )
     if array.ctypes.data % page:
         raise ValueError(
             f"memory to register must begin on a page of {page} bytes: allocate it with `aligned`"
         )
     driver = driver or Driver.load()
     if driver is None:
-        log.warning("libcuda.so.1 cannot be used: host memory is not registered, copies use a bounce buffer")
+        log.warning(
+            "libcuda.so.1 cannot be used: host memory is not registered, copies use a bounce buffer"
+        )
         return None
     piece_bytes = max(page, min(piece_bytes, MAX_PIECE_BYTES) // page * page)
     whole = [(0, array.nbytes)]
-    pinned = PinnedMemory(array, device_index, driver, piece_bytes, parts or (lambda: whole))
+    pinned = PinnedMemory(
+        array, device_index, driver, piece_bytes, parts or (lambda: whole)
+    )
     if not background:
         pinned.wait()
     return pinned
@@ -203,9 +242,9 @@ def pin(
 class PinnedMemory:
     """The registered pieces of one array, from `pin`. Thread-safe; a forked child has none of them.
 
-    One thread makes all calls of the driver, so that no other thread's context changes. It keeps the array alive as
-    long as any of it is registered: if it were unmapped earlier, the driver would still map its addresses to the old
-    pages.
+    One thread makes all calls of the driver, so that no other thread's context changes. It keeps
+    the array alive as long as any of it is registered: if it were unmapped earlier, the driver
+    would still map its addresses to the old pages.
     """
 
     def __init__(
@@ -218,7 +257,8 @@ class PinnedMemory:
     ) -> None:
         self.device_index = device_index
         self.nbytes = 0  # bytes that are registered now
-        self.trouble = ""  # why not all of it is registered; empty if nothing failed
+        # why not all of it is registered; empty if nothing failed
+        self.trouble = ""
         self._total_bytes = 0
         self._base = array.ctypes.data
         self._array: Bytes | None = array
@@ -227,10 +267,12 @@ class PinnedMemory:
         self._find_parts = parts
         self._registered: dict[int, int] = {}  # addresses and lengths of pieces
         self._done = Event()
-        # A request: the seconds that closing may take; or None: look for more to register. Garbage collection may call
-        # `put` while any lock is held.
+        # A request: the seconds that closing may take; or None: look for more to register. Garbage
+        # collection may call `put` while any lock is held.
         self._requests: queue.SimpleQueue[float | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="pagoda-pin", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="pagoda-pin", daemon=True
+        )
         if not begin(self._thread):
             raise RuntimeError(NO_THREAD)
         _all.add(self)
@@ -249,13 +291,15 @@ class PinnedMemory:
         self._requests.put(_CLOSE_SECONDS)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> bool:
-        """Stop registering and unregister all; idempotent. False: not done in `timeout` seconds; it continues.
+        """Stop registering and unregister all; idempotent. False: not done in `timeout` seconds; it
+        continues.
 
-        First `device_address` stops finding its memory, then copies in flight are waited for. If a copy takes longer,
-        all of the memory stays registered for the life of this process.
+        First `device_address` stops finding its memory, then copies in flight are waited for. If a
+        copy takes longer, all of the memory stays registered for the life of this process.
         """
         self._requests.put(max(0.0, timeout))
-        if self._thread is not threading.current_thread():  # garbage collection may close it on any thread
+        # garbage collection may close it on any thread
+        if self._thread is not threading.current_thread():
             self._thread.join(max(0.0, timeout))
         return not self._thread.is_alive()
 
@@ -268,7 +312,8 @@ class PinnedMemory:
                 seconds = self._requests.get() if seconds is None else seconds
         except DriverError as error:
             self._stop_at(f"{error}: {_remedy(error)}")
-        except Exception as error:  # noqa: BLE001  # the border of a background thread: copies find another way
+        except Exception as error:  # noqa: BLE001
+            # the border of a background thread: copies find another way
             self._stop_at(f"{type(error).__name__}: {error}")
         self._done.set()
         while seconds is None:
@@ -277,7 +322,10 @@ class PinnedMemory:
 
     def _register(self) -> float | None:
         """Register piece by piece until closing is requested; return the seconds for closing."""
-        known = [(address - self._base, nbytes) for address, nbytes in self._registered.items()]
+        known = [
+            (address - self._base, nbytes)
+            for address, nbytes in self._registered.items()
+        ]
         parts = list(_subtract(self._find_parts(), known))
         self._total_bytes = self.nbytes + sum(nbytes for _, nbytes in parts)
         self._driver.use(self.device_index)
@@ -289,7 +337,8 @@ class PinnedMemory:
                     return seconds
                 self._requests.put(None)  # look again after this round
             address = self._base + start
-            populate(address, nbytes)  # the driver would do this slowly, and with its lock held
+            # the driver would do this slowly, and with its lock held
+            populate(address, nbytes)
             collapse_huge_pages(address, nbytes)  # registered pages cannot move
             asked = time.monotonic()
             with self._driver.relaxed_capture():
@@ -300,15 +349,25 @@ class PinnedMemory:
             _ranges.add(address, nbytes, place)
             self.nbytes += nbytes
         seconds = time.monotonic() - began
-        log.info("registered %d bytes of host memory with the GPUs in %.1f s", self.nbytes, seconds)
+        log.info(
+            "registered %d bytes of host memory with the GPUs in %.1f s",
+            self.nbytes,
+            seconds,
+        )
         return None
 
     def _stop_at(self, why: str) -> None:
         self.trouble = why
         log.warning(
-            "%d of %d bytes of host memory are registered with the GPUs, copies of the rest use a bounce buffer: %s",
-            self.nbytes, self._total_bytes, self.trouble,
-        )  # fmt: skip
+            (
+                "%d of %d bytes of host memory are registered with the GPUs, copies of the rest "
+                "use "
+                "a bounce buffer: %s"
+            ),
+            self.nbytes,
+            self._total_bytes,
+            self.trouble,
+        )
 
     def _unregister(self, seconds: float) -> None:
         if seconds == _ABANDON:
@@ -330,7 +389,10 @@ class PinnedMemory:
         return None
 
     def _keep(self, why: str) -> None:
-        log.warning("host memory stays registered and mapped until this process ends: %s", why)
+        log.warning(
+            "host memory stays registered and mapped until this process ends: %s",
+            why,
+        )
         if self._array is not None:
             _kept.append(self._array)
 
@@ -344,7 +406,9 @@ class PinnedMemory:
         self._done.set()
 
 
-def pieces(parts: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int]]:
+def pieces(
+    parts: Iterable[tuple[int, int]], piece_bytes: int
+) -> Iterator[tuple[int, int]]:
     """Split parts of memory (offset, length) into pieces of at most `piece_bytes`."""
     for start, nbytes in parts:
         for at in range(0, nbytes, piece_bytes):
@@ -385,7 +449,9 @@ def _wait_for_copies(until: float) -> bool:
 
 
 def _abandon_all() -> None:
-    """Stop all threads at exit, without unregistering: no thread may call the driver while it shuts down."""
+    """Stop all threads at exit, without unregistering: no thread may call the driver while it shuts
+    down.
+    """
     left = list(_all)
     for pinned in left:
         pinned._requests.put(_ABANDON)

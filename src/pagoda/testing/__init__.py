@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from pagoda.testing.policy_conformance import PolicyConformance
     from pagoda.testing.tier_conformance import TierConformance
 
-__all__ = ["FakeClock", "Fault", "FaultySlab", "PolicyConformance", "TierConformance"]
+__all__ = [
+    "FakeClock",
+    "Fault",
+    "FaultySlab",
+    "PolicyConformance",
+    "TierConformance",
+]
 
 _HOMES = {
     "FakeClock": "fake_clock",

@@ -12,7 +12,10 @@ class FakeClock(Clock):
     """A clock that stops until `advance`; `sleep` advances it at once. Thread-safe."""
 
     def __init__(
-        self, seconds: float = 1_000.0, wall: float = 1_700_000_000.0, boot: str = "fake-boot"
+        self,
+        seconds: float = 1_000.0,
+        wall: float = 1_700_000_000.0,
+        boot: str = "fake-boot",
     ) -> None:
         self._lock = threading.Lock()
         self._now_ns = int(seconds * 1e9)
@@ -27,7 +30,9 @@ class FakeClock(Clock):
             self._now_ns += round(seconds * 1e9)
 
     def reboot(self, boot: str, seconds: float = 0.0) -> None:
-        """Simulate a reboot of the machine: another boot id, and monotonic time starts again at `seconds`."""
+        """Simulate a reboot of the machine: another boot id, and monotonic time starts again at
+        `seconds`.
+        """
         wall = self.time()
         with self._lock:
             self._boot = boot

@@ -18,7 +18,8 @@ import numpy as np
 from pagoda.slab.file import FileSlab
 from pagoda.slab.memory import PAGE_BYTES, Bytes, aligned
 
-_HANG_SECONDS = 60.0  # a hang ends after this time without a release, so that no test run hangs for ever
+# a hang ends after this time without a release, so that no test run hangs for ever
+_HANG_SECONDS = 60.0
 CALLS = ("read", "write", "read_headers", "sync")
 _B = TypeVar("_B", Bytes, memoryview)
 
@@ -26,7 +27,8 @@ _B = TypeVar("_B", Bytes, memoryview)
 class Fault(StrEnum):
     """The fault of one call."""
 
-    SHORT = auto()  # a system call moves only half of the bytes; no loss if the rest is moved afterwards
+    # a system call moves only half of the bytes; no loss if the rest is moved afterwards
+    SHORT = auto()
     TORN = auto()  # the first half is moved, then EIO
     EIO = auto()  # nothing is moved
     ENOSPC = auto()  # nothing is moved
@@ -47,11 +49,13 @@ class _Planned:
 class FaultySlab(FileSlab):
     """A FileSlab whose next calls can be made to fail: `slab.fail_next("write", Fault.TORN)`.
 
-    `calls` counts the calls by name, `struck` the faults that were injected. All methods are thread-safe; of several
-    concurrent calls, a fault affects the first.
+    `calls` counts the calls by name, `struck` the faults that were injected. All methods are
+    thread-safe; of several concurrent calls, a fault affects the first.
     """
 
-    def __init__(self, path: Path, slots: int, slot_bytes: int, direct: bool | None = None) -> None:
+    def __init__(
+        self, path: Path, slots: int, slot_bytes: int, direct: bool | None = None
+    ) -> None:
         super().__init__(path, slots, slot_bytes, direct)
         self.calls: Counter[str] = Counter()
         self.struck: Counter[Fault] = Counter()
@@ -59,7 +63,8 @@ class FaultySlab(FileSlab):
         self.hanging = threading.Event()  # set once a call hangs
         self._released = threading.Event()
         self._plans: dict[str, list[_Planned]] = {name: [] for name in CALLS}
-        self._judged: dict[int, _Planned | None] = {}  # by slot: what its next write finds
+        # by slot: what its next write finds
+        self._judged: dict[int, _Planned | None] = {}
         self._plan_lock = threading.Lock()
         self._shorten = threading.local()
 
@@ -69,15 +74,24 @@ class FaultySlab(FileSlab):
         return cls(slab.path, slab.slots, slab.slot_bytes, slab.direct)
 
     def fail_next(
-        self, call: str, fault: Fault, times: int = 1, *, skip: int = 0, at: int | None = None
+        self,
+        call: str,
+        fault: Fault,
+        times: int = 1,
+        *,
+        skip: int = 0,
+        at: int | None = None,
     ) -> None:
-        """Make the next `times` calls of that name fail, after `skip` calls that do not; plans are queued.
+        """Make the next `times` calls of that name fail, after `skip` calls that do not; plans are
+        queued.
 
-        `at` is the byte that BIT_FLIP changes, counted over all bytes of the call (None: the middle one). Raises
-        ValueError for an unknown name.
+        `at` is the byte that BIT_FLIP changes, counted over all bytes of the call (None: the middle
+        one). Raises ValueError for an unknown name.
         """
         if call not in CALLS:
-            raise ValueError(f"unknown call {call!r}; choose one of {', '.join(CALLS)}")
+            raise ValueError(
+                f"unknown call {call!r}; choose one of {', '.join(CALLS)}"
+            )
         with self._plan_lock:
             self._plans[call].append(_Planned(Fault(fault), skip, times, at))
 
@@ -102,15 +116,17 @@ class FaultySlab(FileSlab):
     def write(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> None:
         """As FileSlab.write, with the planned faults.
 
-        A call for several slots counts as one for each of them, and ends at the first that fails. The faults of those
-        until then are found again by the next call for each.
+        A call for several slots counts as one for each of them, and ends at the first that fails.
+        The faults of those until then are found again by the next call for each.
         """
         each = len(buffers) // slots
         plans: dict[int, _Planned | None] = {}
         for n in range(slots):
             plans[slot + n] = self._plan_of(slot + n)
             try:
-                self._write_slot(slot + n, buffers[n * each : (n + 1) * each], plans[slot + n])
+                self._write_slot(
+                    slot + n, buffers[n * each : (n + 1) * each], plans[slot + n]
+                )
             except OSError:
                 if slots > 1:
                     with self._plan_lock:
@@ -123,7 +139,9 @@ class FaultySlab(FileSlab):
                 return self._judged.pop(slot)
         return self._next("write")
 
-    def _write_slot(self, slot: int, buffers: Sequence[Bytes], plan: _Planned | None) -> None:
+    def _write_slot(
+        self, slot: int, buffers: Sequence[Bytes], plan: _Planned | None
+    ) -> None:
         if plan is not None and plan.fault is Fault.BIT_FLIP:
             buffers = [_copy(buffer) for buffer in buffers]
             _flip(buffers, plan.at)
@@ -166,7 +184,10 @@ class FaultySlab(FileSlab):
             return plan
 
     def _run(
-        self, plan: _Planned | None, buffers: Sequence[Bytes], move: Callable[[Sequence[Bytes]], None]
+        self,
+        plan: _Planned | None,
+        buffers: Sequence[Bytes],
+        move: Callable[[Sequence[Bytes]], None],
     ) -> None:
         fault = plan.fault if plan is not None else None
         if fault is Fault.LOST:
@@ -185,7 +206,9 @@ class FaultySlab(FileSlab):
         move(buffers)
 
     def _error(self, number: int) -> OSError:
-        return OSError(number, f"{os.strerror(number)} (injected)", str(self.path))
+        return OSError(
+            number, f"{os.strerror(number)} (injected)", str(self.path)
+        )
 
     def _readv(self, views: Sequence[memoryview], offset: int) -> int:
         return super()._readv(self._cut(views), offset)
@@ -194,7 +217,9 @@ class FaultySlab(FileSlab):
         return super()._writev(self._cut(views), offset)
 
     def _cut(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Return the first half of `views` if this thread's call must be short; whole pages, for O_DIRECT."""
+        """Return the first half of `views` if this thread's call must be short; whole pages, for
+        O_DIRECT.
+        """
         if not getattr(self._shorten, "next", False):
             return views
         self._shorten.next = False
@@ -203,7 +228,9 @@ class FaultySlab(FileSlab):
 
 def _first_half(buffers: Sequence[_B]) -> list[_B]:
     """Return the first half of all the bytes, in whole pages; nothing of a single page."""
-    left = sum(buffer.nbytes for buffer in buffers) // 2 // PAGE_BYTES * PAGE_BYTES
+    left = (
+        sum(buffer.nbytes for buffer in buffers) // 2 // PAGE_BYTES * PAGE_BYTES
+    )
     half: list[_B] = []
     for buffer in buffers:
         if left > 0:

@@ -19,7 +19,8 @@ _NEWEST = 10**15
 
 
 class PolicyConformance:
-    """Subclass it in a test module, as `class TestMine(PolicyConformance)`, and write `make_policy`.
+    """Subclass it in a test module, as `class TestMine(PolicyConformance)`, and write
+    `make_policy`.
 
     The columns are real ones, `slots` rows long; a row is ready unless `last_use` is NOT_READY.
     """
@@ -38,7 +39,9 @@ class PolicyConformance:
         columns.reset()
         return columns
 
-    def fill(self, columns: Columns, seed: int, share: float = 0.8, leased: float = 0.1) -> Rows:
+    def fill(
+        self, columns: Columns, seed: int, share: float = 0.8, leased: float = 0.1
+    ) -> Rows:
         """Make a random share of the rows ready, some of them leased; returns the ready rows."""
         rng = np.random.default_rng(seed)
         rows = np.flatnonzero(rng.random(self.slots) < share).astype(np.int64)
@@ -48,7 +51,9 @@ class PolicyConformance:
         columns.lease_until[held] = _NOW + rng.integers(1, _MINUTE, len(held))
         return rows
 
-    def filled(self, tmp_path: Path, seed: int, leased: float = 0.1) -> tuple[Columns, Rows, Policy]:
+    def filled(
+        self, tmp_path: Path, seed: int, leased: float = 0.1
+    ) -> tuple[Columns, Rows, Policy]:
         """Return new columns, the rows that `fill` made ready, and a policy over them."""
         columns = self.columns(tmp_path)
         ready = self.fill(columns, seed, leased=leased)
@@ -74,7 +79,9 @@ class PolicyConformance:
         policy = self.make_policy(self.columns(tmp_path))
         assert len(policy.victims(10, _NEWEST, _NOW)) == 0
 
-    def test_victims_are_distinct_ready_and_no_more_than_asked(self, tmp_path: Path) -> None:
+    def test_victims_are_distinct_ready_and_no_more_than_asked(
+        self, tmp_path: Path
+    ) -> None:
         for seed in range(10):
             _, ready, policy = self.filled(tmp_path, seed)
             for count in (0, 1, 7, len(ready), self.slots * 2):
@@ -89,12 +96,19 @@ class PolicyConformance:
         columns = self.columns(tmp_path)
         ready = self.fill(columns, 1, leased=0.0)
         for count in (1, 5, len(ready)):
-            assert len(self.make_policy(columns).victims(count, _NEWEST, _NOW)) == count
+            assert (
+                len(self.make_policy(columns).victims(count, _NEWEST, _NOW))
+                == count
+            )
 
-    def test_leased_slots_come_last_and_the_soonest_to_end_first(self, tmp_path: Path) -> None:
+    def test_leased_slots_come_last_and_the_soonest_to_end_first(
+        self, tmp_path: Path
+    ) -> None:
         columns, ready, policy = self.filled(tmp_path, 2, leased=0.3)
         free = int((columns.lease_until[ready] <= _NOW).sum())
-        assert (columns.lease_until[policy.victims(free, _NEWEST, _NOW)] <= _NOW).all()
+        assert (
+            columns.lease_until[policy.victims(free, _NEWEST, _NOW)] <= _NOW
+        ).all()
         victims = policy.victims(self.slots, _NEWEST, _NOW)
         leases = columns.lease_until[victims]
         assert (leases[:free] <= _NOW).all()
@@ -106,9 +120,13 @@ class PolicyConformance:
         rows = np.arange(4, dtype=np.int64)
         self.make_ready(columns, rows, rows + 1)
         columns.lease_until[rows] = _NOW
-        assert sorted(self.make_policy(columns).victims(4, _NEWEST, _NOW).tolist()) == [0, 1, 2, 3]
+        assert sorted(
+            self.make_policy(columns).victims(4, _NEWEST, _NOW).tolist()
+        ) == [0, 1, 2, 3]
 
-    def test_a_newcomer_older_than_all_that_is_kept_evicts_nobody(self, tmp_path: Path) -> None:
+    def test_a_newcomer_older_than_all_that_is_kept_evicts_nobody(
+        self, tmp_path: Path
+    ) -> None:
         columns, ready, policy = self.filled(tmp_path, 3)
         oldest = int(columns.last_use[ready].min())
         assert len(policy.victims(10, oldest, _NOW)) == 0
@@ -117,7 +135,9 @@ class PolicyConformance:
         columns, ready, policy = self.filled(tmp_path, 4)
         stamp = int(np.median(columns.last_use[ready]))
         for count in (3, self.slots):
-            assert (columns.last_use[policy.victims(count, stamp, _NOW)] < stamp).all()
+            assert (
+                columns.last_use[policy.victims(count, stamp, _NOW)] < stamp
+            ).all()
 
     def test_asked_again_it_answers_the_same(self, tmp_path: Path) -> None:
         _, _, policy = self.filled(tmp_path, 5)
@@ -136,7 +156,9 @@ class PolicyConformance:
         columns = self.columns(tmp_path)
         rows = np.arange(3, dtype=np.int64)
         self.make_ready(columns, rows, np.array([50, 60, 70], dtype=np.int64))
-        self.make_policy(columns).touch(rows, np.array([10, 60, 90], dtype=np.int64))
+        self.make_policy(columns).touch(
+            rows, np.array([10, 60, 90], dtype=np.int64)
+        )
         assert columns.last_use[rows].tolist() == [50, 60, 90]
 
     def test_all_can_be_evicted_and_none_twice(self, tmp_path: Path) -> None:
@@ -148,7 +170,9 @@ class PolicyConformance:
             assert len(gone) <= len(ready)
         assert sorted(gone) == ready.tolist()
 
-    def test_a_slot_used_again_is_not_taken_for_what_it_held(self, tmp_path: Path) -> None:
+    def test_a_slot_used_again_is_not_taken_for_what_it_held(
+        self, tmp_path: Path
+    ) -> None:
         columns = self.columns(tmp_path)
         rows = np.arange(20, dtype=np.int64)
         self.make_ready(columns, rows, rows + 100)
@@ -166,23 +190,33 @@ class PolicyConformance:
         known = rng.random(count) < 0.5
         hits = rng.integers(0, 9, count) * known
         last_use = rng.integers(1, 10**6, count) * known
-        return Newcomers(stamp - np.arange(count), hits.astype(np.uint32), last_use)
+        return Newcomers(
+            stamp - np.arange(count), hits.astype(np.uint32), last_use
+        )
 
     def random_tree(self, columns: Columns, seed: int) -> Rows:
-        """Make branching chains, some with older parents, some leased, some unreachable; returns ready rows."""
+        """Make branching chains, some with older parents, some leased, some unreachable; returns
+        ready rows.
+        """
         rng = np.random.default_rng(seed)
         rows = np.flatnonzero(rng.random(self.slots) < 0.8).astype(np.int64)
         self.make_ready(columns, rows, rng.integers(1, 10**6, len(rows)))
         columns.hits[rows] = rng.integers(0, 5, len(rows))
-        parents = rows[np.maximum(np.arange(len(rows)) - rng.integers(1, 9, len(rows)), 0)]
+        parents = rows[
+            np.maximum(np.arange(len(rows)) - rng.integers(1, 9, len(rows)), 0)
+        ]
         for i in (1 + np.flatnonzero(rng.random(len(rows) - 1) < 0.9)).tolist():
             self.put_behind(columns, int(rows[i]), int(parents[i]))
-        columns.lease_until[rows[rng.random(len(rows)) < 0.1]] = _NOW + rng.integers(1, _MINUTE)
+        columns.lease_until[rows[rng.random(len(rows)) < 0.1]] = (
+            _NOW + rng.integers(1, _MINUTE)
+        )
         gone = rng.random(len(rows)) < 0.03
         self.evict(columns, rows[gone])
         return rows[~gone]
 
-    def branching(self, tmp_path: Path, seed: int) -> tuple[Columns, Rows, Policy]:
+    def branching(
+        self, tmp_path: Path, seed: int
+    ) -> tuple[Columns, Rows, Policy]:
         """Return new columns, the ready rows of a `random_tree` in them, and a policy over them."""
         columns = self.columns(tmp_path)
         ready = self.random_tree(columns, seed)
@@ -190,28 +224,49 @@ class PolicyConformance:
 
     def put_behind(self, columns: Columns, row: int, parent: int) -> None:
         """Put into a row the chunk that follows another row's chunk in a prompt."""
-        columns.parent_slot[row], columns.parent_generation[row] = parent, columns.generation[parent]
+        columns.parent_slot[row], columns.parent_generation[row] = (
+            parent,
+            columns.generation[parent],
+        )
         columns.position[row] = columns.position[parent] + 1
 
     def check_leaf_first(self, columns: Columns, victims: Rows) -> None:
         """Check that no victim has a child in the store, unless the child is evicted before it."""
-        turn = np.full(self.slots, self.slots)  # those that stay are later than all victims
+        # those that stay are later than all victims
+        turn = np.full(self.slots, self.slots)
         turn[victims] = np.arange(len(victims))
-        children = np.flatnonzero((columns.last_use != NOT_READY) & (columns.parent_slot >= 0))
+        children = np.flatnonzero(
+            (columns.last_use != NOT_READY) & (columns.parent_slot >= 0)
+        )
         parents = columns.parent_slot[children]
-        is_there = columns.generation[parents] == columns.parent_generation[children]
-        wrong = is_there & (turn[parents] < self.slots) & (turn[children] >= turn[parents])
-        assert len(np.unique(victims)) == len(victims) and not wrong.any(), children[wrong].tolist()
+        is_there = (
+            columns.generation[parents] == columns.parent_generation[children]
+        )
+        wrong = (
+            is_there
+            & (turn[parents] < self.slots)
+            & (turn[children] >= turn[parents])
+        )
+        assert len(np.unique(victims)) == len(victims) and not wrong.any(), (
+            children[wrong].tolist()
+        )
 
     def test_no_parent_goes_before_its_child(self, tmp_path: Path) -> None:
         for seed in range(20):
             columns, ready, policy = self.branching(tmp_path, seed)
-            for count, stamp in ((1, _NEWEST), (17, _NEWEST), (17, 5 * 10**5), (self.slots, _NEWEST)):
+            for count, stamp in (
+                (1, _NEWEST),
+                (17, _NEWEST),
+                (17, 5 * 10**5),
+                (self.slots, _NEWEST),
+            ):
                 victims = policy.victims(count, stamp, _NOW)
                 self.check_leaf_first(columns, victims)
             assert sorted(victims.tolist()) == ready.tolist()
 
-    def test_nor_when_some_are_touched_or_leased_after_it_was_looked_up(self, tmp_path: Path) -> None:
+    def test_nor_when_some_are_touched_or_leased_after_it_was_looked_up(
+        self, tmp_path: Path
+    ) -> None:
         for seed in range(10):
             columns, ready, policy = self.branching(tmp_path, seed)
             rng = np.random.default_rng(seed)
@@ -226,18 +281,28 @@ class PolicyConformance:
                     columns.hits[some] += np.uint32(asked)
                 else:
                     columns.lease_until[some] = _NOW + int(rng.integers(-50, 50))
-                victims = policy.victims(int(rng.integers(1, 12)), stamp, _NOW + int(rng.integers(0, 20)))
+                victims = policy.victims(
+                    int(rng.integers(1, 12)),
+                    stamp,
+                    _NOW + int(rng.integers(0, 20)),
+                )
                 self.check_leaf_first(columns, victims)
                 self.evict(columns, victims[: int(rng.integers(0, 4))])
 
-    def test_nor_when_another_process_evicted_what_was_leased(self, tmp_path: Path) -> None:
+    def test_nor_when_another_process_evicted_what_was_leased(
+        self, tmp_path: Path
+    ) -> None:
         for seed in range(5):
             columns, ready, policy = self.branching(tmp_path, seed)
             other = self.make_policy(columns)
             rng = np.random.default_rng(seed)
-            columns.lease_until[ready[rng.random(len(ready)) < 0.2]] = _NOW + _MINUTE
+            columns.lease_until[ready[rng.random(len(ready)) < 0.2]] = (
+                _NOW + _MINUTE
+            )
             for turn in range(self.slots):
-                victims = (policy, other)[turn % 2].victims(int(rng.integers(1, 12)), _NEWEST, _NOW)
+                victims = (policy, other)[turn % 2].victims(
+                    int(rng.integers(1, 12)), _NEWEST, _NOW
+                )
                 self.check_leaf_first(columns, victims)
                 self.evict(columns, victims)
                 if (columns.last_use == NOT_READY).all():
@@ -251,14 +316,20 @@ class PolicyConformance:
         for row in range(21, 40):
             self.put_behind(columns, row, row - 1)
         self.evict(columns, np.array([20]))
-        assert self.make_policy(columns).victims(19, _NEWEST, _NOW).tolist() == list(range(39, 20, -1))
+        assert self.make_policy(columns).victims(
+            19, _NEWEST, _NOW
+        ).tolist() == list(range(39, 20, -1))
 
-    def test_admit_takes_a_leading_part_and_all_for_whom_there_is_room(self, tmp_path: Path) -> None:
+    def test_admit_takes_a_leading_part_and_all_for_whom_there_is_room(
+        self, tmp_path: Path
+    ) -> None:
         _, _, policy = self.branching(tmp_path, 9)
         assert policy.admit(self.newcomers(0, 0, 10**6), 0, _NOW) == 0
         for seed, count in enumerate((1, 2, 7, 64)):
             for room in (0, 1, 3, 64, 100):
-                admitted = policy.admit(self.newcomers(seed, count, 10**6 + 100 * seed), room, _NOW)
+                admitted = policy.admit(
+                    self.newcomers(seed, count, 10**6 + 100 * seed), room, _NOW
+                )
                 assert isinstance(admitted, int)
                 assert min(room, count) <= admitted <= count
 
@@ -309,7 +380,9 @@ class PolicyConformance:
         for damage in (np.nan, np.inf, -np.inf, -1.0, 1e308, 1e18, 0.5, None):
             columns, _, policy = self.branching(tmp_path, 12)
             count = policy.shared_values
-            values = rng.normal(0, 10.0 ** rng.integers(-9, 300)) * rng.random(count)
+            values = rng.normal(0, 10.0 ** rng.integers(-9, 300)) * rng.random(
+                count
+            )
             if damage is not None:
                 values = np.zeros(count)
                 values[rng.random(count) < 0.5] = damage
@@ -318,8 +391,12 @@ class PolicyConformance:
                 for turn in range(3):
                     policy.share(values)
                     policy.prepare(_NEWEST + turn * 10**10, _NOW)
-                    policy.admit(self.newcomers(turn, 5, _NEWEST + turn * 10**10), 2, _NOW)
-                    self.check_leaf_first(columns, policy.victims(9, _NEWEST, _NOW))
+                    policy.admit(
+                        self.newcomers(turn, 5, _NEWEST + turn * 10**10), 2, _NOW
+                    )
+                    self.check_leaf_first(
+                        columns, policy.victims(9, _NEWEST, _NOW)
+                    )
             assert np.isfinite(values).all()
 
     def test_two_processes_over_the_same_columns(self, tmp_path: Path) -> None:
@@ -373,7 +450,12 @@ class PolicyConformance:
     def test_lost_columns_do_no_harm(self, tmp_path: Path) -> None:
         columns, _, policy = self.filled(tmp_path, 8)
         policy.victims(5, _NEWEST, _NOW)
-        for column in (columns.last_use, columns.generation, columns.parent_slot, columns.parent_generation):
+        for column in (
+            columns.last_use,
+            columns.generation,
+            columns.parent_slot,
+            columns.parent_generation,
+        ):
             column[:] = 0  # what is read from a page that never reached the disk
         victims = policy.victims(self.slots * 2, _NEWEST, _NOW)
         assert len(np.unique(victims)) == len(victims)

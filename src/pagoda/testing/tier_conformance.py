@@ -27,15 +27,18 @@ def _always() -> bool:
 
 def keys_of(namespace: Namespace, count: int, start: int = 0) -> list[bytes]:
     """Return the keys of chunks [start, start + count) of one chain in a namespace."""
-    chunks = [number.to_bytes(32, "little") for number in range(start, start + count)]
+    chunks = [
+        number.to_bytes(32, "little") for number in range(start, start + count)
+    ]
     return derive_keys(chunks, namespace.root)
 
 
 class TierConformance:
     """Subclass it in a test module, as `class TestMine(TierConformance)`, and write `make_tier`.
 
-    A tier must hold at least `room_chunks` chunks, and as many in its queue; chunks of a few KiB keep the suite
-    fast. It cannot hold more than `overfull_chunks`. `seconds` bounds every wait. Each test closes its tier.
+    A tier must hold at least `room_chunks` chunks, and as many in its queue; chunks of a few KiB
+    keep the suite fast. It cannot hold more than `overfull_chunks`. `seconds` bounds every wait.
+    Each test closes its tier.
     """
 
     room_chunks = 16
@@ -65,23 +68,38 @@ class TierConformance:
         return buffer
 
     def chunk(
-        self, tier: Tier, keys: Sequence[bytes], position: int, still_valid: Callable[[], bool] = _always
+        self,
+        tier: Tier,
+        keys: Sequence[bytes],
+        position: int,
+        still_valid: Callable[[], bool] = _always,
     ) -> Chunk:
         """Return the chunk at `position` of the chain `keys`."""
         key = keys[position]
         parent = keys[position - 1] if position else None
-        return Chunk(key, position, 4, self.payload(tier, key), parent, still_valid)
+        return Chunk(
+            key, position, 4, self.payload(tier, key), parent, still_valid
+        )
 
     def chunks(self, tier: Tier, keys: Sequence[bytes]) -> list[Chunk]:
         """Return all chunks of the chain `keys`."""
         return [self.chunk(tier, keys, position) for position in range(len(keys))]
 
-    def saved(self, tier: Tier, keys: list[bytes], namespace: Namespace = ONE) -> list[bytes]:
+    def saved(
+        self, tier: Tier, keys: list[bytes], namespace: Namespace = ONE
+    ) -> list[bytes]:
         """Save the chain `keys` and wait; all of it must be stored. Returns the keys."""
-        assert all(done.ok for done in self.ends(tier.save(self.chunks(tier, keys), namespace.root)))
+        assert all(
+            done.ok
+            for done in self.ends(
+                tier.save(self.chunks(tier, keys), namespace.root)
+            )
+        )
         return keys
 
-    def saving(self, tier: Tier, count: int) -> tuple[list[bytes], list[Future[Done]]]:
+    def saving(
+        self, tier: Tier, count: int
+    ) -> tuple[list[bytes], list[Future[Done]]]:
         """Begin to save a chain of so many chunks; return its keys and the futures."""
         keys = keys_of(ONE, count)
         return keys, tier.save(self.chunks(tier, keys), ONE.root)
@@ -90,18 +108,29 @@ class TierConformance:
         """Return the results of these futures."""
         return [future.result(self.seconds) for future in futures]
 
-    def loaded(self, tier: Tier, keys: Sequence[bytes], start: int = 0) -> list[Bytes | None]:
-        """Return what `load` delivers for the chain positions from `start` on; None if it was not ok."""
+    def loaded(
+        self, tier: Tier, keys: Sequence[bytes], start: int = 0
+    ) -> list[Bytes | None]:
+        """Return what `load` delivers for the chain positions from `start` on; None if it was not
+        ok.
+        """
         buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
         futures = tier.load(keys, buffers, start=start, namespace=ONE.root)
         assert len(futures) == len(keys)
         ends = zip(self.ends(futures), buffers, strict=True)
-        return [buffer[: tier.chunk_bytes] if done.ok else None for done, buffer in ends]
+        return [
+            buffer[: tier.chunk_bytes] if done.ok else None
+            for done, buffer in ends
+        ]
 
     def holds(self, tier: Tier, key: bytes) -> bool:
-        """Whether the chunk is in the tier, with the right bytes; wrong bytes fail the test at once."""
+        """Whether the chunk is in the tier, with the right bytes; wrong bytes fail the test at
+        once.
+        """
         found = tier.get(key)
-        assert found is None or np.array_equal(found, self.payload(tier, key)), "wrong bytes were served"
+        assert found is None or np.array_equal(found, self.payload(tier, key)), (
+            "wrong bytes were served"
+        )
         return found is not None
 
     # -- one chunk
@@ -118,10 +147,14 @@ class TierConformance:
             keys = keys_of(ONE, 4)
             stamp = tier.stamp()
             assert stamp <= tier.stamp()
-            count, refused = tier.admit(keys, namespace=ONE.root, start=0, stamp=stamp)
+            count, refused = tier.admit(
+                keys, namespace=ONE.root, start=0, stamp=stamp
+            )
             assert 0 <= count <= len(keys)
             assert refused == (count < len(keys))
-            futures = tier.save(self.chunks(tier, keys)[:count], ONE.root, stamp=stamp)
+            futures = tier.save(
+                self.chunks(tier, keys)[:count], ONE.root, stamp=stamp
+            )
             assert tier.flush(self.seconds)
             assert all(future.done() for future in futures)
 
@@ -143,7 +176,12 @@ class TierConformance:
     def test_put_and_get(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             (key,) = keys_of(ONE, 1)
-            assert tier.put(key, self.payload(tier, key), namespace=ONE.root, tokens=4) is True
+            assert (
+                tier.put(
+                    key, self.payload(tier, key), namespace=ONE.root, tokens=4
+                )
+                is True
+            )
             assert tier.contains(key)
             assert self.holds(tier, key)
 
@@ -173,7 +211,13 @@ class TierConformance:
             keys = keys_of(ONE, 4)
             for position, key in enumerate(keys):
                 payload = self.payload(tier, key)
-                assert tier.put(key, payload, namespace=ONE.root, position=position, block=False)
+                assert tier.put(
+                    key,
+                    payload,
+                    namespace=ONE.root,
+                    position=position,
+                    block=False,
+                )
                 assert tier.contains(key)
                 assert tier.find(keys) == position + 1
                 assert self.holds(tier, key)
@@ -182,9 +226,16 @@ class TierConformance:
         with self.opened(tmp_path) as tier:
             again, *others = keys_of(ONE, self.room_chunks)
             for _ in range(3 * self.room_chunks):
-                assert tier.put(again, self.payload(tier, again), namespace=ONE.root)
+                assert tier.put(
+                    again, self.payload(tier, again), namespace=ONE.root
+                )
             for position, key in enumerate(others, 1):
-                assert tier.put(key, self.payload(tier, key), namespace=ONE.root, position=position)
+                assert tier.put(
+                    key,
+                    self.payload(tier, key),
+                    namespace=ONE.root,
+                    position=position,
+                )
             assert tier.find([again, *others]) == self.room_chunks
 
     def test_remove(self, tmp_path: Path) -> None:
@@ -214,7 +265,9 @@ class TierConformance:
             put, saved = keys_of(ONE, 2)
             payload = np.zeros(2 * tier.chunk_bytes + 8192, dtype=np.uint8)
             assert tier.put(put, payload, namespace=ONE.root) is False
-            (done,) = self.ends(tier.save([Chunk(saved, 0, 4, payload, None, _always)], ONE.root))
+            (done,) = self.ends(
+                tier.save([Chunk(saved, 0, 4, payload, None, _always)], ONE.root)
+            )
             assert done == Done(False, Reason.TOO_LARGE)
             assert not tier.contains(put)
             assert not tier.contains(saved)
@@ -226,7 +279,9 @@ class TierConformance:
             small = np.zeros(tier.chunk_bytes - 1, dtype=np.uint8)
             for wrong in (
                 lambda: tier.put(key, small, namespace=ONE.root),
-                lambda: tier.save([Chunk(key, 0, 4, small, None, _always)], ONE.root),
+                lambda: tier.save(
+                    [Chunk(key, 0, 4, small, None, _always)], ONE.root
+                ),
                 lambda: tier.load([key], [small], namespace=ONE.root),
                 lambda: tier.load([key], [], namespace=ONE.root),
             ):
@@ -234,7 +289,9 @@ class TierConformance:
                     wrong()
                 except ValueError:
                     continue
-                raise AssertionError("the wrong use should have raised a ValueError")
+                raise AssertionError(
+                    "the wrong use should have raised a ValueError"
+                )
 
     # -- runs
 
@@ -247,14 +304,24 @@ class TierConformance:
             assert tier.find(keys[4:], start=4) == 2
             assert tier.find(keys[3:], start=3) == 0
 
-    def test_touch_says_which_are_here_holes_notwithstanding(self, tmp_path: Path) -> None:
+    def test_touch_says_which_are_here_holes_notwithstanding(
+        self, tmp_path: Path
+    ) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, 5)
             self.saved(tier, keys[:2])
             (done,) = self.ends(tier.save([self.chunk(tier, keys, 3)], ONE.root))
             assert done.ok
-            assert tier.touch(keys, namespace=ONE.root) == [True, True, False, True, False]
-            assert tier.touch(keys[2:], start=2, namespace=ONE.root, asked=False) == [False, True, False]
+            assert tier.touch(keys, namespace=ONE.root) == [
+                True,
+                True,
+                False,
+                True,
+                False,
+            ]
+            assert tier.touch(
+                keys[2:], start=2, namespace=ONE.root, asked=False
+            ) == [False, True, False]
             assert tier.touch([], namespace=ONE.root) == []
             assert tier.believed_seconds >= 0
 
@@ -269,12 +336,16 @@ class TierConformance:
             keys = keys_of(ONE, self.room_chunks)
             futures = tier.save(self.chunks(tier, keys), ONE.root, stamp=None)
             assert len(futures) == len(keys)
-            assert tier.find(keys) == len(keys)  # a chunk that is being saved counts
+            # a chunk that is being saved counts
+            assert tier.find(keys) == len(keys)
             assert self.ends(futures) == [Done(True, None)] * len(keys)
             for key, found in zip(keys, self.loaded(tier, keys), strict=True):
                 assert found is not None
                 assert np.array_equal(found, self.payload(tier, key))
-            assert all(found is not None for found in self.loaded(tier, keys[3:], start=3))
+            assert all(
+                found is not None
+                for found in self.loaded(tier, keys[3:], start=3)
+            )
 
     def test_load_what_was_just_saved(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -293,21 +364,31 @@ class TierConformance:
             assert [done.ok for done in ends[:3]] == [True, True, False]
             assert ends[2].reason is not None
 
-    def test_a_put_that_blocks_returns_when_it_has_ended(self, tmp_path: Path) -> None:
+    def test_a_put_that_blocks_returns_when_it_has_ended(
+        self, tmp_path: Path
+    ) -> None:
         with self.opened(tmp_path) as tier:
             for key in keys_of(ONE, self.room_chunks // 2):
                 payload = self.payload(tier, key)
                 assert tier.put(key, payload, namespace=ONE.root)
-                assert not tier.in_flight(key), "put returned before the chunk was stored"
+                assert not tier.in_flight(key), (
+                    "put returned before the chunk was stored"
+                )
                 payload[:] = 0  # which belongs to the caller again
                 assert self.holds(tier, key)
 
-    def test_what_was_asked_for_wrongly_is_a_miss_and_stays(self, tmp_path: Path) -> None:
+    def test_what_was_asked_for_wrongly_is_a_miss_and_stays(
+        self, tmp_path: Path
+    ) -> None:
         with self.opened(tmp_path) as tier:
             keys = self.saved(tier, keys_of(ONE, 4))
             for namespace, start in ((TWO.root, 0), (ONE.root, 7)):
-                buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
-                ends = self.ends(tier.load(keys, buffers, start=start, namespace=namespace))
+                buffers = [
+                    aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys
+                ]
+                ends = self.ends(
+                    tier.load(keys, buffers, start=start, namespace=namespace)
+                )
                 assert not any(done.ok for done in ends)
                 assert all(done.reason is not None for done in ends)
             assert tier.get(keys[0], namespace=TWO.root) is None
@@ -324,25 +405,35 @@ class TierConformance:
     def test_what_is_no_longer_valid_never_appears(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, 3)
-            (never,) = self.ends(tier.save([self.chunk(tier, keys, 0, lambda: False)], ONE.root))
+            (never,) = self.ends(
+                tier.save([self.chunk(tier, keys, 0, lambda: False)], ONE.root)
+            )
             assert never.ok is False
             assert never.reason is not None
             assert not tier.contains(keys[0])
             self.saved(tier, keys)
 
-    def test_bytes_that_change_on_their_way_never_appear(self, tmp_path: Path) -> None:
+    def test_bytes_that_change_on_their_way_never_appear(
+        self, tmp_path: Path
+    ) -> None:
         with self.opened(tmp_path) as tier:
             (key,) = keys_of(ONE, 1)
             payload = self.payload(tier, key)
             asked: list[bool] = []
 
-            def still_valid() -> bool:  # true once; afterwards the bytes are those of another chunk
+            # true once; afterwards the bytes are those of another chunk
+            def still_valid() -> bool:
                 asked.append(not asked)
                 payload[:] = 0
                 return asked[-1]
 
-            (done,) = self.ends(tier.save([Chunk(key, 0, 4, payload, None, still_valid)], ONE.root))
-            assert self.holds(tier, key) is done.ok  # a tier that copied before it asked has the right bytes
+            (done,) = self.ends(
+                tier.save(
+                    [Chunk(key, 0, 4, payload, None, still_valid)], ONE.root
+                )
+            )
+            # a tier that copied before it asked has the right bytes
+            assert self.holds(tier, key) is done.ok
 
     def test_wait(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -357,7 +448,10 @@ class TierConformance:
             keys = keys_of(ONE, 6)
             good = (self.chunk(tier, keys, position) for position in range(5))
             bad = self.chunk(tier, keys, 5, lambda: False)
-            assert tier.put_many(itertools.chain(good, [bad]), namespace=ONE.root) == 5
+            assert (
+                tier.put_many(itertools.chain(good, [bad]), namespace=ONE.root)
+                == 5
+            )
             assert tier.find(keys) == 5
             assert tier.put_many([], namespace=ONE.root) == 0
 
@@ -367,20 +461,31 @@ class TierConformance:
             self.saved(tier, keys)
             tier.remove(keys[2])
             found_many = tier.get_many(_endless(keys))
-            for key, found in itertools.islice(zip(_endless(keys), found_many, strict=True), 12):
+            for key, found in itertools.islice(
+                zip(_endless(keys), found_many, strict=True), 12
+            ):
                 assert (found is None) == (key == keys[2])
-                assert found is None or np.array_equal(found, self.payload(tier, key))
+                assert found is None or np.array_equal(
+                    found, self.payload(tier, key)
+                )
 
     def test_full_is_a_value_and_never_wrong(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, self.overfull_chunks)
             for key in keys:
-                assert tier.put(key, self.payload(tier, key), namespace=ONE.root) in (True, False)
-            assert sum(self.holds(tier, key) for key in keys) >= self.room_chunks // 2
+                assert tier.put(
+                    key, self.payload(tier, key), namespace=ONE.root
+                ) in (True, False)
+            assert (
+                sum(self.holds(tier, key) for key in keys)
+                >= self.room_chunks // 2
+            )
 
     # -- namespaces, threads, the end
 
-    def test_clear_of_one_namespace_leaves_the_other(self, tmp_path: Path) -> None:
+    def test_clear_of_one_namespace_leaves_the_other(
+        self, tmp_path: Path
+    ) -> None:
         with self.opened(tmp_path) as tier:
             ones = keys_of(ONE, 4)
             twos = keys_of(TWO, 4)
@@ -401,13 +506,18 @@ class TierConformance:
             tier.clear(ONE.root)
             self.ends(futures)
             assert tier.wait(keys, self.seconds)
-            assert not any(tier.contains(key) or self.holds(tier, key) for key in keys)
+            assert not any(
+                tier.contains(key) or self.holds(tier, key) for key in keys
+            )
 
     def test_stats_are_numbers(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             self.saved(tier, keys_of(ONE, 3))
             stats = tier.stats()
-            assert all(isinstance(name, str) and isinstance(number, int) for name, number in stats.items())
+            assert all(
+                isinstance(name, str) and isinstance(number, int)
+                for name, number in stats.items()
+            )
             assert stats["stored_chunks"] == 3
 
     def test_threads(self, tmp_path: Path) -> None:
@@ -420,10 +530,14 @@ class TierConformance:
                 try:
                     for position in rng.integers(0, len(keys), 40).tolist():
                         self.act(tier, keys, position, int(rng.integers(0, 4)))
-                except Exception as error:  # noqa: BLE001  # raised again by the test's own thread
+                except Exception as error:  # noqa: BLE001
+                    # raised again by the test's own thread
                     wrong.append(error)
 
-            threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(4)]
+            threads = [
+                threading.Thread(target=work, args=(seed,), daemon=True)
+                for seed in range(4)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -432,11 +546,18 @@ class TierConformance:
             if wrong:
                 raise wrong[0]
 
-    def act(self, tier: Tier, keys: Sequence[bytes], position: int, what: int) -> None:
+    def act(
+        self, tier: Tier, keys: Sequence[bytes], position: int, what: int
+    ) -> None:
         """Do one of four operations on one chunk."""
         key = keys[position]
         if what == 0:
-            tier.put(key, self.payload(tier, key), namespace=ONE.root, position=position)
+            tier.put(
+                key,
+                self.payload(tier, key),
+                namespace=ONE.root,
+                position=position,
+            )
         elif what == 1:
             self.ends(tier.save([self.chunk(tier, keys, position)], ONE.root))
         elif what == 2:
@@ -455,15 +576,22 @@ class TierConformance:
             self.is_closed(tier, keys)
 
     def is_closed(self, tier: Tier, keys: Sequence[bytes]) -> None:
-        """Check that a closed tier finds nothing and ends every call with CLOSED, without an exception."""
+        """Check that a closed tier finds nothing and ends every call with CLOSED, without an
+        exception.
+        """
         assert tier.find(keys) == 0
         assert tier.touch(keys, namespace=ONE.root) is None
         assert not tier.contains(keys[0])
         assert tier.get(keys[0]) is None
-        assert tier.put(keys[0], self.payload(tier, keys[0]), namespace=ONE.root) is False
+        assert (
+            tier.put(keys[0], self.payload(tier, keys[0]), namespace=ONE.root)
+            is False
+        )
         (saved,) = self.ends(tier.save([self.chunk(tier, keys, 0)], ONE.root))
         assert saved == Done(False, Reason.CLOSED)
-        (loaded,) = self.ends(tier.load(keys[:1], [self.payload(tier, keys[0])], namespace=ONE.root))
+        (loaded,) = self.ends(
+            tier.load(keys[:1], [self.payload(tier, keys[0])], namespace=ONE.root)
+        )
         assert loaded == Done(False, Reason.CLOSED)
 
 

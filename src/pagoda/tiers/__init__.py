@@ -7,7 +7,8 @@ Modules, in the order in which a save reaches them:
 - `host`: the host tier, a ledger and a slab in memory
 - `disk`: the disk tier, a ledger and a slab in a file, and its workers, one per thread
 - `remote`: remote tiers; it lists its own modules
-- `io_queue`: the bounded queue of reads and writes and its I/O threads, which the disk tier and the remote tiers share
+- `io_queue`: the bounded queue of reads and writes and its I/O threads, which the disk tier and the
+  remote tiers share
 - `header_scan`: rebuilds a lost ledger from the headers in the slab
 - `breaker`: the circuit breaker that lets a failing device or store rest
 - `recorded_tiers`: the user's list of tiers, for the commands

@@ -31,11 +31,14 @@ class Chunk(NamedTuple):
     tokens: int
     payload: Bytes  # (nbytes,) uint8, at least chunk_bytes, at most a slot
     parent: bytes | None  # the key at position - 1
-    still_valid: Callable[[], bool]  # True for as long as the payload is what the key names
+    # True for as long as the payload is what the key names
+    still_valid: Callable[[], bool]
 
 
 class Done(NamedTuple):
-    """The result of a save or load. `ok`: the chunk is stored and visible, or verified and in the buffer."""
+    """The result of a save or load. `ok`: the chunk is stored and visible, or verified and in the
+    buffer.
+    """
 
     ok: bool
     reason: Reason | None = None  # of a failure
@@ -43,38 +46,47 @@ class Done(NamedTuple):
 
 @runtime_checkable
 class Tier(Protocol):
-    """A place that stores chunks. All methods are thread-safe; a failure is a value with a reason, not an exception.
+    """A place that stores chunks. All methods are thread-safe; a failure is a value with a reason,
+    not an exception.
 
-    ValueError is for wrong use only, and then nothing is changed: a key that does not have 32 bytes, a payload or
-    buffer smaller than a chunk, or unequal numbers of keys and buffers.
-    Calls whose failure the caller must notice (`register`, `remove`, `clear`, `stats`) raise StoreError after some
-    seconds. After `close()` nothing is found, and saves and loads end with Reason.CLOSED.
+    ValueError is for wrong use only, and then nothing is changed: a key that does not have 32
+    bytes, a payload or buffer smaller than a chunk, or unequal numbers of keys and buffers.
+    Calls whose failure the caller must notice (`register`, `remove`, `clear`, `stats`) raise
+    StoreError after some seconds. After `close()` nothing is found, and saves and loads end with
+    Reason.CLOSED.
 
-    A subclass inherits defaults for what few tiers change: the attributes from `codec` to `resting`, `stamp`, `admit`
-    and `flush`.
+    A subclass inherits defaults for what few tiers change: the attributes from `codec` to
+    `resting`, `stamp`, `admit` and `flush`.
     """
 
     name: str
     chunk_bytes: int
-    believed_seconds: float  # the time for which a chunk that was found here is assumed to stay here
+    # the time for which a chunk that was found here is assumed to stay here
+    believed_seconds: float
     codec: str = "raw"  # the codec of the stored bytes
     address: str = ""  # where the tier is; shown in the log
     # shared by machines: not used while the weights have no name that all machines know
     is_shared: bool = False
     read_only: bool = False  # nothing is saved or touched here
     queue_chunks: int = 64  # the saves that may be outstanding; more are refused
-    keeps_recency: bool = False  # `find` updates recency here, so a chunk that was loaded need not be touched
-    # returns a recency stamp for one run; it is passed to all calls for the run, so that its tail stays older
+    # `find` updates recency here, so a chunk that was loaded need not be touched
+    keeps_recency: bool = False
+    # returns a recency stamp for one run; it is passed to all calls for the run, so that its tail
+    # stays older
     stamp: Callable[[], int] = time.monotonic_ns
 
     @property
     def resting(self) -> bool:
-        """Whether the tier is skipped for a while, after failures in a row. During that time nothing is found."""
+        """Whether the tier is skipped for a while, after failures in a row. During that time
+        nothing is found.
+        """
         return False
 
     @abstractmethod
     def register(self, namespace: Namespace) -> None:
-        """Record the namespace with its labels, so that it can be listed and cleared. Idempotent and cheap."""
+        """Record the namespace with its labels, so that it can be listed and cleared. Idempotent
+        and cheap.
+        """
 
     @abstractmethod
     def find(
@@ -87,13 +99,15 @@ class Tier(Protocol):
         touch: bool = True,
         deadline_seconds: float | None = None,
     ) -> int:
-        """Return how many leading keys are stored or queued. Copies nothing; updates recency if `touch`.
+        """Return how many leading keys are stored or queued. Copies nothing; updates recency if
+        `touch`.
 
-        A key whose state is not known before the deadline counts as absent. The tier's own deadline is default and
-        maximum.
+        A key whose state is not known before the deadline counts as absent. The tier's own deadline
+        is default and maximum.
 
-        `start` is the chain position of keys[0] (None: any); the calls of one request pass the same `stamp`.
-        `namespace` is the root that the keys were derived under; without it all registered namespaces are searched.
+        `start` is the chain position of keys[0] (None: any); the calls of one request pass the same
+        `stamp`. `namespace` is the root that the keys were derived under; without it all registered
+        namespaces are searched.
         """
 
     @abstractmethod
@@ -106,48 +120,71 @@ class Tier(Protocol):
         stamp: int | None = None,
         asked: bool = True,
     ) -> list[bool] | None:
-        """Update the recency of a run that a higher tier has copies of; return which keys are stored or queued.
+        """Update the recency of a run that a higher tier has copies of; return which keys are
+        stored or queued.
 
-        None: unknown at present. `asked`: a higher tier served the run; otherwise the run was stored there again.
-        May wait for I/O, so call it from background threads.
+        None: unknown at present. `asked`: a higher tier served the run; otherwise the run was
+        stored there again. May wait for I/O, so call it from background threads.
         """
 
     def admit(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int, stamp: int | None
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int,
+        stamp: int | None,
     ) -> tuple[int, bool]:
-        """Return how many of a run's next keys a save would store, and whether the rest of the run is refused.
+        """Return how many of a run's next keys a save would store, and whether the rest of the run
+        is refused.
 
-        `start` is the chain position of keys[0]. By default all are stored. A tier counts what it refuses.
+        `start` is the chain position of keys[0]. By default all are stored. A tier counts what it
+        refuses.
         """
         return len(keys), False
 
     @abstractmethod
     def save(
-        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+        self,
+        chunks: Sequence[Chunk],
+        namespace: bytes,
+        *,
+        stamp: int | None = None,
     ) -> list[Future[Done]]:
-        """Store chunks of one namespace (its root) and return one future per chunk. Never waits for space.
+        """Store chunks of one namespace (its root) and return one future per chunk. Never waits for
+        space.
 
-        A chunk that finds the queue full is dropped with QUEUE_FULL and counted. A key that is already stored is a
-        success.
+        A chunk that finds the queue full is dropped with QUEUE_FULL and counted. A key that is
+        already stored is a success.
         """
 
     @abstractmethod
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes,
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Bytes],
+        *,
+        start: int | None = 0,
+        namespace: bytes,
         deadline_seconds: float | None = None,
-    ) -> list[Future[Done]]:  # fmt: skip
-        """Read verified chunks into `buffers` ((>= chunk_bytes,) uint8), in order, several at a time.
+    ) -> list[Future[Done]]:
+        """Read verified chunks into `buffers` ((>= chunk_bytes,) uint8), in order, several at a
+        time.
 
-        A chunk of another namespace, or of another position than its index from `start` on (None: any), is a miss and
-        stays in the tier.
+        A chunk of another namespace, or of another position than its index from `start` on (None:
+        any), is a miss and stays in the tier.
 
-        Returns before the deadline (the tier's own is default and maximum); the reads may take longer.
+        Returns before the deadline (the tier's own is default and maximum); the reads may take
+        longer.
 
-        A buffer belongs to the tier until its future is done. If the result is not ok, the content is undefined.
+        A buffer belongs to the tier until its future is done. If the result is not ok, the content
+        is undefined.
         """
 
     @abstractmethod
-    def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
+    def contains(
+        self, key: bytes, *, deadline_seconds: float | None = None
+    ) -> bool:
         """Return whether `find` would find this key; does not update recency."""
 
     @abstractmethod
@@ -161,18 +198,24 @@ class Tier(Protocol):
         tokens: int = 0,
         block: bool = True,
     ) -> bool:
-        """Store a copy of `payload`. True: it is stored or, without `block`, queued (and readable)."""
+        """Store a copy of `payload`. True: it is stored or, without `block`, queued (and
+        readable).
+        """
 
     @abstractmethod
     def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
-        """Store chunks from a lazy iterable; return how many are stored at the end. Waits, up to a limit."""
+        """Store chunks from a lazy iterable; return how many are stored at the end. Waits, up to a
+        limit.
+        """
 
     @abstractmethod
     def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
         """Return a verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
 
     @abstractmethod
-    def get_many(self, keys: Iterable[bytes], *, namespace: bytes | None = None) -> Iterator[Bytes | None]:
+    def get_many(
+        self, keys: Iterable[bytes], *, namespace: bytes | None = None
+    ) -> Iterator[Bytes | None]:
         """Yield `get` of each key, in order. Takes the keys lazily and looks each up once."""
 
     @abstractmethod
@@ -193,7 +236,9 @@ class Tier(Protocol):
 
     @abstractmethod
     def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace, or all; saves in flight store nothing. Return how many were removed."""
+        """Remove all chunks of one namespace, or all; saves in flight store nothing. Return how
+        many were removed.
+        """
 
     @abstractmethod
     def holders(self, key: bytes) -> list[str]:
@@ -224,13 +269,19 @@ def running_future() -> Future[Done]:
 
 def clamp_deadline(own_seconds: float, deadline_seconds: float | None) -> float:
     """Return the deadline of a call: the tier's own is default and maximum."""
-    return own_seconds if deadline_seconds is None else max(0.0, min(own_seconds, deadline_seconds))
+    return (
+        own_seconds
+        if deadline_seconds is None
+        else max(0.0, min(own_seconds, deadline_seconds))
+    )
 
 
 def flat_bytes(array: object) -> Bytes:
-    """Return a numpy array, or a tensor in CPU memory, as (nbytes,) uint8; copies only if it is not contiguous.
+    """Return a numpy array, or a tensor in CPU memory, as (nbytes,) uint8; copies only if it is not
+    contiguous.
 
-    numpy has no bfloat16 and no fp8: a tensor of these is taken as it is. Raises ValueError for anything else.
+    numpy has no bfloat16 and no fp8: a tensor of these is taken as it is. Raises ValueError for
+    anything else.
     """
     words = as_words(array, "payload", None)
     return np.ascontiguousarray(words).reshape(-1).view(np.uint8)
@@ -241,22 +292,34 @@ def check_keys(keys: Sequence[bytes]) -> None:
     for at, key in enumerate(keys):
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise ValueError(
-                f"keys[{at}] is not a key of {KEY_BYTES} bytes: use Cache.keys, KeyChain or derive_keys"
+                f"keys[{at}] is not a key of {KEY_BYTES} bytes: use Cache.keys, KeyChain or "
+                "derive_keys"
             )
 
 
-def check_sizes(name: str, arrays: Sequence[Bytes], chunk_bytes: int, keys: int | None = None) -> None:
+def check_sizes(
+    name: str, arrays: Sequence[Bytes], chunk_bytes: int, keys: int | None = None
+) -> None:
     """Raise ValueError if one of `arrays` cannot hold a chunk, or if their number is not `keys`."""
     if keys not in (None, len(arrays)):
-        raise ValueError(f"{keys} keys and {len(arrays)} {name}s: need one {name} per key")
+        raise ValueError(
+            f"{keys} keys and {len(arrays)} {name}s: need one {name} per key"
+        )
     for array in arrays:
-        if array.dtype != np.uint8 or array.ndim != 1 or array.nbytes < chunk_bytes:
+        if (
+            array.dtype != np.uint8
+            or array.ndim != 1
+            or array.nbytes < chunk_bytes
+        ):
             raise ValueError(
-                f"{name}: need a flat uint8 array of at least {chunk_bytes} bytes, got {array.dtype} {array.shape}"
+                f"{name}: need a flat uint8 array of at least {chunk_bytes} bytes, got "
+                f"{array.dtype} {array.shape}"
             )
 
 
-def runs(items: Iterable[_T], most: int, follows: Callable[[_T, _T], bool]) -> Iterator[list[_T]]:
+def runs(
+    items: Iterable[_T], most: int, follows: Callable[[_T, _T], bool]
+) -> Iterator[list[_T]]:
     """Split items into runs of at most `most`, in which each item follows the one before it."""
     run: list[_T] = []
     for item in items:
@@ -269,7 +332,9 @@ def runs(items: Iterable[_T], most: int, follows: Callable[[_T, _T], bool]) -> I
 
 
 def follows(chunk: Chunk, before: Chunk) -> bool:
-    """Return whether `chunk` directly follows `before` in one chain, so that one reserve can take both."""
+    """Return whether `chunk` directly follows `before` in one chain, so that one reserve can take
+    both.
+    """
     return (
         chunk.position == before.position + 1
         and chunk.parent in (None, before.key)

@@ -1,4 +1,6 @@
-"""A circuit breaker: a tier stops using a device or store that keeps failing, and tries it again after a pause."""
+"""A circuit breaker: a tier stops using a device or store that keeps failing, and tries it again
+after a pause.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,16 @@ from pagoda.fork import reset_now_and_in_child
 
 
 class CircuitBreaker:
-    """Counts failures in a row. After `limit` of them the device rests; after that, calls are probes until one ends.
+    """Counts failures in a row. After `limit` of them the device rests; after that, calls are
+    probes until one ends.
 
-    A probe that fails starts the next rest, also for the other queued calls. A probe that works ends the rest.
-    Thread-safe; may be used in a forked child.
+    A probe that fails starts the next rest, also for the other queued calls. A probe that works
+    ends the rest. Thread-safe; may be used in a forked child.
     """
 
-    def __init__(self, clock: Clock, limit: int = 4, rest_seconds: float = 5.0) -> None:
+    def __init__(
+        self, clock: Clock, limit: int = 4, rest_seconds: float = 5.0
+    ) -> None:
         self._clock = clock
         self._limit = limit
         self._rest_ns = int(rest_seconds * 1e9)
@@ -29,17 +34,23 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the limit of failures was reached and nothing has worked since; changes nothing."""
+        """Whether the limit of failures was reached and nothing has worked since; changes
+        nothing.
+        """
         with self._lock:
             return self._failures >= self._limit
 
     @property
     def resting(self) -> bool:
         """Whether the device must not be used now; changes nothing."""
-        if self._failures < self._limit:  # asked at each look-up, so without the lock
+        # asked at each look-up, so without the lock
+        if self._failures < self._limit:
             return False
         with self._lock:
-            return self._failures >= self._limit and self._clock.monotonic_ns() < self._retry_ns
+            return (
+                self._failures >= self._limit
+                and self._clock.monotonic_ns() < self._retry_ns
+            )
 
     def record_failure(self, *, rests: bool = True) -> None:
         """Count a failure of the device. If `rests` is False, it does not delay the next probe."""

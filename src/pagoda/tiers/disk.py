@@ -1,7 +1,8 @@
 """The disk tier: a ledger and a slab in a file, with I/O threads.
 
-`DiskTier` is called by the cache, and queues reads and writes. `DiskStore` is what its threads share. Each thread has a
-`DiskWorker`, which moves bytes between the slots and the buffers of callers.
+`DiskTier` is called by the cache, and queues reads and writes. `DiskStore` is what its threads
+share. Each thread has a `DiskWorker`, which moves bytes between the slots and the buffers of
+callers.
 """
 
 from __future__ import annotations
@@ -31,31 +32,45 @@ from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
-from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
+from pagoda.tiers.io_queue import (
+    IoQueue,
+    IoWorker,
+    QueuedTier,
+    ReadRequest,
+    WorkerBackend,
+    WriteRequest,
+)
 
-_LOAD_LEASE_SECONDS = 10.0  # a lease for chunks that a load has found, until they are read
+# a lease for chunks that a load has found, until they are read
+_LOAD_LEASE_SECONDS = 10.0
 BATCH_CHUNKS = 16
-BATCH_BYTES = 64 << 20  # a batch holds its payloads and slots until all of it is written
-_CALL_BYTES = 4 << 20  # smaller batches are written by one thread, and to adjacent slots by one call
+# a batch holds its payloads and slots until all of it is written
+BATCH_BYTES = 64 << 20
+# smaller batches are written by one thread, and to adjacent slots by one call
+_CALL_BYTES = 4 << 20
 _ADMISSIONS = 256  # the number of runs whose admission is remembered
 _ADMIT_CHUNKS = 64  # how many the policy is asked about at once
-_STORED_SECONDS = 0.02  # the wait for an answer that only saves work; a save must not wait longer
+# the wait for an answer that only saves work; a save must not wait longer
+_STORED_SECONDS = 0.02
 # the wait for the ledger's answer about admission; keys without an answer count as absent
 _ADMIT_SECONDS = 0.05
-_LEDGER_SECONDS = 10.0  # only I/O threads wait that long, with chunks that are worth it
+# only I/O threads wait that long, with chunks that are worth it
+_LEDGER_SECONDS = 10.0
 
 _logger = guarded_logger("pagoda.tiers.disk")
 
 
 class DiskTier(QueuedTier):
-    """Stores chunks in one file, with background threads. It survives restarts, and the loss of its ledger (by a scan).
+    """Stores chunks in one file, with background threads. It survives restarts, and the loss of its
+    ledger (by a scan).
 
-    Thread-safe and fork-safe. A queued chunk is found, and is read from the queue. `close()` or garbage collection ends
-    the threads.
+    Thread-safe and fork-safe. A queued chunk is found, and is read from the queue. `close()` or
+    garbage collection ends the threads.
     """
 
     name = "disk"
-    believed_seconds = 0.1  # a lookup costs little, and the policy should learn of every use
+    # a lookup costs little, and the policy should learn of every use
+    believed_seconds = 0.1
     keeps_recency = True
 
     def __init__(
@@ -73,7 +88,8 @@ class DiskTier(QueuedTier):
     ) -> None:
         """Take over `ledger` and `slab`, which belong together; `close()` closes them.
 
-        Raises ConfigError for a codec that cannot encode the layout, StoreError if no thread starts.
+        Raises ConfigError for a codec that cannot encode the layout, StoreError if no thread
+        starts.
         """
         codec.require_layout(codec_name, layout)
         if io_threads < 1 or queue_chunks < 1:
@@ -88,11 +104,15 @@ class DiskTier(QueuedTier):
         self._last_clear = ledger.last_clear
         self.deadline_seconds = deadline_seconds
         self._breaker = CircuitBreaker(clock or Clock())
-        self._store = DiskStore(ledger, slab, layout, codec_name, self._breaker, io_threads, durable)
+        self._store = DiskStore(
+            ledger, slab, layout, codec_name, self._breaker, io_threads, durable
+        )
         super().__init__(self._store, io_threads, queue_chunks)
         try:
             if not self._pool.start():
-                raise StoreError(f"the disk tier at {ledger.directory} cannot be opened: {NO_THREAD}")
+                raise StoreError(
+                    f"the disk tier at {ledger.directory} cannot be opened: {NO_THREAD}"
+                )
         except BaseException:
             self.close()
             raise
@@ -113,34 +133,48 @@ class DiskTier(QueuedTier):
         deadline_seconds: float = 5.0,
         clock: Clock | None = None,
     ) -> DiskTier:
-        """Open or create the store of `layout` under the directory `path`. Raises StoreError, ValueError.
+        """Open or create the store of `layout` under the directory `path`. Raises StoreError,
+        ValueError.
 
-        `size_bytes` is for the slots with their headers. The ledger's files need about 5 MiB and 1 KiB per slot in
-        addition. With a lossy codec ("q8", "q4") slots are smaller, so such a store has another name and holds only
-        such chunks.
+        `size_bytes` is for the slots with their headers. The ledger's files need about 5 MiB and 1
+        KiB per slot in addition. With a lossy codec ("q8", "q4") slots are smaller, so such a store
+        has another name and holds only such chunks.
         """
         codec.require_layout(codec_name, layout)
-        stride = HEADER_BYTES + -(-codec.most_bytes(codec_name, layout) // SLOT_ALIGN) * SLOT_ALIGN
+        stride = (
+            HEADER_BYTES
+            + -(-codec.most_bytes(codec_name, layout) // SLOT_ALIGN) * SLOT_ALIGN
+        )
         slots = size_bytes // stride
         if slots < 1:
-            raise ValueError(f"a disk tier of {size_bytes} bytes has no room for one chunk of {stride}")
+            raise ValueError(
+                f"a disk tier of {size_bytes} bytes has no room for one chunk of {stride}"
+            )
         spec = StoreSpec(
             root=Path(path),
-            name=layout.fingerprint + (f".{codec_name}" if codec_name in codec.LOSSY else ""),
+            name=layout.fingerprint
+            + (f".{codec_name}" if codec_name in codec.LOSSY else ""),
             kind="file",
             slots=slots,
             slot_bytes=stride,
             limit_bytes=size_bytes,
             chunk_bytes=layout.chunk_bytes,
         )
-        made = not os.path.exists(spec.root / spec.name)  # also true if this user may not see it
+        # also true if this user may not see it
+        made = not os.path.exists(spec.root / spec.name)
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
-            slab = ledger.open_slab(lambda file: FileSlab(file, ledger.slots, stride, direct))
+            slab = ledger.open_slab(
+                lambda file: FileSlab(file, ledger.slots, stride, direct)
+            )
         except BaseException:
             ledger.close()
             raise
-        recorded_tiers.add("disk", path, sum(map(len, ledger.space.backed_ranges())) * stride if made else 0)
+        recorded_tiers.add(
+            "disk",
+            path,
+            sum(map(len, ledger.space.backed_ranges())) * stride if made else 0,
+        )
         return cls(
             layout,
             ledger,
@@ -166,18 +200,25 @@ class DiskTier(QueuedTier):
 
     @property
     def resting(self) -> bool:
-        """Whether the disk is skipped for a while after failures in a row, or since its tables cannot be read.
+        """Whether the disk is skipped for a while after failures in a row, or since its tables
+        cannot be read.
 
         Nothing is found meanwhile.
         """
         return self._store.resting
 
-    # ---- finding -------------------------------------------------------------------------------------------------
+    # ---- finding ---------------------------------------------------------------------------------
 
     def find(
-        self, keys: Sequence[bytes], *, start: int | None = 0, stamp: int | None = None, namespace: bytes | None = None,
-        touch: bool = True, deadline_seconds: float | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        touch: bool = True,
+        deadline_seconds: float | None = None,
+    ) -> int:
         """Return how many leading keys are stored or queued; copies nothing."""
         if self._closed or self._store.resting:
             return 0
@@ -188,71 +229,125 @@ class DiskTier(QueuedTier):
                 namespace=namespace,
                 stamp=stamp,
                 touch=touch,
-                deadline_seconds=clamp_deadline(self.deadline_seconds, deadline_seconds),
+                deadline_seconds=clamp_deadline(
+                    self.deadline_seconds, deadline_seconds
+                ),
             )
             return len(match.slots)
         sources = self._sources(
-            keys, start, namespace, deadline_seconds, stamp=stamp, touch=touch, lease_seconds=0.0
+            keys,
+            start,
+            namespace,
+            deadline_seconds,
+            stamp=stamp,
+            touch=touch,
+            lease_seconds=0.0,
         )
-        return next((n for n, source in enumerate(sources) if isinstance(source, Reason)), len(keys))
+        return next(
+            (n for n, source in enumerate(sources) if isinstance(source, Reason)),
+            len(keys),
+        )
 
     def touch(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
-    ) -> list[bool] | None:  # fmt: skip
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
+    ) -> list[bool] | None:
         """Update the recency of the stored part of a run, in one transaction. See Tier.touch."""
         if self._refusal() is not None:
             return None
         # read first: a chunk that leaves the queue after this is in the ledger
         queued = self._pool.queue.pending_writes(keys)
         here = self.ledger.touch(
-            keys, start=start, stamp=stamp, asked=asked, deadline_seconds=self.deadline_seconds
+            keys,
+            start=start,
+            stamp=stamp,
+            asked=asked,
+            deadline_seconds=self.deadline_seconds,
         )
-        return here and [present or key in queued for key, present in zip(keys, here, strict=True)]
+        return here and [
+            present or key in queued
+            for key, present in zip(keys, here, strict=True)
+        ]
 
-    def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
+    def contains(
+        self, key: bytes, *, deadline_seconds: float | None = None
+    ) -> bool:
         """Return whether the key is stored or queued; does not update recency."""
         if self._closed or self._store.resting:
             return False
-        sources = self._sources([key], None, None, deadline_seconds, touch=False, lease_seconds=0.0)
+        sources = self._sources(
+            [key], None, None, deadline_seconds, touch=False, lease_seconds=0.0
+        )
         return not isinstance(next(sources), Reason)
 
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk from eviction: names of pins, "in flight"."""
-        owners = [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
+        owners = [
+            owner
+            for owner, keys in admin.list_pins(self.ledger).items()
+            if key in keys
+        ]
         return [*owners, "in flight"] if self.in_flight(key) else owners
 
-    def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
+    def _stored(
+        self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
+    ) -> Iterator[bool]:
         if not chunks:
             return repeat(False)
         match = self.ledger.match_prefix(
-            [chunk.key for chunk in chunks], start=chunks[0].position, namespace=namespace, stamp=stamp,
-            lease_seconds=1.0, asked=False, deadline_seconds=_STORED_SECONDS,
-        )  # fmt: skip
+            [chunk.key for chunk in chunks],
+            start=chunks[0].position,
+            namespace=namespace,
+            stamp=stamp,
+            lease_seconds=1.0,
+            asked=False,
+            deadline_seconds=_STORED_SECONDS,
+        )
         return chain(repeat(True, len(match.slots)), repeat(False))
 
     def _sources(
-        self, keys: Sequence[bytes], start: int | None, namespace: bytes | None, deadline_seconds: float | None, *,
-        stamp: int | None = None, touch: bool | None = None, lease_seconds: float = _LOAD_LEASE_SECONDS,
-    ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:  # fmt: skip
+        self,
+        keys: Sequence[bytes],
+        start: int | None,
+        namespace: bytes | None,
+        deadline_seconds: float | None,
+        *,
+        stamp: int | None = None,
+        touch: bool | None = None,
+        lease_seconds: float = _LOAD_LEASE_SECONDS,
+    ) -> Iterator[WriteRequest | tuple[int, int] | Reason]:
         """Yield lazily where each key is, or why it is absent: one transaction per run.
 
-        Looks into the queue first: a chunk that leaves it afterwards is in the ledger, or was dropped and becomes a
-        miss. By default, for a load, this leases the run and does not touch it, because `find` has touched it with one
-        stamp for the whole run. A `get` (of any position) comes without a `find`, so it touches.
+        Looks into the queue first: a chunk that leaves it afterwards is in the ledger, or was
+        dropped and becomes a miss. By default, for a load, this leases the run and does not touch
+        it, because `find` has touched it with one stamp for the whole run. A `get` (of any
+        position) comes without a `find`, so it touches.
         """
         touch = start is None if touch is None else touch
         queued = self._pool.queue.pending_writes(keys)
-        deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
+        deadline = Deadline(
+            clamp_deadline(self.deadline_seconds, deadline_seconds)
+        )
         stamp = self.ledger.stamp() if stamp is None else stamp
         index = 0
         while index < len(keys):
             position = None if start is None else start + index
             write = queued.get(keys[index])
             if write is not None and write.is_valid():
-                yield write if write.matches(namespace, position) else Reason.ABSENT
+                yield (
+                    write if write.matches(namespace, position) else Reason.ABSENT
+                )
                 index += 1
                 continue
-            stop = next((n for n in range(index + 1, len(keys)) if keys[n] in queued), len(keys))
+            stop = next(
+                (n for n in range(index + 1, len(keys)) if keys[n] in queued),
+                len(keys),
+            )
             match = self.ledger.match_prefix(
                 keys[index:stop],
                 start=position,
@@ -262,36 +357,54 @@ class DiskTier(QueuedTier):
                 touch=touch,
                 deadline_seconds=deadline.remaining(),
             )
-            yield from zip(match.slots.tolist(), match.generations.tolist(), strict=True)
+            yield from zip(
+                match.slots.tolist(), match.generations.tolist(), strict=True
+            )
             index += len(match.slots)
             if index < stop:
                 yield match.reason or Reason.ABSENT
                 index += 1
 
     def admit(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int, stamp: int | None
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int,
+        stamp: int | None,
     ) -> tuple[int, bool]:
-        """Return how many of a run's next keys the policy admits, and whether it refuses the keys after those.
+        """Return how many of a run's next keys the policy admits, and whether it refuses the keys
+        after those.
 
-        The policy is asked once per stamp, about at most 64 keys. Save only admitted chunks, with the same stamp. If
-        nothing calls this for a run, each batch of it is judged separately. Refused chunks are counted, and the policy
-        learns that they were requested.
+        The policy is asked once per stamp, about at most 64 keys. Save only admitted chunks, with
+        the same stamp. If nothing calls this for a run, each batch of it is judged separately.
+        Refused chunks are counted, and the policy learns that they were requested.
         """
         if stamp is None or self._refusal() is not None:
-            return len(keys), False  # `save` then asks for each batch, or returns the reason
+            # `save` then asks for each batch, or returns the reason
+            return len(keys), False
         store = self._store
         with store.admission_lock:  # held only for a moment: see _ADMIT_SECONDS
             known = store.admissions.get((namespace, stamp), _NOTHING_ADMITTED)
             refused = 0
             if start >= known.end and not known.refused:
                 some = keys[:_ADMIT_CHUNKS]
-                count = store.ledger.admit(some, start=start, stamp=stamp, deadline_seconds=_ADMIT_SECONDS)
-                known = _RunAdmission(start + count, count < len(some), start + len(some))
+                count = store.ledger.admit(
+                    some,
+                    start=start,
+                    stamp=stamp,
+                    deadline_seconds=_ADMIT_SECONDS,
+                )
+                known = _RunAdmission(
+                    start + count, count < len(some), start + len(some)
+                )
                 refused = len(some) - count
             if known.refused and start + len(keys) > known.told:
                 # other threads may have asked about part of the run
                 rest = keys[max(0, known.told - start) :]
-                store.ledger.refuse(rest, start=start + len(keys) - len(rest), stamp=stamp)
+                store.ledger.refuse(
+                    rest, start=start + len(keys) - len(rest), stamp=stamp
+                )
                 known = known._replace(told=start + len(keys))
                 refused += len(rest)
             store.admissions[namespace, stamp] = known
@@ -302,36 +415,48 @@ class DiskTier(QueuedTier):
         count = max(0, min(known.end - start, len(keys)))
         return count, known.refused and count < len(keys)
 
-    # ---- removing ------------------------------------------------------------------------------------------------
+    # ---- removing --------------------------------------------------------------------------------
 
     def remove(self, key: bytes) -> bool:
-        """Remove a chunk, queued or stored; return False if it is not here. Waits for a write of it that is running."""
+        """Remove a chunk, queued or stored; return False if it is not here. Waits for a write of it
+        that is running.
+        """
         if self._closed:
             return False
-        cancelled = self._cancel_writes(Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds)
+        cancelled = self._cancel_writes(
+            Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds
+        )
         return admin.remove(self.ledger, [key]) > 0 or any(cancelled)
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace (its root), or all; saves in flight store nothing. Return how many."""
+        """Remove all chunks of one namespace (its root), or all; saves in flight store nothing.
+        Return how many.
+        """
         if self._closed:
             return 0
         cancelled = self._cancel_writes(Reason.CLEARED, namespace=namespace)
         return admin.clear(self.ledger, namespace) + sum(cancelled)
 
-    # ---- statistics ----------------------------------------------------------------------------------------------
+    # ---- statistics ------------------------------------------------------------------------------
 
     def stats(self) -> Mapping[str, int]:
-        """Return gauges and counters of the store, and this process's `queued_writes`, `queued_reads`, `resting`.
+        """Return gauges and counters of the store, and this process's `queued_writes`,
+        `queued_reads`, `resting`.
 
         StoreError if the ledger does not answer.
         """
         if self._closed:
             return {}
-        return {**admin.numbers(self.ledger, self.deadline_seconds), **self._queue_stats()}
+        return {
+            **admin.numbers(self.ledger, self.deadline_seconds),
+            **self._queue_stats(),
+        }
 
 
 class _RunAdmission(NamedTuple):
-    """How much of a run the policy admits: up to a chain position, and whether it refuses everything after that."""
+    """How much of a run the policy admits: up to a chain position, and whether it refuses
+    everything after that.
+    """
 
     end: int
     refused: bool
@@ -342,7 +467,8 @@ _NOTHING_ADMITTED = _RunAdmission(0, False, 0)
 
 
 class DiskStore(WorkerBackend):
-    """One store on a disk: its ledger and slab, its health, and what its I/O threads share. Thread-safe.
+    """One store on a disk: its ledger and slab, its health, and what its I/O threads share.
+    Thread-safe.
 
     It is the backend of a disk tier's worker pool, which calls `reset` first.
     """
@@ -350,33 +476,46 @@ class DiskStore(WorkerBackend):
     name = "disk"
 
     def __init__(
-        self, ledger: Ledger, slab: FileSlab, layout: KVLayout, codec_name: str, breaker: CircuitBreaker,
-        io_threads: int, durable: bool,
-    ) -> None:  # fmt: skip
+        self,
+        ledger: Ledger,
+        slab: FileSlab,
+        layout: KVLayout,
+        codec_name: str,
+        breaker: CircuitBreaker,
+        io_threads: int,
+        durable: bool,
+    ) -> None:
         """Take over `ledger` and `slab`, which belong together. `durable`: sync before a commit."""
         self.ledger = ledger
         self.count = ledger.count
         self.slab = slab
         self.layout = layout
         self.chunk_bytes = layout.chunk_bytes
-        self.slot_bytes = ledger.slot_bytes - HEADER_BYTES  # bytes of a slot without the header
+        # bytes of a slot without the header
+        self.slot_bytes = ledger.slot_bytes - HEADER_BYTES
         self.codec_name = codec_name
         self.is_lossy = codec_name in codec.LOSSY
         self.word_bytes = itemsize(layout.planes[0].dtype) if layout.planes else 1
         self.breaker = breaker
         self.durable = durable
         self.log = RateLimitedLog()
-        # All threads together stay at half of what one member may have reserved. The rest is for writes that hang and
-        # for other tiers of this process.
+        # All threads together stay at half of what one member may have reserved. The rest is for
+        # writes that hang and for other tiers of this process.
         share = ledger.window // io_threads
-        self.batch_chunks = max(1, min(BATCH_CHUNKS, share, BATCH_BYTES // self.slot_bytes))
-        self.fewest_chunks = max(1, min(self.batch_chunks, _CALL_BYTES // self.slot_bytes))
+        self.batch_chunks = max(
+            1, min(BATCH_CHUNKS, share, BATCH_BYTES // self.slot_bytes)
+        )
+        self.fewest_chunks = max(
+            1, min(self.batch_chunks, _CALL_BYTES // self.slot_bytes)
+        )
 
     def reset(self) -> None:
         """Create the locks: a thread of a parent process may have held the old ones."""
         self._batches = Condition()
-        self._reserved_batch = 0  # the number of the last batch that has its slots
-        self.admission_lock = threading.Lock()  # only one thread at a time asks the policy about a run
+        # the number of the last batch that has its slots
+        self._reserved_batch = 0
+        # only one thread at a time asks the policy about a run
+        self.admission_lock = threading.Lock()
         # by namespace and stamp, which are the same within a run
         self.admissions: dict[tuple[bytes, int | None], _RunAdmission] = {}
 
@@ -386,10 +525,14 @@ class DiskStore(WorkerBackend):
 
     def background(self, stop: Event) -> None:
         """Read the headers that the ledger has not seen."""
-        HeaderScan(self.ledger, self.slab.read_headers, self.layout, self.record_error).run(stop)
+        HeaderScan(
+            self.ledger, self.slab.read_headers, self.layout, self.record_error
+        ).run(stop)
 
     def stamp(self) -> int:
-        """Return the recency of a new request: one for its whole run, so that its tail is evicted before its head."""
+        """Return the recency of a new request: one for its whole run, so that its tail is evicted
+        before its head.
+        """
         return self.ledger.stamp()
 
     @property
@@ -398,33 +541,46 @@ class DiskStore(WorkerBackend):
         return self.breaker.resting or self.ledger.session.resting
 
     def record_error(self, error: Exception, what: str) -> Reason:
-        """Log that I/O or a background job failed and return the reason to report. OSErrors count for the breaker.
+        """Log that I/O or a background job failed and return the reason to report. OSErrors count
+        for the breaker.
 
-        Such an error may mean that no file of this disk can be read any more: the tables are tested before their next
-        use, which could kill this process.
+        Such an error may mean that no file of this disk can be read any more: the tables are tested
+        before their next use, which could kill this process.
         """
         if isinstance(error, OSError):
             self.ledger.session.suspect()
             self.breaker.record_failure()
-        return self.log_reason(Reason.IO_ERROR, f"{what} failed: {type(error).__name__}: {error}")
+        return self.log_reason(
+            Reason.IO_ERROR, f"{what} failed: {type(error).__name__}: {error}"
+        )
 
     def log_reason(self, reason: Reason, message: str) -> Reason:
-        """Log why a chunk was not served, at most one line per reason in a while; return the reason."""
+        """Log why a chunk was not served, at most one line per reason in a while; return the
+        reason.
+        """
         self.log.warn(_logger, reason, message)
         return reason
 
     def can_use(self, buffer: Bytes) -> bool:
         """Return whether the slab can move a whole payload to or from `buffer` without a copy."""
-        if self.is_lossy or buffer.nbytes < self.slot_bytes or not buffer.flags.c_contiguous:
+        if (
+            self.is_lossy
+            or buffer.nbytes < self.slot_bytes
+            or not buffer.flags.c_contiguous
+        ):
             return False
         return not self.slab.direct or address(buffer) % HEADER_BYTES == 0
 
     @contextmanager
     def in_turn(self, batch: int) -> Iterator[None]:
-        """Let batches reserve slots in the order in which they were queued, or a head could find no free slot."""
+        """Let batches reserve slots in the order in which they were queued, or a head could find no
+        free slot.
+        """
         deadline = Deadline(_LEDGER_SECONDS)
         with self._batches:
-            while self._reserved_batch < batch - 1 and self._batches.wait(deadline.remaining()):
+            while self._reserved_batch < batch - 1 and self._batches.wait(
+                deadline.remaining()
+            ):
                 pass
         try:
             yield
@@ -450,25 +606,28 @@ class _Sealed(NamedTuple):
 class DiskWorker(IoWorker):
     """The loads and saves of one I/O thread, with its own buffers.
 
-    A load verifies every field and byte. A save: checksum -> still valid? -> one write with the header -> still valid?
-    -> commit, else abort.
+    A load verifies every field and byte. A save: checksum -> still valid? -> one write with the
+    header -> still valid? -> commit, else abort.
     """
 
     def __init__(self, store: DiskStore, queue: IoQueue) -> None:
         super().__init__(store, queue)
         self._store = store
         # of the chunks that one call writes; a load uses the first of them
-        self._header_pages = list(aligned(store.fewest_chunks * HEADER_BYTES).reshape(-1, HEADER_BYTES))
+        self._header_pages = list(
+            aligned(store.fewest_chunks * HEADER_BYTES).reshape(-1, HEADER_BYTES)
+        )
         self._spare: list[Bytes] = []  # allocated when first needed
 
-    # ---- loading -------------------------------------------------------------------------------------------------
+    # ---- loading ---------------------------------------------------------------------------------
 
     def _load(self, read: ReadRequest) -> Reason | None:
         in_slot = isinstance(read.source, tuple)
         reason = self._load_slot(read) if in_slot else Reason.EVICTED
         if reason is not Reason.EVICTED:
             return reason
-        # The chunk left its slot while the read waited, or moved from the queue into a slot: look it up again, once.
+        # The chunk left its slot while the read waited, or moved from the queue into a slot: look
+        # it up again, once.
         match = self._store.ledger.match_prefix(
             [read.key], start=read.position, namespace=read.namespace, asked=False
         )
@@ -485,11 +644,15 @@ class DiskWorker(IoWorker):
         if store.resting:
             return Reason.TIER_SKIPPED
         direct = store.can_use(read.buffer)
-        payload = read.buffer[: store.slot_bytes] if direct else self._spare_payload(0)
+        payload = (
+            read.buffer[: store.slot_bytes] if direct else self._spare_payload(0)
+        )
         try:
             store.slab.read(slot, [header, payload])
         except OSError as error:
-            return self._drop_entry(read, store.record_error(error, f"reading slot {slot}"))
+            return self._drop_entry(
+                read, store.record_error(error, f"reading slot {slot}")
+            )
         store.breaker.record_success()
         if not store.ledger.is_valid(slot, generation):
             return Reason.EVICTED
@@ -505,16 +668,21 @@ class DiskWorker(IoWorker):
             sequence=generation,
         )
         if store.is_lossy:
-            failed = codec.restore(header, payload, expected, store.word_bytes, read.buffer)
+            failed = codec.restore(
+                header, payload, expected, store.word_bytes, read.buffer
+            )
         else:
             failed = codec.verify(header, payload, expected)
         if failed is not None:
-            if codec.is_foreign(header):  # the chunk stays: the version that wrote it can read it
+            # the chunk stays: the version that wrote it can read it
+            if codec.is_foreign(header):
                 message = f"slot {slot} was written by another version"
                 return store.log_reason(Reason.FAILED_CHECK, message)
             return self._drop_entry(read, Reason.FAILED_CHECK)
         if not direct and not store.is_lossy:
-            np.copyto(read.buffer[: store.chunk_bytes], payload[: store.chunk_bytes])
+            np.copyto(
+                read.buffer[: store.chunk_bytes], payload[: store.chunk_bytes]
+            )
         return None
 
     def _drop_entry(self, read: ReadRequest, reason: Reason) -> Reason:
@@ -523,21 +691,28 @@ class DiskWorker(IoWorker):
         self._store.ledger.remove_exact(read.key, *read.source, reason)
         return reason
 
-    # ---- saving --------------------------------------------------------------------------------------------------
+    # ---- saving ----------------------------------------------------------------------------------
 
     def save(self, writes: Sequence[WriteRequest]) -> None:
         """Write a batch and end its futures, whatever happens."""
         results: dict[WriteRequest, Done] = {}
         try:
             self._save(writes, results)
-        except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the futures' value
+        except Exception as error:  # noqa: BLE001
+            # a background thread: the error becomes the futures' value
             self._store.record_error(error, "a batch of saves")
-        self._queue.read_all(self.load)  # some take these payloads, which end with the writes
+        # some take these payloads, which end with the writes
+        self._queue.read_all(self.load)
         self._queue.finish_writes(
-            [(write, results.get(write) or self._dropped(Reason.IO_ERROR)) for write in writes]
+            [
+                (write, results.get(write) or self._dropped(Reason.IO_ERROR))
+                for write in writes
+            ]
         )
 
-    def _save(self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]) -> None:
+    def _save(
+        self, writes: Sequence[WriteRequest], results: dict[WriteRequest, Done]
+    ) -> None:
         store = self._store
         ledger = self._store.ledger
         live: list[WriteRequest] = []
@@ -548,7 +723,9 @@ class DiskWorker(IoWorker):
                     if store.resting:
                         results[write] = self._dropped(Reason.TIER_SKIPPED)
                     elif not write.is_valid():
-                        results[write] = self._dropped(write.cancelled or Reason.STALE)
+                        results[write] = self._dropped(
+                            write.cancelled or Reason.STALE
+                        )
                     else:
                         live.append(write)
                 for run in runs(live, ledger.window, _follows):
@@ -556,12 +733,16 @@ class DiskWorker(IoWorker):
             waiting = list(reserved.items())
             for first in range(0, len(waiting), store.fewest_chunks):
                 self._queue.read_all(self.load)
-                sealed = self._seal(waiting[first : first + store.fewest_chunks], results)
+                sealed = self._seal(
+                    waiting[first : first + store.fewest_chunks], results
+                )
                 self._write(sealed, results)
             self._commit(reserved, results)
-            ledger.namespaces.save_labels()  # before the writes end: after them, a caller may end the process
+            # before the writes end: after them, a caller may end the process
+            ledger.namespaces.save_labels()
         finally:
-            # Not earlier: the slots must not be given to others before their I/O has ended, however late.
+            # Not earlier: the slots must not be given to others before their I/O has ended, however
+            # late.
             if reserved:
                 ledger.abort(list(reserved.values()))
 
@@ -572,7 +753,9 @@ class DiskWorker(IoWorker):
         results: dict[WriteRequest, Done],
     ) -> None:
         first = run[0]
-        admitted = self._store.admissions.get((first.namespace, first.stamp), _NOTHING_ADMITTED)
+        admitted = self._store.admissions.get(
+            (first.namespace, first.stamp), _NOTHING_ADMITTED
+        )
         outcomes = self._store.ledger.reserve(
             [write.chunk.key for write in run],
             namespace=first.namespace,
@@ -591,12 +774,17 @@ class DiskWorker(IoWorker):
             elif isinstance(outcome, Busy):
                 results[write] = self._dropped(Reason.BUSY)
             else:
-                results[write] = Done(False, outcome.reason)  # counted by the ledger
+                # counted by the ledger
+                results[write] = Done(False, outcome.reason)
 
     def _seal(
-        self, some: Sequence[tuple[WriteRequest, Reserved]], results: dict[WriteRequest, Done]
-    ) -> list[_Sealed]:  # fmt: skip
-        """Seal chunks, each with its own header page; return them by slot. Adds failed writes to `results`."""
+        self,
+        some: Sequence[tuple[WriteRequest, Reserved]],
+        results: dict[WriteRequest, Done],
+    ) -> list[_Sealed]:
+        """Seal chunks, each with its own header page; return them by slot. Adds failed writes to
+        `results`.
+        """
         store = self._store
         sealed: list[_Sealed] = []
         for row, (write, reserved) in enumerate(some):
@@ -606,11 +794,19 @@ class DiskWorker(IoWorker):
                 spare = self._spare_payload(row)
                 payload = payload[: store.chunk_bytes]
                 used, stored = codec.encode(
-                    store.codec_name, payload, store.word_bytes, spare, layout=store.layout
+                    store.codec_name,
+                    payload,
+                    store.word_bytes,
+                    spare,
+                    layout=store.layout,
                 )
                 if used != store.codec_name:
-                    message = f"a chunk with NaN or infinity is no {store.codec_name}"
-                    results[write] = self._dropped(store.log_reason(Reason.TOO_LARGE, message))
+                    message = (
+                        f"a chunk with NaN or infinity is no {store.codec_name}"
+                    )
+                    results[write] = self._dropped(
+                        store.log_reason(Reason.TOO_LARGE, message)
+                    )
                     continue
                 payload = spare
                 stored_bytes = stored.nbytes
@@ -618,7 +814,9 @@ class DiskWorker(IoWorker):
                 payload = payload[: store.slot_bytes]
             else:
                 spare = self._spare_payload(row)
-                np.copyto(spare[: store.chunk_bytes], payload[: store.chunk_bytes])
+                np.copyto(
+                    spare[: store.chunk_bytes], payload[: store.chunk_bytes]
+                )
                 payload = spare
             described = codec.Header(
                 store_id=store.ledger.store_id,
@@ -636,48 +834,69 @@ class DiskWorker(IoWorker):
             )
             header = self._header_pages[row]
             codec.seal(described, payload, header)
-            # Up to this line the payload was the key's chunk, and so is everything that matches the checksum.
+            # Up to this line the payload was the key's chunk, and so is everything that matches the
+            # checksum.
             if write.is_valid():
                 sealed.append(_Sealed(reserved.slot, write, (header, payload)))
             else:
                 results[write] = self._dropped(write.cancelled or Reason.STALE)
         return sorted(sealed)  # by slot
 
-    def _write(self, sealed: Sequence[_Sealed], results: dict[WriteRequest, Done]) -> None:
+    def _write(
+        self, sealed: Sequence[_Sealed], results: dict[WriteRequest, Done]
+    ) -> None:
         """Write chunks, those of adjacent slots by one call; add failed writes to `results`."""
         store = self._store
         while sealed:
-            ends = (n for n in range(1, len(sealed)) if sealed[n].slot != sealed[n - 1].slot + 1)
+            ends = (
+                n
+                for n in range(1, len(sealed))
+                if sealed[n].slot != sealed[n - 1].slot + 1
+            )
             end = next(ends, len(sealed))
             run = sealed[:end]
             sealed = sealed[end:]
             if store.resting:
-                results.update((one.write, self._dropped(Reason.TIER_SKIPPED)) for one in run)
+                results.update(
+                    (one.write, self._dropped(Reason.TIER_SKIPPED)) for one in run
+                )
                 continue
             slot, write, _ = run[0]
             try:
-                store.slab.write(slot, [page for one in run for page in one.pages], len(run))
+                store.slab.write(
+                    slot, [page for one in run for page in one.pages], len(run)
+                )
             except OSError as error:
                 if len(run) > 1:  # each slot alone: a bad sector affects only one
                     for one in run:
                         self._write([one], results)
                 else:
-                    results[write] = self._dropped(store.record_error(error, f"writing slot {slot}"))
+                    results[write] = self._dropped(
+                        store.record_error(error, f"writing slot {slot}")
+                    )
                 continue
             store.breaker.record_success()
             for one in run:
                 if not one.write.is_valid():
-                    results[one.write] = self._dropped(one.write.cancelled or Reason.STALE)
+                    results[one.write] = self._dropped(
+                        one.write.cancelled or Reason.STALE
+                    )
 
     def _spare_payload(self, row: int) -> Bytes:
-        """Return a page-aligned payload for buffers that the slab cannot use directly, one for each header page."""
+        """Return a page-aligned payload for buffers that the slab cannot use directly, one for each
+        header page.
+        """
         if not self._spare:
             rows = len(self._header_pages)
             width = self._store.slot_bytes
             self._spare = list(aligned(rows * width).reshape(rows, width))
         return self._spare[row]
 
-    def _commit(self, reserved: dict[WriteRequest, Reserved], results: dict[WriteRequest, Done]) -> None:
+    def _commit(
+        self,
+        reserved: dict[WriteRequest, Reserved],
+        results: dict[WriteRequest, Done],
+    ) -> None:
         """Commit what was written, and remove finished writes from `reserved`."""
         ledger = self._store.ledger
         for write in reserved:
@@ -691,14 +910,21 @@ class DiskWorker(IoWorker):
                 self._store.slab.sync()
             except OSError as error:
                 reason = self._store.record_error(error, "syncing")
-                results.update((write, self._dropped(reason)) for write in written)
+                results.update(
+                    (write, self._dropped(reason)) for write in written
+                )
                 return
-        kept = ledger.commit([reserved[write] for write in written], deadline_seconds=_LEDGER_SECONDS)
+        kept = ledger.commit(
+            [reserved[write] for write in written],
+            deadline_seconds=_LEDGER_SECONDS,
+        )
         for write, ok in zip(written, kept, strict=True):
             del reserved[write]
             if not ok:
-                results[write] = Done(False, Reason.SUPERSEDED)  # counted by the ledger
-            elif write.cancelled is not None:  # its key was removed or cleared while it was being committed
+                # counted by the ledger
+                results[write] = Done(False, Reason.SUPERSEDED)
+            elif write.cancelled is not None:
+                # its key was removed or cleared while it was being committed
                 admin.remove(ledger, [write.chunk.key], write.cancelled)
                 results[write] = self._dropped(write.cancelled)
             else:

@@ -25,7 +25,8 @@ _scanning_lock = threading.Lock()
 class HeaderScan:
     """Reads all headers that the ledger has not seen. For one thread.
 
-    A header is trusted by its own checksum. The header proves nothing about the payload, which reads verify.
+    A header is trusted by its own checksum. The header proves nothing about the payload, which
+    reads verify.
     """
 
     _ledger: Ledger  # the ledger to fill
@@ -36,9 +37,12 @@ class HeaderScan:
     _on_error: Callable[[OSError, str], object]
 
     def run(self, stop: Event) -> None:
-        """Scan unless another thread or process does; return when all headers are read, or on `stop`."""
+        """Scan unless another thread or process does; return when all headers are read, or on
+        `stop`.
+        """
         while not stop.is_set() and len(rebuild.unscanned(self._ledger)):
-            if not self._begin():  # another process or thread scans; if it dies, this one takes over
+            # another process or thread scans; if it dies, this one takes over
+            if not self._begin():
                 stop.wait(_RETRY_SECONDS)
                 continue
             try:
@@ -72,13 +76,29 @@ class HeaderScan:
             if count == 1:
                 self._on_error(error, f"reading the header of slot {first}")
                 return [None]
-            return [found for slot in range(first, first + count) for found in self._read(slot, 1)]
-        return [self._found(slot, codec.parse(page)) for slot, page in enumerate(pages, first)]
+            return [
+                found
+                for slot in range(first, first + count)
+                for found in self._read(slot, 1)
+            ]
+        return [
+            self._found(slot, codec.parse(page))
+            for slot, page in enumerate(pages, first)
+        ]
 
-    def _found(self, slot: int, header: codec.Header | None) -> ScannedChunk | None:
-        if header is None or header.slot != slot or header.store_id != self._ledger.store_id:
+    def _found(
+        self, slot: int, header: codec.Header | None
+    ) -> ScannedChunk | None:
+        if (
+            header is None
+            or header.slot != slot
+            or header.store_id != self._ledger.store_id
+        ):
             return None
-        if (header.fingerprint, header.length) != (self._layout.fingerprint, self._layout.chunk_bytes):
+        if (header.fingerprint, header.length) != (
+            self._layout.fingerprint,
+            self._layout.chunk_bytes,
+        ):
             return None
         return ScannedChunk(
             key=header.key,

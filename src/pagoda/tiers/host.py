@@ -1,4 +1,6 @@
-"""The host tier: a ledger and a slab in memory. It works on the caller's thread, except for faulting pages in."""
+"""The host tier: a ledger and a slab in memory. It works on the caller's thread, except for
+faulting pages in.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,23 @@ from pagoda.tiers.put_and_load import BlockingCalls
 
 
 class HostTier(BlockingCalls):
-    """Stores chunks in host memory, shared by all processes of the machine unless private. Saves and loads end at once.
+    """Stores chunks in host memory, shared by all processes of the machine unless private. Saves
+    and loads end at once.
 
-    Thread-safe and fork-safe. The cache reserves, copies and commits in place through `ledger` and `slab`; the methods
-    of Tier are for other callers.
+    Thread-safe and fork-safe. The cache reserves, copies and commits in place through `ledger` and
+    `slab`; the methods of Tier are for other callers.
     """
 
     name = "host"
     believed_seconds = 0.0  # a lookup costs almost nothing
 
     def __init__(
-        self, layout: KVLayout, ledger: Ledger, slab: MemorySlab, *, deadline_seconds: float = 1.0
+        self,
+        layout: KVLayout,
+        ledger: Ledger,
+        slab: MemorySlab,
+        *,
+        deadline_seconds: float = 1.0,
     ) -> None:
         """Take over `ledger` and `slab`, which belong together; `close()` closes them."""
         self.chunk_bytes = layout.chunk_bytes
@@ -62,7 +70,8 @@ class HostTier(BlockingCalls):
         self._ended = False
         self._pid = os.getpid()
         self._abandoned: dict[Reserved, Finalizer] = {}
-        # the process that registered the slab (a forked child has not), and the ledger's growth at that time
+        # the process that registered the slab (a forked child has not), and the ledger's growth at
+        # that time
         self._registered = 0, 0
         reset_now_and_in_child(self)
 
@@ -86,20 +95,24 @@ class HostTier(BlockingCalls):
         deadline_seconds: float = 1.0,
         clock: Clock | None = None,
     ) -> HostTier:
-        """Open or create the store of `layout` under the directory `path`. Raises StoreError, ValueError.
+        """Open or create the store of `layout` under the directory `path`. Raises StoreError,
+        ValueError.
 
-        Not `shared`: the memory is private and freed with this process; a forked child finds the tier closed.
-        `populate`: fault pages in, in the background. `size_bytes` is for the slots. The ledger's files need about 5
-        MiB and 1 KiB per slot in addition.
+        Not `shared`: the memory is private and freed with this process; a forked child finds the
+        tier closed.
+        `populate`: fault pages in, in the background. `size_bytes` is for the slots. The ledger's
+        files need about 5 MiB and 1 KiB per slot in addition.
         """
         slots = layout.slots_in(size_bytes)
         if slots < 1:
             raise ValueError(
-                f"a host tier of {size_bytes} bytes has no room for one chunk of {layout.slot_bytes}"
+                f"a host tier of {size_bytes} bytes has no room for one chunk of "
+                f"{layout.slot_bytes}"
             )
         spec = StoreSpec(
             root=Path(path),
-            name=f"{layout.fingerprint}.{FORMAT}",  # versions with other formats have other stores
+            # versions with other formats have other stores
+            name=f"{layout.fingerprint}.{FORMAT}",
             kind="memory",
             slots=slots,
             slot_bytes=layout.slot_bytes if shared else 0,
@@ -108,12 +121,15 @@ class HostTier(BlockingCalls):
             chunk_bytes=layout.chunk_bytes,
         )
         require_memory(spec.root)
-        made = not os.path.exists(spec.root / spec.name)  # also true if this user may not see it
+        # also true if this user may not see it
+        made = not os.path.exists(spec.root / spec.name)
         ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
         try:
             slab = (
                 ledger.open_slab(
-                    lambda file: MemorySlab(file, ledger.slots, layout.slot_bytes, ledger.page_guards)
+                    lambda file: MemorySlab(
+                        file, ledger.slots, layout.slot_bytes, ledger.page_guards
+                    )
                 )
                 if shared
                 else MemorySlab(None, ledger.slots, layout.slot_bytes)
@@ -123,7 +139,11 @@ class HostTier(BlockingCalls):
             raise
         if shared:
             recorded_tiers.add(
-                "host", path, sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes if made else 0
+                "host",
+                path,
+                sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes
+                if made
+                else 0,
             )
         if populate:
             slab.populate(background=True, backed=ledger.space.backed_ranges())
@@ -131,12 +151,16 @@ class HostTier(BlockingCalls):
 
     @property
     def _closed(self) -> bool:
-        # A fork copies private memory but not its ledger: the child must not use the memory with another ledger.
-        return self._ended or (self.slab.path is None and self._pid != os.getpid())
+        # A fork copies private memory but not its ledger: the child must not use the memory with
+        # another ledger.
+        return self._ended or (
+            self.slab.path is None and self._pid != os.getpid()
+        )
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Delay the end of `close` during copies into and out of slots, so that no other process gets the slots.
+        """Delay the end of `close` during copies into and out of slots, so that no other process
+        gets the slots.
 
         Raises ClosedError once the tier is closed.
         """
@@ -152,7 +176,9 @@ class HostTier(BlockingCalls):
             self.end_copies(())
 
     def begin_copies(self, reserved: Sequence[Reserved]) -> None:
-        """Record copies into slots that may last longer than the `copying` block: they last until `end_copies`."""
+        """Record copies into slots that may last longer than the `copying` block: they last until
+        `end_copies`.
+        """
         self._copies.update(reserved)
 
     def end_copies(self, reserved: Sequence[Reserved]) -> None:
@@ -167,12 +193,17 @@ class HostTier(BlockingCalls):
         if last:
             self._close_store()
 
-    def abort_when_dropped(self, reserved: Sequence[Reserved], views: Bytes) -> None:
-        """Abort reservations when no I/O can touch their slots any more, that is, when nothing refers to `views`.
+    def abort_when_dropped(
+        self, reserved: Sequence[Reserved], views: Bytes
+    ) -> None:
+        """Abort reservations when no I/O can touch their slots any more, that is, when nothing
+        refers to `views`.
 
         `views` is the base array of all views of these slots.
         """
-        self._abandoned[reserved[0]] = Finalizer(views, partial(self._abort, reserved))
+        self._abandoned[reserved[0]] = Finalizer(
+            views, partial(self._abort, reserved)
+        )
 
     def _abort(self, reserved: Sequence[Reserved]) -> None:
         self._abandoned.pop(reserved[0], None)
@@ -184,48 +215,82 @@ class HostTier(BlockingCalls):
         self.ledger.namespaces.register(namespace.root, namespace.fields())
 
     def use_device(self, device_index: int) -> None:
-        """Register the slab with the GPUs, in the background. Call it before each GPU copy. Idempotent and cheap.
+        """Register the slab with the GPUs, in the background. Call it before each GPU copy.
+        Idempotent and cheap.
 
-        First it is recorded in the ledger, so that slots stay reserved for a grace period after this process: a GPU may
-        still be writing to them. Slots that the ledger has gained since the last call are registered too.
+        First it is recorded in the ledger, so that slots stay reserved for a grace period after
+        this process: a GPU may still be writing to them. Slots that the ledger has gained since the
+        last call are registered too.
         """
         now = os.getpid(), self.ledger.space.grown
         if self._registered != now and not self._closed:
-            with contextlib.suppress(RuntimeError):  # no thread can be started: the next copy tries again
+            # no thread can be started: the next copy tries again
+            with contextlib.suppress(RuntimeError):
                 self.slab.pin(device_index, backed=self.ledger.register_device)
                 self._registered = now
 
-    # ---- finding -------------------------------------------------------------------------------------------------
+    # ---- finding ---------------------------------------------------------------------------------
 
     def find(
-        self, keys: Sequence[bytes], *, start: int | None = 0, stamp: int | None = None, namespace: bytes | None = None,
-        touch: bool = True, deadline_seconds: float | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        touch: bool = True,
+        deadline_seconds: float | None = None,
+    ) -> int:
         """Return how many leading keys are stored; copies nothing."""
         if self._closed:
             return 0
         match = self.ledger.match_prefix(
-            keys, start=start, namespace=namespace, stamp=stamp, touch=touch,
-            deadline_seconds=clamp_deadline(self.deadline_seconds, deadline_seconds),
-        )  # fmt: skip
+            keys,
+            start=start,
+            namespace=namespace,
+            stamp=stamp,
+            touch=touch,
+            deadline_seconds=clamp_deadline(
+                self.deadline_seconds, deadline_seconds
+            ),
+        )
         return len(match.slots)
 
     def touch(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
-    ) -> list[bool] | None:  # fmt: skip
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
+    ) -> list[bool] | None:
         """Update the recency of the stored part of a run. See Tier.touch."""
         if self._closed:
             return None
         return self.ledger.touch(
-            keys, start=start, stamp=stamp, asked=asked, deadline_seconds=self.deadline_seconds
+            keys,
+            start=start,
+            stamp=stamp,
+            asked=asked,
+            deadline_seconds=self.deadline_seconds,
         )
 
-    def contains(self, key: bytes, *, deadline_seconds: float | None = None) -> bool:
+    def contains(
+        self, key: bytes, *, deadline_seconds: float | None = None
+    ) -> bool:
         """Return whether the key is stored; does not update recency."""
         if self._closed:
             return False
         seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
-        return len(self.ledger.match_prefix([key], touch=False, deadline_seconds=seconds).slots) > 0
+        return (
+            len(
+                self.ledger.match_prefix(
+                    [key], touch=False, deadline_seconds=seconds
+                ).slots
+            )
+            > 0
+        )
 
     def in_flight(self, key: bytes) -> bool:
         """Return False: a save has ended when `save` returns."""
@@ -237,36 +302,56 @@ class HostTier(BlockingCalls):
 
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk from eviction: names of pins."""
-        return [owner for owner, keys in admin.list_pins(self.ledger).items() if key in keys]
+        return [
+            owner
+            for owner, keys in admin.list_pins(self.ledger).items()
+            if key in keys
+        ]
 
-    # ---- saving and loading --------------------------------------------------------------------------------------
+    # ---- saving and loading ----------------------------------------------------------------------
 
     def save(
-        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+        self,
+        chunks: Sequence[Chunk],
+        namespace: bytes,
+        *,
+        stamp: int | None = None,
     ) -> list[Future[Done]]:
-        """Copy chunks into slots, run by run. The futures are done when it returns. See Tier.save."""
+        """Copy chunks into slots, run by run. The futures are done when it returns. See
+        Tier.save.
+        """
         check_keys([chunk.key for chunk in chunks])
-        check_sizes("payload", [chunk.payload for chunk in chunks], self.chunk_bytes)
+        check_sizes(
+            "payload", [chunk.payload for chunk in chunks], self.chunk_bytes
+        )
         try:
             with self.copying():
                 return self._save_all(chunks, namespace, stamp)
         except ClosedError:
             return [completed_future(False, Reason.CLOSED) for _ in chunks]
 
-    def _save_all(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int | None) -> list[Future[Done]]:
+    def _save_all(
+        self, chunks: Sequence[Chunk], namespace: bytes, stamp: int | None
+    ) -> list[Future[Done]]:
         if self._closed:
             return [completed_future(False, Reason.CLOSED) for _ in chunks]
         stamp = self.ledger.stamp() if stamp is None else stamp
-        fitting = [chunk for chunk in chunks if chunk.payload.nbytes <= self.slot_bytes]
+        fitting = [
+            chunk for chunk in chunks if chunk.payload.nbytes <= self.slot_bytes
+        ]
         ends: deque[Future[Done]] = deque()
         for run in runs(fitting, self.ledger.window, follows):
             ends += self._save(run, namespace, stamp)
         return [
-            ends.popleft() if chunk.payload.nbytes <= self.slot_bytes else self._dropped(Reason.TOO_LARGE)
+            ends.popleft()
+            if chunk.payload.nbytes <= self.slot_bytes
+            else self._dropped(Reason.TOO_LARGE)
             for chunk in chunks
         ]
 
-    def _save(self, run: Sequence[Chunk], namespace: bytes, stamp: int) -> list[Future[Done]]:
+    def _save(
+        self, run: Sequence[Chunk], namespace: bytes, stamp: int
+    ) -> list[Future[Done]]:
         outcomes = self.ledger.reserve(
             [chunk.key for chunk in run],
             namespace=namespace,
@@ -283,7 +368,10 @@ class HostTier(BlockingCalls):
             for n, (chunk, outcome) in enumerate(zip(run, outcomes, strict=True)):
                 if isinstance(outcome, Reserved):
                     slot = self.slab.view(outcome.slot)
-                    np.copyto(slot[: self.chunk_bytes], chunk.payload[: self.chunk_bytes])
+                    np.copyto(
+                        slot[: self.chunk_bytes],
+                        chunk.payload[: self.chunk_bytes],
+                    )
                     if chunk.still_valid():
                         copied[n] = outcome
                     else:
@@ -294,11 +382,18 @@ class HostTier(BlockingCalls):
                 elif isinstance(outcome, Busy):
                     ends[n] = self._dropped(Reason.BUSY)
                 else:
-                    ends[n] = completed_future(False, outcome.reason)  # counted by the ledger
+                    # counted by the ledger
+                    ends[n] = completed_future(False, outcome.reason)
             if copied:
-                kept = self.ledger.commit(list(copied.values()), deadline_seconds=self.deadline_seconds)
+                kept = self.ledger.commit(
+                    list(copied.values()), deadline_seconds=self.deadline_seconds
+                )
                 for n, ok in zip(copied, kept, strict=True):
-                    ends[n] = completed_future(True) if ok else completed_future(False, Reason.SUPERSEDED)
+                    ends[n] = (
+                        completed_future(True)
+                        if ok
+                        else completed_future(False, Reason.SUPERSEDED)
+                    )
             if stale:
                 self.ledger.abort(stale)
             return [ends[n] for n in range(len(run))]
@@ -307,26 +402,48 @@ class HostTier(BlockingCalls):
             raise
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Bytes],
+        *,
+        start: int | None = 0,
+        namespace: bytes | None,
         deadline_seconds: float | None = None,
-    ) -> list[Future[Done]]:  # fmt: skip
-        """Copy chunks out of slots, then validate them. The futures are done when it returns. See Tier.load."""
+    ) -> list[Future[Done]]:
+        """Copy chunks out of slots, then validate them. The futures are done when it returns. See
+        Tier.load.
+        """
         check_keys(keys)
         check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
         if self._closed:
             return [completed_future(False, Reason.CLOSED) for _ in keys]
         stamp = self.ledger.stamp()
-        deadline = Deadline(clamp_deadline(self.deadline_seconds, deadline_seconds))
+        deadline = Deadline(
+            clamp_deadline(self.deadline_seconds, deadline_seconds)
+        )
         ends: list[Future[Done]] = []
-        while (at := len(ends)) < len(keys):  # one transaction per run: an absent key ends it
+        # one transaction per run: an absent key ends it
+        while (at := len(ends)) < len(keys):
             match = self.ledger.match_prefix(
-                keys[at:], start=None if start is None else start + at, namespace=namespace,
-                stamp=stamp, deadline_seconds=deadline.remaining(),
-            )  # fmt: skip
-            for buffer, slot in zip(buffers[at:], match.slots.tolist(), strict=False):
-                np.copyto(buffer[: self.chunk_bytes], self.slab.view(slot)[: self.chunk_bytes])
-            for ok in self.ledger.still_valid(match.slots, match.generations).tolist():
-                ends.append(self._loaded() if ok else self._missed(Reason.EVICTED))
+                keys[at:],
+                start=None if start is None else start + at,
+                namespace=namespace,
+                stamp=stamp,
+                deadline_seconds=deadline.remaining(),
+            )
+            for buffer, slot in zip(
+                buffers[at:], match.slots.tolist(), strict=False
+            ):
+                np.copyto(
+                    buffer[: self.chunk_bytes],
+                    self.slab.view(slot)[: self.chunk_bytes],
+                )
+            for ok in self.ledger.still_valid(
+                match.slots, match.generations
+            ).tolist():
+                ends.append(
+                    self._loaded() if ok else self._missed(Reason.EVICTED)
+                )
             if len(ends) < len(keys):
                 ends.append(self._missed(match.reason or Reason.ABSENT))
         return ends
@@ -342,34 +459,44 @@ class HostTier(BlockingCalls):
         if not self._closed:  # a closed ledger no longer counts
             self.ledger.count({name: 1})
 
-    # ---- removing ------------------------------------------------------------------------------------------------
+    # ---- removing --------------------------------------------------------------------------------
 
     def remove(self, key: bytes) -> bool:
         """Remove a chunk; return False if it is absent."""
         return not self._closed and admin.remove(self.ledger, [key]) > 0
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace (its root), or all; saves in flight store nothing. Return how many."""
+        """Remove all chunks of one namespace (its root), or all; saves in flight store nothing.
+        Return how many.
+        """
         return 0 if self._closed else admin.clear(self.ledger, namespace)
 
-    # ---- statistics and the end ----------------------------------------------------------------------------------
+    # ---- statistics and the end ------------------------------------------------------------------
 
     def stats(self) -> Mapping[str, int]:
-        """Return gauges and counters of the store, of all processes that share it. StoreError if it does not answer."""
-        return {} if self._closed else admin.numbers(self.ledger, self.deadline_seconds)
+        """Return gauges and counters of the store, of all processes that share it. StoreError if it
+        does not answer.
+        """
+        return (
+            {}
+            if self._closed
+            else admin.numbers(self.ledger, self.deadline_seconds)
+        )
 
     def close(self, timeout: float = 5.0) -> None:
         """Close the slab and the ledger. Idempotent. Views of slots stay readable.
 
-        Waits for copies in progress up to `timeout`. Copies that take longer keep their slots, and the last one closes
-        the store.
+        Waits for copies in progress up to `timeout`. Copies that take longer keep their slots, and
+        the last one closes the store.
         """
         if self._ended:
             return
         self._ended = True
         deadline = Deadline(timeout)
         with self._changed:
-            self._late = not self._changed.wait_for(lambda: not self._copies, timeout)
+            self._late = not self._changed.wait_for(
+                lambda: not self._copies, timeout
+            )
             late = self._late
         if not late:
             self._close_store(max(0.1, deadline.remaining()))

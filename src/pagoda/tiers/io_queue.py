@@ -1,7 +1,8 @@
-"""A bounded queue of reads and writes, in which reads go first, the I/O threads that serve it, and a tier of both.
+"""A bounded queue of reads and writes, in which reads go first, the I/O threads that serve it, and
+a tier of both.
 
-The disk tier and the remote tiers are a `QueuedTier`. The threads start at the first use and are replaced after a fork.
-No call waits for them without a limit.
+The disk tier and the remote tiers are a `QueuedTier`. The threads start at the first use and are
+replaced after a fork. No call waits for them without a limit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from pagoda.finalizers import close_when_dropped
 from pagoda.fork import reset_in_child
 from pagoda.metrics import Reason
 from pagoda.signal_safe_threads import Condition, Event, begin, complete
-from pagoda.tiers.base import Bytes, Chunk, Done, check_keys, check_sizes, completed_future, running_future
+from pagoda.tiers.base import (
+    Bytes,
+    Chunk,
+    Done,
+    check_keys,
+    check_sizes,
+    completed_future,
+    running_future,
+)
 from pagoda.tiers.put_and_load import BlockingCalls
 
 _FEWEST = 2  # the background thread and one I/O thread, which are started first
@@ -32,31 +41,44 @@ _FEWEST = 2  # the background thread and one I/O thread, which are started first
 
 @dataclass(eq=False)
 class WriteRequest:
-    """A queued or running save. While it `is_valid()`, its chunk counts as found and is read from its payload."""
+    """A queued or running save. While it `is_valid()`, its chunk counts as found and is read from
+    its payload.
+    """
 
     chunk: Chunk
     namespace: bytes
     stamp: int
     future: Future[Done] = field(default_factory=running_future)
-    cancelled: Reason | None = None  # REMOVED or CLEARED, if its key was removed or cleared
+    # REMOVED or CLEARED, if its key was removed or cleared
+    cancelled: Reason | None = None
     batch: int = 0  # the number of the batch in which a worker took it
-    patience: Deadline | None = None  # how long to wait for another machine that writes the same chunk
+    # how long to wait for another machine that writes the same chunk
+    patience: Deadline | None = None
 
     def is_valid(self) -> bool:
         """Return whether the payload is still what the key names, and the key was not removed.
 
-        Not once the save has ended: its payload belongs to the caller again, who may fill it with another chunk.
+        Not once the save has ended: its payload belongs to the caller again, who may fill it with
+        another chunk.
         """
-        return self.cancelled is None and not self.future.done() and self.chunk.still_valid()
+        return (
+            self.cancelled is None
+            and not self.future.done()
+            and self.chunk.still_valid()
+        )
 
     def matches(self, namespace: bytes | None, position: int | None) -> bool:
-        """Return whether this is the chunk at that position of that namespace; an argument of None is not compared."""
+        """Return whether this is the chunk at that position of that namespace; an argument of None
+        is not compared.
+        """
         return namespace in (None, self.namespace) and (
             namespace is None or position in (None, self.chunk.position)
         )
 
     def copy_to(self, read: ReadRequest, nbytes: int) -> bool:
-        """Serve a read from the payload; return False if it asks for another chunk, or if this is no longer valid."""
+        """Serve a read from the payload; return False if it asks for another chunk, or if this is
+        no longer valid.
+        """
         if not self.matches(read.namespace, read.position):
             return False
         np.copyto(read.buffer[:nbytes], self.chunk.payload[:nbytes])
@@ -64,7 +86,8 @@ class WriteRequest:
         return self.is_valid()
 
 
-# Where a chunk is: in the payload of a save while the save is valid, or in a slot (slot, generation); None: not known
+# Where a chunk is: in the payload of a save while the save is valid, or in a slot (slot,
+# generation); None: not known
 Source: TypeAlias = WriteRequest | tuple[int, int] | None
 
 
@@ -98,18 +121,24 @@ class IoQueue:
         # writes that were put back: a heap, ordered by due time
         self._delayed: list[tuple[float, int, WriteRequest]] = []
         self._reads: deque[ReadRequest] = deque()
-        self._outstanding_writes: dict[bytes, WriteRequest] = {}  # queued or running, by key
+        # queued or running, by key
+        self._outstanding_writes: dict[bytes, WriteRequest] = {}
         # the first read of each chunk, whose result other reads of that chunk wait for
-        self._leaders: dict[tuple[bytes, int | None, bytes | None], ReadRequest] = {}
+        self._leaders: dict[
+            tuple[bytes, int | None, bytes | None], ReadRequest
+        ] = {}
         self._read_count = 0  # including followers
         self._batch = 0  # the number of the last batch of writes that was taken
         self._closed = False
 
-    def add_writes(self, writes: Iterable[WriteRequest]) -> list[WriteRequest | Reason]:
-        """Queue several writes before a worker can take any of them, so that the worker takes many at once.
+    def add_writes(
+        self, writes: Iterable[WriteRequest]
+    ) -> list[WriteRequest | Reason]:
+        """Queue several writes before a worker can take any of them, so that the worker takes many
+        at once.
 
-        Returns for each write the write itself, an outstanding write of the same key, or the reason why it was not
-        queued.
+        Returns for each write the write itself, an outstanding write of the same key, or the reason
+        why it was not queued.
         """
         added: list[WriteRequest | Reason] = []
         with self._changed:
@@ -117,7 +146,8 @@ class IoQueue:
                 twin = self._outstanding_writes.get(write.chunk.key)
                 if self._closed:
                     added.append(Reason.CLOSED)
-                elif twin is not None:  # BUSY: its key was removed while it is being written
+                elif twin is not None:
+                    # BUSY: its key was removed while it is being written
                     added.append(twin if twin.cancelled is None else Reason.BUSY)
                 elif len(self._outstanding_writes) >= self._write_chunks:
                     added.append(Reason.QUEUE_FULL)
@@ -125,11 +155,14 @@ class IoQueue:
                     self._outstanding_writes[write.chunk.key] = write
                     self._writes.append(write)
                     added.append(write)
-            self._changed.notify_all()  # some of the waiting threads only read, so one is not enough
+            # some of the waiting threads only read, so one is not enough
+            self._changed.notify_all()
         return added
 
     def add_read(self, read: ReadRequest) -> Reason | None:
-        """Queue a read, or attach it to a queued read of the same chunk. Return why it was refused, or None."""
+        """Queue a read, or attach it to a queued read of the same chunk. Return why it was refused,
+        or None.
+        """
         with self._changed:
             if self._closed:
                 return Reason.CLOSED
@@ -137,7 +170,8 @@ class IoQueue:
                 return Reason.QUEUE_FULL
             flight = read.key, read.position, read.namespace
             leader = self._leaders.get(flight)
-            # No signal handler runs from here to the end of the append, so either all of this happens or nothing.
+            # No signal handler runs from here to the end of the append, so either all of this
+            # happens or nothing.
             self._read_count += 1
             if leader is None:
                 self._leaders[flight] = read
@@ -150,15 +184,24 @@ class IoQueue:
     def has_room(self) -> bool:
         """Return whether a write could be queued now."""
         with self._changed:
-            return not self._closed and len(self._outstanding_writes) < self._write_chunks
+            return (
+                not self._closed
+                and len(self._outstanding_writes) < self._write_chunks
+            )
 
     def pending_writes(self, keys: Iterable[bytes]) -> dict[bytes, WriteRequest]:
         """Return the outstanding writes of `keys` that are not cancelled, by key."""
         with self._changed:
             found = (
-                ((key, self._outstanding_writes.get(key)) for key in keys) if self._outstanding_writes else ()
+                ((key, self._outstanding_writes.get(key)) for key in keys)
+                if self._outstanding_writes
+                else ()
             )
-            return {key: write for key, write in found if write is not None and write.cancelled is None}
+            return {
+                key: write
+                for key, write in found
+                if write is not None and write.cancelled is None
+            }
 
     def in_flight(self, key: bytes) -> bool:
         """Return whether a write of this key is queued or running, cancelled or not."""
@@ -171,12 +214,18 @@ class IoQueue:
             return len(self._outstanding_writes), self._read_count
 
     def cancel(
-        self, reason: Reason, waiting: list[WriteRequest], *, key: bytes | None = None, namespace: bytes | None = None
-    ) -> list[WriteRequest]:  # fmt: skip
+        self,
+        reason: Reason,
+        waiting: list[WriteRequest],
+        *,
+        key: bytes | None = None,
+        namespace: bytes | None = None,
+    ) -> list[WriteRequest]:
         """Cancel the writes of a key or a namespace (None: all).
 
-        Adds the queued ones to `waiting` before they leave the queue: the caller must finish them, even if a signal
-        handler raises in this call. Returns the running ones, which end on their threads with `reason`.
+        Adds the queued ones to `waiting` before they leave the queue: the caller must finish them,
+        even if a signal handler raises in this call. Returns the running ones, which end on their
+        threads with `reason`.
         """
         with self._changed:
             chosen = [
@@ -190,26 +239,33 @@ class IoQueue:
                 write.cancelled = reason
             queued = [*self._writes, *(write for *_, write in self._delayed)]
             waiting += [write for write in queued if write.cancelled is not None]
-            self._writes = deque(write for write in self._writes if write.cancelled is None)
-            self._delayed = sorted(each for each in self._delayed if each[-1].cancelled is None)
+            self._writes = deque(
+                write for write in self._writes if write.cancelled is None
+            )
+            self._delayed = sorted(
+                each for each in self._delayed if each[-1].cancelled is None
+            )
             return [write for write in chosen if write not in waiting]
 
     def take(
         self, most_writes: int, shares: int = 1, fewest_writes: int = 1
-    ) -> ReadRequest | list[WriteRequest] | None:  # fmt: skip
+    ) -> ReadRequest | list[WriteRequest] | None:
         """Wait for work; return the next read, or the oldest writes. None: closed.
 
-        Takes at most 1/`shares` of the queued writes, or `fewest_writes` if that is more. With `most_writes` 0, waits
-        for reads only.
+        Takes at most 1/`shares` of the queued writes, or `fewest_writes` if that is more. With
+        `most_writes` 0, waits for reads only.
         """
         with self._changed:
             while True:
                 now = time.monotonic()
-                while self._delayed and self._delayed[0][0] <= now:  # writes that were put back and are due
+                # writes that were put back and are due
+                while self._delayed and self._delayed[0][0] <= now:
                     self._writes.append(heapq.heappop(self._delayed)[2])
                 if self._closed or self._reads or (most_writes and self._writes):
                     break
-                self._changed.wait(self._delayed[0][0] - now if self._delayed else None)
+                self._changed.wait(
+                    self._delayed[0][0] - now if self._delayed else None
+                )
             if self._reads:
                 return self._reads.popleft()
             if self._closed:
@@ -226,12 +282,16 @@ class IoQueue:
         """Queue again, after some seconds, a write that a worker has taken. False: closed."""
         with self._changed:
             if not self._closed:
-                heapq.heappush(self._delayed, (time.monotonic() + seconds, id(write), write))
+                heapq.heappush(
+                    self._delayed, (time.monotonic() + seconds, id(write), write)
+                )
                 self._changed.notify_all()
             return not self._closed
 
     def read_all(self, load: Callable[[ReadRequest], None]) -> None:
-        """Call `load` for each read that is queued. A worker calls it before each write, so that reads go first."""
+        """Call `load` for each read that is queued. A worker calls it before each write, so that
+        reads go first.
+        """
         while True:
             with self._changed:
                 read = self._reads.popleft() if self._reads else None
@@ -240,7 +300,9 @@ class IoQueue:
             load(read)
 
     def finish_writes(self, ends: Sequence[tuple[WriteRequest, Done]]) -> None:
-        """End some writes; may be called again. A key is no longer in flight when its future is done."""
+        """End some writes; may be called again. A key is no longer in flight when its future is
+        done.
+        """
         with self._changed:
             for write, _ in ends:
                 if self._outstanding_writes.get(write.chunk.key) is write:
@@ -252,7 +314,9 @@ class IoQueue:
                 write.future.set_result(done)
 
     def finish_read(self, read: ReadRequest, done: Done, nbytes: int) -> None:
-        """End a read. Its followers get their copies first, because afterwards its buffer is the caller's again."""
+        """End a read. Its followers get their copies first, because afterwards its buffer is the
+        caller's again.
+        """
         with self._changed:
             del self._leaders[read.key, read.position, read.namespace]
             followers = read.followers
@@ -268,7 +332,9 @@ class IoQueue:
             each.future.set_result(done)
 
     def wait(self, keys: Iterable[bytes] | None, timeout: float) -> bool:
-        """Wait until no write of these keys (None: nothing at all) is outstanding; False after `timeout` seconds."""
+        """Wait until no write of these keys (None: nothing at all) is outstanding; False after
+        `timeout` seconds.
+        """
         chosen = None if keys is None else list(keys)
         with self._ended:
             return self._ended.wait_for(partial(self._has_ended, chosen), timeout)
@@ -279,7 +345,9 @@ class IoQueue:
         return not any(key in self._outstanding_writes for key in keys)
 
     def close(self) -> tuple[list[WriteRequest], list[ReadRequest]]:
-        """Accept nothing more; return what was queued but not started, which the caller must finish. Idempotent."""
+        """Accept nothing more; return what was queued but not started, which the caller must
+        finish. Idempotent.
+        """
         with self._changed:
             self._closed = True
             writes = [*self._writes, *(write for *_, write in self._delayed)]
@@ -297,13 +365,16 @@ class WorkerBackend(ABC):
     name: str  # the name of the tier
     chunk_bytes: int
     batch_chunks = 1  # how many writes a worker takes at once
-    fewest_chunks = 1  # the least that a worker takes, even if none are left for other workers
+    # the least that a worker takes, even if none are left for other workers
+    fewest_chunks = 1
     reader_threads = 0  # threads that only read
     count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 
     @abstractmethod
     def reset(self) -> None:
-        """Create the locks, and drop the state of other threads. Called at the start and in a forked child."""
+        """Create the locks, and drop the state of other threads. Called at the start and in a
+        forked child.
+        """
 
     @abstractmethod
     def make_worker(self, queue: IoQueue) -> IoWorker:
@@ -317,8 +388,11 @@ class WorkerBackend(ABC):
     def background(self, stop: Event) -> None:
         """Do background work on a separate thread, until it is done or `stop` is set."""
 
-    def interrupt(self) -> None:  # noqa: B027  # I/O of a disk cannot be interrupted
-        """Wake the background work and, if possible, let I/O that hangs fail. Called after `stop` was set."""
+    # I/O of a disk cannot be interrupted
+    def interrupt(self) -> None:  # noqa: B027
+        """Wake the background work and, if possible, let I/O that hangs fail. Called after `stop`
+        was set.
+        """
 
     @abstractmethod
     def record_error(self, error: Exception, what: str) -> Reason:
@@ -341,13 +415,17 @@ class IoWorker(ABC):
         nbytes = self._backend.chunk_bytes
         source = read.source
         try:
-            copied = isinstance(source, WriteRequest) and source.copy_to(read, nbytes)
+            copied = isinstance(source, WriteRequest) and source.copy_to(
+                read, nbytes
+            )
             reason = None if copied else self._load(read)
-        except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
+        except Exception as error:  # noqa: BLE001
+            # a background thread: the error becomes the future's value
             reason = self._backend.record_error(error, "a load")
         if reason is None:
             self._backend.count({"loaded_chunks": 1, "loaded_bytes": nbytes})
-        elif reason is not Reason.LEDGER_BUSY:  # LEDGER_BUSY is counted by the ledger
+        elif reason is not Reason.LEDGER_BUSY:
+            # LEDGER_BUSY is counted by the ledger
             self._backend.count({f"miss_{reason}": 1})
         self._queue.finish_read(read, Done(reason is None, reason), nbytes)
 
@@ -357,21 +435,25 @@ class IoWorker(ABC):
 
     @abstractmethod
     def save(self, writes: Sequence[WriteRequest]) -> None:
-        """Do a batch of writes, each after `IoQueue.read_all`, and end their futures, whatever happens."""
+        """Do a batch of writes, each after `IoQueue.read_all`, and end their futures, whatever
+        happens.
+        """
 
-    def close(self) -> None:  # noqa: B027  # most workers hold only memory
+    def close(self) -> None:  # most workers hold only memory  # noqa: B027
         """Release what the worker holds. Called when its thread ends."""
 
 
 class WorkerPool:
     """The queue of a tier and the daemon threads that serve it. Thread-safe.
 
-    The threads refer to this object and never to the tier, so a tier without references can end them. The backend is
-    closed by `close()` or, if I/O hangs then, by the last thread that ends. In a forked child the queue is new and
-    empty, and threads start at the next use.
+    The threads refer to this object and never to the tier, so a tier without references can end
+    them. The backend is closed by `close()` or, if I/O hangs then, by the last thread that ends. In
+    a forked child the queue is new and empty, and threads start at the next use.
     """
 
-    def __init__(self, backend: WorkerBackend, io_threads: int, queue_chunks: int) -> None:
+    def __init__(
+        self, backend: WorkerBackend, io_threads: int, queue_chunks: int
+    ) -> None:
         self._backend = backend
         self._io_threads = io_threads
         self._queue_chunks = queue_chunks
@@ -380,7 +462,9 @@ class WorkerPool:
         reset_in_child(self)
 
     def reset(self) -> None:
-        """Start with an empty queue, new locks and no threads. Called at the start and in a forked child."""
+        """Start with an empty queue, new locks and no threads. Called at the start and in a forked
+        child.
+        """
         self._lock = threading.Lock()
         self.queue = IoQueue(self._queue_chunks)
         self._backend.reset()
@@ -393,13 +477,16 @@ class WorkerPool:
     def start(self) -> bool:
         """Start the threads that are not running; cheap if all are running.
 
-        False: the system gives too few threads to do any work. The next call tries to start the missing threads again.
+        False: the system gives too few threads to do any work. The next call tries to start the
+        missing threads again.
         """
         if len(self._threads) <= self._io_threads and not self._closed:
             with self._lock:
                 readers = self._backend.reader_threads
                 targets: list[Callable[[], None]] = [self._background]
-                targets += [partial(self._work, self._backend.batch_chunks)] * (self._io_threads - readers)
+                targets += [partial(self._work, self._backend.batch_chunks)] * (
+                    self._io_threads - readers
+                )
                 targets += [partial(self._work, 0)] * readers
                 for target in targets[len(self._threads) :]:
                     if self._closed or not self._begin(target):
@@ -408,13 +495,16 @@ class WorkerPool:
 
     def _begin(self, target: Callable[[], None]) -> bool:
         name = f"pagoda-{self._backend.name}-{len(self._threads)}"
-        thread = threading.Thread(target=self._run, args=(target,), name=name, daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(target,), name=name, daemon=True
+        )
         begun = False
         try:
             self._threads.append(thread)
             begun = begin(thread)
         finally:
-            if not begun and thread in self._threads:  # if `begin` was interrupted, the thread may still run
+            # if `begin` was interrupted, the thread may still run
+            if not begun and thread in self._threads:
                 self._threads.remove(thread)
         return begun
 
@@ -433,7 +523,9 @@ class WorkerPool:
         worker = self._backend.make_worker(self.queue)
         try:
             while (
-                job := self.queue.take(most_writes, self._io_threads, self._backend.fewest_chunks)
+                job := self.queue.take(
+                    most_writes, self._io_threads, self._backend.fewest_chunks
+                )
             ) is not None:
                 if isinstance(job, list):
                     worker.save(job)
@@ -446,7 +538,8 @@ class WorkerPool:
     def _background(self) -> None:
         try:
             self._backend.background(self._stop)
-        except Exception as error:  # noqa: BLE001  # the thread's outermost call: work left undone is a miss
+        except Exception as error:  # noqa: BLE001
+            # the thread's outermost call: work left undone is a miss
             self._backend.record_error(error, "work in the background")
         finally:
             self._background_done.set()
@@ -480,19 +573,26 @@ class WorkerPool:
     def _close_backend(self) -> None:
         """Close the backend once no thread can use it any more."""
         with self._lock:
-            last = self._closed and not self._backend_closed and self._ended.issuperset(self._threads)
+            last = (
+                self._closed
+                and not self._backend_closed
+                and self._ended.issuperset(self._threads)
+            )
             self._backend_closed |= last
         if last:
             self._backend.close()
 
 
 class QueuedTier(BlockingCalls):
-    """A tier whose saves and loads wait in one bounded queue and are done by a worker pool. Thread-safe.
+    """A tier whose saves and loads wait in one bounded queue and are done by a worker pool.
+    Thread-safe.
 
     `close()` or garbage collection ends the threads.
     """
 
-    def __init__(self, backend: WorkerBackend, threads: int, queue_chunks: int) -> None:
+    def __init__(
+        self, backend: WorkerBackend, threads: int, queue_chunks: int
+    ) -> None:
         self.read_ahead = threads
         self.queue_chunks = queue_chunks
         self._backend = backend
@@ -503,7 +603,9 @@ class QueuedTier(BlockingCalls):
     @property
     @abstractmethod
     def resting(self) -> bool:
-        """Whether the tier is skipped for a while after failures in a row. Nothing is found meanwhile."""
+        """Whether the tier is skipped for a while after failures in a row. Nothing is found
+        meanwhile.
+        """
 
     def in_flight(self, key: bytes) -> bool:
         """Return whether a save of this key is queued or being written."""
@@ -518,7 +620,9 @@ class QueuedTier(BlockingCalls):
         return self._pool.queue.wait(None, timeout)
 
     def _refusal(self) -> Reason | None:
-        """Return why nothing can be queued now; None if the queue accepts work and its threads are running."""
+        """Return why nothing can be queued now; None if the queue accepts work and its threads are
+        running.
+        """
         if self._closed:
             return Reason.CLOSED
         if self.resting:
@@ -535,37 +639,70 @@ class QueuedTier(BlockingCalls):
         return None if self._pool.queue.has_room() else Reason.QUEUE_FULL
 
     def save(
-        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+        self,
+        chunks: Sequence[Chunk],
+        namespace: bytes,
+        *,
+        stamp: int | None = None,
     ) -> list[Future[Done]]:
-        """Queue chunks, which are written directly from their payloads; never waits for space. See Tier.save."""
+        """Queue chunks, which are written directly from their payloads; never waits for space. See
+        Tier.save.
+        """
         check_keys([chunk.key for chunk in chunks])
-        check_sizes("payload", [chunk.payload for chunk in chunks], self.chunk_bytes)
+        check_sizes(
+            "payload", [chunk.payload for chunk in chunks], self.chunk_bytes
+        )
         refusal = self._refusal()
         if refusal is not None:
             return [self._dropped(refusal) for _ in chunks]
         stamp = self._backend.stamp() if stamp is None else stamp
-        found = list(zip(chunks, self._stored(chunks, namespace, stamp), strict=False))
-        wanted = [chunk for chunk, stored in found if not stored and chunk.payload.nbytes <= self.slot_bytes]
+        found = list(
+            zip(chunks, self._stored(chunks, namespace, stamp), strict=False)
+        )
+        wanted = [
+            chunk
+            for chunk, stored in found
+            if not stored and chunk.payload.nbytes <= self.slot_bytes
+        ]
         queued = iter(
-            self._pool.queue.add_writes([WriteRequest(chunk, namespace, stamp) for chunk in wanted])
+            self._pool.queue.add_writes(
+                [WriteRequest(chunk, namespace, stamp) for chunk in wanted]
+            )
         )
         futures = list[Future[Done]]()
         for chunk, stored in found:
             if stored:
                 futures.append(completed_future(True))
                 continue
-            write = next(queued) if chunk.payload.nbytes <= self.slot_bytes else Reason.TOO_LARGE
-            futures.append(self._dropped(write) if isinstance(write, Reason) else write.future)
+            write = (
+                next(queued)
+                if chunk.payload.nbytes <= self.slot_bytes
+                else Reason.TOO_LARGE
+            )
+            futures.append(
+                self._dropped(write)
+                if isinstance(write, Reason)
+                else write.future
+            )
         return futures
 
     @abstractmethod
-    def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
-        """Yield for each chunk whether it is known to be stored; then it needs no place in the queue."""
+    def _stored(
+        self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
+    ) -> Iterator[bool]:
+        """Yield for each chunk whether it is known to be stored; then it needs no place in the
+        queue.
+        """
 
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Bytes],
+        *,
+        start: int | None = 0,
+        namespace: bytes | None,
         deadline_seconds: float | None = None,
-    ) -> list[Future[Done]]:  # fmt: skip
+    ) -> list[Future[Done]]:
         """Queue reads of chunks directly into `buffers`. See Tier.load."""
         check_keys(keys)
         check_sizes("buffer", buffers, self.chunk_bytes, len(keys))
@@ -574,13 +711,23 @@ class QueuedTier(BlockingCalls):
             return [self._missed(refusal) for _ in keys]
         futures = list[Future[Done]]()
         sources = self._sources(keys, start, namespace, deadline_seconds)
-        for n, (key, buffer, source) in enumerate(zip(keys, buffers, sources, strict=True)):
+        for n, (key, buffer, source) in enumerate(
+            zip(keys, buffers, sources, strict=True)
+        ):
             if isinstance(source, Reason):
                 futures.append(self._missed(source))
                 continue
-            read = ReadRequest(key, None if start is None else start + n, namespace, buffer, source)
+            read = ReadRequest(
+                key,
+                None if start is None else start + n,
+                namespace,
+                buffer,
+                source,
+            )
             refusal = self._pool.queue.add_read(read)
-            futures.append(read.future if refusal is None else self._missed(refusal))
+            futures.append(
+                read.future if refusal is None else self._missed(refusal)
+            )
         return futures
 
     @abstractmethod
@@ -594,8 +741,13 @@ class QueuedTier(BlockingCalls):
         """Yield where a load finds each chunk, or why it is absent; lazily."""
 
     def _cancel_writes(
-        self, reason: Reason, *, key: bytes | None = None, namespace: bytes | None = None, wait_seconds: float = 0.0
-    ) -> tuple[int, int]:  # fmt: skip
+        self,
+        reason: Reason,
+        *,
+        key: bytes | None = None,
+        namespace: bytes | None = None,
+        wait_seconds: float = 0.0,
+    ) -> tuple[int, int]:
         """Cancel the saves of a key or a namespace; wait until the running ones have ended.
 
         Returns how many were queued (they have ended now), and how many were running.
@@ -621,12 +773,17 @@ class QueuedTier(BlockingCalls):
 
     def _queue_stats(self) -> dict[str, int]:
         writes, reads = self._pool.queue.outstanding()
-        return {"queued_writes": writes, "queued_reads": reads, "resting": int(self.resting)}
+        return {
+            "queued_writes": writes,
+            "queued_reads": reads,
+            "resting": int(self.resting),
+        }
 
     def close(self, timeout: float = 5.0) -> None:
         """Close within `timeout` seconds; drop and count what is queued with CLOSED. Idempotent.
 
-        I/O that hangs keeps its thread and its future until it ends; its files and buffers stay open until then.
+        I/O that hangs keeps its thread and its future until it ends; its files and buffers stay
+        open until then.
         """
         self._closed = True
         self._finalizer.detach()

@@ -1,4 +1,5 @@
-"""put and get: calls of a tier that copy and wait. They use save and load, which only borrow buffers.
+"""put and get: calls of a tier that copy and wait. They use save and load, which only borrow
+buffers.
 
 They are for authors of engines; the cache calls save and load. All tiers inherit them.
 """
@@ -14,27 +15,44 @@ import numpy as np
 
 from pagoda.metrics import Reason
 from pagoda.slab import aligned
-from pagoda.tiers.base import Bytes, Chunk, Done, Tier, check_keys, check_sizes, completed_future, flat_bytes
+from pagoda.tiers.base import (
+    Bytes,
+    Chunk,
+    Done,
+    Tier,
+    check_keys,
+    check_sizes,
+    completed_future,
+    flat_bytes,
+)
 
 
 class BlockingCalls(Tier, ABC):
-    """put, put_many, get and get_many of a tier: private copies in and out. Thread-safe if the abstract methods are.
+    """put, put_many, get and get_many of a tier: private copies in and out. Thread-safe if the
+    abstract methods are.
 
-    A blocking call waits at most `deadline_seconds` for a chunk. A chunk that takes longer is not stored, or is a miss.
+    A blocking call waits at most `deadline_seconds` for a chunk. A chunk that takes longer is not
+    stored, or is a miss.
     """
 
     chunk_bytes: int
     slot_bytes: int
     deadline_seconds: float
     read_ahead = 0  # how many chunks get_many loads beyond the one that it yields
-    # returns a number that changes when any process clears chunks; by default 0, for a tier that cannot know
+    # returns a number that changes when any process clears chunks; by default 0, for a tier that
+    # cannot know
     _last_clear: Callable[[], int] = int
 
     @abstractmethod
     def load(
-        self, keys: Sequence[bytes], buffers: Sequence[Bytes], *, start: int | None = 0, namespace: bytes | None,
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Bytes],
+        *,
+        start: int | None = 0,
+        namespace: bytes | None,
         deadline_seconds: float | None = None,
-    ) -> list[Future[Done]]:  # fmt: skip
+    ) -> list[Future[Done]]:
         """See Tier.load; a namespace of None is not compared."""
 
     @abstractmethod
@@ -50,7 +68,8 @@ class BlockingCalls(Tier, ABC):
         return completed_future(False, reason)
 
     def _missed(self, reason: Reason) -> Future[Done]:
-        if reason is not Reason.LEDGER_BUSY:  # LEDGER_BUSY is counted by the ledger
+        # LEDGER_BUSY is counted by the ledger
+        if reason is not Reason.LEDGER_BUSY:
             self._count(f"miss_{reason}")
         return completed_future(False, reason)
 
@@ -66,23 +85,27 @@ class BlockingCalls(Tier, ABC):
     ) -> bool:
         """Store a copy of `payload`. True: it is stored or, without `block`, queued (and readable).
 
-        `payload`: a numpy array, or a tensor in CPU memory, of any element type of KV. Raises ValueError for anything
-        else, and for a key that does not have 32 bytes.
+        `payload`: a numpy array, or a tensor in CPU memory, of any element type of KV. Raises
+        ValueError for anything else, and for a key that does not have 32 bytes.
         """
         check_keys([key])
         flat = flat_bytes(payload)
         if flat.nbytes > self.chunk_bytes:
             self._dropped(Reason.TOO_LARGE)
             return False
-        future = self._put(Chunk(key, position, tokens, flat, None, _always), namespace)
+        future = self._put(
+            Chunk(key, position, tokens, flat, None, _always), namespace
+        )
         if not block and not future.done():
             return True
         return self._result(future).ok
 
     def put_many(self, items: Iterable[Chunk], *, namespace: bytes) -> int:
-        """Store copies of chunks from a lazy iterable, a few at a time; return how many are stored at the end.
+        """Store copies of chunks from a lazy iterable, a few at a time; return how many are stored
+        at the end.
 
-        A chunk that was evicted for a later one, or removed by another process meanwhile, is not counted.
+        A chunk that was evicted for a later one, or removed by another process meanwhile, is not
+        counted.
         """
         stored = set[bytes]()
         pending: deque[tuple[bytes, Future[Done]]] = deque()
@@ -93,7 +116,9 @@ class BlockingCalls(Tier, ABC):
                 stored.add(key)
 
         for chunk in items:
-            while pending and (self._drop_reason() is Reason.QUEUE_FULL or pending[0][1].done()):
+            while pending and (
+                self._drop_reason() is Reason.QUEUE_FULL or pending[0][1].done()
+            ):
                 settle()
             pending.append((chunk.key, self._put(chunk, namespace)))
         while pending:
@@ -108,21 +133,27 @@ class BlockingCalls(Tier, ABC):
         cleared = self._last_clear()
         last_clear = self._last_clear
         reason = self._drop_reason()
-        if reason is not None:  # checked before the copy is made, so the queue bounds the copies
+        # checked before the copy is made, so the queue bounds the copies
+        if reason is not None:
             return self._dropped(reason)
         copy = aligned(self.slot_bytes)
         np.copyto(copy[: self.chunk_bytes], chunk.payload[: self.chunk_bytes])
         if not chunk.still_valid():
             return self._dropped(Reason.STALE)
-        # the copy does not change, but until it has a slot nothing in the tier says that it was cleared
-        copied = chunk._replace(payload=copy, still_valid=lambda: last_clear() == cleared)
+        # the copy does not change, but until it has a slot nothing in the tier says that it was
+        # cleared
+        copied = chunk._replace(
+            payload=copy, still_valid=lambda: last_clear() == cleared
+        )
         return self.save([copied], namespace)[0]
 
     def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
         """Return a verified private copy of a chunk, (chunk_bytes,) uint8, or None."""
         return self._loaded_or_none(*self._start_get(key, namespace))
 
-    def get_many(self, keys: Iterable[bytes], *, namespace: bytes | None = None) -> Iterator[Bytes | None]:
+    def get_many(
+        self, keys: Iterable[bytes], *, namespace: bytes | None = None
+    ) -> Iterator[Bytes | None]:
         """Yield `get` of each key, in order. Takes the keys lazily and looks each up once."""
         pending: deque[tuple[Bytes, Future[Done]]] = deque()
         for key in keys:
@@ -132,11 +163,17 @@ class BlockingCalls(Tier, ABC):
         while pending:
             yield self._loaded_or_none(*pending.popleft())
 
-    def _start_get(self, key: bytes, namespace: bytes | None) -> tuple[Bytes, Future[Done]]:
+    def _start_get(
+        self, key: bytes, namespace: bytes | None
+    ) -> tuple[Bytes, Future[Done]]:
         buffer = aligned(self.slot_bytes)
-        return buffer, self.load([key], [buffer], start=None, namespace=namespace)[0]
+        return buffer, self.load(
+            [key], [buffer], start=None, namespace=namespace
+        )[0]
 
-    def _loaded_or_none(self, buffer: Bytes, future: Future[Done]) -> Bytes | None:
+    def _loaded_or_none(
+        self, buffer: Bytes, future: Future[Done]
+    ) -> Bytes | None:
         return buffer[: self.chunk_bytes] if self._result(future).ok else None
 
     def _result(self, future: Future[Done]) -> Done:

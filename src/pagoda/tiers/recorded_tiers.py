@@ -1,11 +1,12 @@
-"""The user's registry of tiers: which tiers were opened where, so that `pagoda` finds also those that no file names.
+"""The user's registry of tiers: which tiers were opened where, so that `pagoda` finds also those
+that no file names.
 
-`HostTier.open` and `DiskTier.open` write it, and a remote tier when its store has answered for the first time; the
-commands read it. An entry is one small file that is replaced as a whole, so processes need no lock. The registry is in
-`$XDG_STATE_HOME/pagoda/tiers`
-(`~/.local/state`), which survives a reboot, or, if that cannot be written, in `/dev/shm/pagoda-<uid>/.tiers`. It
-contains no secrets. An entry of a remote tier has the file that named it: what that file no longer names is not
-contacted again (`pagoda.cli.remote_stores`).
+`HostTier.open` and `DiskTier.open` write it, and a remote tier when its store has answered for the
+first time; the commands read it. An entry is one small file that is replaced as a whole, so
+processes need no lock. The registry is in `$XDG_STATE_HOME/pagoda/tiers`
+(`~/.local/state`), which survives a reboot, or, if that cannot be written, in
+`/dev/shm/pagoda-<uid>/.tiers`. It contains no secrets. An entry of a remote tier has the file that
+named it: what that file no longer names is not contacted again (`pagoda.cli.remote_stores`).
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from pagoda.metrics import guarded_logger
 log = guarded_logger("pagoda.tiers.register")
 
 _MOST_ENTRIES = 1024
-_FRESH_SECONDS = 86400.0  # how often the time of an entry is updated when its tier is opened again
+# how often the time of an entry is updated when its tier is opened again
+_FRESH_SECONDS = 86400.0
 # how long a directory may be missing (a disk that is not mounted) before its entry is removed
 _GONE_SECONDS = 30 * 86400.0
 
 
 class Entry(NamedTuple):
-    """A tier that was opened: "host", "disk" or "remote", and its directory or its URL with secrets masked.
+    """A tier that was opened: "host", "disk" or "remote", and its directory or its URL with secrets
+    masked.
 
-    `file`: the configuration file that named a remote tier; "": it was named in another way (an argument, a variable);
+    `file`: the configuration file that named a remote tier; "": it was named in another way (an
+    argument, a variable);
     None: not known, because an earlier version wrote the entry.
     """
 
@@ -41,18 +45,34 @@ class Entry(NamedTuple):
     file: str | None = ""
 
 
-def add(tier: str, place: str | os.PathLike[str], made_bytes: int = 0, *, file: str = "") -> None:
+def add(
+    tier: str,
+    place: str | os.PathLike[str],
+    made_bytes: int = 0,
+    *,
+    file: str = "",
+) -> None:
     """Add a tier that was opened. A failure is one log line: the tier works without its entry.
 
-    `made_bytes`: the size of a store that was created just now. The log says once how much space it takes and how to
-    free it. `file`: the configuration file that named a remote tier.
+    `made_bytes`: the size of a store that was created just now. The log says once how much space it
+    takes and how to free it. `file`: the configuration file that named a remote tier.
     """
     if made_bytes:
         log.info(
-            "made a %s tier of %s in %s: it stays there when this process ends; `pagoda remove %s` gives it back",
-            tier, _size(made_bytes), place, tier,
-        )  # fmt: skip
-    entry = Entry(tier, os.path.realpath(place) if tier != "remote" else os.fspath(place), file)
+            (
+                "made a %s tier of %s in %s: it stays there when this process ends; `pagoda remove "
+                "%s` gives it back"
+            ),
+            tier,
+            _size(made_bytes),
+            place,
+            tier,
+        )
+    entry = Entry(
+        tier,
+        os.path.realpath(place) if tier != "remote" else os.fspath(place),
+        file,
+    )
     for directory in _directories():
         try:
             _write(directory, entry)
@@ -60,19 +80,27 @@ def add(tier: str, place: str | os.PathLike[str], made_bytes: int = 0, *, file: 
             continue
         return
     log.warning(
-        "%s is not in the register of tiers (no writable %s): name it to `pagoda clear` and the other commands",
+        (
+            "%s is not in the register of tiers (no writable %s): name it to `pagoda clear` and "
+            "the "
+            "other commands"
+        ),
         entry.place,
         " or ".join(map(str, _directories())),
     )
 
 
 def entries() -> list[Entry]:
-    """Return the tiers that this user has opened, each once, without directories that are missing at present."""
+    """Return the tiers that this user has opened, each once, without directories that are missing
+    at present.
+    """
     found: dict[tuple[str, str], Entry] = {}
     for directory in _directories():
         for file in _files(directory):
             entry = _read(file)
-            if entry is None or (entry.tier != "remote" and not os.path.isdir(entry.place)):
+            if entry is None or (
+                entry.tier != "remote" and not os.path.isdir(entry.place)
+            ):
                 if _age(file) > _GONE_SECONDS:
                     file.unlink(missing_ok=True)
             else:
@@ -81,16 +109,26 @@ def entries() -> list[Entry]:
 
 
 def remove(place: str) -> bool:
-    """Remove the entries of a directory or a URL, as `entries` returns it; return whether there was one."""
+    """Remove the entries of a directory or a URL, as `entries` returns it; return whether there was
+    one.
+    """
     files = [file for directory in _directories() for file in _files(directory)]
-    theirs = [file for file in files if (entry := _read(file)) is not None and entry.place == place]
+    theirs = [
+        file
+        for file in files
+        if (entry := _read(file)) is not None and entry.place == place
+    ]
     for file in theirs:
         file.unlink(missing_ok=True)
     return bool(theirs)
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+    return (
+        f"{nbytes / 2**30:.2f} GiB"
+        if nbytes >= 2**30
+        else f"{nbytes / 2**20:.1f} MiB"
+    )
 
 
 def _directories() -> list[Path]:
@@ -98,7 +136,9 @@ def _directories() -> list[Path]:
     home = os.path.expanduser("~")
     state = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):
-        state = os.path.join(home, ".local", "state") if os.path.isabs(home) else ""
+        state = (
+            os.path.join(home, ".local", "state") if os.path.isabs(home) else ""
+        )
     memory = Path(f"/dev/shm/pagoda-{os.getuid()}", ".tiers")
     return [Path(state, "pagoda", "tiers"), memory] if state else [memory]
 
@@ -120,10 +160,14 @@ def _write(directory: Path, entry: Entry) -> None:
 
 
 def _make(directory: Path) -> None:
-    """Create the directory and its parents, only below a directory that this user owns. Raises OSError."""
-    above = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    # With another user's HOME, root would leave directories there that the user cannot write. All users may use
-    # /dev/shm.
+    """Create the directory and its parents, only below a directory that this user owns. Raises
+    OSError.
+    """
+    above = next(
+        parent for parent in (directory, *directory.parents) if parent.exists()
+    )
+    # With another user's HOME, root would leave directories there that the user cannot write. All
+    # users may use /dev/shm.
     if above != Path("/dev/shm") and above.stat().st_uid != os.geteuid():
         raise PermissionError
     for path in reversed([directory, *directory.parents]):
@@ -134,10 +178,16 @@ def _make(directory: Path) -> None:
 
 
 def _is_own(directory: Path) -> bool:
-    """Return whether only this user can write entries there: in /dev/shm another user may have made it first."""
+    """Return whether only this user can write entries there: in /dev/shm another user may have made
+    it first.
+    """
     for path in (directory, directory.parent):
         status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        if (
+            not stat.S_ISDIR(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or status.st_mode & 0o022
+        ):
             return False
     return True
 
@@ -155,14 +205,20 @@ def _read(file: Path) -> Entry | None:
         entry = Entry(fields["tier"], fields["place"], fields.get("file"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # a power cut may leave an empty file
-    is_whole = all(isinstance(field, str) for field in entry[:2]) and isinstance(entry.file, str | None)
+    is_whole = all(isinstance(field, str) for field in entry[:2]) and isinstance(
+        entry.file, str | None
+    )
     return entry if is_whole else None
 
 
 def _use(file: Path) -> tuple[bool, float]:
-    """Return the rank of an entry: entries of missing places are removed first, then the oldest entries."""
+    """Return the rank of an entry: entries of missing places are removed first, then the oldest
+    entries.
+    """
     entry = _read(file)
-    return entry is not None and (entry.tier == "remote" or os.path.isdir(entry.place)), -_age(file)
+    return entry is not None and (
+        entry.tier == "remote" or os.path.isdir(entry.place)
+    ), -_age(file)
 
 
 def _age(file: Path) -> float:

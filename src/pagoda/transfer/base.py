@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
-import numpy.ma  # else the first `np.unique` imports it, and a child that is forked meanwhile waits forever
+
+# else the first `np.unique` imports it, and a child that is forked meanwhile waits forever
+import numpy.ma
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout, itemsize
@@ -19,17 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Words: TypeAlias = npt.NDArray[np.unsignedinteger]  # elements as integers of the same width
+# elements as integers of the same width
+Words: TypeAlias = npt.NDArray[np.unsignedinteger]
 Ids: TypeAlias = npt.NDArray[np.int64]
 Array: TypeAlias = "npt.NDArray[np.generic] | torch.Tensor"
 
 
 class Transfer(Protocol):
-    """The KV of one sequence in an engine, as chunks. Made for one call of the cache and then dropped.
+    """The KV of one sequence in an engine, as chunks. Made for one call of the cache and then
+    dropped.
 
-    Both calls copy [start, start + layout.chunk_tokens) of the sequence for each start, and nothing else. Slots
-    are 1-D uint8 of at least `layout.chunk_bytes` bytes; bytes after those are not changed.
-    Thread-safe if the ranges and the slots of calls that overlap in time are disjoint.
+    Both calls copy [start, start + layout.chunk_tokens) of the sequence for each start, and nothing
+    else. Slots are 1-D uint8 of at least `layout.chunk_bytes` bytes; bytes after those are not
+    changed. Thread-safe if the ranges and the slots of calls that overlap in time are disjoint.
     Raises ValueError, before anything is copied, if a start or a slot does not fit.
     """
 
@@ -43,21 +47,37 @@ class Transfer(Protocol):
 
 
 def checked_slots(
-    layout: KVLayout, tokens: int, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
+    layout: KVLayout,
+    tokens: int,
+    starts: Sequence[int],
+    slots: Sequence[Bytes],
+    *,
+    into_slots: bool,
 ) -> list[Bytes]:
-    """Return the slots of chunks, cut to chunk_bytes; starts and slots are checked. Changes nothing.
+    """Return the slots of chunks, cut to chunk_bytes; starts and slots are checked. Changes
+    nothing.
 
     Raises ValueError if a chunk is not within `tokens` tokens, or a slot is too short or not bytes.
     """
     if len(starts) != len(slots):
-        raise ValueError(f"starts and slots must be of one length, got {len(starts)} and {len(slots)}")
+        raise ValueError(
+            f"starts and slots must be of one length, got {len(starts)} and {len(slots)}"
+        )
     check_starts(layout, tokens, starts)
     nbytes = layout.chunk_bytes
     for slot in slots:
-        if slot.dtype != np.uint8 or slot.ndim != 1 or not slot.flags.c_contiguous:
-            raise ValueError(f"slots must be contiguous 1-D uint8, got {slot.ndim}-D {slot.dtype}")
+        if (
+            slot.dtype != np.uint8
+            or slot.ndim != 1
+            or not slot.flags.c_contiguous
+        ):
+            raise ValueError(
+                f"slots must be contiguous 1-D uint8, got {slot.ndim}-D {slot.dtype}"
+            )
         if slot.size < nbytes:
-            raise ValueError(f"slots: one has {slot.size} bytes, a chunk needs {nbytes}")
+            raise ValueError(
+                f"slots: one has {slot.size} bytes, a chunk needs {nbytes}"
+            )
         if into_slots and not slot.flags.writeable:
             raise ValueError("slots: one is read-only")
     return [slot[:nbytes] for slot in slots]
@@ -68,50 +88,79 @@ def check_starts(layout: KVLayout, tokens: int, starts: Sequence[int]) -> None:
     for start in starts:
         if start < 0 or start + layout.chunk_tokens > tokens:
             raise ValueError(
-                f"starts: the chunk [{start}, {start + layout.chunk_tokens}) is not in the {tokens} tokens"
+                f"starts: the chunk [{start}, {start + layout.chunk_tokens}) is not in the "
+                f"{tokens} tokens"
             )
 
 
-def as_words(value: object, argument: str, dtype: str | None, on: torch.device | None = None) -> Words:
-    """Return a tensor or numpy array as unsigned words over the same memory, detached; copies nothing.
+def as_words(
+    value: object,
+    argument: str,
+    dtype: str | None,
+    on: torch.device | None = None,
+) -> Words:
+    """Return a tensor or numpy array as unsigned words over the same memory, detached; copies
+    nothing.
 
-    `dtype` is the required type, None for any. numpy has no bfloat16 and no fp8: an array of integers of the same width
-    represents them. `on`: the required GPU, None for CPU memory. The result for a GPU's tensor has its address, shape
-    and strides, and must never be read or written. Raises ValueError that names `argument` for any other value.
+    `dtype` is the required type, None for any. numpy has no bfloat16 and no fp8: an array of
+    integers of the same width represents them. `on`: the required GPU, None for CPU memory. The
+    result for a GPU's tensor has its address, shape and strides, and must never be read or written.
+    Raises ValueError that names `argument` for any other value.
     """
     torch = sys.modules.get("torch")  # no tensor exists before torch is imported
     if torch is not None and isinstance(value, torch.Tensor):
         return _tensor_words(value, argument, dtype, on)
     if on is not None:
-        raise ValueError(f"{argument} must be a tensor on {on} like the others, got {type(value).__name__}")
+        raise ValueError(
+            f"{argument} must be a tensor on {on} like the others, got {type(value).__name__}"
+        )
     if not isinstance(value, np.ndarray):
-        raise ValueError(f"{argument} must be a tensor or a numpy array, got {type(value).__name__}")
+        raise ValueError(
+            f"{argument} must be a tensor or a numpy array, got {type(value).__name__}"
+        )
     width = value.dtype.itemsize
     same = (
-        dtype is None or value.dtype.name == dtype or (value.dtype.kind in "iu" and width == itemsize(dtype))
+        dtype is None
+        or value.dtype.name == dtype
+        or (value.dtype.kind in "iu" and width == itemsize(dtype))
     )
     if not same:
-        raise ValueError(f"{argument} is {value.dtype.name}, the layout says {dtype}")
+        raise ValueError(
+            f"{argument} is {value.dtype.name}, the layout says {dtype}"
+        )
     if value.dtype.kind not in "iuf" or width not in (1, 2, 4, 8):
-        raise ValueError(f"{argument}: {value.dtype} is not an element type of KV")
+        raise ValueError(
+            f"{argument}: {value.dtype} is not an element type of KV"
+        )
     found: Words = value.view(f"u{width}")
     return found
 
 
-def _tensor_words(tensor: torch.Tensor, argument: str, dtype: str | None, on: torch.device | None) -> Words:
+def _tensor_words(
+    tensor: torch.Tensor,
+    argument: str,
+    dtype: str | None,
+    on: torch.device | None,
+) -> Words:
     import torch
 
     name = str(tensor.dtype).removeprefix("torch.")
     if dtype is not None and name != dtype:
         raise ValueError(f"{argument} is {name}, the layout says {dtype}")
     if tensor.device != (on or torch.device("cpu")):
-        raise ValueError(f"{argument} is on {tensor.device}: it must be on {on or 'cpu'} like the others")
+        raise ValueError(
+            f"{argument} is on {tensor.device}: it must be on {on or 'cpu'} like the others"
+        )
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise ValueError(f"{argument} must be a plain strided tensor, got {tensor.layout}")
+        raise ValueError(
+            f"{argument} must be a plain strided tensor, got {tensor.layout}"
+        )
     width = itemsize(name)
     if on is not None:
         return np.asarray(_TensorAddress(tensor, width))
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
+    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+        width
+    ]
     found: Words = tensor.detach().view(signed).numpy().view(f"u{width}")
     return found
 
@@ -130,7 +179,9 @@ class _TensorAddress:
 
 
 def device_of(*values: object) -> torch.device | None:
-    """Return the device of the first of nested tensors if it is not the CPU; None for CPU memory and arrays."""
+    """Return the device of the first of nested tensors if it is not the CPU; None for CPU memory
+    and arrays.
+    """
     if "torch" not in sys.modules:  # no tensor exists before torch is imported
         return None
     import torch

@@ -16,12 +16,13 @@ from pagoda.transfer.cpu_copy import copy_pairs
 
 
 class BlockKV:
-    """Blocks [blocks, ...] of one chunk each: any inner shape, contiguous, of `layout.chunk_bytes` bytes.
+    """Blocks [blocks, ...] of one chunk each: any inner shape, contiguous, of `layout.chunk_bytes`
+    bytes.
 
     Blocks are stored in the engine's own order of bytes; let the layout name that order
-    (`KVLayout.opaque`), or use [blocks, layers, planes, heads, tokens, dim] where the layout has planes.
-    Tokens [i * chunk_tokens, (i + 1) * chunk_tokens) of the sequence are in block `table[i]`; without a table
-    in block i.
+    (`KVLayout.opaque`), or use [blocks, layers, planes, heads, tokens, dim] where the layout has
+    planes. Tokens [i * chunk_tokens, (i + 1) * chunk_tokens) of the sequence are in block
+    `table[i]`; without a table in block i.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match.
     """
@@ -37,22 +38,32 @@ class BlockKV:
         array = as_words(blocks, "blocks", None)
         if array.ndim < 2 or not len(array) or not array[0].flags.c_contiguous:
             raise ValueError(
-                f"blocks must be [blocks, ...], each contiguous, got {array.shape} strides {array.strides}"
+                f"blocks must be [blocks, ...], each contiguous, got {array.shape} strides "
+                f"{array.strides}"
             )
         if array[0].nbytes != layout.chunk_bytes:
             raise ValueError(
-                f"blocks: one has {array[0].nbytes} bytes, a chunk of the layout {layout.chunk_bytes}"
+                f"blocks: one has {array[0].nbytes} bytes, a chunk of the layout "
+                f"{layout.chunk_bytes}"
             )
         self.layout = layout
-        self.run_bytes = layout.chunk_bytes  # the bytes of a contiguous run of a copy; for benchmarks
+        # the bytes of a contiguous run of a copy; for benchmarks
+        self.run_bytes = layout.chunk_bytes
         self._threads = threads
         self._blocks = _as_bytes(array)
-        self._table = range(len(array)) if table is None else _checked_table(table, len(array))
+        self._table = (
+            range(len(array))
+            if table is None
+            else _checked_table(table, len(array))
+        )
         self.num_tokens = len(self._table) * layout.chunk_tokens
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
-        copy_pairs([(slot, own) for own, slot in self._pairs(starts, slots, True)], self._threads)
+        copy_pairs(
+            [(slot, own) for own, slot in self._pairs(starts, slots, True)],
+            self._threads,
+        )
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy `slots` into the blocks of `starts`; changes only those blocks."""
@@ -64,8 +75,12 @@ class BlockKV:
         size = self.layout.chunk_tokens
         odd = [start for start in starts if start % size]
         if odd:
-            raise ValueError(f"starts must be multiples of chunk_tokens ({size}), got {odd[0]}")
-        checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+            raise ValueError(
+                f"starts must be multiples of chunk_tokens ({size}), got {odd[0]}"
+            )
+        checked = checked_slots(
+            self.layout, self.num_tokens, starts, slots, into_slots=into_slots
+        )
         return [
             (self._blocks[self._table[start // size]], slot)
             for start, slot in zip(starts, checked, strict=True)
@@ -73,9 +88,13 @@ class BlockKV:
 
 
 def _as_bytes(array: Words) -> Bytes:
-    """Return [blocks, bytes] over the same memory; the stride from block to block may be anything."""
+    """Return [blocks, bytes] over the same memory; the stride from block to block may be
+    anything.
+    """
     first = array[0].reshape(-1).view(np.uint8)
-    return np.lib.stride_tricks.as_strided(first, (len(array), first.size), (array.strides[0], 1))
+    return np.lib.stride_tricks.as_strided(
+        first, (len(array), first.size), (array.strides[0], 1)
+    )
 
 
 def _checked_table(table: Sequence[int], blocks: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""The CPU's copier: chunks between KV in CPU memory and slots, by this thread and by cores that are idle.
+"""The CPU's copier: chunks between KV in CPU memory and slots, by this thread and by cores that are
+idle.
 
 Called by the views, which describe their KV as `KvRows`; `gpu.copy_engine` is the same for GPUs.
 """
@@ -21,18 +22,22 @@ from pagoda.signal_safe_threads import Pool, complete, wait
 from pagoda.transfer.base import Bytes, Ids, Words
 
 _WORD_BYTES = 8  # the widest words that are used
-_PIECE_BYTES = 2 << 20  # what a thread takes at a time, so that no thread waits long for another
+# what a thread takes at a time, so that no thread waits long for another
+_PIECE_BYTES = 2 << 20
 _LEAST_BYTES = 8 << 20  # a smaller copy ends before a helper has woken up
-_MOST_THREADS = 4  # limit for a copy without `threads`: four threads fill most memory buses
+# limit for a copy without `threads`: four threads fill most memory buses
+_MOST_THREADS = 4
 _MOST_HELPERS = 15
 
 # a call of numpy: how many bytes it copies, the function and its arguments
 _Call = tuple[int, Callable[..., object], tuple[object, ...]]
-_Job = tuple[Callable[[], object], int]  # a piece of such a call, and how many bytes it copies
+# a piece of such a call, and how many bytes it copies
+_Job = tuple[Callable[[], object], int]
 
 
 class KvRows(NamedTuple):
-    """Planes of KV of one shape: run `id` of plane p is `array[p, id]`, or `array[p, id // group, id % group]`.
+    """Planes of KV of one shape: run `id` of plane p is `array[p, id]`, or `array[p, id // group,
+    id % group]`.
 
     In a slot plane 0 begins at `offset`, and the others follow without a gap.
     """
@@ -42,37 +47,51 @@ class KvRows(NamedTuple):
     group: int = 1
 
 
-# Runs [at, at + k) of a chunk, with their ids [k], or of chunks whose slots are at equal distances, with ids [chunks,
-# k]. The fields: the first id if the others follow it without a gap; the ids; `at`; memory from the lowest slot on; the
-# offset in it of the first chunk's slot; the distance from one slot to the next, positive or negative. It is a plain
-# tuple, since one is made for each chunk.
+# Runs [at, at + k) of a chunk, with their ids [k], or of chunks whose slots are at equal distances,
+# with ids [chunks, k]. The fields: the first id if the others follow it without a gap; the ids;
+# `at`; memory from the lowest slot on; the offset in it of the first chunk's slot; the distance
+# from one slot to the next, positive or negative. It is a plain tuple, since one is made for each
+# chunk.
 _Batch = tuple[int | None, Ids, int, Bytes, int, int]
 
 
-def copy_pairs(pairs: Sequence[tuple[Words, Words]], threads: int | None = None) -> None:
-    """Copy each pair's second array into its first, of the same shape and type; `threads` as for `CpuCopy`."""
+def copy_pairs(
+    pairs: Sequence[tuple[Words, Words]], threads: int | None = None
+) -> None:
+    """Copy each pair's second array into its first, of the same shape and type; `threads` as for
+    `CpuCopy`.
+    """
     threads = threads or _idle_threads(sum(to.nbytes for to, _ in pairs))
     if threads > 1:
-        in_threads(_shares(piece for pair in pairs for piece in _pieces(*pair)), threads)
+        in_threads(
+            _shares(piece for pair in pairs for piece in _pieces(*pair)), threads
+        )
         return
     for to, source in pairs:
         np.copyto(to, source)
 
 
 class CpuCopy:
-    """The copies of one view. A chunk has `count` runs in each plane, each of `units` consecutive ids.
+    """The copies of one view. A chunk has `count` runs in each plane, each of `units` consecutive
+    ids.
 
-    Runs that are consecutive on both sides are copied by one call of numpy for each of `rows`, across chunks too if
-    their slots are at equal distances in one memory. Other runs are gathered, or scattered, by one call for each of
-    `rows`.
+    Runs that are consecutive on both sides are copied by one call of numpy for each of `rows`,
+    across chunks too if their slots are at equal distances in one memory. Other runs are gathered,
+    or scattered, by one call for each of `rows`.
 
-    `threads` None: as many as there are idle cores, if the copy is large enough. Thread-safe as `Transfer` says.
+    `threads` None: as many as there are idle cores, if the copy is large enough. Thread-safe as
+    `Transfer` says.
     """
 
     device_index: None = None  # of a CUDA device; see GpuCopy
 
     def __init__(
-        self, rows: Sequence[KvRows], count: int, *, units: int = 1, threads: int | None = None
+        self,
+        rows: Sequence[KvRows],
+        count: int,
+        *,
+        units: int = 1,
+        threads: int | None = None,
     ) -> None:
         self._rows = rows
         self._count = count
@@ -81,11 +100,14 @@ class CpuCopy:
         self._by_token = any(row.group > 1 for row in rows)
 
     def copy(self, ids: Ids, slots: Sequence[Bytes], *, into_slots: bool) -> None:
-        """Copy runs, whose first ids are `ids` [chunks, count], into slots, or slots into runs; changes nothing else.
+        """Copy runs, whose first ids are `ids` [chunks, count], into slots, or slots into runs;
+        changes nothing else.
 
         `into_slots` False: runs whose id is below 0 are skipped.
         """
-        threads = self._threads or _idle_threads(sum(slot.nbytes for slot in slots))
+        threads = self._threads or _idle_threads(
+            sum(slot.nbytes for slot in slots)
+        )
         calls = self._calls(ids, slots, into_slots)
         if threads == 1:
             for _, call, arguments in calls:
@@ -99,9 +121,13 @@ class CpuCopy:
                 jobs.append((partial(call, *arguments), nbytes))
         in_threads(_shares(jobs), threads)
 
-    def _calls(self, ids: Ids, slots: Sequence[Bytes], storing: bool) -> Iterator[_Call]:
+    def _calls(
+        self, ids: Ids, slots: Sequence[Bytes], storing: bool
+    ) -> Iterator[_Call]:
         """Make each call of numpy."""
-        for run, some, at, memory, first, step in self._batches(ids, slots, storing):
+        for run, some, at, memory, first, step in self._batches(
+            ids, slots, storing
+        ):
             known: dict[object, Ids] = {}  # shared by rows with the same strides
             seen = None
             width = 0
@@ -110,16 +136,25 @@ class CpuCopy:
                 if array.shape != seen or array.itemsize != width:
                     seen = array.shape
                     width = array.itemsize
-                    shape, strides, run_bytes = self._in_slot(array, group, some.shape, step)
+                    shape, strides, run_bytes = self._in_slot(
+                        array, group, some.shape, step
+                    )
                     begin = first + at * run_bytes
                     nbytes = math.prod(shape) * width
-                slot: Words = np.ndarray(shape, array.dtype, memory, begin + offset, strides)
+                slot: Words = np.ndarray(
+                    shape, array.dtype, memory, begin + offset, strides
+                )
                 if run is None:
-                    yield nbytes, _gather if storing else _scatter, (array, group, some, slot, known)
+                    yield (
+                        nbytes,
+                        _gather if storing else _scatter,
+                        (array, group, some, slot, known),
+                    )
                     continue
                 own = array[:, run:stop]
                 if len(shape) != own.ndim:
-                    own = own.reshape(shape)  # a view, since only one axis is split
+                    # a view, since only one axis is split
+                    own = own.reshape(shape)
                 yield nbytes, np.copyto, (slot, own) if storing else (own, slot)
 
     def _in_slot(
@@ -139,12 +174,21 @@ class CpuCopy:
         if len(ids) > 1:
             shape = (ids[0], *shape)
             strides = (step, *strides)
-        return (len(array), *shape), (self._count * run_bytes, *strides), run_bytes
+        return (
+            (len(array), *shape),
+            (self._count * run_bytes, *strides),
+            run_bytes,
+        )
 
-    def _batches(self, ids: Ids, slots: Sequence[Bytes], storing: bool) -> Iterator[_Batch]:
+    def _batches(
+        self, ids: Ids, slots: Sequence[Bytes], storing: bool
+    ) -> Iterator[_Batch]:
         chunks, runs = ids.shape
-        # a gather needs a contiguous slot, and long runs are copied faster one by one than scattered
-        if chunks > 1 and (not (storing or runs == 1) or self._run(ids.reshape(-1)) is not None):
+        # a gather needs a contiguous slot, and long runs are copied faster one by one than
+        # scattered
+        if chunks > 1 and (
+            not (storing or runs == 1) or self._run(ids.reshape(-1)) is not None
+        ):
             for _, some, at, memory, first, step in _joined(ids, slots):
                 yield self._run(some.reshape(-1)), some, at, memory, first, step
             return
@@ -162,15 +206,20 @@ class CpuCopy:
         more = (ids.size - 1) * self._units
         if first < 0 or self._by_token or last - first != more:
             return None
-        return first if not more or ids.tolist() == list(range(first, last + 1, self._units)) else None
+        return (
+            first
+            if not more
+            or ids.tolist() == list(range(first, last + 1, self._units))
+            else None
+        )
 
 
 def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
     """Join chunks without skipped runs whose slots are at equal distances in one memory.
 
-    An array over slots of several memories would also span what lies between them: numpy takes that for an overlap
-    with the engine's KV, and copies through a temporary array, which may lie between them too, and so on until the
-    stack ends.
+    An array over slots of several memories would also span what lies between them: numpy takes that
+    for an overlap with the engine's KV, and copies through a temporary array, which may lie between
+    them too, and so on until the stack ends.
     """
     whole: list[bool] = (ids.min(axis=1) >= 0).tolist()
     places = [slot.ctypes.data for slot in slots]
@@ -179,14 +228,20 @@ def _joined(ids: Ids, slots: Sequence[Bytes]) -> Iterator[_Batch]:
         if at < len(slots) and whole[at - 1] and whole[at]:
             memory = slots[at].base
             found = places[at] - places[at - 1]
-            one_memory = memory is not None and memory is slots[at - 1].base  # None: it owns its memory
-            # otherwise the slots overlap, or are not a whole number of words apart, and are copied one by one
+            # None: it owns its memory
+            one_memory = memory is not None and memory is slots[at - 1].base
+            # otherwise the slots overlap, or are not a whole number of words apart, and are copied
+            # one by one
             apart = abs(found) >= slots[at].nbytes and not found % _WORD_BYTES
             if one_memory and apart and step in (0, found):
                 step = found
                 continue
         if at - begin > 1:
-            lowest, first = (slots[begin], 0) if step > 0 else (slots[at - 1], step * (begin + 1 - at))
+            lowest, first = (
+                (slots[begin], 0)
+                if step > 0
+                else (slots[at - 1], step * (begin + 1 - at))
+            )
             nbytes = abs(step) * (at - 1 - begin) + lowest.nbytes
             memory = np.lib.stride_tricks.as_strided(lowest, (nbytes,), (1,))
             yield None, ids[begin:at], 0, memory, first, step
@@ -203,19 +258,30 @@ def _spans(ids: Ids) -> Iterator[tuple[int, int]]:
     return ((a + 1, b) for a, b in pairwise(cuts) if b - a > 1)
 
 
-def _gather(array: Words, group: int, ids: Ids, slot: Words, known: dict[object, Ids]) -> None:
+def _gather(
+    array: Words, group: int, ids: Ids, slot: Words, known: dict[object, Ids]
+) -> None:
     """Copy scattered runs of one chunk into its slot."""
-    # otherwise np.take would first copy all of the array; its mode "raise" would copy through a buffer
+    # otherwise np.take would first copy all of the array; its mode "raise" would copy through a
+    # buffer
     if group == 1 and array.flags.c_contiguous:
         np.take(array, ids, axis=1, out=slot, mode="clip")
     elif (flat := _flat(array)) is not None:
-        np.take(flat, _numbers(array, group, ids, known), axis=0, out=slot, mode="clip")
+        np.take(
+            flat,
+            _numbers(array, group, ids, known),
+            axis=0,
+            out=slot,
+            mode="clip",
+        )
     else:
         for at, number in enumerate(ids.tolist()):
             np.copyto(slot[:, at], array[:, number])
 
 
-def _scatter(array: Words, group: int, ids: Ids, slot: Words, known: dict[object, Ids]) -> None:
+def _scatter(
+    array: Words, group: int, ids: Ids, slot: Words, known: dict[object, Ids]
+) -> None:
     """Copy slots into scattered runs, none of which occurs twice."""
     if group == 1 or (flat := _flat(array)) is None:
         array[:, ids] = slot
@@ -224,26 +290,35 @@ def _scatter(array: Words, group: int, ids: Ids, slot: Words, known: dict[object
 
 
 def _flat(array: Words) -> Words | None:
-    """Return the runs of a pool that is contiguous, plane by plane or block by block, in the order of their memory."""
+    """Return the runs of a pool that is contiguous, plane by plane or block by block, in the order
+    of their memory.
+    """
     pool = array if array.flags.c_contiguous else array.swapaxes(0, 1)
     return pool.reshape(-1, array.shape[-1]) if pool.flags.c_contiguous else None
 
 
 def _numbers(array: Words, group: int, ids: Ids, known: dict[object, Ids]) -> Ids:
-    """Return the numbers of runs in `_flat`, [planes, *ids]; `known`: those of other arrays with the same strides."""
+    """Return the numbers of runs in `_flat`, [planes, *ids]; `known`: those of other arrays with
+    the same strides.
+    """
     if (numbers := known.get(array.strides)) is None:
         run_bytes = array.shape[-1] * array.itemsize
-        planes = np.arange(len(array)).reshape(-1, *[1] * ids.ndim) * (array.strides[0] // run_bytes)
+        planes = np.arange(len(array)).reshape(-1, *[1] * ids.ndim) * (
+            array.strides[0] // run_bytes
+        )
         blocks, tokens = np.divmod(ids, group) if group > 1 else (ids, 0)
-        known[array.strides] = numbers = planes + (blocks * (array.strides[1] // run_bytes) + tokens)
+        known[array.strides] = numbers = planes + (
+            blocks * (array.strides[1] // run_bytes) + tokens
+        )
     return numbers
 
 
-# -- threads ----------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def in_threads(jobs: Sequence[Callable[[], object]], threads: int) -> None:
-    """Run `jobs` on this thread and on helpers: each takes the next as soon as it is free. Returns when all have ended.
+    """Run `jobs` on this thread and on helpers: each takes the next as soon as it is free. Returns
+    when all have ended.
 
     If a job fails, jobs that have not begun are dropped, and its error is raised.
     """
@@ -251,10 +326,16 @@ def in_threads(jobs: Sequence[Callable[[], object]], threads: int) -> None:
     helpers: list[Future[None]] = []
     try:
         try:
-            with contextlib.suppress(RuntimeError):  # no thread can be started: the other threads do all jobs
-                # built-ins: no exception of a signal handler can come between a start and its entry in this list
+            # no thread can be started: the other threads do all jobs
+            with contextlib.suppress(RuntimeError):
+                # built-ins: no exception of a signal handler can come between a start and its entry
+                # in this list
                 helpers.extend(
-                    map(_helper_pool().submit, repeat(_drain, min(threads, len(todo)) - 1), repeat(todo))
+                    map(
+                        _helper_pool().submit,
+                        repeat(_drain, min(threads, len(todo)) - 1),
+                        repeat(todo),
+                    )
                 )
             _drain(todo)
         finally:
@@ -309,7 +390,11 @@ def _run_all(jobs: Sequence[Callable[[], object]]) -> None:
 def _pieces(to: Words, source: Words) -> Iterator[_Job]:
     """Cut a large copy along the first axis that is long enough."""
     parts = to.nbytes // _PIECE_BYTES
-    axis = next((axis for axis, size in enumerate(to.shape) if size >= parts), None) if parts > 1 else None
+    axis = (
+        next((axis for axis, size in enumerate(to.shape) if size >= parts), None)
+        if parts > 1
+        else None
+    )
     if axis is None:
         yield partial(np.copyto, to, source), to.nbytes
         return
@@ -330,7 +415,9 @@ def _idle_threads(nbytes: int) -> int:
 
 
 def _running_threads() -> int:
-    """Return how many threads of the machine run or want to run now, this one included. Takes 10 us."""
+    """Return how many threads of the machine run or want to run now, this one included. Takes 10
+    us.
+    """
     try:
         fd = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -338,14 +425,17 @@ def _running_threads() -> int:
         finally:
             os.close(fd)
     except (OSError, ValueError, IndexError):
-        return _MOST_HELPERS + 1  # the number is not known: this thread copies alone
+        # the number is not known: this thread copies alone
+        return _MOST_HELPERS + 1
 
 
 _helpers: Pool | None = None
 
 
 def _helper_pool() -> Pool:
-    """Return the helper threads, shared by all views of this process; a forked child begins without threads."""
+    """Return the helper threads, shared by all views of this process; a forked child begins without
+    threads.
+    """
     global _helpers
     pool = _helpers
     if pool is None:

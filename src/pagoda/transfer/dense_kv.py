@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Words, as_words, checked_slots, device_of
+from pagoda.transfer.base import (
+    Array,
+    Bytes,
+    Words,
+    as_words,
+    checked_slots,
+    device_of,
+)
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 from pagoda.transfer.gpu.copy_engine import GpuCopy, copy_engine_of
 from pagoda.transfer.run_table import dense_run_table
@@ -22,17 +29,18 @@ if TYPE_CHECKING:
 
 
 class DenseKV:
-    """The KV of one sequence: `layers[i] = (K, V)` tensors or arrays [heads, tokens, dim], or tokens first.
+    """The KV of one sequence: `layers[i] = (K, V)` tensors or arrays [heads, tokens, dim], or
+    tokens first.
 
-    The order of the axes is `layout.token_order`; each layer has as many planes as the layout (one for MLA, where
-    [tokens, dim] is enough; four if scales come with quantised K and V). None in place of a plane that the layout does
-    not have is skipped. All planes hold the same number of tokens. Nothing is copied here and no autograd graph is
-    kept, only the memory itself. A copy is one call per plane and layer, for adjacent chunks together; its inner run is
-    `run_bytes`.
+    The order of the axes is `layout.token_order`; each layer has as many planes as the layout (one
+    for MLA, where [tokens, dim] is enough; four if scales come with quantised K and V). None in
+    place of a plane that the layout does not have is skipped. All planes hold the same number of
+    tokens. Nothing is copied here and no autograd graph is kept, only the memory itself. A copy is
+    one call per plane and layer, for adjacent chunks together; its inner run is `run_bytes`.
 
-    Tensors on a CUDA device are copied while the engine computes (see `GpuCopy`), by `copy_engine` or the device's
-    default one; `layer_events` records each loaded layer. `threads` are for CPU memory; None: as many as there are
-    idle cores.
+    Tensors on a CUDA device are copied while the engine computes (see `GpuCopy`), by `copy_engine`
+    or the device's default one; `layer_events` records each loaded layer. `threads` are for CPU
+    memory; None: as many as there are idle cores.
 
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match the layout.
     """
@@ -47,41 +55,64 @@ class DenseKV:
         layer_events: LayerEvents | None = None,
     ) -> None:
         if not layout.planes:
-            raise ValueError("layout is opaque: per-layer KV needs one with planes, e.g. KVLayout.dense(...)")
+            raise ValueError(
+                "layout is opaque: per-layer KV needs one with planes, e.g. KVLayout.dense(...)"
+            )
         if len(layers) != layout.layers:
-            raise ValueError(f"layers: {len(layers)} were given, the layout has {layout.layers}")
+            raise ValueError(
+                f"layers: {len(layers)} were given, the layout has {layout.layers}"
+            )
         self.layout = layout
         # a thread waits layer by layer, so all chunks should be loaded by one call
         self.at_once = layer_events is not None
         self._token_axis = 1 if layout.token_order == "heads_first" else 0
         self._device = device_of(*layers)
         copy_engine = copy_engine or copy_engine_of(self._device)
-        by_layer = [self._planes(number, layer) for number, layer in enumerate(layers)]
-        counts = {plane.shape[self._token_axis] for planes in by_layer for plane in planes}
+        by_layer = [
+            self._planes(number, layer) for number, layer in enumerate(layers)
+        ]
+        counts = {
+            plane.shape[self._token_axis]
+            for planes in by_layer
+            for plane in planes
+        }
         if len(counts) != 1:
-            raise ValueError(f"layers must all hold the same number of tokens, got {sorted(counts)}")
+            raise ValueError(
+                f"layers must all hold the same number of tokens, got {sorted(counts)}"
+            )
         self.num_tokens: int = counts.pop()
         rows = list[KvRows]()
         offset = 0
         for planes in by_layer:
             for plane in planes:
-                rows.append(KvRows(plane if self._token_axis else plane[None], offset))
+                rows.append(
+                    KvRows(plane if self._token_axis else plane[None], offset)
+                )
                 heads = plane.shape[1 - self._token_axis]
                 dim = plane.shape[2]
                 offset += heads * dim * layout.chunk_tokens * plane.itemsize
         self._rows = rows
-        self._run_ids = np.zeros(1, np.int64)  # ids of the runs of a chunk, relative to its first token
-        self._copier: CpuCopy | GpuCopy = CpuCopy(rows, 1, units=layout.chunk_tokens, threads=threads)
+        # ids of the runs of a chunk, relative to its first token
+        self._run_ids = np.zeros(1, np.int64)
+        self._copier: CpuCopy | GpuCopy = CpuCopy(
+            rows, 1, units=layout.chunk_tokens, threads=threads
+        )
         if copy_engine is not None:
             table = dense_run_table(rows, layout)
             self._run_ids = np.arange(table.count)
             self._copier = GpuCopy(copy_engine, table, layers, layer_events)
-        self.device_index: int | None = self._copier.device_index  # a CUDA device; None for CPU memory
+        # a CUDA device; None for CPU memory
+        self.device_index: int | None = self._copier.device_index
 
     @property
     def run_bytes(self) -> int:
-        """The shortest contiguous run of a copy, in bytes, which decides its speed. For benchmarks."""
-        return min(_run_bytes(row.array[:, : self.layout.chunk_tokens]) for row in self._rows)
+        """The shortest contiguous run of a copy, in bytes, which decides its speed. For
+        benchmarks.
+        """
+        return min(
+            _run_bytes(row.array[:, : self.layout.chunk_tokens])
+            for row in self._rows
+        )
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
@@ -91,35 +122,52 @@ class DenseKV:
         """Copy `slots` into the chunks that begin at `starts`; changes only those tokens."""
         self._copy(starts, slots, into_slots=False)
 
-    def _copy(self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool) -> None:
+    def _copy(
+        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
+    ) -> None:
         """Check starts and slots, then copy."""
-        checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
-        ids = np.array(starts, dtype=np.int64)[:, None] + self._run_ids  # [chunks, count]
+        checked = checked_slots(
+            self.layout, self.num_tokens, starts, slots, into_slots=into_slots
+        )
+        # [chunks, count]
+        ids = np.array(starts, dtype=np.int64)[:, None] + self._run_ids
         self._copier.copy(ids, checked, into_slots=into_slots)
 
     def _planes(self, number: int, layer: Sequence[Array | None]) -> list[Words]:
         given = [plane for plane in layer if plane is not None]
         if len(given) != len(self.layout.planes):
             raise ValueError(
-                f"layers[{number}] has {len(given)} planes, the layout has {len(self.layout.planes)}"
+                f"layers[{number}] has {len(given)} planes, the layout has "
+                f"{len(self.layout.planes)}"
             )
-        return [self._plane(f"layers[{number}][{plane}]", plane, value) for plane, value in enumerate(given)]
+        return [
+            self._plane(f"layers[{number}][{plane}]", plane, value)
+            for plane, value in enumerate(given)
+        ]
 
     def _plane(self, argument: str, plane: int, value: Array) -> Words:
         heads, dim, dtype = self.layout.planes[plane]
         array = as_words(value, argument, dtype, self._device)
         if array.ndim == 4:
             raise ValueError(
-                f"{argument} has a batch dimension (shape {array.shape}): pass one sequence, e.g. k[0]"
+                f"{argument} has a batch dimension (shape {array.shape}): pass one sequence, "
+                "e.g. k[0]"
             )
         if array.ndim == 2 and heads == 1:
             array = np.expand_dims(array, 1 - self._token_axis)
         elif array.ndim == 2 and dim == 1:
             array = array[:, :, None]
-        order = "[heads, tokens, dim]" if self._token_axis else "[tokens, heads, dim]"
-        if array.ndim != 3 or array.shape[1 - self._token_axis] != heads or array.shape[2] != dim:
+        order = (
+            "[heads, tokens, dim]" if self._token_axis else "[tokens, heads, dim]"
+        )
+        if (
+            array.ndim != 3
+            or array.shape[1 - self._token_axis] != heads
+            or array.shape[2] != dim
+        ):
             raise ValueError(
-                f"{argument} must be {order} with {heads} heads and dim {dim}, got shape {array.shape}"
+                f"{argument} must be {order} with {heads} heads and dim {dim}, got shape "
+                f"{array.shape}"
             )
         return array
 
@@ -127,7 +175,9 @@ class DenseKV:
 def _run_bytes(array: Words) -> int:
     """Return the contiguous bytes before a stride jumps."""
     run = array.itemsize
-    for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+    for size, stride in zip(
+        reversed(array.shape), reversed(array.strides), strict=True
+    ):
         if size != 1 and stride != run:
             break
         run *= size

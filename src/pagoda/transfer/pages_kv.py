@@ -1,4 +1,5 @@
-"""The KV of one sequence in planes of pages whose content only the engine knows, located by a block table.
+"""The KV of one sequence in planes of pages whose content only the engine knows, located by a block
+table.
 
 Copies by `cpu_copy`; `gpu.device_pages` does the same on GPUs with this `PageTable`.
 """
@@ -12,7 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Ids, Words, as_words, check_starts, checked_slots
+from pagoda.transfer.base import (
+    Array,
+    Bytes,
+    Ids,
+    Words,
+    as_words,
+    check_starts,
+    checked_slots,
+)
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 
 # An address, a stride and a length that are multiples of one of these can be copied in such words.
@@ -20,7 +29,9 @@ WORD_BYTES = (8, 4, 2, 1)
 
 
 class PagePlane(NamedTuple):
-    """The place of a plane: page b is the bytes [address + b * stride, address + b * stride + page_bytes)."""
+    """The place of a plane: page b is the bytes [address + b * stride, address + b * stride +
+    page_bytes).
+    """
 
     address: int
     stride: int
@@ -30,7 +41,9 @@ class PagePlane(NamedTuple):
 
 
 def page_plane(plane: Array, argument: str) -> PagePlane:
-    """Return the place of a plane. Raises ValueError naming `argument` if it is not [num_blocks, page_bytes] bytes."""
+    """Return the place of a plane. Raises ValueError naming `argument` if it is not [num_blocks,
+    page_bytes] bytes.
+    """
     if isinstance(plane, np.ndarray):
         kind = plane.dtype.name
         strides = plane.strides
@@ -51,22 +64,28 @@ def page_plane(plane: Array, argument: str) -> PagePlane:
         raise ValueError(
             f"{argument}: pages must be contiguous and may not overlap, got strides {list(strides)}"
         )
-    return PagePlane(address, strides[0] if blocks > 1 else page, page, blocks, storage)
+    return PagePlane(
+        address, strides[0] if blocks > 1 else page, page, blocks, storage
+    )
 
 
 def merged(planes: Sequence[Array]) -> list[Array]:
-    """Return fewer, wider planes over the same memory: planes that are adjacent in every block are merged.
+    """Return fewer, wider planes over the same memory: planes that are adjacent in every block are
+    merged.
 
-    They are adjacent if an engine keeps its layers inside a block: copying one wide page is faster than many narrow
-    ones. Copies nothing. In a slot, a merged plane has its bytes in another order than the separate planes, so a
-    layout's description has to name the planes that are really used. Raises ValueError for a value that is not a plane.
+    They are adjacent if an engine keeps its layers inside a block: copying one wide page is faster
+    than many narrow ones. Copies nothing. In a slot, a merged plane has its bytes in another order
+    than the separate planes, so a layout's description has to name the planes that are really used.
+    Raises ValueError for a value that is not a plane.
     """
     found: list[tuple[Array, PagePlane]] = []
     for number, plane in enumerate(planes):
         seen = page_plane(plane, f"planes[{number}]")
         if found and _adjoins(found[-1][1], seen):
             base, before = found[-1]
-            wider = before._replace(page_bytes=before.page_bytes + seen.page_bytes)
+            wider = before._replace(
+                page_bytes=before.page_bytes + seen.page_bytes
+            )
             found[-1] = (_widened(base, wider), wider)
         else:
             found.append((plane, seen))
@@ -78,7 +97,8 @@ def _adjoins(before: PagePlane, after: PagePlane) -> bool:
         1 < before.blocks == after.blocks
         and (before.stride, before.storage) == (after.stride, after.storage)
         and before.address + before.page_bytes == after.address
-        and before.page_bytes + after.page_bytes <= before.stride  # so the pages of one block are contiguous
+        # so the pages of one block are contiguous
+        and before.page_bytes + after.page_bytes <= before.stride
     )
 
 
@@ -93,8 +113,8 @@ def _widened(plane: Array, to: PagePlane) -> Array:
 class PageTable:
     """The places of the pages of one sequence, in blocks and in slots. Pure and immutable.
 
-    A slot is [part][plane][block of the chunk][page]; only the bytes of `part` of a slot are ever used. Raises
-    ValueError that names what does not fit together.
+    A slot is [part][plane][block of the chunk][page]; only the bytes of `part` of a slot are ever
+    used. Raises ValueError that names what does not fit together.
     """
 
     def __init__(
@@ -108,20 +128,25 @@ class PageTable:
     ) -> None:
         if block_tokens < 1 or layout.chunk_tokens % block_tokens:
             raise ValueError(
-                f"chunk_tokens ({layout.chunk_tokens}) must be a multiple of block_tokens ({block_tokens})"
+                f"chunk_tokens ({layout.chunk_tokens}) must be a multiple of block_tokens "
+                f"({block_tokens})"
             )
         if not 0 <= part < parts:
             raise ValueError(f"part must be one of the {parts} parts, got {part}")
         counts = sorted({plane.blocks for plane in planes})
         if len(counts) != 1:
-            raise ValueError(f"planes must all have the same number of blocks, got {counts or 'no plane'}")
+            raise ValueError(
+                f"planes must all have the same number of blocks, got {counts or 'no plane'}"
+            )
         self.layout = layout
         self.blocks = layout.chunk_tokens // block_tokens
         self.part_bytes = self.blocks * sum(plane.page_bytes for plane in planes)
         if layout.planes or layout.chunk_bytes != parts * self.part_bytes:
             raise ValueError(
-                f"layout must be opaque with chunk_bytes {parts * self.part_bytes} ({parts} parts of {self.blocks} "
-                f"blocks of all planes), got {layout.chunk_bytes}{' with planes' if layout.planes else ''}"
+                f"layout must be opaque with chunk_bytes {parts * self.part_bytes} ({parts} "
+                f"parts of {self.blocks} "
+                "blocks of all planes), got "
+                f"{layout.chunk_bytes}{' with planes' if layout.planes else ''}"
             )
         self.block_tokens = block_tokens
         self._part = part
@@ -133,7 +158,9 @@ class PageTable:
         self.num_tokens = len(self.ids) * self.block_tokens
 
     def with_table(self, block_table: Sequence[int]) -> PageTable:
-        """Return the same planes with the blocks of another sequence; changes nothing. ValueError for bad ids."""
+        """Return the same planes with the blocks of another sequence; changes nothing. ValueError
+        for bad ids.
+        """
         other = copy(self)
         other._set(block_table)
         return other
@@ -141,36 +168,50 @@ class PageTable:
     def chunks(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
     ) -> tuple[Ids, list[Bytes]]:
-        """Return the block ids [chunks, blocks] and the slots, all checked. Raises ValueError for what does not fit."""
-        checked = checked_slots(self.layout, self.num_tokens, starts, slots, into_slots=into_slots)
+        """Return the block ids [chunks, blocks] and the slots, all checked. Raises ValueError for
+        what does not fit.
+        """
+        checked = checked_slots(
+            self.layout, self.num_tokens, starts, slots, into_slots=into_slots
+        )
         return self.blocks_of(starts, into_slots=into_slots), checked
 
     def blocks_of(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
-        """Return the ids of each chunk's blocks, [chunks, blocks]. Raises ValueError for starts that do not fit."""
+        """Return the ids of each chunk's blocks, [chunks, blocks]. Raises ValueError for starts
+        that do not fit.
+        """
         check_starts(self.layout, self.num_tokens, starts)
         odd = [start for start in starts if start % self.block_tokens]
         if odd:
-            raise ValueError(f"starts must be multiples of block_tokens ({self.block_tokens}), got {odd[0]}")
-        firsts = np.array([start // self.block_tokens for start in starts], dtype=np.int64)
+            raise ValueError(
+                f"starts must be multiples of block_tokens ({self.block_tokens}), got {odd[0]}"
+            )
+        firsts = np.array(
+            [start // self.block_tokens for start in starts], dtype=np.int64
+        )
         found: Ids = self.ids[firsts[:, None] + np.arange(self.blocks)]
         if into_slots and (found < 0).any():
             raise ValueError("block_table: a block that is -1 has no KV to store")
         written = found[found >= 0]
         if not into_slots and len(np.unique(written)) != len(written):
-            raise ValueError("block_table names a block twice: it would get the bytes of either chunk")
+            raise ValueError(
+                "block_table names a block twice: it would get the bytes of either chunk"
+            )
         return found
 
 
 class PagesKV:
     """The KV of one sequence in planes of pages, each [num_blocks, page_bytes] bytes of CPU memory.
 
-    `planes` are int8 or uint8 arrays or tensors, each page contiguous, at any distance from the next: one per layer,
-    or, after `merged`, one for several layers. `block_table` has the id of each block of `block_tokens` tokens, from
-    token 0 on; -1 is a block that the caller must not touch: `from_slots` skips it, and storing it is a ValueError. The
-    layout is opaque; its bytes are [part][plane][block of the chunk][page], and this object reads and writes only those
-    of `part`, so that each rank of a tensor-parallel engine copies its part of a chunk.
+    `planes` are int8 or uint8 arrays or tensors, each page contiguous, at any distance from the
+    next: one per layer, or, after `merged`, one for several layers. `block_table` has the id of
+    each block of `block_tokens` tokens, from token 0 on; -1 is a block that the caller must not
+    touch: `from_slots` skips it, and storing it is a ValueError. The layout is opaque; its bytes
+    are [part][plane][block of the chunk][page], and this object reads and writes only those of
+    `part`, so that each rank of a tensor-parallel engine copies its part of a chunk.
 
-    Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before anything is copied.
+    Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before
+    anything is copied.
     """
 
     device_index: None = None  # the index of a CUDA device; see DevicePagesKV
@@ -186,9 +227,17 @@ class PagesKV:
         parts: int = 1,
         threads: int | None = None,
     ) -> None:
-        arrays = [as_words(plane, f"planes[{number}]", None) for number, plane in enumerate(planes)]
-        seen = [page_plane(array, f"planes[{number}]") for number, array in enumerate(arrays)]
-        self._page_table = PageTable(seen, layout, block_tokens, block_table, part, parts)
+        arrays = [
+            as_words(plane, f"planes[{number}]", None)
+            for number, plane in enumerate(planes)
+        ]
+        seen = [
+            page_plane(array, f"planes[{number}]")
+            for number, array in enumerate(arrays)
+        ]
+        self._page_table = PageTable(
+            seen, layout, block_tokens, block_table, part, parts
+        )
         rows = list[KvRows]()
         offset = part * self._page_table.part_bytes
         for array, plane in zip(arrays, seen, strict=True):
@@ -201,7 +250,8 @@ class PagesKV:
         self.num_tokens = self._page_table.num_tokens
 
     def with_table(self, block_table: Sequence[int]) -> PagesKV:
-        """Return a transfer for another sequence in the same planes, which are not checked again; changes nothing.
+        """Return a transfer for another sequence in the same planes, which are not checked again;
+        changes nothing.
 
         Raises ValueError if the table names a block that does not exist.
         """
@@ -211,25 +261,43 @@ class PagesKV:
         return other
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""
-        self._copier.copy(*self._page_table.chunks(starts, slots, into_slots=True), into_slots=True)
+        """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing
+        else.
+        """
+        self._copier.copy(
+            *self._page_table.chunks(starts, slots, into_slots=True),
+            into_slots=True,
+        )
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and none that is -1."""
-        self._copier.copy(*self._page_table.chunks(starts, slots, into_slots=False), into_slots=False)
+        """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and
+        none that is -1.
+        """
+        self._copier.copy(
+            *self._page_table.chunks(starts, slots, into_slots=False),
+            into_slots=False,
+        )
 
 
 def _widest_words(array: Words, plane: PagePlane, offset: int) -> Words:
-    """Return the plane's rows as the widest words that fit; wide words are copied twice as fast as bytes."""
+    """Return the plane's rows as the widest words that fit; wide words are copied twice as fast as
+    bytes.
+    """
     numbers = (plane.address, plane.stride, plane.page_bytes, offset)
-    width = next(width for width in WORD_BYTES if not any(number % width for number in numbers))
+    width = next(
+        width
+        for width in WORD_BYTES
+        if not any(number % width for number in numbers)
+    )
     return array.view(f"u{width}")
 
 
 def _checked_table(block_table: Sequence[int], blocks: int) -> Ids:
     ids = np.asarray(block_table)
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
-        raise ValueError(f"block_table must be 1-D integers, got {ids.ndim}-D {ids.dtype}")
+        raise ValueError(
+            f"block_table must be 1-D integers, got {ids.ndim}-D {ids.dtype}"
+        )
     bad = ids[(ids < -1) | (ids >= blocks)]
     if bad.size:
         raise ValueError(f"block_table: {bad[0]} is not in [0, {blocks}), nor -1")

@@ -1,7 +1,8 @@
-"""One process of the demo: build the model, ask the questions, report the result as JSON lines on stdout.
+"""One process of the demo: build the model, ask the questions, report the result as JSON lines on
+stdout.
 
-Run as `python -m pagoda.cli.demo.demo_child` with a task (JSON) on stdin. Each process builds the same model again, so
-everything that it reuses comes from the memory and the files of the cache.
+Run as `python -m pagoda.cli.demo.demo_child` with a task (JSON) on stdin. Each process builds the
+same model again, so everything that it reuses comes from the memory and the files of the cache.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ class Size:
     intermediate: int = 2048
     heads: int = 12
     kv_heads: int = 4
-    initializer_range: float = 0.08  # large enough that the text depends on the context
+    # large enough that the text depends on the context
+    initializer_range: float = 0.08
     document_tokens: int = 4096
     new_tokens: int = 48
     chunk_tokens: int = 256
-    rounds: int = 7  # of the comparison of a host hit with handing over the same KV
+    # of the comparison of a host hit with handing over the same KV
+    rounds: int = 7
 
 
 @dataclass(frozen=True)
 class Task:
     """The task of one process."""
 
-    process: str  # "cold": compute, store, run the controls · "host": compare the times too · "disk"
+    # "cold": compute, store, run the controls · "host": compare the times too · "disk"
+    process: str
     host_path: str
     disk_path: str
     size: Size
@@ -73,14 +77,17 @@ class DemoOutcome:
 
     answers: list[DemoAnswer]
     parameters: int = 0
-    controls: dict[str, bool] = field(default_factory=dict)  # whether the text changed
+    # whether the text changed
+    controls: dict[str, bool] = field(default_factory=dict)
     handover_seconds: float = 0.0
     host_vs_handover: float = 0.0
 
 
 @dataclass
 class Said:
-    """One line that a process prints: its present step, why it refuses the model, or its results."""
+    """One line that a process prints: its present step, why it refuses the model, or its
+    results.
+    """
 
     step: str = ""
     refused: str = ""
@@ -108,24 +115,36 @@ class _Asker:
     def __init__(self, task: Task, step: Callable[[str], None]) -> None:
         import torch
 
-        from pagoda.connectors.transformers.model_checks import check_model, probe_model
+        from pagoda.connectors.transformers.model_checks import (
+            check_model,
+            probe_model,
+        )
 
         self.task = task
         self.step = step
         step("building the model")
-        self.model, self.tokenizer = _real(task.model) if task.model else _random(task.size)
+        self.model, self.tokenizer = (
+            _real(task.model) if task.model else _random(task.size)
+        )
         check_model(self.model)
         self.probed = probe_model(self.model, task.size.chunk_tokens)
-        limit = getattr(self.model.config, "max_position_embeddings", None) or 1 << 20
-        self.room = min(task.size.document_tokens, limit - task.size.new_tokens - 128)
+        limit = (
+            getattr(self.model.config, "max_position_embeddings", None) or 1 << 20
+        )
+        self.room = min(
+            task.size.document_tokens, limit - task.size.new_tokens - 128
+        )
         asked, other = documents()
         self.prompts = [self.prompt(asked, question) for question in QUESTIONS]
         self.other = self.prompt(other, QUESTIONS[0])
-        step("warming up")  # torch makes threads and buffers at the first use, which must not be measured
+        # torch makes threads and buffers at the first use, which must not be measured
+        step("warming up")
         self.ask(torch.full((1, 64), 32), self.empty(), new_tokens=2)
 
     def prompt(self, text: str, question: str) -> torch.Tensor:
-        """Return [1, tokens]: as many tokens of the document as the model takes, and the question."""
+        """Return [1, tokens]: as many tokens of the document as the model takes, and the
+        question.
+        """
         import torch
 
         ids = self.tokenizer.encode(text[: self.room * 16])[: self.room]
@@ -133,18 +152,31 @@ class _Asker:
 
     def empty(self) -> KVCache:
         """Return an empty KV cache."""
-        kv: KVCache = import_module("transformers").DynamicCache(config=self.model.config)
+        kv: KVCache = import_module("transformers").DynamicCache(
+            config=self.model.config
+        )
         return kv
 
-    def ask(self, ids: torch.Tensor, kv: KVCache, new_tokens: int | None = None) -> DemoAnswer:
+    def ask(
+        self, ids: torch.Tensor, kv: KVCache, new_tokens: int | None = None
+    ) -> DemoAnswer:
         """Generate without PagodaKV, starting from the KV in `kv`; fills `kv`."""
         from pagoda.connectors.transformers.model_checks import kv_argument
 
-        return self._timed(ids, self.model.generate, new_tokens, **kv_argument(self.model, kv))
+        return self._timed(
+            ids, self.model.generate, new_tokens, **kv_argument(self.model, kv)
+        )
 
-    def ask_cached(self, cached: CachedModel, ids: torch.Tensor, new_tokens: int | None = None) -> DemoAnswer:
+    def ask_cached(
+        self,
+        cached: CachedModel,
+        ids: torch.Tensor,
+        new_tokens: int | None = None,
+    ) -> DemoAnswer:
         """Generate with PagodaKV."""
-        answer = self._timed(ids, cached.generate, new_tokens, store=new_tokens is None)
+        answer = self._timed(
+            ids, cached.generate, new_tokens, store=new_tokens is None
+        )
         assert cached.last is not None
         hit = cached.last.hit
         answer.by_tier = hit.by_tier
@@ -161,7 +193,9 @@ class _Asker:
         import torch
 
         times: list[float] = []  # of the prompt, then of each token
-        streamer = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
+        streamer = SimpleNamespace(
+            put=lambda _: times.append(time.perf_counter()), end=lambda: None
+        )
         began = time.perf_counter()
         out = generate(
             ids,
@@ -172,7 +206,12 @@ class _Asker:
             **kwargs,
         )
         tokens: list[int] = out[0, ids.shape[1] :].tolist()
-        return DemoAnswer(ids.shape[1], tokens, times[1] - began, text=self.tokenizer.decode(tokens))
+        return DemoAnswer(
+            ids.shape[1],
+            tokens,
+            times[1] - began,
+            text=self.tokenizer.decode(tokens),
+        )
 
 
 def _random(size: Size) -> tuple[_Model, _Tokenizer]:
@@ -202,7 +241,9 @@ def _real(name: str) -> tuple[_Model, _Tokenizer]:
     import torch
 
     transformers = import_module("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32
+    ).eval()
     return model, transformers.AutoTokenizer.from_pretrained(name)
 
 
@@ -212,8 +253,13 @@ def _open(asker: _Asker) -> CachedModel:
     from pagoda.connectors.transformers import CachedModel
 
     task = asker.task
-    chunks = max(prompt.shape[1] for prompt in asker.prompts) // task.size.chunk_tokens + 1
-    room = max(64, 4 * chunks) * (asker.probed.layout.slot_bytes + 4096) + (16 << 20)
+    chunks = (
+        max(prompt.shape[1] for prompt in asker.prompts) // task.size.chunk_tokens
+        + 1
+    )
+    room = max(64, 4 * chunks) * (asker.probed.layout.slot_bytes + 4096) + (
+        16 << 20
+    )
     config = Config(
         chunk_tokens=task.size.chunk_tokens,
         host_size=room,
@@ -227,7 +273,9 @@ def _open(asker: _Asker) -> CachedModel:
 
 
 def _cold(asker: _Asker) -> DemoOutcome:
-    """Compute everything without PagodaKV; then store it. The controls show that the text depends on the KV."""
+    """Compute everything without PagodaKV; then store it. The controls show that the text depends
+    on the KV.
+    """
     answers = []
     caches = []
     for number, ids in enumerate(asker.prompts):
@@ -240,15 +288,22 @@ def _cold(asker: _Asker) -> DemoOutcome:
         for ids, kv in zip(asker.prompts, caches, strict=True):
             cached.store(ids, kv)
         if not cached.cache.flush(120.0):
-            raise SystemExit("the disk tier did not take the KV within two minutes")
+            raise SystemExit(
+                "the disk tier did not take the KV within two minutes"
+            )
     asker.step("control: the same question with zeroed KV")
     documents_end = asker.room
-    zeroed = [[plane.zero_() for plane in layer] for layer in _planes(caches[0], documents_end)]
+    zeroed = [
+        [plane.zero_() for plane in layer]
+        for layer in _planes(caches[0], documents_end)
+    ]
     outcome.controls["zeroed"] = _text_over(asker, zeroed) != answers[0].tokens
     asker.step("control: the same question with another prompt's KV")
     other = asker.empty()
     asker.ask(asker.other, other, new_tokens=1)
-    outcome.controls["other"] = _text_over(asker, _planes(other, documents_end)) != answers[0].tokens
+    outcome.controls["other"] = (
+        _text_over(asker, _planes(other, documents_end)) != answers[0].tokens
+    )
     return outcome
 
 
@@ -271,7 +326,9 @@ def _host(asker: _Asker) -> DemoOutcome:
             if not turn % 2:
                 hits.append(_hit_seconds(asker, cached))
         outcome.handover_seconds = statistics.median(clones)
-        outcome.host_vs_handover = statistics.median(a / b for a, b in zip(hits, clones, strict=True))
+        outcome.host_vs_handover = statistics.median(
+            a / b for a, b in zip(hits, clones, strict=True)
+        )
         return outcome
 
 
@@ -290,14 +347,21 @@ def _disk(asker: _Asker) -> DemoOutcome:
 
 def _planes(kv: KVCache, tokens: int) -> list[list[torch.Tensor]]:
     """Return clones of K and V of the leading tokens."""
-    return [[plane[:, :, :tokens].clone() for plane in (layer.keys, layer.values)] for layer in kv.layers]
+    return [
+        [plane[:, :, :tokens].clone() for plane in (layer.keys, layer.values)]
+        for layer in kv.layers
+    ]
 
 
 def _cache_of(asker: _Asker, planes: list[list[torch.Tensor]]) -> KVCache:
-    """Return a KV cache that uses these tensors without a copy: the fastest way to hand them over."""
+    """Return a KV cache that uses these tensors without a copy: the fastest way to hand them
+    over.
+    """
     from pagoda.connectors.transformers.dynamic_cache import dynamic_cache
 
-    kv: KVCache = dynamic_cache(asker.model, asker.probed, planes, [], planes[0][0].shape[2])
+    kv: KVCache = dynamic_cache(
+        asker.model, asker.probed, planes, [], planes[0][0].shape[2]
+    )
     return kv
 
 
@@ -333,13 +397,18 @@ def main() -> int:
 
     try:
         asker = _Asker(task, lambda step: tell(Said(step)))
-        outcome = {"cold": _cold, "host": _host, "disk": _disk}[task.process](asker)
+        outcome = {"cold": _cold, "host": _host, "disk": _disk}[task.process](
+            asker
+        )
     except (OSError, ValueError) as trouble:
         if task.model is None:
             raise
-        tell(Said(refused=str(trouble).strip().splitlines()[0]))  # not loadable, or its KV cannot be cut
+        # not loadable, or its KV cannot be cut
+        tell(Said(refused=str(trouble).strip().splitlines()[0]))
         return 1
-    outcome.parameters = sum(parameter.numel() for parameter in asker.model.parameters())
+    outcome.parameters = sum(
+        parameter.numel() for parameter in asker.model.parameters()
+    )
     tell(Said(outcome=outcome))
     return 0
 

@@ -1,4 +1,6 @@
-"""`pagoda demo`: answers a prompt cold, in a second process from host memory, and in a third one from disk."""
+"""`pagoda demo`: answers a prompt cold, in a second process from host memory, and in a third one
+from disk.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ def demo(
 
     require_transformers("the demo")
     try:
-        shown = _ran(Size(), model, host_path, disk_path or Path(tempfile.gettempdir()), as_json)
+        shown = _ran(
+            Size(),
+            model,
+            host_path,
+            disk_path or Path(tempfile.gettempdir()),
+            as_json,
+        )
     except KeyboardInterrupt:
         printing.note("interrupted; the demo has removed what it had stored")
         return INTERRUPTED
@@ -50,7 +58,9 @@ def demo(
     return 0 if shown.identical and shown.controls_differ else FAILED
 
 
-def _ran(size: Size, model: str | None, host_in: Path, disk_in: Path, as_json: bool) -> Shown:
+def _ran(
+    size: Size, model: str | None, host_in: Path, disk_in: Path, as_json: bool
+) -> Shown:
     """Run the processes, and show a progress bar."""
     from pagoda.cli.demo.demo_run import run_demo
 
@@ -66,32 +76,47 @@ def _ran(size: Size, model: str | None, host_in: Path, disk_in: Path, as_json: b
 
 
 def _print(shown: Shown, model: str | None) -> None:
-    what = model or f"a Llama of {shown.outcomes['cold'].parameters / 1e6:.0f} million random weights"
-    title = f"{what}, fp32: two questions about the same {shown.cold[0].prompt_tokens:,} tokens, one process per tier"
+    what = (
+        model
+        or f"a Llama of {shown.outcomes['cold'].parameters / 1e6:.0f} million random weights"
+    )
+    title = (
+        f"{what}, fp32: two questions about the same {shown.cold[0].prompt_tokens:,} tokens, "
+        "one process per tier"
+    )
     printing.print_dicts(title, _rows(shown))
     print(_chart(shown))
     ratio = f"{shown.outcomes['host'].host_vs_handover:.2f}x"
     printing.print_text(
-        f"a host hit takes {ratio} the time to first token of handing generate a clone of the same KV"
+        f"a host hit takes {ratio} the time to first token of handing generate a clone of the "
+        "same KV"
     )
     controls = {
         name: "changes" if differs else "DOES NOT CHANGE"
         for name, differs in shown.outcomes["cold"].controls.items()
     }
     printing.print_text(
-        f"controls: zeroed KV {controls['zeroed']} the text, another prompt's KV {controls['other']} it; "
+        f"controls: zeroed KV {controls['zeroed']} the text, another prompt's KV "
+        f"{controls['other']} it; "
         f"at least {shown.distinct_tokens} different tokens in {len(shown.cold[0].tokens)}"
     )
     if model is None:
         noise = f"{shown.cold[0].text[:12]!r}..."
-        printing.print_text(f"random weights write noise ({noise}); the test is that the noise is the same")
+        printing.print_text(
+            f"random weights write noise ({noise}); the test is that the noise is the same"
+        )
 
 
 def _rows(shown: Shown) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for process, outcome in shown.outcomes.items():
-        for number, (answer, cold) in enumerate(zip(outcome.answers, shown.cold, strict=True), 1):
-            reused = ", ".join(f"{tokens:,} from {tier}" for tier, tokens in answer.by_tier.items())
+        for number, (answer, cold) in enumerate(
+            zip(outcome.answers, shown.cold, strict=True), 1
+        ):
+            reused = ", ".join(
+                f"{tokens:,} from {tier}"
+                for tier, tokens in answer.by_tier.items()
+            )
             rows.append(
                 {
                     "process": process,
@@ -99,7 +124,9 @@ def _rows(shown: Shown) -> list[dict[str, object]]:
                     "computed": f"{answer.prompt_tokens - sum(answer.by_tier.values()):,}",
                     "first token": f"{answer.seconds:.3f} s",
                     "against cold": f"{cold.seconds / answer.seconds:.1f}x",
-                    "text": "identical" if answer.tokens == cold.tokens else "DIFFERS",
+                    "text": "identical"
+                    if answer.tokens == cold.tokens
+                    else "DIFFERS",
                     "tokens reused": reused or f"none {answer.reason}".strip(),
                 }
             )
@@ -112,7 +139,9 @@ def _chart(shown: Shown, width: int = 60) -> str:
     longest = max(value for value in seconds.values() if value == value)
     lines = ["time to first token"]
     for name, value in seconds.items():
-        bar = "" if value != value else "█" * max(1, round(value / longest * width))
+        bar = (
+            "" if value != value else "█" * max(1, round(value / longest * width))
+        )
         figure = "not served" if value != value else f"{value:.3f} s"
         lines.append(f"  {_FROM[name]:>8} {bar} {figure}")
     return "\n".join(lines)

@@ -30,6 +30,8 @@ def documents() -> tuple[str, str]:
     """
     from pydoc_data.topics import topics
 
-    subjects = sorted(topics, key=lambda name: (name != _SUBJECT, -len(topics[name]), name))
+    subjects = sorted(
+        topics, key=lambda name: (name != _SUBJECT, -len(topics[name]), name)
+    )
     texts = [topics[name] for name in subjects]
     return "\n".join(texts), "\n".join(texts[1:])

@@ -40,11 +40,16 @@ class Shown:
     def identical(self) -> bool:
         """Whether every process gave the same tokens as the cold one."""
         wanted = [answer.tokens for answer in self.cold]
-        return all([answer.tokens for answer in each.answers] == wanted for each in self.outcomes.values())
+        return all(
+            [answer.tokens for answer in each.answers] == wanted
+            for each in self.outcomes.values()
+        )
 
     @property
     def distinct_tokens(self) -> int:
-        """The fewest different tokens in an answer: an answer that repeats itself would prove little."""
+        """The fewest different tokens in an answer: an answer that repeats itself would prove
+        little.
+        """
         return min(len(set(answer.tokens)) for answer in self.cold)
 
     @property
@@ -53,9 +58,15 @@ class Shown:
         return all(self.outcomes["cold"].controls.values())
 
     def ttft(self, process: str) -> float:
-        """Seconds to the first token: the mean over the questions that were served by that tier (all, if cold)."""
+        """Seconds to the first token: the mean over the questions that were served by that tier
+        (all, if cold).
+        """
         answers = self.outcomes[process].answers
-        from_there = [answer.seconds for answer in answers if process == "cold" or process in answer.by_tier]
+        from_there = [
+            answer.seconds
+            for answer in answers
+            if process == "cold" or process in answer.by_tier
+        ]
         return statistics.mean(from_there) if from_there else float("nan")
 
     def as_json(self) -> dict[str, object]:
@@ -73,7 +84,9 @@ class Shown:
             "parameters": race.parameters,
             "prompt_tokens": [answer.prompt_tokens for answer in self.cold],
             "reused_tokens": {
-                process: [answer.by_tier for answer in self.outcomes[process].answers]
+                process: [
+                    answer.by_tier for answer in self.outcomes[process].answers
+                ]
                 for process in PROCESSES
             },
             "controls": self.outcomes["cold"].controls,
@@ -81,17 +94,26 @@ class Shown:
 
 
 def run_demo(
-    size: Size, model: str | None, host_in: Path, disk_in: Path, step: Callable[[str, str], None]
+    size: Size,
+    model: str | None,
+    host_in: Path,
+    disk_in: Path,
+    step: Callable[[str, str], None],
 ) -> Shown:
-    """Run the processes with new stores under `host_in` and `disk_in`, which are always removed afterwards.
+    """Run the processes with new stores under `host_in` and `disk_in`, which are always removed
+    afterwards.
 
-    `step(process, what)` is called at each step. Raises UsageError for a model that cannot be loaded or cached,
-    FailedError with the last line of a process that failed.
+    `step(process, what)` is called at each step. Raises UsageError for a model that cannot be
+    loaded or cached, FailedError with the last line of a process that failed.
     """
     outcomes = {}
     # both signals interrupt the demo, even if the shell had SIGINT ignored
     stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM), _interrupt)
-    with handling(stops), _own_directory(host_in, "host") as host, _own_directory(disk_in, "disk") as disk:
+    with (
+        handling(stops),
+        _own_directory(host_in, "host") as host,
+        _own_directory(disk_in, "disk") as disk,
+    ):
         for process in PROCESSES:
             if process == "disk":
                 step("disk", "wiping the host tier")
@@ -107,11 +129,15 @@ def _interrupt(*_: object) -> None:
 
 @contextlib.contextmanager
 def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
-    """Yield a root for a tier under `parent`; at the end, remove it and its entry in the register of tiers."""
+    """Yield a root for a tier under `parent`; at the end, remove it and its entry in the register
+    of tiers.
+    """
     try:
         made = Path(tempfile.mkdtemp(prefix="pagoda-demo-", dir=parent))
     except OSError as trouble:
-        raise UsageError(f"the demo needs a directory in {parent}: {trouble.strerror}") from None
+        raise UsageError(
+            f"the demo needs a directory in {parent}: {trouble.strerror}"
+        ) from None
     try:
         yield made / tier
     finally:
@@ -143,7 +169,9 @@ def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:
         return outcome
 
 
-def _followed(process: subprocess.Popen[str], task: Task, step: Callable[[str], None]) -> DemoOutcome | None:
+def _followed(
+    process: subprocess.Popen[str], task: Task, step: Callable[[str], None]
+) -> DemoOutcome | None:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError):

@@ -1,4 +1,5 @@
-"""Names of weights and settings, for the namespaces of all engines that load checkpoints from files.
+"""Names of weights and settings, for the namespaces of all engines that load checkpoints from
+files.
 
 checkpoint_files  the files of a checkpoint that an engine loads
 weight_digests    digests of these files

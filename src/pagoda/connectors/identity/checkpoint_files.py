@@ -1,4 +1,6 @@
-"""The files of a checkpoint that engines load, and where they are on this machine. Changes and downloads nothing."""
+"""The files of a checkpoint that engines load, and where they are on this machine. Changes and
+downloads nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,36 @@ import json
 from pathlib import Path
 from typing import Any
 
-_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state")
-_PICKLED = {"auto": (".bin", ".pt"), "hf": (".bin", ".pt"), "npcache": (".bin",), "pt": (".pt",)}
+_SAFETENSORS = (
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "instanttensor",
+    "mistral",
+    "sharded_state",
+)
+_PICKLED = {
+    "auto": (".bin", ".pt"),
+    "hf": (".bin", ".pt"),
+    "npcache": (".bin",),
+    "pt": (".pt",),
+}
 _FORMATS = {*_SAFETENSORS, *_PICKLED}
 _SUFFIXES = (".safetensors", ".bin", ".pt")
-_NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_NO_WEIGHTS = (
+    "training_args.bin",
+    "optimizer.bin",
+    "optimizer.pt",
+    "scheduler.pt",
+    "scaler.pt",
+)
 # settings of how media become a model's input
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_PROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 _INDEX = ".safetensors.index.json"
 _REMEDY = "give the checkpoint's hash as `weights`, an option of the connector"
 
@@ -30,11 +55,15 @@ def checkpoint_directory(model_config: Any, load_config: Any) -> Path:
         )
     directory = snapshot(model, model_config.revision, load_config.download_dir)
     if directory is None:
-        raise ValueError(f"{model}: no directory and no snapshot in the hub's cache here; {_REMEDY}")
+        raise ValueError(
+            f"{model}: no directory and no snapshot in the hub's cache here; {_REMEDY}"
+        )
     return directory
 
 
-def snapshot(name: str, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
+def snapshot(
+    name: str, revision: str | None = None, cache_dir: str | None = None
+) -> Path | None:
     """Return the local directory of a path or of a hub id; None if it is not on this machine."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -44,31 +73,53 @@ def snapshot(name: str, revision: str | None = None, cache_dir: str | None = Non
 
     try:
         return Path(
-            snapshot_download(name, revision=revision, cache_dir=cache_dir, local_files_only=True)
+            snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=cache_dir,
+                local_files_only=True,
+            )
         ).resolve()
     except (LocalEntryNotFoundError, HFValidationError, OSError, ValueError):
         return None
 
 
-def checkpoint_files(directory: Path, model_config: Any, load_config: Any) -> list[str]:
+def checkpoint_files(
+    directory: Path, model_config: Any, load_config: Any
+) -> list[str]:
     """Return the names of all files that decide the weights, sorted, relative to `directory`.
 
-    These are the files that vLLM picks for the load format, by its order of preference, so that a complete snapshot
-    and one with only vLLM's downloads get the same name. For multimodal models the weights in subdirectories
-    (encoders) and the processors' settings are included, and with trust_remote_code the model's own code.
-    Raises ValueError, which says what to do, if there are none.
+    These are the files that vLLM picks for the load format, by its order of preference, so that a
+    complete snapshot and one with only vLLM's downloads get the same name. For multimodal models
+    the weights in subdirectories (encoders) and the processors' settings are included, and with
+    trust_remote_code the model's own code. Raises ValueError, which says what to do, if there are
+    none.
     """
     load_format = str(load_config.load_format)
     here = sorted(path.name for path in directory.iterdir() if path.is_file())
-    names = _safetensors(directory, here, load_format) if load_format in _SAFETENSORS else []
+    names = (
+        _safetensors(directory, here, load_format)
+        if load_format in _SAFETENSORS
+        else []
+    )
     for suffix in _PICKLED.get(load_format, ()):
-        names = names or [name for name in here if name.endswith(suffix) and name not in _NO_WEIGHTS]
+        names = names or [
+            name
+            for name in here
+            if name.endswith(suffix) and name not in _NO_WEIGHTS
+        ]
     if not names:
-        raise ValueError(f"{directory}: no weight files for load_format {load_format!r}; {_REMEDY}")
+        raise ValueError(
+            f"{directory}: no weight files for load_format {load_format!r}; {_REMEDY}"
+        )
     if getattr(model_config, "multimodal_config", None) is not None:
-        names += _below(directory, _SUFFIXES) + [name for name in here if name in _PROCESSORS]
+        names += _below(directory, _SUFFIXES) + [
+            name for name in here if name in _PROCESSORS
+        ]
     if model_config.trust_remote_code:
-        names += [name for name in here if name.endswith(".py")] + _below(directory, (".py",))
+        names += [name for name in here if name.endswith(".py")] + _below(
+            directory, (".py",)
+        )
     return sorted(set(names))
 
 
@@ -83,20 +134,38 @@ def _safetensors(directory: Path, here: list[str], load_format: str) -> list[str
 
 
 def _indexed(directory: Path, names: list[str], index: str) -> list[str]:
-    """Return those of `names` that the index lists, and the index itself, which maps tensors to files."""
+    """Return those of `names` that the index lists, and the index itself, which maps tensors to
+    files.
+    """
     path = directory / index
     if not path.is_file():
         return names
     try:
         listed = set(json.loads(path.read_text())["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise ValueError(f"{path} cannot be read as an index of weights; {_REMEDY}") from None
+        raise ValueError(
+            f"{path} cannot be read as an index of weights; {_REMEDY}"
+        ) from None
     return [*(name for name in names if name in listed), index]
 
 
 def _below(directory: Path, suffixes: tuple[str, ...]) -> list[str]:
-    """Return files in subdirectories, except hidden ones and `original/`, which vLLM does not load."""
-    files = (path for path in directory.rglob("*") if path.suffix in suffixes and path.is_file())
-    below = (path.relative_to(directory).parts for path in files if path.parent != directory)
-    shown = (parts for parts in below if not any(part.startswith(".") for part in parts))
+    """Return files in subdirectories, except hidden ones and `original/`, which vLLM does not
+    load.
+    """
+    files = (
+        path
+        for path in directory.rglob("*")
+        if path.suffix in suffixes and path.is_file()
+    )
+    below = (
+        path.relative_to(directory).parts
+        for path in files
+        if path.parent != directory
+    )
+    shown = (
+        parts
+        for parts in below
+        if not any(part.startswith(".") for part in parts)
+    )
     return ["/".join(parts) for parts in shown if parts[0] != "original"]

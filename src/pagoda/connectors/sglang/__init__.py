@@ -1,4 +1,5 @@
-"""SGLang: PagodaHiCache, a storage of its HiCache. docs/how-to/sglang.md says how to name it to SGLang.
+"""SGLang: PagodaHiCache, a storage of its HiCache. docs/how-to/sglang.md says how to name it to
+SGLang.
 
 hicache          PagodaHiCache: SGLang's interface; it turns calls into calls of a cache
 pool_pages       the pages of a host pool of SGLang as planes of bytes, and their format

@@ -3,7 +3,8 @@
 In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
     call_arguments    which arguments of a call are harmless; with any other, the call is not cached
-    numerics          what of the process decides the numbers, for the key: autocast, precision, kernels
+    numerics          what of the process decides the numbers, for the key: autocast, precision,
+                      kernels
     model_walk        one walk over a model's modules, which the next two and the identity share
     model_edits       edits of the model after it was opened, for the key
     hook_watch        hooks that change what the model computes
@@ -18,8 +19,20 @@ In the order in which a call meets them:
 
 from __future__ import annotations
 
-from pagoda.blend import POLICIES, Candidates, Deviation, FirstK, SelectionPolicy, blend_setting, policy_named
-from pagoda.connectors.transformers.cached_model import CachedModel, Prefix, layout_of
+from pagoda.blend import (
+    POLICIES,
+    Candidates,
+    Deviation,
+    FirstK,
+    SelectionPolicy,
+    blend_setting,
+    policy_named,
+)
+from pagoda.connectors.transformers.cached_model import (
+    CachedModel,
+    Prefix,
+    layout_of,
+)
 from pagoda.connectors.transformers.model_identity import namespace_of
 from pagoda.connectors.transformers.rotary import rotary_of
 

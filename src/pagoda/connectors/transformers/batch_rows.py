@@ -9,7 +9,9 @@ import numpy.typing as npt
 
 
 class BatchRow(NamedTuple):
-    """One prompt of a batch: columns [pad, pad + len(tokens)) of the row; the columns before are padding."""
+    """One prompt of a batch: columns [pad, pad + len(tokens)) of the row; the columns before are
+    padding.
+    """
 
     tokens: npt.NDArray[np.int32]
     pad: int
@@ -19,15 +21,21 @@ def check_input_ids(input_ids: Any) -> None:
     """Raise ValueError unless `input_ids` is a tensor of prompts."""
     import torch
 
-    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.numel():
-        raise ValueError("input_ids must be a tensor [batch, tokens] with at least one token")
+    if (
+        not isinstance(input_ids, torch.Tensor)
+        or input_ids.ndim != 2
+        or not input_ids.numel()
+    ):
+        raise ValueError(
+            "input_ids must be a tensor [batch, tokens] with at least one token"
+        )
 
 
 def mask_of(decoding: Any, input_ids: Any, attention_mask: Any | None) -> Any:
     """Return the attention mask [batch, tokens] that `generate` would use; changes nothing.
 
-    Without a mask, `generate` treats every pad token as padding; so does this. `decoding`: the generation config of the
-    call, which names the pad token. Raises ValueError for another shape.
+    Without a mask, `generate` treats every pad token as padding; so does this. `decoding`: the
+    generation config of the call, which names the pad token. Raises ValueError for another shape.
     """
     import torch
 
@@ -48,11 +56,14 @@ def mask_of(decoding: Any, input_ids: Any, attention_mask: Any | None) -> Any:
 def rows_of(input_ids: Any, attention_mask: Any) -> list[BatchRow]:
     """Return the prompts of a batch, as copies.
 
-    Raises ValueError unless the padding, if any, is on the left of each row, and for ids that are not of tokens.
+    Raises ValueError unless the padding, if any, is on the left of each row, and for ids that are
+    not of tokens.
     """
     given = input_ids.cpu().numpy()
     if given.dtype.kind not in "iu" or given.min() < 0:
-        raise ValueError("input_ids has values that are not ids of tokens, so they have no keys")
+        raise ValueError(
+            "input_ids has values that are not ids of tokens, so they have no keys"
+        )
     ids = given.astype(np.int32)
     mask = attention_mask.cpu().numpy()
     seen = mask != 0
@@ -63,7 +74,8 @@ def rows_of(input_ids: Any, attention_mask: Any) -> list[BatchRow]:
         pad = int(shown.argmax())
         if not shown[pad:].all() or not shown.any():
             raise ValueError(
-                f"row {number} is masked inside or on the right: pad on the left, and pass an attention_mask "
+                f"row {number} is masked inside or on the right: pad on the left, and pass an "
+                "attention_mask "
                 "if a pad token is part of the prompt"
             )
         rows.append(BatchRow(tokens[pad:], pad))
@@ -80,9 +92,16 @@ def _token_ids(given: Any) -> list[int]:
 
 
 def grown_mask(attention_mask: Any, input_ids: Any) -> Any:
-    """Return a prompt's mask with ones for the generated tokens, all of which `generate` attends to."""
+    """Return a prompt's mask with ones for the generated tokens, all of which `generate` attends
+    to.
+    """
     import torch
 
     more = input_ids.shape[1] - attention_mask.shape[1]
-    ones = torch.ones(len(attention_mask), more, dtype=attention_mask.dtype, device=attention_mask.device)
+    ones = torch.ones(
+        len(attention_mask),
+        more,
+        dtype=attention_mask.dtype,
+        device=attention_mask.device,
+    )
     return torch.cat([attention_mask, ones], dim=1)

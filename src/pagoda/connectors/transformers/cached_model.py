@@ -7,7 +7,8 @@ with cached.prefix(input_ids) as prefix:                        # the two halves
     out = model.generate(input_ids, past_key_values=prefix.past_key_values, max_new_tokens=48)
     cached.store(input_ids, prefix.past_key_values)
 
-out = cached.generate(documents=[a, b, c], question=q, recompute=0.15)  # approximate: `blending` says how
+out = cached.generate(documents=[a, b, c], question=q, recompute=0.15)  # approximate: `blending`
+                                                                        says how
 """
 
 from __future__ import annotations
@@ -20,17 +21,46 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 
-from pagoda.blend import SelectionPolicy, as_documents, blend_setting, policy_named
+from pagoda.blend import (
+    SelectionPolicy,
+    as_documents,
+    blend_setting,
+    policy_named,
+)
 from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import model_checks
-from pagoda.connectors.transformers.batch_rows import BatchRow, check_input_ids, grown_mask, mask_of, rows_of
+from pagoda.connectors.transformers.batch_rows import (
+    BatchRow,
+    check_input_ids,
+    grown_mask,
+    mask_of,
+    rows_of,
+)
 from pagoda.connectors.transformers.call_arguments import read_arguments
-from pagoda.connectors.transformers.dynamic_cache import copy_engine_for, dynamic_cache, kv_of_row, room_for
-from pagoda.connectors.transformers.hook_watch import ForeignHook, HookChanges, HookWatch
-from pagoda.connectors.transformers.model_edits import ModelEdits, code_between, foreign_hooks
-from pagoda.connectors.transformers.model_identity import Stamp, adapters_digest, namespace_of, stamp_of
+from pagoda.connectors.transformers.dynamic_cache import (
+    copy_engine_for,
+    dynamic_cache,
+    kv_of_row,
+    room_for,
+)
+from pagoda.connectors.transformers.hook_watch import (
+    ForeignHook,
+    HookChanges,
+    HookWatch,
+)
+from pagoda.connectors.transformers.model_edits import (
+    ModelEdits,
+    code_between,
+    foreign_hooks,
+)
+from pagoda.connectors.transformers.model_identity import (
+    Stamp,
+    adapters_digest,
+    namespace_of,
+    stamp_of,
+)
 from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
 from pagoda.connectors.transformers.numerics import numerics_of
 from pagoda.errors import ConfigError
@@ -57,13 +87,19 @@ class _Ready:
     cache: Cache  # of the present weights
     space: dict[str, Any]  # the options of its calls: adapter, tenant, numerics
     namespace: Namespace  # of the weights and the adapters
-    why_not: str  # why KV of this moment has no name: nothing is loaded or stored; "" if it has
-    hooks: Sequence[ForeignHook] = field(default=(), compare=False)  # to be watched while the model computes
+    # why KV of this moment has no name: nothing is loaded or stored; "" if it has
+    why_not: str
+    # to be watched while the model computes
+    hooks: Sequence[ForeignHook] = field(default=(), compare=False)
 
     @property
     def why_not_apart(self) -> str:
         """Why KV that is computed out of sight has no name: there, no hook is watched."""
-        return self.why_not or (f"{self.hooks[0].text} may change the KV: remove it" if self.hooks else "")
+        return self.why_not or (
+            f"{self.hooks[0].text} may change the KV: remove it"
+            if self.hooks
+            else ""
+        )
 
 
 class _Prompts(NamedTuple):
@@ -79,16 +115,20 @@ class _Prompts(NamedTuple):
 class Prefix:
     """The KV that was found for a batch, as a cache to pass to `generate`, and the hits.
 
-    Greedy search, sampling and beam search can begin from it; assisted decoding cannot: it would write another text.
-    As a context manager it releases the KV at the end. Not thread-safe.
+    Greedy search, sampling and beam search can begin from it; assisted decoding cannot: it would
+    write another text. As a context manager it releases the KV at the end. Not thread-safe.
     """
 
-    past_key_values: Any  # a transformers.DynamicCache of `columns` columns, empty if nothing was found
-    columns: int  # of input_ids that need not be computed, including padding; always less than all
+    # a transformers.DynamicCache of `columns` columns, empty if nothing was found
+    past_key_values: Any
+    # of input_ids that need not be computed, including padding; always less than all
+    columns: int
     num_tokens: list[int]  # tokens of each row in those columns
-    hits: list[Hit]  # one per row; a row's hit may be longer than the columns that all rows have
+    # one per row; a row's hit may be longer than the columns that all rows have
+    hits: list[Hit]
     seconds: float
-    blend: Blended | None = None  # for a prompt of documents: which of its tokens are exact
+    # for a prompt of documents: which of its tokens are exact
+    blend: Blended | None = None
 
     @property
     def hit(self) -> Hit:
@@ -103,17 +143,20 @@ class Prefix:
 
 
 class CachedModel:
-    """A Transformers model with a `Cache`: a prompt starts from the KV that any process has computed for it before.
+    """A Transformers model with a `Cache`: a prompt starts from the KV that any process has
+    computed for it before.
 
-    The bytes of the weights and of the active LoRA adapters are part of the namespace: two models share KV only
-    if they are the same. So is how the model is computed, where that differs from the defaults: `torch.autocast`, the
-    precision of float32 products, another implementation of attention. The last token of a prompt is always computed,
-    because with a full hit `generate` would silently continue from another position. A model whose KV cannot be cut
-    is a ValueError that says why. A call whose KV depends on more than its tokens goes on without the cache, with the
-    reason `not_cacheable` in `last` and in the counters, and a line in the log.
+    The bytes of the weights and of the active LoRA adapters are part of the namespace: two models
+    share KV only if they are the same. So is how the model is computed, where that differs from the
+    defaults: `torch.autocast`, the precision of float32 products, another implementation of
+    attention. The last token of a prompt is always computed, because with a full hit `generate`
+    would silently continue from another position. A model whose KV cannot be cut is a ValueError
+    that says why. A call whose KV depends on more than its tokens goes on without the cache, with
+    the reason `not_cacheable` in `last` and in the counters, and a line in the log.
 
-    KV is loaded to the model's device. On a CUDA device it is copied directly between the device and the slots; for a
-    single prompt in host memory, `generate` computes with the first layers while the others are still being copied.
+    KV is loaded to the model's device. On a CUDA device it is copied directly between the device
+    and the slots; for a single prompt in host memory, `generate` computes with the first layers
+    while the others are still being copied.
 
     As thread-safe as the model. `last` is the Prefix of the latest `generate`, without its KV.
 
@@ -123,12 +166,13 @@ class CachedModel:
         >>> small = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
         >>> cached = CachedModel(LlamaForCausalLM(small).eval(), host_size="16MiB", host_shared=False)
         >>> prompt = torch.arange(600)[None]
-        >>> out = cached.generate(prompt, max_new_tokens=4, do_sample=False)  # computes, and stores 512 tokens
+        >>> out = cached.generate(prompt, max_new_tokens=4, do_sample=False)  # computes, and stores
+                                                                              512 tokens
         >>> out = cached.generate(prompt, max_new_tokens=4, do_sample=False)
         >>> cached.last.hit.num_tokens
         512
         >>> cached.close()
-    """
+    """  # noqa: E501, W505
 
     def __init__(
         self,
@@ -141,23 +185,29 @@ class CachedModel:
         salt: str = "",
         **options: Unpack[ConfigOptions],
     ) -> None:
-        """Probe the model and open its cache. Raises ValueError for a model whose KV cannot be cut, ConfigError.
+        """Probe the model and open its cache. Raises ValueError for a model whose KV cannot be cut,
+        ConfigError.
 
         Args:
             model: a causal model of Transformers, on the device on which it stays.
-            config: the options of the cache; without it they come from the environment and the configuration file.
-            cache: a cache made with `layout_of` and `namespace_of`, instead of `config` and `options`.
+            config: the options of the cache; without it they come from the environment and the
+                configuration file.
+            cache: a cache made with `layout_of` and `namespace_of`, instead of `config` and
+                `options`.
             revision: the version of the model, if its name alone does not identify it.
-            weights: a name for the weights, such as a checkpoint's hash, instead of a digest of their bytes. It must
-                change whenever they do.
-            salt: separates tenants, for all calls; `generate`, `prefix` and `store` accept one for one call.
+            weights: a name for the weights, such as a checkpoint's hash, instead of a digest of
+                their bytes. It must change whenever they do.
+            salt: separates tenants, for all calls; `generate`, `prefix` and `store` accept one for
+                one call.
             options: options of `Config`; they take precedence over `config`, environment and file.
         """
         model_checks.check_model(model)
         self.model = model
         self.last: Prefix | None = None
         self.last_stored: list[Stored] = []
-        config = cache.config if cache is not None else _configured(config, options)
+        config = (
+            cache.config if cache is not None else _configured(config, options)
+        )
         self._seen = _looked_at(model, config.chunk_tokens)
         walk = walk_over(model)
         self._weights = walk.weights  # of the latest walk
@@ -173,24 +223,36 @@ class CachedModel:
         reset_in_child(self)
         self._prefills = PrefillTimes(self._observe)
         self._loads: LayerLoads | None = None  # made at the first use
-        self._named: dict[str, Any] = {"revision": revision, "weights": weights, "salt": salt}
+        self._named: dict[str, Any] = {
+            "revision": revision,
+            "weights": weights,
+            "salt": salt,
+        }
         namespace = namespace_of(model, self._seen.layout, **self._named)
-        self._config = config if cache is None else None  # for caches that are opened here
+        # for caches that are opened here
+        self._config = config if cache is None else None
         if cache is None:
             cache = Cache(config, namespace=namespace, layout=self._seen.layout)
         else:
             _check_made_for(cache, namespace)
         self.cache = cache
-        self._events: dict[str, Any] | None = None  # the arguments of `publish_events`
-        self._blender: Blender | None = None  # made at the first use, for the present weights
+        # the arguments of `publish_events`
+        self._events: dict[str, Any] | None = None
+        # made at the first use, for the present weights
+        self._blender: Blender | None = None
         self._closed = False
         # settings of `blend` that had a verdict: if it is lost, they raise no error
         self._passed: set[str] = set()
         if why := read_arguments(model, {}).why_not:
-            _log.warning("calls go on without the cache unless their arguments change that: %s", why)
+            _log.warning(
+                "calls go on without the cache unless their arguments change that: %s",
+                why,
+            )
 
     def reset(self) -> None:
-        """Create a new lock in a forked child: another thread may have held the old one. Nothing else must change."""
+        """Create a new lock in a forked child: another thread may have held the old one. Nothing
+        else must change.
+        """
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -219,18 +281,22 @@ class CachedModel:
         salt: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the result of `model.generate` for these arguments, sooner; store the KV of the prompt.
+        """Return the result of `model.generate` for these arguments, sooner; store the KV of the
+        prompt.
 
-        Arguments on which the KV may depend, and those that are not known, are passed on, but the call goes on without
-        the cache: `last.hit` says why. Nothing that happens after the text is complete raises.
+        Arguments on which the KV may depend, and those that are not known, are passed on, but the
+        call goes on without the cache: `last.hit` says why. Nothing that happens after the text is
+        complete raises.
 
-        With `documents` the answer is approximate: it starts from the KV of each document alone, see `blend`. Then the
-        result begins with the tokens of all documents and of the question.
+        With `documents` the answer is approximate: it starts from the KV of each document alone,
+        see `blend`. Then the result begins with the tokens of all documents and of the question.
 
         Args:
-            input_ids: the prompts, [batch, tokens]; not with `documents`. None: the call goes on without the cache.
+            input_ids: the prompts, [batch, tokens]; not with `documents`. None: the call goes on
+                without the cache.
             attention_mask: as for `model.generate`; not with `documents`.
-            documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text needs `tokenizer`.
+            documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text
+                needs `tokenizer`.
             store: False: only read.
             store_output: also store the KV of the generated tokens; not with `documents`.
             salt: the tenant of this call, instead of the model's.
@@ -242,9 +308,14 @@ class CachedModel:
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
-            if input_ids is not None or attention_mask is not None or store_output:
+            if (
+                input_ids is not None
+                or attention_mask is not None
+                or store_output
+            ):
                 raise ValueError(
-                    "documents: give the whole prompt as documents and question, without input_ids, attention_mask "
+                    "documents: give the whole prompt as documents and question, without "
+                    "input_ids, attention_mask "
                     "and store_output"
                 )
             why_not = why_not or self._ready(salt).why_not
@@ -252,31 +323,48 @@ class CachedModel:
                 return self._generated_whole(why_not, documents, question, kwargs)
             try:
                 found = self.blend(
-                    documents, question, recompute=recompute, policy=policy, min_tokens=min_tokens,
-                    unchecked=unchecked, store=store, salt=salt, tokenizer=kwargs.get("tokenizer"),
-                )  # fmt: skip
+                    documents,
+                    question,
+                    recompute=recompute,
+                    policy=policy,
+                    min_tokens=min_tokens,
+                    unchecked=unchecked,
+                    store=store,
+                    salt=salt,
+                    tokenizer=kwargs.get("tokenizer"),
+                )
             except HookChanges as seen:
-                return self._generated_whole(str(seen), documents, question, kwargs)
+                return self._generated_whole(
+                    str(seen), documents, question, kwargs
+                )
             return self._generated_from(found, repeats, kwargs)
         if store_output and beams > 1:
             raise ValueError(
-                "store_output: beams change rows while they grow, so only their prompt can be stored"
+                "store_output: beams change rows while they grow, so only their prompt can be "
+                "stored"
             )
         self._prefills.read()
         before = self._ready(salt)
         why_not = why_not or before.why_not
         prompts = None
         if not why_not:
-            prompts, why_not = _prompts_of(decoding, input_ids, attention_mask, repeats)
+            prompts, why_not = _prompts_of(
+                decoding, input_ids, attention_mask, repeats
+            )
         if prompts is None:
-            return self._generated_without(why_not, input_ids, attention_mask, kwargs)
+            return self._generated_without(
+                why_not, input_ids, attention_mask, kwargs
+            )
         watch = HookWatch(self.model, before.hooks)
         try:
             with watch:
                 out, kv = self._generated(prompts, before, kwargs)
-        except HookChanges as seen:  # nothing was chosen or streamed yet, except the prompt
+        except HookChanges as seen:
+            # nothing was chosen or streamed yet, except the prompt
             self._keep_in_mind(seen.hook)
-            return self._generated_without(str(seen), input_ids, attention_mask, _again(kwargs))
+            return self._generated_without(
+                str(seen), input_ids, attention_mask, _again(kwargs)
+            )
         self.last_stored = []
         if watch.changing is not None:
             self._keep_in_mind(watch.changing.hook)
@@ -284,20 +372,34 @@ class CachedModel:
             self._store_after(out, kv, prompts, before, salt, store_output)
         return out
 
-    def prefix(self, input_ids: Any, attention_mask: Any | None = None, *, salt: str | None = None) -> Prefix:
-        """Return a DynamicCache with the KV of the leading tokens in the tiers. Does not change the model.
+    def prefix(
+        self,
+        input_ids: Any,
+        attention_mask: Any | None = None,
+        *,
+        salt: str | None = None,
+    ) -> Prefix:
+        """Return a DynamicCache with the KV of the leading tokens in the tiers. Does not change the
+        model.
 
-        Rows of a batch use the columns that all rows have. The cache never covers the whole prompt. The KV is that of
-        a model computed as at this moment, of token ids alone: call `model.generate` under the same settings, without
-        arguments on which the KV depends.
+        Rows of a batch use the columns that all rows have. The cache never covers the whole prompt.
+        The KV is that of a model computed as at this moment, of token ids alone: call
+        `model.generate` under the same settings, without arguments on which the KV depends.
         """
         began = time.perf_counter()
         ready = self._ready(salt)
-        rows = rows_of(input_ids, mask_of(self.model.generation_config, input_ids, attention_mask))
+        rows = rows_of(
+            input_ids,
+            mask_of(self.model.generation_config, input_ids, attention_mask),
+        )
         if why_not := ready.why_not_apart:
             ready.cache.decline(why_not)
-            return self._without(rows, why_not, dynamic_cache(self.model, self._seen, [], rows, 0))
-        return self._prefix(rows, input_ids.shape[1], ready, self._looked(rows, ready), began)
+            return self._without(
+                rows, why_not, dynamic_cache(self.model, self._seen, [], rows, 0)
+            )
+        return self._prefix(
+            rows, input_ids.shape[1], ready, self._looked(rows, ready), began
+        )
 
     def blend(
         self,
@@ -312,28 +414,32 @@ class CachedModel:
         salt: str | None = None,
         tokenizer: Any | None = None,
     ) -> Prefix:
-        """Return a DynamicCache of a prompt of documents, all but its last token, from the KV of each document alone.
+        """Return a DynamicCache of a prompt of documents, all but its last token, from the KV of
+        each document alone.
 
-        The first document is a prefix and exact. K of the others is moved to their new positions, and a share of their
-        tokens is computed again, over everything before them. A document that no tier has is first computed alone, so
-        the answer depends on the arguments, not on the cache. `Prefix.blend` says which tokens are exact. With
-        recompute=1.0 all are exact, as after a full prefill.
+        The first document is a prefix and exact. K of the others is moved to their new positions,
+        and a share of their tokens is computed again, over everything before them. A document that
+        no tier has is first computed alone, so the answer depends on the arguments, not on the
+        cache. `Prefix.blend` says which tokens are exact. With recompute=1.0 all are exact, as
+        after a full prefill.
 
         Args:
             documents: token ids or text of each, in the order of the prompt, without separators.
             question: the tokens after the documents, which are always computed.
-            recompute: the share of the tokens of all documents but the first that is computed again, 0 to 1; by
-                default the option blend_recompute.
+            recompute: the share of the tokens of all documents but the first that is computed
+                again, 0 to 1; by default the option blend_recompute.
             policy: which tokens: "deviation" (CacheBlend), "first_k" (EPIC), or a SelectionPolicy.
-            min_tokens: later documents with fewer tokens are computed in the prompt, in addition to that share, and
-                not stored; by default the option blend_min_tokens.
-            unchecked: run without a passing verdict of `pagoda quality` for these weights and this setting.
+            min_tokens: later documents with fewer tokens are computed in the prompt, in addition to
+                that share, and not stored; by default the option blend_min_tokens.
+            unchecked: run without a passing verdict of `pagoda quality` for these weights and this
+                setting.
             store: whether to store documents that no tier had.
             salt: the tenant of this call, instead of the model's.
             tokenizer: for text; special tokens are added to the first document only.
 
-        Raises ValueError for a model whose K cannot be moved and for wrong arguments, ConfigError (a ValueError)
-        without a verdict. As thread-safe as the model. Sources: CacheBlend (EuroSys 2025), EPIC (ICML 2025).
+        Raises ValueError for a model whose K cannot be moved and for wrong arguments, ConfigError
+        (a ValueError) without a verdict. As thread-safe as the model. Sources: CacheBlend (EuroSys
+        2025), EPIC (ICML 2025).
         """
         from pagoda.connectors.transformers.blending import hit_of
 
@@ -345,33 +451,56 @@ class CachedModel:
             raise ValueError(ready.why_not)
         cache = ready.cache
         space = ready.space
-        recompute = cache.config.blend_recompute if recompute is None else recompute
-        min_tokens = cache.config.blend_min_tokens if min_tokens is None else min_tokens
+        recompute = (
+            cache.config.blend_recompute if recompute is None else recompute
+        )
+        min_tokens = (
+            cache.config.blend_min_tokens if min_tokens is None else min_tokens
+        )
         setting = blend_setting(chosen_by, recompute, min_tokens)
         try:
             state = blender.gate.state_of(setting, unchecked, space["lora"])
         except ConfigError as refusal:
             if str(setting) not in self._passed:
                 raise
-            _log.warning("the weights or adapters changed, and documents are computed in full: %s", refusal)
-            state = blender.gate.state_of(blend_setting(chosen_by, 1.0), unchecked, space["lora"])
+            _log.warning(
+                "the weights or adapters changed, and documents are computed in full: %s",
+                refusal,
+            )
+            state = blender.gate.state_of(
+                blend_setting(chosen_by, 1.0), unchecked, space["lora"]
+            )
         if state.checked in ("passed", "loosened"):
             self._passed.add(str(setting))
 
         def may_store() -> bool:
-            return store and stamp_of(self.model) == stamp and self._ready(salt) == ready
+            return (
+                store
+                and stamp_of(self.model) == stamp
+                and self._ready(salt) == ready
+            )
 
         try:
             with HookWatch(self.model, ready.hooks):
-                kv, blended = blender.blend(pieces, chosen_by, state, space, may_store)
+                kv, blended = blender.blend(
+                    pieces, chosen_by, state, space, may_store
+                )
         except HookChanges as seen:
             self._keep_in_mind(seen.hook)
             raise
         tokens = len(blended.tokens) - 1
-        return Prefix(kv, tokens, [tokens], [hit_of(blended)], time.perf_counter() - began, blended)
+        return Prefix(
+            kv,
+            tokens,
+            [tokens],
+            [hit_of(blended)],
+            time.perf_counter() - began,
+            blended,
+        )
 
     def stats(self) -> dict[str, Any]:
-        """Return `Cache.stats` of the prompts' cache; under "documents" that of the documents' cache, if there is one.
+        """Return `Cache.stats` of the prompts' cache; under "documents" that of the documents'
+        cache, if there is one.
 
         "approximate" lists the used settings of `blend`, and whether a verdict covers each. Raises
         ClosedError after `close`.
@@ -395,46 +524,72 @@ class CachedModel:
     ) -> list[Stored]:
         """Store the KV of the whole chunks of each row of `input_ids`; return one answer per row.
 
-        `past_key_values` is the DynamicCache after `generate` or `forward` with the present weights and
-        adapters; the rows of `input_ids` are its rows 0, every, 2 * every, ... If `input_ids` includes generated
-        tokens, they are stored too. The KV must have been computed under the settings of this moment. Raises ValueError
-        for tokens from the first one on that `blend` made approximate, and for KV that does not fit the layout.
+        `past_key_values` is the DynamicCache after `generate` or `forward` with the present weights
+        and adapters; the rows of `input_ids` are its rows 0, every, 2 * every, ... If `input_ids`
+        includes generated tokens, they are stored too. The KV must have been computed under the
+        settings of this moment. Raises ValueError for tokens from the first one on that `blend`
+        made approximate, and for KV that does not fit the layout.
         """
-        rows = rows_of(input_ids, mask_of(self.model.generation_config, input_ids, attention_mask))
+        rows = rows_of(
+            input_ids,
+            mask_of(self.model.generation_config, input_ids, attention_mask),
+        )
         ready = self._ready(salt)
         if why_not := ready.why_not_apart:
             ready.cache.decline(why_not, loaded=True)
             whole = [len(row.tokens) // self.layout.chunk_tokens for row in rows]
-            return [Stored(0, 0, 0, chunks, Reason.NOT_CACHEABLE) for chunks in whole]
+            return [
+                Stored(0, 0, 0, chunks, Reason.NOT_CACHEABLE) for chunks in whole
+            ]
         return self._stored(rows, past_key_values, ready, every)
 
-    def _stored(self, rows: list[BatchRow], past_key_values: Any, ready: _Ready, every: int) -> list[Stored]:
-        """Store the KV of rows 0, every, 2 * every, ... Raises ValueError for KV that is not of this model."""
+    def _stored(
+        self,
+        rows: list[BatchRow],
+        past_key_values: Any,
+        ready: _Ready,
+        every: int,
+    ) -> list[Stored]:
+        """Store the KV of rows 0, every, 2 * every, ... Raises ValueError for KV that is not of
+        this model.
+        """
         layers = past_key_values.layers
-        if len(layers) != self.layout.layers or {type(one).__name__ for one in layers} != {"DynamicLayer"}:
+        if len(layers) != self.layout.layers or {
+            type(one).__name__ for one in layers
+        } != {"DynamicLayer"}:
             raise ValueError(
-                "past_key_values must be a DynamicCache of this model: K and V of every token, uncut"
+                "past_key_values must be a DynamicCache of this model: K and V of every token, "
+                "uncut"
             )
         planes = [[layer.keys, layer.values] for layer in layers]
         width = rows[0].pad + len(rows[0].tokens)
         columns = min(past_key_values.get_seq_length(), width)
-        if columns > (exact := getattr(past_key_values, "pagoda_exact_tokens", columns)):
+        if columns > (
+            exact := getattr(past_key_values, "pagoda_exact_tokens", columns)
+        ):
             raise ValueError(
-                f"past_key_values was blended, and only its first {exact} tokens are exact: prompts would use the "
+                f"past_key_values was blended, and only its first {exact} tokens are exact: "
+                "prompts would use the "
                 "others as exact KV; store only the exact tokens"
             )
         answers = []
         for number, row in enumerate(rows):
-            kv = kv_of_row(planes, number * every, row.pad, max(columns, row.pad), self._seen)
-            answers.append(ready.cache.store(row.tokens[: kv.num_tokens], kv, **ready.space))
+            kv = kv_of_row(
+                planes, number * every, row.pad, max(columns, row.pad), self._seen
+            )
+            answers.append(
+                ready.cache.store(row.tokens[: kv.num_tokens], kv, **ready.space)
+            )
         return answers
 
     def clear(self, *, salt: str | None = None) -> Cleared:
-        """Remove the chunks of this model from every tier: prompts and documents, with the active adapters.
+        """Remove the chunks of this model from every tier: prompts and documents, with the active
+        adapters.
 
-        `cache.clear` does not remove documents. `salt`: the tenant; by default that of the object. Returns how many
-        chunks each tier had, and which tiers failed: their chunks are still there. What was stored under other
-        settings, such as `torch.autocast`, has another namespace: call this under them. Thread-safe.
+        `cache.clear` does not remove documents. `salt`: the tenant; by default that of the object.
+        Returns how many chunks each tier had, and which tiers failed: their chunks are still there.
+        What was stored under other settings, such as `torch.autocast`, has another namespace: call
+        this under them. Thread-safe.
         """
         ready = self._ready(salt)
         space = ready.space
@@ -443,15 +598,22 @@ class CachedModel:
             blender = self._ready_to_blend(salt)[1]
         except ConfigError:
             raise
-        except ValueError:  # this model cannot be blended, so it has no stored documents
+        except ValueError:
+            # this model cannot be blended, so it has no stored documents
             return cleared
         documents = blender.cache.clear(**space)
         tiers = {**cleared.chunks, **documents.chunks}
-        chunks = {tier: cleared.chunks.get(tier, 0) + documents.chunks.get(tier, 0) for tier in tiers}
+        chunks = {
+            tier: cleared.chunks.get(tier, 0) + documents.chunks.get(tier, 0)
+            for tier in tiers
+        }
         return Cleared(chunks, {**cleared.failed, **documents.failed})
 
-    def publish_events(self, endpoint: str, *, topic: str = "", rank: int | None = None) -> str:
-        """Report to routers of requests what is stored for this model, also after its weights have changed.
+    def publish_events(
+        self, endpoint: str, *, topic: str = "", rank: int | None = None
+    ) -> str:
+        """Report to routers of requests what is stored for this model, also after its weights have
+        changed.
 
         Arguments, answer and errors are those of `Cache.publish_events`.
         """
@@ -460,14 +622,17 @@ class CachedModel:
         return endpoint
 
     def close(self, timeout: float = 5.0) -> None:
-        """Close the cache if it was opened here, and end the threads, within `timeout` seconds. Idempotent."""
+        """Close the cache if it was opened here, and end the threads, within `timeout` seconds.
+        Idempotent.
+        """
         until = time.monotonic() + timeout
         with self._lock:
             loads = self._loads
             blender = self._blender
             self._closed = True
         if loads is not None:
-            loads.close(timeout)  # before the slots from which they copy are unmapped
+            # before the slots from which they copy are unmapped
+            loads.close(timeout)
         if blender is not None:
             blender.cache.close(max(0.0, until - time.monotonic()))
         if self._config is not None:
@@ -481,15 +646,25 @@ class CachedModel:
 
     # ---- loading
 
-    def _generate_from(self, kv: Any, input_ids: Any, mask: Any, kwargs: dict[str, Any]) -> Any:
+    def _generate_from(
+        self, kv: Any, input_ids: Any, mask: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """Return the result of `model.generate`, started from `kv`, which it fills."""
         given = model_checks.kv_argument(self.model, kv)
-        return self.model.generate(input_ids, attention_mask=mask, **given, **kwargs)
+        return self.model.generate(
+            input_ids, attention_mask=mask, **given, **kwargs
+        )
 
     def _generated_without(
-        self, why_not: str, input_ids: Any, attention_mask: Any, kwargs: dict[str, Any]
+        self,
+        why_not: str,
+        input_ids: Any,
+        attention_mask: Any,
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Return the result of `model.generate` for these arguments, which the cache has no part in."""
+        """Return the result of `model.generate` for these arguments, which the cache has no part
+        in.
+        """
         self.cache.decline(why_not)
         self.last_stored = []
         self.last = self._without([], why_not, None)
@@ -498,22 +673,39 @@ class CachedModel:
             kwargs = {"attention_mask": attention_mask, **kwargs}
         return self.model.generate(*given, **kwargs)
 
-    def _generated_whole(self, why_not: str, documents: Any, question: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the result of `model.generate` for documents and a question as one prompt, without the cache."""
+    def _generated_whole(
+        self, why_not: str, documents: Any, question: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of `model.generate` for documents and a question as one prompt, without
+        the cache.
+        """
         pieces = as_documents(documents, question, kwargs.get("tokenizer"))
         ids = self._as_prompt(np.concatenate(pieces))
-        return self._generated_without(why_not, ids, ids.new_ones(ids.shape), kwargs)
+        return self._generated_without(
+            why_not, ids, ids.new_ones(ids.shape), kwargs
+        )
 
     def _without(self, rows: list[BatchRow], why_not: str, kv: Any) -> Prefix:
         """Return a prefix of nothing, with a miss for each row."""
         tokens = [len(row.tokens) for row in rows] or [0]
-        misses = [Hit(0, {}, np.zeros(count, np.bool_), Reason.NOT_CACHEABLE, why_not) for count in tokens]
+        misses = [
+            Hit(0, {}, np.zeros(count, np.bool_), Reason.NOT_CACHEABLE, why_not)
+            for count in tokens
+        ]
         return Prefix(kv, 0, [0] * len(misses), misses, 0.0)
 
     def _store_after(
-        self, out: Any, kv: Any, prompts: _Prompts, before: _Ready, salt: str | None, with_output: bool
+        self,
+        out: Any,
+        kv: Any,
+        prompts: _Prompts,
+        before: _Ready,
+        salt: str | None,
+        with_output: bool,
     ) -> None:
-        """Store the KV of a complete generation. Never raises: nobody loses a text because of its KV."""
+        """Store the KV of a complete generation. Never raises: nobody loses a text because of its
+        KV.
+        """
         ids = getattr(out, "sequences", out)
         rows = prompts.rows
         every = prompts.repeats
@@ -528,26 +720,45 @@ class CachedModel:
                     f"{kv.get_seq_length()} tokens have KV, and the text has {ids.shape[1]} tokens"
                 )
             if with_output:
-                rows = rows_of(ids, grown_mask(prompts.mask.repeat_interleave(every, 0), ids))
+                rows = rows_of(
+                    ids, grown_mask(prompts.mask.repeat_interleave(every, 0), ids)
+                )
                 every = 1
             self.last_stored = self._stored(rows, kv, before, every)
-        except Exception as trouble:  # noqa: BLE001  # a boundary: the text is complete
-            before.cache.decline(f"the KV of a text is not stored: {trouble}", loaded=True)
+        except Exception as trouble:  # noqa: BLE001
+            # a boundary: the text is complete
+            before.cache.decline(
+                f"the KV of a text is not stored: {trouble}", loaded=True
+            )
 
-    def _generated(self, prompts: _Prompts, ready: _Ready, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the result of `model.generate`, started from the KV in the tiers, and the filled DynamicCache."""
+    def _generated(
+        self, prompts: _Prompts, ready: _Ready, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return the result of `model.generate`, started from the KV in the tiers, and the filled
+        DynamicCache.
+        """
         began = time.perf_counter()
         input_ids, mask, rows, repeats = prompts
         width = input_ids.shape[1]
         looked = self._looked(rows, ready)
-        load = self._begun(rows, looked, ready) if looked is not None and repeats == 1 else None
+        load = (
+            self._begun(rows, looked, ready)
+            if looked is not None and repeats == 1
+            else None
+        )
         if load is not None and looked is not None:
             made = self._computed_meanwhile(load, input_ids, mask, looked, kwargs)
             if made is not None:
                 return made
             kwargs = _again(kwargs)
             if load.hung:  # a second load would take as long
-                looked = Hit(0, {}, looked.mask & False, Reason.DEADLINE, "the load did not end in time")
+                looked = Hit(
+                    0,
+                    {},
+                    looked.mask & False,
+                    Reason.DEADLINE,
+                    "the load did not end in time",
+                )
         found = self._prefix(rows, width, ready, looked, began)
         kv = found.past_key_values
         found.past_key_values = None
@@ -557,8 +768,12 @@ class CachedModel:
         with self._prefills.measured(self.model, watch_for(self._seen.devices)):
             return self._generate_from(kv, input_ids, mask, kwargs), kv
 
-    def _generated_from(self, found: Prefix, repeats: int, kwargs: dict[str, Any]) -> Any:
-        """Return the result of `model.generate` for a prompt of documents; `last` gets the prefix."""
+    def _generated_from(
+        self, found: Prefix, repeats: int, kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of `model.generate` for a prompt of documents; `last` gets the
+        prefix.
+        """
         assert found.blend is not None
         kv = found.past_key_values
         found.past_key_values = None
@@ -576,27 +791,48 @@ class CachedModel:
         return torch.from_numpy(tokens).long().to(self.model.device)[None]
 
     def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
-        """Look up and count a single prompt of a model on a device; None: `retrieve` looks it up."""
+        """Look up and count a single prompt of a model on a device; None: `retrieve` looks it
+        up.
+        """
         if self._seen.copy_engine is None or len(rows) > 1:
             return None
         return ready.cache.lookup(rows[0].tokens[:-1], **ready.space)
 
-    def _begun(self, rows: list[BatchRow], looked: Hit, ready: _Ready) -> LayerLoad | None:
-        """Begin to load the hit layer by layer; None if it is not completely on the host, or the model cannot wait."""
+    def _begun(
+        self, rows: list[BatchRow], looked: Hit, ready: _Ready
+    ) -> LayerLoad | None:
+        """Begin to load the hit layer by layer; None if it is not completely on the host, or the
+        model cannot wait.
+        """
         cache = ready.cache
-        on_host = cache.slots is not None and set(looked.by_tier) == {cache.tiers[0]}
+        on_host = cache.slots is not None and set(looked.by_tier) == {
+            cache.tiers[0]
+        }
         if not on_host or rows[0].pad or model_checks.is_compiled(self.model):
             return None
         from pagoda.connectors.transformers.layerwise import LayerLoads
 
         with self._lock:
             loads = self._loads = self._loads or LayerLoads()
-        return loads.begin(self.model, self._seen, cache, rows[0].tokens[: looked.num_tokens], ready.space)
+        return loads.begin(
+            self.model,
+            self._seen,
+            cache,
+            rows[0].tokens[: looked.num_tokens],
+            ready.space,
+        )
 
     def _computed_meanwhile(
-        self, load: LayerLoad, input_ids: Any, mask: Any, looked: Hit, kwargs: dict[str, Any]
+        self,
+        load: LayerLoad,
+        input_ids: Any,
+        mask: Any,
+        looked: Hit,
+        kwargs: dict[str, Any],
     ) -> tuple[Any, Any] | None:
-        """Generate while the load runs. None if the load was not complete: then nothing was sampled or streamed."""
+        """Generate while the load runs. None if the load was not complete: then nothing was sampled
+        or streamed.
+        """
         from pagoda.connectors.transformers.layerwise import LoadShort
 
         kv = load.kv
@@ -608,40 +844,72 @@ class CachedModel:
         finally:
             load.give_up()
         tokens = hit.num_tokens
-        self.last = Prefix(None, tokens, [tokens], [replace(looked, by_tier=hit.by_tier)], load.seconds)
+        self.last = Prefix(
+            None,
+            tokens,
+            [tokens],
+            [replace(looked, by_tier=hit.by_tier)],
+            load.seconds,
+        )
         return out, kv
 
     def _prefix(
-        self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None, began: float
+        self,
+        rows: list[BatchRow],
+        width: int,
+        ready: _Ready,
+        looked: Hit | None,
+        began: float,
     ) -> Prefix:
         """Load the columns that the tiers have of all rows."""
         if looked is not None and not looked.num_tokens:
             nothing = dynamic_cache(self.model, self._seen, [], rows, 0)
             return Prefix(nothing, 0, [0], [looked], time.perf_counter() - began)
         wanted = self._wanted(rows, width, ready, looked)
-        if self._seen.copy_engine is not None:  # on a device, unused columns take memory too
-            whole = [len(tokens) - len(tokens) % self.layout.chunk_tokens for tokens in wanted]
-            width = max(row.pad + tokens for row, tokens in zip(rows, whole, strict=True))
+        # on a device, unused columns take memory too
+        if self._seen.copy_engine is not None:
+            whole = [
+                len(tokens) - len(tokens) % self.layout.chunk_tokens
+                for tokens in wanted
+            ]
+            width = max(
+                row.pad + tokens for row, tokens in zip(rows, whole, strict=True)
+            )
         planes = room_for(self._seen, len(rows), width)
         hits = []
         for number, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
             kv = kv_of_row(planes, number, row.pad, width, self._seen)
             hits.append(self._retrieved(tokens, kv, ready, looked))
-        columns = min(row.pad + hit.num_tokens for row, hit in zip(rows, hits, strict=True))
+        columns = min(
+            row.pad + hit.num_tokens for row, hit in zip(rows, hits, strict=True)
+        )
         served = [max(columns - row.pad, 0) for row in rows]
         if not any(served):
             columns = 0
         kv = dynamic_cache(self.model, self._seen, planes, rows, columns)
         return Prefix(kv, columns, served, hits, time.perf_counter() - began)
 
-    def _wanted(self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None) -> list[Any]:
-        """Return the tokens to load for each row: without the last one, and only in the columns that all rows have."""
+    def _wanted(
+        self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None
+    ) -> list[Any]:
+        """Return the tokens to load for each row: without the last one, and only in the columns
+        that all rows have.
+        """
         cache = ready.cache
         space = ready.space
         most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
         if len(rows) > 1:
-            found = [cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens for row in rows]
-            most = min(most, *(row.pad + tokens for row, tokens in zip(rows, found, strict=True)))
+            found = [
+                cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens
+                for row in rows
+            ]
+            most = min(
+                most,
+                *(
+                    row.pad + tokens
+                    for row, tokens in zip(rows, found, strict=True)
+                ),
+            )
         wanted = []
         for row in rows:
             chunks = -(-max(most - row.pad, 0) // self.layout.chunk_tokens)
@@ -649,12 +917,20 @@ class CachedModel:
             wanted.append(tokens)
         return wanted
 
-    def _retrieved(self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None) -> Hit:
-        """Fill `kv` from the tiers. An earlier look-up (`looked`) was counted, and has the reason for a miss."""
+    def _retrieved(
+        self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None
+    ) -> Hit:
+        """Fill `kv` from the tiers. An earlier look-up (`looked`) was counted, and has the reason
+        for a miss.
+        """
         if looked is None:
             return ready.cache.retrieve(tokens, kv, **ready.space)
         hit = ready.cache.retrieve(tokens, kv, counted=False, **ready.space)
-        return replace(looked, by_tier=hit.by_tier) if hit.num_tokens == looked.num_tokens else hit
+        return (
+            replace(looked, by_tier=hit.by_tier)
+            if hit.num_tokens == looked.num_tokens
+            else hit
+        )
 
     # ---- the present state of the model
 
@@ -663,7 +939,9 @@ class CachedModel:
         self._changing.append(hook)
 
     def _ready(self, salt: str | None) -> _Ready:
-        """Return the cache of the present weights, and the options for adapters, tenant and numerics."""
+        """Return the cache of the present weights, and the options for adapters, tenant and
+        numerics.
+        """
         with self._lock:
             walk = walk_over(self.model)
             if walk.weights != self._weights:
@@ -675,7 +953,12 @@ class CachedModel:
             hooks = foreign_hooks(walk)
             why_not = code_between(self.model, walk)
             changing = next(
-                (one for one in hooks if any(one.hook is known for known in self._changing)), None
+                (
+                    one
+                    for one in hooks
+                    if any(one.hook is known for known in self._changing)
+                ),
+                None,
             )
             if changing is not None:
                 why_not = why_not or str(HookChanges(changing))
@@ -687,11 +970,22 @@ class CachedModel:
             numerics = numerics_of(self.model, walk)
             edits = self._edits.text(walk)
             why_not = why_not or self._layout_trouble(numerics.autocast, edits)
-            space = {"lora": lora, "salt": salt, "numerics": ", ".join(filter(None, (numerics.text, edits)))}
-            return _Ready(self.cache, space, self.cache.present_namespace(lora), why_not, hooks)
+            space = {
+                "lora": lora,
+                "salt": salt,
+                "numerics": ", ".join(filter(None, (numerics.text, edits))),
+            }
+            return _Ready(
+                self.cache,
+                space,
+                self.cache.present_namespace(lora),
+                why_not,
+                hooks,
+            )
 
     def _layout_trouble(self, autocast: str, edits: str) -> str:
-        """Return why KV that is computed now does not fit the layout, or cannot be cut; "" if it does and can.
+        """Return why KV that is computed now does not fit the layout, or cannot be cut; "" if it
+        does and can.
 
         The first call under other settings probes the model, by passes over four tokens.
         """
@@ -707,20 +1001,24 @@ class CachedModel:
     def _probed_trouble(self, autocast: str) -> str:
         try:
             model_checks.check_model(self.model)
-            layout = model_checks.probe_model(self.model, self.layout.chunk_tokens).layout
+            layout = model_checks.probe_model(
+                self.model, self.layout.chunk_tokens
+            ).layout
         except ValueError as trouble:
             return str(trouble)
         if layout.fingerprint == self.layout.fingerprint:
             return ""
         return (
-            f"under {autocast or 'these settings'} the KV has another layout, {_dtypes(layout)} instead of "
+            f"under {autocast or 'these settings'} the KV has another layout, {_dtypes(layout)} "
+            "instead of "
             f"{_dtypes(self.layout)}: create the CachedModel under the settings of its calls"
         )
 
     def _ready_to_blend(self, salt: str | None) -> tuple[_Ready, Blender, Stamp]:
         """Return the result of `_ready`, the blender for the present weights, and their stamp.
 
-        Under one lock: if another thread changed the weights in between, their KV would be stored under the old name.
+        Under one lock: if another thread changed the weights in between, their KV would be stored
+        under the old name.
         """
         from pagoda.connectors.transformers.blending import Blender
 
@@ -733,35 +1031,55 @@ class CachedModel:
             return ready, self._blender, self._stamp
 
     def _observe(self, tokens: int, seconds: float) -> None:
-        if tokens >= self.layout.chunk_tokens:  # fewer tokens do not show the speed of computing chunks
+        # fewer tokens do not show the speed of computing chunks
+        if tokens >= self.layout.chunk_tokens:
             self.cache.observe_prefill(tokens, seconds)
 
     def _weights_changed(self, walk: ModelWalk) -> None:
-        """Change to the namespace and the device of the present weights, after a weight was written to or moved."""
+        """Change to the namespace and the device of the present weights, after a weight was written
+        to or moved.
+        """
         forms = model_checks.forms_of(self.model)
         if self._named["weights"] is not None or self._config is None:
-            how = "the weights were changed" if forms == self._forms else "the model was moved or converted"
-            raise ValueError(f"{how}: create a new CachedModel, so that old KV is not used with new weights")
+            how = (
+                "the weights were changed"
+                if forms == self._forms
+                else "the model was moved or converted"
+            )
+            raise ValueError(
+                f"{how}: create a new CachedModel, so that old KV is not used with new weights"
+            )
         old = self.cache
         blender = self._blender
         self._blender = None
-        if blender is not None:  # it has the verdict, the probed embedding and the KV of the old weights
+        # it has the verdict, the probed embedding and the KV of the old weights
+        if blender is not None:
             blender.cache.close()
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
             self._seen = _looked_at(self.model, self.layout.chunk_tokens)
             self._forms = forms
-            self._probed_under = (numerics_of(self.model, walk).autocast, self._edits.text(walk))
+            self._probed_under = (
+                numerics_of(self.model, walk).autocast,
+                self._edits.text(walk),
+            )
             self._layouts.clear()
         namespace = namespace_of(self.model, self._seen.layout, **self._named)
         try:
-            self.cache = Cache(self._config, namespace=namespace, layout=self._seen.layout)
+            self.cache = Cache(
+                self._config, namespace=namespace, layout=self._seen.layout
+            )
         except ConfigError as refusal:
             if not old.config.lossy_codecs():
                 raise
-            _log.warning("tiers with a lossy codec are left out, as the weights have changed: %s", refusal)
+            _log.warning(
+                "tiers with a lossy codec are left out, as the weights have changed: %s",
+                refusal,
+            )
             exact = old.config.without_lossy_tiers()
-            self.cache = Cache(exact, namespace=namespace, layout=self._seen.layout)
+            self.cache = Cache(
+                exact, namespace=namespace, layout=self._seen.layout
+            )
         old.close()
         if self._events is not None:
             try:
@@ -771,7 +1089,9 @@ class CachedModel:
 
 
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
-    """Return the layout of the model's KV, by running it on four tokens. Raises ValueError if it cannot be cut."""
+    """Return the layout of the model's KV, by running it on four tokens. Raises ValueError if it
+    cannot be cut.
+    """
     model_checks.check_model(model)
     return model_checks.probe_model(model, chunk_tokens).layout
 
@@ -789,7 +1109,9 @@ def _dtypes(layout: KVLayout) -> str:
 def _prompts_of(
     decoding: Any, input_ids: Any, attention_mask: Any, repeats: int
 ) -> tuple[_Prompts | None, str]:
-    """Return the prompts of a call, or None and why they have no keys. ValueError if `input_ids` is no tensor."""
+    """Return the prompts of a call, or None and why they have no keys. ValueError if `input_ids` is
+    no tensor.
+    """
     if input_ids is None:
         return None, "there are no input_ids, of which keys are made"
     check_input_ids(input_ids)
@@ -801,7 +1123,9 @@ def _prompts_of(
 
 
 def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for a second `generate` of the same prompt; the streamer does not get the prompt again."""
+    """Return the arguments for a second `generate` of the same prompt; the streamer does not get
+    the prompt again.
+    """
     if kwargs.get("streamer") is None:
         return kwargs
     from pagoda.connectors.transformers.layerwise import Resumed
@@ -810,9 +1134,12 @@ def _again(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _configured(config: Config | None, options: ConfigOptions) -> Config:
-    """Return the given config, or that of files, environment and defaults; `options` take precedence over both."""
+    """Return the given config, or that of files, environment and defaults; `options` take
+    precedence over both.
+    """
     if config is not None:
-        return replace(config, **options)  # type: ignore[arg-type]  # Config converts what it is given
+        # Config converts what it is given
+        return replace(config, **options)  # type: ignore[arg-type]
     from pagoda.config.sources import load
 
     return load(None, None, None, **options).for_engine()
@@ -830,5 +1157,6 @@ def _check_made_for(cache: Cache, namespace: Namespace) -> None:
     differing = Namespace.differing(cache.namespace.fields(), asked.fields())
     if differing:
         raise ValueError(
-            f"the cache was made for another model ({', '.join(differing)} differ): use namespace_of"
+            f"the cache was made for another model ({', '.join(differing)} differ): use "
+            "namespace_of"
         )

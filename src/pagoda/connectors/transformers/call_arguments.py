@@ -1,7 +1,8 @@
 """Decides from the arguments of `generate` whether a call can use the cache. Changes nothing.
 
-Every argument is known by its name, because one that is not may change the KV: it is harmless, or the call goes on
-without the cache. So an argument of a later Transformers, or of one model, can never put wrong KV under a key.
+Every argument is known by its name, because one that is not may change the KV: it is harmless, or
+the call goes on without the cache. So an argument of a later Transformers, or of one model, can
+never put wrong KV under a key.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _HARMLESS = frozenset(
         "assistant_tokenizer",
         "generation_config",
         "logits_processor",
-        "negative_prompt_attention_mask",  # with the ids: a separate pass, with its own cache
+        # with the ids: a separate pass, with its own cache
+        "negative_prompt_attention_mask",
         "negative_prompt_ids",
         "prefix_allowed_tokens_fn",
         "stopping_criteria",
@@ -24,7 +26,8 @@ _HARMLESS = frozenset(
         "trust_remote_code",
     }
 )
-# fields of a generation config that decide which tokens are chosen, how many, and what is returned of them
+# fields of a generation config that decide which tokens are chosen, how many, and what is returned
+# of them
 _HARMLESS_FIELDS = frozenset(
     {
         "bad_words_ids",
@@ -78,7 +81,8 @@ _HARMLESS_FIELDS = frozenset(
         "watermarking_config",
     }
 )
-_OF_MODES = frozenset(  # they count in modes that are not served at all, which the config itself names
+# they count in modes that are not served at all, which the config itself names
+_OF_MODES = frozenset(
     {
         "assistant_confidence_threshold",
         "assistant_early_exit",
@@ -105,7 +109,8 @@ _WHY = {
     "synced_gpus": "processes that take every step together cannot begin at different hits",
     "token_healing": "it replaces tokens of the prompt",
 }
-_CACHES = ("cache", "past_key_values", "cache_params")  # the first since Transformers 5.24
+# the first since Transformers 5.24
+_CACHES = ("cache", "past_key_values", "cache_params")
 _OTHER_PROMPTS = ("inputs_embeds", "inputs")
 _DYNAMIC = (None, "dynamic", "dynamic_full")
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -119,7 +124,8 @@ class CallArguments(NamedTuple):
 
 
 def read_arguments(model: Any, kwargs: dict[str, Any]) -> CallArguments:
-    """Return the generation config of a call with these arguments, and whether it can use the cache.
+    """Return the generation config of a call with these arguments, and whether it can use the
+    cache.
 
     Raises what `generate` raises for a generation config that it does not accept.
     """
@@ -137,7 +143,10 @@ def _why_not(decoding: Any, kwargs: dict[str, Any]) -> str:
             "model.generation_config"
         )
     if decoding.cache_implementation not in _DYNAMIC:
-        return f"cache_implementation {decoding.cache_implementation!r}: only a dynamic cache can be filled"
+        return (
+            f"cache_implementation {decoding.cache_implementation!r}: only a dynamic cache "
+            "can be filled"
+        )
     # assisted decoding computes the whole prompt again over the filled cache: another text
     mode = decoding.get_generation_mode(kwargs.get("assistant_model")).value
     if mode not in _MODES:
@@ -146,10 +155,13 @@ def _why_not(decoding: Any, kwargs: dict[str, Any]) -> str:
 
 
 def _of_argument(name: str, value: Any) -> str:
-    """Return why a call with this argument cannot use the cache; "" if it can, or if the generation config decides."""
+    """Return why a call with this argument cannot use the cache; "" if it can, or if the generation
+    config decides.
+    """
     if name in _HARMLESS or name in _HARMLESS_FIELDS or name in _OF_MODES:
         return ""
-    if name in ("cache_implementation", "assistant_model"):  # by the generation config, and by its mode
+    # by the generation config, and by its mode
+    if name in ("cache_implementation", "assistant_model"):
         return ""
     if name == "logits_to_keep" and type(value) is int:
         return ""
@@ -157,7 +169,8 @@ def _of_argument(name: str, value: Any) -> str:
         return _WHY[name] if value else ""
     if name in _CACHES:
         return (
-            "it is another cache, and the KV of this call would be stored and loaded by its input_ids alone"
+            "it is another cache, and the KV of this call would be stored and loaded by its "
+            "input_ids alone"
         )
     if name in _OTHER_PROMPTS:
         return "keys are made of token ids alone: give input_ids"
@@ -165,16 +178,25 @@ def _of_argument(name: str, value: Any) -> str:
 
 
 def _of_fields(decoding: Any) -> str:
-    """Return why a call cannot use the cache because of a field that Transformers has and this module does not know."""
+    """Return why a call cannot use the cache because of a field that Transformers has and this
+    module does not know.
+    """
     defaults = vars(type(decoding)())
     for name, default in defaults.items():
         if name.startswith("_") or name in _HARMLESS_FIELDS or name in _OF_MODES:
             continue
         value = getattr(decoding, name, default)
-        if name in ("cache_implementation", "cache_config", "continuous_batching_config"):  # for other caches
+        # for other caches
+        if name in (
+            "cache_implementation",
+            "cache_config",
+            "continuous_batching_config",
+        ):
             continue
         if value is not None and value != default and (name not in _WHY or value):
-            why = _WHY.get(name, "it is not known here whether the KV depends on it")
+            why = _WHY.get(
+                name, "it is not known here whether the KV depends on it"
+            )
             return f"{name} in the generation config: {why}"
     return ""
 
@@ -182,6 +204,14 @@ def _of_fields(decoding: Any) -> str:
 def _generation_config(model: Any, kwargs: dict[str, Any]) -> Any:
     defaults = model.generation_config
     config = copy.deepcopy(kwargs.get("generation_config") or type(defaults)())
-    config.update(**defaults.to_dict(), defaults_only=True, allow_custom_entries=True)
-    config.update(**{name: value for name, value in kwargs.items() if name != "generation_config"})
+    config.update(
+        **defaults.to_dict(), defaults_only=True, allow_custom_entries=True
+    )
+    config.update(
+        **{
+            name: value
+            for name, value in kwargs.items()
+            if name != "generation_config"
+        }
+    )
     return config

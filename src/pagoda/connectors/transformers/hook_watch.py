@@ -1,8 +1,10 @@
-"""Watches the hooks that others put on a model, during one computation: does one of them change what is computed?
+"""Watches the hooks that others put on a model, during one computation: does one of them change
+what is computed?
 
-Most hooks only look: the cache works with them. A hook that returns a value, or writes to a tensor that it was given,
-gives the prompt another KV. The first time is noticed within the first pass, before a token was chosen or handed out:
-HookChanges ends the pass, and the call starts again without the cache. `CachedModel` keeps in mind which hooks did.
+Most hooks only look: the cache works with them. A hook that returns a value, or writes to a tensor
+that it was given, gives the prompt another KV. The first time is noticed within the first pass,
+before a token was chosen or handed out: HookChanges ends the pass, and the call starts again
+without the cache. `CachedModel` keeps in mind which hooks did.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class HookChanges(ValueError):
     """A hook changed what the model computes; nothing was handed out yet."""
 
     def __init__(self, seen: ForeignHook) -> None:
-        super().__init__(f"{seen.text} changes the KV, which no key contains: remove it")
+        super().__init__(
+            f"{seen.text} changes the KV, which no key contains: remove it"
+        )
         self.hook = seen.hook
 
 
@@ -35,7 +39,8 @@ class HookWatch:
     """A context in which the hooks of a model are watched, on this thread. For one use.
 
     Attributes:
-        changing: the hook that was seen to change something after the first pass, None if there was none.
+        changing: the hook that was seen to change something after the first pass, None if there was
+            none.
     """
 
     def __init__(self, model: Any, hooks: Sequence[ForeignHook]) -> None:
@@ -59,7 +64,8 @@ class HookWatch:
 
     def __exit__(self, *_: object) -> None:
         for seen, watcher in zip(self._hooks, self._watchers, strict=True):
-            if seen.registered.get(seen.number) is watcher:  # else it was removed meanwhile
+            # else it was removed meanwhile
+            if seen.registered.get(seen.number) is watcher:
                 seen.registered[seen.number] = seen.hook
         if self._end is not None:
             self._end.remove()
@@ -75,7 +81,11 @@ class HookWatch:
             tensors = list(_tensors_in(given))
             before = _versions(tensors)
             answer = seen.hook(*given)
-            if answer is not None or before is None or _versions(tensors) != before:
+            if (
+                answer is not None
+                or before is None
+                or _versions(tensors) != before
+            ):
                 self._noticed(seen)
             return answer
 
@@ -88,7 +98,9 @@ class HookWatch:
 
 
 def _versions(tensors: Sequence[Any]) -> list[int] | None:
-    """Return how often each tensor was written to; None if torch does not count that (inference mode)."""
+    """Return how often each tensor was written to; None if torch does not count that (inference
+    mode).
+    """
     if any(tensor.is_inference() for tensor in tensors):
         return None
     return [tensor._version for tensor in tensors]

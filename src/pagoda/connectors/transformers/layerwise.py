@@ -3,9 +3,10 @@
     loading      | layer 0 | layer 1 | layer 2 | ... | validated
     computing              | layer 0 | layer 1 | ...       | last layer | first token
 
-A layer's attention waits for that layer's KV. The last layer also waits for the end of the load: only then is it
-known that the bytes are the requested ones, and the first forward pass returns nothing before. If they are not,
-`LoadShort` ends that pass before anything was sampled or streamed, and the caller of `generate` calls it again.
+A layer's attention waits for that layer's KV. The last layer also waits for the end of the load:
+only then is it known that the bytes are the requested ones, and the first forward pass returns
+nothing before. If they are not, `LoadShort` ends that pass before anything was sampled or streamed,
+and the caller of `generate` calls it again.
 
 Imports transformers, so import this module only when it is needed.
 """
@@ -37,7 +38,8 @@ class LoadShort(Exception):
 
 @dataclass(eq=False)
 class LayerLoad:
-    """A running load of one prompt's KV into `kv`, a DynamicCache to pass to `generate`. For the computing thread.
+    """A running load of one prompt's KV into `kv`, a DynamicCache to pass to `generate`. For the
+    computing thread.
 
     The result of `generate` may be used if `result` returns a hit.
     """
@@ -57,21 +59,29 @@ class LayerLoad:
         self._absent = set(range(len(self.kv.layers)))  # layers not yet used
 
     def wait_for(self, layer: int) -> None:
-        """Wait until this thread's current stream may use a layer. Raises LoadShort if it does not arrive."""
-        if not self._layer_events.wait_layer(layer, self._device, self._deadline.remaining()):
+        """Wait until this thread's current stream may use a layer. Raises LoadShort if it does not
+        arrive.
+        """
+        if not self._layer_events.wait_layer(
+            layer, self._device, self._deadline.remaining()
+        ):
             self.hung = not self._layer_events.ended
             self.seconds = time.monotonic() - self._began
             raise LoadShort
 
     def used(self, layer: int) -> None:
-        """Note that a layer is about to be used; waits for it, and at the last layer for the end of the load."""
+        """Note that a layer is about to be used; waits for it, and at the last layer for the end of
+        the load.
+        """
         self.wait_for(layer)
         self._absent.discard(layer)
         if not self._absent:
             self.result()
 
     def result(self) -> Hit:
-        """Wait until the load has been validated; return the hit. Raises LoadShort if it is not complete."""
+        """Wait until the load has been validated; return the hit. Raises LoadShort if it is not
+        complete.
+        """
         if self._hit is None:
             hit = self._outcome()
             self.seconds = time.monotonic() - self._began
@@ -81,10 +91,13 @@ class LayerLoad:
         return self._hit
 
     def give_up(self) -> None:
-        """Release the KV, which is useless without a hit; threads that still write to it keep it alive. Idempotent."""
+        """Release the KV, which is useless without a hit; threads that still write to it keep it
+        alive. Idempotent.
+        """
         self._future.cancel()  # if it has not begun
         if self._hit is None and self.kv is not None:
-            self.kv.layers.clear()  # breaks a reference cycle, so that the memory is freed at once
+            # breaks a reference cycle, so that the memory is freed at once
+            self.kv.layers.clear()
         self.kv = None
 
     def _outcome(self) -> Hit | None:
@@ -95,19 +108,23 @@ class LayerLoad:
         except TimeoutError:
             self.hung = not self._future.done()
             return None
-        except Exception:  # noqa: BLE001  # wrong use: the second, plain load raises it to the caller
+        except Exception:  # noqa: BLE001
+            # wrong use: the second, plain load raises it to the caller
             return None
 
 
 class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """A layer of a DynamicCache whose K and V are being loaded: its use waits. Then `plain` replaces it in `layers`.
+    """A layer of a DynamicCache whose K and V are being loaded: its use waits. Then `plain`
+    replaces it in `layers`.
 
     Its length is known from the beginning, so masks and positions do not wait.
     """
 
     _layer_type = None  # transformers itself never makes this kind
 
-    def __init__(self, load: LayerLoad, layers: list[Any], index: int, plain: Any) -> None:
+    def __init__(
+        self, load: LayerLoad, layers: list[Any], index: int, plain: Any
+    ) -> None:
         self._kept: dict[str, Any] = {}
         super().__init__()  # type: ignore[no-untyped-call]
         self._load = load
@@ -143,26 +160,39 @@ class ArrivingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """Return the number of tokens that are being loaded; does not wait."""
         return self._tokens
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wait for K and V and return them with the new ones appended; afterwards a plain layer does this."""
+    def update(
+        self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Wait for K and V and return them with the new ones appended; afterwards a plain layer
+        does this.
+        """
         self._load.used(self._index)
         self._plain.keys = self._kept["keys"]
         self._plain.values = self._kept["values"]
-        self._kept.clear()  # a layer's old memory is freed as soon as the model has its new one
+        # a layer's old memory is freed as soon as the model has its new one
+        self._kept.clear()
         self._layers[self._index] = self._plain
         return self._plain.update(key_states, value_states, *args, **kwargs)
 
 
 class LayerLoads:
-    """The threads that load for one CachedModel: a few, started when needed, also after a fork. Thread-safe."""
+    """The threads that load for one CachedModel: a few, started when needed, also after a fork.
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._pool = Pool(_THREADS, "pagoda-load")
 
     def begin(
-        self, model: Any, seen: ProbedModel, cache: Cache, tokens: Any, space: dict[str, Any]
+        self,
+        model: Any,
+        seen: ProbedModel,
+        cache: Cache,
+        tokens: Any,
+        space: dict[str, Any],
     ) -> LayerLoad | None:
-        """Begin to load `tokens`, whole chunks that were all found in the host tier, without waiting for any of them.
+        """Begin to load `tokens`, whole chunks that were all found in the host tier, without
+        waiting for any of them.
 
         Returns None if all threads are busy, or after close: then load without this class.
         """
@@ -175,14 +205,28 @@ class LayerLoads:
         layer_events = LayerEvents(layout.layers, chunks)
         transfer = kv_of_row(planes, 0, 0, len(tokens), seen, layer_events)
         try:
-            future = self._pool.submit(cache.retrieve, tokens, transfer, counted=False, **space)
+            future = self._pool.submit(
+                cache.retrieve, tokens, transfer, counted=False, **space
+            )
         except RuntimeError:  # after close, or no thread could be started
             return None
         future.add_done_callback(lambda _: layer_events.end())
         kv: Any = DynamicCache(config=model.config)
-        seconds = cache.config.deadline_seconds + chunks * layout.chunk_bytes / SLOWEST_BYTES_PER_SECOND
-        load = LayerLoad(kv, layer_events, seen.copy_engine.device, future, len(tokens), Deadline(seconds))
-        for index, (plain, (keys, values)) in enumerate(zip(list(kv.layers), planes, strict=True)):
+        seconds = (
+            cache.config.deadline_seconds
+            + chunks * layout.chunk_bytes / SLOWEST_BYTES_PER_SECOND
+        )
+        load = LayerLoad(
+            kv,
+            layer_events,
+            seen.copy_engine.device,
+            future,
+            len(tokens),
+            Deadline(seconds),
+        )
+        for index, (plain, (keys, values)) in enumerate(
+            zip(list(kv.layers), planes, strict=True)
+        ):
             plain.lazy_initialization(keys, values)
             plain.keys = keys
             plain.values = values
@@ -196,7 +240,9 @@ class LayerLoads:
 
 
 class Resumed:
-    """A streamer for a second call of `generate`: it has received the prompt already. For one thread."""
+    """A streamer for a second call of `generate`: it has received the prompt already. For one
+    thread.
+    """
 
     def __init__(self, streamer: Any) -> None:
         self._streamer = streamer

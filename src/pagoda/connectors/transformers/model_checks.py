@@ -1,4 +1,6 @@
-"""Decides which models can be cached. All others are refused with a reason, so that no text is wrong."""
+"""Decides which models can be cached. All others are refused with a reason, so that no text is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from pagoda.transfer.gpu.copy_engine import CopyEngine
 
 _WHY = {
-    "DynamicSlidingWindowLayer": "a sliding window forgets tokens, so its KV cannot be cut at a chunk",
+    "DynamicSlidingWindowLayer": "a sliding window forgets tokens, so its KV cannot be cut at a chunk",  # noqa: E501
     "DynamicIndexedLayer": "it keeps an index beside K and V that is not stored yet",
     "LinearAttentionLayer": "a recurrent state cannot be cut at a chunk",
     "LinearAttentionAndFullAttentionLayer": "a recurrent state cannot be cut at a chunk",
@@ -21,7 +23,8 @@ _WHY = {
 }
 _PROBE_TOKENS = 4
 _HELD_TOKENS = 2
-_LENGTH_ROPES = ("dynamic", "longrope")  # rotary frequencies that depend on the length of the prompt
+# rotary frequencies that depend on the length of the prompt
+_LENGTH_ROPES = ("dynamic", "longrope")
 
 
 class ProbedModel(NamedTuple):
@@ -33,40 +36,49 @@ class ProbedModel(NamedTuple):
 
 
 def check_model(model: Any) -> None:
-    """Raise ValueError if the KV of a prefix cannot be cut out of this model's cache, or depends on what follows it."""
+    """Raise ValueError if the KV of a prefix cannot be cut out of this model's cache, or depends on
+    what follows it.
+    """
     from transformers import DynamicCache
 
     config = model.config
     if config.is_encoder_decoder or getattr(model, "_is_stateful", False):
         raise ValueError(
-            f"{type(model).__name__} keeps a state that is not KV of its tokens: it cannot be cached"
+            f"{type(model).__name__} keeps a state that is not KV of its tokens: it cannot be "
+            "cached"
         )
     if getattr(model, "tp_size", None) or any(
         type(weight).__name__ == "DTensor" for weight in model.parameters()
     ):
         raise ValueError(
-            "the weights are spread over processes (tensor parallel, FSDP): each would store its share under one key"
+            "the weights are spread over processes (tensor parallel, FSDP): each would store its "
+            "share under one key"
         )
     for layer in DynamicCache(config=config).layers:
         kind = type(layer).__name__
         if kind != "DynamicLayer":
             raise ValueError(
-                f"{type(model).__name__} has a layer of kind {kind}: {_WHY.get(kind, 'it cannot be cut')}"
+                f"{type(model).__name__} has a layer of kind {kind}: "
+                f"{_WHY.get(kind, 'it cannot be cut')}"
             )
     ropes = rope_types(config.get_text_config(decoder=True).to_dict())
     if by_length := [rope for rope in _LENGTH_ROPES if rope in ropes]:
-        raise ValueError(f"rope type {by_length[0]!r}: K depends on the length of the prompt")
+        raise ValueError(
+            f"rope type {by_length[0]!r}: K depends on the length of the prompt"
+        )
 
 
 def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:
     """Return the layout of the model's KV, by running it on four tokens; changes nothing.
 
-    Raises ValueError if layers differ, if the cache is not K and V of each token, if the KV of a token depends on
-    tokens after it, or if the model cannot compute several tokens after those whose KV it is given.
+    Raises ValueError if layers differ, if the cache is not K and V of each token, if the KV of a
+    token depends on tokens after it, or if the model cannot compute several tokens after those
+    whose KV it is given.
     """
     try:
         return _probed(model, chunk_tokens, told=True)
-    except ValueError:  # it may take positions in another form only, in which `generate` knows them
+    except ValueError:
+        # it may take positions in another form only, in which `generate` knows them
         return _probed(model, chunk_tokens, told=False)
 
 
@@ -75,35 +87,51 @@ def _probed(model: Any, chunk_tokens: int, told: bool) -> ProbedModel:
     whole = probed_kv(model, _PROBE_TOKENS, told=told)
     planes = {tuple(_plane(tensor) for tensor in layer) for layer in whole}
     if len(planes) != 1:
-        raise ValueError(f"{name} has layers of different shapes {sorted(planes)}: not supported yet")
+        raise ValueError(
+            f"{name} has layers of different shapes {sorted(planes)}: not supported yet"
+        )
     parts = probed_kv(model, _PROBE_TOKENS, held=_HELD_TOKENS, told=told)
     if not _is_like(parts, whole, slice(0, _HELD_TOKENS)):
-        raise ValueError(f"{name}: the KV of a token depends on what comes after it")
+        raise ValueError(
+            f"{name}: the KV of a token depends on what comes after it"
+        )
     if not _is_like(parts, whole, slice(_HELD_TOKENS, _PROBE_TOKENS)):
         raise ValueError(
-            f"{name} computes other KV if it is given that of the tokens before: it cannot be cached"
+            f"{name} computes other KV if it is given that of the tokens before: it cannot be "
+            "cached"
         )
     layout = KVLayout.of(len(whole), planes.pop(), chunk_tokens)
     return ProbedModel(layout, [layer[0].device for layer in whole])
 
 
-def _is_like(ours: list[tuple[Any, Any]], theirs: list[tuple[Any, Any]], tokens: slice) -> bool:
-    """Return whether KV of some tokens that was computed in two ways is the same, up to rounding."""
+def _is_like(
+    ours: list[tuple[Any, Any]], theirs: list[tuple[Any, Any]], tokens: slice
+) -> bool:
+    """Return whether KV of some tokens that was computed in two ways is the same, up to
+    rounding.
+    """
     for our_layer, their_layer in zip(ours, theirs, strict=True):
         for our_plane, their_plane in zip(our_layer, their_layer, strict=True):
-            difference = our_plane[..., tokens, :].float() - their_plane[..., tokens, :].float()
+            difference = (
+                our_plane[..., tokens, :].float()
+                - their_plane[..., tokens, :].float()
+            )
             if difference.abs().max() > 0.05 * their_plane.float().abs().max():
                 return False
     return True
 
 
 def forms_of(model: Any) -> tuple[tuple[Any, Any], ...]:
-    """Return the device and dtype of each weight: they decide the device and the layout of the KV."""
+    """Return the device and dtype of each weight: they decide the device and the layout of the
+    KV.
+    """
     return tuple((weight.device, weight.dtype) for weight in model.parameters())
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether part of the model's forward pass was compiled: then code between its layers may not run at each pass."""
+    """Whether part of the model's forward pass was compiled: then code between its layers may not
+    run at each pass.
+    """
     return any(_is_compiled(module) for module in model.modules())
 
 
@@ -118,20 +146,31 @@ def _is_compiled(module: Any) -> bool:
 
 
 def kv_argument(model: Any, kv: Any) -> dict[str, Any]:
-    """Return `kv` as the keyword argument that a call of the model, or of its `generate`, takes. Pure.
+    """Return `kv` as the keyword argument that a call of the model, or of its `generate`, takes.
+    Pure.
 
     Transformers 5.24 renamed `past_key_values` to `cache`.
     """
-    return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": kv}
+    return {
+        "cache"
+        if "cache" in inspect.signature(model.forward).parameters
+        else "past_key_values": kv
+    }
 
 
 def probed_kv(
-    model: Any, tokens: int, first: int | None = None, held: int = 0, told: bool = False
+    model: Any,
+    tokens: int,
+    first: int | None = None,
+    held: int = 0,
+    told: bool = False,
 ) -> list[tuple[Any, Any]]:
-    """Return K and V of each layer for so many tokens, at the positions from `first` on if that is given.
+    """Return K and V of each layer for so many tokens, at the positions from `first` on if that is
+    given.
 
-    `held`: as many of the tokens are computed before, so the model is given their KV, as after a hit. `told`: the model
-    is told positions and a mask, if it knows such arguments, as `generate` does.
+    `held`: as many of the tokens are computed before, so the model is given their KV, as after a
+    hit. `told`: the model is told positions and a mask, if it knows such arguments, as `generate`
+    does.
 
     Raises ValueError if they are not K and V of each token, or if the model cannot compute them.
     """
@@ -146,13 +185,22 @@ def probed_kv(
     def compute(begin: int, end: int) -> None:
         more = {}
         if first is not None:
-            more["position_ids"] = torch.arange(first + begin, first + end, device=model.device)[None]
+            more["position_ids"] = torch.arange(
+                first + begin, first + end, device=model.device
+            )[None]
         if told and "position_ids" in known:
-            more["position_ids"] = torch.arange(begin, end, device=model.device)[None]
+            more["position_ids"] = torch.arange(begin, end, device=model.device)[
+                None
+            ]
         if told and "attention_mask" in known:
             more["attention_mask"] = torch.ones_like(ids[:, :end])
         with torch.no_grad():
-            model(input_ids=ids[:, begin:end], use_cache=True, **kv_argument(model, cache), **more)
+            model(
+                input_ids=ids[:, begin:end],
+                use_cache=True,
+                **kv_argument(model, cache),
+                **more,
+            )
 
     what = "a prompt of token ids alone"
     try:
@@ -166,9 +214,13 @@ def probed_kv(
         ) from trouble
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     if any(
-        plane is None or plane.ndim != 4 or plane.shape[2] != tokens for layer in layers for plane in layer
+        plane is None or plane.ndim != 4 or plane.shape[2] != tokens
+        for layer in layers
+        for plane in layer
     ):
-        raise ValueError(f"{type(model).__name__} does not keep K and V [batch, heads, tokens, dim] a layer")
+        raise ValueError(
+            f"{type(model).__name__} does not keep K and V [batch, heads, tokens, dim] a layer"
+        )
     return layers
 
 

@@ -1,8 +1,10 @@
-"""What was done to a model's code and settings, apart from its weights: edits, hooks, other forward methods.
+"""What was done to a model's code and settings, apart from its weights: edits, hooks, other forward
+methods.
 
-Edits after the model was opened have a name, which is part of the namespace. Code that was put between the modules has
-none: calls go on without the cache while it is there. Hooks may only look: `hook_watch` finds that out. What a class or
-a function was replaced by cannot be seen here.
+Edits after the model was opened have a name, which is part of the namespace. Code that was put
+between the modules has
+none: calls go on without the cache while it is there. Hooks may only look: `hook_watch` finds that
+out. What a class or a function was replaced by cannot be seen here.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from blake3 import blake3
 
 from pagoda.connectors.identity.plain_values import stable
 from pagoda.connectors.transformers.hook_watch import ForeignHook
-from pagoda.connectors.transformers.model_walk import METHODS, ModelWalk, plain_settings
+from pagoda.connectors.transformers.model_walk import (
+    METHODS,
+    ModelWalk,
+    plain_settings,
+)
 
 # hooks of these only observe, or compute a weight from other weights, which are named
 _HARMLESS_HOOKS = ("torch.nn.utils.", "torch.utils.", "transformers.", "pagoda.")
@@ -25,7 +31,9 @@ _Facts = dict[str, Any]  # by name: plain values
 
 
 class ModelEdits:
-    """The settings of one model when this was made, and how the present ones differ. As thread-safe as the model."""
+    """The settings of one model when this was made, and how the present ones differ. As thread-safe
+    as the model.
+    """
 
     def __init__(self, model: Any, walk: ModelWalk) -> None:
         """`walk` is that of this moment."""
@@ -36,7 +44,8 @@ class ModelEdits:
         self._seen = walk.settings  # when the latest were read
 
     def text(self, walk: ModelWalk) -> str:
-        """Return a name of the differences, "" if there are none: the same edits have the same name everywhere.
+        """Return a name of the differences, "" if there are none: the same edits have the same name
+        everywhere.
 
         `walk` is that of this moment.
         """
@@ -47,36 +56,51 @@ class ModelEdits:
         config = _config_of(self._model)
         if modules == self._modules and config == self._config:
             return ""
-        differences = [*_differences(self._modules, modules), *_differences(self._config, config)]
+        differences = [
+            *_differences(self._modules, modules),
+            *_differences(self._config, config),
+        ]
         digest = blake3(json.dumps(differences, default=repr).encode())
         return f"edited={digest.hexdigest(8)}"
 
 
 def code_between(model: Any, walk: ModelWalk) -> str:
-    """Return a sentence on the first method that was replaced, or module whose dropout is on; "" if there is none.
+    """Return a sentence on the first method that was replaced, or module whose dropout is on; "" if
+    there is none.
 
     Changes nothing.
     """
     for name, module in walk.unusual:
         own = vars(module)
         if own.get("training") and (module is model or _is_random(module)):
-            return f"{_place(name)} is in training mode, where dropout changes the KV: call model.eval()"
+            return (
+                f"{_place(name)} is in training mode, where dropout changes the KV: call "
+                "model.eval()"
+            )
         for method in METHODS:
             replaced = own.get(method)
-            if replaced is not None and not _is_known_method(module, method, replaced):
+            if replaced is not None and not _is_known_method(
+                module, method, replaced
+            ):
                 return (
-                    f"{method} of {_place(name)} was replaced by {_described(replaced)}, which no key contains: "
+                    f"{method} of {_place(name)} was replaced by {_described(replaced)}, which "
+                    "no key contains: "
                     "restore it"
                 )
     return ""
 
 
 def foreign_hooks(walk: ModelWalk) -> list[ForeignHook]:
-    """Return the hooks on forward passes that may change them, in no certain order. Changes nothing."""
+    """Return the hooks on forward passes that may change them, in no certain order. Changes
+    nothing.
+    """
     from torch.nn.modules import module as torch_module
 
     found = []
-    for registered in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
+    for registered in (
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
+    ):
         found += _foreign_in(registered, "all modules")
     for name, registered in walk.hooked:
         found += _foreign_in(registered, _place(name))
@@ -85,7 +109,9 @@ def foreign_hooks(walk: ModelWalk) -> list[ForeignHook]:
 
 def _foreign_in(registered: Any, place: str) -> list[ForeignHook]:
     return [
-        ForeignHook(registered, number, hook, f"the hook {_described(hook)} on {place}")
+        ForeignHook(
+            registered, number, hook, f"the hook {_described(hook)} on {place}"
+        )
         for number, hook in list(registered.items())
         if not _is_harmless(hook)
     ]
@@ -95,7 +121,8 @@ def _modules_of(model: Any) -> _Facts:
     """Return the class and the plain attributes of each module."""
     found: _Facts = {}
     for name, module in model.named_modules():
-        if "_orig_mod" in module._modules:  # the shell of a compiled module, which computes the same
+        # the shell of a compiled module, which computes the same
+        if "_orig_mod" in module._modules:
             continue
         found[name.replace("_orig_mod.", "").removesuffix("._orig_mod")] = (
             type(module),
@@ -119,14 +146,18 @@ def _differences(old: _Facts, new: _Facts) -> Iterator[tuple[str, Any]]:
 
 
 def _is_random(module: Any) -> bool:
-    """Whether a module computes something else in training mode. Modules that others add are in it unless told."""
+    """Whether a module computes something else in training mode. Modules that others add are in it
+    unless told.
+    """
     from torch.nn.modules.batchnorm import _NormBase
     from torch.nn.modules.dropout import _DropoutNd
 
     if isinstance(module, _NormBase):
         return True
     return any(
-        type(value) in (int, float) and value > 0 and ("drop" in name or "jitter" in name or "noise" in name)
+        type(value) in (int, float)
+        and value > 0
+        and ("drop" in name or "jitter" in name or "noise" in name)
         for name, value in vars(module).items()
     ) or (isinstance(module, _DropoutNd) and module.p > 0)
 
@@ -137,7 +168,9 @@ def _is_harmless(hook: Any) -> bool:
 
 def _is_known_method(module: Any, name: str, replaced: Any) -> bool:
     plain = getattr(replaced, "__func__", replaced)
-    if plain is getattr(type(module), name, None) or hasattr(replaced, "_torchdynamo_orig_callable"):
+    if plain is getattr(type(module), name, None) or hasattr(
+        replaced, "_torchdynamo_orig_callable"
+    ):
         return True
     if name == "forward":  # accelerate moves weights between devices
         return _origin(replaced) == "accelerate.hooks"
@@ -148,7 +181,10 @@ def _is_known_method(module: Any, name: str, replaced: Any) -> bool:
 def _origin(function: Any) -> str:
     """Return the module in which a function's code is, whatever it pretends to wrap."""
     plain = _unwrapped(function)
-    return str(getattr(plain, "__globals__", {}).get("__name__") or type(plain).__module__)
+    return str(
+        getattr(plain, "__globals__", {}).get("__name__")
+        or type(plain).__module__
+    )
 
 
 def _described(function: Any) -> str:

@@ -1,9 +1,10 @@
-"""Everything except the tokens that a Transformers model's KV depends on: weights, config, active adapters.
+"""Everything except the tokens that a Transformers model's KV depends on: weights, config, active
+adapters.
 
-Weights are named by their bytes: xxh3_128 of every parameter and buffer, blake3 over names, shapes, dtypes and those
-digests. All weights are read once (5 to 10 GB/s a core); afterwards addresses and version counters show
-whether one was written to. xxh3 detects accidents, not forgeries: an attacker who can replace the weights of a model
-can do worse than share a cache.
+Weights are named by their bytes: xxh3_128 of every parameter and buffer, blake3 over names, shapes,
+dtypes and those digests. All weights are read once (5 to 10 GB/s a core); afterwards addresses and
+version counters show whether one was written to. xxh3 detects accidents, not forgeries: an attacker
+who can replace the weights of a model can do worse than share a cache.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ _PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a tim
 
 
 def namespace_of(
-    model: Any, layout: KVLayout, *, revision: str = "", weights: str | None = None, salt: str = ""
+    model: Any,
+    layout: KVLayout,
+    *,
+    revision: str = "",
+    weights: str | None = None,
+    salt: str = "",
 ) -> Namespace:
-    """Return the namespace of a model: reads all its weights unless `weights` names them. Changes nothing.
+    """Return the namespace of a model: reads all its weights unless `weights` names them. Changes
+    nothing.
 
-    Settings of this moment that change numbers, such as `torch.autocast`, are part of it: see `numerics`.
+    Settings of this moment that change numbers, such as `torch.autocast`, are part of it: see
+    `numerics`.
     """
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     return Namespace(
@@ -47,7 +55,8 @@ def namespace_of(
 
 
 def weights_digest(model: Any) -> str:
-    """Return 32 hex characters that name the weights, the config and the code version of `model`; changes nothing.
+    """Return 32 hex characters that name the weights, the config and the code version of `model`;
+    changes nothing.
 
     Raises ValueError if a weight has no bytes here (meta device, offloaded).
     """
@@ -57,37 +66,56 @@ def weights_digest(model: Any) -> str:
     # a release may change what a cache layer holds
     release = ".".join(transformers.__version__.split(".")[:2])
     left_out = (*VOLATILE, "architectures")
-    config = {name: value for name, value in model.config.to_dict().items() if name not in left_out}
+    config = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in left_out
+    }
     found.update(
-        json.dumps([type(model).__qualname__, release, config], sort_keys=True, default=str).encode()
+        json.dumps(
+            [type(model).__qualname__, release, config],
+            sort_keys=True,
+            default=str,
+        ).encode()
     )
     for name, tensor in _tensors(model):
-        described = [name, list(tensor.shape), str(tensor.dtype), _bytes_digest(name, tensor)]
+        described = [
+            name,
+            list(tensor.shape),
+            str(tensor.dtype),
+            _bytes_digest(name, tensor),
+        ]
         found.update(json.dumps(described).encode())
     return str(found.hexdigest(16))
 
 
 def stamp_of(model: Any) -> Stamp:
-    """Return address and version of each tensor: they change when a weight is replaced or written to in place."""
+    """Return address and version of each tensor: they change when a weight is replaced or written
+    to in place.
+    """
     return tuple(
-        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for _, tensor in _tensors(model)
+        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        for _, tensor in _tensors(model)
     )
 
 
 def adapters_digest(model: Any, walk: ModelWalk | None = None) -> str:
-    """Return a name for the adapters (LoRA and the like) that are active in `model`, "" if there are none.
+    """Return a name for the adapters (LoRA and the like) that are active in `model`, "" if there
+    are none.
 
     `walk`: that of this moment, if there is one.
 
-    Their weights are parameters of the model and so part of `weights_digest`; this name says which of them are active,
-    and how strongly. Raises ValueError for adapters that put virtual tokens before the prompt.
+    Their weights are parameters of the model and so part of `weights_digest`; this name says which
+    of them are active, and how strongly. Raises ValueError for adapters that put virtual tokens
+    before the prompt.
     """
     configs = getattr(model, "peft_config", None)
     if isinstance(configs, dict) and any(
         getattr(one, "is_prompt_learning", False) for one in configs.values()
     ):
         raise ValueError(
-            "prompt and prefix tuning put virtual tokens into the KV: not supported, switch them off"
+            "prompt and prefix tuning put virtual tokens into the KV: not supported, switch them "
+            "off"
         )
     at_work = []
     for name, module in (walk or walk_over(model)).adapted:
@@ -96,28 +124,41 @@ def adapters_digest(model: Any, walk: ModelWalk | None = None) -> str:
         active = [] if off else _names(getattr(module, "active_adapters", ()))
         if merged or active:
             scaling = getattr(module, "scaling", {})
-            scales = {key: scaling.get(key) for key in active} if isinstance(scaling, dict) else str(scaling)
+            scales = (
+                {key: scaling.get(key) for key in active}
+                if isinstance(scaling, dict)
+                else str(scaling)
+            )
             at_work.append([name, active, merged, scales])
     if not at_work:
         return ""
-    return str(blake3(json.dumps(at_work, sort_keys=True, default=str).encode()).hexdigest(16))
+    return str(
+        blake3(
+            json.dumps(at_work, sort_keys=True, default=str).encode()
+        ).hexdigest(16)
+    )
 
 
 def _names(active: Any) -> list[str]:
-    if callable(active):  # a method of whole models; the layers below them have a property
+    # a method of whole models; the layers below them have a property
+    if callable(active):
         return []
     return [active] if isinstance(active, str) else list(active or ())
 
 
 def _tensors(model: Any) -> list[tuple[str, Any]]:
     """Return parameters and buffers, including those that are not saved (rotary frequencies)."""
-    return sorted([*model.named_parameters(), *model.named_buffers()], key=lambda named: named[0])
+    return sorted(
+        [*model.named_parameters(), *model.named_buffers()],
+        key=lambda named: named[0],
+    )
 
 
 def _bytes_digest(name: str, tensor: Any) -> str:
     if tensor.device.type == "meta":
         raise ValueError(
-            f"{name} has no data here (meta device or offloaded): load the whole model, or pass weights=..."
+            f"{name} has no data here (meta device or offloaded): load the whole model, or pass "
+            "weights=..."
         )
     found = xxhash.xxh3_128()
     flat = tensor.detach().contiguous().flatten()

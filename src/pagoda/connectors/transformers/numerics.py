@@ -1,7 +1,9 @@
-"""How a model is computed at this moment: settings of the process, and of the model, that change numbers but no weight.
+"""How a model is computed at this moment: settings of the process, and of the model, that change
+numbers but no weight.
 
-They are part of the namespace, as text, and only where they differ from the defaults: with defaults keys are what they
-always were. `CachedModel` reads them before and after each call, and `namespace_of` when it is called.
+They are part of the namespace, as text, and only where they differ from the defaults: with defaults
+keys are what they always were. `CachedModel` reads them before and after each call, and
+`namespace_of` when it is called.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ _VARIABLES = {
 }
 _EXACT_VARIABLES = ("", "STRICT")
 _EXACT_PRECISIONS = ("none", "ieee")  # of float32 products; "none" is the default
-_KERNEL_ORDER = (1, 2, 0)  # of `torch.nn.attention.SDPBackend`: flash, efficient, math
+# of `torch.nn.attention.SDPBackend`: flash, efficient, math
+_KERNEL_ORDER = (1, 2, 0)
 
 
 class Numerics(NamedTuple):
@@ -42,7 +45,11 @@ def numerics_of(model: Any, walk: ModelWalk | None = None) -> Numerics:
     import torch
 
     kinds = (walk or walk_over(model)).kinds
-    others = [*_precisions(kinds), *_attention_kernels(kinds), *_implementations(model)]
+    others = [
+        *_precisions(kinds),
+        *_attention_kernels(kinds),
+        *_implementations(model),
+    ]
     if torch.get_default_dtype() is not torch.float32:
         others.append(f"default_dtype={_name(torch.get_default_dtype())}")
     if torch.are_deterministic_algorithms_enabled():
@@ -56,7 +63,8 @@ def _autocasts(kinds: Iterable[str]) -> list[str]:
     return [
         f"autocast({kind})={_name(torch.get_autocast_dtype(kind))}"
         for kind in kinds
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
     ]
 
 
@@ -81,45 +89,79 @@ def _precisions(kinds: Iterable[str]) -> list[str]:
         matmul = cuda.matmul
         found += _other_flags(
             (
-                ("fp16_reduced", matmul.allow_fp16_reduced_precision_reduction, True),
-                ("bf16_reduced", matmul.allow_bf16_reduced_precision_reduction, True),
+                (
+                    "fp16_reduced",
+                    matmul.allow_fp16_reduced_precision_reduction,
+                    True,
+                ),
+                (
+                    "bf16_reduced",
+                    matmul.allow_bf16_reduced_precision_reduction,
+                    True,
+                ),
                 # not in older versions of torch
                 (
                     "fp16_split_k",
-                    getattr(matmul, "allow_fp16_reduced_precision_reduction_split_k", True),
+                    getattr(
+                        matmul,
+                        "allow_fp16_reduced_precision_reduction_split_k",
+                        True,
+                    ),
                     True,
                 ),
                 (
                     "bf16_split_k",
-                    getattr(matmul, "allow_bf16_reduced_precision_reduction_split_k", True),
+                    getattr(
+                        matmul,
+                        "allow_bf16_reduced_precision_reduction_split_k",
+                        True,
+                    ),
                     True,
                 ),
-                ("fp16_accumulation", getattr(matmul, "allow_fp16_accumulation", False), False),
-                ("math_sdp_reduced", cuda.fp16_bf16_reduction_math_sdp_allowed(), False),
+                (
+                    "fp16_accumulation",
+                    getattr(matmul, "allow_fp16_accumulation", False),
+                    False,
+                ),
+                (
+                    "math_sdp_reduced",
+                    cuda.fp16_bf16_reduction_math_sdp_allowed(),
+                    False,
+                ),
             )
         )
     return found
 
 
 def _float32_precision(kind: str) -> str:
-    """Return how float32 matrices are multiplied: "ieee" or "none" exactly, "tf32" or "bf16" rounded."""
+    """Return how float32 matrices are multiplied: "ieee" or "none" exactly, "tf32" or "bf16"
+    rounded.
+    """
     import torch
 
     backends: Any = torch.backends
-    backend: Any = {"cpu": backends.mkldnn, "cuda": backends.cuda, "xpu": backends.mkldnn}.get(kind)
+    backend: Any = {
+        "cpu": backends.mkldnn,
+        "cuda": backends.cuda,
+        "xpu": backends.mkldnn,
+    }.get(kind)
     try:
         return str(backend.matmul.fp32_precision)
-    except (AttributeError, RuntimeError):  # another kind of device, or an older torch
+    except (AttributeError, RuntimeError):
+        # another kind of device, or an older torch
         pass
     try:
         legacy = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the process has set a precision that the old name cannot express
+    except RuntimeError:
+        # the process has set a precision that the old name cannot express
         return str(backends.fp32_precision)
     return "ieee" if legacy == "highest" else legacy
 
 
 def _attention_kernels(kinds: Iterable[str]) -> list[str]:
-    """Return the kernels of scaled_dot_product_attention that are switched off, or are tried in another order."""
+    """Return the kernels of scaled_dot_product_attention that are switched off, or are tried in
+    another order.
+    """
     import torch
 
     cuda: Any = torch.backends.cuda
@@ -128,7 +170,9 @@ def _attention_kernels(kinds: Iterable[str]) -> list[str]:
         ("math_sdp", cuda.math_sdp_enabled(), True),
     ]
     if "cuda" in kinds:
-        flags.append(("mem_efficient_sdp", cuda.mem_efficient_sdp_enabled(), True))
+        flags.append(
+            ("mem_efficient_sdp", cuda.mem_efficient_sdp_enabled(), True)
+        )
         flags.append(("cudnn_sdp", cuda.cudnn_sdp_enabled(), True))
     found = _other_flags(flags)
     if "cuda" in kinds and (order := _kernel_order()) != _KERNEL_ORDER:
@@ -139,7 +183,8 @@ def _attention_kernels(kinds: Iterable[str]) -> list[str]:
 def _kernel_order() -> tuple[int, ...]:
     """Return in which order the flash, efficient and math kernels are tried, by their numbers.
 
-    The place of cuDNN's kernel is left out: on some GPUs torch itself moves it to the front, at the first attention.
+    The place of cuDNN's kernel is left out: on some GPUs torch itself moves it to the front, at the
+    first attention.
     """
     import torch
 
@@ -159,16 +204,29 @@ def _other_flags(flags: Iterable[tuple[str, Any, bool]]) -> list[str]:
 
 
 def _implementations(model: Any) -> list[str]:
-    """Return the implementations of attention and experts of the decoder that are not what the model would choose."""
+    """Return the implementations of attention and experts of the decoder that are not what the
+    model would choose.
+    """
     config = model.config.get_text_config(decoder=True)
-    owner = next((module for module in model.modules() if vars(module).get("config") is config), None)
+    owner = next(
+        (
+            module
+            for module in model.modules()
+            if vars(module).get("config") is config
+        ),
+        None,
+    )
     found = []
     for name, chooser in (
         ("attention", "get_correct_attn_implementation"),
         ("experts", "get_correct_experts_implementation"),
     ):
         used = getattr(
-            config, "_attn_implementation" if name == "attention" else "_experts_implementation", None
+            config,
+            "_attn_implementation"
+            if name == "attention"
+            else "_experts_implementation",
+            None,
         )
         choose = getattr(owner, chooser, None)
         if used is None or choose is None:

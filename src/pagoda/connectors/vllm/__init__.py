@@ -16,7 +16,8 @@ worker             a worker's half: loads and saves
 prefill_steps      how fast the engine computes prompts
 shared_caches      one cache for all engines of a process
 join_vllm_log      lines of PagodaKV in vLLM's log
-event_form         KV events about a request's chunks, in vLLM's classes (`pagoda.kv_events` sends them)
+event_form         KV events about a request's chunks, in vLLM's classes (`pagoda.kv_events` sends
+                   them)
 event_publisher    vLLM's publisher, for two threads and for routers that connect late
 connector_stats    the counters
 offloading/        PagodaHybridConnector, which PagodaConnector makes for hybrid models
@@ -28,7 +29,12 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pagoda.connectors.vllm.replaced_connector import OURS, REPLACEMENTS, refusal, refuse_replacement
+from pagoda.connectors.vllm.replaced_connector import (
+    OURS,
+    REPLACEMENTS,
+    refusal,
+    refuse_replacement,
+)
 
 if TYPE_CHECKING:
     from pagoda.connectors.vllm.connector import PagodaConnector
@@ -36,16 +42,22 @@ if TYPE_CHECKING:
 
 __all__ = ["PagodaConnector", "PagodaOffloadingSpec", "register"]
 
-_MODULES = {"PagodaConnector": "connector", "PagodaOffloadingSpec": "offloading.spec"}
+_MODULES = {
+    "PagodaConnector": "connector",
+    "PagodaOffloadingSpec": "offloading.spec",
+}
 
 
 def register() -> None:
-    """Make the connector known to vLLM by its name; vLLM's plugin loader calls it in each of its processes.
+    """Make the connector known to vLLM by its name; vLLM's plugin loader calls it in each of its
+    processes.
 
-    From then on vLLM refuses a configuration in which it would replace the connector. Idempotent. Does not import the
-    connector.
+    From then on vLLM refuses a configuration in which it would replace the connector. Idempotent.
+    Does not import the connector.
     """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.factory import (
+        KVConnectorFactory,
+    )
 
     with suppress(ValueError):  # registered already
         KVConnectorFactory.register_connector(OURS, __name__, OURS)
@@ -54,9 +66,8 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     """Import only the class asked for: each uses parts of vLLM that the others do not need."""
-    if (
-        name in REPLACEMENTS
-    ):  # vLLM looks here with kv_connector_module_path, also where the plugin is not loaded
+    if name in REPLACEMENTS:
+        # vLLM looks here with kv_connector_module_path, also where the plugin is not loaded
         raise ValueError(refusal(name))
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

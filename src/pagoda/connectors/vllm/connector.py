@@ -6,18 +6,38 @@ from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.kv_cache_interface import (
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
 
 from pagoda.connectors.vllm import supported_engines
-from pagoda.connectors.vllm.connector_stats import COUNTERS, PagodaPromMetrics, PagodaStats
+from pagoda.connectors.vllm.connector_stats import (
+    COUNTERS,
+    PagodaPromMetrics,
+    PagodaStats,
+)
 from pagoda.connectors.vllm.engine_weights import EngineWeights, watch_engine_core
 from pagoda.connectors.vllm.event_publisher import outlet_of
 from pagoda.connectors.vllm.identity.media_names import hashes_media
 from pagoda.connectors.vllm.join_vllm_log import join_vllm_log
-from pagoda.connectors.vllm.metadata import Handshake, PagodaMetadata, PagodaWorkerMetadata
-from pagoda.connectors.vllm.offloading.hybrid_connector import PagodaHybridConnector
+from pagoda.connectors.vllm.metadata import (
+    Handshake,
+    PagodaMetadata,
+    PagodaWorkerMetadata,
+)
+from pagoda.connectors.vllm.offloading.hybrid_connector import (
+    PagodaHybridConnector,
+)
 from pagoda.connectors.vllm.options import read_options
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.worker import PagodaWorker
@@ -26,21 +46,26 @@ from pagoda.connectors.vllm.worker import PagodaWorker
 class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV of an engine in PagodaKV's tiers.
 
-    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see docs/how-to/vllm.md.
-    Engines of one machine share what they store. KV whose load fails at run time is computed again. An engine that is
-    not known to work is refused at its start, with a ValueError that says what to do.
+    vLLM makes one for its scheduler and one for each worker, from `--kv-transfer-config`; see
+    docs/how-to/vllm.md. Engines of one machine share what they store. KV whose load fails at run
+    time is computed again. An engine that is not known to work is refused at its start, with a
+    ValueError that says what to do.
 
-    For a hybrid model, whose KV is of several kinds, the new object is a PagodaHybridConnector: by then, vLLM has
-    decided which kinds of KV it keeps.
+    For a hybrid model, whose KV is of several kinds, the new object is a PagodaHybridConnector: by
+    then, vLLM has decided which kinds of KV it keeps.
     """
 
-    def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
+    def __new__(
+        cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any
+    ) -> Any:
         """Return a new object of the class that serves this model."""
         if supported_engines.is_hybrid(kv_cache_config):
             return PagodaHybridConnector(vllm_config, role, kv_cache_config)
         return super().__new__(cls)
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         block_tokens = vllm_config.cache_config.block_size
@@ -59,11 +84,19 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
                 options,
                 kv_cache_config.hash_block_size,
                 outlet_of(vllm_config),
-                kv_kind=(get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec)),
-                shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
-                drops_last_block=speculative is not None and speculative.use_eagle_block_drop(),
+                kv_kind=(
+                    get_kv_cache_spec_kind(spec).value,
+                    get_kv_cache_spec_sliding_window(spec),
+                ),
+                shares_blocks=bool(
+                    vllm_config.cache_config.enable_prefix_caching
+                ),
+                drops_last_block=speculative is not None
+                and speculative.use_eagle_block_drop(),
                 in_lockstep=vllm_config.parallel_config.data_parallel_size > 1,
-                schedules_early=bool(vllm_config.scheduler_config.async_scheduling),
+                schedules_early=bool(
+                    vllm_config.scheduler_config.async_scheduling
+                ),
                 hashes_media=hashes_media(vllm_config),
                 role=vllm_config.kv_transfer_config.kv_role,
             )
@@ -92,8 +125,9 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> Handshake | None:
         """Return the description of the KV memory for the scheduler's half.
 
-        A MultiConnector passes on the handshake of one of its connectors, so below it the description comes with the
-        first step's messages, and the handshake is left to a connector that needs it for other engines (NIXL).
+        A MultiConnector passes on the handshake of one of its connectors, so below it the
+        description comes with the first step's messages, and the handshake is left to a connector
+        that needs it for other engines (NIXL).
         """
         return self._working.handshake if self._is_alone else None
 
@@ -108,21 +142,29 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.load(self._step)
 
     def has_connector_metadata(self) -> bool:
-        """Return False: vLLM asks before it calls the next two, twice for each layer, and neither does anything."""
+        """Return False: vLLM asks before it calls the next two, twice for each layer, and neither
+        does anything.
+        """
         return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no request is scheduled before its load has ended."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Do nothing: whole chunks are saved after the step."""
 
     def wait_for_save(self) -> None:
         """Copy the pages of the chunks that this step completed."""
         self._working.save(self._step)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose loads have ended. The first value is always None, because saves keep no block."""
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads have ended. The first value is always None, because saves
+        keep no block.
+        """
         return None, self._working.finished_loads(self._step.idle)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -136,23 +178,33 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- the scheduler's half
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        """Open the cache as the workers have described it; another connector's description is ignored."""
-        if mine := [one for one in metadata.values() if isinstance(one, Handshake)]:
+        """Open the cache as the workers have described it; another connector's description is
+        ignored.
+        """
+        if mine := [
+            one for one in metadata.values() if isinstance(one, Handshake)
+        ]:
             self._scheduling.opened(mine)
 
     def on_new_request(self, request: Any) -> None:
         """Begin the request's look-up."""
         self._scheduling.new_request(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded; (None, False) while the look-up runs."""
         return self._scheduling.matched(request, num_computed_tokens)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
         """Return the tokens that are being loaded, by tier."""
         return self._scheduling.sources(request, num_external_tokens)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
         """Add the load of an admitted request to the next step."""
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
@@ -164,7 +216,9 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the workers' messages."""
         self._scheduling.take_output(connector_output)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; its blocks may be freed at once."""
         self._scheduling.finished(request)
         return False, None
@@ -189,7 +243,9 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.weights
 
     def take_events(self) -> Iterable[Any]:
-        """Return the KV events that wait for a step: none with vLLM's publisher over ZMQ, which gets them at once."""
+        """Return the KV events that wait for a step: none with vLLM's publisher over ZMQ, which
+        gets them at once.
+        """
         outlet = self._scheduling.outlet
         return outlet.take() if outlet is not None else ()
 
@@ -204,19 +260,38 @@ class PagodaConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Return the layout that vLLM's offloading needs for a hybrid model; None: any."""
         hybrid = supported_engines.may_be_hybrid(vllm_config)
-        return PagodaHybridConnector.get_required_kvcache_layout(vllm_config) if hybrid else None
+        return (
+            PagodaHybridConnector.get_required_kvcache_layout(vllm_config)
+            if hybrid
+            else None
+        )
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats:
         """Return stats from the numbers of another process."""
-        of_ours = data is None or data.keys() <= COUNTERS.keys()  # the stats of vLLM's offloading differ
-        return PagodaStats(data) if of_ours else PagodaHybridConnector.build_kv_connector_stats(data)
+        # the stats of vLLM's offloading differ
+        of_ours = data is None or data.keys() <= COUNTERS.keys()
+        return (
+            PagodaStats(data)
+            if of_ours
+            else PagodaHybridConnector.build_kv_connector_stats(data)
+        )
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> KVConnectorPromMetrics:
-        """Return the counters of `PagodaStats`, or vLLM's own for a hybrid model; each ignores those of the other."""
+    def build_prom_metrics(
+        cls, vllm_config: Any, *args: Any
+    ) -> KVConnectorPromMetrics:
+        """Return the counters of `PagodaStats`, or vLLM's own for a hybrid model; each ignores
+        those of the other.
+        """
         hybrid = supported_engines.may_be_hybrid(vllm_config)
-        return (PagodaHybridConnector.build_prom_metrics if hybrid else PagodaPromMetrics)(vllm_config, *args)
+        return (
+            PagodaHybridConnector.build_prom_metrics
+            if hybrid
+            else PagodaPromMetrics
+        )(vllm_config, *args)
 
     @property
     def _is_alone(self) -> bool:

@@ -1,8 +1,9 @@
 """Sends an engine's KV events to routers: vLLM's own publisher, extended for a second thread.
 
-vLLM publishes events at the end of a step. An engine that waits for requests takes no step, and would not report what
-other processes evict, or what it found at its start. So the connector gives vLLM another publisher: with the same
-messages, but it accepts events at any time, and where it listens, strangers cost a bounded amount (`EventSocket`).
+vLLM publishes events at the end of a step. An engine that waits for requests takes no step, and
+would not report what other processes evict, or what it found at its start. So the connector gives
+vLLM another publisher: with the same messages, but it accepts events at any time, and where it
+listens, strangers cost a bounded amount (`EventSocket`).
 """
 
 from __future__ import annotations
@@ -25,15 +26,22 @@ from pagoda.kv_events.event_socket import EventSocket
 
 _MOST_WAITING = 4096
 _PIECE = 64  # blocks in one message
-_SUBSCRIBES = b"\1"  # the first byte that an XPUB socket receives for a subscription; zero is the end of one
+# the first byte that an XPUB socket receives for a subscription; zero is the end of one
+_SUBSCRIBES = b"\1"
 _MOST_SUBSCRIPTION_BYTES = 1 << 10
 _number = count()
 
 
 def outlet_of(vllm_config: Any) -> EventOutlet | None:
-    """Return the outlet of an engine's events; None if events are off. Changes the config like `EventOutlet`."""
+    """Return the outlet of an engine's events; None if events are off. Changes the config like
+    `EventOutlet`.
+    """
     config = vllm_config.kv_events_config
-    wanted = config is not None and config.enable_kv_cache_events and config.publisher != "null"
+    wanted = (
+        config is not None
+        and config.enable_kv_cache_events
+        and config.publisher != "null"
+    )
     return EventOutlet(config) if wanted else None
 
 
@@ -41,10 +49,11 @@ class EventOutlet:
     """The outlet of an engine's events. Thread-safe."""
 
     def __init__(self, config: Any) -> None:
-        """Replace the publisher that vLLM will make from this `KVEventsConfig`, if it is the one over ZMQ.
+        """Replace the publisher that vLLM will make from this `KVEventsConfig`, if it is the one
+        over ZMQ.
 
-        Changes the config's `publisher` until then. Other publishers are used by vLLM's scheduler only: their events
-        wait for a step.
+        Changes the config's `publisher` until then. Other publishers are used by vLLM's scheduler
+        only: their events wait for a step.
         """
         self._publisher: LivePublisher | None = None
         self._lock = threading.Lock()
@@ -53,7 +62,8 @@ class EventOutlet:
         outlet = weakref.ref(self)  # vLLM never drops a registered publisher
 
         def made(*args: Any, **kwargs: Any) -> LivePublisher:
-            config.publisher = "zmq"  # the next engine of this process may get the same config
+            # the next engine of this process may get the same config
+            config.publisher = "zmq"
             publisher = LivePublisher(*args, **kwargs)
             if (mine := outlet()) is not None:
                 mine._publisher = publisher
@@ -61,23 +71,35 @@ class EventOutlet:
 
         if config.publisher == "zmq":
             config.publisher = f"pagoda-zmq-{next(_number)}"
-            kv_events.EventPublisherFactory.register_publisher(config.publisher, made)
+            kv_events.EventPublisherFactory.register_publisher(
+                config.publisher, made
+            )
 
     @property
     def cleared(self) -> int:
-        """How often the engine reported that all its blocks are cleared; routers take that for its tiers too."""
+        """How often the engine reported that all its blocks are cleared; routers take that for its
+        tiers too.
+        """
         return self._publisher.cleared if self._publisher is not None else 0
 
     def newcomers(self) -> bool:
-        """Whether routers have subscribed since the last call, and so have missed earlier events. Never waits."""
+        """Whether routers have subscribed since the last call, and so have missed earlier events.
+        Never waits.
+        """
         return self._publisher is not None and self._publisher.newcomers()
 
     def report_all(self) -> Iterator[None]:
-        """Report step by step that all blocks are cleared, then those in the engine's own memory."""
-        return iter(()) if self._publisher is None else self._publisher.report_all()
+        """Report step by step that all blocks are cleared, then those in the engine's own
+        memory.
+        """
+        return (
+            iter(()) if self._publisher is None else self._publisher.report_all()
+        )
 
     def send(self, events: Sequence[KVCacheEvent]) -> None:
-        """Publish events: at once if the publisher is over ZMQ, otherwise with the next step of the engine."""
+        """Publish events: at once if the publisher is over ZMQ, otherwise with the next step of the
+        engine.
+        """
         if self._publisher is not None:
             self._publisher.send(events)
             return
@@ -103,8 +125,9 @@ class EventOutlet:
 class LivePublisher(kv_events.ZmqEventPublisher):
     """vLLM's publisher over ZMQ, for two threads, and for routers that connect late.
 
-    A PUB socket keeps no messages for routers that are not connected. A router that connects, also after a restart of
-    the engine, gets everything from the beginning. So this class remembers the blocks in the engine's own memory.
+    A PUB socket keeps no messages for routers that are not connected. A router that connects, also
+    after a restart of the engine, gets everything from the beginning. So this class remembers the
+    blocks in the engine's own memory.
     """
 
     _ctx: zmq.Context[Any]
@@ -112,7 +135,8 @@ class LivePublisher(kv_events.ZmqEventPublisher):
     _hwm: int
     _pub: Any
     _event_queue: queue.Queue[Any]
-    _subscribed: bool  # whether a router has subscribed since the last call of `newcomers`
+    # whether a router has subscribed since the last call of `newcomers`
+    _subscribed: bool
 
     def __init__(self, *args: Any, topic: str = "", **kwargs: Any) -> None:
         self._topic = topic
@@ -131,27 +155,39 @@ class LivePublisher(kv_events.ZmqEventPublisher):
             for event in events.events:
                 if isinstance(event, AllBlocksCleared):
                     self._device.clear()
-                elif event.medium == kv_events.MEDIUM_GPU and isinstance(event, BlockStored):
+                elif event.medium == kv_events.MEDIUM_GPU and isinstance(
+                    event, BlockStored
+                ):
                     group = event.group_idx
                     self._device.update(
-                        ((group, name), (event, n)) for n, name in enumerate(event.block_hashes)
+                        ((group, name), (event, n))
+                        for n, name in enumerate(event.block_hashes)
                     )
                 elif event.medium == kv_events.MEDIUM_GPU:
                     for name in event.block_hashes:
                         self._device.pop((event.group_idx, name), None)
             super().publish(events)
-        self.cleared += any(isinstance(event, AllBlocksCleared) for event in events.events)
+        self.cleared += any(
+            isinstance(event, AllBlocksCleared) for event in events.events
+        )
 
     def send(self, events: Sequence[KVCacheEvent]) -> None:
-        """Publish events outside of steps; none after `shutdown`, which vLLM calls before the connector's."""
+        """Publish events outside of steps; none after `shutdown`, which vLLM calls before the
+        connector's.
+        """
         if self._running:
-            super().publish(kv_events.KVEventBatch(ts=time.time(), events=list(events)))
+            super().publish(
+                kv_events.KVEventBatch(ts=time.time(), events=list(events))
+            )
 
     def newcomers(self) -> bool:
-        """Whether a router has subscribed since the last call; it receives what is sent from now on."""
+        """Whether a router has subscribed since the last call; it receives what is sent from now
+        on.
+        """
         if isinstance(self._pub, _ListeningSocket):
             return self._pub.newcomers()
-        if not self._subscribed:  # a router that subscribes right now counts at the next call
+        # a router that subscribes right now counts at the next call
+        if not self._subscribed:
             return False
         self._subscribed = False
         return True
@@ -159,28 +195,36 @@ class LivePublisher(kv_events.ZmqEventPublisher):
     def _socket_setup(self) -> None:
         """Make the sockets; vLLM makes those that are not there yet."""
         self._subscribed = False
-        if self._endpoint.startswith("tcp://") and self._is_bind_endpoint(self._endpoint):
+        if self._endpoint.startswith("tcp://") and self._is_bind_endpoint(
+            self._endpoint
+        ):
             self._pub = self._listen()
             super()._socket_setup()
             return
-        # It connects to one router, or listens where only this user can connect: a socket of vLLM's, but an XPUB
-        # socket, which is a PUB socket that reports subscriptions.
+        # It connects to one router, or listens where only this user can connect: a socket of
+        # vLLM's, but an XPUB socket, which is a PUB socket that reports subscriptions.
         context = self._ctx
         self._ctx = _Subscribed(shadow=self._ctx)
         try:
             super()._socket_setup()
         finally:
             self._ctx = context
-        # only vLLM's thread may use the sockets; it calls `get` before each message, and ten times per second
-        self._event_queue = _Watched(self._event_queue.maxsize, self._note_subscriptions)
+        # only vLLM's thread may use the sockets; it calls `get` before each message, and ten times
+        # per second
+        self._event_queue = _Watched(
+            self._event_queue.maxsize, self._note_subscriptions
+        )
 
     def _listen(self) -> _ListeningSocket:
         """Listen where vLLM would."""
         endpoint = self._endpoint
-        if endpoint == "tcp://*:0":  # vLLM then listens at this node's address only
+        # vLLM then listens at this node's address only
+        if endpoint == "tcp://*:0":
             node = kv_events.get_ip()
             endpoint = f"tcp://[{node}]:0" if ":" in node else f"tcp://{node}:0"
-        made = _ListeningSocket(endpoint, topic=self._topic.encode(), most_messages=self._hwm or None)
+        made = _ListeningSocket(
+            endpoint, topic=self._topic.encode(), most_messages=self._hwm or None
+        )
         if endpoint != self._endpoint:
             self._endpoint = made.endpoint
         return made
@@ -192,13 +236,17 @@ class LivePublisher(kv_events.ZmqEventPublisher):
                     self._subscribed = True
 
     def report_all(self) -> Iterator[None]:
-        """Report step by step that all blocks are cleared, then those in the engine's own memory."""
+        """Report step by step that all blocks are cleared, then those in the engine's own
+        memory.
+        """
         self.send([AllBlocksCleared()])
         with self._order:
             names = list(self._device)
         for at in range(0, len(names), _PIECE):
             with self._order:  # only blocks that are still there
-                known = (self._device.get(name) for name in names[at : at + _PIECE])
+                known = (
+                    self._device.get(name) for name in names[at : at + _PIECE]
+                )
                 events = [_block(*one) for one in known if one is not None]
                 if events:
                     self.send(events)
@@ -219,7 +267,9 @@ class _Subscribed(zmq.Context[Any]):
     """Makes XPUB sockets, which report each subscription, instead of PUB sockets."""
 
     def socket(self, socket_type: int, *args: Any, **kwargs: Any) -> Any:
-        made = super().socket(zmq.XPUB if socket_type == zmq.PUB else socket_type, *args, **kwargs)
+        made = super().socket(
+            zmq.XPUB if socket_type == zmq.PUB else socket_type, *args, **kwargs
+        )
         if socket_type == zmq.PUB:
             made.setsockopt(zmq.XPUB_VERBOSE, 1)
             made.setsockopt(zmq.MAXMSGSIZE, _MOST_SUBSCRIPTION_BYTES)
@@ -241,18 +291,27 @@ class _Watched(queue.Queue[Any]):
 def _block(event: BlockStored, number: int) -> BlockStored:
     """Return the event of one of the blocks that an event has reported.
 
-    Events of windows and states leave out blocks, but not their tokens: for those only the hash is reported.
+    Events of windows and states leave out blocks, but not their tokens: for those only the hash is
+    reported.
     """
     size = event.block_size
     if len(event.token_ids) != size * len(event.block_hashes):
         one = event.block_hashes[number : number + 1]
         return msgspec.structs.replace(
-            event, block_hashes=one, parent_block_hash=None, token_ids=[], extra_keys=None
+            event,
+            block_hashes=one,
+            parent_block_hash=None,
+            token_ids=[],
+            extra_keys=None,
         )
     return msgspec.structs.replace(
         event,
         block_hashes=event.block_hashes[number : number + 1],
-        parent_block_hash=event.block_hashes[number - 1] if number else event.parent_block_hash,
+        parent_block_hash=event.block_hashes[number - 1]
+        if number
+        else event.parent_block_hash,
         token_ids=event.token_ids[number * size : (number + 1) * size],
-        extra_keys=event.extra_keys[number : number + 1] if event.extra_keys else None,
+        extra_keys=event.extra_keys[number : number + 1]
+        if event.extra_keys
+        else None,
     )

@@ -23,8 +23,8 @@ _THREADS = 2
 # the most running calls with which a prompt is still logged: look-ups must not wait for logging
 _MOST_LOGS = 8
 _MOST = 64  # running look-ups; the others begin when vLLM asks for them
-# the wait in one pass over the waiting requests, enough to answer most of them; the second value applies while the
-# engine computes answers, whose readers would notice
+# the wait in one pass over the waiting requests, enough to answer most of them; the second value
+# applies while the engine computes answers, whose readers would notice
 _PATIENCE_SECONDS = 0.003
 _BRIEF_PATIENCE_SECONDS = 0.0005
 LONGEST_SECONDS = 5.0  # a look-up that takes longer is a miss
@@ -49,12 +49,14 @@ class TrackedRequest:
     """One request, from its arrival to its end."""
 
     request: Any
-    look: Future[LookupAnswer | None] | None = None  # answer None: nothing of this request can be cached
+    # answer None: nothing of this request can be cached
+    look: Future[LookupAnswer | None] | None = None
     asked_at: float = 0.0
     polled: bool = False
     recorded: bool = False  # in the trace, by its first look-up
     found: LookupAnswer | None = None
-    loads: bool = True  # False: loads are off, or a load or look-up has failed, so vLLM computes it
+    # False: loads are off, or a load or look-up has failed, so vLLM computes it
+    loads: bool = True
     saves: bool = True
     asks: bool = True  # False: it may read nothing, so it is no lookup
     most_named: int | None = None  # leading tokens that vLLM's block hashes name
@@ -67,12 +69,17 @@ class TrackedRequest:
     saved: int = 0  # leading chunks that need no saving
     seen: int = 0  # chunks that were computed when saving was last tried
     stamp: int | None = None
-    local_tokens: int = 0  # in the engine's own cache, when the tiers were last asked
-    sure_after: int = 0  # the last step in which another connector may have failed to fill its blocks
-    waits_for: str | None = None  # the request whose load includes some of the same chunks
+    # in the engine's own cache, when the tiers were last asked
+    local_tokens: int = 0
+    # the last step in which another connector may have failed to fill its blocks
+    sure_after: int = 0
+    # the request whose load includes some of the same chunks
+    waits_for: str | None = None
 
     def forget_keys(self) -> None:
-        """Forget the keys, and what is known of their chunks: they name other tokens, or are of another namespace."""
+        """Forget the keys, and what is known of their chunks: they name other tokens, or are of
+        another namespace.
+        """
         self.keys = []
         self.saved = 0
         self.seen = 0
@@ -82,13 +89,20 @@ class LookupThreads:
     """The look-ups of one engine. For the scheduler's thread; separate threads ask the tiers."""
 
     def __init__(
-        self, cache: Cache, hash_tokens: int, salt: str, waits: bool = True, hashes_media: bool = True
+        self,
+        cache: Cache,
+        hash_tokens: int,
+        salt: str,
+        waits: bool = True,
+        hashes_media: bool = True,
     ) -> None:
-        """Prepare; threads start later. `waits`: a pass over the waiting requests may wait a moment for answers.
+        """Prepare; threads start later. `waits`: a pass over the waiting requests may wait a moment
+        for answers.
 
         `hashes_media`: whether vLLM names media by their content.
         """
-        assert cache.slots is not None  # an engine without a host tier was refused
+        # an engine without a host tier was refused
+        assert cache.slots is not None
         self._cache = cache
         self._slots = cache.slots
         self._hash_tokens = hash_tokens  # tokens of one of vLLM's block hashes
@@ -96,7 +110,8 @@ class LookupThreads:
         self._salt = salt
         self._media = MediaNames(hashes_media)
         self.version = ""  # of the weights, for look-ups that begin from now on
-        self.events: StoredEvents | None = None  # they learn the namespaces of adapters
+        # they learn the namespaces of adapters
+        self.events: StoredEvents | None = None
         self._pass_seconds = _PATIENCE_SECONDS if waits else 0.0
         self._patience = self._pass_seconds  # the rest of this pass's wait
         self._threads = Pool(_THREADS, "pagoda-look")
@@ -105,7 +120,9 @@ class LookupThreads:
         self._lines = RateLimitedLog()
 
     def begin(self, tracked: TrackedRequest) -> bool:
-        """Begin to look a request up; return False if too many look-ups are running, or all threads are stuck."""
+        """Begin to look a request up; return False if too many look-ups are running, or all threads
+        are stuck.
+        """
         now = time.monotonic()
         self._begun = [row for row in self._begun if not row[1].done()]
         if sum(now - at > LONGEST_SECONDS for at, _ in self._begun) >= _THREADS:
@@ -123,11 +140,16 @@ class LookupThreads:
         tracked.asked_at = now
         tracked.polled = False
         try:
-            tracked.look = self._threads.submit(self._lookup, request, digests, hashes, last, prompt)
+            tracked.look = self._threads.submit(
+                self._lookup, request, digests, hashes, last, prompt
+            )
             self._begun.append((now, tracked.look))
             tracked.recorded = True
-        except RuntimeError as trouble:  # no thread could be started, or the engine shuts down
-            self._lines.warn(log, Reason.IO_ERROR, f"a look-up could not begin: {trouble}")
+        except RuntimeError as trouble:
+            # no thread could be started, or the engine shuts down
+            self._lines.warn(
+                log, Reason.IO_ERROR, f"a look-up could not begin: {trouble}"
+            )
             tracked.loads = False
             tracked.reason = Reason.IO_ERROR
             return False
@@ -149,14 +171,20 @@ class LookupThreads:
             tracked.reason = Reason.DEADLINE
             return True
         if (trouble := look.exception()) is not None:
-            self._lines.warn(log, Reason.IO_ERROR, f"a look-up failed: {type(trouble).__name__}: {trouble}")
+            self._lines.warn(
+                log,
+                Reason.IO_ERROR,
+                f"a look-up failed: {type(trouble).__name__}: {trouble}",
+            )
             tracked.loads = False
             tracked.reason = Reason.IO_ERROR
             return True
         return self._taken(tracked, look.result())
 
     def knows_namespace(self, tracked: TrackedRequest) -> bool:
-        """Whether a request's namespace is known, so that it can be saved; begin a look-up if there was none."""
+        """Whether a request's namespace is known, so that it can be saved; begin a look-up if there
+        was none.
+        """
         if tracked.found is None:
             if tracked.look is None:
                 self.begin(tracked)
@@ -168,7 +196,8 @@ class LookupThreads:
     def extend_keys(self, tracked: TrackedRequest, chunks: int) -> None:
         """Extend a request's keys to `chunks`, or up to its last block hash.
 
-        If the tokens of a session were replaced (streamed input), start again: old keys would name other tokens.
+        If the tokens of a session were replaced (streamed input), start again: old keys would name
+        other tokens.
         """
         assert tracked.found is not None
         step = self._chunk_tokens // self._hash_tokens
@@ -182,30 +211,45 @@ class LookupThreads:
             tracked.named = _hash_at(hashes, len(tracked.keys) * step)
 
     def shared_tokens(self, request: Any) -> int | None:
-        """Return how many tokens of a request come before the first that only this engine can name; None: all."""
+        """Return how many tokens of a request come before the first that only this engine can name;
+        None: all.
+        """
         return self._media.shared_tokens(request)
 
     def log_prompt(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Log the stored chunks of a request that has ended, with its first `tokens` tokens; on a thread."""
+        """Log the stored chunks of a request that has ended, with its first `tokens` tokens; on a
+        thread.
+        """
         request = tracked.request
         text_alone = not request.mm_features and request.prompt_embeds is None
         chunks = min(tracked.saved, tokens // self._chunk_tokens)
         if text_alone and chunks and self._threads.under_way < _MOST_LOGS:
             self._threads.later(self._log_prompt, tracked, chunks, tokens)
 
-    def _log_prompt(self, tracked: TrackedRequest, chunks: int, tokens: int) -> None:
+    def _log_prompt(
+        self, tracked: TrackedRequest, chunks: int, tokens: int
+    ) -> None:
         self.extend_keys(tracked, chunks)
         assert tracked.found is not None
         keys = tracked.keys[:chunks]
-        self._slots.log_prompt(tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens]))
+        self._slots.log_prompt(
+            tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens])
+        )
 
     def root(self) -> bytes:
-        """Return the root of the namespace of requests without an adapter and a salt. Never waits for a tier."""
+        """Return the root of the namespace of requests without an adapter and a salt. Never waits
+        for a tier.
+        """
         return self._slots.namespace(weights_version=self.version)
 
     def next_pass(self, brief: bool = False) -> None:
-        """Begin a new pass over the waiting requests. `brief`: the engine is computing answers of other requests."""
-        self._patience = min(self._pass_seconds, _BRIEF_PATIENCE_SECONDS if brief else self._pass_seconds)
+        """Begin a new pass over the waiting requests. `brief`: the engine is computing answers of
+        other requests.
+        """
+        self._patience = min(
+            self._pass_seconds,
+            _BRIEF_PATIENCE_SECONDS if brief else self._pass_seconds,
+        )
 
     def close(self) -> None:
         """End the threads without waiting for them. Idempotent."""
@@ -219,7 +263,11 @@ class LookupThreads:
             other = _hash_at(hashes, at) != found.last
             if other:
                 tracked.forget_keys()
-            if other or len(hashes) != at or time.monotonic() - found.at > LEASE_SECONDS:
+            if (
+                other
+                or len(hashes) != at
+                or time.monotonic() - found.at > LEASE_SECONDS
+            ):
                 return not self.begin(tracked) and tracked.reason is not None
         self._note(tracked, found)
         return True
@@ -230,7 +278,9 @@ class LookupThreads:
         else:
             if tracked.found is not None and tracked.found.root != found.root:
                 tracked.forget_keys()
-            tracked.saved = max(tracked.saved, found.hit.stop_tokens // self._chunk_tokens)
+            tracked.saved = max(
+                tracked.saved, found.hit.stop_tokens // self._chunk_tokens
+            )
         tracked.found = found
 
     def _give_a_moment(self, look: Future[Any]) -> None:
@@ -241,49 +291,91 @@ class LookupThreads:
             self._patience -= time.monotonic() - began
 
     def _lookup(
-        self, request: Any, digests: list[bytes], hashes: int, last: bytes, prompt: int | None
+        self,
+        request: Any,
+        digests: list[bytes],
+        hashes: int,
+        last: bytes,
+        prompt: int | None,
     ) -> LookupAnswer | None:
         """Determine the request's namespace, derive its keys, ask the tiers. Runs on a thread.
 
-        `prompt`: the number of tokens to record as a request, or None. The arguments are from the begin of the
-        look-up: the request itself may be longer by now.
+        `prompt`: the number of tokens to record as a request, or None. The arguments are from the
+        begin of the look-up: the request itself may be longer by now.
         """
         lora = None
         if request.lora_request is not None:
             lora = lora_name(request.lora_request)
             if lora is None:
                 text = (
-                    f"requests with the adapter {request.lora_request.lora_name!r} are not cached: its files cannot be "
-                    "read here, or have changed since its first request; load new weights with a new name and path"
+                    f"requests with the adapter {request.lora_request.lora_name!r} are not "
+                    "cached: its files cannot be "
+                    "read here, or have changed since its first request; load new weights with a "
+                    "new name and path"
                 )
                 self._lines.warn(log, Reason.IO_ERROR, text)
                 self._name_adapter(request, None)
                 return None
         salt = salt_of(self._salt, request.cache_salt)
         version = self.version
-        present = self._slots.namespace(weights_version=version)  # before the next line
-        root = self._slots.namespace(lora, salt, version) if lora or salt else present
+        # before the next line
+        present = self._slots.namespace(weights_version=version)
+        root = (
+            self._slots.namespace(lora, salt, version)
+            if lora or salt
+            else present
+        )
         self._name_adapter(request, root)
         keys = derive_keys(digests, root)
         if prompt is not None:
-            self._slots.record_request(keys[: prompt // self._chunk_tokens], prompt)
+            self._slots.record_request(
+                keys[: prompt // self._chunk_tokens], prompt
+            )
         hit = self._cache.lookup(
-            None, keys=keys, lora=lora, salt=salt, weights_version=version, counted=False
+            None,
+            keys=keys,
+            lora=lora,
+            salt=salt,
+            weights_version=version,
+            counted=False,
         )
-        return LookupAnswer(root, present, lora, salt, version, hashes, last, hit, time.monotonic())
+        return LookupAnswer(
+            root,
+            present,
+            lora,
+            salt,
+            version,
+            hashes,
+            last,
+            hit,
+            time.monotonic(),
+        )
 
     def _name_adapter(self, request: Any, root: bytes | None) -> None:
         """Report the namespace of requests with this adapter's name; None: they are not cached."""
         if request.lora_request is not None and self.events is not None:
-            self.events.name_adapter((request.lora_request.lora_name, request.cache_salt), root)
+            self.events.name_adapter(
+                (request.lora_request.lora_name, request.cache_salt), root
+            )
 
     def _digests(self, request: Any, begin: int, hashes: int) -> list[bytes]:
-        """Return the engine's hashes that name the prefix up to the end of each chunk, from number `begin` on."""
+        """Return the engine's hashes that name the prefix up to the end of each chunk, from number
+        `begin` on.
+        """
         step = self._chunk_tokens // self._hash_tokens
-        digests = [bytes(digest) for digest in request.block_hashes[begin * step + step - 1 : hashes : step]]
-        return self._media.key_digests(digests, begin, self._chunk_tokens, self.shared_tokens(request))
+        digests = [
+            bytes(digest)
+            for digest in request.block_hashes[
+                begin * step + step - 1 : hashes : step
+            ]
+        ]
+        return self._media.key_digests(
+            digests, begin, self._chunk_tokens, self.shared_tokens(request)
+        )
 
 
 def _hash_at(hashes: Any, blocks: int) -> bytes:
-    """Return the hash that names the first `blocks` blocks of a request; empty for 0, or if there are fewer."""
+    """Return the hash that names the first `blocks` blocks of a request; empty for 0, or if there
+    are fewer.
+    """
     return bytes(hashes[blocks - 1]) if 0 < blocks <= len(hashes) else b""

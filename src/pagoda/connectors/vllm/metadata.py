@@ -22,9 +22,11 @@ class Load(NamedTuple):
     """Chunks to load into blocks of one request, which waits for them."""
 
     request: str
-    keys: list[bytes]  # of all chunks from the first of the prompt to the last wanted
+    # of all chunks from the first of the prompt to the last wanted
+    keys: list[bytes]
     first: int  # the chunk that the load begins with
-    blocks: list[int]  # id of each block of the sequence; -1 for those that must not be filled
+    # id of each block of the sequence; -1 for those that must not be filled
+    blocks: list[int]
     lora: str | None
     salt: str | None
     version: str  # of the weights
@@ -49,13 +51,16 @@ class PagodaMetadata(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
-    loads_of_others: bool = False  # another connector loads within this step, and its end must be reported
+    # another connector loads within this step, and its end must be reported
+    loads_of_others: bool = False
     # what this step shows of the speed of computing prompts
     prompts: PromptStep = field(default_factory=PromptStep)
 
 
 class Later(NamedTuple):
-    """The chunks of a request that were not saved yet, because the device had no memory for their copies."""
+    """The chunks of a request that were not saved yet, because the device had no memory for their
+    copies.
+    """
 
     first: int  # the position of the first chunk
     chunks: int
@@ -65,15 +70,18 @@ class Later(NamedTuple):
 class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
     """Failed loads and saves, and other facts for the scheduler's half; each is reported once."""
 
-    failed: set[str] = field(default_factory=set)  # requests whose load failed: they get no more hits
+    # requests whose load failed: they get no more hits
+    failed: set[str] = field(default_factory=set)
     # slots that a rank could not adopt: the scheduler aborts them
     unsaved: set[Reserved] = field(default_factory=set)
     # requests with more to save than there was memory for: to be tried again
     later: dict[str, Later] = field(default_factory=dict)
     # from each rank once, if no handshake reaches the scheduler's half
     described: tuple[Handshake, ...] = ()
-    ended: int = 0  # the last step of `PagodaMetadata.loads_of_others` that has ended
-    bad_blocks: set[int] = field(default_factory=set)  # those that our loads left unfilled
+    # the last step of `PagodaMetadata.loads_of_others` that has ended
+    ended: int = 0
+    # those that our loads left unfilled
+    bad_blocks: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PagodaWorkerMetadata:
         """Join the messages of two ranks; changes neither."""
@@ -81,7 +89,9 @@ class PagodaWorkerMetadata(KVConnectorWorkerMetadata):
         later = dict(self.later)
         for name, rest in other.later.items():
             mine = later.get(name, rest)
-            later[name] = Later(min(mine.first, rest.first), max(mine.chunks, rest.chunks))
+            later[name] = Later(
+                min(mine.first, rest.first), max(mine.chunks, rest.chunks)
+            )
         return PagodaWorkerMetadata(
             self.failed | other.failed,
             self.unsaved | other.unsaved,

@@ -1,7 +1,9 @@
-"""Refuses a configuration in which vLLM would silently use another connector than the one that it names.
+"""Refuses a configuration in which vLLM would silently use another connector than the one that it
+names.
 
-With `kv_offloading_size`, however it was given, vLLM replaces the name of the connector and keeps its options. Then an
-engine would start whose every look-up goes elsewhere, and nothing would say so.
+With `kv_offloading_size`, however it was given, vLLM replaces the name of the connector and keeps
+its options. Then an engine would start whose every look-up goes elsewhere, and nothing would say
+so.
 """
 
 from __future__ import annotations
@@ -11,17 +13,25 @@ from typing import Any
 
 OURS = "PagodaConnector"
 # the connectors that vLLM puts in its place
-REPLACEMENTS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector")
+REPLACEMENTS = (
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "LMCacheMPConnector",
+)
 _REPLACES = "_post_init_kv_transfer_config"
 _CHECKED = "checked_by_pagoda"
 
 
 def refusal(replacement: str, size: object = "") -> str:
     """Return the text of the error. Pure."""
-    given = f"kv_offloading_size = {size}" if size else "kv_offloading_size is set"
+    given = (
+        f"kv_offloading_size = {size}" if size else "kv_offloading_size is set"
+    )
     return (
-        f"{given}: vLLM would use {replacement} instead of {OURS}; leave the option out (--kv-offloading-size or a "
-        "beginning of it, a line in the file of --config, a keyword of LLM): host_size is PagodaKV's"
+        f"{given}: vLLM would use {replacement} instead of {OURS}; leave the option out "
+        "(--kv-offloading-size or a "
+        "beginning of it, a line in the file of --config, a keyword of LLM): host_size is "
+        "PagodaKV's"
     )
 
 
@@ -38,11 +48,17 @@ def refuse_replacement() -> None:
 
     @wraps(replace)
     def checked(config: Any) -> None:
-        before = _connector_of(config) if _names_ours(config.kv_transfer_config) else None
+        before = (
+            _connector_of(config)
+            if _names_ours(config.kv_transfer_config)
+            else None
+        )
         replace(config)
         after = _connector_of(config)
         if before is not None and after != before:
-            raise ValueError(refusal(after, config.cache_config.kv_offloading_size))
+            raise ValueError(
+                refusal(after, config.cache_config.kv_offloading_size)
+            )
 
     setattr(checked, _CHECKED, True)
     setattr(VllmConfig, _REPLACES, checked)
@@ -58,5 +74,8 @@ def _names_ours(transfer: Any) -> bool:
     if transfer is None:
         return False
     below = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
-    names = [transfer.kv_connector, *(one.get("kv_connector") for one in below if isinstance(one, dict))]
+    names = [
+        transfer.kv_connector,
+        *(one.get("kv_connector") for one in below if isinstance(one, dict)),
+    ]
     return OURS in names

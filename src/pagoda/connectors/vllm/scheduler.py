@@ -1,6 +1,8 @@
-"""The scheduler's half: decides which chunks of a prompt are loaded, into which blocks, and which are saved.
+"""The scheduler's half: decides which chunks of a prompt are loaded, into which blocks, and which
+are saved.
 
-Its waits are short: look-ups run on threads, and a reservation that fails is tried again in a later step.
+Its waits are short: look-ups run on threads, and a reservation that fails is tried again in a later
+step.
 """
 
 from __future__ import annotations
@@ -18,11 +20,25 @@ from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
-from pagoda.connectors.vllm.lookups import LONGEST_SECONDS, LookupThreads, TrackedRequest
-from pagoda.connectors.vllm.metadata import Handshake, Load, PagodaMetadata, PagodaWorkerMetadata, Save
+from pagoda.connectors.vllm.lookups import (
+    LONGEST_SECONDS,
+    LookupThreads,
+    TrackedRequest,
+)
+from pagoda.connectors.vllm.metadata import (
+    Handshake,
+    Load,
+    PagodaMetadata,
+    PagodaWorkerMetadata,
+    Save,
+)
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.prefill_steps import computes_answers, prompt_step_of
-from pagoda.connectors.vllm.request_limits import is_of_embeddings, named_tokens, reads_nothing
+from pagoda.connectors.vllm.request_limits import (
+    is_of_embeddings,
+    named_tokens,
+    reads_nothing,
+)
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.kv_events.notes import BlockFacts, NoteMaker
 from pagoda.kv_events.stored_events import StoredEvents
@@ -31,11 +47,18 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 
-# the wait for all reserves of one step together; the second while the engine computes answers, whose readers notice
+# the wait for all reserves of one step together; the second while the engine computes answers,
+# whose readers notice
 _RESERVE_SECONDS, _BRIEF_RESERVE_SECONDS = 0.02, 0.0015
-_LEAST_SECONDS = 0.001  # with less time left, the other requests wait for the next step
-_STUCK_SECONDS = 0.1  # pause of reserves after a timeout: the process that has the lock may be stopped
-_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.P2P}
+# with less time left, the other requests wait for the next step
+_LEAST_SECONDS = 0.001
+# pause of reserves after a timeout: the process that has the lock may be stopped
+_STUCK_SECONDS = 0.1
+_SOURCES = {
+    "host": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "peers": CacheHitSource.P2P,
+}
 
 
 class PagodaScheduler:
@@ -57,11 +80,13 @@ class PagodaScheduler:
     ) -> None:
         """Prepare; it works after `opened`.
 
-        `outlet`: the outlet of KV events; None: events are off. `kv_kind`: the kind of attention and its window, for
-        events. `shares_blocks`: other requests find the blocks that one request has loaded in the engine's own cache.
-        `drops_last_block`: the last block of a hit is always computed. `in_lockstep`: other engines wait for each step
-        of this one. `schedules_early`: a step is scheduled before the last one has ended. `hashes_media`: vLLM names
-        media by their content. `role`: a `kv_producer` only stores, a `kv_consumer` only loads.
+        `outlet`: the outlet of KV events; None: events are off. `kv_kind`: the kind of attention
+        and its window, for events. `shares_blocks`: other requests find the blocks that one request
+        has loaded in the engine's own cache.
+        `drops_last_block`: the last block of a hit is always computed. `in_lockstep`: other engines
+        wait for each step of this one. `schedules_early`: a step is scheduled before the last one
+        has ended. `hashes_media`: vLLM names media by their content. `role`: a `kv_producer` only
+        stores, a `kv_consumer` only loads.
         """
         self._options = options
         self._shares_blocks = shares_blocks
@@ -76,13 +101,15 @@ class PagodaScheduler:
         self._kv_kind = kv_kind
         self._events: StoredEvents | None = None
         self._cache: Cache | None = None
-        self._described = False  # True: the workers' description has come, or the wait for it has ended
+        # True: the workers' description has come, or the wait for it has ended
+        self._described = False
         self._tracked: dict[str, TrackedRequest] = {}
         self._loading: dict[str, set[bytes]] = {}
         self._loads: list[Load] = []
         self._steps = 0
         self._admitted: list[TrackedRequest] = []  # since the last step
-        # the last step in which another connector loads, and the last such step that is known to have ended
+        # the last step in which another connector loads, and the last such step that is known to
+        # have ended
         self._others_loaded = self._others_ended = 0
         self._patience = 0.0  # the rest of this step's wait
         self._stuck_until = 0.0
@@ -91,7 +118,8 @@ class PagodaScheduler:
         self.weights = EngineWeights(options.weights_run, self._take_version)
 
     def opened(self, handshakes: Iterable[Handshake]) -> None:
-        """Open the cache that the workers have described. Raises ValueError if their descriptions differ.
+        """Open the cache that the workers have described. Raises ValueError if their descriptions
+        differ.
 
         vLLM describes the same memory again after a sleep: then nothing changes.
         """
@@ -100,24 +128,34 @@ class PagodaScheduler:
         self._described = True
         first = agreed(handshakes)
         cache = opened(self._options.config, first.namespace, first.layout)
-        assert cache.slots is not None  # an engine without a host tier was refused
+        # an engine without a host tier was refused
+        assert cache.slots is not None
         self._cache = cache
         self._slots = cache.slots
         self._parts = first.parts
         self._block_tokens = first.block_tokens
         self._chunk_tokens = first.layout.chunk_tokens
         self._lookups = LookupThreads(
-            cache, self._hash_tokens, first.namespace.salt, not self._in_lockstep, self._hashes_media
+            cache,
+            self._hash_tokens,
+            first.namespace.salt,
+            not self._in_lockstep,
+            self._hashes_media,
         )
         self._lookups.version = self.weights.version
         if self.outlet is not None:
-            facts = BlockFacts(self._chunk_tokens, self._block_tokens, *self._kv_kind)
+            facts = BlockFacts(
+                self._chunk_tokens, self._block_tokens, *self._kv_kind
+            )
             self._form = VLLMEventForm({0: facts}, self._hash_tokens)
             keeps = self._options.config.prompt_log
             ledgers = self._slots.ledgers
             present = self._lookups.root
-            self._events = StoredEvents(ledgers, present, {0: facts}, self._form, self.outlet, keeps)
-            if self._loads_any:  # otherwise it cannot load, and only leaves notes for other engines
+            self._events = StoredEvents(
+                ledgers, present, {0: facts}, self._form, self.outlet, keeps
+            )
+            # otherwise it cannot load, and only leaves notes for other engines
+            if self._loads_any:
                 self._events.start()
                 self._lookups.events = self._events
 
@@ -128,7 +166,10 @@ class PagodaScheduler:
         if self._cache is None and self._described:
             return
         if len(request.block_hashes) != request.num_tokens // self._hash_tokens:
-            text = f"request {request.request_id} is not cached: the number of its block hashes is wrong"
+            text = (
+                f"request {request.request_id} is not cached: the number of its block hashes "
+                "is wrong"
+            )
             self._lines.warn(log, Reason.IO_ERROR, text)
             return
         tracked = self._tracked[request.request_id] = TrackedRequest(
@@ -145,11 +186,16 @@ class PagodaScheduler:
             self._lookups.begin(tracked)
 
     def _limit(self, request: Any, name: str) -> int | None:
-        """Return a limit in a request's `kv_transfer_params`, by the names of vLLM's OffloadingConnector."""
+        """Return a limit in a request's `kv_transfer_params`, by the names of vLLM's
+        OffloadingConnector.
+        """
         limit = (request.kv_transfer_params or {}).get(name)
         if limit is None or (type(limit) is int and limit >= 0):
             return limit
-        text = f"{name} = {limit!r} of a request is ignored: write a whole number that is not negative"
+        text = (
+            f"{name} = {limit!r} of a request is ignored: write a whole number that is not "
+            "negative"
+        )
         self._lines.warn(log, Reason.IO_ERROR, text)
         return None
 
@@ -160,7 +206,9 @@ class PagodaScheduler:
         """
         self.weights.restore_after_sleep()
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or (self._cache is None and self._no_longer_awaited(tracked)):
+        if tracked is None or (
+            self._cache is None and self._no_longer_awaited(tracked)
+        ):
             return 0, False
         if self._cache is None:
             return None, False
@@ -172,20 +220,34 @@ class PagodaScheduler:
             return self._without_load(tracked, whole)
         # at least one token must be computed, because the model needs it for its answer
         most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-        dropped = self._block_tokens if self._drops_last_block else 0  # as in vLLM's own prefix cache
+        # as in vLLM's own prefix cache
+        dropped = self._block_tokens if self._drops_last_block else 0
         if tracked.most_loaded is not None:
-            most = min(most, (local_tokens + tracked.most_loaded) // self._block_tokens * self._block_tokens)
+            most = min(
+                most,
+                (local_tokens + tracked.most_loaded)
+                // self._block_tokens
+                * self._block_tokens,
+            )
         if tracked.most_named is not None:
-            most = min(most, tracked.most_named // self._block_tokens * self._block_tokens)
+            most = min(
+                most,
+                tracked.most_named // self._block_tokens * self._block_tokens,
+            )
         least = max(1, self._options.config.min_hit_tokens)
-        if min(most, whole) - dropped - local_tokens < least:  # too short, even if all of it is in the tiers
+        # too short, even if all of it is in the tiers
+        if min(most, whole) - dropped - local_tokens < least:
             tracked.reason = None if whole else Reason.SHORT_PROMPT
             return self._without_load(tracked, whole)
         if tracked.waits_for in self._loading:
             return None, False
         if not self._lookups.answered(tracked):
             return None, False
-        known = 0 if tracked.found is None or not tracked.loads else tracked.found.hit.stop_tokens
+        known = (
+            0
+            if tracked.found is None or not tracked.loads
+            else tracked.found.hit.stop_tokens
+        )
         stop = min(most, known) - dropped
         if stop - local_tokens < least:
             return 0, False
@@ -197,27 +259,53 @@ class PagodaScheduler:
             return None, False
         return stop - local_tokens, True
 
-    def _without_load(self, tracked: TrackedRequest, whole: int) -> tuple[int | None, bool]:
-        """Answer for a request without a load. It may end with its first step, so its namespace must be known now."""
-        unknown = tracked.saves and whole > tracked.local_tokens and tracked.found is None
-        return (None if unknown and not self._lookups.answered(tracked) else 0), False
+    def _without_load(
+        self, tracked: TrackedRequest, whole: int
+    ) -> tuple[int | None, bool]:
+        """Answer for a request without a load. It may end with its first step, so its namespace
+        must be known now.
+        """
+        unknown = (
+            tracked.saves
+            and whole > tracked.local_tokens
+            and tracked.found is None
+        )
+        return (
+            None if unknown and not self._lookups.answered(tracked) else 0
+        ), False
 
     def _no_longer_awaited(self, tracked: TrackedRequest) -> bool:
-        """Whether requests continue without a cache: no description has come within the longest look-up."""
-        if not self._described and time.monotonic() - tracked.asked_at > LONGEST_SECONDS:
+        """Whether requests continue without a cache: no description has come within the longest
+        look-up.
+        """
+        if (
+            not self._described
+            and time.monotonic() - tracked.asked_at > LONGEST_SECONDS
+        ):
             log.error("nothing is cached: no worker has described its KV memory")
             self._described = True
         return self._described
 
     def _loader(self, wanted: list[bytes]) -> str | None:
-        """Return a request that is loading any of these chunks: soon they will be in the engine's own cache."""
-        return next((name for name, keys in self._loading.items() if not keys.isdisjoint(wanted)), None)
+        """Return a request that is loading any of these chunks: soon they will be in the engine's
+        own cache.
+        """
+        return next(
+            (
+                name
+                for name, keys in self._loading.items()
+                if not keys.isdisjoint(wanted)
+            ),
+            None,
+        )
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Split the tokens that are being loaded by tier."""
         tracked = self._tracked.get(request.request_id)
         split = dict[CacheHitSource, int]()
-        for tier, share in _by_tier(tracked, tokens).items() if tracked is not None else ():
+        for tier, share in (
+            _by_tier(tracked, tokens).items() if tracked is not None else ()
+        ):
             source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
             split[source] = split.get(source, 0) + share
         return split
@@ -225,7 +313,9 @@ class PagodaScheduler:
     # ---- loads
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """Note that a request was admitted, and that `tokens` of it must be loaded into `blocks`."""
+        """Note that a request was admitted, and that `tokens` of it must be loaded into
+        `blocks`.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._cache is None:
             return
@@ -248,43 +338,77 @@ class PagodaScheduler:
         found = tracked.found
         if self._events is not None:
             make = self._notes(request, found.root)
-            self._events.found(make, found.root, found.present, first, keys[first:])
-        load = Load(request.request_id, keys, first, table, found.lora, found.salt, found.version)
+            self._events.found(
+                make, found.root, found.present, first, keys[first:]
+            )
+        load = Load(
+            request.request_id,
+            keys,
+            first,
+            table,
+            found.lora,
+            found.salt,
+            found.version,
+        )
         self._loads.append(load)
 
     def _notes(self, request: Any, root: bytes) -> NoteMaker:
-        """Return the function that makes the notes of those of a request's chunks that other engines can name."""
+        """Return the function that makes the notes of those of a request's chunks that other
+        engines can name.
+        """
         make = self._form.notes(request, root)
         shared = self._lookups.shared_tokens(request)
         size = self._chunk_tokens
-        return make if shared is None else lambda chunk: make(chunk) if (chunk + 1) * size <= shared else None
+        return (
+            make
+            if shared is None
+            else lambda chunk: (
+                make(chunk) if (chunk + 1) * size <= shared else None
+            )
+        )
 
     def _count(self, tracked: TrackedRequest, tokens: int) -> None:
-        """Count a request once: the tokens that it may read and asks for, and the tokens from each tier."""
+        """Count a request once: the tokens that it may read and asks for, and the tokens from each
+        tier.
+        """
         if tracked.counted:
             return
         tracked.counted = True
         found = tracked.found
         asked = _asked_tokens(tracked)
-        reason, root = (tracked.reason, b"") if found is None else (found.hit.reason, found.root)
+        reason, root = (
+            (tracked.reason, b"")
+            if found is None
+            else (found.hit.reason, found.root)
+        )
         if not asked:
-            self._slots.count_request(tracked.request.num_tokens, {}, Reason.NOT_ASKED, root)
+            self._slots.count_request(
+                tracked.request.num_tokens, {}, Reason.NOT_ASKED, root
+            )
             return
         by_tier = _by_tier(tracked, tokens)
         self._slots.count_request(asked, by_tier, reason, root)
         self.stats.count("lookups", 1)
         self.stats.count("asked_tokens", asked)
         for tier, number in by_tier.items():
-            self.stats.count(f"hit_tokens_{tier if tier in TIERS else 'remote'}", number)
+            self.stats.count(
+                f"hit_tokens_{tier if tier in TIERS else 'remote'}", number
+            )
 
     def take_output(self, output: Any) -> None:
-        """Take the workers' messages: which loads ended, which of them failed, which slots will not be filled."""
+        """Take the workers' messages: which loads ended, which of them failed, which slots will not
+        be filled.
+        """
         meta = output.kv_connector_worker_meta
         if isinstance(meta, PagodaWorkerMetadata):
             if meta.described:
                 self._open_late(meta.described)
             self._others_ended = max(self._others_ended, meta.ended)
-            if meta.ended and self._schedules_early and not output.invalid_block_ids <= meta.bad_blocks:
+            if (
+                meta.ended
+                and self._schedules_early
+                and not output.invalid_block_ids <= meta.bad_blocks
+            ):
                 self._others_failed()
             for request in meta.failed:
                 if (tracked := self._tracked.get(request)) is not None:
@@ -293,7 +417,8 @@ class PagodaScheduler:
                     tracked.seen = 0
             for tracked in self._tracked.values() if meta.failed else ():
                 if tracked.waits_for in meta.failed:
-                    tracked.look = None  # its hit may include the failed chunks: look up again
+                    # its hit may include the failed chunks: look up again
+                    tracked.look = None
             for request, rest in meta.later.items():
                 if (tracked := self._tracked.get(request)) is None:
                     self._count_unsaved(rest.chunks)
@@ -306,14 +431,18 @@ class PagodaScheduler:
             self._loading.pop(request, None)
 
     def _others_failed(self) -> None:
-        """Store nothing from now on: vLLM computes the request again, but for a token that it does not keep.
+        """Store nothing from now on: vLLM computes the request again, but for a token that it does
+        not keep.
 
-        The step after the failed one has its place already. That KV also remains in vLLM's own prefix cache.
+        The step after the failed one has its place already. That KV also remains in vLLM's own
+        prefix cache.
         """
         if self._saves_any:
             log.error(
-                "another connector failed to load within a step: with asynchronous scheduling, vLLM then has KV of "
-                "other tokens than a request's, so this engine stores nothing until it is restarted; start vLLM with "
+                "another connector failed to load within a step: with asynchronous scheduling, "
+                "vLLM then has KV of "
+                "other tokens than a request's, so this engine stores nothing until it is "
+                "restarted; start vLLM with "
                 "--no-async-scheduling"
             )
         self._saves_any = False
@@ -323,7 +452,8 @@ class PagodaScheduler:
     def _open_late(self, described: Iterable[Handshake]) -> None:
         try:
             self.opened(described)
-        except Exception as trouble:  # noqa: BLE001  # a boundary: the running engine continues without a cache
+        except Exception as trouble:  # noqa: BLE001
+            # a boundary: the running engine continues without a cache
             log.error("nothing is cached: %s", trouble)
 
     # ---- one step
@@ -331,12 +461,14 @@ class PagodaScheduler:
     def step(self, output: Any) -> PagodaMetadata:
         """Return this step's loads and saves; reserves the slots of the latter."""
         self._steps += 1
-        idle = not output.num_scheduled_tokens and not self._in_lockstep  # then a worker may wait a moment
+        # then a worker may wait a moment
+        idle = not output.num_scheduled_tokens and not self._in_lockstep
         meta = PagodaMetadata(os.getpid(), self._steps, self._loads, idle=idle)
         self._loads = []
         if self._cache is None:
             return meta
-        if output.has_sync_kv_loads:  # those of another connector: ours are asynchronous
+        # those of another connector: ours are asynchronous
+        if output.has_sync_kv_loads:
             self._others_loaded = self._steps
             meta.loads_of_others = True
         for admitted in self._admitted:
@@ -351,22 +483,36 @@ class PagodaScheduler:
                 continue
             try:
                 self._save(tracked, scheduled, output, meta)
-            except Exception as trouble:  # noqa: BLE001  # a boundary: the engine continues without this save
+            except Exception as trouble:  # noqa: BLE001
+                # a boundary: the engine continues without this save
                 tracked.saves = False
                 why = f"{type(trouble).__name__}: {trouble}"
-                self._lines.warn(log, Reason.IO_ERROR, f"a request is no longer saved: {why}")
+                self._lines.warn(
+                    log, Reason.IO_ERROR, f"a request is no longer saved: {why}"
+                )
         meta.prompts = prompt_step_of(output)
         return meta
 
-    def _save(self, tracked: TrackedRequest, scheduled: int, output: Any, meta: PagodaMetadata) -> None:
-        """Reserve slots for the chunks that this step completes, and add their copies to the step's work."""
+    def _save(
+        self,
+        tracked: TrackedRequest,
+        scheduled: int,
+        output: Any,
+        meta: PagodaMetadata,
+    ) -> None:
+        """Reserve slots for the chunks that this step completes, and add their copies to the step's
+        work.
+        """
         request = tracked.request
         if not tracked.saves or tracked.sure_after > self._others_ended:
             return
         # only tokens known by now; later ones may be a draft that is rejected
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
         done = self._saved_of(tracked, tokens) // self._chunk_tokens
-        if done <= max(tracked.saved, tracked.seen) or self._patience < _LEAST_SECONDS:
+        if (
+            done <= max(tracked.saved, tracked.seen)
+            or self._patience < _LEAST_SECONDS
+        ):
             return
         if time.monotonic() < self._stuck_until:
             return
@@ -383,7 +529,11 @@ class PagodaScheduler:
             assert tracked.found is not None
             step = self._chunk_tokens // self._block_tokens
             blocks = list(table[0][first * step : done * step])
-            meta.saves.append(Save(request.request_id, tracked.found.root, copies, first, blocks))
+            meta.saves.append(
+                Save(
+                    request.request_id, tracked.found.root, copies, first, blocks
+                )
+            )
 
     def _saved_of(self, tracked: TrackedRequest, tokens: int) -> int:
         """Return how many of the first `tokens` tokens of a request are to be saved."""
@@ -394,7 +544,9 @@ class PagodaScheduler:
                 tokens = min(tokens, most)
         return tokens
 
-    def _reserved(self, tracked: TrackedRequest, first: int, done: int) -> list[ChunkRef]:
+    def _reserved(
+        self, tracked: TrackedRequest, first: int, done: int
+    ) -> list[ChunkRef]:
         assert tracked.found is not None
         slots = self._slots
         keys = tracked.keys
@@ -415,7 +567,11 @@ class PagodaScheduler:
             found = tracked.found
             make = self._notes(tracked.request, found.root)
             self._events.note(make, found.root, found.present, first, outcomes)
-        refused = {n: one.reason for n, one in enumerate(outcomes, first) if isinstance(one, Refused)}
+        refused = {
+            n: one.reason
+            for n, one in enumerate(outcomes, first)
+            if isinstance(one, Refused)
+        }
         tracked.saved = min(refused, default=done)
         if refused.get(tracked.saved) is Reason.LEDGER_BUSY:
             tracked.seen = tracked.saved  # try again
@@ -423,7 +579,13 @@ class PagodaScheduler:
                 self._stuck_until = time.monotonic() + _STUCK_SECONDS
         self.stats.count("refused_chunks", len(refused))
         return [
-            ChunkRef(keys[n], n, keys[n - 1] if n else None, outcome.slot, outcome.generation)
+            ChunkRef(
+                keys[n],
+                n,
+                keys[n - 1] if n else None,
+                outcome.slot,
+                outcome.generation,
+            )
             for n, outcome in enumerate(outcomes, first)
             if isinstance(outcome, Reserved)
         ]
@@ -434,10 +596,17 @@ class PagodaScheduler:
         """Forget a request; its running loads continue until the workers have ended them."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None and tracked.saves and tracked.found is not None:
-            # the last token was not computed; vLLM may already count it in a step that it began early
-            tokens = self._saved_of(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
-            self._count_unsaved(tokens // self._chunk_tokens - max(tracked.saved, tracked.seen))
-            self._lookups.log_prompt(tracked, self._saved_of(tracked, request.num_tokens))
+            # the last token was not computed; vLLM may already count it in a step that it began
+            # early
+            tokens = self._saved_of(
+                tracked, min(request.num_computed_tokens, request.num_tokens - 1)
+            )
+            self._count_unsaved(
+                tokens // self._chunk_tokens - max(tracked.saved, tracked.seen)
+            )
+            self._lookups.log_prompt(
+                tracked, self._saved_of(tracked, request.num_tokens)
+            )
 
     def _count_unsaved(self, chunks: int) -> None:
         """Count chunks that will not be saved, because their request has ended."""
@@ -450,7 +619,8 @@ class PagodaScheduler:
     def _take_version(self, version: str, fresh: bool) -> None:
         """Use the chunks of other weights from now on; see EngineWeights."""
         if self._cache is not None:
-            self._lookups.version = version  # the thread of the events withdraws reports of the old version
+            # the thread of the events withdraws reports of the old version
+            self._lookups.version = version
         present = list(self._tracked.values())
         if fresh:
             self._tracked.clear()
@@ -458,7 +628,8 @@ class PagodaScheduler:
             if fresh:
                 self.new_request(tracked.request)
             else:
-                tracked.loads = tracked.saves = False  # the weights that computed its parts are unknown
+                # the weights that computed its parts are unknown
+                tracked.loads = tracked.saves = False
 
     def shutdown(self) -> None:
         """End the threads and release the cache; ends in bounded time. Idempotent."""
@@ -475,7 +646,9 @@ class PagodaScheduler:
 
 
 def _asked_tokens(tracked: TrackedRequest) -> int:
-    """Return how many tokens beyond those in the engine's own cache a request may read; 0: it is no lookup."""
+    """Return how many tokens beyond those in the engine's own cache a request may read; 0: it is no
+    lookup.
+    """
     if not tracked.asks:
         return 0
     local = tracked.local_tokens

@@ -1,4 +1,6 @@
-"""Shares one cache per process among all halves of the connector with the same model, for any number of engines."""
+"""Shares one cache per process among all halves of the connector with the same model, for any
+number of engines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _uses: dict[str, int] = {}
 
 
 def agreed(descriptions: Iterable[T]) -> T:
-    """Return the description of the KV memory that all ranks have sent. Raises ValueError if they differ."""
+    """Return the description of the KV memory that all ranks have sent. Raises ValueError if they
+    differ.
+    """
     first, *others = descriptions
     if any(other != first for other in others):
         raise ValueError(
@@ -31,24 +35,30 @@ def agreed(descriptions: Iterable[T]) -> T:
 
 
 def opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
-    """Return this process's cache of this model, layout and configuration; call `let_go` once for each call.
+    """Return this process's cache of this model, layout and configuration; call `let_go` once for
+    each call.
 
-    Raises StoreError, which says what to do, if a tier cannot be opened, or there is no host tier. Thread-safe.
+    Raises StoreError, which says what to do, if a tier cannot be opened, or there is no host tier.
+    Thread-safe.
     """
     name = f"vllm-{namespace.with_(layout=layout.fingerprint).root.hex()}-{hash(config):x}"
     with _lock:
-        _uses[name] = _uses.get(name, 0) + 1  # before the opening, so that no `let_go` closes this cache
+        # before the opening, so that no `let_go` closes this cache
+        _uses[name] = _uses.get(name, 0) + 1
     try:
         cache = Cache.open(name, config, namespace=namespace, layout=layout)
     except BaseException:
         with _lock:
             _uses[name] -= 1
         raise
-    if cache.slots is None:  # the tier has no space; a configuration without a host tier was refused before
+    # the tier has no space; a configuration without a host tier was refused before
+    if cache.slots is None:
         let_go(cache)
         raise StoreError(
-            f"{config.host_path} has no room for one chunk of {layout.slot_bytes:,} bytes, and the engine's processes "
-            "share host memory: mount it with a larger size= (docker: --shm-size), or choose another host_path"
+            f"{config.host_path} has no room for one chunk of {layout.slot_bytes:,} bytes, and "
+            "the engine's processes "
+            "share host memory: mount it with a larger size= (docker: --shm-size), or choose "
+            "another host_path"
         )
     return cache
 

@@ -1,4 +1,5 @@
-"""A worker's half: loads chunks into the engine's blocks on threads, and copies the pages of new chunks into slots.
+"""A worker's half: loads chunks into the engine's blocks on threads, and copies the pages of new
+chunks into slots.
 
 New chunks are copied within the step that computed them, so vLLM need not keep blocks for them.
 """
@@ -21,7 +22,14 @@ from pagoda.clock import Deadline
 from pagoda.connectors.vllm.connector_stats import PagodaStats
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.kv_memory import KVMemory, inspect_kv_caches, paged_kv
-from pagoda.connectors.vllm.metadata import Handshake, Later, Load, PagodaMetadata, PagodaWorkerMetadata, Save
+from pagoda.connectors.vllm.metadata import (
+    Handshake,
+    Later,
+    Load,
+    PagodaMetadata,
+    PagodaWorkerMetadata,
+    Save,
+)
 from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.prefill_steps import PrefillSteps
 from pagoda.connectors.vllm.shared_caches import let_go, opened
@@ -30,7 +38,11 @@ from pagoda.layout import KVLayout
 from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.signal_safe_threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
-from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV, DeviceSnapshot, SnapshotBuffer
+from pagoda.transfer.gpu.device_pages_kv import (
+    DevicePagesKV,
+    DeviceSnapshot,
+    SnapshotBuffer,
+)
 from pagoda.transfer.pages_kv import PagesKV
 
 log = guarded_logger("pagoda.vllm")
@@ -40,8 +52,10 @@ _SAVE_THREADS = 1  # chunks of one prompt become visible in its order
 _IDLE_SECONDS = 0.005
 _PAUSE_SECONDS = 0.0005
 _END_SECONDS = 5.0
-_MOST_SNAPSHOT_BYTES = 512 << 20  # device memory for waiting snapshots; one chunk is always allowed
-_FREE_SHARE = 4  # at most a quarter of the device memory that vLLM's own plan leaves free
+# device memory for waiting snapshots; one chunk is always allowed
+_MOST_SNAPSHOT_BYTES = 512 << 20
+# at most a quarter of the device memory that vLLM's own plan leaves free
+_FREE_SHARE = 4
 
 
 class _Loading(NamedTuple):
@@ -52,25 +66,32 @@ class _Loading(NamedTuple):
     began: float
 
 
-# chunks of one request: the root of their namespace, a snapshot that is still to be copied, and the slots
+# chunks of one request: the root of their namespace, a snapshot that is still to be copied, and the
+# slots
 _Copied = tuple[bytes, list[ChunkRef], DeviceSnapshot | None, list[Bytes]]
 
 
 class PagodaWorker:
-    """Does the work that the scheduler's half requests. For the worker's thread; copies run on separate threads."""
+    """Does the work that the scheduler's half requests. For the worker's thread; copies run on
+    separate threads.
+    """
 
-    def __init__(self, options: ConnectorOptions, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(
+        self, options: ConnectorOptions, vllm_config: Any, kv_cache_config: Any
+    ) -> None:
         self._options = options
         self._configs = vllm_config, kv_cache_config
         self._cache: Cache | None = None
         self._loading: dict[str, _Loading] = {}
         self._bad_blocks: set[int] = set()
-        self._report = PagodaWorkerMetadata()  # for the scheduler's half, since the last step
+        # for the scheduler's half, since the last step
+        self._report = PagodaWorkerMetadata()
         # for snapshots that wait to be copied into slots; None: pages are copied at once
         self._staging: SnapshotBuffer | None = None
         self._load_threads = Pool(_LOAD_THREADS, "pagoda-load")
         self._save_threads = Pool(_SAVE_THREADS, "pagoda-save")
-        self._prefills: PrefillSteps | None = None  # None: another rank measures them
+        # None: another rank measures them
+        self._prefills: PrefillSteps | None = None
         self._handled: BaseException | None = None
         self._step: int | None = None  # the last step that began
         self._ended = True  # whether `save` was called for it
@@ -79,22 +100,37 @@ class PagodaWorker:
         self._lines = RateLimitedLog()
 
     def register(self, kv_caches: dict[str, Any]) -> None:
-        """Inspect the engine's KV memory and open the cache for it. Raises ValueError for an unknown format."""
+        """Inspect the engine's KV memory and open the cache for it. Raises ValueError for an
+        unknown format.
+        """
         vllm_config, kv_cache_config = self._configs
         canonical = self._options.canonical_layout
-        seen = inspect_kv_caches(kv_caches, vllm_config, kv_cache_config, canonical=canonical)
+        seen = inspect_kv_caches(
+            kv_caches, vllm_config, kv_cache_config, canonical=canonical
+        )
         kv_dtype = str(vllm_config.cache_config.cache_dtype)
         parts = 1 if canonical else seen.parts
-        self.open_cache(seen, namespace_of(vllm_config, kv_dtype, parts, self._options))
+        self.open_cache(
+            seen, namespace_of(vllm_config, kv_dtype, parts, self._options)
+        )
 
     def open_cache(self, seen: KVMemory, namespace: Namespace) -> None:
-        """Open the cache for this memory. Raises StoreError, which says what to do, if a tier cannot be opened."""
+        """Open the cache for this memory. Raises StoreError, which says what to do, if a tier
+        cannot be opened.
+        """
         blocks = self._options.config.chunk_tokens // seen.block_tokens
         layout = KVLayout.opaque(
-            self._options.config.chunk_tokens, seen.parts * blocks * sum(seen.page_bytes), seen.description
+            self._options.config.chunk_tokens,
+            seen.parts * blocks * sum(seen.page_bytes),
+            seen.description,
         )
         self._pages = paged_kv(
-            seen.planes, layout, seen.block_tokens, seen.on_cpu, part=seen.part, parts=seen.parts
+            seen.planes,
+            layout,
+            seen.block_tokens,
+            seen.on_cpu,
+            part=seen.part,
+            parts=seen.parts,
         )
         self._cache = opened(self._options.config, namespace, layout)
         if self._pages.device_index is not None:
@@ -105,7 +141,9 @@ class PagodaWorker:
         self._layout = layout
         if seen.part == 0 and seen.writes:
             self._prefills = PrefillSteps(self._cache, seen.planes[0].device)
-        self.handshake = Handshake(namespace, layout, seen.block_tokens, seen.parts)
+        self.handshake = Handshake(
+            namespace, layout, seen.block_tokens, seen.parts
+        )
 
     def report_handshake(self) -> None:
         """Send the description of the KV memory with the next step's messages."""
@@ -116,15 +154,16 @@ class PagodaWorker:
     def begin(self, meta: PagodaMetadata) -> None:
         """Note when the step began, and the exception that the engine's caller is handling, if any.
 
-        vLLM's scheduler assumes that each step was computed. If a step never arrived here, or never ended (an
-        interrupt in a notebook), the engine has pages that were not computed.
+        vLLM's scheduler assumes that each step was computed. If a step never arrived here, or never
+        ended (an interrupt in a notebook), the engine has pages that were not computed.
         """
         if not self._ended or self._step not in (None, meta.number - 1):
             self._step_interrupted()
         self._step = meta.number
         self._ended = False
         if meta.loads_of_others:
-            self._report.ended = meta.number  # sent at the step's end, with the blocks that failed
+            # sent at the step's end, with the blocks that failed
+            self._report.ended = meta.number
         if self._prefills is not None:
             self._prefills.begin(meta.prompts)
         self._handled = sys.exc_info()[1]
@@ -135,13 +174,16 @@ class PagodaWorker:
             began = time.perf_counter()
             try:
                 future = self._load_threads.submit(self._retriever(load))
-            except Exception as trouble:  # noqa: BLE001  # a boundary: a load that does not begin has failed
+            except Exception as trouble:  # noqa: BLE001
+                # a boundary: a load that does not begin has failed
                 future = Answer[Hit]()
                 future.set_exception(trouble)
             self._loading[load.request] = _Loading(load, future, began)
 
     def _retriever(self, load: Load) -> Callable[[], Hit]:
-        """Return a load, which a thread runs; on a GPU it waits for all work that was launched before now."""
+        """Return a load, which a thread runs; on a GPU it waits for all work that was launched
+        before now.
+        """
         kv = self._pages.with_table(load.blocks)
         start = load.first * self._layout.chunk_tokens
         options: CallOptions = {
@@ -151,15 +193,21 @@ class PagodaWorker:
             "salt": load.salt,
             "weights_version": load.version,
         }
-        return partial(self._opened().retrieve, None, kv, counted=False, **options)
+        return partial(
+            self._opened().retrieve, None, kv, counted=False, **options
+        )
 
     def save(self, meta: PagodaMetadata) -> None:
         """Copy the pages of the step's new chunks; they become visible after the step.
 
-        vLLM also calls this after an exception in a step (a signal, no memory). Then some layers may not be computed,
-        and stored chunks outlive the engine, so nothing is stored from then on.
+        vLLM also calls this after an exception in a step (a signal, no memory). Then some layers
+        may not be computed, and stored chunks outlive the engine, so nothing is stored from then
+        on.
         """
-        (handled, self._handled), trouble = (self._handled, None), sys.exc_info()[1]
+        (handled, self._handled), trouble = (
+            (self._handled, None),
+            sys.exc_info()[1],
+        )
         self._ended = True
         if trouble is not None and trouble is not handled:
             self._step_interrupted()
@@ -174,7 +222,11 @@ class PagodaWorker:
             if not self._healthy:
                 # the scheduler still owns these slots, not this rank
                 self._report.unsaved.update([copy.reserved for copy in copies])
-                self._not_saved(copies, "a step of the engine was interrupted", Reason.FAILED_CHECK)
+                self._not_saved(
+                    copies,
+                    "a step of the engine was interrupted",
+                    Reason.FAILED_CHECK,
+                )
                 continue
             if not here:
                 copies = self._adopted(copies)
@@ -185,26 +237,37 @@ class PagodaWorker:
         try:
             if copied:  # one call for all requests costs less than one for each
                 self._save_threads.submit(self._commit, copied)
-        except Exception as trouble:  # noqa: BLE001  # a boundary, as in `_copy`
+        except Exception as trouble:  # a boundary, as in `_copy`  # noqa: BLE001
             for _, copies, snapshot, _ in copied:
                 if snapshot is not None:
                     snapshot.release()
-                self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
+                self._not_saved(
+                    copies,
+                    f"{type(trouble).__name__}: {trouble}",
+                    Reason.IO_ERROR,
+                )
 
     def _step_interrupted(self) -> None:
         if self._healthy:
-            log.error("a step of the engine was interrupted: the engine stores nothing until it is restarted")
+            log.error(
+                "a step of the engine was interrupted: the engine stores nothing until it is "
+                "restarted"
+            )
         self._healthy = False
 
     def _adopted(self, copies: Sequence[ChunkRef]) -> list[ChunkRef]:
         """Return the chunks whose slots still wait for this rank's part."""
         reserved = [copy.reserved for copy in copies]
         adopted = self._slots.adopt(reserved, self._seen.part)
-        self._report.unsaved.update(one for one, ok in zip(reserved, adopted, strict=True) if not ok)
+        self._report.unsaved.update(
+            one for one, ok in zip(reserved, adopted, strict=True) if not ok
+        )
         return [copy for copy, ok in zip(copies, adopted, strict=True) if ok]
 
     def _with_room(self, save: Save, copies: list[ChunkRef]) -> list[ChunkRef]:
-        """Return the leading chunks for which there is device memory; the others are tried in a later step."""
+        """Return the leading chunks for which there is device memory; the others are tried in a
+        later step.
+        """
         fit = 1 if self._staging is None else self._staging.free
         if rest := copies[fit:]:
             self._give_up(rest)
@@ -215,26 +278,42 @@ class PagodaWorker:
         """Copy pages into slots, or into a snapshot; None if that failed."""
         snapshot = None
         try:
-            blocks_per_chunk = self._layout.chunk_tokens // self._seen.block_tokens
-            kv = self._pages.with_table([-1] * (save.first * blocks_per_chunk) + save.blocks)
-            starts = [copy.position * self._layout.chunk_tokens for copy in copies]
+            blocks_per_chunk = (
+                self._layout.chunk_tokens // self._seen.block_tokens
+            )
+            kv = self._pages.with_table(
+                [-1] * (save.first * blocks_per_chunk) + save.blocks
+            )
+            starts = [
+                copy.position * self._layout.chunk_tokens for copy in copies
+            ]
             views = self._slots.views([copy.slot for copy in copies])
             if isinstance(kv, PagesKV):
                 kv.to_slots(starts, views)
             else:
                 snapshot = kv.snapshot(starts, self._staging)
-        except Exception as trouble:  # noqa: BLE001  # a boundary: what is not saved is computed again
-            self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
+        except Exception as trouble:  # noqa: BLE001
+            # a boundary: what is not saved is computed again
+            self._not_saved(
+                copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR
+            )
             return None
-        self.stats.count("saved_bytes", len(copies) * self._layout.chunk_bytes // self._seen.parts)
+        self.stats.count(
+            "saved_bytes",
+            len(copies) * self._layout.chunk_bytes // self._seen.parts,
+        )
         if self._seen.part == 0:
             self.stats.count("saved_chunks", len(copies))
         return save.root, copies, snapshot, views
 
-    def _not_saved(self, copies: list[ChunkRef], why: str, reason: Reason) -> None:
+    def _not_saved(
+        self, copies: list[ChunkRef], why: str, reason: Reason
+    ) -> None:
         self._give_up(copies)
         self.stats.count("refused_chunks", len(copies))
-        self._lines.warn(log, reason, f"{len(copies)} chunks were not saved: {why}")
+        self._lines.warn(
+            log, reason, f"{len(copies)} chunks were not saved: {why}"
+        )
 
     def _give_up(self, copies: list[ChunkRef]) -> None:
         self._slots.abort([copy.reserved for copy in copies])
@@ -250,23 +329,33 @@ class PagodaWorker:
                     finally:
                         snapshot.release()
                 written.setdefault(root, []).extend(copies)
-            except Exception as trouble:  # noqa: BLE001  # a boundary: the thread continues
-                self._not_saved(copies, f"{type(trouble).__name__}: {trouble}", Reason.IO_ERROR)
+            except Exception as trouble:  # noqa: BLE001
+                # a boundary: the thread continues
+                self._not_saved(
+                    copies,
+                    f"{type(trouble).__name__}: {trouble}",
+                    Reason.IO_ERROR,
+                )
         self._slots.commit(written, self._seen.part)
 
     # ---- reports after a step
 
     def finished_loads(self, idle: bool) -> set[str]:
-        """Return the requests whose loads have ended, each once; `take_bad_blocks` returns the unfilled blocks.
+        """Return the requests whose loads have ended, each once; `take_bad_blocks` returns the
+        unfilled blocks.
 
-        In an `idle` step this waits a moment: an engine that polls without pause would keep the GIL from the
-        threads that load and look up.
+        In an `idle` step this waits a moment: an engine that polls without pause would keep the GIL
+        from the threads that load and look up.
         """
         if idle and self._loading:
             wait([next(iter(self._loading.values())).future], _IDLE_SECONDS)
         elif idle:
             time.sleep(_PAUSE_SECONDS)
-        ended = [name for name, loading in self._loading.items() if loading.future.done()]
+        ended = [
+            name
+            for name, loading in self._loading.items()
+            if loading.future.done()
+        ]
         for name in ended:
             self._load_ended(self._loading.pop(name))
         return set(ended)
@@ -284,21 +373,31 @@ class PagodaWorker:
             why = f"{type(trouble).__name__}: {trouble}"
             reason = Reason.IO_ERROR
         wanted = [block for block in load.blocks if block >= 0]
-        bad = [block for block in load.blocks[loaded // self._seen.block_tokens :] if block >= 0]
+        bad = [
+            block
+            for block in load.blocks[loaded // self._seen.block_tokens :]
+            if block >= 0
+        ]
         tokens = (len(wanted) - len(bad)) * self._seen.block_tokens
         self.stats.count("loaded_tokens", tokens)
         chunks = max(0, loaded // chunk - load.first)
-        self.stats.count("loaded_bytes", chunks * self._layout.chunk_bytes // self._seen.parts)
+        self.stats.count(
+            "loaded_bytes", chunks * self._layout.chunk_bytes // self._seen.parts
+        )
         self.stats.count("load_seconds", time.perf_counter() - loading.began)
         if bad:
             self._bad_blocks.update(bad)
             self._report.bad_blocks.update(bad)
             self._report.failed.add(load.request)
             self._lines.warn(
-                log, reason, f"{len(bad)} of {len(wanted)} blocks of a load were not loaded: {why}"
+                log,
+                reason,
+                f"{len(bad)} of {len(wanted)} blocks of a load were not loaded: {why}",
             )
             self.stats.count("failed_loads", 1)
-            self.stats.count("failed_load_tokens", len(bad) * self._seen.block_tokens)
+            self.stats.count(
+                "failed_load_tokens", len(bad) * self._seen.block_tokens
+            )
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks that loads left unfilled since the last call."""
@@ -334,7 +433,9 @@ class PagodaWorker:
 
     def _opened(self) -> Cache:
         if self._cache is None:
-            raise RuntimeError("the connector was shut down, or no KV memory was registered yet")
+            raise RuntimeError(
+                "the connector was shut down, or no KV memory was registered yet"
+            )
         return self._cache
 
 
@@ -344,13 +445,15 @@ def _reserved_on(pages: DevicePagesKV) -> SnapshotBuffer | None:
         staging, taken = pages.preallocate(_snapshot_bytes(pages.device_index))
     except RuntimeError as trouble:  # torch.OutOfMemoryError is one
         log.warning(
-            "no device memory is left for copies (%s): chunks are stored one at a time, or not at all; start vLLM with "
+            "no device memory is left for copies (%s): chunks are stored one at a time, or not "
+            "at all; start vLLM with "
             "a lower --gpu-memory-utilization",
             trouble,
         )
         return None
     log.info(
-        "%.0f MiB of device memory are allocated for copies, in addition to vLLM's plan; if this is too much, start "
+        "%.0f MiB of device memory are allocated for copies, in addition to vLLM's plan; if this "
+        "is too much, start "
         "vLLM with a lower --gpu-memory-utilization",
         taken / (1 << 20),
     )
@@ -358,7 +461,9 @@ def _reserved_on(pages: DevicePagesKV) -> SnapshotBuffer | None:
 
 
 def _snapshot_bytes(device_index: int | None) -> int:
-    """Return the largest amount of device memory for snapshots that wait to be copied into slots."""
+    """Return the largest amount of device memory for snapshots that wait to be copied into
+    slots.
+    """
     if device_index is None:
         return _MOST_SNAPSHOT_BYTES
     import torch

@@ -1,7 +1,8 @@
-"""HTTP/1.1 connections that move bodies directly from and into memory, and allocate nothing for announced lengths.
+"""HTTP/1.1 connections that move bodies directly from and into memory, and allocate nothing for
+announced lengths.
 
-For bodies that a client library would copy, or would hold in memory at any size: chunks, errors, listings. RFC 9112,
-without redirections and compression.
+For bodies that a client library would copy, or would hold in memory at any size: chunks, errors,
+listings. RFC 9112, without redirections and compression.
 """
 
 from __future__ import annotations
@@ -20,12 +21,26 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from pagoda.codec import HEADER_BYTES
 from pagoda.fork import call_in_child
 from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import NO_THREAD, Answer, Pool, complete, start_thread, wait
-from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, abort, keep_alive, seconds_left
+from pagoda.signal_safe_threads import (
+    NO_THREAD,
+    Answer,
+    Pool,
+    complete,
+    start_thread,
+    wait,
+)
+from pagoda.tiers.remote.socket_keepalive import (
+    IDLE_SECONDS,
+    LATE,
+    abort,
+    keep_alive,
+    seconds_left,
+)
 from pagoda.tiers.remote.store_client import GetRequest, RefusedError
 
 _HEAD_BYTES = 64 << 10  # limit of status line and headers
-_STEP_BYTES = 1 << 20  # limit of one send or receive; the deadline is checked in between
+# limit of one send or receive; the deadline is checked in between
+_STEP_BYTES = 1 << 20
 _WAKE_BYTES = 512 << 10
 _INTERIMS = 16  # 1xx responses before the final one
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
@@ -38,17 +53,16 @@ class Response(NamedTuple):
     length: int | None
     is_chunked: bool
     closes: bool  # the connection cannot be used after the body
-    challenges: Sequence[
-        str
-    ] = ()  # how the server wants to be asked: the headers WWW-Authenticate, in small letters
+    # how the server wants to be asked: the headers WWW-Authenticate, in small letters
+    challenges: Sequence[str] = ()
     proof: str = ""  # see pagoda.serve_proof
 
 
 class HttpConnection:
     """A connection to one origin, opened when it is needed and again when the server has closed it.
 
-    For one thread at a time, except `abort`. Every call ends at `until` (time.monotonic()) with a TimeoutError. All
-    failures are OSErrors, after which the connection is closed.
+    For one thread at a time, except `abort`. Every call ends at `until` (time.monotonic()) with a
+    TimeoutError. All failures are OSErrors, after which the connection is closed.
     """
 
     def __init__(self, origin: SplitResult) -> None:
@@ -57,12 +71,17 @@ class HttpConnection:
         self._port = origin.port or (443 if origin.scheme == "https" else 80)
         self.authority = origin.netloc.rpartition("@")[2]
         """The host and port that are called: the Host header."""
-        self._tls = ssl.create_default_context() if origin.scheme == "https" else None
+        self._tls = (
+            ssl.create_default_context() if origin.scheme == "https" else None
+        )
         self._socket: socket.socket | None = None
-        self._wakes_at = 1  # the number of arrived bytes at which the thread is woken
-        self._used = 0.0  # when it was last sent to or received from (time.monotonic())
+        # the number of arrived bytes at which the thread is woken
+        self._wakes_at = 1
+        # when it was last sent to or received from (time.monotonic())
+        self._used = 0.0
         self._buffer = memoryview(bytearray(_HEAD_BYTES))
-        self._begin = self._end = 0  # the part of the buffer that was received but not consumed
+        # the part of the buffer that was received but not consumed
+        self._begin = self._end = 0
         self._closed = False
 
     def serves(self, origin: SplitResult) -> bool:
@@ -77,7 +96,9 @@ class HttpConnection:
         headers: Mapping[str, str] | None = None,
         body: Sequence[memoryview] = (),
     ) -> Response:
-        """Send a request and return the head of its response. Read the body by `read_into` and `finish`."""
+        """Send a request and return the head of its response. Read the body by `read_into` and
+        `finish`.
+        """
         fields = dict(headers or {})
         if body or method == "PUT":
             fields["Content-Length"] = str(sum(piece.nbytes for piece in body))
@@ -86,13 +107,21 @@ class HttpConnection:
         with self.dropped_on_error():
             is_old = self._socket is not None
             try:
-                response = self._exchange(method, target, fields, body, until, is_new=not is_old)
+                response = self._exchange(
+                    method, target, fields, body, until, is_new=not is_old
+                )
             except (ConnectionError, EOFError):
                 if not is_old or self._closed:
                     raise
                 self.drop()  # the server had closed it while it was idle
-                response = self._exchange(method, target, fields, body, until, is_new=True)
-        return response._replace(length=0, is_chunked=False) if method == "HEAD" else response
+                response = self._exchange(
+                    method, target, fields, body, until, is_new=True
+                )
+        return (
+            response._replace(length=0, is_chunked=False)
+            if method == "HEAD"
+            else response
+        )
 
     def read_into(self, into: memoryview, until: float) -> None:
         """Fill `into` from the body."""
@@ -115,20 +144,30 @@ class HttpConnection:
             self._wakes_at = nbytes
 
     def finish(self, response: Response, taken: int, until: float) -> bytes:
-        """End a response after `taken` bytes of it (all or none) were read; return an unread body of at most 64 KiB.
+        """End a response after `taken` bytes of it (all or none) were read; return an unread body
+        of at most 64 KiB.
 
-        A longer body closes the connection: that is cheaper than reading it, and no endless body is read.
+        A longer body closes the connection: that is cheaper than reading it, and no endless body is
+        read.
         """
         rest = b""
-        if response.length is None and not response.is_chunked and response.status not in (204, 304):
+        if (
+            response.length is None
+            and not response.is_chunked
+            and response.status not in (204, 304)
+        ):
             self.drop()
         elif response.length != taken and response.status not in (204, 304):
             rest = self.read_body(response, _HEAD_BYTES, until) or b""
         self._drop_if_unusable(response)
         return rest
 
-    def read_body(self, response: Response, most_bytes: int, until: float) -> bytes | None:
-        """Return the whole body in any transfer coding; None: it is longer, and the connection was dropped."""
+    def read_body(
+        self, response: Response, most_bytes: int, until: float
+    ) -> bytes | None:
+        """Return the whole body in any transfer coding; None: it is longer, and the connection was
+        dropped.
+        """
         whole = bytearray()
         with self.dropped_on_error():
             for size in self._piece_sizes(response, until):
@@ -143,7 +182,8 @@ class HttpConnection:
 
     def _drop_if_unusable(self, response: Response) -> None:
         """Drop the connection after a response if it cannot be used again."""
-        if response.closes or self._end != self._begin:  # or the server sent more than it announced
+        # or the server sent more than it announced
+        if response.closes or self._end != self._begin:
             self.drop()
 
     @contextlib.contextmanager
@@ -153,7 +193,9 @@ class HttpConnection:
             yield
         except EOFError:
             self.drop()
-            raise ConnectionError("the server closed the connection within a response") from None
+            raise ConnectionError(
+                "the server closed the connection within a response"
+            ) from None
         except BaseException:
             self.drop()
             raise
@@ -166,7 +208,9 @@ class HttpConnection:
             yield response.length
             return
         while True:
-            size = re.match(rb"[0-9a-fA-F]{1,12}(?=[;\s]|$)", self._read_until(b"\r\n", until))
+            size = re.match(
+                rb"[0-9a-fA-F]{1,12}(?=[;\s]|$)", self._read_until(b"\r\n", until)
+            )
             if size is None:
                 raise ConnectionError("malformed chunked body")
             if not int(size[0], 16):
@@ -180,7 +224,8 @@ class HttpConnection:
         """Make the running call fail now, and all later calls. From any thread."""
         self._closed = True
         sock = self._socket
-        if sock is not None:  # not close(): the descriptor could be another file's before the call ends
+        # not close(): the descriptor could be another file's before the call ends
+        if sock is not None:
             abort(sock)
 
     def drop(self) -> None:
@@ -206,8 +251,13 @@ class HttpConnection:
 
         `is_new`: the connection was or is made for this request.
         """
-        lines = "".join(f"{name}: {value}\r\n" for name, value in {"Host": self.authority, **fields}.items())
-        head = memoryview(f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1"))
+        lines = "".join(
+            f"{name}: {value}\r\n"
+            for name, value in {"Host": self.authority, **fields}.items()
+        )
+        head = memoryview(
+            f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
+        )
         sock = self._socket or self._connect(until)
         self._used = time.monotonic()
         try:
@@ -217,7 +267,8 @@ class HttpConnection:
                     sock.settimeout(seconds_left(until))
                     at += sock.send(piece[at : at + _STEP_BYTES])
         except (ConnectionError, ssl.SSLError) as broken:
-            if is_new:  # a server may refuse a body, answer and close before it has read all of it
+            # a server may refuse a body, answer and close before it has read all of it
+            if is_new:
                 with contextlib.suppress(OSError, EOFError):
                     return self._read_head(until)._replace(closes=True)
             raise ConnectionError(broken.strerror or str(broken)) from None
@@ -240,7 +291,9 @@ class HttpConnection:
         while (stop := bytes(self._buffer[seen : self._end]).find(mark)) < 0:
             seen = max(0, self._end - len(mark) + 1)
             if self._end == _HEAD_BYTES:
-                raise ConnectionError(f"the head of the response is longer than {_HEAD_BYTES} bytes")
+                raise ConnectionError(
+                    f"the head of the response is longer than {_HEAD_BYTES} bytes"
+                )
             self._end += self._receive(self._buffer[self._end :], until)
         self._begin = seen + stop + len(mark)
         return bytes(self._buffer[: seen + stop])
@@ -263,7 +316,8 @@ class HttpConnection:
         addresses = resolve(self._host, self._port, until)
         for number, (family, kind, protocol, _, address) in enumerate(addresses):
             now = time.monotonic()
-            share = now + (until - now) / (len(addresses) - number)  # the first address may not answer
+            # the first address may not answer
+            share = now + (until - now) / (len(addresses) - number)
             self._socket = socket.socket(family, kind, protocol)
             self._begin = 0
             self._end = 0
@@ -287,7 +341,11 @@ class HttpConnection:
 
     def _start_tls(self, tls: ssl.SSLContext, until: float) -> None:
         assert self._socket is not None
-        secured = tls.wrap_socket(self._socket, server_hostname=self._host, do_handshake_on_connect=False)
+        secured = tls.wrap_socket(
+            self._socket,
+            server_hostname=self._host,
+            do_handshake_on_connect=False,
+        )
         self._socket = secured
         self._check_open()
         secured.settimeout(seconds_left(until))
@@ -299,7 +357,9 @@ class HttpConnection:
 
 
 class HttpConnectionPool:
-    """Up to `most` connections to one origin, each with one request at a time. For one thread, as HttpConnection is."""
+    """Up to `most` connections to one origin, each with one request at a time. For one thread, as
+    HttpConnection is.
+    """
 
     def __init__(self, origin: SplitResult, most: int) -> None:
         self._origin = origin
@@ -310,22 +370,36 @@ class HttpConnectionPool:
 
     def serves(self, origin: SplitResult) -> bool:
         """Return whether requests to `origin` may use these connections."""
-        return (origin.scheme, origin.netloc) == (self._origin.scheme, self._origin.netloc)
+        return (origin.scheme, origin.netloc) == (
+            self._origin.scheme,
+            self._origin.netloc,
+        )
 
-    def head_all(self, targets: Sequence[str], until: float, headers: Mapping[str, str]) -> list[int]:
-        """Send a HEAD request for each target (at most `most`) at once; return the statuses. OSError if one fails."""
+    def head_all(
+        self, targets: Sequence[str], until: float, headers: Mapping[str, str]
+    ) -> list[int]:
+        """Send a HEAD request for each target (at most `most`) at once; return the statuses.
+        OSError if one fails.
+        """
         while len(self._connections) < len(targets):
             self._connections.append(HttpConnection(self._origin))
         if self._closed:
             self.abort()
         pending: list[Future[int]] = []
         try:
-            for connection, target in zip(self._connections, targets, strict=False):
-                pending.append(self._pool.submit(_head_status, connection, target, until, headers))
+            for connection, target in zip(
+                self._connections, targets, strict=False
+            ):
+                pending.append(
+                    self._pool.submit(
+                        _head_status, connection, target, until, headers
+                    )
+                )
         except RuntimeError as error:  # no thread can be started
             raise OSError(str(error)) from None
         finally:
-            complete(partial(wait, pending))  # the calls use their connections until they have ended
+            # the calls use their connections until they have ended
+            complete(partial(wait, pending))
         return [each.result() for each in pending]
 
     def abort(self) -> None:
@@ -342,24 +416,38 @@ class HttpConnectionPool:
             connection.drop()
 
 
-def read_chunk(connection: HttpConnection, response: Response, request: GetRequest, until: float) -> int:
-    """Fill the page and the destination of a request from the body; return how many bytes follow the header.
+def read_chunk(
+    connection: HttpConnection,
+    response: Response,
+    request: GetRequest,
+    until: float,
+) -> int:
+    """Fill the page and the destination of a request from the body; return how many bytes follow
+    the header.
 
     RefusedError, OSError: the rest is not read, and the connection is dropped.
     """
     with connection.dropped_on_error():
         if response.length is None or response.length < HEADER_BYTES:
             raise RefusedError(
-                Reason.FAILED_CHECK, "the value is shorter than a header, or of unknown length"
+                Reason.FAILED_CHECK,
+                "the value is shorter than a header, or of unknown length",
             )
         connection.read_into(request.page.data, until)
         rest_bytes = response.length - HEADER_BYTES
-        connection.read_into(request.space_for(rest_bytes).data[:rest_bytes], until)
+        connection.read_into(
+            request.space_for(rest_bytes).data[:rest_bytes], until
+        )
         connection.finish(response, response.length, until)
     return rest_bytes
 
 
-def _head_status(connection: HttpConnection, target: str, until: float, headers: Mapping[str, str]) -> int:
+def _head_status(
+    connection: HttpConnection,
+    target: str,
+    until: float,
+    headers: Mapping[str, str],
+) -> int:
     response = connection.request("HEAD", target, until, headers)
     connection.finish(response, 0, until)
     return response.status
@@ -374,18 +462,32 @@ def _parse_head(head: bytes) -> Response:
             raise ConnectionError("malformed head of the response")
         fields.setdefault(name.lower(), set()).add(value.strip().lower())
     lengths = fields.get(b"content-length", set())
-    if status is None or len(lengths) > 1 or not all(re.fullmatch(rb"\d{1,18}", each) for each in lengths):
+    if (
+        status is None
+        or len(lengths) > 1
+        or not all(re.fullmatch(rb"\d{1,18}", each) for each in lengths)
+    ):
         raise ConnectionError("malformed head of the response")
     codings = fields.get(b"transfer-encoding")
     length = int(lengths.pop()) if lengths and codings is None else None
-    closes = b"close" in fields.get(b"connection", set()) or head.startswith(b"HTTP/1.0")
-    challenges = [each.decode("latin-1") for each in fields.get(b"www-authenticate", ())]
+    closes = b"close" in fields.get(b"connection", set()) or head.startswith(
+        b"HTTP/1.0"
+    )
+    challenges = [
+        each.decode("latin-1") for each in fields.get(b"www-authenticate", ())
+    ]
     proof = b"".join(fields.get(b"pagoda-proof", ())).decode("latin-1")
-    return Response(int(status[1]), length, codings == {b"chunked"}, closes, challenges, proof)
+    return Response(
+        int(status[1]), length, codings == {b"chunked"}, closes, challenges, proof
+    )
 
 
 _Address = tuple[
-    socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int] | tuple[str, int, int, int]
+    socket.AddressFamily,
+    socket.SocketKind,
+    int,
+    str,
+    tuple[str, int] | tuple[str, int, int, int],
 ]
 
 
@@ -396,7 +498,8 @@ _asked: dict[tuple[str, int], Future[list[_Address]]] = {}
 def resolve(host: str, port: int, until: float) -> list[_Address]:
     """Return the addresses of a host. OSError: it is not known, or not by `until`.
 
-    The system's resolver has no deadline: a late lookup continues on its thread, which all callers for that host share.
+    The system's resolver has no deadline: a late lookup continues on its thread, which all callers
+    for that host share.
     """
     own = Answer[list[_Address]]()
     answer = _asked.setdefault((host, port), own)
@@ -415,14 +518,24 @@ def _resolve(answer: Future[list[_Address]], host: str, port: int) -> None:
         answer.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[arg-type, unused-ignore]
     except (OSError, ValueError):  # ValueError: no host can have such a name
         answer.set_exception(OSError("the host is not known (DNS)"))
-    except Exception as error:  # noqa: BLE001  # a boundary: without an answer, nobody would ask for this host again
-        answer.set_exception(OSError(f"the host cannot be looked up: {type(error).__name__}"))
+    except Exception as error:  # noqa: BLE001
+        # a boundary: without an answer, nobody would ask for this host again
+        answer.set_exception(
+            OSError(f"the host cannot be looked up: {type(error).__name__}")
+        )
 
 
 call_in_child(_asked.clear)  # a child has none of the threads
 
 
 def listed_paths(listing: bytes) -> list[str]:
-    """Return the paths in a WebDAV listing. The XML is not parsed, and so its entities are not expanded."""
-    named = re.findall(rb"<(?:\w{1,20}:)?href\s*>\s*([^<\s]{1,4096})\s*<", listing)
-    return [unquote(urlsplit(each.decode("latin-1")).path).strip("/") for each in named]
+    """Return the paths in a WebDAV listing. The XML is not parsed, and so its entities are not
+    expanded.
+    """
+    named = re.findall(
+        rb"<(?:\w{1,20}:)?href\s*>\s*([^<\s]{1,4096})\s*<", listing
+    )
+    return [
+        unquote(urlsplit(each.decode("latin-1")).path).strip("/")
+        for each in named
+    ]

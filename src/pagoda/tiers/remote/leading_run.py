@@ -1,23 +1,34 @@
-"""Find the leading run of many keys with few questions. Used by clients and by the replay of a fleet."""
+"""Find the leading run of many keys with few questions. Used by clients and by the replay of a
+fleet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-# the keys that are asked about at once if a store answers many in one round trip; more would take longer than that
+# the keys that are asked about at once if a store answers many in one round trip; more would take
+# longer than that
 EXACT_KEYS = 512
-EXACT_REQUESTS = 16  # the same for stores in which each key is a request that costs money
+# the same for stores in which each key is a request that costs money
+EXACT_REQUESTS = 16
 
 
-def leading_run(count: int, ask: Callable[[Sequence[int]], int], *, probes: int = 16, exact: int) -> int:
+def leading_run(
+    count: int,
+    ask: Callable[[Sequence[int]], int],
+    *,
+    probes: int = 16,
+    exact: int,
+) -> int:
     """Return how many of `count` keys are present before the first absent one.
 
-    Up to `exact` keys (at least `probes`) are one question. With more keys, each question is about `probes` positions,
-    one of which is the first unknown one, until few positions are left between a present and an absent one. A missing
-    key between present ones may be overlooked, so the result may be too high; reading that key is then a miss.
+    Up to `exact` keys (at least `probes`) are one question. With more keys, each question is about
+    `probes` positions, one of which is the first unknown one, until few positions are left between
+    a present and an absent one. A missing key between present ones may be overlooked, so the result
+    may be too high; reading that key is then a miss.
 
-    `ask` is given positions and returns how many of them are present before the first absent one; its exceptions are
-    raised.
+    `ask` is given positions and returns how many of them are present before the first absent one;
+    its exceptions are raised.
     """
     # keys before `low` are assumed to be present; `high` is absent
     low = 0

@@ -1,11 +1,13 @@
 """A Mooncake pool as a remote store: the memory of many machines, managed by a `mooncake_master`.
 
-Mooncake's library runs in separate processes (`mooncake_helper`), one for each connection, and chunks are copied
-between slots and memory that such a process shares. So a late call can be ended and then writes into no slot; a crash
-of the library costs one call; and no slot can be addressed by peers: Mooncake lets any client that reaches its port
-write into every registered buffer. The content of a slot is verified after the copy.
+Mooncake's library runs in separate processes (`mooncake_helper`), one for each connection, and
+chunks are copied between slots and memory that such a process shares. So a late call can be ended
+and then writes into no slot; a crash of the library costs one call; and no slot can be addressed by
+peers: Mooncake lets any client that reaches its port write into every registered buffer. The
+content of a slot is verified after the copy.
 
-A value is the header page followed by the stored bytes. Its name is `<prefix>:<NAME_FORMAT>:<namespace>:<key>`.
+A value is the header page followed by the stored bytes. Its name is
+`<prefix>:<NAME_FORMAT>:<namespace>:<key>`.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ from pagoda.tiers.remote.store_urls import check_prefix
 DEFAULT_PORT = 50051
 _HELPER = Path(__file__).with_name("mooncake_helper.py")
 _PAUSE_SECONDS = 0.02
-_START_SECONDS = 30.0  # a process that has not joined the pool after this time is replaced
-# set in the environment unless already set: one attempt to reach the master (we repeat ours), no statistics
+# a process that has not joined the pool after this time is replaced
+_START_SECONDS = 30.0
+# set in the environment unless already set: one attempt to reach the master (we repeat ours), no
+# statistics
 _SETTINGS = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_STORE_CLIENT_METRIC": "0"}
 
 # codes of Mooncake
@@ -79,7 +83,9 @@ class PoolAddress(NamedTuple):
 
 
 class MooncakeProcess:
-    """A process that calls Mooncake, and the memory that it shares. For one thread at a time, except `abort`."""
+    """A process that calls Mooncake, and the memory that it shares. For one thread at a time,
+    except `abort`.
+    """
 
     def __init__(self, pool: PoolAddress, segment_bytes: int = 0) -> None:
         """Start the process; `join` makes it join the pool. OSError."""
@@ -94,7 +100,12 @@ class MooncakeProcess:
         self._memory = os.memfd_create("pagoda-mooncake")
         with theirs:
             numbers = theirs.fileno(), self._memory
-            command = [sys.executable, "-P", str(_HELPER), *map(str, (*numbers, self._owner))]
+            command = [
+                sys.executable,
+                "-P",
+                str(_HELPER),
+                *map(str, (*numbers, self._owner)),
+            ]
             try:
                 self._process = subprocess.Popen(
                     command,
@@ -111,11 +122,15 @@ class MooncakeProcess:
                 raise
 
     def join(self, until: float) -> None:
-        """Join the pool; may be called again after an OSError, as long as the process is `usable`."""
+        """Join the pool; may be called again after an OSError, as long as the process is
+        `usable`.
+        """
         if not self.has_joined:
             if not self._is_joining:
                 seconds = max(0.001, until - time.monotonic())
-                self._send(until, "setup", *self._pool, self._segment_bytes, seconds)
+                self._send(
+                    until, "setup", *self._pool, self._segment_bytes, seconds
+                )
                 self._is_joining = True
             self._receive(until)
             self.has_joined = True
@@ -135,10 +150,14 @@ class MooncakeProcess:
         """Return the shared memory, of at least `nbytes`."""
         if nbytes > self.staging.nbytes:
             os.ftruncate(self._memory, nbytes)
-            self.staging = np.frombuffer(mmap.mmap(self._memory, nbytes), np.uint8)
+            self.staging = np.frombuffer(
+                mmap.mmap(self._memory, nbytes), np.uint8
+            )
             (code,) = self.call(until, "reserve", nbytes)
             if code:
-                raise OSError(f"{self._pool}: {nbytes} bytes of memory cannot be registered ({code})")
+                raise OSError(
+                    f"{self._pool}: {nbytes} bytes of memory cannot be registered ({code})"
+                )
         return self.staging
 
     def _send(self, until: float, *request: object) -> None:
@@ -171,8 +190,16 @@ class MooncakeProcess:
         if self._aborted:
             raise ConnectionError(f"{self._pool}: aborted") from None
         code = self._process.poll()
-        how = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
-        raise ConnectionError(f"{self._pool}: the process that calls Mooncake ended{how}") from None
+        how = (
+            ""
+            if code is None
+            else f" (signal {-code})"
+            if code < 0
+            else f" (exit code {code})"
+        )
+        raise ConnectionError(
+            f"{self._pool}: the process that calls Mooncake ended{how}"
+        ) from None
 
     def abort(self) -> None:
         """Make a call that waits fail now, and all later ones. From any thread."""
@@ -181,7 +208,9 @@ class MooncakeProcess:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the process; if it has memory for the pool, let it leave the pool first. Never ends a parent's."""
+        """End the process; if it has memory for the pool, let it leave the pool first. Never ends a
+        parent's.
+        """
         if self._owner != os.getpid():
             return
         self.abort()
@@ -196,13 +225,18 @@ class KeptProcesses:
     """The processes of a client that belong to no connection. Thread-safe."""
 
     def __init__(self) -> None:
-        self.joining: deque[MooncakeProcess] = deque()  # processes whose calls to join timed out
-        self.segment: MooncakeProcess | None = None  # has this machine's memory for the pool
+        # processes whose calls to join timed out
+        self.joining: deque[MooncakeProcess] = deque()
+        # has this machine's memory for the pool
+        self.segment: MooncakeProcess | None = None
         self.mounting = threading.Lock()
 
     def close(self) -> None:
         """End the processes."""
-        processes = [*self.joining, *([] if self.segment is None else [self.segment])]
+        processes = [
+            *self.joining,
+            *([] if self.segment is None else [self.segment]),
+        ]
         self.joining.clear()
         self.segment = None
         for process in processes:
@@ -212,8 +246,8 @@ class KeptProcesses:
 class MooncakeClient(StoreClient):
     """A Mooncake pool, by its master at mooncake://host:port. Thread-safe.
 
-    `segment_bytes`: how much memory of this machine the pool gets, from the first put until this object is dropped or
-    the process ends. In a forked child all processes are new.
+    `segment_bytes`: how much memory of this machine the pool gets, from the first put until this
+    object is dropped or the process ends. In a forked child all processes are new.
     """
 
     def __init__(
@@ -225,14 +259,20 @@ class MooncakeClient(StoreClient):
         segment_bytes: int = 0,
         protocol: str = "tcp",
     ) -> None:
-        """Start nothing yet. ModuleNotFoundError: Mooncake is not installed. ValueError: wrong options."""
+        """Start nothing yet. ModuleNotFoundError: Mooncake is not installed. ValueError: wrong
+        options.
+        """
         if importlib.util.find_spec("mooncake") is None:
-            raise ModuleNotFoundError("a Mooncake pool needs its library: pip install 'pagodakv[mooncake]'")
+            raise ModuleNotFoundError(
+                "a Mooncake pool needs its library: pip install 'pagodakv[mooncake]'"
+            )
         check_prefix(prefix)
         parts = urlsplit(url)
         self.name = name
         self._segment_bytes = segment_bytes
-        self._pool = PoolAddress(parts.hostname or "", parts.port or DEFAULT_PORT, protocol)
+        self._pool = PoolAddress(
+            parts.hostname or "", parts.port or DEFAULT_PORT, protocol
+        )
         self.address = str(self._pool)
         self.base = f"{prefix}:{NAME_FORMAT}:"
         self._log = RateLimitedLog()
@@ -248,7 +288,9 @@ class MooncakeClient(StoreClient):
         return MooncakeConnection(self)
 
     def take(self) -> MooncakeProcess:
-        """Return a process that must still join the pool, or that has joined it in the meantime. OSError."""
+        """Return a process that must still join the pool, or that has joined it in the meantime.
+        OSError.
+        """
         while self._kept.joining:
             try:
                 process = self._kept.joining.popleft()
@@ -267,16 +309,23 @@ class MooncakeClient(StoreClient):
             process.close()
 
     def mount(self, until: float) -> None:
-        """Give the pool this machine's share of memory, unless it has been given already. OSError."""
+        """Give the pool this machine's share of memory, unless it has been given already.
+        OSError.
+        """
         kept = self._kept
-        if not self._segment_bytes or not kept.mounting.acquire(timeout=max(0.0, until - time.monotonic())):
+        if not self._segment_bytes or not kept.mounting.acquire(
+            timeout=max(0.0, until - time.monotonic())
+        ):
             return
         try:
             if kept.segment is not None and not kept.segment.usable:
                 if kept.segment.has_joined:
                     self.log(
                         Reason.IO_ERROR,
-                        "the process with this machine's share ended, and the chunks in it are lost",
+                        (
+                            "the process with this machine's share ended, and the chunks in it are "
+                            "lost"
+                        ),
                     )
                 kept.segment.close()
                 kept.segment = None
@@ -292,7 +341,8 @@ class MooncakeClient(StoreClient):
 
 
 class MooncakeConnection(StoreConnection):
-    """One process that calls Mooncake; see StoreConnection. For one thread at a time, except `abort`.
+    """One process that calls Mooncake; see StoreConnection. For one thread at a time, except
+    `abort`.
 
     If several writers have one key, the master accepts the first; the others send nothing.
     """
@@ -303,7 +353,9 @@ class MooncakeConnection(StoreConnection):
         self._aborted = False
 
     def open(self, until: float) -> Self:
-        """Start the process and let it join the pool, which takes a fifth of a second. A late join continues."""
+        """Start the process and let it join the pool, which takes a fifth of a second. A late join
+        continues.
+        """
         process = self._process = self._client.take()
         if self._aborted:  # by an abort before there was a process
             process.abort()
@@ -316,16 +368,25 @@ class MooncakeConnection(StoreConnection):
         return self
 
     def touch(
-        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        until: float,
+        ranks: Sequence[int] | None = None,
     ) -> list[bool]:
-        """Return which keys are present: one request. It renews their leases, so others are evicted first."""
-        codes = self._call(until, "exist", [self._name(namespace, key) for key in keys])
+        """Return which keys are present: one request. It renews their leases, so others are evicted
+        first.
+        """
+        codes = self._call(
+            until, "exist", [self._name(namespace, key) for key in keys]
+        )
         return [code == 1 for code in codes]
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a copy; `is_valid` is called after the copy and before it is sent.
 
-        Returns STORED also if the key was present or another writer was first: the master does not report that.
+        Returns STORED also if the key was present or another writer was first: the master does not
+        report that.
         """
         self._client.mount(until)
         nbytes = HEADER_BYTES + request.stored.nbytes
@@ -334,15 +395,24 @@ class MooncakeConnection(StoreConnection):
         staging[HEADER_BYTES:nbytes] = request.stored
         if not request.is_valid():
             return PutResult.STALE
-        (code,) = self._call(until, "put", self._name(request.namespace, request.key), nbytes)
+        (code,) = self._call(
+            until, "put", self._name(request.namespace, request.key), nbytes
+        )
         if code == _FULL:
-            raise RefusedError(Reason.FULL, f"the pool has no room ({code}): give it more by ?segment=SIZE")
+            raise RefusedError(
+                Reason.FULL,
+                f"the pool has no room ({code}): give it more by ?segment=SIZE",
+            )
         if code:
-            raise RefusedError(Reason.IO_ERROR, f"the chunk was not stored ({code})")
+            raise RefusedError(
+                Reason.IO_ERROR, f"the chunk was not stored ({code})"
+            )
         return PutResult.STORED
 
     def get(self, request: GetRequest, until: float) -> int | Reason | None:
-        """Copy a value to `page` and to the result of `destination`, after all of it has been received."""
+        """Copy a value to `page` and to the result of `destination`, after all of it has been
+        received.
+        """
         name = self._name(request.namespace, request.key)
         page = request.page
         staging = self._opened.reserve(HEADER_BYTES, until)
@@ -355,31 +425,51 @@ class MooncakeConnection(StoreConnection):
         if code in _ABSENT:
             return None
         if code == _TRANSFER_FAILED:
-            text = "a chunk cannot be read: the machine that has it does not answer"
+            text = (
+                "a chunk cannot be read: the machine that has it does not answer"
+            )
             self._client.log(Reason.IO_ERROR, text)
             return Reason.IO_ERROR
         if code < HEADER_BYTES:
-            what = f"cannot be read ({code})" if code < 0 else "is shorter than a header"
-            raise RefusedError(Reason.FAILED_CHECK if code >= 0 else Reason.IO_ERROR, f"the value {what}")
+            what = (
+                f"cannot be read ({code})"
+                if code < 0
+                else "is shorter than a header"
+            )
+            raise RefusedError(
+                Reason.FAILED_CHECK if code >= 0 else Reason.IO_ERROR,
+                f"the value {what}",
+            )
         page[:] = staging[:HEADER_BYTES]
         rest_bytes = code - HEADER_BYTES
         request.space_for(rest_bytes)[:rest_bytes] = staging[HEADER_BYTES:code]
         return rest_bytes
 
-    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Remove values, leased ones too; return how many were present. Waits for values that are being written."""
+    def remove(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> int:
+        """Remove values, leased ones too; return how many were present. Waits for values that are
+        being written.
+        """
         names = [self._name(namespace, key) for key in keys]
         removed = 0
         while True:
             codes = self._call(until, "remove", names)
             removed += codes.count(0)
-            waiting = [name for name, code in zip(names, codes, strict=True) if code == _INCOMPLETE]
+            waiting = [
+                name
+                for name, code in zip(names, codes, strict=True)
+                if code == _INCOMPLETE
+            ]
             if not waiting or time.monotonic() + _PAUSE_SECONDS > until:
                 break
             names = waiting
             time.sleep(_PAUSE_SECONDS)
         if refused := [code for code in codes if code not in (0, _NOT_FOUND)]:
-            raise RefusedError(Reason.BUSY, f"{len(refused)} values were not removed ({refused[0]})")
+            raise RefusedError(
+                Reason.BUSY,
+                f"{len(refused)} values were not removed ({refused[0]})",
+            )
         return removed
 
     def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
@@ -388,13 +478,18 @@ class MooncakeConnection(StoreConnection):
         pattern = f"^{base}{'' if namespace is None else namespace.hex() + ':'}"
         (removed,) = self._call(deadline.next_step(), "remove_all", pattern)
         if removed < 0:
-            raise RefusedError(Reason.IO_ERROR, f"the values were not removed ({removed})")
+            raise RefusedError(
+                Reason.IO_ERROR, f"the values were not removed ({removed})"
+            )
         return removed
 
-    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+    def count_by_namespace(
+        self, deadline: ListingDeadline
+    ) -> Mapping[bytes, int]:
         """Refuse: Mooncake's library lists no names."""
         raise RefusedError(
-            Reason.NOT_ADMITTED, "a Mooncake pool does not list what it has: see its master's metrics"
+            Reason.NOT_ADMITTED,
+            "a Mooncake pool does not list what it has: see its master's metrics",
         )
 
     def ping(self, until: float) -> None:
@@ -423,7 +518,9 @@ class MooncakeConnection(StoreConnection):
     def _call(self, until: float, function: str, *arguments: object) -> list[int]:
         codes = self._opened.call(until, function, *arguments)
         if (worst := min(codes, default=0)) <= _NO_ANSWER:
-            raise OSError(f"{self._client.address}: the master does not answer ({worst})")
+            raise OSError(
+                f"{self._client.address}: the master does not answer ({worst})"
+            )
         return codes
 
     def _name(self, namespace: bytes, key: bytes) -> str:

@@ -1,8 +1,9 @@
-"""The process in which Mooncake's library runs. `mooncake` runs this file, which imports nothing of this package.
+"""The process in which Mooncake's library runs. `mooncake` runs this file, which imports nothing of
+this package.
 
-Arguments: the descriptors of a socket and of memory that both processes map, and the id of the parent process; when the
-parent ends, this process ends. A request is a line of JSON, [function, argument, ...]; the answer is a line too: a list
-of numbers, or a text if the request failed.
+Arguments: the descriptors of a socket and of memory that both processes map, and the id of the
+parent process; when the parent ends, this process ends. A request is a line of JSON, [function,
+argument, ...]; the answer is a line too: a list of numbers, or a text if the request failed.
 """
 
 from __future__ import annotations
@@ -39,21 +40,40 @@ class MooncakeCalls:
         self._memory = memory
         self._address = self._nbytes = 0
 
-    def setup(self, host: str, port: int, protocol: str, segment_bytes: int, seconds: float) -> list[int]:
-        """Join the pool, with `segment_bytes` for it, under this machine's address on the way to the master."""
+    def setup(
+        self,
+        host: str,
+        port: int,
+        protocol: str,
+        segment_bytes: int,
+        seconds: float,
+    ) -> list[int]:
+        """Join the pool, with `segment_bytes` for it, under this machine's address on the way to
+        the master.
+        """
         with socket.create_connection((host, port), seconds) as master:
             own = master.getsockname()[0]
-        if protocol == "rdma" and not (_RDMA_DEVICES.exists() and os.listdir(_RDMA_DEVICES)):
+        if protocol == "rdma" and not (
+            _RDMA_DEVICES.exists() and os.listdir(_RDMA_DEVICES)
+        ):
             raise OSError("protocol=rdma: this machine has no RDMA device")
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         said = os.memfd_create("stderr")
         os.dup2(said, 2)
-        code = self._store.setup(own, "P2PHANDSHAKE", segment_bytes, 0, protocol, "", place)
+        code = self._store.setup(
+            own, "P2PHANDSHAKE", segment_bytes, 0, protocol, "", place
+        )
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         if code:
-            lines = os.pread(said, 1 << 20, 0).decode(errors="replace").splitlines()
-            last = next((line for line in reversed(lines) if line[:1] in "EF"), "").partition("] ")[2]
-            raise OSError(f"Mooncake's setup failed ({code}): {last[:_LONGEST_ANSWER]}")
+            lines = (
+                os.pread(said, 1 << 20, 0).decode(errors="replace").splitlines()
+            )
+            last = next(
+                (line for line in reversed(lines) if line[:1] in "EF"), ""
+            ).partition("] ")[2]
+            raise OSError(
+                f"Mooncake's setup failed ({code}): {last[:_LONGEST_ANSWER]}"
+            )
         os.close(said)
         return [code]
 
@@ -77,7 +97,8 @@ class MooncakeCalls:
     def get(self, name: str) -> list[int]:
         """Read a value into the memory; return its size or Mooncake's code.
 
-        If a value is larger than the memory, read only its first page, and return _TOO_SMALL and the size of the value.
+        If a value is larger than the memory, read only its first page, and return _TOO_SMALL and
+        the size of the value.
         """
         code = self._store.get_into(name, self._address, self._nbytes)
         if code != _TOO_SMALL:
@@ -88,10 +109,13 @@ class MooncakeCalls:
         )[0]
         if size < 0:
             return [size]
-        return [_TOO_SMALL, size] if code == _PAGE_BYTES else [_TRANSFER_FAILED]  # such a failure has no code
+        # such a failure has no code
+        return [_TOO_SMALL, size] if code == _PAGE_BYTES else [_TRANSFER_FAILED]
 
     def remove(self, names: list[str]) -> list[int]:
-        """Remove values, leased ones too (readers verify what they read); return Mooncake's codes."""
+        """Remove values, leased ones too (readers verify what they read); return Mooncake's
+        codes.
+        """
         return list(self._store.batch_remove(names, True))
 
     def remove_all(self, pattern: str) -> list[int]:
@@ -112,8 +136,12 @@ def _serve(connection: socket.socket, memory: int) -> None:
                 calls = calls or MooncakeCalls(memory)
                 answer = getattr(calls, function)(*arguments)
             except ImportError as missing:
-                answer = f"Mooncake's library cannot be loaded ({missing}): it needs libibverbs, libnuma and libcurl"
-            except Exception as error:  # noqa: BLE001  # the other process decides what it means
+                answer = (
+                    f"Mooncake's library cannot be loaded ({missing}): it needs libibverbs, "
+                    "libnuma and libcurl"
+                )
+            except Exception as error:  # noqa: BLE001
+                # the other process decides what it means
                 answer = f"{type(error).__name__}: {error}"
             connection.sendall(json.dumps(answer).encode() + b"\n")
     if calls is not None:
@@ -135,11 +163,14 @@ def main() -> None:
     """Serve one connection until the other side closes it."""
     descriptor, memory, parent = map(int, sys.argv[1:4])
     connection = socket.socket(fileno=descriptor)
-    threading.Thread(target=_end_with, args=(parent, connection), daemon=True).start()
+    threading.Thread(
+        target=_end_with, args=(parent, connection), daemon=True
+    ).start()
     try:
         _serve(connection, memory)
     finally:
-        os._exit(0)  # without the destructors of a library that may be in use by its threads
+        # without the destructors of a library that may be in use by its threads
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,15 @@ import os
 import re
 import selectors
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextvars import Context
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -30,7 +38,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_LONGEST = "1h"  # obstore's own limit for a request (30 s by default); ours end at `until`
+# obstore's own limit for a request (30 s by default); ours end at `until`
+_LONGEST = "1h"
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 _SYSTEM = re.compile(r'message: "([A-Za-z ,]{1,60})"')
@@ -38,22 +47,33 @@ NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "AccountNotFound")
 _RETRY_STATUSES = (408, 425, 429)  # the 4xx that mean "later"
 _REASONS_OF_STATUS = {413: Reason.TOO_LARGE, 507: Reason.FULL}
 
-_used_by: int | None = None  # the process in which obstore has started its threads
+# the process in which obstore has started its threads
+_used_by: int | None = None
 
 
 def open_store(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
-    """Return a new client with a separate connection pool; sends no request. ValueError: an invalid setting."""
+    """Return a new client with a separate connection pool; sends no request. ValueError: an invalid
+    setting.
+    """
     try:
         from obstore import store
         from obstore.exceptions import BaseError, UnknownConfigurationKeyError
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("object stores need obstore: pip install 'pagodakv[objects]'") from None
+        raise ModuleNotFoundError(
+            "object stores need obstore: pip install 'pagodakv[objects]'"
+        ) from None
     settings = _client_settings(parts, options)
     never: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
-        buckets = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}
+        buckets = {
+            "s3": store.S3Store,
+            "gs": store.GCSStore,
+            "az": store.AzureStore,
+        }
         if (bucket := buckets.get(parts.scheme)) is not None:
-            found: ObjectStore = bucket(parts.hostname, config=settings, retry_config=never)
+            found: ObjectStore = bucket(
+                parts.hostname, config=settings, retry_config=never
+            )
             return found
         client: ClientConfig = {**settings}  # type: ignore[typeddict-item, unused-ignore]
         if parts.username is not None:
@@ -61,17 +81,27 @@ def open_store(parts: SplitResult, options: Mapping[str, str]) -> ObjectStore:
         url = f"{parts.scheme}://{host_of(parts)}/"
         return store.HTTPStore(url, client_options=client, retry_config=never)
     except (BaseError, ValueError) as error:
-        unknown = isinstance(error, UnknownConfigurationKeyError) or "Invalid key" in str(error)
-        named = [name for name in options if unknown and name.lower() in str(error).lower()]
+        unknown = isinstance(
+            error, UnknownConfigurationKeyError
+        ) or "Invalid key" in str(error)
+        named = [
+            name
+            for name in options
+            if unknown and name.lower() in str(error).lower()
+        ]
         if named:
             raise ValueError(
                 f"{named[0]}: no such option of {parts.scheme}:// (see docs/how-to/objects.md)"
             ) from None
         given = f"; options given: {', '.join(options)}" if options else ""
-        raise ValueError(f"{parts.scheme}://: {_safe_complaint(str(error))}{given}") from None
+        raise ValueError(
+            f"{parts.scheme}://: {_safe_complaint(str(error))}{given}"
+        ) from None
 
 
-def _client_settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str, str]:
+def _client_settings(
+    parts: SplitResult, options: Mapping[str, str]
+) -> dict[str, str]:
     """Return the options, with our defaults for those that are not given."""
     endpoint = endpoint_of(parts, options)
     settings = {"timeout": _LONGEST, "pool_idle_timeout": f"{IDLE_SECONDS}s"}
@@ -79,16 +109,30 @@ def _client_settings(parts: SplitResult, options: Mapping[str, str]) -> dict[str
     if is_plain and is_loopback(endpoint and endpoint.hostname):
         settings["allow_http"] = "true"
     elif is_plain and options.get("allow_http", "").lower() != "true":
-        raise ValueError("plain http can be read and changed on the way: write https, or say allow_http=true")
-    if parts.scheme == "s3" and (not is_plain or is_loopback(endpoint and endpoint.hostname)):
-        settings["unsigned_payload"] = "true"  # TLS guards the bytes; hashing them costs 6x the CPU
+        raise ValueError(
+            "plain http can be read and changed on the way: write https, or say allow_http=true"
+        )
+    if parts.scheme == "s3" and (
+        not is_plain or is_loopback(endpoint and endpoint.hostname)
+    ):
+        # TLS guards the bytes; hashing them costs 6x the CPU
+        settings["unsigned_payload"] = "true"
     given = {without_vendor(name) for name in options}
-    return {name: value for name, value in settings.items() if name not in given} | dict(options)
+    return {
+        name: value for name, value in settings.items() if name not in given
+    } | dict(options)
 
 
 def _safe_complaint(text: str) -> str:
-    """Return the kind of obstore's error about settings, without its text, which may contain their values."""
-    for found in (r"Missing \w+", r"\w+ must be specified", r"failed to parse", r"Duplicate key \w+"):
+    """Return the kind of obstore's error about settings, without its text, which may contain their
+    values.
+    """
+    for found in (
+        r"Missing \w+",
+        r"\w+ must be specified",
+        r"failed to parse",
+        r"Duplicate key \w+",
+    ):
         if match := re.search(found, text):
             return match[0]
     return "obstore cannot use these settings"
@@ -105,7 +149,10 @@ class _QuietLoop(asyncio.SelectorEventLoop):
     """Ignores results that arrive after it is closed, so that no error is printed."""
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: object, context: Context | None = None
+        self,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
     ) -> asyncio.Handle:
         """See asyncio."""
         try:
@@ -117,7 +164,9 @@ class _QuietLoop(asyncio.SelectorEventLoop):
 
 
 async def gather_all(work: Iterable[Awaitable[_T]]) -> list[_T]:
-    """Return all results. If some fail, raise the first error after all have ended, so that none is left running."""
+    """Return all results. If some fail, raise the first error after all have ended, so that none is
+    left running.
+    """
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -128,9 +177,9 @@ async def gather_all(work: Iterable[Awaitable[_T]]) -> list[_T]:
 class ObstoreRunner:
     """Runs obstore's requests in an event loop that runs only during calls.
 
-    A request that is out of time is cancelled, which closes its connection. For one thread at a time, except `abort`
-    and `close`. obstore's own threads do not survive a fork: once the parent has sent a request, every call in a child
-    is an OSError at once.
+    A request that is out of time is cancelled, which closes its connection. For one thread at a
+    time, except `abort` and `close`. obstore's own threads do not survive a fork: once the parent
+    has sent a request, every call in a child is an OSError at once.
     """
 
     def __init__(self, address: str) -> None:
@@ -167,7 +216,8 @@ class ObstoreRunner:
     def run(self, work: Coroutine[None, None, _T], until: float) -> _T:
         """Run `work` until it ends or is out of time.
 
-        Uses another thread if this thread is already running an event loop, because a thread can run only one.
+        Uses another thread if this thread is already running an event loop, because a thread can
+        run only one.
         """
         try:
             self.check_usable()
@@ -213,7 +263,8 @@ class ObstoreRunner:
             _used_by = process
         if process != _used_by or process != self._process:
             raise OSError(
-                f"{self._address}: obstore was in use before this process was forked and cannot be used in the "
+                f"{self._address}: obstore was in use before this process was forked and cannot "
+                "be used in the "
                 "child; start the child with spawn, or open the tier after the fork"
             )
         self.check_open()
@@ -226,8 +277,9 @@ class ObstoreRunner:
     async def result_of(self, request: Awaitable[_T]) -> _T:
         """Await a result of obstore.
 
-        FileNotFoundError, FileExistsError and the end of a stream are results too; all other errors become
-        RefusedError or OSError. The messages are ours: obstore's messages contain the URL and what the server sent.
+        FileNotFoundError, FileExistsError and the end of a stream are results too; all other errors
+        become RefusedError or OSError. The messages are ours: obstore's messages contain the URL
+        and what the server sent.
         """
         from obstore.exceptions import AlreadyExistsError, BaseError
 
@@ -235,12 +287,16 @@ class ObstoreRunner:
             return await request
         except FileNotFoundError as error:
             if any(code in str(error) for code in NO_BUCKET):
-                raise RefusedError(Reason.IO_ERROR, f"{self._address}: there is no such bucket") from None
+                raise RefusedError(
+                    Reason.IO_ERROR, f"{self._address}: there is no such bucket"
+                ) from None
             raise FileNotFoundError(f"{self._address}: not there") from None
         except AlreadyExistsError:
             raise FileExistsError(f"{self._address}: already there") from None
         except NotImplementedError:
-            raise UnsupportedError(f"{self._address}: this kind of store cannot do that") from None
+            raise UnsupportedError(
+                f"{self._address}: this kind of store cannot do that"
+            ) from None
         except (BaseError, OSError, RuntimeError, ValueError) as error:
             raise self._translated(error) from None
 
@@ -249,17 +305,25 @@ class ObstoreRunner:
         status = int(found[1]) if (found := _STATUS.search(text)) else 0
         if status:
             return self.status_error(status, error_code(text))
-        return OSError(f"{self._address}: {_safe_message(text, type(error).__name__)}")
+        return OSError(
+            f"{self._address}: {_safe_message(text, type(error).__name__)}"
+        )
 
     def status_error(self, status: int, code: str) -> Exception:
         """Return the exception for a response that means neither success nor absence."""
         if code in NO_BUCKET:
-            return RefusedError(Reason.IO_ERROR, f"{self._address}: there is no such bucket")
+            return RefusedError(
+                Reason.IO_ERROR, f"{self._address}: there is no such bucket"
+            )
         said = f"{self._address}: the answer was {status} {code}".rstrip()
         if status == 501:
             return UnsupportedError(said)
-        if (300 <= status < 500 and status not in _RETRY_STATUSES) or status in _REASONS_OF_STATUS:
-            return RefusedError(_REASONS_OF_STATUS.get(status, Reason.IO_ERROR), said)
+        if (
+            300 <= status < 500 and status not in _RETRY_STATUSES
+        ) or status in _REASONS_OF_STATUS:
+            return RefusedError(
+                _REASONS_OF_STATUS.get(status, Reason.IO_ERROR), said
+            )
         return ServerError(said)
 
 

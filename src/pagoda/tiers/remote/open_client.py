@@ -1,7 +1,9 @@
-"""Make the client for the URL of a remote tier. The libraries of the stores are imported here, when needed.
+"""Make the client for the URL of a remote tier. The libraries of the stores are imported here, when
+needed.
 
-To add a store: write a client with the methods of `store_client.StoreClient`, make it here, name its scheme in
-`config.remote_urls` and its options in `store_urls`, and run the conformance suite of `pagoda.testing` on it.
+To add a store: write a client with the methods of `store_client.StoreClient`, make it here, name
+its scheme in `config.remote_urls` and its options in `store_urls`, and run the conformance suite of
+`pagoda.testing` on it.
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ def open_client(
         kind: "redis", "objects", "pagoda" or "mooncake".
         url: the URL without the parameters that are for PagodaKV.
         ttl_seconds, ranks: see RedisClient.
-        options: for obstore, the client of object stores; for a Mooncake pool "segment" (bytes) and "protocol"; for
-            a pagoda serve "proof", if it gets the token itself.
+        options: for obstore, the client of object stores; for a Mooncake pool "segment" (bytes) and
+            "protocol"; for a pagoda serve "proof", if it gets the token itself.
         second_sight: see RedisClient; only for Redis.
-        look_seconds: how long a caller waits for a lookup; a single slow node is not waited for that long.
+        look_seconds: how long a caller waits for a lookup; a single slow node is not waited for
+            that long.
 
     Raises:
         ConfigError: the password cannot be read, or the URL is invalid.
@@ -68,19 +71,29 @@ def open_client(
             if layout == "cluster":
                 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 
-                return RedisClusterClient(url, look_seconds=look_seconds, **settings)
+                return RedisClusterClient(
+                    url, look_seconds=look_seconds, **settings
+                )
             return RedisClient(url, **settings)
         url = url_with_password(url, password_file)
         if kind == "pagoda":
             from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 
-            return PagodaServerClient(url, name=name, sends_token="proof" in options)
+            return PagodaServerClient(
+                url, name=name, sends_token="proof" in options
+            )
         if kind == "mooncake":
             from pagoda.tiers.remote.mooncake import MooncakeClient
 
             size = int(options.get("segment", "0"))
             protocol = options.get("protocol", "tcp")
-            return MooncakeClient(url, prefix=prefix, name=name, segment_bytes=size, protocol=protocol)
+            return MooncakeClient(
+                url,
+                prefix=prefix,
+                name=name,
+                segment_bytes=size,
+                protocol=protocol,
+            )
         from pagoda.tiers.remote.object_store import ObjectStoreClient
 
         return ObjectStoreClient(url, prefix=prefix, name=name, options=options)
@@ -93,19 +106,24 @@ def open_client(
 
 
 def url_with_password(url: str, password_file: str) -> str:
-    """Return `url` with the password from a file (empty: none) after its user name. ConfigError: unreadable file."""
+    """Return `url` with the password from a file (empty: none) after its user name. ConfigError:
+    unreadable file.
+    """
     if not password_file:
         return url
     parts = split_url(url)
     password = password_in(password_file)
     user, _, place = parts.netloc.rpartition("@")
-    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}"))
+    return urlunsplit(
+        parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}")
+    )
 
 
 def _settle() -> None:
     """Give obstore's threads time to release Python's interpreter lock after their last request.
 
-    A process that exits while one of them waits for the lock is aborted; this happened to 4 of 40 processes.
+    A process that exits while one of them waits for the lock is aborted; this happened to 4 of 40
+    processes.
     """
     if "obstore" in sys.modules:
         time.sleep(_SETTLE_SECONDS)

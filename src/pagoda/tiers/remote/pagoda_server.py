@@ -1,7 +1,8 @@
-"""`pagoda serve` on another machine as a remote store: its chunks by HTTP, directly from and into memory.
+"""`pagoda serve` on another machine as a remote store: its chunks by HTTP, directly from and into
+memory.
 
-`open_client` makes a `PagodaServerClient` from a URL; `peers` uses one connection per neighbour. The protocol, version
-1:
+`open_client` makes a `PagodaServerClient` from a URL; `peers` uses one connection per neighbour.
+The protocol, version 1:
 
     POST   /v1/NAMESPACE/find   keys -> {"found": leading run}
     GET    /v1/NAMESPACE/KEY    header page and payload
@@ -36,9 +37,14 @@ from pagoda.tiers.remote.store_client import (
 from pagoda.tiers.remote.store_urls import host_of
 
 _FIND_KEYS = 4096  # the most keys in one request
-_SMALL_BYTES = 1 << 16  # a chunk up to this size is sent without asking whether it is present
+# a chunk up to this size is sent without asking whether it is present
+_SMALL_BYTES = 1 << 16
 _UNUSED = bytes(32)  # neither a namespace nor a key: nothing is stored under it
-_PUT_RESULTS = {200: PutResult.PRESENT, 201: PutResult.STORED, 409: PutResult.BUSY}
+_PUT_RESULTS = {
+    200: PutResult.PRESENT,
+    201: PutResult.STORED,
+    409: PutResult.BUSY,
+}
 _REASONS = {413: Reason.TOO_LARGE, 422: Reason.FAILED_CHECK, 507: Reason.FULL}
 _TOKEN = re.compile(r"[!-~]{1,4096}")
 
@@ -46,19 +52,25 @@ _TOKEN = re.compile(r"[!-~]{1,4096}")
 class PagodaServerClient(StoreClient):
     """A `pagoda serve` at `http://:TOKEN@HOST:PORT` (or https). Thread-safe, keeps no connection.
 
-    Without a token in the URL, it is the token of this user's own server. It is not sent: both sides prove that they
-    know it. Without any token, the server is called as it is.
+    Without a token in the URL, it is the token of this user's own server. It is not sent: both
+    sides prove that they know it. Without any token, the server is called as it is.
     """
 
     def __init__(
-        self, url: str, *, name: str = "pagoda", is_found: bool = False, sends_token: bool = False
+        self,
+        url: str,
+        *,
+        name: str = "pagoda",
+        is_found: bool = False,
+        sends_token: bool = False,
     ) -> None:
         """Connect to nothing yet.
 
         Args:
             url: see the class.
             name: the name of the tier.
-            is_found: the URL comes from the directory of neighbours, so anybody may have written it there.
+            is_found: the URL comes from the directory of neighbours, so anybody may have written it
+                there.
             sends_token: send the token itself, for a server of an older version, or behind a proxy.
 
         Raises:
@@ -68,29 +80,43 @@ class PagodaServerClient(StoreClient):
         token = unquote(parts.password or "") or own_token()
         if token and not _TOKEN.fullmatch(token):
             raise ConfigError(
-                "the token of a server is up to 4096 printable ASCII characters, without spaces: write another into "
+                "the token of a server is up to 4096 printable ASCII characters, without spaces: "
+                "write another into "
                 "the file that password_file names"
             )
         self.name = name
         self.address = f"{parts.scheme}://{host_of(parts)}"
         self._origin = parts._replace(netloc=host_of(parts))
-        self._headers = {"Authorization": f"Bearer {token}"} if token and sends_token else {}
+        self._headers = (
+            {"Authorization": f"Bearer {token}"} if token and sends_token else {}
+        )
         self._is_found = is_found
         self._key = key_of(token) if token and not sends_token else None
         if is_found and not token:
-            self._key = unknown_key()  # nobody can prove that he knows it: nothing is taken from strangers
+            # nobody can prove that he knows it: nothing is taken from strangers
+            self._key = unknown_key()
 
     def connection(self) -> PagodaServerConnection:
         """Return a new connection that is still to be opened."""
         if self._key is None:
-            return PagodaServerConnection(HttpConnection(self._origin), self._headers)
-        return PagodaServerConnection(ProvingConnection(self._origin, self._key, is_found=self._is_found))
+            return PagodaServerConnection(
+                HttpConnection(self._origin), self._headers
+            )
+        return PagodaServerConnection(
+            ProvingConnection(self._origin, self._key, is_found=self._is_found)
+        )
 
 
 class PagodaServerConnection(StoreConnection):
-    """One connection to a `pagoda serve`; see StoreConnection. For one thread at a time, except `abort`."""
+    """One connection to a `pagoda serve`; see StoreConnection. For one thread at a time, except
+    `abort`.
+    """
 
-    def __init__(self, connection: HttpConnection, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        connection: HttpConnection,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """`headers`: what is sent with every request."""
         self._http = connection
         self._headers = headers
@@ -110,15 +136,27 @@ class PagodaServerConnection(StoreConnection):
 
     def _find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         body = [memoryview(b"".join(keys))]
-        response = self._http.request("POST", f"/v1/{namespace.hex()}/find", until, self._headers, body)
+        response = self._http.request(
+            "POST", f"/v1/{namespace.hex()}/find", until, self._headers, body
+        )
         answer = self._answer(response, until, good=(200,))
         found = answer.get("found")
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= len(keys):
-            raise ConnectionError(f"the answer to {len(keys)} keys is not a count: use a pagoda serve")
+        if (
+            isinstance(found, bool)
+            or not isinstance(found, int)
+            or not 0 <= found <= len(keys)
+        ):
+            raise ConnectionError(
+                f"the answer to {len(keys)} keys is not a count: use a pagoda serve"
+            )
         return found
 
     def touch(
-        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        until: float,
+        ranks: Sequence[int] | None = None,
     ) -> list[bool]:
         """Return which keys are present; the server counts the request as a use."""
         present: list[bool] = []
@@ -128,22 +166,31 @@ class PagodaServerConnection(StoreConnection):
             present += [True] * found + [False] * (found < len(left))
         return present
 
-    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+    def claim(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[PutResult | None]:
         """Return None for each key (not known): `put` asks for each chunk."""
         return [None] * len(keys)
 
     def put(self, request: PutRequest, until: float) -> PutResult:
-        """Send a chunk; the server checks it before it appears. A large one is sent only if it is absent.
+        """Send a chunk; the server checks it before it appears. A large one is sent only if it is
+        absent.
 
         `is_valid` is called directly afterwards: if it returns False, the chunk is removed.
         """
         target = _target(request.namespace, request.key)
         stored = request.stored
         is_valid = request.is_valid
-        if stored.nbytes > _SMALL_BYTES and self._ask("HEAD", target, until, good=(200, 404)) == 200:
+        if (
+            stored.nbytes > _SMALL_BYTES
+            and self._ask("HEAD", target, until, good=(200, 404)) == 200
+        ):
             return PutResult.PRESENT
-        response = self._http.request("PUT", target, until, self._headers, [request.page.data, stored.data])
-        if response.status == 422 and not is_valid():  # the slot was reused while it was sent
+        response = self._http.request(
+            "PUT", target, until, self._headers, [request.page.data, stored.data]
+        )
+        # the slot was reused while it was sent
+        if response.status == 422 and not is_valid():
             self._http.finish(response, 0, until)
             return PutResult.STALE
         self._answer(response, until, good=tuple(_PUT_RESULTS))
@@ -162,19 +209,31 @@ class PagodaServerConnection(StoreConnection):
             return None
         return read_chunk(self._http, response, request, until)
 
-    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+    def remove(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> int:
         """Remove chunks, one request each; return how many were present."""
         return sum(
-            self._ask("DELETE", _target(namespace, key), until, good=(204, 404)) == 204 for key in keys
+            self._ask("DELETE", _target(namespace, key), until, good=(204, 404))
+            == 204
+            for key in keys
         )
 
     def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
         """Refuse: the chunks belong to the other machine."""
-        raise RefusedError(Reason.NOT_ADMITTED, "its chunks are that machine's: run pagoda clear there")
+        raise RefusedError(
+            Reason.NOT_ADMITTED,
+            "its chunks are that machine's: run pagoda clear there",
+        )
 
-    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+    def count_by_namespace(
+        self, deadline: ListingDeadline
+    ) -> Mapping[bytes, int]:
         """Refuse, for the same reason."""
-        raise RefusedError(Reason.NOT_ADMITTED, "its chunks are that machine's: run pagoda ls there")
+        raise RefusedError(
+            Reason.NOT_ADMITTED,
+            "its chunks are that machine's: run pagoda ls there",
+        )
 
     def abort(self) -> None:
         """Make a call that waits in this connection fail soon with an OSError. From any thread."""
@@ -185,14 +244,20 @@ class PagodaServerConnection(StoreConnection):
         self._http.abort()
         self._http.drop()
 
-    def _ask(self, method: str, target: str, until: float, good: Sequence[int]) -> int:
+    def _ask(
+        self, method: str, target: str, until: float, good: Sequence[int]
+    ) -> int:
         """Send a request without a body and return the status of its answer."""
         response = self._http.request(method, target, until, self._headers)
         self._answer(response, until, good)
         return response.status
 
-    def _answer(self, response: Response, until: float, good: Sequence[int]) -> Mapping[str, object]:
-        """Read the rest of an answer that is not a chunk; RefusedError or OSError if its status is not a good one."""
+    def _answer(
+        self, response: Response, until: float, good: Sequence[int]
+    ) -> Mapping[str, object]:
+        """Read the rest of an answer that is not a chunk; RefusedError or OSError if its status is
+        not a good one.
+        """
         text = self._http.finish(response, 0, until)
         try:
             found = json.loads(text or b"{}")
@@ -211,12 +276,21 @@ def _target(namespace: bytes, key: bytes) -> str:
 def _failure(status: int, reason: str) -> Exception:
     """Return the exception for a status that no caller expects."""
     if status == 401:
-        return RefusedError(Reason.IO_ERROR, "401: name the server's token: ?password_file=PATH in the URL")
+        return RefusedError(
+            Reason.IO_ERROR,
+            "401: name the server's token: ?password_file=PATH in the URL",
+        )
     if reason == "other_server":
-        what = "the directory names it by an address that is not its own: start it with --advertise URL"
+        what = (
+            "the directory names it by an address that is not its own: start it with "
+            "--advertise URL"
+        )
         return RefusedError(Reason.IO_ERROR, f"{status}: {what}")
     if status in (403, 405):
-        return RefusedError(Reason.IO_ERROR, f"{status}: the server does not allow this {reason}".rstrip())
+        return RefusedError(
+            Reason.IO_ERROR,
+            f"{status}: the server does not allow this {reason}".rstrip(),
+        )
     if status in _REASONS:
         return RefusedError(_REASONS[status], f"{status} {reason}".rstrip())
     return ServerError(f"the server answered {status} {reason}".rstrip())

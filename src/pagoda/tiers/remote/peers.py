@@ -1,8 +1,10 @@
-"""Neighbours: a read-only client over the `pagoda serve` of several machines. Nothing is ever stored or removed there.
+"""Neighbours: a read-only client over the `pagoda serve` of several machines. Nothing is ever
+stored or removed there.
 
-A lookup sends one request to each neighbour at the same time, and takes the longest leading run; which neighbour has
-which key is remembered for the loads that follow. A neighbour that fails is left out, and asked again in the
-background. With a directory, a lookup asks the directory first, and then only the neighbours that it names.
+A lookup sends one request to each neighbour at the same time, and takes the longest leading run;
+which neighbour has which key is remembered for the loads that follow. A neighbour that fails is
+left out, and asked again in the background. With a directory, a lookup asks the directory first,
+and then only the neighbours that it names.
 
     PeersClient       what all connections share: the neighbours, and which of them has which key
     Peer              one neighbour: whether it is used now
@@ -26,8 +28,14 @@ from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.signal_safe_threads import Condition, Pool
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.http import resolve
-from pagoda.tiers.remote.pagoda_server import PagodaServerClient, PagodaServerConnection
-from pagoda.tiers.remote.peer_directory import PeerDirectory, PeerDirectoryConnection
+from pagoda.tiers.remote.pagoda_server import (
+    PagodaServerClient,
+    PagodaServerConnection,
+)
+from pagoda.tiers.remote.peer_directory import (
+    PeerDirectory,
+    PeerDirectoryConnection,
+)
 from pagoda.tiers.remote.store_client import (
     GetRequest,
     ListingDeadline,
@@ -41,9 +49,11 @@ from pagoda.tiers.remote.store_client import (
 )
 
 _MOST_PEERS = 8  # the most neighbours that are asked at once
-_MOST_LINES = 4 * _MOST_PEERS  # the most connections that are kept open while others are asked
+# the most connections that are kept open while others are asked
+_MOST_LINES = 4 * _MOST_PEERS
 _MOST_FOUND = 1024  # neighbours that are known only from the directory
-_PATIENCE_SHARE = 0.5  # after this share of a caller's time, a lookup no longer waits for a slow neighbour
+# after this share of a caller's time, a lookup no longer waits for a slow neighbour
+_PATIENCE_SHARE = 0.5
 # after two failures in a row a neighbour is left out until it answers a lookup again
 _FAILURES = 2
 _REST_SECONDS = 1.0
@@ -58,7 +68,8 @@ _logger = guarded_logger("pagoda.tiers.remote")
 
 
 class PeerUrl(NamedTuple):
-    """Where neighbours are: `http://:TOKEN@HOST:PORT`; `all_addresses`: one at each address of the host.
+    """Where neighbours are: `http://:TOKEN@HOST:PORT`; `all_addresses`: one at each address of the
+    host.
 
     `sends_token`: see PagodaServerClient.
     """
@@ -69,11 +80,22 @@ class PeerUrl(NamedTuple):
 
 
 class Peer:
-    """One neighbour: its client, its health, and the log of its failures. Thread-safe; compared by identity."""
+    """One neighbour: its client, its health, and the log of its failures. Thread-safe; compared by
+    identity.
+    """
 
-    def __init__(self, url: str, clock: Clock, *, is_found: bool = False, sends_token: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        clock: Clock,
+        *,
+        is_found: bool = False,
+        sends_token: bool = False,
+    ) -> None:
         """`is_found`, `sends_token`: see PagodaServerClient."""
-        self.client = PagodaServerClient(url, is_found=is_found, sends_token=sends_token)
+        self.client = PagodaServerClient(
+            url, is_found=is_found, sends_token=sends_token
+        )
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.trust = CircuitBreaker(clock, _LIES, _DISTRUST_SECONDS)
         # how many lookups it has answered; the number of the last one whose answer was wrong
@@ -94,11 +116,17 @@ class Peer:
         """Count and log that it did not answer or refused; return the reason."""
         reason = reason_of(error)
         self.breaker.record_failure()
-        self._log.warn(_logger, reason, f"{self.client.address}: {type(error).__name__}: {error}")
+        self._log.warn(
+            _logger,
+            reason,
+            f"{self.client.address}: {type(error).__name__}: {error}",
+        )
         return reason
 
     def record_absent(self) -> None:
-        """Count that it lacks a chunk that it claimed to have; once per lookup: it may have evicted the whole run."""
+        """Count that it lacks a chunk that it claimed to have; once per lookup: it may have evicted
+        the whole run.
+        """
         if self._broken != self.answers:
             self._broken = self.answers
             self.record_lie("a chunk that it said it has is absent")
@@ -107,15 +135,18 @@ class Peer:
         """Count that it did not have a chunk that it claimed to have."""
         self.trust.record_failure()
         if self.trust.resting:
-            text = f"{self.client.address}: {what}, {_LIES} times: left out for {_DISTRUST_SECONDS:g} s"
+            text = (
+                f"{self.client.address}: {what}, {_LIES} times: left out for "
+                f"{_DISTRUST_SECONDS:g} s"
+            )
             self._log.warn(_logger, Reason.FAILED_CHECK, text)
 
 
 class PeersClient(StoreClient):
     """Neighbours as one store. Thread-safe; in a forked child it makes new connections.
 
-    `directory`: it names which neighbours to ask; only those in `urls`, or any if there are none. `look_seconds`: how
-    long a caller waits for a lookup.
+    `directory`: it names which neighbours to ask; only those in `urls`, or any if there are none.
+    `look_seconds`: how long a caller waits for a lookup.
     """
 
     name = "peers"
@@ -138,14 +169,25 @@ class PeersClient(StoreClient):
             if not each.all_addresses
         }
         most = _MOST_PEERS if directory is None else _MOST_FOUND
-        self._names = [_PeerName(each, most, self._clock) for each in urls if each.all_addresses]
-        self.directory = None if directory is None else _UsedDirectory(directory, bool(urls), self._clock)
+        self._names = [
+            _PeerName(each, most, self._clock)
+            for each in urls
+            if each.all_addresses
+        ]
+        self.directory = (
+            None
+            if directory is None
+            else _UsedDirectory(directory, bool(urls), self._clock)
+        )
         addresses = [
             *(peer.client.address for peer in self._peers.values()),
             *(one.address for one in self._names),
         ]
-        self.address = ", ".join(addresses if directory is None else [*addresses, directory.address])
-        self._holders: dict[bytes, tuple[Peer, ...]] = {}  # which neighbours have a key; the oldest key first
+        self.address = ", ".join(
+            addresses if directory is None else [*addresses, directory.address]
+        )
+        # which neighbours have a key; the oldest key first
+        self._holders: dict[bytes, tuple[Peer, ...]] = {}
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
@@ -158,15 +200,25 @@ class PeersClient(StoreClient):
 
     def configured(self) -> list[Peer]:
         """Return the neighbours that the URLs name now."""
-        return [*self._peers.values(), *(peer for name in self._names for peer in name.peers)]
+        return [
+            *self._peers.values(),
+            *(peer for name in self._names for peer in name.peers),
+        ]
 
     def known(self) -> list[Peer]:
         """Return all neighbours that are known now."""
-        return [*self.configured(), *(self.directory.found.values() if self.directory else ())]
+        return [
+            *self.configured(),
+            *(self.directory.found.values() if self.directory else ()),
+        ]
 
     def peers(self) -> Sequence[Peer]:
-        """Return the neighbours to ask, at most eight: those that the directory named last, otherwise the first."""
-        return (self.directory and self.directory.named) or self.configured()[:_MOST_PEERS]
+        """Return the neighbours to ask, at most eight: those that the directory named last,
+        otherwise the first.
+        """
+        return (self.directory and self.directory.named) or self.configured()[
+            :_MOST_PEERS
+        ]
 
     def resolve(self, until: float) -> None:
         """Resolve the names for which that is due; wait only for names that have no address yet."""
@@ -175,17 +227,27 @@ class PeersClient(StoreClient):
 
     # ---- which neighbour has which key
 
-    def record_answers(self, keys: Sequence[bytes], answers: Mapping[Peer, int]) -> None:
-        """Remember how many leading keys each neighbour has, and keep what is known of those that did not answer."""
+    def record_answers(
+        self, keys: Sequence[bytes], answers: Mapping[Peer, int]
+    ) -> None:
+        """Remember how many leading keys each neighbour has, and keep what is known of those that
+        did not answer.
+        """
         begin = 0
         for peer in answers:
             peer.answers += 1
         for end in sorted(set(answers.values())):
-            holders = tuple(peer for peer, found in answers.items() if found >= end)
+            holders = tuple(
+                peer for peer, found in answers.items() if found >= end
+            )
             with self._lock:
                 for key in keys[begin:end]:
                     others = self._holders.pop(key, ())
-                    more = tuple(peer for peer in others if peer not in answers) if others else ()
+                    more = (
+                        tuple(peer for peer in others if peer not in answers)
+                        if others
+                        else ()
+                    )
                     self._holders[key] = holders + more
             begin = end
         with self._lock:
@@ -193,30 +255,39 @@ class PeersClient(StoreClient):
                 del self._holders[next(iter(self._holders))]
 
     def holders(self, key: bytes) -> tuple[list[Peer], list[Peer]]:
-        """Return the neighbours that are known to have a key, in an order that depends on the key; and all others.
+        """Return the neighbours that are known to have a key, in an order that depends on the key;
+        and all others.
 
         One of the others may have answered late, or may not have been asked.
         """
         known = self._holders.get(key, ())
         found = [peer for peer in known if peer.is_used]
         first = key[-1] % len(found) if found else 0
-        rest = [peer for peer in self.peers() if peer.is_used and peer not in known]
+        rest = [
+            peer for peer in self.peers() if peer.is_used and peer not in known
+        ]
         return found[first:] + found[:first], rest
 
     def forget(self, key: bytes, peer: Peer) -> None:
         """Remember that a neighbour lacks a key."""
         with self._lock:
             if peer in self._holders.get(key, ()):
-                left = tuple(other for other in self._holders[key] if other is not peer)
+                left = tuple(
+                    other for other in self._holders[key] if other is not peer
+                )
                 self._holders[key] = left
                 if not left:
                     del self._holders[key]
 
 
 class _UsedDirectory:
-    """The directory as its client sees it: its health, the neighbours known only from it, and those it named last."""
+    """The directory as its client sees it: its health, the neighbours known only from it, and those
+    it named last.
+    """
 
-    def __init__(self, directory: PeerDirectory, is_limited: bool, clock: Clock) -> None:
+    def __init__(
+        self, directory: PeerDirectory, is_limited: bool, clock: Clock
+    ) -> None:
         """`is_limited`: only neighbours that are configured are asked."""
         self.connection = directory.connection
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
@@ -227,11 +298,19 @@ class _UsedDirectory:
         self._clock = clock
         self._log = RateLimitedLog(clock)
 
-    def choose(self, urls: Sequence[str], configured: Sequence[Peer]) -> Sequence[Peer]:
+    def choose(
+        self, urls: Sequence[str], configured: Sequence[Peer]
+    ) -> Sequence[Peer]:
         """Return the first eight of these machines that may be asked, healthy ones first."""
         known = {peer.client.address: peer for peer in configured}
-        peers = [known.get(url) if self._is_limited else self._peer(url) for url in urls]
-        ordered = sorted((peer for peer in peers if peer is not None), key=lambda peer: not peer.is_used)
+        peers = [
+            known.get(url) if self._is_limited else self._peer(url)
+            for url in urls
+        ]
+        ordered = sorted(
+            (peer for peer in peers if peer is not None),
+            key=lambda peer: not peer.is_used,
+        )
         self.named = ordered[:_MOST_PEERS] or self.named
         self.breaker.record_success()
         return ordered[:_MOST_PEERS]
@@ -245,14 +324,18 @@ class _UsedDirectory:
         return peer
 
     def record_failure(self, error: Exception) -> None:
-        """Count and log that it did not answer; lookups then ask the neighbours that it named last."""
+        """Count and log that it did not answer; lookups then ask the neighbours that it named
+        last.
+        """
         self.breaker.record_failure()
         text = f"{type(error).__name__}: {error}: the neighbours that it named last are asked"
         self._log.warn(_logger, reason_of(error), f"{self._address}: {text}")
 
 
 class _PeerName:
-    """A host name with a neighbour at each of its addresses, such as a headless service of Kubernetes. Thread-safe."""
+    """A host name with a neighbour at each of its addresses, such as a headless service of
+    Kubernetes. Thread-safe.
+    """
 
     def __init__(self, named: PeerUrl, most: int, clock: Clock) -> None:
         """`most`: how many addresses are used."""
@@ -274,43 +357,70 @@ class _PeerName:
             done = self._pool.submit(self._resolve)
             if not self._due:
                 done.exception(max(0.0, until - time.monotonic()))
-        except (RuntimeError, TimeoutError):  # no thread can be started, or it takes too long
+        except (RuntimeError, TimeoutError):
+            # no thread can be started, or it takes too long
             return
 
     def _resolve(self) -> None:
         host = self._url.hostname or ""
         port = self._url.port or 80
         try:
-            found = resolve(host, port, time.monotonic() + _RESOLVE_PATIENCE_SECONDS)
+            found = resolve(
+                host, port, time.monotonic() + _RESOLVE_PATIENCE_SECONDS
+            )
         except OSError as error:
-            self._log.warn(_logger, Reason.IO_ERROR, f"{self.address}: {error}: the known addresses are kept")
+            self._log.warn(
+                _logger,
+                Reason.IO_ERROR,
+                f"{self.address}: {error}: the known addresses are kept",
+            )
         else:
-            others = {str(address[0]) for *_, address in found if not _is_own(str(address[0]))}
+            others = {
+                str(address[0])
+                for *_, address in found
+                if not _is_own(str(address[0]))
+            }
             known = {peer.client.address: peer for peer in self.peers}
             new = [
-                Peer(self._url_of(each), self._clock, sends_token=self._sends_token)
+                Peer(
+                    self._url_of(each), self._clock, sends_token=self._sends_token
+                )
                 for each in self._nearest(others)
             ]
-            self.peers = tuple(known.get(peer.client.address, peer) for peer in new)
+            self.peers = tuple(
+                known.get(peer.client.address, peer) for peer in new
+            )
         self._due = time.monotonic() + _RESOLVE_SECONDS
 
     def _nearest(self, addresses: set[str]) -> list[str]:
-        """Return as many as are used; other machines get others, so that not all ask the same ones."""
+        """Return as many as are used; other machines get others, so that not all ask the same
+        ones.
+        """
         own = socket.gethostname()
-        ordered = sorted(addresses, key=lambda each: hashlib.sha256(f"{own} {each}".encode()).digest())
+        ordered = sorted(
+            addresses,
+            key=lambda each: hashlib.sha256(f"{own} {each}".encode()).digest(),
+        )
         if len(ordered) > self._most:
-            text = f"{self.address}: {len(ordered)} addresses, of which {self._most} are asked; set lookup for more"
+            text = (
+                f"{self.address}: {len(ordered)} addresses, of which {self._most} are asked; "
+                "set lookup for more"
+            )
             self._log.warn(_logger, Reason.TIER_SKIPPED, text)
         return sorted(ordered[: self._most])
 
     def _url_of(self, address: str) -> str:
         credentials, at, _ = self._url.netloc.rpartition("@")
         host = f"[{address}]" if ":" in address else address
-        return f"{self._url.scheme}://{credentials}{at}{host}:{self._url.port or 80}"
+        return (
+            f"{self._url.scheme}://{credentials}{at}{host}:{self._url.port or 80}"
+        )
 
 
 class PeersConnection(StoreConnection):
-    """A connection to each neighbour; see StoreConnection. For one thread at a time, except `abort`."""
+    """A connection to each neighbour; see StoreConnection. For one thread at a time, except
+    `abort`.
+    """
 
     def __init__(self, client: PeersClient) -> None:
         self._client = client
@@ -318,7 +428,8 @@ class PeersConnection(StoreConnection):
         self._directory: PeerDirectoryConnection | None = None
         self._pool = Pool(_MOST_PEERS, "pagoda-peers")
         self._changed = Condition()  # notified when a lookup changes
-        self._served: Peer | None = None  # the neighbour whose value was returned last
+        # the neighbour whose value was returned last
+        self._served: Peer | None = None
         self._closed = False
 
     def open(self, until: float) -> Self:
@@ -332,7 +443,8 @@ class PeersConnection(StoreConnection):
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
         """Return the longest leading run that a neighbour has: one request to each, all at once.
 
-        When one neighbour has answered, slow ones are not waited for; a late answer is remembered for loads. If none
+        When one neighbour has answered, slow ones are not waited for; a late answer is remembered
+        for loads. If none
         answers: RefusedError if one refuses, otherwise OSError.
         """
         patience = min(until, time.monotonic() + self._client.patience_seconds)
@@ -351,9 +463,13 @@ class PeersConnection(StoreConnection):
                 line.looks = False
                 raise OSError(str(error)) from None
         with self._changed:
-            self._changed.wait_for(lambda: look.is_complete, patience - time.monotonic())
+            self._changed.wait_for(
+                lambda: look.is_complete, patience - time.monotonic()
+            )
             look.is_late = True
-            self._changed.wait_for(lambda: look.is_complete, until - time.monotonic())
+            self._changed.wait_for(
+                lambda: look.is_complete, until - time.monotonic()
+            )
             answers = dict(look.answers)
             look.is_over = True
         self._client.record_answers(keys, answers)
@@ -366,24 +482,32 @@ class PeersConnection(StoreConnection):
         for peer, refusal in list(look.refusals.items()):
             said = f"{refusal} ({peer.client.address})"
             raise (
-                RefusedError(refusal.reason, said) if isinstance(refusal, RefusedError) else ServerError(said)
+                RefusedError(refusal.reason, said)
+                if isinstance(refusal, RefusedError)
+                else ServerError(said)
             )
         raise ConnectionError("no neighbour answers")
 
     def _whom_to_ask(self, keys: Sequence[bytes], until: float) -> Sequence[Peer]:
-        """Return the neighbours; with a directory, those that it names now. OSError: it fails, and none are known."""
+        """Return the neighbours; with a directory, those that it names now. OSError: it fails, and
+        none are known.
+        """
         directory = self._client.directory
         if directory is None:
             return self._client.peers()
         try:
             if directory.breaker.resting:
-                raise ConnectionError("the directory of neighbours does not answer")
+                raise ConnectionError(
+                    "the directory of neighbours does not answer"
+                )
             if self._directory is None:
                 self._directory = directory.connection()
                 if self._closed:
                     self._directory.abort()
                 self._directory.open(until)
-            return directory.choose(self._directory.machines(keys, until), self._client.configured())
+            return directory.choose(
+                self._directory.machines(keys, until), self._client.configured()
+            )
         except (OSError, RefusedError) as error:
             if self._directory is not None:
                 self._directory.close()
@@ -395,13 +519,21 @@ class PeersConnection(StoreConnection):
         return self._client.peers()
 
     def _free_lines(self, peers: Sequence[Peer]) -> list[_PeerLine]:
-        """Return the connections to those of these neighbours that may be asked now; drop those no longer needed."""
-        self._drop_lines(set(peers if len(self._lines) > _MOST_LINES else self._client.known()))
+        """Return the connections to those of these neighbours that may be asked now; drop those no
+        longer needed.
+        """
+        self._drop_lines(
+            set(peers if len(self._lines) > _MOST_LINES else self._client.known())
+        )
         lines = [self._line(peer) for peer in peers if peer.is_due]
         return [line for line in lines if not line.looks]
 
     def _drop_lines(self, kept: Set[Peer]) -> None:
-        for peer in [peer for peer, line in self._lines.items() if peer not in kept and not line.looks]:
+        for peer in [
+            peer
+            for peer, line in self._lines.items()
+            if peer not in kept and not line.looks
+        ]:
             self._lines.pop(peer).connection.close()
 
     def _line(self, peer: Peer) -> _PeerLine:
@@ -412,13 +544,16 @@ class PeersConnection(StoreConnection):
             line.connection.abort()
         return line
 
-    def _look(self, line: _PeerLine, look: _Look, namespace: bytes, until: float) -> None:
+    def _look(
+        self, line: _PeerLine, look: _Look, namespace: bytes, until: float
+    ) -> None:
         """Ask one neighbour, on a thread of the pool."""
         found: int | None = None
         try:
             found = line.connection.find(namespace, look.keys, until)
             line.peer.breaker.record_success()
-        except Exception as error:  # noqa: BLE001  # a background thread: nobody else sees it
+        except Exception as error:  # noqa: BLE001
+            # a background thread: nobody else sees it
             if isinstance(error, RefusedError | ServerError):
                 look.refusals[line.peer] = error
             if not self._closed:
@@ -438,16 +573,22 @@ class PeersConnection(StoreConnection):
             self._client.record_answers(look.keys, {line.peer: found})
 
     def get(self, request: GetRequest, until: float) -> int | Reason | None:
-        """Fill `page` and the result of `destination` from a neighbour that has the chunk, or from the next one.
+        """Fill `page` and the result of `destination` from a neighbour that has the chunk, or from
+        the next one.
 
         An error of one neighbour is a miss with a reason, not a failure of all neighbours.
         """
-        if self._served is not None:  # nothing was wrong with the last value that it sent
+        # nothing was wrong with the last value that it sent
+        if self._served is not None:
             self._served.trust.record_success()
             self._served = None
         holders, rest = self._client.holders(request.key)
-        lines = [line for line in map(self._line, holders + rest) if not line.looks]
-        reason = None if lines or not self._client.peers() else Reason.TIER_SKIPPED
+        lines = [
+            line for line in map(self._line, holders + rest) if not line.looks
+        ]
+        reason = (
+            None if lines or not self._client.peers() else Reason.TIER_SKIPPED
+        )
         for tried, line in enumerate(lines):
             left = until - time.monotonic()
             if left <= 0:
@@ -458,7 +599,9 @@ class PeersConnection(StoreConnection):
             except RefusedError as refusal:
                 reason = refusal.reason
                 if reason is Reason.FAILED_CHECK:
-                    line.peer.record_lie("a value is not the chunk that was asked for")
+                    line.peer.record_lie(
+                        "a value is not the chunk that was asked for"
+                    )
                 else:
                     line.peer.record_failure(refusal)
             except OSError as error:
@@ -475,7 +618,9 @@ class PeersConnection(StoreConnection):
             self._client.forget(request.key, line.peer)
         return reason
 
-    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+    def remove(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> int:
         """Remove nothing. If the value that was returned last was not the chunk, count that."""
         if self._served is not None:
             self._served.record_lie("a value is not the chunk that was asked for")
@@ -485,13 +630,19 @@ class PeersConnection(StoreConnection):
         return 0
 
     def touch(
-        self, namespace: bytes, keys: Sequence[bytes], until: float, ranks: Sequence[int] | None = None
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        until: float,
+        ranks: Sequence[int] | None = None,
     ) -> list[bool]:
         """Return which leading keys are present; the servers count the request as a use."""
         found = self.find(namespace, keys, until)
         return [True] * found + [False] * (len(keys) - found)
 
-    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
+    def claim(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[PutResult | None]:
         """Refuse: neighbours are only read."""
         raise RefusedError(Reason.NOT_ADMITTED, "neighbours are only read")
 
@@ -503,7 +654,9 @@ class PeersConnection(StoreConnection):
         """Remove nothing."""
         return 0
 
-    def count_by_namespace(self, deadline: ListingDeadline) -> Mapping[bytes, int]:
+    def count_by_namespace(
+        self, deadline: ListingDeadline
+    ) -> Mapping[bytes, int]:
         """Return nothing: each neighbour lists its own."""
         return {}
 
@@ -516,7 +669,9 @@ class PeersConnection(StoreConnection):
             line.connection.abort()
 
     def close(self) -> None:
-        """Close the connections; never waits. A running lookup closes its connections when it ends. Idempotent."""
+        """Close the connections; never waits. A running lookup closes its connections when it ends.
+        Idempotent.
+        """
         self.abort()
         if self._directory is not None:
             self._directory.close()
@@ -536,7 +691,9 @@ class _PeerLine:
 
 
 class _Look:
-    """One lookup: what was asked, the answers, and which neighbours must still answer. Used with the lock."""
+    """One lookup: what was asked, the answers, and which neighbours must still answer. Used with
+    the lock.
+    """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self.keys = keys
@@ -545,19 +702,24 @@ class _Look:
             Peer, RefusedError | ServerError
         ] = {}  # complete when no neighbour must still answer
         self.open: set[Peer] = set()
-        self.is_late = False  # if there is an answer, do not wait for the other neighbours
+        # if there is an answer, do not wait for the other neighbours
+        self.is_late = False
         self.is_over = False
 
     @property
     def is_complete(self) -> bool:
         """Whether the lookup need not wait any longer."""
         return (
-            not self.open or (self.is_late and bool(self.answers)) or len(self.keys) in self.answers.values()
+            not self.open
+            or (self.is_late and bool(self.answers))
+            or len(self.keys) in self.answers.values()
         )
 
 
 def _is_own(address: str) -> bool:
-    """Return whether an address is one of this machine, except loopback, where another server may listen."""
+    """Return whether an address is one of this machine, except loopback, where another server may
+    listen.
+    """
     with_zone = address.partition("%")[0]
     try:
         if ipaddress.ip_address(with_zone).is_loopback:

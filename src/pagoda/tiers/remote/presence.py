@@ -9,7 +9,8 @@ from pagoda.clock import Clock
 from pagoda.fork import reset_now_and_in_child
 
 _MOST_KEYS = 1 << 17  # the number of keys that are remembered: a few MiB
-_ANSWERED_NS = 10**9  # the time after its expiry in which an answer still explains a miss
+# the time after its expiry in which an answer still explains a miss
+_ANSWERED_NS = 10**9
 
 
 class PresenceCache:
@@ -17,12 +18,21 @@ class PresenceCache:
 
     A namespace of None means any: a caller without a namespace finds a key under any namespace.
 
-    The answers are hints: a present key may have been removed since, an absent key may have been stored since.
+    The answers are hints: a present key may have been removed since, an absent key may have been
+    stored since.
     """
 
-    def __init__(self, clock: Clock, present_seconds: float = 2.0, absent_seconds: float = 1.0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        present_seconds: float = 2.0,
+        absent_seconds: float = 1.0,
+    ) -> None:
         self._clock = clock
-        self._lives_ns = {True: int(present_seconds * 1e9), False: int(absent_seconds * 1e9)}
+        self._lives_ns = {
+            True: int(present_seconds * 1e9),
+            False: int(absent_seconds * 1e9),
+        }
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
@@ -32,10 +42,21 @@ class PresenceCache:
         self._known: dict[tuple[bytes | None, bytes], tuple[bool, bool, int]] = {}
 
     def record(
-        self, namespace: bytes | None, keys: Iterable[bytes], present: bool, *, asked: bool = True
+        self,
+        namespace: bytes | None,
+        keys: Iterable[bytes],
+        present: bool,
+        *,
+        asked: bool = True,
     ) -> None:
-        """Remember that these keys are present, or absent. `asked` False: the store was asked only for some of them."""
-        value = present, asked, self._clock.monotonic_ns() + self._lives_ns[present]
+        """Remember that these keys are present, or absent. `asked` False: the store was asked only
+        for some of them.
+        """
+        value = (
+            present,
+            asked,
+            self._clock.monotonic_ns() + self._lives_ns[present],
+        )
         aliases = (namespace, None) if present else (namespace,)
         names = [(known_as, key) for key in keys for known_as in aliases]
         with self._lock:
@@ -51,13 +72,21 @@ class PresenceCache:
         return present if self._clock.monotonic_ns() < until else None
 
     def is_answered(self, namespace: bytes, key: bytes) -> bool:
-        """Return whether the store has answered about this key recently, even if the answer may be out of date."""
-        until = self._known.get((namespace, key), (False, False, -_ANSWERED_NS))[2]
+        """Return whether the store has answered about this key recently, even if the answer may be
+        out of date.
+        """
+        until = self._known.get((namespace, key), (False, False, -_ANSWERED_NS))[
+            2
+        ]
         return self._clock.monotonic_ns() < until + _ANSWERED_NS
 
     def is_stored(self, namespace: bytes, key: bytes) -> bool:
-        """Return whether the store was asked for exactly this key and has it, so that it need not be sent."""
-        present, asked, until = self._known.get((namespace, key), (False, False, 0))
+        """Return whether the store was asked for exactly this key and has it, so that it need not
+        be sent.
+        """
+        present, asked, until = self._known.get(
+            (namespace, key), (False, False, 0)
+        )
         return present and asked and self._clock.monotonic_ns() < until
 
     def clear(self) -> None:

@@ -1,4 +1,6 @@
-"""Short queries to a remote store, for which callers wait a moment: one bounded queue, served by one thread."""
+"""Short queries to a remote store, for which callers wait a moment: one bounded queue, served by
+one thread.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class QueryQueue:
         self._unanswered: dict[object, Query] = {}
         self._closed = False
 
-    def submit(self, name: object, function: QueryFunction) -> Future[int | Reason]:
+    def submit(
+        self, name: object, function: QueryFunction
+    ) -> Future[int | Reason]:
         """Queue a query; if one with the same name is unanswered, return its future instead."""
         with self._changed:
             twin = self._unanswered.get(name)
@@ -41,7 +45,9 @@ class QueryQueue:
                 return twin.answer
             query = Query(name, function, Answer())
             if self._closed or len(self._unanswered) >= _MOST:
-                query.answer.set_result(Reason.CLOSED if self._closed else Reason.QUEUE_FULL)
+                query.answer.set_result(
+                    Reason.CLOSED if self._closed else Reason.QUEUE_FULL
+                )
                 return query.answer
             self._unanswered[name] = query
             self._waiting.append(query)

@@ -1,4 +1,6 @@
-"""The address of a Redis and how to connect to it: to one Redis, or to the master that Sentinels name."""
+"""The address of a Redis and how to connect to it: to one Redis, or to the master that Sentinels
+name.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pagoda.errors import ConfigError, StoreError
 from pagoda.signal_safe_threads import NO_THREAD, start_thread, wait
-from pagoda.tiers.remote.resp import ErrorReply, ReplyShape, RespConnection, command
+from pagoda.tiers.remote.resp import (
+    ErrorReply,
+    ReplyShape,
+    RespConnection,
+    command,
+)
 from pagoda.tiers.remote.store_urls import (
     REDIS_OPTIONS,
     REDIS_SHAPE,
@@ -28,9 +35,12 @@ from pagoda.url_hosts import split_url
 
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379
-_MASTER = ReplyShape(b"+$*", 255, items=2, depth=1)  # replies of a Sentinel: host and port, or OK
-HOST = re.compile(rb"[A-Za-z0-9_.:-]{1,253}")  # the form in which a server may name another one
-_MOST_LATE = 8  # connections that may still be in the making after their calls have ended
+# replies of a Sentinel: host and port, or OK
+_MASTER = ReplyShape(b"+$*", 255, items=2, depth=1)
+# the form in which a server may name another one
+HOST = re.compile(rb"[A-Za-z0-9_.:-]{1,253}")
+# connections that may still be in the making after their calls have ended
+_MOST_LATE = 8
 
 
 class CredentialProvider(Protocol):
@@ -41,11 +51,12 @@ class CredentialProvider(Protocol):
 
 
 class RedisAddress:
-    """The address of a Redis: `redis://[user:password@]host:port/db`, `rediss://` (TLS), `unix:///path?db=0`.
+    """The address of a Redis: `redis://[user:password@]host:port/db`, `rediss://` (TLS),
+    `unix:///path?db=0`.
 
-    Options after `?`: db, username, password, credential_provider, and six of redis-py's that begin with ssl_.
-    ConfigError for other options and for other URLs; no message contains a part that may be secret. Thread-safe.
-    redis-py connects and encrypts.
+    Options after `?`: db, username, password, credential_provider, and six of redis-py's that begin
+    with ssl_. ConfigError for other options and for other URLs; no message contains a part that may
+    be secret. Thread-safe. redis-py connects and encrypts.
     """
 
     text: str  # for people: contains no secret
@@ -56,13 +67,19 @@ class RedisAddress:
         try:
             from redis import ConnectionPool
         except ImportError:
-            raise StoreError("Redis needs redis-py: pip install 'pagodakv[redis]'") from None
+            raise StoreError(
+                "Redis needs redis-py: pip install 'pagodakv[redis]'"
+            ) from None
         scheme = check_redis_url(url)
         try:
             pool = ConnectionPool.from_url(url)
         except ValueError:  # its text may quote the password
             raise ConfigError(REDIS_SHAPE) from None
-        options = {name: pool.connection_kwargs[name] for name in _KNOWN if name in pool.connection_kwargs}
+        options = {
+            name: pool.connection_kwargs[name]
+            for name in _KNOWN
+            if name in pool.connection_kwargs
+        }
         self._connection = pool.connection_class
         self.text = f"{scheme}://{_text(options)}"
         username = options.pop("username", None)
@@ -78,27 +95,39 @@ class RedisAddress:
         self._late: list[threading.Thread] = []
 
     def at(self, place: str) -> RedisAddress:
-        """Return the address of another server (host:port; by default the same host). OSError: not an address."""
+        """Return the address of another server (host:port; by default the same host). OSError: not
+        an address.
+        """
         host, _, port = place.rpartition(":")
         host = host or str(self._options["host"])
-        if not HOST.fullmatch(host.encode()) or not re.fullmatch(r"\d{1,5}", port):
-            raise ConnectionError(f"{self.text}: a server names an invalid address: {place}")
+        if not HOST.fullmatch(host.encode()) or not re.fullmatch(
+            r"\d{1,5}", port
+        ):
+            raise ConnectionError(
+                f"{self.text}: a server names an invalid address: {place}"
+            )
         other = copy(self)
         other._options = self._options | {"host": host, "port": int(port)}
         other.text = f"{self.text.partition('://')[0]}://{_text(other._options | {'db': self.db})}"
         return other
 
     def masked(self, text: str) -> str:
-        """Return a server's text without the password of the latest connection, since a server may send anything."""
+        """Return a server's text without the password of the latest connection, since a server may
+        send anything.
+        """
         return text.replace(self._user[1], "***") if self._user[1] else text
 
     def login(self) -> list[bytes]:
-        """Return the command that authenticates the latest connection; no command if no login is needed."""
+        """Return the command that authenticates the latest connection; no command if no login is
+        needed.
+        """
         words = [word.encode() for word in self._user if word is not None]
         return [command(b"AUTH", *words)] if any(words) else []
 
     def _ask_for_user(self) -> None:
-        """Read user and password again from the password file or the provider. OSError: they fail."""
+        """Read user and password again from the password file or the provider. OSError: they
+        fail.
+        """
         if self._password_file:
             try:
                 self._user = self._user[0], password_in(self._password_file)
@@ -107,25 +136,33 @@ class RedisAddress:
         if self._provider is not None:
             try:
                 given = self._provider.get_credentials()
-            except Exception as error:  # noqa: BLE001  # of any library
-                raise ConnectionError(f"credential_provider: {type(error).__name__}: {error}") from None
+            except Exception as error:  # of any library  # noqa: BLE001
+                raise ConnectionError(
+                    f"credential_provider: {type(error).__name__}: {error}"
+                ) from None
             match given:
                 case [str(password)]:
                     self._user = None, password
                 case [str(username), str(password)]:
                     self._user = username, password
                 case _:
-                    raise ConnectionError("credential_provider: neither (password,) nor (user, password)")
+                    raise ConnectionError(
+                        "credential_provider: neither (password,) nor (user, password)"
+                    )
 
     def connect(self, made: Future[socket.socket], until: float) -> socket.socket:
-        """Return a new connection, encrypted if the URL says so, not yet authenticated. OSError by `until`.
+        """Return a new connection, encrypted if the URL says so, not yet authenticated. OSError by
+        `until`.
 
-        The connection is also the result of `made`, an Answer: an exception that is set there meanwhile ends this call.
-        A step that cannot be stopped (the lookup of a host name) may continue on another thread.
+        The connection is also the result of `made`, an Answer: an exception that is set there
+        meanwhile ends this call. A step that cannot be stopped (the lookup of a host name) may
+        continue on another thread.
         """
         self._late = [thread for thread in self._late if thread.is_alive()]
         if len(self._late) >= _MOST_LATE:
-            raise TimeoutError(f"{self.text}: {_MOST_LATE} earlier connections are still being made")
+            raise TimeoutError(
+                f"{self.text}: {_MOST_LATE} earlier connections are still being made"
+            )
         thread = start_thread(self._make, "pagoda-redis-connect", made, until)
         if thread is None:
             raise OSError(f"{self.text}: {NO_THREAD}")
@@ -138,7 +175,7 @@ class RedisAddress:
     def _make(self, made: Future[socket.socket], until: float) -> None:
         try:
             connected = self._connect(until)
-        except Exception as error:  # noqa: BLE001 - a background thread: the error becomes the value of the future
+        except Exception as error:  # noqa: BLE001
             with suppress(InvalidStateError):
                 made.set_exception(error)
             return
@@ -159,15 +196,19 @@ class RedisAddress:
             **options,
             protocol=2,
             socket_timeout=left,
-            socket_connect_timeout=left / 2,  # a host may have two addresses, and the first may not answer
+            # a host may have two addresses, and the first may not answer
+            socket_connect_timeout=left / 2,
             # RedisConnection reads the replies to AUTH and SELECT, within limits
             redis_connect_func=lambda _: None,
         )
         try:
             connection.connect()
         except exceptions.TimeoutError:
-            raise TimeoutError(f"{self.text}: no connection before the deadline") from None
-        except (exceptions.RedisError, ValueError, OverflowError) as error:  # from a bad host name or port
+            raise TimeoutError(
+                f"{self.text}: no connection before the deadline"
+            ) from None
+        except (exceptions.RedisError, ValueError, OverflowError) as error:
+            # from a bad host name or port
             raise ConnectionError(f"{self.text}: {error}") from None
         connected: socket.socket = connection._sock
         connection._sock = None  # it belongs to the caller now
@@ -179,10 +220,12 @@ class RedisAddress:
 
 
 class SentinelAddress(RedisAddress):
-    """The address of a master that Sentinels know: `redis+sentinel://[user:password@]host:port,host:port/service[/db]`.
+    """The address of a master that Sentinels know:
+    `redis+sentinel://[user:password@]host:port,host:port/service[/db]`.
 
-    User and password are for the master; `sentinel_username` and `sentinel_password_file` for the Sentinels. With
-    `rediss+sentinel://` both are encrypted. Each new connection asks the Sentinels, so that a failover is followed.
+    User and password are for the master; `sentinel_username` and `sentinel_password_file` for the
+    Sentinels. With `rediss+sentinel://` both are encrypted. Each new connection asks the Sentinels,
+    so that a failover is followed.
     """
 
     def __init__(self, url: str, password_file: str = "") -> None:
@@ -190,21 +233,38 @@ class SentinelAddress(RedisAddress):
         parts = split_url(url)
         _, self._service, *db = parts.path.split("/")
         options = dict(parse_qsl(parts.query))
-        username, file = (options.pop(f"sentinel_{name}", "") for name in ("username", "password_file"))
+        username, file = (
+            options.pop(f"sentinel_{name}", "")
+            for name in ("username", "password_file")
+        )
         place = parts._replace(path="/" + "/".join(db))
         hosts = parts.netloc.rpartition("@")[2]
-        super().__init__(node_urls(urlunsplit(place._replace(query=urlencode(options))))[0], password_file)
+        super().__init__(
+            node_urls(urlunsplit(place._replace(query=urlencode(options))))[0],
+            password_file,
+        )
         self.text = f"{parts.scheme}://{hosts}/{self._service}/{self.db}"
         places = [
-            host if urlsplit(f"//{host}").port else f"{host}:{_SENTINEL_PORT}" for host in hosts.split(",")
+            host if urlsplit(f"//{host}").port else f"{host}:{_SENTINEL_PORT}"
+            for host in hosts.split(",")
         ]
-        own = {name: value for name, value in options.items() if name.startswith("ssl_")}
+        own = {
+            name: value
+            for name, value in options.items()
+            if name.startswith("ssl_")
+        }
         own["username"] = username
-        asked = parts._replace(netloc=",".join(places), path="", query=urlencode(own))
-        self._sentinels = [RedisAddress(each, file) for each in node_urls(urlunsplit(asked))]
+        asked = parts._replace(
+            netloc=",".join(places), path="", query=urlencode(own)
+        )
+        self._sentinels = [
+            RedisAddress(each, file) for each in node_urls(urlunsplit(asked))
+        ]
 
     def _place(self, until: float) -> dict[str, object]:
-        question = command(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode())
+        question = command(
+            b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._service.encode()
+        )
         trouble: object = None
         for number, sentinel in enumerate(self._sentinels):
             now = time.monotonic()
@@ -215,28 +275,44 @@ class SentinelAddress(RedisAddress):
                     resp = RespConnection(connected)
                     commands = [*sentinel.login(), question]
                     resp.send_commands(commands, share)
-                    replies: list[object] = [resp.read_reply(share, _MASTER) for _ in commands]
+                    replies: list[object] = [
+                        resp.read_reply(share, _MASTER) for _ in commands
+                    ]
             except OSError as error:
                 trouble = error
                 continue
-            reply = next((each for each in replies if isinstance(each, ErrorReply)), replies[-1])
+            reply = next(
+                (each for each in replies if isinstance(each, ErrorReply)),
+                replies[-1],
+            )
             match reply:
-                case [bytes(host), bytes(port)] if HOST.fullmatch(host) and re.fullmatch(rb"\d{1,5}", port):
+                case [bytes(host), bytes(port)] if HOST.fullmatch(
+                    host
+                ) and re.fullmatch(rb"\d{1,5}", port):
                     return {"host": host.decode(), "port": int(port)}
-            said = sentinel.masked(reply.text) if isinstance(reply, ErrorReply) else "knows no such service"
+            said = (
+                sentinel.masked(reply.text)
+                if isinstance(reply, ErrorReply)
+                else "knows no such service"
+            )
             trouble = f"{sentinel.text}: {said}"
-        raise ConnectionError(f"{self.text}: no Sentinel names a master: {trouble}")
+        raise ConnectionError(
+            f"{self.text}: no Sentinel names a master: {trouble}"
+        )
 
 
 def _credential_provider(name: str) -> CredentialProvider:
     """Return an instance of `package.module:Class`. ConfigError: it cannot be used."""
     module, _, made = name.partition(":")
     try:
-        provider: CredentialProvider = getattr(importlib.import_module(module), made)()
-        provider.get_credentials  # noqa: B018  # the method is there
-    except Exception as error:  # noqa: BLE001  # of any library
+        provider: CredentialProvider = getattr(
+            importlib.import_module(module), made
+        )()
+        provider.get_credentials  # the method is there  # noqa: B018
+    except Exception as error:  # of any library  # noqa: BLE001
         raise ConfigError(
-            f"credential_provider={name}: cannot be used: {type(error).__name__}: {error}; write package.module:Class "
+            f"credential_provider={name}: cannot be used: {type(error).__name__}: {error}; write "
+            "package.module:Class "
             "for what is made without arguments and has get_credentials()"
         ) from None
     return provider
@@ -246,5 +322,7 @@ def _text(options: Mapping[str, object]) -> str:
     db = options.get("db", 0)
     if "path" in options:
         return f"{options['path']}?db={db}"
-    host = f"[{options['host']}]" if ":" in str(options["host"]) else options["host"]
+    host = (
+        f"[{options['host']}]" if ":" in str(options["host"]) else options["host"]
+    )
     return f"{host}:{options.get('port', 6379)}/{db}"

@@ -1,4 +1,6 @@
-"""A Redis Cluster as a remote store: masters report which slots they have, and are asked again after changes."""
+"""A Redis Cluster as a remote store: masters report which slots they have, and are asked again
+after changes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from pagoda.errors import ConfigError
 from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_address import HOST
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
-from pagoda.tiers.remote.resp import NUMBER, ErrorReply, Reply, ReplyShape, RespConnection, command
+from pagoda.tiers.remote.resp import (
+    NUMBER,
+    ErrorReply,
+    Reply,
+    ReplyShape,
+    RespConnection,
+    command,
+)
 from pagoda.tiers.remote.store_client import GetRequest, RefusedError, reason_of
 from pagoda.url_hosts import place_of
 
@@ -41,13 +50,19 @@ class _AskingResp(RespConnection):
     """
 
     def send_commands(self, commands: Sequence[bytes], until: float) -> None:
-        self.send([b"".join(_ASKING + each for each in commands)], 2 * len(commands), until)
+        self.send(
+            [b"".join(_ASKING + each for each in commands)],
+            2 * len(commands),
+            until,
+        )
 
     def read_reply(self, until: float, shape: ReplyShape = NUMBER) -> Reply:
         super().read_reply(until, _OK)
         return super().read_reply(until, shape)
 
-    def read_into(self, destination: memoryview, until: float) -> int | ErrorReply | None:
+    def read_into(
+        self, destination: memoryview, until: float
+    ) -> int | ErrorReply | None:
         super().read_reply(until, _OK)
         return super().read_into(destination, until)
 
@@ -64,10 +79,11 @@ class _ReceivingNodeConnection(RedisConnection):
 
 
 class ClusterNodeConnection(RedisConnection):
-    """One connection to a node of a cluster. `ping` also succeeds if another node has the name of the probe.
+    """One connection to a node of a cluster. `ping` also succeeds if another node has the name of
+    the probe.
 
-    A read, touch or removal of a chunk in a slot that is being moved follows it to the receiving node. No
-    chunk can be stored in such a slot: neither node executes the RENAMENX.
+    A read, touch or removal of a chunk in a slot that is being moved follows it to the receiving
+    node. No chunk can be stored in such a slot: neither node executes the RENAMENX.
     """
 
     _target: _ReceivingNodeConnection | None = None
@@ -82,15 +98,21 @@ class ClusterNodeConnection(RedisConnection):
             with self._following(redirect.target, until) as target:
                 return target.get(request, until)
 
-    def _replies(self, commands: Sequence[bytes], until: float, shape: ReplyShape) -> list[Reply]:
+    def _replies(
+        self, commands: Sequence[bytes], until: float, shape: ReplyShape
+    ) -> list[Reply]:
         replies = super()._replies(commands, until, shape)
         moving: dict[str, list[int]] = {}
         for at, reply in enumerate(replies):
-            if isinstance(reply, ErrorReply) and (place := RedirectError(reply).target):
+            if isinstance(reply, ErrorReply) and (
+                place := RedirectError(reply).target
+            ):
                 moving.setdefault(place, []).append(at)
         for place, indices in moving.items():
             with self._following(place, until) as target:
-                moved = target._replies([commands[at] for at in indices], until, shape)
+                moved = target._replies(
+                    [commands[at] for at in indices], until, shape
+                )
             for at, reply in zip(indices, moved, strict=True):
                 replies[at] = reply
         return replies
@@ -101,7 +123,11 @@ class ClusterNodeConnection(RedisConnection):
         target: _ReceivingNodeConnection | None = None
         try:
             target = _ReceivingNodeConnection(
-                self._address.at(place), self._names, self._ttl_seconds, self._ranks, ages=self._ages
+                self._address.at(place),
+                self._names,
+                self._ttl_seconds,
+                self._ranks,
+                ages=self._ages,
             )
             self._target = target
             yield target.open(until)
@@ -131,9 +157,17 @@ class ClusterNodeConnection(RedisConnection):
             super().ping(until)
 
     def slots(self, until: float) -> list[SlotRange]:
-        """Return which slots the masters have, as this node knows it. OSError; RefusedError: it is not in a cluster."""
-        (reply,) = self._execute([command(b"CLUSTER", b"SLOTS")], until, _SLOTS_SHAPE)
-        ranges = [_slot_range(each) for each in reply] if isinstance(reply, list) else []
+        """Return which slots the masters have, as this node knows it. OSError; RefusedError: it is
+        not in a cluster.
+        """
+        (reply,) = self._execute(
+            [command(b"CLUSTER", b"SLOTS")], until, _SLOTS_SHAPE
+        )
+        ranges = (
+            [_slot_range(each) for each in reply]
+            if isinstance(reply, list)
+            else []
+        )
         if not ranges:
             raise ConnectionError("the cluster has no slots yet")
         return ranges
@@ -146,10 +180,11 @@ class ClusterNodeClient(RedisClient):
 
 
 class RedisClusterClient(RedisNodesClient):
-    """A Redis Cluster, `redis+cluster://host:port,host:port`: at least one of these nodes must answer at first.
+    """A Redis Cluster, `redis+cluster://host:port,host:port`: at least one of these nodes must
+    answer at first.
 
-    A chunk is on the master of its key's slot. The list of masters is read when a node reports that a slot has moved,
-    and while one does not answer, until a replica has taken over.
+    A chunk is on the master of its key's slot. The list of masters is read when a node reports that
+    a slot has moved, and while one does not answer, until a replica has taken over.
     """
 
     is_cluster = True
@@ -162,7 +197,8 @@ class RedisClusterClient(RedisNodesClient):
         self._lock = threading.Lock()
 
     def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) each master has, of those that are in use.
+        """Return which of these keys (their indices, in order) each master has, of those that are
+        in use.
 
         ConnectionError: no master is in use.
         """
@@ -175,11 +211,20 @@ class RedisClusterClient(RedisNodesClient):
                 shares.setdefault(node, []).append(at)
         return shares
 
-    def refresh(self, until: float, version: int | None = None, node: RedisNode | None = None) -> None:
-        """Ask for the slots, unless they were asked for since `version`; `node` first. OSError: no node answers."""
+    def refresh(
+        self,
+        until: float,
+        version: int | None = None,
+        node: RedisNode | None = None,
+    ) -> None:
+        """Ask for the slots, unless they were asked for since `version`; `node` first. OSError: no
+        node answers.
+        """
         until = min(until, time.monotonic() + _REFRESH_SECONDS)
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise TimeoutError(f"{self.address}: the slots of the cluster are still being asked for")
+            raise TimeoutError(
+                f"{self.address}: the slots of the cluster are still being asked for"
+            )
         try:
             if version is None or version == self.version:
                 self._ask_for_slots(until, node)
@@ -188,7 +233,9 @@ class RedisClusterClient(RedisNodesClient):
 
     def _ask_for_slots(self, until: float, first: RedisNode | None) -> None:
         healthy = sorted(self.nodes, key=lambda node: node.breaker.is_open)
-        nodes = list(dict.fromkeys([*([first] if first else []), *healthy, *self._seeds]))
+        nodes = list(
+            dict.fromkeys([*([first] if first else []), *healthy, *self._seeds])
+        )
         trouble: Exception | None = None
         for number, node in enumerate(nodes):
             now = time.monotonic()
@@ -203,35 +250,60 @@ class RedisClusterClient(RedisNodesClient):
                 trouble = error
             finally:
                 connection.close()
-        raise ConnectionError(f"{self.address}: no node says which slots it has: {trouble}")
+        raise ConnectionError(
+            f"{self.address}: no node says which slots it has: {trouble}"
+        )
 
     def _learn(self, ranges: Sequence[SlotRange], asked: RedisNode) -> None:
         known = {node.place: node for node in self.nodes}
         owners: list[RedisNode | None] = [None] * _SLOTS
         for first, last, host, port in ranges:
-            name = f"[{host}]" if ":" in host else host or asked.place.rpartition(":")[0]
+            name = (
+                f"[{host}]"
+                if ":" in host
+                else host or asked.place.rpartition(":")[0]
+            )
             place = place_of(f"{name}:{port}", port)
             if place not in known:
-                known[place] = RedisNode(self._client_of(self._url_of(f"{name}:{port}")), self._clock)
+                known[place] = RedisNode(
+                    self._client_of(self._url_of(f"{name}:{port}")), self._clock
+                )
             owners[first : last + 1] = [known[place]] * (last + 1 - first)
         self._owners = owners
-        self.nodes = list(dict.fromkeys(node for node in owners if node is not None))
+        self.nodes = list(
+            dict.fromkeys(node for node in owners if node is not None)
+        )
         self.version += 1
 
     def _url_of(self, place: str) -> str:
         credentials, at, _ = self._url.netloc.rpartition("@")
         scheme = self._url.scheme.partition("+")[0]
-        return urlunsplit(self._url._replace(scheme=scheme, netloc=f"{credentials}{at}{place}"))
+        return urlunsplit(
+            self._url._replace(scheme=scheme, netloc=f"{credentials}{at}{place}")
+        )
 
 
 def _slot_range(reply: object) -> SlotRange:
-    """Return one item of the reply to CLUSTER SLOTS: first and last slot, and the master as host, port, name, more."""
+    """Return one item of the reply to CLUSTER SLOTS: first and last slot, and the master as host,
+    port, name, more.
+    """
     match reply:
-        case [int(first), int(last), [b"?", int(port), node, [b"ip", bytes(host), *_], *_], *_]:
+        case [
+            int(first),
+            int(last),
+            [b"?", int(port), node, [b"ip", bytes(host), *_], *_],
+            *_,
+        ]:
             # names are preferred, but this node has none
             return _slot_range([first, last, [host, port, node]])
         case [int(first), int(last), [host, int(port), *_], *_]:
             name = host if isinstance(host, bytes) else b""
-            if 0 <= first <= last < _SLOTS and 0 < port < 1 << 16 and (not name or HOST.fullmatch(name)):
+            if (
+                0 <= first <= last < _SLOTS
+                and 0 < port < 1 << 16
+                and (not name or HOST.fullmatch(name))
+            ):
                 return SlotRange(first, last, name.decode(), port)
-    raise ConnectionError("the reply to CLUSTER SLOTS has another form than Redis gives it")
+    raise ConnectionError(
+        "the reply to CLUSTER SLOTS has another form than Redis gives it"
+    )

@@ -1,4 +1,6 @@
-"""Find what is wrong with the configuration of a Redis for chunks: one sentence each, with a command that mends it."""
+"""Find what is wrong with the configuration of a Redis for chunks: one sentence each, with a
+command that mends it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,23 @@ QUESTIONS = (
     command(b"SCAN", b"0", b"COUNT", b"%d" % _SAMPLE_NAMES),
 )
 _OWN_SERVER = (
-    "start one for chunks: redis-server --port 6380 --save '' --maxmemory-policy volatile-ttl --maxmemory"
+    "start one for chunks: redis-server --port 6380 --save '' --maxmemory-policy "
+    "volatile-ttl --maxmemory"
 )
 # names with any prefix: of chunks, the mark of a pool, a directory of machines
 _OURS = re.compile(rb".*:(\d+:([0-9a-f]{64}:\{|runs\Z)|at:\d+:)")
 _MOST_SHARE = 0.9  # share of the machine's memory
 
 
-def warnings(replies: Sequence[Reply], lives: ChunkLives, asked_for: bool, db: int) -> list[str]:
-    """Return what is wrong, according to the replies to QUESTIONS, as far as the server answers them.
+def warnings(
+    replies: Sequence[Reply], lives: ChunkLives, asked_for: bool, db: int
+) -> list[str]:
+    """Return what is wrong, according to the replies to QUESTIONS, as far as the server answers
+    them.
 
     Args:
-        replies: an error is a reply too: managed services and ACL rules forbid some of the questions.
+        replies: an error is a reply too: managed services and ACL rules forbid some of the
+            questions.
         lives: the rule for the lives of chunks in this server.
         asked_for: whether the URL says that the server evicts by life.
         db: the database of the chunks.
@@ -59,7 +66,10 @@ def _of_memory(said: dict[str, str], asked_for: bool) -> Iterator[str]:
 def _of_disk(said: dict[str, str], saves: Reply) -> Iterator[str]:
     points = saves[1] if isinstance(saves, list) and len(saves) == 2 else b""
     if points:
-        yield "it writes all chunks to a disk and forks to do so, which can double its memory: CONFIG SET save ''"
+        yield (
+            "it writes all chunks to a disk and forks to do so, which can double its memory: "
+            "CONFIG SET save ''"
+        )
     if said.get("aof_enabled") == "1":
         yield "it writes all chunks to a disk (appendonly is yes): CONFIG SET appendonly no"
 
@@ -67,20 +77,38 @@ def _of_disk(said: dict[str, str], saves: Reply) -> Iterator[str]:
 def _of_others(said: dict[str, str], names: Reply, db: int) -> Iterator[str]:
     by_life = said.get("maxmemory_policy") == "volatile-ttl"
     counted = re.compile(r"keys=(\d{1,19}),expires=(\d{1,19})")
-    found = {name: counted.match(text) for name, text in said.items() if re.fullmatch(r"db\d+", name)}
+    found = {
+        name: counted.match(text)
+        for name, text in said.items()
+        if re.fullmatch(r"db\d+", name)
+    }
     places = [
         f"database {name[2:]}"
         for name, count in found.items()
-        if count is not None and name != f"db{db}" and int(count[2 if by_life else 1])
+        if count is not None
+        and name != f"db{db}"
+        and int(count[2 if by_life else 1])
     ]
     sample = names[1] if isinstance(names, list) and len(names) == 2 else None
-    if isinstance(sample, list) and any(isinstance(name, bytes) and not _OURS.match(name) for name in sample):
+    if isinstance(sample, list) and any(
+        isinstance(name, bytes) and not _OURS.match(name) for name in sample
+    ):
         places.append(f"database {db}")
     if places:
-        fate = "those with a life (TTL) are evicted before chunks" if by_life else "chunks take their memory"
-        yield f"it holds keys of others ({', '.join(places)}), and {fate}: {_OWN_SERVER} {said.get('maxmemory', '0')}"
+        fate = (
+            "those with a life (TTL) are evicted before chunks"
+            if by_life
+            else "chunks take their memory"
+        )
+        yield (
+            f"it holds keys of others ({', '.join(places)}), and {fate}: {_OWN_SERVER} "
+            f"{said.get('maxmemory', '0')}"
+        )
 
 
 def _of_user(lives: ChunkLives) -> Iterator[str]:
     if not lives.extends:
-        yield "lives of chunks in use end, because the user may not extend them: ACL SETUSER USER +pttl +pexpire"
+        yield (
+            "lives of chunks in use end, because the user may not extend them: ACL SETUSER "
+            "USER +pttl +pexpire"
+        )

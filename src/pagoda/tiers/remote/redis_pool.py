@@ -1,12 +1,15 @@
-"""Several independent Redis as one store: which node has a chunk, and on which node a new one is stored.
+"""Several independent Redis as one store: which node has a chunk, and on which node a new one is
+stored.
 
-`open_client` makes a `RedisPoolClient` for `redis+pool://`. A lookup asks every node for every key, so it does not
-matter why a chunk is where it is: it may have been stored while another node was away.
+`open_client` makes a `RedisPoolClient` for `redis+pool://`. A lookup asks every node for every key,
+so it does not matter why a chunk is where it is: it may have been stored while another node was
+away.
 
-A key has an order of all nodes, by a hash of both (rendezvous hashing); its own place is the first node in use. The new
-chunks of one request form a run, which is stored at the place of its first chunk. So a lost node takes whole runs and
-not a third of every prompt, whose first hole would end each hit. Versions before runs find a chunk at its own place
-only. So runs are kept together as soon as the nodes have a mark that says so (see `RedisPoolClient.learn_mark`).
+A key has an order of all nodes, by a hash of both (rendezvous hashing); its own place is the first
+node in use. The new chunks of one request form a run, which is stored at the place of its first
+chunk. So a lost node takes whole runs and not a third of every prompt, whose first hole would end
+each hit. Versions before runs find a chunk at its own place only. So runs are kept together as soon
+as the nodes have a mark that says so (see `RedisPoolClient.learn_mark`).
 """
 
 from __future__ import annotations
@@ -26,9 +29,23 @@ import numpy.typing as npt
 from pagoda.clock import Clock
 from pagoda.metrics import Reason
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
-from pagoda.tiers.remote.redis import RedirectError, RedisConnection, RedisNames, RedisOptions
-from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient, RedisNodesConnection
-from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult, RefusedError
+from pagoda.tiers.remote.redis import (
+    RedirectError,
+    RedisConnection,
+    RedisNames,
+    RedisOptions,
+)
+from pagoda.tiers.remote.redis_nodes import (
+    RedisNode,
+    RedisNodesClient,
+    RedisNodesConnection,
+)
+from pagoda.tiers.remote.store_client import (
+    GetRequest,
+    PutRequest,
+    PutResult,
+    RefusedError,
+)
 
 _MARK_SECONDS = 60.0  # how long it is believed whether runs are kept together
 _MOST_KEYS = 1 << 16  # of chunks whose node is remembered: some 10 MiB
@@ -60,10 +77,11 @@ class _Memory(Generic[_K, _V]):
 
 
 class RedisPoolClient(RedisNodesClient):
-    """Independent Redis, `redis+pool://host:port,host:port`, as one store. Thread-safe, keeps no connection.
+    """Independent Redis, `redis+pool://host:port,host:port`, as one store. Thread-safe, keeps no
+    connection.
 
-    All machines must name the nodes in the same way (case, order, a default port and the dot at the end of a name do
-    not matter).
+    All machines must name the nodes in the same way (case, order, a default port and the dot at the
+    end of a name do not matter).
     """
 
     def __init__(
@@ -75,7 +93,8 @@ class RedisPoolClient(RedisNodesClient):
         **options: Unpack[RedisOptions],
     ) -> None:
         """Connect to nothing yet. Arguments and errors are those of `RedisNodesClient`."""
-        # the node that takes a chunk may be another one at the second sight: see `RedisPoolConnection.claim`
+        # the node that takes a chunk may be another one at the second sight: see
+        # `RedisPoolConnection.claim`
         self.second_sight = options.pop("second_sight", False)
         super().__init__(url, look_seconds=look_seconds, clock=clock, **options)
         self.names = RedisNames(options.get("prefix", "pagoda"))
@@ -85,10 +104,13 @@ class RedisPoolClient(RedisNodesClient):
         """Create the lock and forget which node has which chunk; also in a forked child."""
         super().reset()
         self._lock = threading.Lock()
-        self.learning = threading.Lock()  # held while the nodes are asked for the mark
+        # held while the nodes are asked for the mark
+        self.learning = threading.Lock()
         self._nodes_of: _Memory[bytes, RedisNode] = _Memory(_MOST_KEYS)
-        self._first_of: _Memory[bytes, bytes] = _Memory(_MOST_KEYS)  # by key: the first key of its run
-        self._runs: _Memory[int, bytes] = _Memory(_MOST_RUNS)  # by stamp: the first key
+        # by key: the first key of its run
+        self._first_of: _Memory[bytes, bytes] = _Memory(_MOST_KEYS)
+        # by stamp: the first key
+        self._runs: _Memory[int, bytes] = _Memory(_MOST_RUNS)
         self._mark_known_until = 0.0
 
     def connection(self) -> RedisPoolConnection:
@@ -105,7 +127,10 @@ class RedisPoolClient(RedisNodesClient):
         nodes = self.in_use()
         heads = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
         first = np.argmax([_mixed(heads ^ node.seed) for node in nodes], axis=0)
-        shares = {node: np.flatnonzero(first == number).tolist() for number, node in enumerate(nodes)}
+        shares = {
+            node: np.flatnonzero(first == number).tolist()
+            for number, node in enumerate(nodes)
+        }
         return {node: share for node, share in shares.items() if share}
 
     def in_use(self) -> list[RedisNode]:
@@ -113,7 +138,9 @@ class RedisPoolClient(RedisNodesClient):
         return self._used(self.nodes)
 
     def begin_run(self, keys: Sequence[bytes], stamp: int) -> None:
-        """Note that these new chunks are stored by the request that has this stamp: they belong to one run."""
+        """Note that these new chunks are stored by the request that has this stamp: they belong to
+        one run.
+        """
         if not keys:
             return
         with self._lock:
@@ -122,11 +149,14 @@ class RedisPoolClient(RedisNodesClient):
             self._first_of.note(keys, first)
 
     def places(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) are stored on each node if they are new.
+        """Return which of these keys (their indices, in order) are stored on each node if they are
+        new.
 
         ConnectionError: no node is in use.
         """
-        return self.shares([self._deciding_key(key) for key in keys]) if keys else {}
+        return (
+            self.shares([self._deciding_key(key) for key in keys]) if keys else {}
+        )
 
     def place_of(self, key: bytes) -> RedisNode:
         """Return the node on which a new chunk is stored. ConnectionError: no node is in use."""
@@ -150,7 +180,9 @@ class RedisPoolClient(RedisNodesClient):
             self._nodes_of.forget(keys)
 
     def readers(self, key: bytes) -> list[RedisNode]:
-        """Return the nodes in use, in the order in which to ask them for a chunk. ConnectionError: there is none."""
+        """Return the nodes in use, in the order in which to ask them for a chunk. ConnectionError:
+        there is none.
+        """
         used = self.in_use()
         with self._lock:
             known = self._nodes_of.get(key)
@@ -171,12 +203,15 @@ class RedisPoolClient(RedisNodesClient):
 
 
 class RedisPoolConnection(RedisNodesConnection):
-    """One connection to each node of a pool; see StoreConnection. For one thread at a time, except `abort`."""
+    """One connection to each node of a pool; see StoreConnection. For one thread at a time, except
+    `abort`.
+    """
 
     _client: RedisPoolClient
 
     def find(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
-        """Return how many leading keys are present on any node: all nodes are asked for all keys, at the same time.
+        """Return how many leading keys are present on any node: all nodes are asked for all keys,
+        at the same time.
 
         When other nodes have answered, slow ones are not waited for.
         """
@@ -187,7 +222,9 @@ class RedisPoolConnection(RedisNodesConnection):
             asked = [keys[at] for at in positions]
             question = self._client.names.question(namespace, asked)
             nodes = self._client.in_use()
-            calls = dict.fromkeys(nodes, lambda line: line.answer(question, len(asked), until))
+            calls = dict.fromkeys(
+                nodes, lambda line: line.answer(question, len(asked), until)
+            )
             answers = self._ask(calls, until)
             silent |= len(answers) < len(nodes)
             here = self._merged(asked, answers)
@@ -199,15 +236,22 @@ class RedisPoolConnection(RedisNodesConnection):
             raise RefusedError(Reason.DEADLINE, text, contained=True)
         return found  # the number of keys is worth more than the reason
 
-    def claim(self, namespace: bytes, keys: Sequence[bytes], until: float) -> list[PutResult | None]:
-        """Ask before puts. If a node does not answer or refuses, nothing is known of its chunks, and `put` fails.
+    def claim(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[PutResult | None]:
+        """Ask before puts. If a node does not answer or refuses, nothing is known of its chunks,
+        and `put` fails.
 
-        Nothing is claimed on a node that refuses writes: others would wait for the chunk. With second sight only chunks
-        that were asked for before are claimed.
+        Nothing is claimed on a node that refuses writes: others would wait for the chunk. With
+        second sight only chunks that were asked for before are claimed.
         """
         self._learn_mark(until)
         results: list[PutResult | None] = [None] * len(keys)
-        unseen = self._unseen(namespace, keys, until) if self._client.second_sight else set()
+        unseen = (
+            self._unseen(namespace, keys, until)
+            if self._client.second_sight
+            else set()
+        )
         for at in unseen:
             results[at] = PutResult.UNSEEN
         wanted = [at for at in range(len(keys)) if at not in unseen]
@@ -217,29 +261,52 @@ class RedisPoolConnection(RedisNodesConnection):
             for node, share in places.items()
             if not node.write_breaker.resting
         }
-        answers = self._ask(self._calls(asked, self._claimed, namespace, keys, until), until, math.inf)
+        answers = self._ask(
+            self._calls(asked, self._claimed, namespace, keys, until),
+            until,
+            math.inf,
+        )
         for node, claims in answers.items():
             for at, result in zip(asked[node], claims, strict=True):
                 results[at] = result
         return results
 
-    def _unseen(self, namespace: bytes, keys: Sequence[bytes], until: float) -> set[int]:
-        """Return which of these keys (their indices) nobody asked for before; remember all as asked for.
+    def _unseen(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> set[int]:
+        """Return which of these keys (their indices) nobody asked for before; remember all as asked
+        for.
 
-        That is kept at the place of a key of its own, which all requests know: the next one that asks for the chunk may
-        have another first chunk, so its run has another place. Where it cannot be asked, a chunk counts as seen.
+        That is kept at the place of a key of its own, which all requests know: the next one that
+        asks for the chunk may have another first chunk, so its run has another place. Where it
+        cannot be asked, a chunk counts as seen.
         """
         shares = {
-            node: share for node, share in self._client.shares(keys).items() if not node.write_breaker.resting
+            node: share
+            for node, share in self._client.shares(keys).items()
+            if not node.write_breaker.resting
         }
-        answers = self._ask(self._calls(shares, self._seen, namespace, keys, until), until, math.inf)
+        answers = self._ask(
+            self._calls(shares, self._seen, namespace, keys, until),
+            until,
+            math.inf,
+        )
         unseen: set[int] = set()
         for node, seen in answers.items():
-            unseen.update(at for at, before in zip(shares[node], seen, strict=True) if not before)
+            unseen.update(
+                at
+                for at, before in zip(shares[node], seen, strict=True)
+                if not before
+            )
         return unseen
 
     @staticmethod
-    def _seen(line: RedisConnection, namespace: bytes, keys: Sequence[bytes], until: float) -> list[bool]:
+    def _seen(
+        line: RedisConnection,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        until: float,
+    ) -> list[bool]:
         """Ask one node which of its keys were asked for before; all, if it refuses."""
         try:
             return line.seen(namespace, keys, until)
@@ -248,21 +315,36 @@ class RedisPoolConnection(RedisNodesConnection):
         except RefusedError:
             return [True] * len(keys)
 
-    def release(self, namespace: bytes, keys: Sequence[bytes], until: float) -> None:
+    def release(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> None:
         """End claims that no put has ended, on the nodes that answer."""
-        calls = self._calls(self._client.places(keys), RedisConnection.release, namespace, keys, until)
+        calls = self._calls(
+            self._client.places(keys),
+            RedisConnection.release,
+            namespace,
+            keys,
+            until,
+        )
         self._ask(calls, until, math.inf)
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a chunk at the place of its run; see RedisConnection."""
         node = self._client.place_of(request.key)
-        result = self._call_for(lambda: node, lambda line: line.put(request, until), until, writes=True)
+        result = self._call_for(
+            lambda: node,
+            lambda line: line.put(request, until),
+            until,
+            writes=True,
+        )
         if result in (PutResult.STORED, PutResult.PRESENT):
             self._client.note_present(node, [request.key])
         return result
 
     def get(self, request: GetRequest, until: float) -> int | None:
-        """Fill `page` and the result of `destination` from a node that has the chunk; see RedisConnection."""
+        """Fill `page` and the result of `destination` from a node that has the chunk; see
+        RedisConnection.
+        """
         trouble: RefusedError | None = None
         for node in self._client.readers(request.key):
             try:
@@ -283,17 +365,26 @@ class RedisPoolConnection(RedisNodesConnection):
             raise trouble
         return None
 
-    def remove(self, namespace: bytes, keys: Sequence[bytes], until: float) -> int:
+    def remove(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> int:
         """Remove chunks from all nodes; return how many there were.
 
-        A contained refusal if a node does not answer: its chunks may still be there when it is back.
+        A contained refusal if a node does not answer: its chunks may still be there when it is
+        back.
         """
         nodes = self._client.nodes
-        question = partial(RedisConnection.remove, namespace=namespace, keys=keys, until=until)
+        question = partial(
+            RedisConnection.remove, namespace=namespace, keys=keys, until=until
+        )
         removed = self._ask(dict.fromkeys(nodes, question), until)
         self._client.forget(keys)
         if len(removed) < len(nodes):
-            raise RefusedError(Reason.IO_ERROR, "a node did not answer: it may have it", contained=True)
+            raise RefusedError(
+                Reason.IO_ERROR,
+                "a node did not answer: it may have it",
+                contained=True,
+            )
         return sum(removed.values())
 
     def _ask_for(
@@ -304,7 +395,9 @@ class RedisPoolConnection(RedisNodesConnection):
         until: float,
         patience_seconds: float | None = None,
     ) -> tuple[dict[RedisNode, list[int]], dict[RedisNode, _T]]:
-        """Ask each node in use about all keys; return the answers of those that answer, and that all were asked."""
+        """Ask each node in use about all keys; return the answers of those that answer, and that
+        all were asked.
+        """
         nodes = self._client.in_use() if keys else []
         everything = {node: list(range(len(keys))) for node in nodes}
         calls = self._calls(everything, question, namespace, keys, until)
@@ -324,20 +417,29 @@ class RedisPoolConnection(RedisNodesConnection):
         calls: dict[RedisNode, Callable[[RedisConnection], _T]] = {}
         for node, share in shares.items():
             asked = [keys[at] for at in share]
-            calls[node] = partial(question, namespace=namespace, keys=asked, until=until)
+            calls[node] = partial(
+                question, namespace=namespace, keys=asked, until=until
+            )
         return calls
 
-    def _merged(self, keys: Sequence[bytes], answers: Mapping[RedisNode, Sequence[bool]]) -> list[bool]:
+    def _merged(
+        self, keys: Sequence[bytes], answers: Mapping[RedisNode, Sequence[bool]]
+    ) -> list[bool]:
         """Return which keys any node has, and remember the nodes."""
         for node, present in answers.items():
             self._client.note_present(node, list(compress(keys, present)))
-        return list(map(any, zip(*answers.values(), strict=True))) if answers else [False] * len(keys)
+        return (
+            list(map(any, zip(*answers.values(), strict=True)))
+            if answers
+            else [False] * len(keys)
+        )
 
     def _learn_mark(self, until: float) -> None:
-        """Learn, once a minute, whether runs are kept together; copy the mark to nodes that have lost it.
+        """Learn, once a minute, whether runs are kept together; copy the mark to nodes that have
+        lost it.
 
-        A pool that has no value at all gets the mark: no older version has stored anything in it. In a pool that has
-        chunks a person sets it when no machine runs an older version any more.
+        A pool that has no value at all gets the mark: no older version has stored anything in it.
+        In a pool that has chunks a person sets it when no machine runs an older version any more.
         """
         client = self._client
         if not client.is_mark_due():
@@ -362,18 +464,29 @@ class RedisPoolConnection(RedisNodesConnection):
                 empty = self._ask_all(nodes, RedisConnection.is_empty, until)
                 keeps_runs = len(empty) == len(nodes) and all(empty.values())
             if keeps_runs:
-                unmarked = [node for node, is_marked in marked.items() if not is_marked]
+                unmarked = [
+                    node for node, is_marked in marked.items() if not is_marked
+                ]
                 self._ask_all(unmarked, RedisConnection.mark_runs, until)
         return keeps_runs
 
     def _ask_all(
-        self, nodes: Iterable[RedisNode], question: Callable[[RedisConnection, float], _T], until: float
+        self,
+        nodes: Iterable[RedisNode],
+        question: Callable[[RedisConnection, float], _T],
+        until: float,
     ) -> dict[RedisNode, _T]:
-        return self._ask(dict.fromkeys(nodes, lambda line: question(line, until)), until, math.inf)
+        return self._ask(
+            dict.fromkeys(nodes, lambda line: question(line, until)),
+            until,
+            math.inf,
+        )
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each word (the last step of SplitMix64). It must never change: it decides where chunks are."""
+    """Return a hash of each word (the last step of SplitMix64). It must never change: it decides
+    where chunks are.
+    """
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

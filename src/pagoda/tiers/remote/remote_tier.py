@@ -1,7 +1,8 @@
 """The remote tier: chunks in a store that many machines share, over a network that may fail.
 
-`RemoteTier` is called by the cache and queues reads and writes. `RemoteStore` is what its threads share. One thread
-answers queries and probes a store that failed; each other thread has a `RemoteWorker`, which moves chunks.
+`RemoteTier` is called by the cache and queues reads and writes. `RemoteStore` is what its threads
+share. One thread answers queries and probes a store that failed; each other thread has a
+`RemoteWorker`, which moves chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from pagoda.signal_safe_threads import Event, if_free
 from pagoda.slab import aligned
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline
 from pagoda.tiers.breaker import CircuitBreaker
-from pagoda.tiers.io_queue import IoQueue, IoWorker, QueuedTier, ReadRequest, WorkerBackend, WriteRequest
+from pagoda.tiers.io_queue import (
+    IoQueue,
+    IoWorker,
+    QueuedTier,
+    ReadRequest,
+    WorkerBackend,
+    WriteRequest,
+)
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, EXACT_REQUESTS
 from pagoda.tiers.remote.presence import PresenceCache
 from pagoda.tiers.remote.query_queue import QueryQueue
@@ -45,7 +53,8 @@ from pagoda.tiers.remote.store_client import (
     reason_of,
 )
 
-STORE_ID = b"pagoda/remote/1\0"  # in the header field in which a local store writes its id
+# in the header field in which a local store writes its id
+STORE_ID = b"pagoda/remote/1\0"
 
 _logger = guarded_logger("pagoda.tiers.remote")
 
@@ -58,36 +67,44 @@ _REST_SECONDS = 1.0
 # after four refusals nothing is written for five seconds: the store is full or read-only
 _REFUSALS = 4
 _REFUSED_SECONDS = 5.0
-_TOUCH_REST_SECONDS = 600.0  # the pause before the next touch after the store refused one
-_PROBE_SECONDS = 0.1  # while the breaker is open: the pause between two checks whether a probe is due
+# the pause before the next touch after the store refused one
+_TOUCH_REST_SECONDS = 600.0
+# while the breaker is open: the pause between two checks whether a probe is due
+_PROBE_SECONDS = 0.1
 _MOST_ROOTS = 4096
 _STEP_SECONDS = 10.0  # for one step of a call that lists all names
 _LISTING_SECONDS = 60.0  # for all its steps together
-_MOST_TOUCHED = 16  # keys touched at once: one round of requests to an object store
+# keys touched at once: one round of requests to an object store
+_MOST_TOUCHED = 16
 # writes of one connection that are claimed at once; few, so that they are sent soon
 _BATCH_CHUNKS = 16
 _BATCH_BYTES = 4 << 20
-# the pause before asking again for a chunk that another machine is sending: as long as the wait so far, within these
-# limits
+# the pause before asking again for a chunk that another machine is sending: as long as the wait so
+# far, within these limits
 _BUSY_PAUSE_SECONDS = 0.1, 1.0
-_BUSY_SECONDS = 10.0  # how long that is repeated, in addition to twice the time limit for sending a batch
-# the rank rises by this with each doubling of the position in a chain, so that a tail is evicted before its head,
-# although a store compares only a few chunks at a time; but even the last chunk of the longest prompt ranks before
-# chunks that were used some seconds earlier
+# how long that is repeated, in addition to twice the time limit for sending a batch
+_BUSY_SECONDS = 10.0
+# the rank rises by this with each doubling of the position in a chain, so that a tail is evicted
+# before its head, although a store compares only a few chunks at a time; but even the last chunk of
+# the longest prompt ranks before chunks that were used some seconds earlier
 _RANK_MS = 300
 
 
 _NOT_STORED = {
-    PutResult.BUSY: Reason.BUSY, PutResult.UNSEEN: Reason.NOT_ADMITTED, PutResult.STALE: Reason.STALE,
-}  # fmt: skip
+    PutResult.BUSY: Reason.BUSY,
+    PutResult.UNSEEN: Reason.NOT_ADMITTED,
+    PutResult.STALE: Reason.STALE,
+}
 
 
 class RemoteTier(QueuedTier):
-    """Stores chunks in a remote store, by background threads with one connection each. Thread-safe and fork-safe.
+    """Stores chunks in a remote store, by background threads with one connection each. Thread-safe
+    and fork-safe.
 
-    A background thread asks the store which keys it has, and a lookup waits for that at most `look_seconds`; a late
-    answer is used by the next lookup. After failures in a row the store is skipped (`resting`) until it answers a
-    probe, which is sent in the background; meanwhile no call uses the network. Counters are those of this process.
+    A background thread asks the store which keys it has, and a lookup waits for that at most
+    `look_seconds`; a late answer is used by the next lookup. After failures in a row the store is
+    skipped (`resting`) until it answers a probe, which is sent in the background; meanwhile no call
+    uses the network. Counters are those of this process.
     """
 
     is_shared = True
@@ -105,13 +122,16 @@ class RemoteTier(QueuedTier):
         clock: Clock | None = None,
         answered: Callable[[], None] | None = None,
     ) -> None:
-        """Connect to nothing yet. ConfigError for a codec that cannot be used, ValueError for counts below 1.
+        """Connect to nothing yet. ConfigError for a codec that cannot be used, ValueError for
+        counts below 1.
 
-        `answered` is called once, on the background thread, after the store's first answer; it must not raise.
+        `answered` is called once, on the background thread, after the store's first answer; it must
+        not raise.
         """
         if connections < 1 or queue_chunks < 1:
             raise ValueError(
-                f"connections and queue_chunks must be at least 1, got {connections}, {queue_chunks}"
+                f"connections and queue_chunks must be at least 1, got {connections}, "
+                f"{queue_chunks}"
             )
         require(codec)
         require_layout(codec, layout)
@@ -125,7 +145,13 @@ class RemoteTier(QueuedTier):
         self.deadline_seconds = deadline_seconds
         self._look_seconds = look_seconds
         self._store = RemoteStore(
-            layout, client, codec, connections, deadline_seconds, clock or Clock(), answered
+            layout,
+            client,
+            codec,
+            connections,
+            deadline_seconds,
+            clock or Clock(),
+            answered,
         )
         super().__init__(self._store, connections, queue_chunks)
 
@@ -135,26 +161,46 @@ class RemoteTier(QueuedTier):
 
     @property
     def resting(self) -> bool:
-        """Whether the store is skipped after failures in a row. During that time nothing is found."""
+        """Whether the store is skipped after failures in a row. During that time nothing is
+        found.
+        """
         return self._store.breaker.is_open
 
-    # ---- finding -------------------------------------------------------------------------------------------------
+    # ---- finding ---------------------------------------------------------------------------------
 
     def find(
-        self, keys: Sequence[bytes], *, start: int | None = 0, stamp: int | None = None, namespace: bytes | None = None,
-        touch: bool = True, deadline_seconds: float | None = None,
-    ) -> int:  # fmt: skip
-        """Return how many leading keys are stored or queued, as far as that is known in time; copies nothing."""
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        touch: bool = True,
+        deadline_seconds: float | None = None,
+    ) -> int:
+        """Return how many leading keys are stored or queued, as far as that is known in time;
+        copies nothing.
+        """
         if self._refusal() is not None or not keys:
             return 0
         queued = self._pool.queue.pending_writes(keys)
-        until = time.monotonic() + clamp_deadline(self._look_seconds, deadline_seconds)
+        until = time.monotonic() + clamp_deadline(
+            self._look_seconds, deadline_seconds
+        )
         at = 0
         while at < len(keys):
             write = queued.get(keys[at])
             position = None if start is None else start + at
-            is_queued = write is not None and write.is_valid() and write.matches(namespace, position)
-            known = True if is_queued else self._store.presence.get(namespace, keys[at])
+            is_queued = (
+                write is not None
+                and write.is_valid()
+                and write.matches(namespace, position)
+            )
+            known = (
+                True
+                if is_queued
+                else self._store.presence.get(namespace, keys[at])
+            )
             if known is None:
                 asked = keys[at:]
                 found = self._find_in_store(asked, namespace, until)
@@ -167,14 +213,21 @@ class RemoteTier(QueuedTier):
                 break
         return at
 
-    def _find_in_store(self, keys: Sequence[bytes], namespace: bytes | None, until: float) -> int:
+    def _find_in_store(
+        self, keys: Sequence[bytes], namespace: bytes | None, until: float
+    ) -> int:
         """Return how many leading keys the store has; 0 if it does not answer before `until`."""
         store = self._store
 
         def find(connection: StoreConnection) -> int:
             roots = store.roots(namespace)
-            found = max((connection.find(root, keys, store.deadline()) for root in roots), default=0)
-            store.presence.record(namespace, keys[:found], True, asked=len(keys) <= store.exact_keys)
+            found = max(
+                (connection.find(root, keys, store.deadline()) for root in roots),
+                default=0,
+            )
+            store.presence.record(
+                namespace, keys[:found], True, asked=len(keys) <= store.exact_keys
+            )
             store.presence.record(namespace, keys[found : found + 1], False)
             if roots:
                 store.note_answer()
@@ -186,7 +239,12 @@ class RemoteTier(QueuedTier):
             return 0
         return answer
 
-    def _query(self, name: object, function: Callable[[StoreConnection], int], until: float) -> int | Reason:
+    def _query(
+        self,
+        name: object,
+        function: Callable[[StoreConnection], int],
+        until: float,
+    ) -> int | Reason:
         if not self._pool.start():
             return Reason.IO_ERROR
         future = self._store.queries.submit(name, function)
@@ -196,9 +254,17 @@ class RemoteTier(QueuedTier):
             return Reason.DEADLINE
 
     def touch(
-        self, keys: Sequence[bytes], *, namespace: bytes, start: int = 0, stamp: int | None = None, asked: bool = True
-    ) -> list[bool] | None:  # fmt: skip
-        """Touch these keys in the store. Waits for the store, up to its deadlines. See Tier.touch."""
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
+    ) -> list[bool] | None:
+        """Touch these keys in the store. Waits for the store, up to its deadlines. See
+        Tier.touch.
+        """
         if self._refusal() is not None:
             return None
         # read first: a chunk that leaves the queue after this is in the store
@@ -207,21 +273,37 @@ class RemoteTier(QueuedTier):
         stamp = self._store.stamp() if stamp is None else stamp
         while len(here) < len(keys):
             touched = keys[len(here) : len(here) + _MOST_TOUCHED]
-            there = self._store.touch(namespace, touched, start + len(here), stamp)
+            there = self._store.touch(
+                namespace, touched, start + len(here), stamp
+            )
             if there is None:
                 return None
             here += there
-        return [present or key in queued for key, present in zip(keys, here, strict=True)]
+        return [
+            present or key in queued
+            for key, present in zip(keys, here, strict=True)
+        ]
 
     def contains(
-        self, key: bytes, namespace: bytes | None = None, *, deadline_seconds: float | None = None
+        self,
+        key: bytes,
+        namespace: bytes | None = None,
+        *,
+        deadline_seconds: float | None = None,
     ) -> bool:
         """Return whether the key is stored or queued."""
-        return self.find([key], namespace=namespace, deadline_seconds=deadline_seconds) == 1
+        return (
+            self.find(
+                [key], namespace=namespace, deadline_seconds=deadline_seconds
+            )
+            == 1
+        )
 
     @property
     def refusal(self) -> tuple[Reason, str] | None:
-        """Why the store refused its last question, as a reason and in words; None if it has answered since."""
+        """Why the store refused its last question, as a reason and in words; None if it has
+        answered since.
+        """
         return self._store.refusal
 
     def knows(self, key: bytes, namespace: bytes) -> bool:
@@ -232,20 +314,33 @@ class RemoteTier(QueuedTier):
         """Return what keeps this chunk: "in flight" or nothing. The store may evict any chunk."""
         return ["in flight"] if self.in_flight(key) else []
 
-    # ---- saving and loading --------------------------------------------------------------------------------------
+    # ---- saving and loading ----------------------------------------------------------------------
 
     def save(
-        self, chunks: Sequence[Chunk], namespace: bytes, *, stamp: int | None = None
+        self,
+        chunks: Sequence[Chunk],
+        namespace: bytes,
+        *,
+        stamp: int | None = None,
     ) -> list[Future[Done]]:
         """Queue chunks to be sent; never waits for space. See Tier.save."""
         stamp = self._store.stamp() if stamp is None else stamp
         stored = self._stored(chunks, namespace, stamp)
-        new = [chunk.key for chunk, is_stored in zip(chunks, stored, strict=True) if not is_stored]
+        new = [
+            chunk.key
+            for chunk, is_stored in zip(chunks, stored, strict=True)
+            if not is_stored
+        ]
         self._store.client.begin_run(new, stamp)
         return super().save(chunks, namespace, stamp=stamp)
 
-    def _stored(self, chunks: Sequence[Chunk], namespace: bytes, stamp: int) -> Iterator[bool]:
-        return (self._store.presence.is_stored(namespace, chunk.key) for chunk in chunks)
+    def _stored(
+        self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
+    ) -> Iterator[bool]:
+        return (
+            self._store.presence.is_stored(namespace, chunk.key)
+            for chunk in chunks
+        )
 
     def _count(self, name: str) -> None:
         self._store.count({name: 1})
@@ -261,38 +356,54 @@ class RemoteTier(QueuedTier):
         presence = self._store.presence
         for key in keys:
             known_absent = (
-                namespace is not None and key not in queued and presence.get(namespace, key) is False
+                namespace is not None
+                and key not in queued
+                and presence.get(namespace, key) is False
             )
             yield Reason.ABSENT if known_absent else queued.get(key)
 
-    # ---- removing ------------------------------------------------------------------------------------------------
+    # ---- removing --------------------------------------------------------------------------------
 
     def remove(self, key: bytes, namespace: bytes | None = None) -> bool:
-        """Remove a chunk, queued or stored; return False if it is absent. StoreError if the store does not answer."""
+        """Remove a chunk, queued or stored; return False if it is absent. StoreError if the store
+        does not answer.
+        """
         if self._closed:
             return False
-        cancelled = self._cancel_writes(Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds)
+        cancelled = self._cancel_writes(
+            Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds
+        )
         store = self._store
 
         def remove(connection: StoreConnection) -> int:
-            return sum(connection.remove(root, [key], store.deadline()) for root in store.roots(namespace))
+            return sum(
+                connection.remove(root, [key], store.deadline())
+                for root in store.roots(namespace)
+            )
 
-        removed = self._query(object(), remove, time.monotonic() + 2 * self.deadline_seconds)
+        removed = self._query(
+            object(), remove, time.monotonic() + 2 * self.deadline_seconds
+        )
         store.presence.clear()
         if isinstance(removed, Reason):
-            raise StoreError(f"{self.address}: a chunk was not removed ({removed}): try again")
+            raise StoreError(
+                f"{self.address}: a chunk was not removed ({removed}): try again"
+            )
         return removed > 0 or any(cancelled)
 
     def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace (its root), or all under our prefix. Return their number.
+        """Remove all chunks of one namespace (its root), or all under our prefix. Return their
+        number.
 
-        Saves of this process that are in flight store nothing; those of other machines may. Raises StoreError if the
-        store fails before the end.
+        Saves of this process that are in flight store nothing; those of other machines may. Raises
+        StoreError if the store fails before the end.
         """
         if self._closed:
             return 0
         waiting, _ = self._cancel_writes(
-            Reason.CLEARED, namespace=namespace, wait_seconds=self.deadline_seconds
+            Reason.CLEARED,
+            namespace=namespace,
+            wait_seconds=self.deadline_seconds,
         )
         try:
             connection = self._store.connect(self._store.deadline())
@@ -302,16 +413,24 @@ class RemoteTier(QueuedTier):
             finally:
                 self._store.disconnect(connection)
         except (OSError, RefusedError) as error:
-            raise StoreError(f"{self.address}: {type(error).__name__}: {error}") from error
+            raise StoreError(
+                f"{self.address}: {type(error).__name__}: {error}"
+            ) from error
         finally:
             self._store.presence.clear()
 
-    # ---- statistics ----------------------------------------------------------------------------------------------
+    # ---- statistics ------------------------------------------------------------------------------
 
     def stats(self) -> Mapping[str, int]:
-        """Return this process's counters, `queued_writes`, `queued_reads`, `resting`, and how full the store is."""
+        """Return this process's counters, `queued_writes`, `queued_reads`, `resting`, and how full
+        the store is.
+        """
         if self._refusal() is None:
-            self._query("usage", self._store.update_usage, time.monotonic() + self._look_seconds)
+            self._query(
+                "usage",
+                self._store.update_usage,
+                time.monotonic() + self._look_seconds,
+            )
         usage = self._store.usage or Usage(None, None)
         sizes = {"used_bytes": usage.used_bytes, "limit_bytes": usage.limit_bytes}
         known = {name: size for name, size in sizes.items() if size is not None}
@@ -319,33 +438,46 @@ class RemoteTier(QueuedTier):
 
 
 class RemoteStore(WorkerBackend):
-    """One remote store: its client, its health, what is known of its keys, and this process's counters. Thread-safe.
+    """One remote store: its client, its health, what is known of its keys, and this process's
+    counters. Thread-safe.
 
-    It is the backend of a remote tier's worker pool: threads move chunks, and a background thread answers queries and
-    probes.
+    It is the backend of a remote tier's worker pool: threads move chunks, and a background thread
+    answers queries and probes.
     """
 
     def __init__(
-        self, layout: KVLayout, client: StoreClient, codec_name: str, connections: int, deadline_seconds: float,
-        clock: Clock, answered: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        layout: KVLayout,
+        client: StoreClient,
+        codec_name: str,
+        connections: int,
+        deadline_seconds: float,
+        clock: Clock,
+        answered: Callable[[], None] | None = None,
+    ) -> None:
         self.client = client
         self.codec_name = codec_name
         self.layout = layout
         self.name = client.name
         self.reader_threads = 1 if connections > 1 else 0
         self.deadline_seconds = deadline_seconds
-        self._slowest = _SLOWEST_BYTES_PER_SECOND / connections  # connections share the network link
+        # connections share the network link
+        self._slowest = _SLOWEST_BYTES_PER_SECOND / connections
         self.chunk_bytes = layout.chunk_bytes
         self.fingerprint = layout.fingerprint
-        self.batch_chunks = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES // self.chunk_bytes))
+        self.batch_chunks = max(
+            1, min(_BATCH_CHUNKS, _BATCH_BYTES // self.chunk_bytes)
+        )
         # an opaque layout most likely holds a 16-bit type, since models are served in these
-        self.word_bytes = min(4, itemsize(layout.planes[0].dtype)) if layout.planes else 2
+        self.word_bytes = (
+            min(4, itemsize(layout.planes[0].dtype)) if layout.planes else 2
+        )
         self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
         self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
         self.last_refusal = Reason.IO_ERROR
         self.touch_breaker = CircuitBreaker(clock, 1, _TOUCH_REST_SECONDS)
-        # an absent key may be stored at any moment: so it is asked for again soon, unless requests cost money
+        # an absent key may be stored at any moment: so it is asked for again soon, unless requests
+        # cost money
         costs = client.keepalive_seconds is None
         self.presence = PresenceCache(clock, absent_seconds=1.0 if costs else 0.1)
         # for longer prompts not every key is asked for
@@ -359,15 +491,21 @@ class RemoteStore(WorkerBackend):
         self._roots: dict[bytes, None] = {}
 
     def reset(self) -> None:
-        """Start with new locks, in a forked child too; connections of a parent process are left alone."""
+        """Start with new locks, in a forked child too; connections of a parent process are left
+        alone.
+        """
         self.queries = QueryQueue()
         self._lock = threading.Lock()
         self._connections: set[StoreConnection] = set()
         self._stopped = False
-        self.trusted_since = 0.0  # older connections are replaced before their next use
-        self._touch_lock, self._touch_connection = threading.RLock(), WorkerConnection(self)
+        # older connections are replaced before their next use
+        self.trusted_since = 0.0
+        self._touch_lock, self._touch_connection = (
+            threading.RLock(),
+            WorkerConnection(self),
+        )
 
-    # ---- the backend of the worker pool --------------------------------------------------------------------------
+    # ---- the backend of the worker pool ----------------------------------------------------------
 
     def make_worker(self, queue: IoQueue) -> RemoteWorker:
         """Return the worker of a new thread."""
@@ -379,20 +517,38 @@ class RemoteStore(WorkerBackend):
         pause = self.client.keepalive_seconds
         try:
             while not stop.is_set():
-                query = self.queries.take(_PROBE_SECONDS if self.breaker.is_open else pause)
+                query = self.queries.take(
+                    _PROBE_SECONDS if self.breaker.is_open else pause
+                )
                 if query is not None:
                     skipped = self.breaker.is_open
                     asked = query.function
-                    answer = Reason.TIER_SKIPPED if skipped else self.call(connection, asked, "a question")
+                    answer = (
+                        Reason.TIER_SKIPPED
+                        if skipped
+                        else self.call(connection, asked, "a question")
+                    )
                     self.queries.finish(query, answer)
                     if self.usage is None and not self.breaker.is_open:
-                        self.call(connection, self.update_usage, "asking how it is set up")
+                        self.call(
+                            connection,
+                            self.update_usage,
+                            "asking how it is set up",
+                        )
                 if stop.is_set():
                     break
                 if self.breaker.is_open and not self.breaker.resting:
-                    self.call(connection, self._probe, "asking whether it is back")
-                elif pause is not None and not self.breaker.is_open and connection.idle_for(pause):
-                    self.call(connection, self._probe, "keeping a connection open")
+                    self.call(
+                        connection, self._probe, "asking whether it is back"
+                    )
+                elif (
+                    pause is not None
+                    and not self.breaker.is_open
+                    and connection.idle_for(pause)
+                ):
+                    self.call(
+                        connection, self._probe, "keeping a connection open"
+                    )
                 self._tell_answered()
             self._tell_answered()
         finally:
@@ -400,7 +556,8 @@ class RemoteStore(WorkerBackend):
             connection.close()
 
     def note_answer(self) -> None:
-        """Note that the store has answered a question, a load or a save: some other calls need no answer.
+        """Note that the store has answered a question, a load or a save: some other calls need no
+        answer.
 
         The background thread tells it, so that no load or save waits for that.
         """
@@ -416,13 +573,19 @@ class RemoteStore(WorkerBackend):
             tell()
 
     def call(
-        self, connection: WorkerConnection, work: Callable[[StoreConnection], _T], what: str,
+        self,
+        connection: WorkerConnection,
+        work: Callable[[StoreConnection], _T],
+        what: str,
         refusals: CircuitBreaker | None = None,
-    ) -> _T | Reason:  # fmt: skip
-        """Do some work of a background thread, as `WorkerConnection.call` does; any error becomes a reason."""
+    ) -> _T | Reason:
+        """Do some work of a background thread, as `WorkerConnection.call` does; any error becomes a
+        reason.
+        """
         try:
             return connection.call(work, what, refusals)
-        except Exception as error:  # noqa: BLE001  # a background thread: other queries still need their answers
+        except Exception as error:  # noqa: BLE001
+            # a background thread: other queries still need their answers
             return self.record_error(error, what)
 
     def update_usage(self, connection: StoreConnection) -> int:
@@ -432,7 +595,9 @@ class RemoteStore(WorkerBackend):
         with contextlib.suppress(RefusedError):
             self.usage = connection.usage(self.deadline())
         if is_first and self.usage.warnings:
-            _logger.warning("%s: %s", self.client.address, "; ".join(self.usage.warnings))
+            _logger.warning(
+                "%s: %s", self.client.address, "; ".join(self.usage.warnings)
+            )
         return 0
 
     def _probe(self, connection: StoreConnection) -> int:
@@ -457,8 +622,11 @@ class RemoteStore(WorkerBackend):
         with self._lock:
             self._counts.update(counts)
 
-    def record_error(self, error: Exception, what: str, *, rests: bool = True) -> Reason:
-        """Log that something failed and return the reason to report. OSErrors count for the breaker.
+    def record_error(
+        self, error: Exception, what: str, *, rests: bool = True
+    ) -> Reason:
+        """Log that something failed and return the reason to report. OSErrors count for the
+        breaker.
 
         A call that was ended by `interrupt` is not a failure of the store.
         """
@@ -475,10 +643,12 @@ class RemoteStore(WorkerBackend):
         return reason
 
     def close(self) -> None:
-        """Close the connection for touches; if it is in use, its user closes it. Workers have closed their own."""
+        """Close the connection for touches; if it is in use, its user closes it. Workers have
+        closed their own.
+        """
         if_free(self._touch_lock, self._touch_connection.close)
 
-    # ---- known keys -------------------------------------------------------------------------------------------
+    # ---- known keys ------------------------------------------------------------------------------
 
     def register(self, root: bytes) -> None:
         """Remember that there are keys of this namespace."""
@@ -504,7 +674,9 @@ class RemoteStore(WorkerBackend):
         """Return when a batch of writes that is claimed now must be over (time.monotonic())."""
         return self.deadline(self.batch_chunks * self.chunk_bytes)
 
-    def record_refusal(self, refusal: RefusedError, what: str, breaker: CircuitBreaker) -> Reason:
+    def record_refusal(
+        self, refusal: RefusedError, what: str, breaker: CircuitBreaker
+    ) -> Reason:
         """Log that the store refused, count it for `breaker` and return the reason to report."""
         if refusal.contained:
             return refusal.reason
@@ -519,22 +691,26 @@ class RemoteStore(WorkerBackend):
         """Log what went wrong, at most one line per reason in a while."""
         self._log.warn(_logger, reason, f"{self.client.address}: {message}")
 
-    # ---- recency -------------------------------------------------------------------------------------------------
+    # ---- recency ---------------------------------------------------------------------------------
 
     def stamp(self) -> int:
         """Return the recency of a request that begins now (monotonic ns)."""
         return time.monotonic_ns()
 
     def rank(self, stamp: int, position: int | None) -> int:
-        """Return the rank of a chunk of a request, which began some time ago: see StoreConnection."""
+        """Return the rank of a chunk of a request, which began some time ago: see
+        StoreConnection.
+        """
         age_ms = max(0, self.stamp() - stamp) // 1_000_000
         return age_ms + int(_RANK_MS * math.log2(1 + (position or 0)))
 
-    def touch(self, namespace: bytes, keys: Sequence[bytes], start: int, stamp: int) -> list[bool] | None:
+    def touch(
+        self, namespace: bytes, keys: Sequence[bytes], start: int, stamp: int
+    ) -> list[bool] | None:
         """Touch a run of keys and return which of them are present; None: unknown at present.
 
-        If the store refuses touches, the log says so, and only the number of leading keys that are present is asked
-        for.
+        If the store refuses touches, the log says so, and only the number of leading keys that are
+        present is asked for.
         """
 
         def touched(connection: StoreConnection) -> list[bool]:
@@ -548,20 +724,30 @@ class RemoteStore(WorkerBackend):
         with self._touch_lock:
             here: list[bool] | Reason = self.last_refusal
             if not self.touch_breaker.resting:
-                here = self._touch_connection.call(touched, "touching chunks in use", self.touch_breaker)
+                here = self._touch_connection.call(
+                    touched, "touching chunks in use", self.touch_breaker
+                )
             if self.touch_breaker.resting:
-                here = self._touch_connection.call(leading, "asking for chunks in use")
+                here = self._touch_connection.call(
+                    leading, "asking for chunks in use"
+                )
         if isinstance(here, Reason):
             return None
         for present in (True, False):
-            known = [key for key, there in zip(keys, here, strict=True) if there is present]
+            known = [
+                key
+                for key, there in zip(keys, here, strict=True)
+                if there is present
+            ]
             self.presence.record(namespace, known, present)
         return here
 
-    # ---- connections ---------------------------------------------------------------------------------------------
+    # ---- connections -----------------------------------------------------------------------------
 
     def connect(self, until: float) -> StoreConnection:
-        """Return a new connection, which `interrupt` can abort even while it is being made. OSError, RefusedError."""
+        """Return a new connection, which `interrupt` can abort even while it is being made.
+        OSError, RefusedError.
+        """
         connection = self.client.connection()
         try:
             with self._lock:
@@ -582,7 +768,9 @@ class RemoteStore(WorkerBackend):
 
 
 class WorkerConnection:
-    """The connection of one thread. It is made when it is needed and replaced when it has failed."""
+    """The connection of one thread. It is made when it is needed and replaced when it has
+    failed.
+    """
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
@@ -590,11 +778,16 @@ class WorkerConnection:
         self._made = self._used = 0.0  # when (time.monotonic())
 
     def call(
-        self, work: Callable[[StoreConnection], _T], what: str, refusals: CircuitBreaker | None = None
+        self,
+        work: Callable[[StoreConnection], _T],
+        what: str,
+        refusals: CircuitBreaker | None = None,
     ) -> _T | Reason:
-        """Run `work` with the connection, or return why it failed. If an old connection fails, try a new one.
+        """Run `work` with the connection, or return why it failed. If an old connection fails, try
+        a new one.
 
-        Refusals are counted by `refusals`, by default the store's breaker. A success resets only the store's breaker.
+        Refusals are counted by `refusals`, by default the store's breaker. A success resets only
+        the store's breaker.
         """
         moved = False
         for _ in range(2):
@@ -607,12 +800,18 @@ class WorkerConnection:
                     if old:
                         moved = True
                         continue
-                return self._store.record_refusal(refusal, what, refusals or self._store.breaker)
+                return self._store.record_refusal(
+                    refusal, what, refusals or self._store.breaker
+                )
             except OSError as error:
                 self.close()
                 if old and not isinstance(error, TimeoutError):
                     continue
-                return self._old_is_late(error, what) if old else self._store.record_error(error, what)
+                return (
+                    self._old_is_late(error, what)
+                    if old
+                    else self._store.record_error(error, what)
+                )
             except BaseException:
                 self.close()
                 raise
@@ -621,8 +820,13 @@ class WorkerConnection:
         raise AssertionError("a new connection is not old")
 
     def _is_ready(self) -> bool:
-        """Return whether there is an older connection that can be used; close one that is no longer trusted."""
-        if self._connection is not None and self._made < self._store.trusted_since:
+        """Return whether there is an older connection that can be used; close one that is no longer
+        trusted.
+        """
+        if (
+            self._connection is not None
+            and self._made < self._store.trusted_since
+        ):
             self.close()
         return self._connection is not None
 
@@ -639,13 +843,18 @@ class WorkerConnection:
             self._store.trusted_since = self._made
 
     def _old_is_late(self, error: OSError, what: str) -> Reason:
-        """Record that an old connection did not answer: it may be broken, and so may others of its age."""
+        """Record that an old connection did not answer: it may be broken, and so may others of its
+        age.
+        """
         self._store.trusted_since = time.monotonic()
         return self._store.record_error(error, what, rests=False)
 
     def idle_for(self, seconds: float) -> bool:
         """Return whether there is a connection that has been idle for `seconds`."""
-        return self._connection is not None and time.monotonic() - self._used >= seconds
+        return (
+            self._connection is not None
+            and time.monotonic() - self._used >= seconds
+        )
 
     def close(self) -> None:
         """Close the connection, if there is one."""
@@ -657,7 +866,8 @@ class WorkerConnection:
 class RemoteWorker(IoWorker):
     """The loads and saves of one thread, with its own connection and buffers.
 
-    Chunks are encoded and sealed before they are sent, decoded and verified after they are received.
+    Chunks are encoded and sealed before they are sent, decoded and verified after they are
+    received.
     """
 
     def __init__(self, store: RemoteStore, queue: IoQueue) -> None:
@@ -677,7 +887,7 @@ class RemoteWorker(IoWorker):
             self._encoded = aligned(self._store.chunk_bytes)
         return self._encoded
 
-    # ---- loading -------------------------------------------------------------------------------------------------
+    # ---- loading ---------------------------------------------------------------------------------
 
     def _load(self, read: ReadRequest) -> Reason | None:
         for root in self._store.roots(read.namespace):
@@ -693,7 +903,9 @@ class RemoteWorker(IoWorker):
                 return reason
         return Reason.ABSENT
 
-    def _get(self, connection: StoreConnection, root: bytes, read: ReadRequest) -> Reason | None:
+    def _get(
+        self, connection: StoreConnection, root: bytes, read: ReadRequest
+    ) -> Reason | None:
         store = self._store
         payload = read.buffer[: store.chunk_bytes]
         expected = codec.Expected(
@@ -706,7 +918,8 @@ class RemoteWorker(IoWorker):
             fingerprint=store.fingerprint,
         )
         found: codec.Header | None = None
-        stays = False  # true for a value that this load cannot serve but that must stay
+        # true for a value that this load cannot serve but that must stay
+        stays = False
 
         def destination() -> Bytes | None:
             nonlocal found, stays
@@ -715,14 +928,26 @@ class RemoteWorker(IoWorker):
             if stays or found is None or not codec.agrees(found, expected):
                 return None
             nbytes = found.stored_bytes or found.length
-            return payload if found.codec == "raw" else self._encoding_buffer()[:nbytes]
+            return (
+                payload
+                if found.codec == "raw"
+                else self._encoding_buffer()[:nbytes]
+            )
 
         try:
             until = store.deadline(store.chunk_bytes)
             rank = store.rank(read.stamp, read.position)
-            count = connection.get(GetRequest(root, read.key, self._page, destination, rank), until)
+            count = connection.get(
+                GetRequest(root, read.key, self._page, destination, rank), until
+            )
             if isinstance(count, Reason):
-                store.count({"failed_checks": int(count is Reason.FAILED_CHECK and not stays)})
+                store.count(
+                    {
+                        "failed_checks": int(
+                            count is Reason.FAILED_CHECK and not stays
+                        )
+                    }
+                )
                 return count
             if count is None:
                 store.presence.record(root, [read.key], False)
@@ -734,8 +959,15 @@ class RemoteWorker(IoWorker):
                 return Reason.FAILED_CHECK
         else:
             if found is not None:
-                stored = (payload if found.codec == "raw" else self._encoding_buffer())[:count]
-                if codec.restore(self._page, stored, expected, store.word_bytes, payload) is None:
+                stored = (
+                    payload if found.codec == "raw" else self._encoding_buffer()
+                )[:count]
+                if (
+                    codec.restore(
+                        self._page, stored, expected, store.word_bytes, payload
+                    )
+                    is None
+                ):
                     return None
         # remove a value that no caller can use; otherwise its key could not be stored again
         store.count({"failed_checks": 1})
@@ -745,36 +977,50 @@ class RemoteWorker(IoWorker):
         return Reason.FAILED_CHECK
 
     def _is_good_for_others(
-        self, found: codec.Header | None, expected: codec.Expected, read: ReadRequest
+        self,
+        found: codec.Header | None,
+        expected: codec.Expected,
+        read: ReadRequest,
     ) -> bool:
-        """Return whether a value that cannot be served must stay: others can use it, or this request was wrong."""
+        """Return whether a value that cannot be served must stay: others can use it, or this
+        request was wrong.
+        """
         if codec.is_foreign(self._page):
             text = "a chunk that another version wrote cannot be read: it stays"
             self._store.log_reason(Reason.FAILED_CHECK, text)
             return True
         if found is None or not codec.agrees(found, expected):
             return False
-        if found.codec in codec.LOSSY and self._store.codec_name not in codec.LOSSY:
+        if (
+            found.codec in codec.LOSSY
+            and self._store.codec_name not in codec.LOSSY
+        ):
             text = "a chunk of a lossy codec is not for this exact tier: it stays"
             self._store.log_reason(Reason.FAILED_CHECK, text)
             return True
-        return read.position not in (None, found.position) or not self._can_read(found.codec)
+        return read.position not in (None, found.position) or not self._can_read(
+            found.codec
+        )
 
     def _can_read(self, name: str) -> bool:
         """Return whether the library of a codec is installed here; log it if not."""
         try:
             codec.require(name)
         except ConfigError as missing:
-            self._store.log_reason(Reason.FAILED_CHECK, f"chunks cannot be read: {missing}")
+            self._store.log_reason(
+                Reason.FAILED_CHECK, f"chunks cannot be read: {missing}"
+            )
             return False
         return True
 
-    # ---- saving --------------------------------------------------------------------------------------------------
+    # ---- saving ----------------------------------------------------------------------------------
 
     def save(self, writes: Sequence[WriteRequest]) -> None:
-        """Claim a batch of writes, send what is not stored, and end their futures, whatever happens.
+        """Claim a batch of writes, send what is not stored, and end their futures, whatever
+        happens.
 
-        A chunk that another machine is sending is put back, because that machine may die; then its claim expires.
+        A chunk that another machine is sending is put back, because that machine may die; then its
+        claim expires.
         """
         claims = self._claim(writes)
         for write in writes:
@@ -782,47 +1028,84 @@ class RemoteWorker(IoWorker):
             try:
                 self._queue.read_all(self.load)
                 reason = self._save(write, claim)
-            except Exception as error:  # noqa: BLE001  # a background thread: the error becomes the future's value
+            except Exception as error:  # noqa: BLE001
+                # a background thread: the error becomes the future's value
                 reason = self._store.record_error(error, "a save")
-            if reason is Reason.BUSY and claim is PutResult.BUSY and self._put_back(write):
+            if (
+                reason is Reason.BUSY
+                and claim is PutResult.BUSY
+                and self._put_back(write)
+            ):
                 continue
             if reason is not None:
                 self._store.count({f"drop_{reason}": 1})
             self._queue.finish_writes([(write, Done(reason is None, reason))])
-        self._release([write for write, claim in claims.items() if not isinstance(claim, PutResult)])
+        self._release(
+            [
+                write
+                for write, claim in claims.items()
+                if not isinstance(claim, PutResult)
+            ]
+        )
 
-    def _claim(self, writes: Sequence[WriteRequest]) -> dict[WriteRequest, PutResult | Reason | None]:
-        """Claim all writes that are still valid; return for each why it need not be sent, or None if it must be."""
+    def _claim(
+        self, writes: Sequence[WriteRequest]
+    ) -> dict[WriteRequest, PutResult | Reason | None]:
+        """Claim all writes that are still valid; return for each why it need not be sent, or None
+        if it must be.
+        """
         store = self._store
         claims: dict[WriteRequest, PutResult | Reason | None] = {}
-        asked = [write for write in writes if self._obstacle(write) is None and not self._is_known(write)]
+        asked = [
+            write
+            for write in writes
+            if self._obstacle(write) is None and not self._is_known(write)
+        ]
         for namespace in {write.namespace for write in asked}:
             batch = [write for write in asked if write.namespace == namespace]
             keys = [write.chunk.key for write in batch]
             until = store.batch_deadline()
             claim = methodcaller("claim", namespace, keys, until)
             found: list[PutResult | None] | Reason = store.call(
-                self._connection, claim, "asking before a save", store.write_breaker
+                self._connection,
+                claim,
+                "asking before a save",
+                store.write_breaker,
             )
             claims.update(
-                dict.fromkeys(batch, found) if isinstance(found, Reason) else zip(batch, found, strict=True)
+                dict.fromkeys(batch, found)
+                if isinstance(found, Reason)
+                else zip(batch, found, strict=True)
             )
         return claims
 
     def _release(self, writes: Sequence[WriteRequest]) -> None:
-        """End the claims of writes that were not sent or failed, because other machines wait for claimed chunks."""
+        """End the claims of writes that were not sent or failed, because other machines wait for
+        claimed chunks.
+        """
         unsent = [write for write in writes if not self._is_known(write)]
         for namespace in {write.namespace for write in unsent}:
             if self._store.breaker.is_open:
                 return
-            keys = [write.chunk.key for write in unsent if write.namespace == namespace]
-            release = methodcaller("release", namespace, keys, self._store.deadline())
+            keys = [
+                write.chunk.key
+                for write in unsent
+                if write.namespace == namespace
+            ]
+            release = methodcaller(
+                "release", namespace, keys, self._store.deadline()
+            )
             self._store.call(self._connection, release, "releasing claims")
 
     def _put_back(self, write: WriteRequest) -> bool:
-        """Repeat a write a moment later, since another machine is sending the chunk; False if that takes too long."""
+        """Repeat a write a moment later, since another machine is sending the chunk; False if that
+        takes too long.
+        """
         if write.patience is None:
-            write.patience = Deadline(2 * (self._store.batch_deadline() - time.monotonic()) + _BUSY_SECONDS)
+            write.patience = Deadline(
+                2 * (self._store.batch_deadline() - time.monotonic())
+                + _BUSY_SECONDS
+            )
         waited = write.patience.patience_seconds - write.patience.remaining()
         pause = min(max(waited, _BUSY_PAUSE_SECONDS[0]), _BUSY_PAUSE_SECONDS[1])
         return not write.patience.passed and self._queue.put_back(write, pause)
@@ -835,10 +1118,14 @@ class RemoteWorker(IoWorker):
         return None if write.is_valid() else write.cancelled or Reason.STALE
 
     def _is_known(self, write: WriteRequest) -> bool:
-        """Return whether the store is known to have the chunk, for example by a late answer to a lookup."""
+        """Return whether the store is known to have the chunk, for example by a late answer to a
+        lookup.
+        """
         return self._store.presence.is_stored(write.namespace, write.chunk.key)
 
-    def _save(self, write: WriteRequest, claim: PutResult | Reason | None) -> Reason | None:
+    def _save(
+        self, write: WriteRequest, claim: PutResult | Reason | None
+    ) -> Reason | None:
         store = self._store
         reason = claim if isinstance(claim, Reason) else self._obstacle(write)
         if reason is not None or self._is_known(write):
@@ -846,13 +1133,22 @@ class RemoteWorker(IoWorker):
         if isinstance(claim, PutResult):
             return self._finish_put(write, claim)
         payload = write.chunk.payload[: store.chunk_bytes]
-        encoding_buffer = self._page[:0] if store.codec_name == "raw" else self._encoding_buffer()
+        encoding_buffer = (
+            self._page[:0]
+            if store.codec_name == "raw"
+            else self._encoding_buffer()
+        )
         name, stored = codec.encode(
-            store.codec_name, payload, store.word_bytes, encoding_buffer, layout=store.layout
+            store.codec_name,
+            payload,
+            store.word_bytes,
+            encoding_buffer,
+            layout=store.layout,
         )
         data = stored if name in codec.LOSSY else payload
         codec.seal(self._header(write, name, stored.nbytes), data, self._page)
-        # From before the encoding to this line the payload was the key's chunk, and so is everything that was sealed.
+        # From before the encoding to this line the payload was the key's chunk, and so is
+        # everything that was sealed.
         if not write.is_valid():
             return write.cancelled or Reason.STALE
 
@@ -862,33 +1158,53 @@ class RemoteWorker(IoWorker):
         def put(connection: StoreConnection) -> PutResult:
             until = store.deadline(stored.nbytes)
             rank = store.rank(write.stamp, write.chunk.position)
-            request = PutRequest(write.namespace, write.chunk.key, self._page, stored, is_valid, rank)
+            request = PutRequest(
+                write.namespace,
+                write.chunk.key,
+                self._page,
+                stored,
+                is_valid,
+                rank,
+            )
             try:
                 return connection.put(request, until)
             except ServerError as answer:
                 raise RefusedError(Reason.IO_ERROR, str(answer)) from None
 
         result = self._connection.call(put, "a save", store.write_breaker)
-        return result if isinstance(result, Reason) else self._finish_put(write, result)
+        return (
+            result
+            if isinstance(result, Reason)
+            else self._finish_put(write, result)
+        )
 
-    def _finish_put(self, write: WriteRequest, result: PutResult) -> Reason | None:
+    def _finish_put(
+        self, write: WriteRequest, result: PutResult
+    ) -> Reason | None:
         store = self._store
         key = write.chunk.key
         if (reason := _NOT_STORED.get(result)) is not None:
             return write.cancelled or reason
-        if write.cancelled is not None:  # its key was removed while it was being published
+        # its key was removed while it was being published
+        if write.cancelled is not None:
             self._connection.call(
-                lambda connection: connection.remove(write.namespace, [key], store.deadline()), "a removal"
+                lambda connection: connection.remove(
+                    write.namespace, [key], store.deadline()
+                ),
+                "a removal",
             )
             return write.cancelled
         store.presence.record(write.namespace, [key], True)
         store.note_answer()
         if result is PutResult.STORED:
-            store.write_breaker.record_success()  # an answer before the put shows nothing about writes
+            # an answer before the put shows nothing about writes
+            store.write_breaker.record_success()
             store.count({"stored_chunks": 1, "stored_bytes": store.chunk_bytes})
         return None
 
-    def _header(self, write: WriteRequest, name: str, stored_bytes: int) -> codec.Header:
+    def _header(
+        self, write: WriteRequest, name: str, stored_bytes: int
+    ) -> codec.Header:
         return codec.Header(
             store_id=STORE_ID,
             slot=0,

@@ -1,4 +1,6 @@
-"""RESP2, the protocol of Redis, on a connected socket: small replies as values, bulk bytes directly into memory."""
+"""RESP2, the protocol of Redis, on a connected socket: small replies as values, bulk bytes directly
+into memory.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,18 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS, LATE, keep_alive, seconds_left
+from pagoda.tiers.remote.socket_keepalive import (
+    IDLE_SECONDS,
+    LATE,
+    keep_alive,
+    seconds_left,
+)
 
-LINE_BYTES = 8192  # no line of a reply is longer; also the limit of what is read ahead
+# no line of a reply is longer; also the limit of what is read ahead
+LINE_BYTES = 8192
 STRING_BYTES = 1 << 20  # no string of a reply is longer
-_SKIPPED_BYTES = 1 << 29  # no value in Redis is longer: an unwanted one is skipped in bounded time
+# no value in Redis is longer: an unwanted one is skipped in bounded time
+_SKIPPED_BYTES = 1 << 29
 # the end of one bulk string and the length of the next: the rest is read into its destination
 _BULK_AHEAD_BYTES = 12
 _COPIED_BYTES = 4096  # strings up to this size are read ahead too
@@ -27,7 +36,9 @@ _BIT_BYTES = 4  # of the replies `:0` and `:1`
 
 
 class ErrorReply(NamedTuple):
-    """A reply that is an error: its first word, and its text (one printable line, at most 200 characters)."""
+    """A reply that is an error: its first word, and its text (one printable line, at most 200
+    characters).
+    """
 
     code: str
     text: str
@@ -37,7 +48,9 @@ Reply = int | bytes | ErrorReply | list["Reply"] | None
 
 
 class ReplyShape(NamedTuple):
-    """The permitted form of a reply, besides an error. Any other reply closes the connection before it is read on."""
+    """The permitted form of a reply, besides an error. Any other reply closes the connection before
+    it is read on.
+    """
 
     kinds: bytes
     """The permitted first bytes, of b":+$*"; nil is permitted with b"$" and b"*"."""
@@ -54,7 +67,9 @@ NUMBER = ReplyShape(b":")
 
 def command(*words: bytes) -> bytes:
     """Return the bytes of a command."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    return b"*%d\r\n" % len(words) + b"".join(
+        b"$%d\r\n%b\r\n" % (len(word), word) for word in words
+    )
 
 
 def command_parts(*words: bytes | memoryview) -> list[bytes | memoryview]:
@@ -73,36 +88,44 @@ def command_parts(*words: bytes | memoryview) -> list[bytes | memoryview]:
 class RespConnection:
     """Sends commands on a connected socket (TCP, unix or TLS) and reads their replies, in order.
 
-    For one thread at a time. Every call ends by `until` (time.monotonic()), however slowly the server
-    sends or reads. All failures are OSErrors, and no call works after one: bytes still in transit could be taken for
-    the reply to another command. An announced size is checked against the permitted one before a byte of it is read or
-    memory is allocated for it.
+    For one thread at a time. Every call ends by `until` (time.monotonic()), however slowly the
+    server sends or reads. All failures are OSErrors, and no call works after one: bytes still in
+    transit could be taken for the reply to another command. An announced size is checked against
+    the permitted one before a byte of it is read or memory is allocated for it.
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        connected.settimeout(None)  # the kernel enforces the deadline, see _set_deadline
+        # the kernel enforces the deadline, see _set_deadline
+        connected.settimeout(None)
         keep_alive(connected)
         self._socket = connected
         self._tls = isinstance(connected, ssl.SSLSocket)
         self._buffer = bytearray(LINE_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # _room[_start:_end] was read ahead
-        self._deadline_set = (0.0, 0.0)  # the deadline that the socket has now, and when it was set
+        # the deadline that the socket has now, and when it was set
+        self._deadline_set = (0.0, 0.0)
         self._items_left = 0  # items left in the reply that is being read
         self._used = time.monotonic()  # when it was last sent to or received from
         self._unread_replies = 0  # replies that are expected but not read
         self._failed = False
 
     def check_usable(self) -> None:
-        """Raise OSError if this connection cannot be used: it failed, has unread replies, or was idle for too long."""
+        """Raise OSError if this connection cannot be used: it failed, has unread replies, or was
+        idle for too long.
+        """
         if self._unread_replies or self._start != self._end:
             self._failed = True
         self._start_call()
         if time.monotonic() - self._used > IDLE_SECONDS:
-            raise ConnectionError(f"the connection was idle for more than {IDLE_SECONDS} s")
+            raise ConnectionError(
+                f"the connection was idle for more than {IDLE_SECONDS} s"
+            )
         self._failed = False
 
-    def send(self, parts: Sequence[bytes | memoryview], answers: int, until: float) -> None:
+    def send(
+        self, parts: Sequence[bytes | memoryview], answers: int, until: float
+    ) -> None:
         """Send all parts, which will have `answers` replies."""
         self._start_call()
         if self._tls:
@@ -117,7 +140,9 @@ class RespConnection:
         self.send([b"".join(commands)], len(commands), until)
 
     def read_reply(self, until: float, shape: ReplyShape = NUMBER) -> Reply:
-        """Return the next reply, which must have this shape. An error reply is a value too: an ErrorReply."""
+        """Return the next reply, which must have this shape. An error reply is a value too: an
+        ErrorReply.
+        """
         self._start_call()
         self._items_left = shape.items
         value = self._read_value(until, shape, shape.depth)
@@ -126,9 +151,11 @@ class RespConnection:
         return value
 
     def read_bits(self, count: int, until: float) -> list[bool] | ErrorReply:
-        """Return whether each of the next `count` replies is the number 1; the first error reply instead, if any.
+        """Return whether each of the next `count` replies is the number 1; the first error reply
+        instead, if any.
 
-        Replies to EXISTS of one name, many at once: each is four bytes, so they are not parsed one by one.
+        Replies to EXISTS of one name, many at once: each is four bytes, so they are not parsed one
+        by one.
         """
         self._start_call()
         bits: list[bool] = []
@@ -152,7 +179,9 @@ class RespConnection:
     def _bits_read_ahead(self, most: int) -> list[bool]:
         """Take those of the next replies that were read ahead and are `:0` or `:1`."""
         number = min(most, (self._end - self._start) // _BIT_BYTES)
-        replies = bytes(self._view[self._start : self._start + number * _BIT_BYTES])
+        replies = bytes(
+            self._view[self._start : self._start + number * _BIT_BYTES]
+        )
         digits = replies[1::_BIT_BYTES]
         is_usual = (
             replies[0::_BIT_BYTES] == b":" * number
@@ -165,10 +194,13 @@ class RespConnection:
         self._start += len(replies)
         return [digit == ord("1") for digit in digits]
 
-    def read_into(self, destination: memoryview, until: float) -> int | ErrorReply | None:
+    def read_into(
+        self, destination: memoryview, until: float
+    ) -> int | ErrorReply | None:
         """Read the next reply, a string, into `destination`; return its length. None: it is nil.
 
-        A string that is longer or shorter than `destination` is skipped, and `destination` stays unchanged.
+        A string that is longer or shorter than `destination` is skipped, and `destination` stays
+        unchanged.
         """
         self._start_call()
         size = self._read_into(destination, until)
@@ -179,7 +211,9 @@ class RespConnection:
     def _start_call(self) -> None:
         """Mark the connection as failed until the call reaches its end."""
         if self._failed:
-            raise ConnectionError("the connection failed earlier, or is out of step")
+            raise ConnectionError(
+                "the connection failed earlier, or is out of step"
+            )
         self._failed = True
 
     def _read_value(self, until: float, shape: ReplyShape, depth: int) -> Reply:
@@ -198,10 +232,14 @@ class RespConnection:
         if number == -1 and kind in (b"$", b"*"):
             return None
         if kind == b"$":
-            return self._read_string(_check_bounds(number, STRING_BYTES), until, shape.longest)
+            return self._read_string(
+                _check_bounds(number, STRING_BYTES), until, shape.longest
+            )
         if kind == b"*" and depth:
             self._items_left -= _check_bounds(number, self._items_left)
-            return [self._read_value(until, shape, depth - 1) for _ in range(number)]
+            return [
+                self._read_value(until, shape, depth - 1) for _ in range(number)
+            ]
         raise _protocol_error(line)
 
     def _read_string(self, size: int, until: float, longest: int) -> bytes:
@@ -211,9 +249,12 @@ class RespConnection:
         self._read_line_end(until)
         return bytes(kept)
 
-    def _read_into(self, destination: memoryview, until: float) -> int | ErrorReply | None:
+    def _read_into(
+        self, destination: memoryview, until: float
+    ) -> int | ErrorReply | None:
         ahead = _BULK_AHEAD_BYTES
-        if destination.nbytes <= _COPIED_BYTES:  # saving two waits is worth the copy of a page
+        # saving two waits is worth the copy of a page
+        if destination.nbytes <= _COPIED_BYTES:
             ahead += len(b"$%d\r\n" % destination.nbytes) + destination.nbytes
         line = self._read_line(until, ahead)
         if line[:1] == b"-":
@@ -240,12 +281,16 @@ class RespConnection:
     def _read_line_end(self, until: float) -> None:
         while self._end - self._start < len(_END):
             self._read_more(until, _BULK_AHEAD_BYTES)
-        if (end := bytes(self._view[self._start : self._start + len(_END)])) != _END:
+        if (
+            end := bytes(self._view[self._start : self._start + len(_END)])
+        ) != _END:
             raise _protocol_error(end)
         self._start += len(_END)
 
     def _read_more(self, until: float, ahead: int) -> None:
-        """Read what has arrived, at most `ahead` bytes, behind the bytes that were read ahead before."""
+        """Read what has arrived, at most `ahead` bytes, behind the bytes that were read ahead
+        before.
+        """
         left = self._end - self._start
         if left == LINE_BYTES:
             raise _protocol_error(b"a line without end")
@@ -254,7 +299,9 @@ class RespConnection:
             self._start = 0
             self._end = left
         until_byte = min(LINE_BYTES, self._end + ahead)
-        self._end += self._receive(self._view[self._end : until_byte], until, whole=False)
+        self._end += self._receive(
+            self._view[self._end : until_byte], until, whole=False
+        )
 
     def _read(self, destination: memoryview, until: float) -> None:
         done = min(destination.nbytes, self._end - self._start)
@@ -272,7 +319,8 @@ class RespConnection:
     def _receive(self, destination: memoryview, until: float, whole: bool) -> int:
         self._set_deadline(until)
         try:
-            # receive all in one call, so that the interpreter is not needed for each small part from the kernel
+            # receive all in one call, so that the interpreter is not needed for each small part
+            # from the kernel
             flags = socket.MSG_WAITALL if whole and not self._tls else 0
             got = self._socket.recv_into(destination, 0, flags)
         except BlockingIOError:
@@ -285,13 +333,17 @@ class RespConnection:
         views = [memoryview(part) for part in parts]
         first = 0
         # on a unix socket the timeout of a blocking send applies to each of its small parts
-        flags = socket.MSG_DONTWAIT if self._socket.family == socket.AF_UNIX else 0
+        flags = (
+            socket.MSG_DONTWAIT if self._socket.family == socket.AF_UNIX else 0
+        )
         while first < len(views):
             left = seconds_left(until)
             self._used = until - left
             self._set_socket_timeout(socket.SO_SNDTIMEO, left)
             try:
-                sent = self._socket.sendmsg(views[first : first + _IOV_MAX], [], flags)
+                sent = self._socket.sendmsg(
+                    views[first : first + _IOV_MAX], [], flags
+                )
             except BlockingIOError:
                 self._wait_writable(until)
                 continue
@@ -301,7 +353,9 @@ class RespConnection:
             if sent:
                 views[first] = views[first][sent:]
 
-    def _send_tls(self, parts: Sequence[bytes | memoryview], until: float) -> None:
+    def _send_tls(
+        self, parts: Sequence[bytes | memoryview], until: float
+    ) -> None:
         for part in parts:
             view = memoryview(part)
             while view:
@@ -314,10 +368,15 @@ class RespConnection:
         ready.poll(seconds_left(until) * 1000)
 
     def _set_deadline(self, until: float) -> None:
-        """Make the next receive (TLS: also send) end at `until`. Linux counts all waits of one call together."""
+        """Make the next receive (TLS: also send) end at `until`. Linux counts all waits of one call
+        together.
+        """
         left = seconds_left(until)
         self._used = now = until - left
-        if self._deadline_set[0] == until and now - self._deadline_set[1] < _SLACK_SECONDS:
+        if (
+            self._deadline_set[0] == until
+            and now - self._deadline_set[1] < _SLACK_SECONDS
+        ):
             return
         self._deadline_set = (until, now)
         if self._tls:
@@ -343,9 +402,14 @@ def _check_bounds(number: int, most: int) -> int:
 
 
 def _error_reply(text: bytes) -> ErrorReply:
-    said = "".join(char if char.isprintable() else "?" for char in text[:200].decode(errors="replace"))
+    said = "".join(
+        char if char.isprintable() else "?"
+        for char in text[:200].decode(errors="replace")
+    )
     return ErrorReply(said.split(" ", 1)[0], said)
 
 
 def _protocol_error(found: bytes) -> ConnectionError:
-    return ConnectionError(f"the server sent what is not the expected RESP2: {found[:40]!r}")
+    return ConnectionError(
+        f"the server sent what is not the expected RESP2: {found[:40]!r}"
+    )

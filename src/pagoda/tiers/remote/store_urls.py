@@ -1,7 +1,8 @@
-"""The rules for URLs of remote stores: which are valid, where their requests go, and which parts are secret.
+"""The rules for URLs of remote stores: which are valid, where their requests go, and which parts
+are secret.
 
-`pagoda.config.remote_urls` checks URLs that users write, with more advice; it cannot use this module, because reading
-the configuration must not import what tiers need.
+`pagoda.config.remote_urls` checks URLs that users write, with more advice; it cannot use this
+module, because reading the configuration must not import what tiers need.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ _REQUEST_OPTIONS = re.compile(
     "skip_signature|s3_express|request_payer|server_side_encryption|sse_.*|checksum_algorithm|default_headers|proxy_.*"
     "|root_certificate|allow_invalid_certificates|unsigned_payload"
 )
-TIER_NAMES = {"s3": "s3", "gs": "gs", "az": "az", "http": "webdav", "https": "webdav"}  # by the scheme
+# by the scheme
+TIER_NAMES = {
+    "s3": "s3",
+    "gs": "gs",
+    "az": "az",
+    "http": "webdav",
+    "https": "webdav",
+}
 _PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _PATH = re.compile(r"([A-Za-z0-9_~=+-][A-Za-z0-9_.~=+-]*(/|$))*")
 _LONGEST_PASSWORD_BYTES = 4096
@@ -36,9 +44,16 @@ _REDIS_TLS_OPTIONS = (
     "ssl_check_hostname",
     "ssl_keyfile",
 )
-REDIS_OPTIONS = ("db", "username", "password", "credential_provider", *_REDIS_TLS_OPTIONS)
+REDIS_OPTIONS = (
+    "db",
+    "username",
+    "password",
+    "credential_provider",
+    *_REDIS_TLS_OPTIONS,
+)
 REDIS_SHAPE = (
-    "not the URL of a Redis: write redis://user:password@host:port/db, with special characters of a password"
+    "not the URL of a Redis: write redis://user:password@host:port/db, with special characters "
+    "of a password"
     " percent-encoded"
 )
 
@@ -52,22 +67,36 @@ def check_redis_url(url: str) -> str:
         raise ConfigError(REDIS_SHAPE) from None
     if parts.scheme not in _REDIS_SCHEMES:
         raise ConfigError(
-            f"the URL of a Redis begins with one of {', '.join(f'{name}://' for name in _REDIS_SCHEMES)}"
+            "the URL of a Redis begins with one of "
+            f"{', '.join(f'{name}://' for name in _REDIS_SCHEMES)}"
         )
-    place = parts.path if parts.scheme == "unix" else host and re.fullmatch(r"/?\d*", parts.path)
+    place = (
+        parts.path
+        if parts.scheme == "unix"
+        else host and re.fullmatch(r"/?\d*", parts.path)
+    )
     if parts.fragment or not place:
         raise ConfigError(REDIS_SHAPE)
-    if unknown := {name for name, _ in parse_qsl(parts.query)}.difference(REDIS_OPTIONS):
-        raise ConfigError(f"unknown options of a Redis URL: {', '.join(sorted(unknown))}")
+    if unknown := {name for name, _ in parse_qsl(parts.query)}.difference(
+        REDIS_OPTIONS
+    ):
+        raise ConfigError(
+            f"unknown options of a Redis URL: {', '.join(sorted(unknown))}"
+        )
     return parts.scheme
 
 
 def node_urls(url: str) -> list[str]:
-    """Return the URL of each Redis in a URL like `redis+pool://[user:password@]host:port,host:port[/db]`."""
+    """Return the URL of each Redis in a URL like
+    `redis+pool://[user:password@]host:port,host:port[/db]`.
+    """
     parts = split_url(url)
     credentials, at, hosts = parts.netloc.rpartition("@")
     parts = parts._replace(scheme=parts.scheme.partition("+")[0])
-    return [urlunsplit(parts._replace(netloc=f"{credentials}{at}{host}")) for host in hosts.split(",")]
+    return [
+        urlunsplit(parts._replace(netloc=f"{credentials}{at}{host}"))
+        for host in hosts.split(",")
+    ]
 
 
 def password_in(file: str) -> str:
@@ -76,32 +105,51 @@ def password_in(file: str) -> str:
         with Path(file).expanduser().open("rb") as stream:
             text = stream.read(_LONGEST_PASSWORD_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ConfigError(f"password_file = {file}: cannot be read: {why}") from None
+        why = (
+            error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        )
+        raise ConfigError(
+            f"password_file = {file}: cannot be read: {why}"
+        ) from None
     password = text.rstrip("\r\n")
     if not password or len(text) > _LONGEST_PASSWORD_BYTES:
-        raise ConfigError(f"password_file = {file}: {'is too long' if password else 'is empty'}")
+        raise ConfigError(
+            f"password_file = {file}: {'is too long' if password else 'is empty'}"
+        )
     return password
 
 
 def parse_store_url(url: str) -> tuple[SplitResult, str]:
-    """Return a URL in parts, and its path without slashes at the ends. ValueError if it is not supported."""
+    """Return a URL in parts, and its path without slashes at the ends. ValueError if it is not
+    supported.
+    """
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
-    if parts.scheme not in TIER_NAMES or not parts.hostname or parts.query or not _PATH.fullmatch(path):
+    if (
+        parts.scheme not in TIER_NAMES
+        or not parts.hostname
+        or parts.query
+        or not _PATH.fullmatch(path)
+    ):
         known = ", ".join(f"{scheme}://" for scheme in TIER_NAMES)
-        raise ValueError(f"an object store's URL is needed: {known} with a bucket or host and a plain path")
+        raise ValueError(
+            f"an object store's URL is needed: {known} with a bucket or host and a plain path"
+        )
     return parts, path
 
 
 def check_prefix(prefix: str) -> None:
     """Raise ValueError if names cannot begin with `prefix`."""
     if not _PREFIX.fullmatch(prefix):
-        raise ValueError(f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - at the start")
+        raise ValueError(
+            f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - at the start"
+        )
 
 
 def authorization_header(parts: SplitResult) -> dict[str, str]:
-    """Return the header for the user and password of a URL. They are not left in the URL, which errors may quote."""
+    """Return the header for the user and password of a URL. They are not left in the URL, which
+    errors may quote.
+    """
     if parts.username is None:
         return {}
     user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
@@ -109,7 +157,8 @@ def authorization_header(parts: SplitResult) -> dict[str, str]:
 
 
 def supports_direct(parts: SplitResult, options: Mapping[str, str]) -> bool:
-    """Return whether chunks can use our own connections: a request needs nothing but the URL, signed if necessary.
+    """Return whether chunks can use our own connections: a request needs nothing but the URL,
+    signed if necessary.
 
     GCS and Azure are left to obstore: signing a URL for them can itself take a request.
     """
@@ -122,22 +171,38 @@ def supports_direct(parts: SplitResult, options: Mapping[str, str]) -> bool:
     }
     host = parts.hostname or ""
     if parts.scheme == "s3":
-        given |= {without_vendor(name) for name in os.environ if name.startswith("AWS_")}
+        given |= {
+            without_vendor(name) for name in os.environ if name.startswith("AWS_")
+        }
         endpoint = endpoint_of(parts, options)
-        host = endpoint.hostname or "" if endpoint is not None else "s3.amazonaws.com"
-    is_proxied = not getproxies().keys().isdisjoint(("http", "https", "all")) and not proxy_bypass(host)
-    return not is_proxied and not any(_REQUEST_OPTIONS.fullmatch(name) for name in given)
+        host = (
+            endpoint.hostname or ""
+            if endpoint is not None
+            else "s3.amazonaws.com"
+        )
+    is_proxied = not getproxies().keys().isdisjoint(
+        ("http", "https", "all")
+    ) and not proxy_bypass(host)
+    return not is_proxied and not any(
+        _REQUEST_OPTIONS.fullmatch(name) for name in given
+    )
 
 
-def endpoint_of(parts: SplitResult, options: Mapping[str, str]) -> SplitResult | None:
-    """Return where requests go, if the URL itself, an option or an environment variable names it."""
+def endpoint_of(
+    parts: SplitResult, options: Mapping[str, str]
+) -> SplitResult | None:
+    """Return where requests go, if the URL itself, an option or an environment variable names
+    it.
+    """
     if TIER_NAMES[parts.scheme] == "webdav":
         return parts
     given = {without_vendor(name): value for name, value in options.items()}
     names = ("endpoint_url_s3", "endpoint_url", "endpoint", "base_url")
     if parts.scheme == "s3":
         given = {
-            name: os.environ[f"AWS_{name.upper()}"] for name in names if f"AWS_{name.upper()}" in os.environ
+            name: os.environ[f"AWS_{name.upper()}"]
+            for name in names
+            if f"AWS_{name.upper()}" in os.environ
         } | given
     return next((urlsplit(given[name]) for name in names if name in given), None)
 

@@ -1,4 +1,5 @@
-"""Measure which way of copying is fastest: with scratch memory, and with runs as long as in the given table.
+"""Measure which way of copying is fastest: with scratch memory, and with runs as long as in the
+given table.
 
 Called by `copy_engine`, once for each kind of table.
 """
@@ -20,19 +21,25 @@ from pagoda.transfer.run_table import RunTable
 log = guarded_logger("pagoda.transfer")
 
 _SCRATCH_BYTES = 16 << 20  # a third of a millisecond on PCIe 5
-_MOST_CHUNKS = 64  # otherwise there could be a million tiny chunks, copied run by run
+# otherwise there could be a million tiny chunks, copied run by run
+_MOST_CHUNKS = 64
 _ROUNDS = 3
-# among ways within this factor of the fastest, the one that uses fewest cores of the device is taken
+# among ways within this factor of the fastest, the one that uses fewest cores of the device is
+# taken
 _EQUAL = 1.03
 
 Attempt = Callable[[str, RunTable, Ids, list[Bytes]], None]
 
 
-def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: Attempt) -> str:
-    """Return the fastest of `ways`, which are ordered by their use of the device's cores, the highest first.
+def fastest_way(
+    like: RunTable, device: Device, ways: Sequence[str], attempt: Attempt
+) -> str:
+    """Return the fastest of `ways`, which are ordered by their use of the device's cores, the
+    highest first.
 
-    Takes some tens of milliseconds, once compiled. Without pinned memory it measures nothing and returns the second
-    way. Without memory on the device it returns the first way, which needs no device memory.
+    Takes some tens of milliseconds, once compiled. Without pinned memory it measures nothing and
+    returns the second way. Without memory on the device it returns the first way, which needs no
+    device memory.
     """
     length = like.run_bytes
     count = like.count
@@ -45,7 +52,10 @@ def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: At
         scratch = Workspace(device).allocate(2 * chunk_bytes)
     except RuntimeError as trouble:  # torch.OutOfMemoryError is one
         log.warning(
-            "no memory is left on %s to measure with, %s is used: %s", device.torch_device, ways[0], trouble
+            "no memory is left on %s to measure with, %s is used: %s",
+            device.torch_device,
+            ways[0],
+            trouble,
         )
         return ways[0]
     slots = list(host.numpy().reshape(chunks, chunk_bytes))
@@ -53,17 +63,30 @@ def fastest_way(like: RunTable, device: Device, ways: Sequence[str], attempt: At
     ids: Ids = np.tile(np.arange(2 * count, dtype=np.int64)[::-2], (chunks, 1))
     seconds = {}
     for way in ways:
-        tries = [_seconds(attempt, way, table, ids, slots) for _ in range(1 + _ROUNDS)]
+        tries = [
+            _seconds(attempt, way, table, ids, slots) for _ in range(1 + _ROUNDS)
+        ]
         seconds[way] = min(tries[1:])  # the first try compiles
     best = min(seconds.values())
     chosen = next(way for way in reversed(ways) if seconds[way] <= best * _EQUAL)
-    speeds = ", ".join(f"{way} {chunks * chunk_bytes / took / 1e9:.1f}" for way, took in seconds.items())
-    log.info("runs of %d bytes on %s: %s GB/s; %s is used", length, device.torch_device, speeds, chosen)
+    speeds = ", ".join(
+        f"{way} {chunks * chunk_bytes / took / 1e9:.1f}"
+        for way, took in seconds.items()
+    )
+    log.info(
+        "runs of %d bytes on %s: %s GB/s; %s is used",
+        length,
+        device.torch_device,
+        speeds,
+        chosen,
+    )
     return chosen
 
 
 def _scattered(address: int, length: int, count: int, rows: int) -> RunTable:
-    """Return a table over scratch memory with room for twice as many runs, so that no two runs are adjacent."""
+    """Return a table over scratch memory with room for twice as many runs, so that no two runs are
+    adjacent.
+    """
     numbers = np.arange(rows, dtype=np.int64)
     each = np.full(rows, length, dtype=np.int64)
     return RunTable(
@@ -77,7 +100,9 @@ def _scattered(address: int, length: int, count: int, rows: int) -> RunTable:
     )
 
 
-def _seconds(attempt: Attempt, way: str, table: RunTable, ids: Ids, slots: list[Bytes]) -> float:
+def _seconds(
+    attempt: Attempt, way: str, table: RunTable, ids: Ids, slots: list[Bytes]
+) -> float:
     """Return how long a way takes; infinity if it cannot be used."""
     began = time.perf_counter()
     try:

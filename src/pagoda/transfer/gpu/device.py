@@ -1,4 +1,5 @@
-"""A device as the copy engine uses it: streams, events, memory, asynchronous copies. For CUDA, and for CPU memory.
+"""A device as the copy engine uses it: streams, events, memory, asynchronous copies. For CUDA, and
+for CPU memory.
 
 Called by `copy_engine`, `staging_ring` and `autotune`; calls torch, the CUDA driver and `kernels`.
 """
@@ -7,7 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,7 +61,9 @@ class Device(Protocol):
     kernels: Kernels | None  # None: runs are copied one by one
 
     def current_event(self) -> DeviceEvent | None:
-        """Return an event after all work of this thread's current stream; None if nothing is ever queued."""
+        """Return an event after all work of this thread's current stream; None if nothing is ever
+        queued.
+        """
 
     def current_stream_wait(self, event: DeviceEvent | None) -> None:
         """Let later work of this thread's current stream wait for the event; does not block."""
@@ -67,43 +75,68 @@ class Device(Protocol):
         """Return that many new streams."""
 
     def upload(self, numbers: Ids) -> torch.Tensor:
-        """Copy numbers to the device, in the order of the stream on which this is run; does not block."""
+        """Copy numbers to the device, in the order of the stream on which this is run; does not
+        block.
+        """
 
-    def copy(self, to: int, source: int, nbytes: int, stream: DeviceStream) -> None:
-        """Copy bytes between addresses of either side, asynchronously; to be called in `stream.run`."""
+    def copy(
+        self, to: int, source: int, nbytes: int, stream: DeviceStream
+    ) -> None:
+        """Copy bytes between addresses of either side, asynchronously; to be called in
+        `stream.run`.
+        """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return uint8 memory on the device. Raises torch's error if none is left."""
 
     def allocate_host(self, nbytes: int) -> torch.Tensor | None:
-        """Return pinned uint8 host memory, which the device can reach; None if the machine refuses it."""
+        """Return pinned uint8 host memory, which the device can reach; None if the machine refuses
+        it.
+        """
 
     def device_address(self, address: int, nbytes: int) -> int | None:
-        """Return the device's address of a range of host memory; None if the range is not registered."""
+        """Return the device's address of a range of host memory; None if the range is not
+        registered.
+        """
 
     def copy_scope(self) -> AbstractContextManager[None]:
-        """Wrap a whole call, on its thread: device addresses stay valid, and other threads are not disturbed."""
+        """Wrap a whole call, on its thread: device addresses stay valid, and other threads are not
+        disturbed.
+        """
 
 
 class CudaDevice:
-    """An NVIDIA GPU, by torch's streams and the driver's copies. Thread-safe; not for a forked child."""
+    """An NVIDIA GPU, by torch's streams and the driver's copies. Thread-safe; not for a forked
+    child.
+    """
 
     def __init__(self, device: torch.device, programs: int = 16) -> None:
-        """Open a CUDA device; `programs`: SMs that kernels may use at once. ValueError without device or driver."""
+        """Open a CUDA device; `programs`: SMs that kernels may use at once. ValueError without
+        device or driver.
+        """
         import torch
 
         if not torch.cuda.is_available():
-            raise ValueError(f"{device}: torch {torch.__version__} sees no CUDA device")
-        index = torch.cuda.current_device() if device.index is None else device.index
+            raise ValueError(
+                f"{device}: torch {torch.__version__} sees no CUDA device"
+            )
+        index = (
+            torch.cuda.current_device() if device.index is None else device.index
+        )
         if not 0 <= index < torch.cuda.device_count():
-            raise ValueError(f"{device} does not exist: torch sees {torch.cuda.device_count()} CUDA devices")
+            raise ValueError(
+                f"{device} does not exist: torch sees {torch.cuda.device_count()} CUDA devices"
+            )
         self.torch_device = torch.device("cuda", index)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         driver = Driver.load()
         if driver is None:
-            raise ValueError(f"{device}: the NVIDIA driver (libcuda.so.1) cannot be used in this process")
+            raise ValueError(
+                f"{device}: the NVIDIA driver (libcuda.so.1) cannot be used in this process"
+            )
         self._driver = driver
-        with self.copy_scope():  # loading modules would also break a graph capture
+        # loading modules would also break a graph capture
+        with self.copy_scope():
             self.kernels = _kernels(self.torch_device, programs)
 
     def current_event(self) -> DeviceEvent:
@@ -137,7 +170,9 @@ class CudaDevice:
             sent = sent.pin_memory()
         return sent.to(self.torch_device, non_blocking=True)
 
-    def copy(self, to: int, source: int, nbytes: int, stream: DeviceStream) -> None:
+    def copy(
+        self, to: int, source: int, nbytes: int, stream: DeviceStream
+    ) -> None:
         self._driver.copy(to, source, nbytes, stream.handle)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -150,9 +185,14 @@ class CudaDevice:
 
         try:
             # "cpu" is explicit: `torch.set_default_device` may have named another
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            return torch.empty(
+                nbytes, dtype=torch.uint8, device="cpu", pin_memory=True
+            )
         except RuntimeError as trouble:
-            log.warning("no pinned memory for a bounce buffer, copies will be slow: %s", trouble)
+            log.warning(
+                "no pinned memory for a bounce buffer, copies will be slow: %s",
+                trouble,
+            )
             return None
 
     def device_address(self, address: int, nbytes: int) -> int | None:
@@ -196,8 +236,13 @@ class _CudaStream:
         import torch
 
         device = self._stream.device
-        # the runtime's device must be that of the driver's context; outermost, so that the thread's device is restored
-        with torch.cuda.device(device), torch.inference_mode(), torch.cuda.stream(self._stream):
+        # the runtime's device must be that of the driver's context; outermost, so that the thread's
+        # device is restored
+        with (
+            torch.cuda.device(device),
+            torch.inference_mode(),
+            torch.cuda.stream(self._stream),
+        ):
             self._driver.use(device.index)
             work()
 
@@ -220,13 +265,16 @@ def _event(stream: torch.cuda.Stream) -> _CudaEvent:
 
 @lru_cache(maxsize=64)
 def _kernels(device: torch.device, programs: int) -> Kernels | None:
-    """Return the compiled kernels of a device; None, with a warning in the log, if they cannot be compiled."""
+    """Return the compiled kernels of a device; None, with a warning in the log, if they cannot be
+    compiled.
+    """
     try:
         from pagoda.transfer.gpu.kernels import Kernels
 
         kernels = Kernels(device, programs)
         kernels.warm()
-    except Exception as trouble:  # noqa: BLE001  # a boundary: Triton needs a C compiler, a driver that it knows, ...
+    except Exception as trouble:  # noqa: BLE001
+        # a boundary: Triton needs a C compiler, a driver that it knows, ...
         log.warning(
             "Triton cannot be used, KV is copied run by run, more slowly: %s: %s",
             type(trouble).__name__,
@@ -262,7 +310,9 @@ class CpuDevice:
 
         return torch.from_numpy(np.ascontiguousarray(numbers))
 
-    def copy(self, to: int, source: int, nbytes: int, stream: DeviceStream) -> None:
+    def copy(
+        self, to: int, source: int, nbytes: int, stream: DeviceStream
+    ) -> None:
         ctypes.memmove(to, source, nbytes)
 
     def allocate(self, nbytes: int) -> torch.Tensor:

@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 
 
 class DevicePagesKV:
-    """The KV of one sequence in planes of pages on a CUDA device, or in CPU memory; otherwise as `PagesKV`.
+    """The KV of one sequence in planes of pages on a CUDA device, or in CPU memory; otherwise as
+    `PagesKV`.
 
-    Pages are copied by `copy_engine`, or by the device's default one, on streams other than the LLM engine's, after all
-    work on the stream that was current when and where this object was made. Each call returns when its copies are
-    complete, so slots may be validated then, and later work of the LLM engine sees the copies. While a call is running,
-    the engine must not change the blocks: nothing here makes its later work wait for the call. (`snapshot` is for
-    blocks that the engine will change.) `layer_events` records each loaded plane as a layer.
+    Pages are copied by `copy_engine`, or by the device's default one, on streams other than the LLM
+    engine's, after all work on the stream that was current when and where this object was made.
+    Each call returns when its copies are complete, so slots may be validated then, and later work
+    of the LLM engine sees the copies. While a call is running, the engine must not change the
+    blocks: nothing here makes its later work wait for the call. (`snapshot` is for blocks that the
+    engine will change.) `layer_events` records each loaded plane as a layer.
 
-    Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before anything is copied.
+    Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before
+    anything is copied.
     """
 
     def __init__(
@@ -53,28 +56,42 @@ class DevicePagesKV:
         import torch
 
         for number, plane in enumerate(planes):
-            if not isinstance(plane, torch.Tensor) or plane.device != planes[0].device:
-                raise ValueError(f"planes[{number}] must be a tensor on one device with the others")
-        seen = [page_plane(plane, f"planes[{number}]") for number, plane in enumerate(planes)]
-        self._page_table = PageTable(seen, layout, block_tokens, block_table, part, parts)
+            if (
+                not isinstance(plane, torch.Tensor)
+                or plane.device != planes[0].device
+            ):
+                raise ValueError(
+                    f"planes[{number}] must be a tensor on one device with the others"
+                )
+        seen = [
+            page_plane(plane, f"planes[{number}]")
+            for number, plane in enumerate(planes)
+        ]
+        self._page_table = PageTable(
+            seen, layout, block_tokens, block_table, part, parts
+        )
         self._begin = part * self._page_table.part_bytes
         device = planes[0].device
         gpu = None if device.type == "cpu" else device
-        copy_engine = copy_engine or copy_engine_of(gpu) or CopyEngine(CpuDevice())
+        copy_engine = (
+            copy_engine or copy_engine_of(gpu) or CopyEngine(CpuDevice())
+        )
         table = page_run_table(seen, self._page_table.blocks, self._begin)
         copy_engine.prepare(table)
         self._copier = GpuCopy(copy_engine, table, planes, layer_events)
-        self.device_index = self._copier.device_index  # a CUDA device; None for CPU memory
+        # a CUDA device; None for CPU memory
+        self.device_index = self._copier.device_index
         self.layout = layout
         # a thread waits layer by layer, so all chunks should be loaded by one call
         self.at_once = layer_events is not None
         self.num_tokens = self._page_table.num_tokens
 
     def with_table(self, block_table: Sequence[int]) -> DevicePagesKV:
-        """Return a transfer for another sequence in the same planes, which are not checked again; changes nothing.
+        """Return a transfer for another sequence in the same planes, which are not checked again;
+        changes nothing.
 
-        Like a new object, it waits for the work that this thread has launched until now. Raises ValueError if the
-        table names a block that does not exist.
+        Like a new object, it waits for the work that this thread has launched until now. Raises
+        ValueError if the table names a block that does not exist.
         """
         other = copy(self)
         other._page_table = self._page_table.with_table(block_table)
@@ -83,19 +100,31 @@ class DevicePagesKV:
         return other
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing else."""
-        self._copier.copy(*self._page_table.chunks(starts, slots, into_slots=True), into_slots=True)
+        """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing
+        else.
+        """
+        self._copier.copy(
+            *self._page_table.chunks(starts, slots, into_slots=True),
+            into_slots=True,
+        )
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and none that is -1."""
-        self._copier.copy(*self._page_table.chunks(starts, slots, into_slots=False), into_slots=False)
+        """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and
+        none that is -1.
+        """
+        self._copier.copy(
+            *self._page_table.chunks(starts, slots, into_slots=False),
+            into_slots=False,
+        )
 
     def preallocate(self, snapshot_bytes: int) -> tuple[SnapshotBuffer, int]:
-        """Allocate now the device memory of copies and snapshots; returns the snapshots' buffer, and the bytes of both.
+        """Allocate now the device memory of copies and snapshots; returns the snapshots' buffer,
+        and the bytes of both.
 
-        Snapshots get at most `snapshot_bytes`, less if the device has less left, but always one chunk. A separate
-        thread allocates: the caller's allocations may come from a pool that is taken away while an engine sleeps, and
-        this memory must not. Raises torch's error if there is too little memory.
+        Snapshots get at most `snapshot_bytes`, less if the device has less left, but always one
+        chunk. A separate thread allocates: the caller's allocations may come from a pool that is
+        taken away while an engine sleeps, and this memory must not. Raises torch's error if there
+        is too little memory.
         """
         gpu_copy = self._copier
         begin, end = gpu_copy.table.span(0, gpu_copy.table.rows)
@@ -106,7 +135,9 @@ class DevicePagesKV:
             rows = max(1, snapshot_bytes // row_bytes)
             while True:
                 try:
-                    memory = gpu_copy.copy_engine.device.allocate(rows * row_bytes).view(rows, row_bytes)
+                    memory = gpu_copy.copy_engine.device.allocate(
+                        rows * row_bytes
+                    ).view(rows, row_bytes)
                     return SnapshotBuffer(memory), rings + memory.nbytes
                 except RuntimeError:  # torch.OutOfMemoryError is one
                     if rows == 1:
@@ -116,24 +147,35 @@ class DevicePagesKV:
         with Pool(1, "pagoda-reserve") as thread:
             return thread.submit(allocate).result()
 
-    def snapshot(self, starts: Sequence[int], buffer: SnapshotBuffer | None = None) -> DeviceSnapshot:
-        """Copy the chunks that begin at `starts` within the device, in the order of the current stream; never waits.
+    def snapshot(
+        self, starts: Sequence[int], buffer: SnapshotBuffer | None = None
+    ) -> DeviceSnapshot:
+        """Copy the chunks that begin at `starts` within the device, in the order of the current
+        stream; never waits.
 
-        Later work on that stream may overwrite the blocks. The chunks are copied to rows of `buffer`, which must have
-        enough free rows, until the snapshot is released; without a buffer, to new memory. Raises torch's error if none
-        is left.
+        Later work on that stream may overwrite the blocks. The chunks are copied to rows of
+        `buffer`, which must have enough free rows, until the snapshot is released; without a
+        buffer, to new memory. Raises torch's error if none is left.
         """
         ids = self._page_table.blocks_of(starts, into_slots=True)
         gpu_copy = self._copier
-        rows = list(range(len(starts))) if buffer is None else buffer.acquire(len(starts))
+        rows = (
+            list(range(len(starts)))
+            if buffer is None
+            else buffer.acquire(len(starts))
+        )
         into = None if buffer is None else (buffer.memory, rows)
         try:
-            memory, copied = gpu_copy.copy_engine.gather(gpu_copy.table, ids, gpu_copy.after, into)
+            memory, copied = gpu_copy.copy_engine.gather(
+                gpu_copy.table, ids, gpu_copy.after, into
+            )
         except BaseException:
             if buffer is not None:
                 buffer.release(rows)
             raise
-        return DeviceSnapshot(gpu_copy, self.layout, self._begin, memory, rows, copied, buffer)
+        return DeviceSnapshot(
+            gpu_copy, self.layout, self._begin, memory, rows, copied, buffer
+        )
 
 
 class SnapshotBuffer:
@@ -150,7 +192,9 @@ class SnapshotBuffer:
         return len(self._free)
 
     def acquire(self, number: int) -> list[int]:
-        """Return that many rows, which only the caller may use until `release`. Raises ValueError if fewer are free."""
+        """Return that many rows, which only the caller may use until `release`. Raises ValueError
+        if fewer are free.
+        """
         with self._lock:
             if number > len(self._free):
                 raise ValueError(
@@ -168,7 +212,8 @@ class SnapshotBuffer:
 
 @dataclass(eq=False)
 class DeviceSnapshot:
-    """Chunks as they were at one point of a stream, in device memory until `release` or until this object is deleted.
+    """Chunks as they were at one point of a stream, in device memory until `release` or until this
+    object is deleted.
 
     `to_slots` is for one thread, any thread.
     """
@@ -187,17 +232,25 @@ class DeviceSnapshot:
         return len(self._rows) * self._memory.shape[1]
 
     def to_slots(self, slots: Sequence[Bytes]) -> None:
-        """Copy the chunks into this part of `slots`, in the order of the starts; returns when all are copied."""
+        """Copy the chunks into this part of `slots`, in the order of the starts; returns when all
+        are copied.
+        """
         rows, row_bytes = self._memory.shape
         tokens = len(self._rows) * self._layout.chunk_tokens
         starts = range(0, tokens, self._layout.chunk_tokens)
-        checked = checked_slots(self._layout, tokens, starts, slots, into_slots=True)
+        checked = checked_slots(
+            self._layout, tokens, starts, slots, into_slots=True
+        )
         plane = PagePlane(self._memory.data_ptr(), row_bytes, row_bytes, rows, 0)
         ids = np.array(self._rows, dtype=np.int64)[:, None]
-        self._copier.copy_engine.store(page_run_table([plane], 1, self._begin), ids, checked, self._copied)
+        self._copier.copy_engine.store(
+            page_run_table([plane], 1, self._begin), ids, checked, self._copied
+        )
 
     def release(self) -> None:
-        """Free its rows for other snapshots; idempotent. Afterwards nothing may be copied out of it."""
+        """Free its rows for other snapshots; idempotent. Afterwards nothing may be copied out of
+        it.
+        """
         buffer = self._buffer
         self._buffer = None
         if buffer is not None:

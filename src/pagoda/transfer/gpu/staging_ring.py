@@ -1,10 +1,11 @@
-"""The staging ring: chunks in batches that fit its segments, kernels on one stream, copies on another.
+"""The staging ring: chunks in batches that fit its segments, kernels on one stream, copies on
+another.
 
 ring     | segment 0 | segment 1 | ...    a kernel fills one while copies empty another, or the reverse
 bounce   | segment 0 | segment 1 | ...    the same in pinned host memory, for slots that are not registered
 
 Called by `copy_engine`; calls `device`.
-"""
+"""  # noqa: E501, W505
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ _SEGMENTS = 4
 
 
 class Chunks(NamedTuple):
-    """Chunks of one call that are copied the same way. `places` are the device's addresses of their slots."""
+    """Chunks of one call that are copied the same way. `places` are the device's addresses of their
+    slots.
+    """
 
     ids: Ids
     slots: list[Bytes]
@@ -38,7 +41,11 @@ class Chunks(NamedTuple):
 
     def picked(self, which: Ids) -> Chunks:
         """Return some of the chunks, by their numbers."""
-        return Chunks(self.ids[which], [self.slots[i] for i in which.tolist()], self.places[which])
+        return Chunks(
+            self.ids[which],
+            [self.slots[i] for i in which.tolist()],
+            self.places[which],
+        )
 
 
 class RingBatch(NamedTuple):
@@ -60,7 +67,9 @@ class CopyCall(NamedTuple):
     layer_events: LayerEvents | None
 
     def ranges(self) -> Iterator[tuple[int | None, int, int]]:
-        """Return (layer, begin, end) of the rows to launch together: by layer if a thread waits for layers, or all."""
+        """Return (layer, begin, end) of the rows to launch together: by layer if a thread waits for
+        layers, or all.
+        """
         if self.layer_events is None:
             yield None, 0, self.table.rows
             return
@@ -75,7 +84,9 @@ class CopyCall(NamedTuple):
 
 
 class Workspace:
-    """Two streams and, on demand, a ring of device memory and a pinned bounce buffer. For one call at a time."""
+    """Two streams and, on demand, a ring of device memory and a pinned bounce buffer. For one call
+    at a time.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -92,13 +103,16 @@ class Workspace:
         return self._streams
 
     def ring(self, staging_bytes: int, table: RunTable) -> StagingRing:
-        """Return a ring whose segments have room for any row of the table; it has `staging_bytes` if that is enough.
+        """Return a ring whose segments have room for any row of the table; it has `staging_bytes`
+        if that is enough.
 
-        If the device has less memory left, this ring and all later rings are smaller. Raises torch's error if it has
-        too little for any.
+        If the device has less memory left, this ring and all later rings are smaller. Raises
+        torch's error if it has too little for any.
         """
         least = int((table.ends - table.offset).max())
-        segment_bytes = max(min(staging_bytes // _SEGMENTS, self._most_bytes), least)
+        segment_bytes = max(
+            min(staging_bytes // _SEGMENTS, self._most_bytes), least
+        )
         while self._ring is None or self._ring.nbytes < _SEGMENTS * segment_bytes:
             self._ring = None
             try:
@@ -110,17 +124,23 @@ class Workspace:
         return StagingRing(self._ring.data_ptr(), segment_bytes, table)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Allocate device memory on our own stream: no other stream can still use memory that torch gives there."""
+        """Allocate device memory on our own stream: no other stream can still use memory that torch
+        gives there.
+        """
         made: list[torch.Tensor] = []
         self.streams[0].run(lambda: made.append(self._device.allocate(nbytes)))
         self.synchronize()
         return made[0]
 
     def bounce_buffer(self, nbytes: int) -> Bytes:
-        """Return at least `nbytes` of pinned memory; pageable memory if the machine refuses to pin any."""
+        """Return at least `nbytes` of pinned memory; pageable memory if the machine refuses to pin
+        any.
+        """
         if self._bounce is None or self._bounce.nbytes < nbytes:
             pinned = self._device.allocate_host(nbytes)
-            self._bounce = np.empty(nbytes, np.uint8) if pinned is None else pinned.numpy()
+            self._bounce = (
+                np.empty(nbytes, np.uint8) if pinned is None else pinned.numpy()
+            )
         return self._bounce
 
     def synchronize(self) -> None:
@@ -171,7 +191,9 @@ class RingPipeline:
         # Batches that are in the bounce buffer but not yet in slots.
         self._unfinished: deque[tuple[int, RingBatch, DeviceEvent]] = deque()
 
-    def store(self, number: int, batch: RingBatch, kernel: Callable[[], None]) -> None:
+    def store(
+        self, number: int, batch: RingBatch, kernel: Callable[[], None]
+    ) -> None:
         """Gather a batch into its segment, then copy it out."""
         at = number % _SEGMENTS
         if len(self._unfinished) == _SEGMENTS:
@@ -184,7 +206,9 @@ class RingPipeline:
         if self._bounce is not None:
             self._unfinished.append((number, batch, event))
 
-    def load(self, number: int, batch: RingBatch, kernel: Callable[[], None]) -> None:
+    def load(
+        self, number: int, batch: RingBatch, kernel: Callable[[], None]
+    ) -> None:
         """Copy a batch into its segment, then scatter it."""
         at = number % _SEGMENTS
         if self._bounce is not None:
@@ -212,7 +236,9 @@ class RingPipeline:
             np.copyto(slot, bounced)
 
     def _copy(self, number: int, batch: RingBatch) -> None:
-        """Copy a batch across the link: in one copy to or from the bounce buffer, else with one copy per chunk."""
+        """Copy a batch across the link: in one copy to or from the bounce buffer, else with one
+        copy per chunk.
+        """
         begin, end = self._call.table.span(batch.begin, batch.end)
         size = end - begin
         segment = self._ring.address + self._ring.offset(number)
@@ -221,12 +247,17 @@ class RingPipeline:
             pairs = [(segment, at, (batch.last - batch.first) * size)]
         else:
             places = self._chunks.places[batch.first : batch.last].tolist()
-            pairs = [(segment + i * size, place + begin, size) for i, place in enumerate(places)]
+            pairs = [
+                (segment + i * size, place + begin, size)
+                for i, place in enumerate(places)
+            ]
         for device, host, nbytes in pairs:
             to, source = (host, device) if self._call.storing else (device, host)
             self._device.copy(to, source, nbytes, self._copy_stream)
 
-    def _bounced(self, number: int, batch: RingBatch) -> Iterator[tuple[Bytes, Bytes]]:
+    def _bounced(
+        self, number: int, batch: RingBatch
+    ) -> Iterator[tuple[Bytes, Bytes]]:
         """Return each chunk's bytes in the bounce buffer and in its slot."""
         assert self._bounce is not None
         begin, end = self._call.table.span(batch.begin, batch.end)
@@ -237,7 +268,9 @@ class RingPipeline:
             at += size
 
 
-def ring_batches(call: CopyCall, chunks: int, segment_bytes: int) -> Iterator[RingBatch]:
+def ring_batches(
+    call: CopyCall, chunks: int, segment_bytes: int
+) -> Iterator[RingBatch]:
     """Cut a call into batches that fit a segment."""
     for layer, first_row, last_row in call.ranges():
         for begin, end in call.table.segments(segment_bytes, first_row, last_row):
@@ -245,4 +278,6 @@ def ring_batches(call: CopyCall, chunks: int, segment_bytes: int) -> Iterator[Ri
             each = max(1, segment_bytes // (high - low))
             for first in range(0, chunks, each):
                 last = min(first + each, chunks)
-                yield RingBatch(begin, end, first, last, layer if end == last_row else None)
+                yield RingBatch(
+                    begin, end, first, last, layer if end == last_row else None
+                )

@@ -1,4 +1,5 @@
-"""Everything except the tokens that vLLM's KV depends on: the namespace and the layout's fingerprint.
+"""Everything except the tokens that vLLM's KV depends on: the namespace and the layout's
+fingerprint.
 
 engine_namespace  the namespace, from the modules below and `connectors.identity`
 engine_settings   settings of the engine that change what it computes

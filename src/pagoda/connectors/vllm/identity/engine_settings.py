@@ -1,4 +1,6 @@
-"""The settings of a vLLM engine that change what KV it computes, as plain values with the same text everywhere."""
+"""The settings of a vLLM engine that change what KV it computes, as plain values with the same text
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # rotary embeddings whose angles for a position do not depend on the engine's longest context
-_LENGTH_BLIND_ROPES = frozenset({None, "default", "linear", "llama3", "yarn", "mrope", "proportional"})
+_LENGTH_BLIND_ROPES = frozenset(
+    {None, "default", "linear", "llama3", "yarn", "mrope", "proportional"}
+)
 # fields of the multimodal config for memory, speed or checks; all other fields may change the KV
 _MULTIMODAL_ROOM = (
     "interleave_mm_strings",
@@ -33,7 +37,8 @@ _CACHE = (
     "mamba_ssm_cache_dtype",
     "swa_bounded_replay",
 )
-_ENVIRONMENT = (  # variables that change how vLLM quantises weights or activations, or routes tokens
+# variables that change how vLLM quantises weights or activations, or routes tokens
+_ENVIRONMENT = (
     "VLLM_HUMMING_INPUT_QUANT_CONFIG",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
     "VLLM_MARLIN_INPUT_DTYPE",
@@ -52,7 +57,8 @@ _ATTENTION_FLAGS = (  # false by default
     "indexer_sparse_logits",
     "use_prefill_query_quantization",
 )
-_NO_DRAFT = ("ngram", "ngram_gpu", "suffix")  # for these vLLM uses the model itself as the draft
+# for these vLLM uses the model itself as the draft
+_NO_DRAFT = ("ngram", "ngram_gpu", "suffix")
 
 
 def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
@@ -70,10 +76,18 @@ def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
         "attention": [
             attention.use_non_causal,
             attention.indexer_kv_dtype,
-            *(name for name in _ATTENTION_FLAGS if getattr(attention, name, False)),
+            *(
+                name
+                for name in _ATTENTION_FLAGS
+                if getattr(attention, name, False)
+            ),
         ],
         "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT}
-        | {name: not usual for name, usual in _FLAGS.items() if bool(getattr(envs, name, usual)) != usual},
+        | {
+            name: not usual
+            for name, usual in _FLAGS.items()
+            if bool(getattr(envs, name, usual)) != usual
+        },
         "additional": vllm_config.additional_config or None,
         "lora": _lora_facts(vllm_config),
         "draft": _draft_facts(vllm_config),
@@ -84,19 +98,31 @@ def config_facts(vllm_config: VllmConfig) -> dict[str, object]:
 def _model_facts(model_config: Any) -> dict[str, object]:
     multimodal = model_config.multimodal_config
     return {
-        "config": stable(model_config.hf_config.to_dict()),  # includes hf_overrides
+        # includes hf_overrides
+        "config": stable(model_config.hf_config.to_dict()),
         "architecture": model_config.architecture,
         "class": model_config.model_class_overrides,
         "implementation": model_config.model_impl,
         "convert": model_config.convert_type,
         "dtype": model_config.dtype,
-        "quantization": [model_config.quantization, model_config.quantization_config],
-        "code_revision": model_config.code_revision if model_config.trust_remote_code else None,
+        "quantization": [
+            model_config.quantization,
+            model_config.quantization_config,
+        ],
+        "code_revision": model_config.code_revision
+        if model_config.trust_remote_code
+        else None,
         "disable_sliding_window": model_config.disable_sliding_window,
-        "max_model_len": model_config.max_model_len if _length_matters(model_config) else None,
+        "max_model_len": model_config.max_model_len
+        if _length_matters(model_config)
+        else None,
         "multimodal": None
         if multimodal is None
-        else {name: value for name, value in vars(multimodal).items() if name not in _MULTIMODAL_ROOM},
+        else {
+            name: value
+            for name, value in vars(multimodal).items()
+            if name not in _MULTIMODAL_ROOM
+        },
     }
 
 
@@ -104,8 +130,10 @@ def _length_matters(model_config: Any) -> bool:
     """Whether the engine's longest context changes what is computed for a prompt, or may."""
     config = model_config.hf_config.to_dict()
     return (
-        model_config.multimodal_config is not None  # processors size their inputs by it
-        or str(config.get("model_type", "")).startswith("llama4")  # so is its attention's temperature
+        # processors size their inputs by it
+        model_config.multimodal_config is not None
+        # so is its attention's temperature
+        or str(config.get("model_type", "")).startswith("llama4")
         or not rope_types(config) <= _LENGTH_BLIND_ROPES
     )
 
@@ -115,13 +143,23 @@ def _lora_facts(vllm_config: VllmConfig) -> object:
     lora = vllm_config.lora_config
     if lora is None:
         return None
-    dtype = None if lora.lora_dtype == vllm_config.model_config.dtype else lora.lora_dtype
-    facts = [dtype, lora.target_modules or None, lora.enable_tower_connector_lora or None]
+    dtype = (
+        None
+        if lora.lora_dtype == vllm_config.model_config.dtype
+        else lora.lora_dtype
+    )
+    facts = [
+        dtype,
+        lora.target_modules or None,
+        lora.enable_tower_connector_lora or None,
+    ]
     return facts if any(facts) else None
 
 
 def _draft_facts(vllm_config: VllmConfig) -> object:
-    """Return the draft model's settings if speculation uses one: its layers may keep KV in the same blocks."""
+    """Return the draft model's settings if speculation uses one: its layers may keep KV in the same
+    blocks.
+    """
     draft = draft_config(vllm_config)
     if draft is None:
         return None

@@ -1,7 +1,9 @@
-"""Finds the chunks that vLLM's scheduler asks for, on threads; loads them into host slots and holds them there.
+"""Finds the chunks that vLLM's scheduler asks for, on threads; loads them into host slots and holds
+them there.
 
-A load that was promised cannot be cancelled, so a chunk is a hit only while this process holds its slot. For groups
-with full attention a hit is a run from the first chunk on; for sliding windows only the end of that run is needed.
+A load that was promised cannot be cancelled, so a chunk is a hit only while this process holds its
+slot. For groups with full attention a hit is a run from the first chunk on; for sliding windows
+only the end of that run is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from pagoda.metrics import Reason, guarded_logger
 log = guarded_logger("pagoda.vllm")
 
 _HELD_SHARE = 2  # at most half of the slots are held at a time
-_WINDOW_SHARE = 4  # a quarter of those, or one window of each group, is for windows: without them no run hits
+# a quarter of those, or one window of each group, is for windows: without them no run hits
+_WINDOW_SHARE = 4
 # loaded together, and reported when all of them have arrived
 _PIECE = 16
 _PIECE_BYTES = 64 << 20
@@ -49,7 +52,9 @@ class ChunkState(Enum):
 
 
 class Group(NamedTuple):
-    """One KV cache group. `window`: tokens before the end of a hit that are needed; None: all of them."""
+    """One KV cache group. `window`: tokens before the end of a hit that are needed; None: all of
+    them.
+    """
 
     chunk_tokens: int
     window: int | None
@@ -106,25 +111,33 @@ class HeldSlots:
         with self._lock:
             return max(0, most - self.count)
 
-    def hold(self, asked: Sequence[AskedChunk], places: Sequence[HostPlace], most: int) -> list[FoundChunk]:
+    def hold(
+        self, asked: Sequence[AskedChunk], places: Sequence[HostPlace], most: int
+    ) -> list[FoundChunk]:
         """Hold as many leading chunks as are allowed; those that could not be held are MISSED."""
         with self._lock:
             room = max(0, min(len(asked), most - self.count))
             self.count += room
         held: list[bool] = []
         for at in range(0, room, _BATCH):
-            held += self._slots.hold(*_arrays(places[at : min(at + _BATCH, room)]))
+            held += self._slots.hold(
+                *_arrays(places[at : min(at + _BATCH, room)])
+            )
         with self._lock:
             self.count -= held.count(False)
         held += [False] * (len(asked) - room)
         return [
-            FoundChunk(one, ChunkState.HELD, place) if ok else FoundChunk(one, ChunkState.MISSED)
+            FoundChunk(one, ChunkState.HELD, place)
+            if ok
+            else FoundChunk(one, ChunkState.MISSED)
             for one, place, ok in zip(asked, places, held, strict=True)
         ]
 
     def valid(self, places: Sequence[HostPlace]) -> list[bool]:
         """Return for each place whether the chunk can still be loaded."""
-        return self._slots.still_valid(*_arrays(places)).tolist() if places else []
+        return (
+            self._slots.still_valid(*_arrays(places)).tolist() if places else []
+        )
 
     def release(self, places: Sequence[HostPlace]) -> None:
         """End one hold on each of these places."""
@@ -145,12 +158,19 @@ class ChunkFinder:
         self._lower = tuple(tier for tier in cache.tiers if tier != "host")
         self.holds = HeldSlots(cache.slots)
         windows = sum(
-            -(-group.window // group.chunk_tokens) + 1 for group in groups if group.window is not None
+            -(-group.window // group.chunk_tokens) + 1
+            for group in groups
+            if group.window is not None
         )
-        self._run_most = max(1, self.holds.most - max(self.holds.most // _WINDOW_SHARE, windows))
-        if runs := [group.chunk_tokens for group in groups if group.window is None]:
+        self._run_most = max(
+            1, self.holds.most - max(self.holds.most // _WINDOW_SHARE, windows)
+        )
+        if runs := [
+            group.chunk_tokens for group in groups if group.window is None
+        ]:
             log.info(
-                "a request hits at most %d tokens: each of %d group(s) has a slot for each chunk, and at most half of "
+                "a request hits at most %d tokens: each of %d group(s) has a slot for each "
+                "chunk, and at most half of "
                 "the host tier's %d slots are held; raise host_size if this is too few",
                 int(self._run_most / sum(1 / size for size in runs)),
                 len(groups),
@@ -158,10 +178,13 @@ class ChunkFinder:
             )
         self.news: SimpleQueue[list[FoundChunk]] = SimpleQueue()
         self._piece = max(1, min(_PIECE, _PIECE_BYTES // cache.layout.slot_bytes))
-        self.moved = 0.0  # when something was last found: requests wait longer while there is progress
+        # when something was last found: requests wait longer while there is progress
+        self.moved = 0.0
 
     def root(self, version: str) -> bytes:
-        """Return the root of the namespace that the chunks of a version of the weights belong to."""
+        """Return the root of the namespace that the chunks of a version of the weights belong
+        to.
+        """
         return self._slots.namespace(weights_version=version)
 
     def report(self, news: list[FoundChunk]) -> None:
@@ -172,10 +195,20 @@ class ChunkFinder:
     # ---- a question: chunks of one request about which nothing is known
 
     def answer(self, question: Sequence[AskedChunk]) -> list[AskedChunk]:
-        """Find these chunks and hold those that are in host slots; returns those to be loaded from lower tiers."""
+        """Find these chunks and hold those that are in host slots; returns those to be loaded from
+        lower tiers.
+        """
         groups = by_group(question)
-        runs = [asked for group, asked in groups.items() if self._groups[group].window is None]
-        windows = [asked for group, asked in groups.items() if self._groups[group].window is not None]
+        runs = [
+            asked
+            for group, asked in groups.items()
+            if self._groups[group].window is None
+        ]
+        windows = [
+            asked
+            for group, asked in groups.items()
+            if self._groups[group].window is not None
+        ]
         news, coming, end = self._answer_runs(runs) if runs else ([], [], None)
         for asked in windows:
             more_news, more = self._answer_window(asked, end)
@@ -187,7 +220,9 @@ class ChunkFinder:
     def _answer_runs(
         self, runs: Sequence[list[AskedChunk]]
     ) -> tuple[list[FoundChunk], list[AskedChunk], int]:
-        """Full attention: a hit is the run that all such groups have from the first chunk on; returns also its end."""
+        """Full attention: a hit is the run that all such groups have from the first chunk on;
+        returns also its end.
+        """
         places: dict[AskedChunk, HostPlace] = {}
         below: set[AskedChunk] = set()
         end = min(self._stop(asked[-1]) for asked in runs)
@@ -206,8 +241,14 @@ class ChunkFinder:
                         reason = why or Reason.ABSENT
                     break
         begin = min(self._start(asked[0]) for asked in runs)
-        all_asked = sorted((one for asked in runs for one in asked), key=self._stop)
-        hits = [one for one in all_asked if self._stop(one) <= end and (one in places or one in below)]
+        all_asked = sorted(
+            (one for asked in runs for one in asked), key=self._stop
+        )
+        hits = [
+            one
+            for one in all_asked
+            if self._stop(one) <= end and (one in places or one in below)
+        ]
         if len(hits) > (room := self.holds.room(self._run_most)):
             end = self._start(hits[room])
             reason = Reason.FULL
@@ -217,7 +258,9 @@ class ChunkFinder:
         hits = [one for one in hits if self._stop(one) <= end]
         here = [one for one in hits if one in places]
         coming = [one for one in hits if one not in places]
-        news = self.holds.hold(here, [places[one] for one in here], self._run_most)
+        news = self.holds.hold(
+            here, [places[one] for one in here], self._run_most
+        )
         news += all_found(set(all_asked).difference(hits), ChunkState.MISSED)
         self._count(runs[0], hits, reason)
         return news, coming, end
@@ -225,13 +268,21 @@ class ChunkFinder:
     def _answer_window(
         self, asked: list[AskedChunk], end: int | None
     ) -> tuple[list[FoundChunk], list[AskedChunk]]:
-        """Sliding windows and states: hold the window before the end of the run, if all of it is found."""
+        """Sliding windows and states: hold the window before the end of the run, if all of it is
+        found.
+        """
         if end is None:
             return self._presence(asked), []
-        beyond = all_found([one for one in asked if self._start(one) >= end], ChunkState.MISSED)
+        beyond = all_found(
+            [one for one in asked if self._start(one) >= end], ChunkState.MISSED
+        )
         within = [one for one in asked if self._start(one) < end]
         group = self._groups[asked[0].group]
-        needed = [one for one in within if self._stop(one) > end - (group.window or 0) - group.chunk_tokens]
+        needed = [
+            one
+            for one in within
+            if self._stop(one) > end - (group.window or 0) - group.chunk_tokens
+        ]
         here = list[AskedChunk]()
         places = list[HostPlace]()
         coming = list[AskedChunk]()
@@ -243,14 +294,21 @@ class ChunkFinder:
             places = places + found
             coming += run[len(found) :]
         lower = all_found(within[: len(within) - len(needed)], ChunkState.GONE)
-        return beyond + lower + self.holds.hold(here, places, self.holds.most), coming
+        return beyond + lower + self.holds.hold(
+            here, places, self.holds.most
+        ), coming
 
     def _presence(self, asked: Sequence[AskedChunk]) -> list[FoundChunk]:
-        """Return which chunks some tier has, also after gaps; from the last one back, as far as there is time."""
+        """Return which chunks some tier has, also after gaps; from the last one back, as far as
+        there is time.
+        """
         news: list[FoundChunk] = []
         finds = 0
         for run in reversed(list(_consecutive(asked))):
-            for piece in (run[max(0, at - _PIECE) : at] for at in range(len(run), 0, -_PIECE)):
+            for piece in (
+                run[max(0, at - _PIECE) : at]
+                for at in range(len(run), 0, -_PIECE)
+            ):
                 at = 0
                 while at < len(piece):
                     rest = piece[at:]
@@ -267,18 +325,33 @@ class ChunkFinder:
     # ---- chunks to be loaded from lower tiers
 
     def bring(self, asked: Sequence[AskedChunk]) -> None:
-        """Load chunks of one group that are not in the host tier into it, and hold them; reports them in pieces."""
+        """Load chunks of one group that are not in the host tier into it, and hold them; reports
+        them in pieces.
+        """
         chained = self._groups[asked[0].group].window is None
         most = self._run_most if chained else self.holds.most
         broken = False
         for run in _consecutive(asked):
-            for piece in (run[at : at + self._piece] for at in range(0, len(run), self._piece)):
-                wanted = [one for one in piece if one.state is not ChunkState.GONE]
-                news = all_found(wanted, ChunkState.MISSED) if broken else self._bring(wanted, chained, most)
-                broken = chained and any(found.state is ChunkState.MISSED for found in news)
+            for piece in (
+                run[at : at + self._piece]
+                for at in range(0, len(run), self._piece)
+            ):
+                wanted = [
+                    one for one in piece if one.state is not ChunkState.GONE
+                ]
+                news = (
+                    all_found(wanted, ChunkState.MISSED)
+                    if broken
+                    else self._bring(wanted, chained, most)
+                )
+                broken = chained and any(
+                    found.state is ChunkState.MISSED for found in news
+                )
                 self.report(news)
 
-    def _bring(self, piece: Sequence[AskedChunk], chained: bool, most: int) -> list[FoundChunk]:
+    def _bring(
+        self, piece: Sequence[AskedChunk], chained: bool, most: int
+    ) -> list[FoundChunk]:
         news: list[FoundChunk] = []
         for run in _consecutive(piece):
             at = 0
@@ -292,7 +365,9 @@ class ChunkFinder:
                 if fetched < at and run[at].lower and self._lower:
                     fetched = at
                     keys = self._placed(run[at:])
-                    self._cache.prefetch(None, keys=keys, weights_version=run[at].version).result()
+                    self._cache.prefetch(
+                        None, keys=keys, weights_version=run[at].version
+                    ).result()
                     continue
                 missed = run[at:] if chained else run[at : at + 1]
                 news += all_found(missed, ChunkState.MISSED)
@@ -301,31 +376,51 @@ class ChunkFinder:
 
     # ---- helpers
 
-    def _match(self, run: Sequence[AskedChunk], touch: bool = True) -> tuple[list[HostPlace], Reason | None]:
+    def _match(
+        self, run: Sequence[AskedChunk], touch: bool = True
+    ) -> tuple[list[HostPlace], Reason | None]:
         """Return where the leading chunks of a run are in the host tier, and why not more."""
-        match = self._slots.match_prefix([one.key for one in run], run[0].position, touch=touch)
-        return list(zip(match.slots.tolist(), match.generations.tolist(), strict=True)), match.reason
+        match = self._slots.match_prefix(
+            [one.key for one in run], run[0].position, touch=touch
+        )
+        return list(
+            zip(match.slots.tolist(), match.generations.tolist(), strict=True)
+        ), match.reason
 
     def _below(self, run: Sequence[AskedChunk]) -> tuple[int, bool]:
-        """Return how many leading chunks of a run are to be loaded from lower tiers, and whether more would be slow.
+        """Return how many leading chunks of a run are to be loaded from lower tiers, and whether
+        more would be slow.
 
         Sets the tier of each.
         """
         if not run or not self._lower or not run[0].lower:
             return 0, False
         hit = self._cache.lookup(
-            None, counted=False, keys=self._placed(run), tiers=self._lower, weights_version=run[0].version
+            None,
+            counted=False,
+            keys=self._placed(run),
+            tiers=self._lower,
+            weights_version=run[0].version,
         )
         size = self._cache.layout.chunk_tokens
-        tiers = [tier for tier, tokens in hit.by_tier.items() for _ in range(tokens // size)]
+        tiers = [
+            tier
+            for tier, tokens in hit.by_tier.items()
+            for _ in range(tokens // size)
+        ]
         for one, tier in zip(run, tiers, strict=False):
             one.tier = tier
         return len(tiers), hit.reason is Reason.NOT_WORTH_IT
 
     def _placed(self, run: Sequence[AskedChunk]) -> list[tuple[int, int, bytes]]:
-        """Return keys with token positions as the cache counts them: its chunks all have one length."""
+        """Return keys with token positions as the cache counts them: its chunks all have one
+        length.
+        """
         size = self._cache.layout.chunk_tokens
-        return [(one.position * size, (one.position + 1) * size, one.key) for one in run]
+        return [
+            (one.position * size, (one.position + 1) * size, one.key)
+            for one in run
+        ]
 
     def _start(self, one: AskedChunk) -> int:
         return one.position * self._groups[one.group].chunk_tokens
@@ -333,17 +428,28 @@ class ChunkFinder:
     def _stop(self, one: AskedChunk) -> int:
         return (one.position + 1) * self._groups[one.group].chunk_tokens
 
-    def _count(self, asked: Sequence[AskedChunk], hits: Sequence[AskedChunk], reason: Reason | None) -> None:
-        """Count the question in tokens: how many of them the first group with full attention has."""
+    def _count(
+        self,
+        asked: Sequence[AskedChunk],
+        hits: Sequence[AskedChunk],
+        reason: Reason | None,
+    ) -> None:
+        """Count the question in tokens: how many of them the first group with full attention
+        has.
+        """
         size = self._groups[asked[0].group].chunk_tokens
         group = asked[0].group
         by_tier = Counter(one.tier for one in hits if one.group == group)
         tokens = {tier: n * size for tier, n in by_tier.items()}
-        self._slots.count_request(len(asked) * size, tokens, reason, self.root(asked[0].version))
+        self._slots.count_request(
+            len(asked) * size, tokens, reason, self.root(asked[0].version)
+        )
         if self._slots.is_recording:
             start = asked[0].position
             self._slots.record_request(
-                [one.key for one in asked], (asked[-1].position + 1 - start) * size, start=start
+                [one.key for one in asked],
+                (asked[-1].position + 1 - start) * size,
+                start=start,
             )
 
 

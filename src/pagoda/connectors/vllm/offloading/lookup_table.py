@@ -1,4 +1,6 @@
-"""A table of the chunks that vLLM's scheduler has asked for, and their states. Other threads send the news."""
+"""A table of the chunks that vLLM's scheduler has asked for, and their states. Other threads send
+the news.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,26 @@ from pagoda.signal_safe_threads import Pool
 log = guarded_logger("pagoda.vllm")
 
 _MISS_SECONDS = 1.0  # how long a miss is valid for requests that have not seen it
-_LONGEST_SECONDS = 30.0  # the longest time of an answer, even while other look-ups make progress
+# the longest time of an answer, even while other look-ups make progress
+_LONGEST_SECONDS = 30.0
 _IDLE_SECONDS = 10.0  # an answer is forgotten if no request reads it for so long
-_LINGER_SECONDS = 30.0  # how long holds are kept for loads that ran when their chunks were cleared or reset
+# how long holds are kept for loads that ran when their chunks were cleared or reset
+_LINGER_SECONDS = 30.0
 _BRING_THREADS = 2
 
 
 class LookupTable:
     """The chunks that waiting requests have asked for. For the scheduler's thread; no method waits.
 
-    A chunk is asked for once for all requests, and held as long as one of them may load it. It is a miss if the answer
-    takes too long: if nothing was found for `deadline_seconds`, or after half a minute in all. An answer to a request
-    stays valid as long as the request continues to ask, so that at some time all its answers are known at once.
+    A chunk is asked for once for all requests, and held as long as one of them may load it. It is a
+    miss if the answer takes too long: if nothing was found for `deadline_seconds`, or after half a
+    minute in all. An answer to a request stays valid as long as the request continues to ask, so
+    that at some time all its answers are known at once.
     """
 
-    def __init__(self, cache: Cache, groups: Sequence[chunk_finder.Group]) -> None:
+    def __init__(
+        self, cache: Cache, groups: Sequence[chunk_finder.Group]
+    ) -> None:
         assert cache.slots is not None
         self._patience = cache.config.deadline_seconds
         self._finder = chunk_finder.ChunkFinder(cache, groups)
@@ -40,7 +47,8 @@ class LookupTable:
         self._known: dict[bytes, AskedChunk] = {}
         self._new: dict[str, list[AskedChunk]] = {}  # by request
         self._wanted: list[AskedChunk] = []
-        self._of: dict[str, set[bytes]] = {}  # by request: the chunks that it has asked for
+        # by request: the chunks that it has asked for
+        self._of: dict[str, set[bytes]] = {}
         self._answers = Pool(1, "pagoda-find")
         self._brings = Pool(_BRING_THREADS, "pagoda-bring")
         self._releases = Pool(1, "pagoda-release")
@@ -57,7 +65,13 @@ class LookupTable:
     # ---- asking
 
     def look(
-        self, name: bytes, digest: bytes, group: int, position: int, request: str, lower: bool
+        self,
+        name: bytes,
+        digest: bytes,
+        group: int,
+        position: int,
+        request: str,
+        lower: bool,
     ) -> ChunkState:
         """Return the state of a chunk; if it has no entry, add it to the next question.
 
@@ -67,11 +81,22 @@ class LookupTable:
         self._verify()
         now = time.monotonic()
         asked = self._known.get(name)
-        if asked is None or (asked.state is ChunkState.MISSED and self._again(asked, request, lower, now)):
+        if asked is None or (
+            asked.state is ChunkState.MISSED
+            and self._again(asked, request, lower, now)
+        ):
             key = derive_keys([digest], self.root)[0]
             users = set() if asked is None else asked.users
             asked = AskedChunk(
-                name, key, group, position, self.version, lower, since=now, seen=now, users=users
+                name,
+                key,
+                group,
+                position,
+                self.version,
+                lower,
+                since=now,
+                seen=now,
+                users=users,
             )
             self._known[name] = asked
             self._new.setdefault(request, []).append(asked)
@@ -82,24 +107,38 @@ class LookupTable:
             asked.state = ChunkState.COMING
             asked.since = now
             self._wanted.append(asked)
-        if asked.state in (ChunkState.ASKED, ChunkState.COMING) and self._overdue(asked, now):
+        if asked.state in (ChunkState.ASKED, ChunkState.COMING) and self._overdue(
+            asked, now
+        ):
             self._late += 1
             self._missed(asked, now)
         return asked.state
 
     def _verify(self) -> None:
-        """Forget, once per step, hits whose chunks were removed or cleared: a hold keeps the bytes, not the chunk."""
+        """Forget, once per step, hits whose chunks were removed or cleared: a hold keeps the bytes,
+        not the chunk.
+        """
         if self._verified:
             return
         self._verified = True
-        held = [asked for asked in self._known.values() if asked.state is ChunkState.HELD]
+        held = [
+            asked
+            for asked in self._known.values()
+            if asked.state is ChunkState.HELD
+        ]
         if held:
             valid = self._finder.holds.valid([asked.place for asked in held])
-            self._drop([asked for asked, ok in zip(held, valid, strict=True) if not ok])
+            self._drop(
+                [asked for asked, ok in zip(held, valid, strict=True) if not ok]
+            )
 
-    def _again(self, asked: AskedChunk, request: str, lower: bool, now: float) -> bool:
+    def _again(
+        self, asked: AskedChunk, request: str, lower: bool, now: float
+    ) -> bool:
         """Whether to look again for a chunk that was missed."""
-        return (lower and not asked.lower) or (now > asked.until and request not in asked.users)
+        return (lower and not asked.lower) or (
+            now > asked.until and request not in asked.users
+        )
 
     def _overdue(self, asked: AskedChunk, now: float) -> bool:
         waited = now - max(asked.since, self._finder.moved)
@@ -110,13 +149,18 @@ class LookupTable:
         asked.until = now + _MISS_SECONDS
 
     def flush(self) -> None:
-        """Pass the questions since the last call to the threads; release chunks that no request reads."""
+        """Pass the questions since the last call to the threads; release chunks that no request
+        reads.
+        """
         self._drain()
         now = time.monotonic()
-        if self.present_root() != self.root:  # another process has changed the weights
+        # another process has changed the weights
+        if self.present_root() != self.root:
             self.forget()
         for asked in self._new.values():
-            if question := [one for one in asked if one.state is ChunkState.ASKED]:
+            if question := [
+                one for one in asked if one.state is ChunkState.ASKED
+            ]:
                 self._submit(self._answers, self._answer, question)
         self._bring(self._wanted)
         self._new = {}
@@ -139,7 +183,9 @@ class LookupTable:
             if trouble is not None:
                 text = f"a look-up failed: {type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, text)
-                self._finder.report(chunk_finder.all_found(asked, ChunkState.MISSED))
+                self._finder.report(
+                    chunk_finder.all_found(asked, ChunkState.MISSED)
+                )
 
         try:
             threads.submit(work, asked).add_done_callback(ended)
@@ -151,7 +197,9 @@ class LookupTable:
     def _drain(self) -> None:
         news = self._finder.news
         while not news.empty():
-            self._release([found.place for found in news.get() if not self._apply(found)])
+            self._release(
+                [found.place for found in news.get() if not self._apply(found)]
+            )
 
     def _apply(self, found: chunk_finder.FoundChunk) -> bool:
         """Note one chunk's news; return False if it is held although no request needs it."""
@@ -216,7 +264,10 @@ class LookupTable:
         held = [asked.place for asked in unused if asked.state is ChunkState.HELD]
         for asked in unused:
             # a miss stays valid for other requests for a while
-            if asked.state is not ChunkState.MISSED or time.monotonic() > asked.until:
+            if (
+                asked.state is not ChunkState.MISSED
+                or time.monotonic() > asked.until
+            ):
                 self._forget(asked)
         self._release(held)
 
@@ -226,10 +277,16 @@ class LookupTable:
             del self._known[asked.name]
 
     def _sweep(self, now: float) -> None:
-        """Forget old misses, hits that no request reads, and loads from before a reset of the cache."""
+        """Forget old misses, hits that no request reads, and loads from before a reset of the
+        cache.
+        """
         idle = []
         for asked in list(self._known.values()):
-            if asked.state is ChunkState.MISSED and now > asked.until and not asked.users:
+            if (
+                asked.state is ChunkState.MISSED
+                and now > asked.until
+                and not asked.users
+            ):
                 self._forget(asked)
             elif not asked.loads and now - asked.seen > _IDLE_SECONDS:
                 asked.users.clear()
@@ -272,11 +329,14 @@ class LookupTable:
             return
         try:
             released = self._releases.submit(self._finder.holds.release, places)
-        except RuntimeError:  # closed meanwhile, or no thread could be started: no request waits any more
+        except RuntimeError:
+            # closed meanwhile, or no thread could be started: no request waits any more
             self._finder.holds.release(places)
             return
         released.add_done_callback(
-            lambda done: self._finder.holds.release(places) if done.cancelled() else None
+            lambda done: (
+                self._finder.holds.release(places) if done.cancelled() else None
+            )
         )
 
     def take_late(self) -> int:
@@ -291,7 +351,13 @@ class LookupTable:
         self._brings.shutdown(wait=True, cancel_futures=True)
         self._drain()
         self._releases.shutdown(wait=True)
-        held = [asked.place for asked in self._known.values() if asked.state is ChunkState.HELD]
-        self._finder.holds.release(held + [place for _, places in self._lingering for place in places])
+        held = [
+            asked.place
+            for asked in self._known.values()
+            if asked.state is ChunkState.HELD
+        ]
+        self._finder.holds.release(
+            held + [place for _, places in self._lingering for place in places]
+        )
         self._known.clear()
         self._lingering = []

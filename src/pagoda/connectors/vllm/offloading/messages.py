@@ -1,7 +1,9 @@
-"""The messages between the halves of the OffloadingSpec: vLLM's metadata in each step, and a file at the start.
+"""The messages between the halves of the OffloadingSpec: vLLM's metadata in each step, and a file
+at the start.
 
-vLLM's OffloadingConnector has no handshake. The workers register their KV memory before the scheduler's half exists,
-all on one machine. So each leaves a small file beside the host tier, and the scheduler reads them.
+vLLM's OffloadingConnector has no handshake. The workers register their KV memory before the
+scheduler's half exists, all on one machine. So each leaves a small file beside the host tier, and
+the scheduler reads them.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ class Placed(NamedTuple):
 
 @dataclass
 class SlotsSpec(LoadStoreSpec):
-    """The slots that one job of a request copies into, or out of, in the order in which vLLM names its blocks.
+    """The slots that one job of a request copies into, or out of, in the order in which vLLM names
+    its blocks.
 
-    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved them. `root`: that of
-    the namespace, with this `version` of the weights. `lost`: a promised chunk is missing, so the load is impossible.
+    `fingerprint`: the layout of the store that has the slots. `pid`: the process that reserved
+    them. `root`: that of the namespace, with this `version` of the weights. `lost`: a promised
+    chunk is missing, so the load is impossible.
     """
 
     fingerprint: str
@@ -54,8 +58,9 @@ class SlotsSpec(LoadStoreSpec):
 class WorkerGreeting(msgspec.Struct, frozen=True):
     """A rank's description of its KV memory. It must be the same for all ranks of an engine.
 
-    `windows`: by group, None if a hit is a run of chunks from the first on (full attention), else the number of tokens
-    before the end of a hit that are needed: the sliding window, or 1 for a recurrent state.
+    `windows`: by group, None if a hit is a run of chunks from the first on (full attention), else
+    the number of tokens before the end of a hit that are needed: the sliding window, or 1 for a
+    recurrent state.
     """
 
     namespace: Namespace
@@ -68,13 +73,18 @@ class WorkerGreeting(msgspec.Struct, frozen=True):
     @property
     def layout(self) -> KVLayout:
         """Return the layout of the engine's chunks."""
-        return KVLayout.opaque(self.chunk_tokens, self.chunk_bytes, self.description)
+        return KVLayout.opaque(
+            self.chunk_tokens, self.chunk_bytes, self.description
+        )
 
 
-def greet(root: Path, engine_id: str, rank: int, greeting: WorkerGreeting) -> None:
+def greet(
+    root: Path, engine_id: str, rank: int, greeting: WorkerGreeting
+) -> None:
     """Leave a rank's greeting in the host tier's directory, for this user only. Raises OSError."""
     make_directory(root)
-    for old in root.glob("engine-*"):  # left by engines that died during their start
+    # left by engines that died during their start
+    for old in root.glob("engine-*"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:
                 old.unlink()
@@ -86,21 +96,28 @@ def greet(root: Path, engine_id: str, rank: int, greeting: WorkerGreeting) -> No
 
 
 def greeted(root: Path, engine_id: str, ranks: int) -> WorkerGreeting:
-    """Read the greetings of all ranks, and remove them. Raises ValueError if one is missing or they differ."""
+    """Read the greetings of all ranks, and remove them. Raises ValueError if one is missing or they
+    differ.
+    """
     found = []
     for rank in range(ranks):
         path = _path(root, engine_id, rank)
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=WorkerGreeting))
+            found.append(
+                msgspec.json.decode(path.read_bytes(), type=WorkerGreeting)
+            )
             path.unlink()
         except (OSError, ValueError) as trouble:
             raise ValueError(
-                f"worker {rank} of {ranks} left no description of its KV memory in {root} ({trouble}): the scheduler "
+                f"worker {rank} of {ranks} left no description of its KV memory in {root} "
+                f"({trouble}): the scheduler "
                 "and all workers must run on one machine, as one user, with the same host_path"
             ) from None
     return agreed(found)
 
 
 def _path(root: Path, engine_id: str, rank: int) -> Path:
-    digest = blake3(engine_id.encode(), derive_key_context="PagodaKV vLLM engine").hexdigest(8)
+    digest = blake3(
+        engine_id.encode(), derive_key_context="PagodaKV vLLM engine"
+    ).hexdigest(8)
     return root / f"engine-{digest}-{rank}"

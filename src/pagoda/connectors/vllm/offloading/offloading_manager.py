@@ -1,4 +1,6 @@
-"""The scheduler's half of the OffloadingSpec: which chunks are hits, and which slots new ones get. It never waits."""
+"""The scheduler's half of the OffloadingSpec: which chunks are hits, and which slots new ones get.
+It never waits.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from itertools import groupby
 from queue import SimpleQueue
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -31,7 +35,11 @@ from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.connectors.vllm.offloading.chunk_finder import ChunkState, Group
 from pagoda.connectors.vllm.offloading.lookup_table import LookupTable
 from pagoda.connectors.vllm.offloading.messages import Placed, SlotsSpec
-from pagoda.connectors.vllm.request_limits import is_of_embeddings, named_tokens, reads_nothing
+from pagoda.connectors.vllm.request_limits import (
+    is_of_embeddings,
+    named_tokens,
+    reads_nothing,
+)
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import ChunkNote, Groups
@@ -40,15 +48,18 @@ from pagoda.ledger import Outcome, Refused, Reserved
 from pagoda.metrics import Reason
 from pagoda.signal_safe_threads import Pool
 
-COUNTED = {  # counters in addition to vLLM's own, with their help in vLLM's metrics
+# counters in addition to vLLM's own, with their help in vLLM's metrics
+COUNTED = {
     "vllm:pagoda_refused_chunks": "Number of chunks that found no slot in the host tier.",
     "vllm:pagoda_late_lookups": "Number of chunk lookups that took too long and counted as misses.",
     "vllm:pagoda_failed_loads": "Number of requests whose load failed; they were computed.",
 }
-_RESERVE_SECONDS = 0.02  # for one request; a chunk that has no slot by then is not stored
+# for one request; a chunk that has no slot by then is not stored
+_RESERVE_SECONDS = 0.02
 _TURN_CHUNKS = 8  # chunks that are reserved of one group before those of the next
 _MOST_LOGS = 16  # the most running calls with which a prompt is still logged
-_LINGER_SECONDS = 30.0  # if vLLM does not report the end of a reservation, it is aborted after this time
+# if vLLM does not report the end of a reservation, it is aborted after this time
+_LINGER_SECONDS = 30.0
 _ANSWERS = {
     ChunkState.ASKED: LookupResult.RETRY,
     ChunkState.FOUND: LookupResult.HIT_PENDING,
@@ -57,35 +68,50 @@ _ANSWERS = {
     ChunkState.MISSED: LookupResult.MISS,
     ChunkState.GONE: LookupResult.MISS,
 }
-_SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.P2P}
+_SOURCES = {
+    "host": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "peers": CacheHitSource.P2P,
+}
 
 
 @dataclass
 class _Request:
     """One request, from its arrival to its end."""
 
-    source: Any = None  # vLLM's request, from which the notes for routers are made
+    # vLLM's request, from which the notes for routers are made
+    source: Any = None
     stamp: int | None = None
     loads: bool = True  # False: a load has failed, so vLLM computes it
     stores: bool = True  # False: the weights that computed its parts are unknown
-    # True: part of it is in the engine's own cache under hashes that may name other KV, so nothing of it is stored
+    # True: part of it is in the engine's own cache under hashes that may name other KV, so nothing
+    # of it is stored
     is_doubtful: bool = False
-    most_named: int | None = None  # leading tokens that vLLM's block hashes name; None: all
+    # leading tokens that vLLM's block hashes name; None: all
+    most_named: int | None = None
     ended: bool = False  # vLLM stores its last chunks with its next step
     # group -> the number of chunks up to the last found or reserved one
     kept: dict[int, int] = field(default_factory=dict)
-    tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # group -> last chunk reserved, its key
+    # group -> last chunk reserved, its key
+    tails: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
 
 class PagodaOffloadingManager(OffloadingManager):
     """vLLM's view of the stored chunks. For the scheduler's thread; `shutdown` ends its threads.
 
-    A key is a block hash with the number of a KV cache group. The chunks of each group are a separate chain; vLLM's
-    hashes include the name and path of an adapter, not its content.
+    A key is a block hash with the number of a KV cache group. The chunks of each group are a
+    separate chain; vLLM's hashes include the name and path of an adapter, not its content.
     """
 
-    def __init__(self, cache: Cache, groups: dict[int, Group], parts: int, run: str | None = None) -> None:
-        """Take over `cache`. `groups`: by the number that they have in vLLM's keys, in vLLM's order.
+    def __init__(
+        self,
+        cache: Cache,
+        groups: dict[int, Group],
+        parts: int,
+        run: str | None = None,
+    ) -> None:
+        """Take over `cache`. `groups`: by the number that they have in vLLM's keys, in vLLM's
+        order.
 
         `run`: the run whose weight versions name chunks.
         """
@@ -107,7 +133,8 @@ class PagodaOffloadingManager(OffloadingManager):
         self._form: VLLMEventForm
         self._refused = 0
         self._failed = 0
-        # in this step a request got no slots within its wait: the process that has the lock may be stopped
+        # in this step a request got no slots within its wait: the process that has the lock may be
+        # stopped
         self._stuck = False
         self._closed = False
 
@@ -126,20 +153,27 @@ class PagodaOffloadingManager(OffloadingManager):
         group, position = self._place(key, req_context)
         lower = allowed.allows(Medium.STORAGE, Locality.LOCAL)
         (digest,) = self._digests(request, group, position, [bytes(key)])
-        state = self._questions.look(bytes(key), digest, group, position, req_context.req_id, lower)
+        state = self._questions.look(
+            bytes(key), digest, group, position, req_context.req_id, lower
+        )
         return _ANSWERS[state]
 
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """Return the tier in which a hit was found."""
         asked = self._questions.get(bytes(key))
-        return _SOURCES.get(asked.tier if asked else "", CacheHitSource.EXTERNAL_UNSPECIFIED)
+        return _SOURCES.get(
+            asked.tier if asked else "", CacheHitSource.EXTERNAL_UNSPECIFIED
+        )
 
-    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
+    def prepare_load(
+        self, keys: Collection[bytes], req_context: Any
+    ) -> SlotsSpec:
         """Return the slots of hits; they are held until `complete_load`."""
         spec = self._spec(req_context.req_id)
         for key in keys:
             asked = self._questions.load(bytes(key))
-            if asked is None:  # vLLM must load only hits; the worker reports that this load failed
+            # vLLM must load only hits; the worker reports that this load failed
+            if asked is None:
                 spec.lost = True
                 continue
             before = spec.chunks[-1] if spec.chunks else None
@@ -147,11 +181,15 @@ class PagodaOffloadingManager(OffloadingManager):
             chained = self._groups[asked.group].window is None
             if chained and before is not None and before.group == asked.group:
                 parent = before.copy.key
-            copy = ChunkRef(asked.key, asked.position, parent, asked.slot, asked.generation)
+            copy = ChunkRef(
+                asked.key, asked.position, parent, asked.slot, asked.generation
+            )
             spec.chunks.append(Placed(asked.group, copy))
         if self._events is not None:
             request = self._requests.get(req_context.req_id, _Request())
-            for group, first, run in self._runs([bytes(key) for key in keys], req_context):
+            for group, first, run in self._runs(
+                [bytes(key) for key in keys], req_context
+            ):
                 self._keep_notes(self._events, request, group, first, run)
         return spec
 
@@ -160,7 +198,9 @@ class PagodaOffloadingManager(OffloadingManager):
         self._questions.loaded([bytes(key) for key in keys], req_context.req_id)
 
     def load_failed(self, req_id: str) -> None:
-        """Give this request no more hits: its load failed, and it would get the same chunks again."""
+        """Give this request no more hits: its load failed, and it would get the same chunks
+        again.
+        """
         request = self._requests.get(req_id)
         if request is not None and request.loads:
             request.loads = False
@@ -168,14 +208,22 @@ class PagodaOffloadingManager(OffloadingManager):
 
     # ---- stores
 
-    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Reserve slots for chunks that are not stored yet, as far as slots are available at once."""
+    def prepare_store(
+        self, keys: Collection[bytes], req_context: Any
+    ) -> PrepareStoreOutput:
+        """Reserve slots for chunks that are not stored yet, as far as slots are available at
+        once.
+        """
         root = self._questions.root
         spec = self._spec(req_context.req_id)
         taken: list[bytes] = []
         request = self._requests.setdefault(req_context.req_id, _Request())
         keeps = request.stores and not request.is_doubtful and not self._closed
-        names = [bytes(key) for key in keys if keeps and self._is_named(request, key, req_context)]
+        names = [
+            bytes(key)
+            for key in keys
+            if keeps and self._is_named(request, key, req_context)
+        ]
         if self._stuck:
             self._refused += len(names)
             names = []
@@ -190,34 +238,57 @@ class PagodaOffloadingManager(OffloadingManager):
                     taken.append(name)
             left -= len(outcomes)
             if outcomes:
-                request.kept[group] = max(request.kept.get(group, 0), first + len(outcomes))
-            if len(outcomes) < len(run):  # no more slots: leave out the tails of all groups
+                request.kept[group] = max(
+                    request.kept.get(group, 0), first + len(outcomes)
+                )
+            # no more slots: leave out the tails of all groups
+            if len(outcomes) < len(run):
                 self._refused += left
                 break
-        return PrepareStoreOutput(keys_to_store=taken, store_spec=spec, evicted_keys=[])
+        return PrepareStoreOutput(
+            keys_to_store=taken, store_spec=spec, evicted_keys=[]
+        )
 
-    def _runs(self, names: Sequence[bytes], context: Any) -> Iterable[tuple[int, int, list[bytes]]]:
+    def _runs(
+        self, names: Sequence[bytes], context: Any
+    ) -> Iterable[tuple[int, int, list[bytes]]]:
         """Split the offered chunks into (group, position of the first chunk, consecutive chunks).
 
         The groups take turns along the prompt, because chunks of only one group are not a hit.
         """
         size = _TURN_CHUNKS * max(group.chunk_tokens for group in self._groups)
         places = [
-            (position * self._groups[group].chunk_tokens // size, group, position, name)
+            (
+                position * self._groups[group].chunk_tokens // size,
+                group,
+                position,
+                name,
+            )
             for name in names
             if name not in self._storing  # another request may be storing it
             for group, position in [self._place(name, context)]
         ]
         # the positions of a run grow as the indexes do
-        runs = groupby(enumerate(sorted(places)), lambda row: (*row[1][:2], row[1][2] - row[0]))
+        runs = groupby(
+            enumerate(sorted(places)),
+            lambda row: (*row[1][:2], row[1][2] - row[0]),
+        )
         for (_, group, _), rows in runs:
             run = [place for _, place in rows]
             yield group, run[0][2], [name for *_, name in run]
 
     def _reserved(
-        self, request: _Request, root: bytes, group: int, first: int, run: list[bytes], deadline: Deadline
+        self,
+        request: _Request,
+        root: bytes,
+        group: int,
+        first: int,
+        run: list[bytes],
+        deadline: Deadline,
     ) -> list[ChunkRef | None]:
-        """Reserve a slot for each chunk of a run; None if it is stored already. Ends before the first refused."""
+        """Reserve a slot for each chunk of a run; None if it is stored already. Ends before the
+        first refused.
+        """
         keys = derive_keys(self._digests(request, group, first, run), root)
         if request.stamp is None:
             request.stamp = self._slots.stamp()
@@ -236,11 +307,24 @@ class PagodaOffloadingManager(OffloadingManager):
         if self._events is not None:
             self._keep_notes(self._events, request, group, first, run, outcomes)
         request.tails[group] = first + len(keys) - 1, keys[-1]
-        refused = [n for n, outcome in enumerate(outcomes) if isinstance(outcome, Refused)]
+        refused = [
+            n
+            for n, outcome in enumerate(outcomes)
+            if isinstance(outcome, Refused)
+        ]
         first_outcome = outcomes[0]
-        self._stuck = isinstance(first_outcome, Refused) and first_outcome.reason is Reason.LEDGER_BUSY
+        self._stuck = (
+            isinstance(first_outcome, Refused)
+            and first_outcome.reason is Reason.LEDGER_BUSY
+        )
         return [
-            ChunkRef(key, first + n, keys[n - 1] if n else parent, outcome.slot, outcome.generation)
+            ChunkRef(
+                key,
+                first + n,
+                keys[n - 1] if n else parent,
+                outcome.slot,
+                outcome.generation,
+            )
             if isinstance(outcome, Reserved)
             else None
             for n, (key, outcome) in enumerate(
@@ -248,17 +332,31 @@ class PagodaOffloadingManager(OffloadingManager):
             )
         ]
 
-    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+    def complete_store(
+        self, keys: Collection[bytes], req_context: Any, success: bool = True
+    ) -> None:
         """Abort what the workers did not commit; committed chunks can be loaded."""
-        ended = [(bytes(key), self._storing.pop(bytes(key))) for key in keys if bytes(key) in self._storing]
+        ended = [
+            (bytes(key), self._storing.pop(bytes(key)))
+            for key in keys
+            if bytes(key) in self._storing
+        ]
         if ended and not self._closed:
             self._thread.later(self._end_stores, ended)
 
     def _end_stores(self, ended: list[tuple[bytes, Reserved]]) -> None:
-        """Abort ended stores that are not committed, and note the committed ones. Runs on a thread."""
-        ready = self._slots.ready(*columns_of([item for _, item in ended])).tolist()
-        self._slots.abort([item for (_, item), ok in zip(ended, ready, strict=True) if not ok])
-        self._stored.put([name for (name, _), ok in zip(ended, ready, strict=True) if ok])
+        """Abort ended stores that are not committed, and note the committed ones. Runs on a
+        thread.
+        """
+        ready = self._slots.ready(
+            *columns_of([item for _, item in ended])
+        ).tolist()
+        self._slots.abort(
+            [item for (_, item), ok in zip(ended, ready, strict=True) if not ok]
+        )
+        self._stored.put(
+            [name for (name, _), ok in zip(ended, ready, strict=True) if ok]
+        )
 
     # ---- requests and steps
 
@@ -273,11 +371,16 @@ class PagodaOffloadingManager(OffloadingManager):
         known.source = request
         known.most_named = named_tokens(request)
         if reads_nothing(request):  # vLLM will not ask for any of it
-            self._slots.count_request(request.num_tokens, {}, Reason.NOT_ASKED, self._questions.root)
+            self._slots.count_request(
+                request.num_tokens, {}, Reason.NOT_ASKED, self._questions.root
+            )
 
     def found_in_engine(self, request: Any) -> None:
         """Note that the engine's own cache has the first tokens of a request."""
-        if is_of_embeddings(request) and (known := self._requests.get(request.request_id)) is not None:
+        if (
+            is_of_embeddings(request)
+            and (known := self._requests.get(request.request_id)) is not None
+        ):
             known.is_doubtful = True
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -286,27 +389,59 @@ class PagodaOffloadingManager(OffloadingManager):
         self._questions.finished(req_context.req_id)
 
     def request_ended(self, request: Any, hash_tokens: int) -> None:
-        """Note that a request has ended; log its stored chunks, with the keys of the first group that is a chain.
+        """Note that a request has ended; log its stored chunks, with the keys of the first group
+        that is a chain.
 
-        The log is written on a thread. Requests with a salt are not logged: only vLLM's hashes have the salt.
+        The log is written on a thread. Requests with a salt are not logged: only vLLM's hashes have
+        the salt.
         """
         known = self._requests.get(request.request_id)
         if known is not None:
             known.ended = True
-        chains = [number for number, index in self._numbers.items() if self._groups[index].window is None]
-        plain = not request.mm_features and request.prompt_embeds is None and not request.cache_salt
-        if known is None or not known.stores or not chains or not plain or self._closed:
+        chains = [
+            number
+            for number, index in self._numbers.items()
+            if self._groups[index].window is None
+        ]
+        plain = (
+            not request.mm_features
+            and request.prompt_embeds is None
+            and not request.cache_salt
+        )
+        if (
+            known is None
+            or not known.stores
+            or not chains
+            or not plain
+            or self._closed
+        ):
             return
         kept = known.kept.get(self._numbers[chains[0]], 0)
         if kept and self._thread.under_way < _MOST_LOGS:
-            self._thread.later(self._log_prompt, request, hash_tokens, chains[0], kept, self._questions.root)
+            self._thread.later(
+                self._log_prompt,
+                request,
+                hash_tokens,
+                chains[0],
+                kept,
+                self._questions.root,
+            )
 
-    def _log_prompt(self, request: Any, hash_tokens: int, number: int, kept: int, root: bytes) -> None:
+    def _log_prompt(
+        self, request: Any, hash_tokens: int, number: int, kept: int, root: bytes
+    ) -> None:
         size = self._groups[self._numbers[number]].chunk_tokens
         step = size // hash_tokens
-        names = [bytes(name) + number.to_bytes(4, "big") for name in request.block_hashes[step - 1 :: step]]
-        tokens = list(request.all_token_ids[: kept * size if kept < len(names) else None])
-        self._slots.log_prompt(root, derive_keys(names[:kept], root), tokens, size)
+        names = [
+            bytes(name) + number.to_bytes(4, "big")
+            for name in request.block_hashes[step - 1 :: step]
+        ]
+        tokens = list(
+            request.all_token_ids[: kept * size if kept < len(names) else None]
+        )
+        self._slots.log_prompt(
+            root, derive_keys(names[:kept], root), tokens, size
+        )
 
     def on_schedule_end(self, context: Any) -> None:
         """Start the look-ups of the chunks that this step asked for."""
@@ -316,7 +451,12 @@ class PagodaOffloadingManager(OffloadingManager):
         self._questions.flush()
         now = time.monotonic()
         if self._lingering and self._lingering[0][0] < now:
-            given_up = [item for until, items in self._lingering if until < now for item in items]
+            given_up = [
+                item
+                for until, items in self._lingering
+                if until < now
+                for item in items
+            ]
             self._lingering = [row for row in self._lingering if row[0] >= now]
             self._thread.later(self._slots.abort, given_up)
 
@@ -328,17 +468,23 @@ class PagodaOffloadingManager(OffloadingManager):
         """Use the chunks of other weights from now on; see EngineWeights."""
         for name, request in self._requests.items():
             if fresh and not request.ended:  # it has no KV
-                self._requests[name] = _Request(request.source, most_named=request.most_named)
+                self._requests[name] = _Request(
+                    request.source, most_named=request.most_named
+                )
             else:
                 request.stores = False
         self._questions.take_version(version)
         if self._storing:  # after a reset vLLM no longer reports the end of these
-            self._lingering.append((time.monotonic() + _LINGER_SECONDS, list(self._storing.values())))
+            self._lingering.append(
+                (time.monotonic() + _LINGER_SECONDS, list(self._storing.values()))
+            )
             self._storing.clear()
 
     # ---- events and counters
 
-    def publish_events(self, outlet: EventOutlet, groups: Groups, hash_tokens: int) -> None:
+    def publish_events(
+        self, outlet: EventOutlet, groups: Groups, hash_tokens: int
+    ) -> None:
         """Report the chunks in the tiers to routers; vLLM's own events of offloading are not used.
 
         `hash_tokens`: the tokens of one of vLLM's block hashes.
@@ -360,10 +506,11 @@ class PagodaOffloadingManager(OffloadingManager):
         run: Sequence[bytes],
         outcomes: Sequence[Outcome] | None = None,
     ) -> None:
-        """Keep the notes of a run of chunks that a request loads or, with `outcomes`, that were just reserved.
+        """Keep the notes of a run of chunks that a request loads or, with `outcomes`, that were
+        just reserved.
 
-        Only whole chunks that other engines can name get notes. vLLM also stores parts of blocks, under the hash of the
-        tokens before their end.
+        Only whole chunks that other engines can name get notes. vLLM also stores parts of blocks,
+        under the hash of the tokens before their end.
         """
         if request.source is None:
             return
@@ -374,7 +521,12 @@ class PagodaOffloadingManager(OffloadingManager):
 
         def whole(chunk: int) -> ChunkNote | None:
             note = make(chunk)
-            return note if note is not None and note.hashes.endswith(digests[chunk - first][:-4]) else None
+            return (
+                note
+                if note is not None
+                and note.hashes.endswith(digests[chunk - first][:-4])
+                else None
+            )
 
         if outcomes is None:
             events.found(whole, root, root, first, derive_keys(digests, root))
@@ -419,13 +571,27 @@ class PagodaOffloadingManager(OffloadingManager):
         end = context.get_offload_key_position(key) or 0
         return request.most_named is None or end <= request.most_named
 
-    def _digests(self, request: _Request, group: int, first: int, names: Sequence[bytes]) -> list[bytes]:
-        """Return the digests for the keys of consecutive chunks: vLLM's names, if all engines know them."""
-        shared = self.media.shared_tokens(request.source) if request.source is not None else None
-        return self.media.key_digests(names, first, self._groups[group].chunk_tokens, shared)
+    def _digests(
+        self, request: _Request, group: int, first: int, names: Sequence[bytes]
+    ) -> list[bytes]:
+        """Return the digests for the keys of consecutive chunks: vLLM's names, if all engines know
+        them.
+        """
+        shared = (
+            self.media.shared_tokens(request.source)
+            if request.source is not None
+            else None
+        )
+        return self.media.key_digests(
+            names, first, self._groups[group].chunk_tokens, shared
+        )
 
     def _spec(self, request: str) -> SlotsSpec:
         questions = self._questions
         return SlotsSpec(
-            self._cache.layout.fingerprint, os.getpid(), request, questions.root, questions.version
+            self._cache.layout.fingerprint,
+            os.getpid(),
+            request,
+            questions.root,
+            questions.version,
         )
