@@ -63,10 +63,8 @@ too.
 MOST_BYTES = 64 << 10
 """The size of a file that is found or allowed, at most."""
 
-_NOTES = (
-    # the directory of the notes of `pagoda config allow`, in the user's configuration directory
-    "allowed"
-)
+# the directory of the notes of `pagoda config allow`, in the user's configuration directory
+_NOTES = "allowed"
 _MOST_NOTE_BYTES = 16 << 10
 _MOST_NAMED = 8  # options in one message
 # a pipe without a writer must not block

@@ -34,10 +34,8 @@ def columns_of(slots: int = SLOTS) -> Columns:
 
 def test_lru_has_what_was_used_last_wherever_it_is() -> None:
     columns = columns_of()
-    columns.last_use[:32] = (
-        # kept by the policy though long unused; LRU would have 32 of the ghosts instead
-        500
-    )
+    # kept by the policy though long unused; LRU would have 32 of the ghosts instead
+    columns.last_use[:32] = 500
     shadow = ShadowLru(columns)
     values = np.zeros(ShadowLru.shared_values)
     shadow.look()

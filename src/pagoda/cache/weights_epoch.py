@@ -336,10 +336,8 @@ class WeightsEpoch:
             tier: record for tier, record in every.items() if tier in left_out
         }
         self._old_paths = [record.old_path for record in self._records.values()]
-        self._known = (
-            # its count never decreases in this process, whatever happens to the files
-            NEVER_CHANGED
-        )
+        # its count never decreases in this process, whatever happens to the files
+        self._known = NEVER_CHANGED
         # names of the tiers whose root has not recorded that epoch: they are not used
         self.unrecorded: frozenset[str] = frozenset()
         # the caches that share this object

@@ -120,10 +120,8 @@ class Session:
             self.published.forget()
         # of a store on disk, once its tables were opened
         self._pages: TablePages | None = None
-        self._suspect = (
-            # a file of the store could not be read or written: test all pages of the tables
-            False
-        )
+        # a file of the store could not be read or written: test all pages of the tables
+        self._suspect = False
         self._rests_until = 0.0
         # until then no further line about failed transactions is logged
         self._silent_until = 0.0
