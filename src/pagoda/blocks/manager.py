@@ -60,15 +60,15 @@ class BlockManager:
     is a ValueError and changes nothing; a failure in the tiers is a shorter result.
 
     Example:
-        >>> blocks = BlockManager(num_blocks=8, block_tokens=4)  # without a cache: a pool with
-                                                                 prefix caching
+        >>> # without a cache: a pool with prefix caching
+        >>> blocks = BlockManager(num_blocks=8, block_tokens=4)
         >>> blocks.add("first", list(range(10)))
         >>> len(blocks.admit("first", reserve_tokens=2).table)  # 12 tokens
         3
         >>> blocks.computed("first", 10)
         >>> blocks.add("second", list(range(10)))
-        >>> blocks.admit("second", reserve_tokens=2).computed_tokens  # two whole blocks were
-                                                                      computed before
+        >>> # two whole blocks were computed before
+        >>> blocks.admit("second", reserve_tokens=2).computed_tokens
         8
     """
 

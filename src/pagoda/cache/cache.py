@@ -115,14 +115,17 @@ class Cache:
         >>> import numpy as np
         >>> from pagoda.transfer import DenseKV
         >>> layout = KVLayout.dense(layers=1, kv_heads=1, head_dim=8, dtype="float32")
-        >>> tokens, kv = list(range(512)), [[np.ones((1, 512, 8), np.float32) for _ in "KV"]]
-        >>> with Cache(namespace=Namespace("a-model"), layout=layout, host_size="1MiB", host_shared=False) as cache:
-        ...     stored = cache.store(tokens, DenseKV(kv, layout))
-        ...     hit = cache.retrieve([*tokens, 7, 8, 9], DenseKV(kv, layout))  # the same beginning,
-                                                                               then other tokens
+        >>> tokens = list(range(512))
+        >>> planes = [[np.ones((1, 512, 8), np.float32) for _ in "KV"]]
+        >>> kv = DenseKV(planes, layout)
+        >>> options = {"host_size": "1MiB", "host_shared": False}
+        >>> with Cache(namespace=Namespace("a-model"), layout=layout, **options) as cache:
+        ...     stored = cache.store(tokens, kv)
+        ...     # the same beginning, then other tokens
+        ...     hit = cache.retrieve([*tokens, 7, 8, 9], kv)
         >>> stored.num_tokens, hit.num_tokens, hit.by_tier
         (512, 512, {'host': 512})
-    """  # noqa: E501, W505
+    """
 
     def __init__(
         self,

@@ -166,8 +166,8 @@ class CachedModel:
         >>> small = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
         >>> cached = CachedModel(LlamaForCausalLM(small).eval(), host_size="16MiB", host_shared=False)
         >>> prompt = torch.arange(600)[None]
-        >>> out = cached.generate(prompt, max_new_tokens=4, do_sample=False)  # computes, and stores
-                                                                              512 tokens
+        >>> # computes, and stores 512 tokens
+        >>> out = cached.generate(prompt, max_new_tokens=4, do_sample=False)
         >>> out = cached.generate(prompt, max_new_tokens=4, do_sample=False)
         >>> cached.last.hit.num_tokens
         512
