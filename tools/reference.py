@@ -1,9 +1,8 @@
 """Write the generated pages of docs/: `python tools/reference.py [--check]` (`make docs`).
 
 config.md, cli.md, metrics.md and vllm-versions.md of docs/reference from the fields of `Config`,
-the commands, the table of counters and the releases of vLLM that are accepted,
-docs/design/mutants.md from the tables of mutants. `--check` writes nothing; exit code 1 if a page
-is out of date.
+the commands, the table of counters and the releases of vLLM that are accepted. `--check` writes
+nothing; exit code 1 if a page is out of date.
 """
 
 from __future__ import annotations
@@ -263,38 +262,11 @@ A kind that is not listed is refused, with a sentence that names it.
 """
 
 
-def mutants_page() -> str:
-    """Return the page of all mutants."""
-    parts = [
-        f"# Mutants\n\n{GENERATED}\n",
-        "Each line breaks the code in one place, in a copy of it; the named test must fail then. "
-        "`make mutants` runs the first table,\n"
-        "`make mutants-vllm` and `make mutants-sglang` the others; [testing.md](testing.md) says "
-        "how.\n",
-    ]
-    for title, name in (
-        ("Core", "mutants.toml"),
-        ("With vLLM", "vllm.toml"),
-        ("With SGLang", "sglang.toml"),
-    ):
-        with (ROOT / "tests" / "mutants" / name).open("rb") as file:
-            listed = tomllib.load(file)["mutant"]
-        rows = [
-            (one["name"], one["breaks"], f"`{one['file']}`", f"`{one['test']}`")
-            for one in listed
-        ]
-        parts.append(
-            f"## {title}\n\n{_table(('mutant', 'what it breaks', 'file', 'test that fails'), rows)}"
-        )
-    return "\n".join(parts)
-
-
 PAGES = {
     "reference/config.md": config_page,
     "reference/cli.md": cli_page,
     "reference/metrics.md": metrics_page,
     "reference/vllm-versions.md": vllm_versions_page,
-    "design/mutants.md": mutants_page,
 }
 
 

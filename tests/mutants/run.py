@@ -1,7 +1,7 @@
 """Break the code on purpose, one line at a time, and check that the named test fails.
 
-`python tests/mutants/run.py [--engine vllm|sglang] [--eighth N] [NAME ...]`: each mutant of
-`mutants.toml`, or where this engine is installed of `vllm.toml` or `sglang.toml`, is applied to a
+`python tests/mutants/run.py [--engine vllm|sglang] [--eighth N] [--list] [NAME ...]`: each mutant
+of `mutants.toml`, or where this engine is installed of `vllm.toml` or `sglang.toml`, is applied to a
 copy of `src` in a temporary directory, never to the work tree. First all named tests must pass on
 an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once, or if a
 test cannot be collected.
@@ -272,15 +272,24 @@ def main(arguments: Sequence[str]) -> int:
         metavar="N",
         help="every eighth one; N to N + 7 together are all",
     )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print the chosen ones and break nothing",
+    )
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
-    FORKS.set_forkserver_preload([*PRELOAD, *PRELOAD_ENGINE[options.engine]])
     table = mutants(f"{options.engine or 'mutants'}.toml")
     if options.eighth is not None:
         table = table[options.eighth % 8 :: 8]
     chosen = [
         one for one in table if not options.names or one.name in options.names
     ]
+    if options.list:
+        for one in chosen:
+            print(f"{one.name}: {one.breaks}\n    {one.file}  {one.test}")
+        return 0
+    FORKS.set_forkserver_preload([*PRELOAD, *PRELOAD_ENGINE[options.engine]])
     verdicts = []
     with (
         tempfile.TemporaryDirectory(prefix="mutants-") as directory,
