@@ -1,10 +1,10 @@
 """Break the code on purpose, one line at a time, and check that the named test fails.
 
 `python tests/mutants/run.py [--engine vllm|sglang] [--eighth N] [--list] [NAME ...]`: each mutant
-of `mutants.toml`, or where this engine is installed of `vllm.toml` or `sglang.toml`, is applied to a
-copy of `src` in a temporary directory, never to the work tree. First all named tests must pass on
-an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once, or if a
-test cannot be collected.
+of `mutants.toml`, or where this engine is installed of `vllm.toml` or `sglang.toml`, is applied to
+a copy of `src` in a temporary directory, never to the work tree. First all named tests must pass
+on an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once, or
+if a test cannot be collected.
 
 The tests run in processes forked from one that has imported the slow dependencies, but nothing of
 `pagoda`. `pagoda` is compiled once: the copies are links to a copy that never changes.
