@@ -345,8 +345,8 @@ def test_an_edit_that_is_taken_back_has_the_first_keys_again(
     model = llama(seed=7, **SETTINGS)
     cached = house.open(model)
     plain = texts(cached, prompt(96))
-    model.config.sliding_window = 8
     before = getattr(model.config, "sliding_window", None)
+    model.config.sliding_window = 8
     texts(cached, prompt(96))
     if before is None:
         del model.config.sliding_window

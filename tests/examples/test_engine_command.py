@@ -251,12 +251,3 @@ def test_documents_are_blended_and_the_answer_says_how_much(
     monkeypatch.setattr(sys, "argv", ["paged_engine", *map(str, (path, *args))])
     assert cli.main() == 2
     assert "pagoda quality" in capsys.readouterr().err
-
-
-def test_it_can_be_read() -> None:
-    lines = {
-        file.stem: len(file.read_text().splitlines())
-        for file in (ROOT / "examples" / "paged_engine").glob("*.py")
-    }
-    assert lines.pop("blend") <= 160
-    assert sum(lines.values()) <= 750

@@ -194,8 +194,3 @@ def test_a_wrong_turn_is_found() -> None:
     assert (
         "with a deadline of 1 s" in wrong_with(turn(load_seconds=2.5), "redis")[0]
     )
-
-
-def test_it_can_be_read() -> None:
-    files = sorted((ROOT / "examples" / "two_machines").glob("*.py"))
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 500

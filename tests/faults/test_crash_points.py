@@ -264,7 +264,7 @@ def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(
     apart(look_at_disk(root, 40, None, 12))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_taking_room_from_another_layout(shm_root: Path) -> None:
     root = shm_root / "root"
     hot = keys(range(52, 64))

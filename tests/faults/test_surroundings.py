@@ -23,7 +23,7 @@ from tests.faults.surroundings import KINDS, Kind
 pytestmark = pytest.mark.timeout(1500)
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK_CASES = 8  # of each kind, of which each takes half a second of processor
+QUICK_CASES = 4  # of each kind, of which each takes half a second of processor
 SEED = int(os.environ.get("SURROUNDINGS_SEED", "32"))
 IMAGE_BYTES = 512 << 20  # sparse; xfs wants 300 MB
 SYSTEMS = (
