@@ -34,6 +34,8 @@ from pagoda.signal_safe_threads import (
     start_thread,
 )
 from tests.cache.kit import wait_until
+from tests.children import child
+from tests.children import wait as wait_for_child
 from tests.interrupts import Interrupted
 from tests.thread_limits import interrupted_once, no_threads
 
@@ -480,3 +482,27 @@ def test_a_process_with_cooperative_threads_is_refused_with_the_remedy(
             layout=KVLayout.opaque(4, 4096, "any"),
             host_size="1MiB",
         )
+
+
+def test_a_thread_of_a_process_that_was_stopped_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGSTOP, or a machine that sleeps: the time passes, and neither of the two threads runs."""
+    goes_on = threading.Thread._bootstrap  # type: ignore[attr-defined]
+
+    def stops(thread: threading.Thread) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)  # the thread that waits is the first to look
+        goes_on(thread)
+
+    def work() -> None:
+        done = threading.Event()
+        assert begin(threading.Thread(target=done.set))
+        assert done.wait(60)
+
+    monkeypatch.setattr(threading.Thread, "_bootstrap", stops)
+    pid = child(work)
+    assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+    time.sleep(1.2 * signal_safe_threads._START_SECONDS)
+    os.kill(pid, signal.SIGCONT)
+    assert wait_for_child(pid) == 0

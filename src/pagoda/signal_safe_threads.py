@@ -231,15 +231,16 @@ class _Started(Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the thread has begun; without a timeout, give it up when it has ended, or
-        after a second.
+        after a second of looks: a process that was stopped meanwhile has not looked.
         """
         if timeout is not None:
             return super().wait(timeout)
         self.forget_first_step()
-        until = time.monotonic() + _START_SECONDS
+        looked_for = 0.0
         pause = _FIRST_LOOK_SECONDS
         while not super().wait(pause):
-            if self._first_step() is None or time.monotonic() > until:
+            looked_for += pause
+            if self._first_step() is None or looked_for > _START_SECONDS:
                 self._give_up()
                 break
             pause = min(2 * pause, _LAST_LOOK_SECONDS)

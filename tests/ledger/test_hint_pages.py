@@ -744,6 +744,8 @@ def test_tables_that_are_cut_while_they_are_open_are_not_read(
     def cut() -> None:
         ledger = opened(tmp_path, 64, kind="file")
         put(ledger, keys(*range(10)))
+        ledger.upkeep_thread.close()  # it would see it too
+        ledger.upkeep_thread._thread.join()
         ledger.session.tend()
         os.truncate(ledger.directory / TABLES, 8192)
         for _ in range(3):
