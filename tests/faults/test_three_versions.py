@@ -225,6 +225,16 @@ def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
     assert machine.run(NOW, "served=0:1") == {"1": [0, 0]}
 
 
+CLI_OF_ANY_VERSION = """
+import sys
+try:
+    from pagoda_tools.cli import main
+except ImportError:  # the command was a part of the package `pagoda`
+    from pagoda.cli import main
+sys.exit(main())
+"""
+
+
 def clear_from_terminal(
     tree: Path, root: Path, state: Path
 ) -> subprocess.CompletedProcess[str]:
@@ -232,7 +242,7 @@ def clear_from_terminal(
     command = [
         sys.executable,
         "-c",
-        "import sys; from pagoda.cli import main; sys.exit(main())",
+        CLI_OF_ANY_VERSION,
     ]
     return subprocess.run(
         [*command, "clear", str(root), "--yes"],

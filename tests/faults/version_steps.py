@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from pagoda import Cache, Config, KVLayout, Namespace
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from pagoda.transfer import BlockKV
 
 CHUNK_TOKENS = 16

@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.clock import Clock
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote.open_client import url_with_password
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
