@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.servers import COMMAND_OF_ANY_VERSION
 from tests.faults.support import ROOT
 
 STEPS = Path(__file__).with_name("version_steps.py")
@@ -225,27 +226,12 @@ def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
     assert machine.run(NOW, "served=0:1") == {"1": [0, 0]}
 
 
-CLI_OF_ANY_VERSION = """
-import sys
-try:
-    from pagoda_tools.cli import main
-except ImportError:  # the command was a part of the package `pagoda`
-    from pagoda.cli import main
-sys.exit(main())
-"""
-
-
 def clear_from_terminal(
     tree: Path, root: Path, state: Path
 ) -> subprocess.CompletedProcess[str]:
     """Run `pagoda clear` of a version."""
-    command = [
-        sys.executable,
-        "-c",
-        CLI_OF_ANY_VERSION,
-    ]
     return subprocess.run(
-        [*command, "clear", str(root), "--yes"],
+        [*COMMAND_OF_ANY_VERSION, "clear", str(root), "--yes"],
         env={
             **os.environ,
             "PYTHONPATH": str(tree),
