@@ -31,9 +31,12 @@ from typing import TypeVar
 import lmdb
 import numpy as np
 
-from pagoda.clock import Clock
-from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
-from pagoda.fork import call_in_child
+from pagoda.base.clock import Clock
+from pagoda.base.errors import ClosedError, LedgerCorrupt, StoreError
+from pagoda.base.fork import call_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import COUNTERS, Reason
+from pagoda.base.signal_safe_threads import if_free
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.compare_hints import compare_page
@@ -67,8 +70,6 @@ from pagoda.ledger.store_state import PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.table_pages import TablePages
 from pagoda.ledger.transaction import BATCH, Transaction
-from pagoda.metrics import COUNTERS, Reason, guarded_logger
-from pagoda.signal_safe_threads import if_free
 
 log = guarded_logger("pagoda")
 
@@ -664,7 +665,7 @@ class Session:
     # ---- counters
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Add to this member's counters, of pagoda.metrics.COUNTERS; KeyError for an unknown
+        """Add to this member's counters, of pagoda.base.metrics.COUNTERS; KeyError for an unknown
         one.
         """
         with self._counting:

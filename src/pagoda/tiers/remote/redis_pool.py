@@ -26,8 +26,8 @@ from typing import Generic, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.clock import Clock
-from pagoda.metrics import Reason
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import (
     RedirectError,
