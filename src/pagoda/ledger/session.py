@@ -1,10 +1,10 @@
 """This process's part in a store: its open tables and columns, its member, and running
 transactions.
 
-A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or
-yield in it. It is a A transaction is a function passed to `write` or `read`: a `with` statement
-would lose the gate to signal handlers (see `Gate`). A failure to run it becomes an
-`UnavailableError` with a reason; the ledger turns that into a miss.
+A transaction is a function passed to `write` or `read`: a `with` statement would lose the gate to
+signal handlers (see `Gate`). It begins and ends on one thread inside the gate, with no I/O, log or
+yield in it. A failure to run it becomes an `UnavailableError` with a reason; the ledger turns that
+into a miss.
 
 A signal handler may fork in the middle of a transaction, and the child returns into a transaction
 that is its parent's. In the child the tables are closed, the views that write to the columns are
