@@ -28,7 +28,7 @@ import numpy.typing as npt
 from harness import machine, say
 
 from pagoda.connectors.transformers.model_checks import kv_argument
-from pagoda.quality.bootstrap import difference_interval
+from pagoda_tools.quality.bootstrap import difference_interval
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -163,9 +163,9 @@ def ttft(quick: bool) -> list[Row]:
     """Return one row for each way to the first token."""
     import torch
 
-    from pagoda.cli.demo.demo_child import Size, _random
-    from pagoda.cli.demo.demo_prompts import ByteTokenizer
     from pagoda.connectors.transformers import CachedModel
+    from pagoda_tools.cli.demo.demo_child import Size, _random
+    from pagoda_tools.cli.demo.demo_prompts import ByteTokenizer
 
     torch.set_num_threads(1)
     model, _ = _random(Size())

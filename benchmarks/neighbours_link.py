@@ -26,9 +26,9 @@ from typing import TypedDict, cast
 from harness import Figure, Runs, race, ratios, report, say
 from remote_links_engine import Wire
 
-from pagoda.cli.demo.demo_child import Size, Task, _Asker
 from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel, layout_of
+from pagoda_tools.cli.demo.demo_child import Size, Task, _Asker
 
 sys.path.append(str(Path(__file__).parents[1]))  # for testbed
 
@@ -141,7 +141,7 @@ def measured(rounds: int, shm: Path) -> list[Figure]:
         peer = f"http://:{TOKEN}@{cable.far}:{PORT}"
         work = Work(f"{root}/far", "", cable.far, 0, rounds)
         stored = _answer(far, work)
-        serve = "import sys; from pagoda.cli import main; sys.exit(main())"
+        serve = "import sys; from pagoda_tools.cli import main; sys.exit(main())"
         command = [
             sys.executable,
             "-c",

@@ -24,8 +24,8 @@ from harness import machine, say
 from policies_cost import Cost, costs
 from policies_streams import TRACES, Cell, cells, drawn, stream
 
-from pagoda.replay.optimum import optimum
-from pagoda.replay.simulate import TierSpec, simulate
+from pagoda_tools.replay.optimum import optimum
+from pagoda_tools.replay.simulate import TierSpec, simulate
 
 POLICIES = ("lru", "fifo", "arc", "hindsight")
 # what hindsight may lose against LRU in any cell

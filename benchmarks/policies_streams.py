@@ -16,7 +16,7 @@ import streams
 from numpy.random import Generator
 from streams import Stream
 
-from pagoda.replay.trace import Request, read_trace
+from pagoda.cache.request_trace import Request, read_trace
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SAMPLE = "sample"
@@ -101,7 +101,7 @@ def stream(name: str, traces: Path) -> list[Request]:
         return GENERATED[name]()
     if name == SAMPLE:
         with resources.as_file(
-            resources.files("pagoda.replay") / "sample.jsonl.gz"
+            resources.files("pagoda_tools.replay") / "sample.jsonl.gz"
         ) as path:
             return list(read_trace(path))
     return list(read_trace(traces / f"{name}.jsonl"))

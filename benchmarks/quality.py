@@ -25,7 +25,7 @@ def main() -> int:
     """Write model and prompts to a temporary directory, and run the command; return its exit
     code.
     """
-    from pagoda.cli import main as pagoda
+    from pagoda_tools.cli import main as pagoda
     from testbed.recall_model import recall_model, recall_prompts
 
     ask = argparse.ArgumentParser(

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pagoda.cache.request_trace import Request, read_trace
 from pagoda.codec import HEADER_BYTES
 from pagoda.keys import derive_keys
-from pagoda.replay.trace import Request, read_trace
 from pagoda.tiers.remote.redis_pool import RedisPoolClient, RedisPoolConnection
 from pagoda.tiers.remote.store_client import PutRequest, PutResult
 

@@ -25,7 +25,7 @@ from policies import table
 from policies_streams import SAMPLE, TRACES, stream
 
 from pagoda.ledger import admin
-from pagoda.replay import Request, TierSpec, simulate
+from pagoda_tools.replay import Request, TierSpec, simulate
 
 # points
 _MOST_APART = 0.5

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from harness import machine, say
 
-from pagoda.replay import (
+from pagoda_tools.replay import (
     WRITE_POLICIES,
     FleetSpec,
     TierSpec,

@@ -92,7 +92,7 @@ def watched(root: Path) -> Iterator[list[int]]:
     """Run `pagoda serve` and read its events on a thread; yields the list that the size of each
     event is added to.
     """
-    code = "import sys; from pagoda.cli import main; sys.exit(main())"
+    code = "import sys; from pagoda_tools.cli import main; sys.exit(main())"
     process = subprocess.Popen(
         [
             sys.executable,

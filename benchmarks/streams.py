@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.random import Generator
 
-from pagoda.replay.trace import Request
+from pagoda.cache.request_trace import Request
 
 _CHUNK_TOKENS = 512
 _DAY_SECONDS = 86_400.0

@@ -15,12 +15,12 @@ from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
-from pagoda.replay import Request, TierSpec, simulate
 from pagoda.testing.fake_clock import FakeClock
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import StoreClient
 from pagoda.transfer import BlockKV
+from pagoda_tools.replay import Request, TierSpec, simulate
 
 CHUNK = 2  # tokens, which encode the id
 LAYOUT = KVLayout.opaque(CHUNK, 32, "a trace")

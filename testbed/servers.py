@@ -557,6 +557,21 @@ def nginx_dav() -> Iterator[Server]:
         yield server
 
 
+COMMAND_OF_ANY_VERSION = [
+    sys.executable,
+    "-c",
+    """
+import sys
+try:
+    from pagoda.cli import main  # where it was before there were two packages
+except ImportError:
+    from pagoda_tools.cli import main
+sys.exit(main())
+""",
+]
+"""The command `pagoda` of the source that PYTHONPATH names."""
+
+
 @contextlib.contextmanager
 def pagoda_server(
     host_path: Path, *args: str, **variables: str
@@ -566,7 +581,6 @@ def pagoda_server(
 
     `args` are more options, such as "--host-size", "64MiB"; `variables` are for its environment.
     """
-    program = Path(sys.executable).with_name("pagoda")
 
     def command(root: Path, port: int) -> list[str]:
         known = {
@@ -586,7 +600,7 @@ def pagoda_server(
             "--token-file",
             str(root / "token"),
         ]
-        return [*environment, str(program), "serve", *listen, *args]
+        return [*environment, *COMMAND_OF_ANY_VERSION, "serve", *listen, *args]
 
     def answers(port: int) -> bool:
         client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pagoda.base.errors import StoreError
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import StoreError
 from pagoda.layout import KVLayout
 from pagoda.slab import aligned
 from pagoda.tiers.base import Chunk, Done

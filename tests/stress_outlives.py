@@ -37,10 +37,10 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from pagoda.base.errors import StoreError
+from pagoda.base.finalizers import close_dropped
 from pagoda.cache import Cache
 from pagoda.config import Config
-from pagoda.errors import StoreError
-from pagoda.finalizers import close_dropped
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin

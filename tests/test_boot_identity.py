@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from pagoda import boot_identity
-from pagoda.boot_identity import kernel_boot_id, monotonic_offset_ns, stand_in
+from pagoda.base import boot_identity
+from pagoda.base.boot_identity import (
+    kernel_boot_id,
+    monotonic_offset_ns,
+    stand_in,
+)
 
 KERNELS = Path("/proc/sys/kernel/random/boot_id")
 
@@ -78,7 +82,7 @@ def test_two_processes_that_begin_together_make_one_stand_in(
     shm_root: Path,
 ) -> None:
     code = (
-        "import sys; from pathlib import Path; from pagoda.boot_identity import stand_in;"
+        "import sys; from pathlib import Path; from pagoda.base.boot_identity import stand_in;"
         "print(stand_in(Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, str(shm_root / "mine")]
@@ -112,7 +116,7 @@ def test_the_offset_of_a_containers_clock_is_read(tmp_path: Path) -> None:
     assert monotonic_offset_ns() == 0
 
 
-SAME_CLOCK = "from pagoda.clock import Clock; print(Clock().monotonic_ns())"
+SAME_CLOCK = "from pagoda.base.clock import Clock; print(Clock().monotonic_ns())"
 
 
 def test_a_container_with_a_clock_of_its_own_has_the_machines_times() -> None:
@@ -143,7 +147,7 @@ def test_a_container_with_a_clock_of_its_own_has_the_machines_times() -> None:
 HIDDEN_PROC = """
 import sys
 from pathlib import Path
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
 from pagoda.ledger import Ledger, StoreSpec
 spec = StoreSpec(root=Path(sys.argv[1]), name="store", kind="memory", slots=4, slot_bytes=4096)
 ledger = Ledger.open(spec)

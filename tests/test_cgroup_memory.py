@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pagoda.cgroup_memory import cgroup_free_bytes, memory_limit_bytes
+from pagoda.base.cgroup_memory import cgroup_free_bytes, memory_limit_bytes
 
 MIB = 1 << 20
 

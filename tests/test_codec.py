@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES, Expected, Header, parse, seal, verify
-from pagoda.metrics import Reason
 
 U64 = st.integers(0, 2**64 - 1)
 HEADERS = st.builds(

@@ -19,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda import codec
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
 from pagoda.codec import (
     FORMAT,
     FORMAT_LOSSY,
@@ -29,9 +31,7 @@ from pagoda.codec import (
     header,
     quantised,
 )
-from pagoda.errors import ConfigError
 from pagoda.layout import KVLayout, Plane
-from pagoda.metrics import Reason
 
 Bytes = npt.NDArray[np.uint8]
 DTYPES = ("bfloat16", "float16", "float32")

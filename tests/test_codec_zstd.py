@@ -18,6 +18,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
 from pagoda.codec import (
     CODECS,
     LOSSLESS,
@@ -29,8 +31,6 @@ from pagoda.codec import (
     seal,
     verify,
 )
-from pagoda.errors import ConfigError
-from pagoda.metrics import Reason
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = 1 << 18

@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 
-from pagoda.clock import Deadline
+from pagoda.base.clock import Deadline
 from pagoda.testing import FakeClock
 
 

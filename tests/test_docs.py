@@ -7,12 +7,16 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
+
+from pagoda.base.metrics import COUNTERS, Reason
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -138,3 +142,62 @@ def test_a_package_names_its_modules(package: Path) -> None:
         if not page.stem.startswith("__")
     }
     assert not {name for name in modules if not re.search(rf"\b{name}\b", said)}
+
+
+# names in backticks that are neither ours nor of a module that we import
+OF_OTHERS = {
+    "Args",  # a heading of docstrings
+    "KVEventsConfig",  # of vLLM
+    "_ptsz",  # the end of names of functions of CUDA
+    "_total",  # the end of names of counters of Prometheus
+    "cudaHostRegister",
+    "exec",  # the system call
+    "mooncake_master",  # a program
+    "torch.nn.attention.SDPBackend",
+    "torch.set_default_device",
+}
+
+
+def test_every_name_in_backticks_in_the_code_exists() -> None:
+    """A docstring or a comment that names what was renamed or removed misleads its reader."""
+    known = {*COUNTERS, *(str(reason) for reason in Reason)}
+    known |= {f"{end}_{reason}" for end in ("miss", "drop") for reason in Reason}
+    named: dict[str, Path] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        known.update(path.relative_to(ROOT / "src").with_suffix("").parts)
+        prose = _read_names(path, known)
+        for quoted in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)(?:\(.*?\))?`", prose):
+            named.setdefault(quoted, path)
+    assert len(named) > 500
+    lost = {
+        name: str(path)
+        for name, path in named.items()
+        if name not in OF_OTHERS
+        and not known.issuperset(name.rstrip(".").split("."))
+    }
+    assert not lost
+
+
+def _read_names(path: Path, known: set[str]) -> str:
+    """Add the names and the words of the texts of a file to `known`; return its docstrings and
+    comments.
+    """
+    source = path.read_text(encoding="utf-8")
+    prose = []
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Expr):
+            continue
+        if isinstance(node.value, ast.Constant) and isinstance(
+            node.value.value, str
+        ):
+            docstrings.add(node.value.lineno)
+            prose.append(node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            prose.append(token.string)
+        elif token.type == tokenize.NAME:
+            known.add(token.string)
+        elif token.type == tokenize.STRING and token.start[0] not in docstrings:
+            known.update(re.findall(r"\w+", token.string))
+    return "\n".join(prose)

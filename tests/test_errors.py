@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 import pagoda
-from pagoda import errors
+from pagoda.base import errors
 
 
 def test_public_names() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagoda.file_space import data_ranges
+from pagoda.base.file_space import data_ranges
 
 KIB = 1 << 10
 

@@ -1,4 +1,6 @@
-"""pagoda.finalizers: what is dropped without a close is closed on another thread, or at exit."""
+"""`pagoda.base.finalizers`: what is dropped without a close is closed on another thread, or at
+exit.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ import threading
 from pathlib import Path
 
 import pagoda
-from pagoda.finalizers import close_dropped, close_when_dropped
+from pagoda.base.finalizers import close_dropped, close_when_dropped
 from tests.thread_limits import no_threads
 
 SECONDS = 60.0
-SOURCE = Path(pagoda.__file__).parent
+SOURCE = Path(pagoda.__file__).parents[1]
 RUN_BY_FINALIZERS = {  # which take no lock and wait for nothing
-    "slab/linux_mmap.py": "weakref.finalize(memory, _libc.munmap,",
-    "slab/memory.py": "weakref.finalize(self, self._pinned.stop)",
+    "pagoda/slab/linux_mmap.py": "weakref.finalize(memory, _libc.munmap,",
+    "pagoda/slab/memory.py": "weakref.finalize(self, self._pinned.stop)",
 }
 
 
@@ -131,11 +133,11 @@ def test_no_other_finalizer_does_anything() -> None:
     for path in SOURCE.rglob("*.py"):
         name = str(path.relative_to(SOURCE))
         text = path.read_text()
-        assert "def __del__" not in text, f"{name}: take pagoda.finalizers"
+        assert "def __del__" not in text, f"{name}: take pagoda.base.finalizers"
         allowed = RUN_BY_FINALIZERS.get(name)
         found = re.findall(r"weakref\.finalize\(", text)
         assert len(found) == (allowed is not None) and (allowed or "") in text, (
-            f"{name}: take pagoda.finalizers"
+            f"{name}: take pagoda.base.finalizers"
         )
 
 

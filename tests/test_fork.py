@@ -1,4 +1,4 @@
-"""pagoda.fork: what a forked child resets."""
+"""pagoda.base.fork: what a forked child resets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from pagoda.fork import reset_in_child
+from pagoda.base.fork import reset_in_child
 
 
 class Thing:
@@ -38,7 +38,7 @@ def test_a_reset_that_fails_keeps_no_other_from_being_reset() -> None:
 
 FUNCTIONS_LAST = """
 import os
-from pagoda.fork import call_in_child, reset_in_child
+from pagoda.base.fork import call_in_child, reset_in_child
 
 called = []
 

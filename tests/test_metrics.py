@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import pagoda
-from pagoda.clock import Clock
-from pagoda.ledger.member_counters import WIDTH
-from pagoda.metrics import (
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import (
     COUNTERS,
     LOAD_BUCKETS,
     LOAD_SECONDS,
@@ -21,6 +20,7 @@ from pagoda.metrics import (
     Reason,
     by_reason,
 )
+from pagoda.ledger.member_counters import WIDTH
 
 logger = logging.getLogger("pagoda.test")
 
@@ -36,7 +36,7 @@ class StoppedClock(Clock):
 
 def test_the_loggers_of_all_modules_are_guarded() -> None:
     own = re.compile(r"^\w+ = logging\.getLogger", re.MULTILINE)
-    sources = Path(pagoda.__file__).parent.rglob("*.py")
+    sources = Path(pagoda.__file__).parents[1].rglob("*.py")
     assert not [path for path in sources if own.search(path.read_text())]
 
 

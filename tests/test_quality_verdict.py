@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagoda.errors import ConfigError
-from pagoda.quality.write_verdict import check_place, write_verdict
-from pagoda.quality_bounds import (
+from pagoda.base.errors import ConfigError
+from pagoda.base.quality_bounds import (
     Bounds,
     Figures,
     Interval,
@@ -22,7 +21,7 @@ from pagoda.quality_bounds import (
     objections,
     too_loose,
 )
-from pagoda.quality_verdict import (
+from pagoda.base.quality_verdict import (
     VERSION,
     Result,
     Setting,
@@ -31,6 +30,7 @@ from pagoda.quality_verdict import (
     require_quality,
     weights_name,
 )
+from pagoda_tools.quality.write_verdict import check_place, write_verdict
 
 Edit = Callable[[dict], None]  # of the file's JSON
 
@@ -670,7 +670,7 @@ def test_processes_that_write_one_file_at_once_lose_nothing(
 def test_a_writer_that_stands_still_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.quality.write_verdict._LOCK_SECONDS", 0.05)
+    monkeypatch.setattr("pagoda_tools.quality.write_verdict._LOCK_SECONDS", 0.05)
     lock = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     with pytest.raises(ConfigError, match="another process writes there"):
@@ -708,7 +708,7 @@ def test_names_that_no_verdict_can_have(tmp_path: Path, name: str) -> None:
 
 def test_importing_it_is_cheap() -> None:
     code = (
-        "import sys, pagoda.quality_verdict; "
+        "import sys, pagoda.base.quality_verdict; "
         "sys.exit(','.join({'numpy', 'torch', 'lmdb', 'rich'} & set(sys.modules)) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from pagoda.json_log import JsonFormatter, StderrHandler
+from pagoda.base.log import JsonFormatter, StderrHandler
 
 
 @pytest.mark.parametrize("letter", ["x", "\u5854"])

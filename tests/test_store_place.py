@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pagoda import store_place
-from pagoda.config.sizes import auto_bytes
-from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate, allocate_range, opened
-from pagoda.file_systems import filesystem
-from pagoda.ledger import Ledger, StoreSpec
-from pagoda.store_place import (
+from pagoda.base import store_place
+from pagoda.base.errors import NoRoomError, StoreError
+from pagoda.base.file_space import allocate, allocate_range, opened
+from pagoda.base.file_systems import filesystem
+from pagoda.base.store_place import (
     free_bytes,
     require_free,
     require_local,
@@ -23,6 +21,8 @@ from pagoda.store_place import (
     require_own,
     require_place,
 )
+from pagoda.config.sizes import auto_bytes
+from pagoda.ledger import Ledger, StoreSpec
 from tests import seccomp
 from tests.children import in_child
 

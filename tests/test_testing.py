@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagoda import testing
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
 from pagoda.codec import Expected, Header, seal, verify
 from pagoda.slab import PAGE_BYTES, aligned
 from pagoda.testing import FakeClock, Fault, FaultySlab

@@ -1,4 +1,4 @@
-"""pagoda.signal_safe_threads: starts that fail, and pools whose refused work never runs."""
+"""pagoda.base.signal_safe_threads: starts that fail, and pools whose refused work never runs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from types import ModuleType
 import pytest
 
 import pagoda
-from pagoda import signal_safe_threads
-from pagoda.cache import Cache
-from pagoda.errors import StoreError
-from pagoda.keys import Namespace
-from pagoda.layout import KVLayout
-from pagoda.signal_safe_threads import (
+from pagoda.base import signal_safe_threads
+from pagoda.base.errors import StoreError
+from pagoda.base.signal_safe_threads import (
     DeferredCall,
     Pool,
     begin,
     require_real_threads,
     start_thread,
 )
+from pagoda.cache import Cache
+from pagoda.keys import Namespace
+from pagoda.layout import KVLayout
 from tests.cache.kit import wait_until
 from tests.children import child
 from tests.children import wait as wait_for_child
@@ -216,7 +216,7 @@ def test_a_pool_tells_what_its_work_raised_and_keeps_nothing_alive_by_it() -> (
 def in_a_process(code: str) -> str:
     """What a program prints that has the pool; it ends well, and soon."""
     program = (
-        "import os, threading, time\nfrom pagoda.signal_safe_threads import Pool\n"
+        "import os, threading, time\nfrom pagoda.base.signal_safe_threads import Pool\n"
         + code
     )
     run = subprocess.run(
@@ -364,7 +364,7 @@ def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
         if str(path.relative_to(SOURCE)) not in allowed:
             text = path.read_text()
             assert "ThreadPoolExecutor" not in text, (
-                f"{path}: take pagoda.signal_safe_threads.Pool"
+                f"{path}: take pagoda.base.signal_safe_threads.Pool"
             )
             assert not re.search(
                 r"\bthread\.start\(\)|Thread\([^)]*\)\.start\(\)", text
@@ -418,7 +418,7 @@ def test_a_thread_that_begins_too_late_does_nothing(
 
 _HARDLY_ANY_MEMORY = """
 import faulthandler, resource, sys, threading
-from pagoda.signal_safe_threads import begin
+from pagoda.base.signal_safe_threads import begin
 faulthandler.dump_traceback_later(60, exit=True)
 sys.unraisablehook = lambda _: None
 threading.stack_size(256 << 10)

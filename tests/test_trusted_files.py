@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda import trusted_files
-from pagoda.config import option_names
-from pagoda.config.sources import load
-from pagoda.errors import ConfigError
-from pagoda.trusted_files import (
+from pagoda.base import trusted_files
+from pagoda.base.errors import ConfigError
+from pagoda.base.trusted_files import (
     FOUND_OPTIONS,
     BelievedFile,
     FileClass,
@@ -25,6 +23,8 @@ from pagoda.trusted_files import (
     read_found,
     read_named,
 )
+from pagoda.config import option_names
+from pagoda.config.sources import load
 from tests.cli.shelf import done_here, refused
 
 OTHER_USER = 65534
@@ -200,8 +200,8 @@ import grp
 names = {1500: "alice"}
 pwd.getpwuid = lambda uid: SimpleNamespace(pw_name="alice", pw_gid=1500)
 grp.getgrgid = lambda gid: SimpleNamespace(gr_name={1500: "alice", 1600: "team"}[gid], gr_mem=sys.argv[3].split())
-from pagoda.trusted_files import read_named
-from pagoda.errors import ConfigError
+from pagoda.base.trusted_files import read_named
+from pagoda.base.errors import ConfigError
 os.setgid(1500); os.setuid(1500)
 os.chmod(sys.argv[1], int(sys.argv[2], 8))
 if sys.argv[4] == "acl":

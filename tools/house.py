@@ -3,7 +3,7 @@
 
     python tools/house.py [TREE ...] [--json]
 
-By default of `src/pagoda`, `tests` and `benchmarks`. Lines of code are without blank lines,
+By default of `src`, `tests` and `benchmarks`. Lines of code are without blank lines,
 comments and docstrings. What counts is tokens: they stay the same however the lines are broken. Per
 1,000 lines of code: packed assignments (`a, b = x, y`), conditional expressions, comprehensions,
 and lines over 100 columns. The rooms are the packages of the first tree.
@@ -19,7 +19,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-TREES = ("src/pagoda", "tests", "benchmarks")
+TREES = ("src", "tests", "benchmarks")
 LONG = 100
 WITHOUT_CODE = {
     tokenize.COMMENT,
@@ -123,7 +123,7 @@ def sizes(root):
     for path in sorted(root.rglob("*.py")):
         one = size_of(path)
         inside = path.relative_to(root).parts
-        rooms[inside[0] if len(inside) > 1 else "."].add(one)
+        rooms["/".join(inside[:-1][:2]) or "."].add(one)
         whole.add(one)
     return whole, rooms
 
@@ -150,14 +150,14 @@ def main():
         print(json.dumps({"trees": trees, "rooms": rooms}, indent=1))
         return
     head = (
-        f"{'':14} {'files':>5} {'lines':>6} {'tokens':>7} {'a line':>6} {'packed':>6} "
+        f"{'':20} {'files':>5} {'lines':>6} {'tokens':>7} {'a line':>6} {'packed':>6} "
         f"{'cond.':>6} {'compr.':>6} {'>100':>5}"
     )
     print(head)
     first = next(iter(rooms))
     for name, at in {**dict(sorted(rooms[first].items())), **trees}.items():
         print(
-            f"{name:14} {at['files']:5} {at['lines']:6} {at['tokens']:7} "
+            f"{name:20} {at['files']:5} {at['lines']:6} {at['tokens']:7} "
             f"{at['tokens_a_line']:6.2f} "
             f"{at['packed']:6.1f} {at['conditional']:6.1f} {at['comprehensions']:6.1f} "
             f"{at['long']:5.1f}"

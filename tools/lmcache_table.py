@@ -1,5 +1,5 @@
 """Write the table of LMCache's fields from an installed LMCache: `PYTHON_WITH_LMCACHE
-tools/lmcache_table.py > src/pagoda/migrate/lmcache_table.json`.
+tools/lmcache_table.py > src/pagoda_tools/migrate/lmcache_table.json`.
 
 `fields`: name -> [type, default]; `renamed`: an older name that LMCache still reads -> the present
 name;

@@ -16,12 +16,12 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.cli.app import program
+from pagoda.base.metrics import Reason
+from pagoda.base.trusted_files import FOUND_OPTIONS
 from pagoda.config import Config
 from pagoda.connectors.vllm.supported_engines import FULL, HYBRID, TESTED, WHY
-from pagoda.metrics import Reason
-from pagoda.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES
-from pagoda.trusted_files import FOUND_OPTIONS
+from pagoda_tools.cli.app import program
+from pagoda_tools.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES
 
 if TYPE_CHECKING:
     from click import Command, Context

@@ -25,7 +25,8 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from pagoda import Cache, Hit
+from pagoda import Cache, ConfigError, Hit
+from pagoda.base.quality_verdict import QualityState
 from pagoda.blend import (
     BlendedPrompt,
     BlendGate,
@@ -41,9 +42,7 @@ from pagoda.blend import (
 )
 from pagoda.cache import Stored
 from pagoda.connectors.transformers import rotary_of
-from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
-from pagoda.quality_verdict import QualityState
 from pagoda.transfer import DenseKV
 
 from .attention import KVPool, Part, batch_of, deviation

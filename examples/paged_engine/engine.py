@@ -24,6 +24,7 @@ from operator import attrgetter
 from transformers import PreTrainedModel
 
 from pagoda import Cache, Hit, KVLayout
+from pagoda.base.quality_verdict import QualityState
 from pagoda.blend import BlendedPrompt, Document, SelectionPolicy
 from pagoda.blocks import (
     Admitted,
@@ -33,7 +34,6 @@ from pagoda.blocks import (
     Plan,
     Waiting,
 )
-from pagoda.quality_verdict import QualityState
 
 from .attention import KVPool, Part, batch_of, next_tokens, paged_model
 from .blend import Documents, Load, Span

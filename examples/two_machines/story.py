@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagoda.cli.demo.demo_prompts import documents
+from pagoda_tools.cli.demo.demo_prompts import documents
 
 from .house import CHUNK_TOKENS, DEADLINE_SECONDS, House, Machine
 

@@ -11,15 +11,13 @@ the order in which data reaches them:
     kv_events       reports to routers of requests what the tiers hold
     ledger, slab    which chunk is in which slot of a local tier; the slots
     codec, policy   the header and checksum of a chunk; which chunk is evicted first
-    blocks, config, replay, migrate, serve, cli, testing    the surroundings, and what users and
-                                                            operators call
+    blocks          the block manager, for people who write engines
+    config          the options, and where they come from
+    testing         conformance tests, for people who write tiers and policies
+    base            time, errors, counters, threads, files: what all the others stand on
 
-and the modules that all of them use: `keys` (tokens to keys), `layout` (the bytes of a chunk),
-`metrics` (reasons, counters, loggers), `errors`, `clock`, `boot_identity`, `signal_safe_threads`,
-`fork`, `finalizers`, `store_place`, `file_space`, `file_systems`, `file_lock`, `cgroup_memory`,
-`json_log`, `url_hosts`, `serve_token_file`, `serve_proof`, `quality_verdict` (may an approximate
-feature start), `quality_bounds` (what it must keep), `trusted_files` (which files are believed, and
-for what).
+and two modules that all of them use: `keys` (tokens to keys) and `layout` (the bytes of a chunk).
+What people run (the command, the server, replay, quality, migration) is the package `pagoda_tools`.
 """
 
 from __future__ import annotations
@@ -29,9 +27,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pagoda.cache import Cache, Hit
-    from pagoda.config import Config
-    from pagoda.errors import (
+    from pagoda.base.errors import (
         ClosedError,
         ConfigError,
         LedgerCorrupt,
@@ -39,6 +35,8 @@ if TYPE_CHECKING:
         PagodaError,
         StoreError,
     )
+    from pagoda.cache import Cache, Hit
+    from pagoda.config import Config
     from pagoda.keys import Namespace
     from pagoda.layout import KVLayout
 
@@ -60,7 +58,7 @@ __all__ = [
 ]
 
 # the module of each public name
-_HOME = dict.fromkeys(__all__, "pagoda.errors") | {
+_HOME = dict.fromkeys(__all__, "pagoda.base.errors") | {
     "Cache": "pagoda.cache",
     "Hit": "pagoda.cache",
     "Config": "pagoda.config",

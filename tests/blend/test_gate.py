@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import ConfigError
 from pagoda.blend import BlendGate, blend_setting
 from pagoda.cache import Cache
-from pagoda.errors import ConfigError
 from tests.cache.kit import LAYOUT, NAMESPACE
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from pagoda.base.clock import Clock
 from pagoda.blocks import (
     Admitted,
     BlockManager,
@@ -23,7 +24,6 @@ from pagoda.blocks import (
     Waiting,
 )
 from pagoda.cache import Cache
-from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.keys import Item, Namespace, chunk_keys
 from pagoda.layout import KVLayout

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.clock import Clock
 from pagoda.cache import Cache, Hit
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
-from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout

@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
+from pagoda.base.quality_bounds import Bounds, Figures, Interval, objections
+from pagoda.base.quality_verdict import Result
 from pagoda.cache import Cache, Hit
 from pagoda.codec import approximated, codec_setting
-from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
-from pagoda.quality.write_verdict import write_verdict
-from pagoda.quality_bounds import Bounds, Figures, Interval, objections
-from pagoda.quality_verdict import Result
 from pagoda.transfer import BlockKV
+from pagoda_tools.quality.write_verdict import write_verdict
 from testbed.servers import Server, redis_server
 from tests.cache.kit import CHUNK, KV, config_of, prompt
 from tests.remote.chunks import fresh_prefix

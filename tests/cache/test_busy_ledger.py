@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.metrics import Reason
 from tests.cache.kit import blank, cache_at, counters_of, kv_of, prompt, stored
 from tests.ledger.support import gate_taken
 

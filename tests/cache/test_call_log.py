@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.errors import ConfigError
 from pagoda.cache import Cache
 from pagoda.cache.call_log import log_opened
-from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer import DenseKV

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import admin
 from pagoda.ledger.namespace_registry import NamespaceRegistry
-from pagoda.metrics import Reason
 from pagoda.tiers import Chunk, Done
 from tests.cache.kit import (
     NAMESPACE,

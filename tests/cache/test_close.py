@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.ledger import admin
-from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers.base import Bytes
 from tests.cache.kit import (

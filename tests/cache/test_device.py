@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.clock import Clock
 from pagoda.ledger import admin
 from pagoda.ledger.members import DEVICE_GRACE_NS
-from pagoda.metrics import Reason
 from pagoda.slab.cuda_driver import LIBRARY
 from pagoda.slab.memory import MemorySlab
 from pagoda.slab.pinned import device_address

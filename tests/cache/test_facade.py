@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.errors import ConfigError, StoreError
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.cache.lookup_call import match_tiers
-from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Item, Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
-from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.transfer import BlockKV
 from tests.cache.kit import (

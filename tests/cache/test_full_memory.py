@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import NoRoomError
 from pagoda.cache import Cache
-from pagoda.errors import NoRoomError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from tests.cache.kit import CHUNK, blank, cache_at, prompt, served, stored

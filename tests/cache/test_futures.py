@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import admin
-from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from tests.cache.kit import (
     CHUNK,

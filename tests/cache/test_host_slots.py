@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
 from pagoda.ledger import Busy, Present, Refused, Reserved, admin
-from pagoda.metrics import Reason
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.clock import Deadline
+from pagoda.base.finalizers import close_dropped
 from pagoda.cache import Cache
 from pagoda.cache.staging_buffers import StagingPool
-from pagoda.clock import Deadline
-from pagoda.finalizers import close_dropped
 from pagoda.ledger import admin
 from pagoda.tiers.io_queue import WorkerPool
 from tests.cache.kit import (

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache, late_tier, open_tiers
 from pagoda.config import Config
 from pagoda.config.sources import load
-from pagoda.errors import StoreError
 from pagoda.ledger.stores_under_root import root_locked
-from pagoda.metrics import Reason
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,

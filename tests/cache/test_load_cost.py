@@ -13,8 +13,8 @@ from zlib import crc32
 import pytest
 
 from pagoda import Namespace
+from pagoda.base.metrics import Reason
 from pagoda.cache.load_cost import LoadCost, Speed, SpeedTable
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.cache.kit import CHUNK, cache_at, prompt, served, stored, wait_until
 

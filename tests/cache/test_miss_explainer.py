@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache, Hit, miss_explainer
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault
 from tests.cache.kit import (
     CHUNK,

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.ledger import admin
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault
 from tests.cache.kit import (
     CHUNK,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.cache import cache as named
 from pagoda.cache.weights_epoch import WeightsEpoch
-from pagoda.errors import StoreError
-from pagoda.metrics import Reason
 from tests.cache.kit import LAYOUT, NAMESPACE, config_of, prompt, served, stored
 from tests.children import in_child
 from tests.thread_limits import no_threads

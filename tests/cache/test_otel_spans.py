@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
     InMemorySpanExporter,
 )
 
+from pagoda.base.errors import ConfigError
 from pagoda.cache import call
-from pagoda.errors import ConfigError
 from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
 
 

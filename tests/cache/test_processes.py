@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.ledger import Ledger, admin
-from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from tests.cache.kit import (
     CHUNK,

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 from pagoda import Cache
+from pagoda.base.clock import Clock
+from pagoda.base.errors import StoreError
 from pagoda.cache.prompt_log import LoggedPrompt, PromptLog, logged_prompts
-from pagoda.cli.nearest_prompt import keys_of_prompt, nearest_prompt
-from pagoda.cli.prompt_keys import schemes
-from pagoda.clock import Clock
-from pagoda.errors import StoreError
 from pagoda.keys import Item, as_token_ids, chunk_keys
 from pagoda.ledger import Ledger, Miss, StoreSpec, admin
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
+from pagoda_tools.cli.nearest_prompt import keys_of_prompt, nearest_prompt
+from pagoda_tools.cli.prompt_keys import schemes
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.clock import Clock
+from pagoda.base.errors import ConfigError
 from pagoda.cache import Cache
 from pagoda.cache.append_lines import append_lines
 from pagoda.cache.recording import (
@@ -27,10 +29,8 @@ from pagoda.cache.recording import (
     RequestDetector,
     require_trace,
 )
-from pagoda.clock import Clock
-from pagoda.errors import ConfigError
-from pagoda.replay import Request, TierSpec, read_trace, simulate
 from pagoda.testing.fake_clock import FakeClock
+from pagoda_tools.replay import Request, TierSpec, read_trace, simulate
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -535,10 +535,10 @@ def test_the_thread_has_nothing_to_import(trace: Path) -> None:
 import sys
 from pathlib import Path
 from pagoda.cache.recording import Recorder
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
 
 Recorder(Path({str(trace)!r}), 16, Clock())
-assert "pagoda.replay.trace" in sys.modules
+assert "pagoda.cache.request_trace" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

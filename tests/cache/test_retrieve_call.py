@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.clock import Clock
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, Reserved, StoreSpec, admin
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault, FaultySlab
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.transfer import Transfer

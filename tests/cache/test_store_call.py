@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.cache.writeback import WriteBackQueue
 from pagoda.ledger import Ledger, StoreSpec, admin
-from pagoda.metrics import Reason
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock, Fault, FaultySlab
 from pagoda.tiers import DiskTier, HostTier

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache, writeback
-from pagoda.errors import StoreError
 from pagoda.ledger import admin
-from pagoda.metrics import Reason
 from pagoda.transfer.cpu_copy import in_threads
 from tests.cache.kit import (
     LAYOUT,

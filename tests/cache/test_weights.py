@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from pagoda import Config
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache, miss_explainer
 from pagoda.cache.weights_epoch import WeightsEpoch
-from pagoda.errors import StoreError
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch, EpochRecord
-from pagoda.metrics import Reason
 from pagoda.tiers import DiskTier
 from tests.cache.kit import (
     CHUNK,

@@ -16,19 +16,19 @@ from unittest import mock
 
 import numpy as np
 
-from pagoda.cli import main
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, Reserved, StoreSpec
 from pagoda.slab import FileSlab
 from pagoda.tiers import Chunk, DiskTier
+from pagoda_tools.cli import main
 
 CHUNK = 16
 LLAMA = Namespace("llama", kv_dtype="bfloat16")
 QWEN = Namespace("qwen")
 _NO_HOME = "/dev/null/home"  # cannot be created, not even by root
 _NO_TIER = "/dev/shm/pagoda-test-no-tier"  # is never created
-RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+RUN = "import sys; from pagoda_tools.cli import main; sys.exit(main())"
 
 # stores chunks until it is killed and keeps about 64 of them, so that other processes can read
 _WRITER = """

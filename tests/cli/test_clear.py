@@ -106,9 +106,7 @@ def test_on_a_terminal_it_asks(
     ledger = host(shm_root)
     put(ledger, LLAMA, range(64))
     ours, theirs = pty.openpty()
-    program = (
-        "import sys; from pagoda.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
+    program = "import sys; from pagoda_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", program, "clear", str(shm_root)],
         stdin=theirs,

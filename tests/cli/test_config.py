@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import cast
 
 import pagoda as package
+from pagoda.base.store_place import is_in_memory
 from pagoda.config import option_names
-from pagoda.store_place import is_in_memory
 from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
 
 
@@ -115,7 +115,7 @@ def test_what_is_nested_too_deeply_to_be_read_is_one_line(tmp_path: Path) -> Non
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom pagoda.cli import main\nmain(['--help'])\n"
+        "import sys\nfrom pagoda_tools.cli import main\nmain(['--help'])\n"
         "sys.exit(str({'numpy', 'torch', 'lmdb', 'pydantic_settings'} & set(sys.modules) or '') "
         "or 0)"
     )
@@ -131,7 +131,10 @@ def test_interrupted_is_130_without_a_traceback(shm_root: Path) -> None:
         "PAGODA_HOST_PATH": str(shm_root / "x"),
         "PAGODA_HOST_SIZE": "1GiB",
     }
-    code = "import sys; from pagoda.cli import main; sys.exit(main(['bench', '--seconds', '60']))"
+    code = (
+        "import sys; from pagoda_tools.cli import main; "
+        "sys.exit(main(['bench', '--seconds', '60']))"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         env=environment,
@@ -153,7 +156,7 @@ def test_interrupted_is_130_without_a_traceback(shm_root: Path) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_traceback(shm_root: Path) -> None:
-    code = "import sys; from pagoda.cli import main; sys.exit(main(['config', 'schema']))"
+    code = "import sys; from pagoda_tools.cli import main; sys.exit(main(['config', 'schema']))"
     script = f'{sys.executable} -c "{code}" | true'
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, timeout=120

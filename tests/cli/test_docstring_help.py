@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer import Option
 
-from pagoda.cli.app import program
-from pagoda.cli.docstring_help import documented
+from pagoda_tools.cli.app import program
+from pagoda_tools.cli.docstring_help import documented
 
 
 def options(

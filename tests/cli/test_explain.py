@@ -16,12 +16,12 @@ from typing import ClassVar, cast
 
 import pytest
 
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.cache.prompt_log import PromptLog
-from pagoda.cli import main, prompt_source
-from pagoda.clock import Clock
 from pagoda.keys import Namespace, as_token_ids, chunk_keys
 from pagoda.ledger import Ledger, admin
-from pagoda.metrics import Reason
+from pagoda_tools.cli import main, prompt_source
 from tests.cli.shelf import (
     CHUNK,
     LLAMA,
@@ -546,7 +546,7 @@ def test_text_and_messages_by_a_tokenizer(
 def test_the_page_cuts_text_by_a_tokenizer_that_is_loaded_once(
     tmp_path: Path, tokenizer: Path
 ) -> None:
-    from pagoda.cli.web_page_options import page_options
+    from pagoda_tools.cli.web_page_options import page_options
 
     file = tmp_path / "tokenizer.json"
     file.write_bytes((tokenizer / "tokenizer.json").read_bytes())

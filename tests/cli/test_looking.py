@@ -13,10 +13,10 @@ from typing import cast
 import msgspec
 import pytest
 
-from pagoda.cli import main
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.store_state import LOCKS, read_state, write_state
+from pagoda_tools.cli import main
 from tests.cli.shelf import (
     CHUNK,
     LLAMA,

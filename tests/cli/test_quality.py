@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.quality_verdict import read_verdict
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.model_identity import weights_digest
-from pagoda.errors import ConfigError
-from pagoda.quality.prompt_lines import QualityPrompt
-from pagoda.quality_verdict import read_verdict
+from pagoda_tools.quality.prompt_lines import QualityPrompt
 from tests.cli.shelf import RUN, one_line, run_here
 from tests.quality.tiny import CHUNK, prompts, tiny_llama
 

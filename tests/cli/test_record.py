@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli import main
-from pagoda.replay import read_trace
+from pagoda_tools.cli import main
+from pagoda_tools.replay import read_trace
 from tests.cache.kit import wait_until
 
 ENGINE = """
@@ -108,7 +108,7 @@ def test_a_signal_reaches_a_command_that_has_just_begun(tmp_path: Path) -> None:
     pagoda = [
         sys.executable,
         "-c",
-        "from pagoda.cli import main; raise SystemExit(main())",
+        "from pagoda_tools.cli import main; raise SystemExit(main())",
     ]
     for attempt in range(4):
         trace = tmp_path / f"{attempt}.jsonl"
@@ -128,7 +128,7 @@ def test_a_signal_ends_the_command_and_what_it_did_is_told(
     pagoda = [
         sys.executable,
         "-c",
-        "from pagoda.cli import main; raise SystemExit(main())",
+        "from pagoda_tools.cli import main; raise SystemExit(main())",
     ]
     command = [*pagoda, "record", str(trace), "--", "sh", "-c", line]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

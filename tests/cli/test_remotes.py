@@ -309,7 +309,7 @@ def test_a_directory_is_that_directory_alone(
 
 
 def test_the_question_says_that_it_is_for_all_machines() -> None:
-    from pagoda.cli.clear import _question
+    from pagoda_tools.cli.clear import _question
 
     asked = _question("ALL chunks", [Path("/x")], [parse("redis://:hunter2@h")])
     assert (
@@ -401,8 +401,8 @@ def test_wrong_passwords_and_missing_ones(
 def test_a_server_that_stands_still_is_waited_for_no_longer_than_said(
     where: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.cli.remote_stores.PATIENCE_SECONDS", 0.5)
-    from pagoda.cli.remote_stores import pinged
+    monkeypatch.setattr("pagoda_tools.cli.remote_stores.PATIENCE_SECONDS", 0.5)
+    from pagoda_tools.cli.remote_stores import pinged
 
     with redis_server() as server:
         server.stop()
@@ -416,7 +416,7 @@ def test_a_server_that_stands_still_is_waited_for_no_longer_than_said(
 def test_a_codec_that_is_not_installed(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagoda.cli.remote_stores import pinged
+    from pagoda_tools.cli.remote_stores import pinged
 
     specs = [parse(f"{url}&codec=raw"), parse(f"{url}&codec=zstd")]
     assert [asked.trouble for asked in pinged(specs)] == ["", ""]
@@ -432,7 +432,7 @@ def test_a_codec_that_is_not_installed(
 def test_an_engine_whose_library_is_not_installed(
     library: str, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagoda.cli.remote_stores import pinged
+    from pagoda_tools.cli.remote_stores import pinged
 
     for module in [name for name in sys.modules if name.split(".")[0] == library]:
         monkeypatch.delitem(sys.modules, module)

@@ -19,9 +19,9 @@ from typing import cast
 
 import pytest
 
-from pagoda import replay as pagoda_replay
-from pagoda.cli import main
 from pagoda.policy import DEFAULT
+from pagoda_tools import replay as pagoda_replay
+from pagoda_tools.cli import main
 from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
 from tests.cli.traces import PROMPTS, written
 
@@ -59,7 +59,10 @@ def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
 
 @pytest.mark.slow
 def test_the_sample_is_what_is_replayed_if_no_trace_is_named() -> None:
-    assert "Apache" in (files("pagoda.replay") / "sample.NOTICE.txt").read_text()
+    assert (
+        "Apache"
+        in (files("pagoda_tools.replay") / "sample.NOTICE.txt").read_text()
+    )
     found = answer("replay", "--capacity-chunks", 2000, "--policy", "lru")
     assert (found["trace"], found["requests"], found["accesses"]) == (
         "sample",
@@ -204,7 +207,9 @@ def test_without_matplotlib_the_remedy_is_said(
 @pytest.mark.slow
 def test_size_is_the_smallest_that_was_seen_to_do(tmp_path: Path) -> None:
     part = tmp_path / "part.jsonl"
-    with gzip.open(str(files("pagoda.replay") / "sample.jsonl.gz")) as sample:
+    with gzip.open(
+        str(files("pagoda_tools.replay") / "sample.jsonl.gz")
+    ) as sample:
         part.write_bytes(b"".join(islice(sample, 500)))
     found = answer(
         "size", part, "--percent", 50, "--policy", "lru", "--model", "deepseek-v3"
@@ -309,7 +314,7 @@ def test_interrupted_is_130_and_no_process_stays(tmp_path: Path) -> None:
             file.write(
                 line.replace("[]", str([2 * number, 2 * number + 1])) + "\n"
             )
-    code = "import sys; from pagoda.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from pagoda_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = [
         "replay",
         str(long),

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from pagoda.cli import main, printing
-from pagoda.cli.text_tables import table_lines, wrapped
 from pagoda.keys import Namespace
 from pagoda.ledger import admin
+from pagoda_tools.cli import main, printing
+from pagoda_tools.cli.text_tables import table_lines, wrapped
 from testbed.servers import Server, redis_server
 from tests.cli.shelf import disk, host, put, save
 from tests.cli.test_remotes import share

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from pagoda.cli import FailedError
-from pagoda.cli.trace_pool import TraceJob, TracePool
-from pagoda.replay import Request
+from pagoda_tools.cli import FailedError
+from pagoda_tools.cli.trace_pool import TraceJob, TracePool
+from pagoda_tools.replay import Request
 
 REQUESTS = [Request(float(n), 512, 1, (n,)) for n in range(20)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pagoda import cli
-from pagoda.cli import main
+from pagoda_tools import cli
+from pagoda_tools.cli import main
 
 COLUMNS = 80
 

@@ -29,7 +29,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 SCRIPT = 7
 COMMAND = 8
 SERVER = 9
-RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+RUN = "import sys; from pagoda_tools.cli import main; sys.exit(main())"
 
 
 def install_plugin(site: Path) -> None:
@@ -514,7 +514,7 @@ def test_a_refusal_loads_nothing_that_takes_long(tmp_path: Path) -> None:
     """Most of what `pagoda vllm` takes is what it imports."""
     run = """if True:
         import sys
-        from pagoda.cli import main
+        from pagoda_tools.cli import main
         status = main()
         print(*({"numpy", "lmdb", "torch", "vllm", "pagoda.ledger"} & sys.modules.keys()))
         sys.exit(status)"""

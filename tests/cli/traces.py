@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagoda.replay import Request, format_request
+from pagoda_tools.replay import Request, format_request
 
 # six different chunks, and two that are requested twice again
 PROMPTS = [(1, 2), (3, 4), (1, 2), (5, 6), (1, 2)]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import ConfigError
 from pagoda.config import Config, ConfigOptions, defaults, option_names
-from pagoda.errors import ConfigError
 
 
 def test_defaults_make_a_host_tier_and_no_disk() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import ConfigError
 from pagoda.cache import Cache
 from pagoda.config.sources import load
-from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.tiers import recorded_tiers

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagoda.base.errors import ConfigError
 from pagoda.codec import CODECS
 from pagoda.config import Config, RemoteSpec
 from pagoda.config.remote_urls import parse, redacted, split
 from pagoda.config.sources import load, schema
-from pagoda.errors import ConfigError
 
 
 def test_what_is_ours_is_taken_out_and_the_rest_is_the_engines() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cgroup_memory import memory_limit_bytes
+from pagoda.base.cgroup_memory import memory_limit_bytes
 from pagoda.config.sizes import auto_bytes, format_size, parse_size
 
 

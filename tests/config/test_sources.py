@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import ConfigError
 from pagoda.config import Config, option_names
 from pagoda.config.sources import load, schema
-from pagoda.errors import ConfigError
 
 
 @pytest.fixture

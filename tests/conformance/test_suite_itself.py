@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.keys import Namespace
-from pagoda.metrics import Reason
 from pagoda.testing import TierConformance
 from pagoda.tiers.base import Bytes, Chunk, Done, Tier
 

@@ -12,6 +12,10 @@ import pytest
 import torch
 import transformers
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
+from pagoda.base.quality_bounds import Bounds, Figures, Interval
+from pagoda.base.quality_verdict import Result
 from pagoda.connectors.transformers import (
     Deviation,
     FirstK,
@@ -21,13 +25,9 @@ from pagoda.connectors.transformers import (
     rotary_of,
 )
 from pagoda.connectors.transformers.model_checks import kv_argument
-from pagoda.errors import ConfigError
-from pagoda.metrics import Reason
-from pagoda.quality import measure_quality
-from pagoda.quality.prompt_lines import QualityPrompt
-from pagoda.quality.write_verdict import write_verdict
-from pagoda.quality_bounds import Bounds, Figures, Interval
-from pagoda.quality_verdict import Result
+from pagoda_tools.quality import measure_quality
+from pagoda_tools.quality.prompt_lines import QualityPrompt
+from pagoda_tools.quality.write_verdict import write_verdict
 from tests.e2e.house import CHUNK, House
 from tests.e2e.tiny import _SIZE, _built, deepseek, generated, llama, prompt, qwen
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from pagoda.base.metrics import Reason
 from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel
-from pagoda.metrics import Reason
 from pagoda.transfer import DenseKV
 from testbed.servers import redis_server
 from tests.cache.kit import wait_until

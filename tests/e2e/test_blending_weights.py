@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.quality_verdict import weights_name
 from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.model_identity import adapters_digest
-from pagoda.errors import ConfigError
-from pagoda.quality_verdict import weights_name
 from tests.e2e.house import CHUNK, House
 from tests.e2e.test_blending import (
     GREEDY,

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from pagoda.base.metrics import Reason
 from pagoda.connectors.transformers import (
     CachedModel,
     call_arguments,
@@ -23,7 +24,6 @@ from pagoda.connectors.transformers import (
 )
 from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.connectors.transformers.numerics import numerics_of
-from pagoda.metrics import Reason
 from tests.e2e.house import House
 from tests.e2e.tiny import generated, llama, prompt, qwen
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli import UsageError
-from pagoda.cli.demo import demo_child, demo_command
-from pagoda.cli.demo.demo_child import Size, Task
-from pagoda.cli.demo.demo_prompts import ByteTokenizer, documents
-from pagoda.cli.demo.demo_run import PROCESSES, Shown, run_demo
 from pagoda.tiers import recorded_tiers
+from pagoda_tools.cli import UsageError
+from pagoda_tools.cli.demo import demo_child, demo_command
+from pagoda_tools.cli.demo.demo_child import Size, Task
+from pagoda_tools.cli.demo.demo_prompts import ByteTokenizer, documents
+from pagoda_tools.cli.demo.demo_run import PROCESSES, Shown, run_demo
 from tests.e2e.tiny import llama
 
 SMALL = Size(
@@ -47,7 +47,7 @@ KEYS = {
 COMMAND = [
     sys.executable,
     "-c",
-    "import sys; from pagoda.cli import main; sys.exit(main())",
+    "import sys; from pagoda_tools.cli import main; sys.exit(main())",
     "demo",
 ]
 
@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_had_or_cached(
 
 def test_torch_missing_is_one_line_with_the_remedy() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; from pagoda.cli import main; "
+        "import sys; sys.modules['torch'] = None; from pagoda_tools.cli import main; "
         "sys.exit(main(['demo']))"
     )
     done = subprocess.run(

@@ -21,8 +21,8 @@ import torch
 import transformers
 from transformers.utils.generic import TransformersKwargs
 
+from pagoda.base.metrics import Reason
 from pagoda.connectors.transformers import CachedModel, call_arguments
-from pagoda.metrics import Reason
 from tests.e2e.house import House
 from tests.e2e.tiny import llama
 from tests.e2e.tiny_models import model_types, tiny_model

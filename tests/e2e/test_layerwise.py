@@ -18,11 +18,11 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from pagoda.base.metrics import Reason
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.layerwise import LayerLoads
 from pagoda.connectors.transformers.model_checks import is_compiled, kv_argument
-from pagoda.metrics import Reason
 from tests.e2e.slow_device import LONG, SlowDevice, engine_over
 from tests.e2e.tiny import deepseek, generated, llama, prompt
 

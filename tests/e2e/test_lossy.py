@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.quality_bounds import Bounds, Figures, Interval
+from pagoda.base.quality_verdict import Result
 from pagoda.cache import Cache
 from pagoda.codec import codec_setting
 from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.connectors.transformers.model_checks import kv_argument
-from pagoda.errors import ConfigError
-from pagoda.quality.write_verdict import write_verdict
-from pagoda.quality_bounds import Bounds, Figures, Interval
-from pagoda.quality_verdict import Result
+from pagoda_tools.quality.write_verdict import write_verdict
 from tests.e2e.tiny import VOCABULARY, llama
 
 CHUNK = 32

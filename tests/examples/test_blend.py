@@ -24,9 +24,9 @@ from examples.paged_engine.attention import (
 from examples.paged_engine.engine import Engine, Sequence
 from examples.paged_engine.replay import model_of as model_of_the_example
 from pagoda import Cache, Config
+from pagoda.base.errors import ConfigError
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.connectors.transformers.model_checks import kv_argument
-from pagoda.errors import ConfigError
 from tests.e2e.test_blending import LENGTHS, pieces, verdict, whole
 from tests.e2e.tiny import generated, llama, prompt
 from tests.examples.kit import BLOCK, NEW, House, closed, engine_of, model_of

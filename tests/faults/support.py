@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
 from pagoda.codec import HEADER_BYTES
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout

@@ -35,13 +35,13 @@ from typing import Literal, cast
 
 import numpy as np
 
+from pagoda.base.clock import Clock
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.clock import Clock
 from pagoda.config import Config
-from pagoda.errors import StoreError
 from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
 from pagoda.transfer import BlockKV
 
 Kind = Literal["host", "disk"]

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 from pagoda import Cache, Config, KVLayout, Namespace
-from pagoda.cli import main
+from pagoda.base.errors import StoreError
+from pagoda.base.store_place import require_place
 from pagoda.config.sources import load
-from pagoda.errors import StoreError
 from pagoda.ledger import Ledger, StoreSpec
 from pagoda.ledger.locks import OPEN, LockFile
 from pagoda.ledger.store_state import LOCKS
-from pagoda.store_place import require_place
 from pagoda.transfer import BlockKV
+from pagoda_tools.cli import main
 from tests.children import child, wait
 from tests.faults.support import apart, own_mounts, python, succeeded
 

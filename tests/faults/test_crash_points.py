@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
 from pagoda.ledger import admin, rebuild
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.transaction import Transaction

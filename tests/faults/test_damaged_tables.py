@@ -17,8 +17,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from pagoda.clock import Clock
-from pagoda.errors import LedgerCorrupt, StoreError
+from pagoda.base.clock import Clock
+from pagoda.base.errors import LedgerCorrupt, StoreError
 from pagoda.ledger import admin, table_integrity
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.lmdb_tables import META_ROW, SLOT_KEY, Tables

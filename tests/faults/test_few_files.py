@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pagoda import boot_identity
-from pagoda.errors import StoreError
+from pagoda.base import boot_identity
+from pagoda.base.errors import StoreError
 from pagoda.ledger import admin, rebuild
 from pagoda.ledger.clear_log import ClearLog
 from pagoda.ledger.clears_and_labels import read_labels

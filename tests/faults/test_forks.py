@@ -18,7 +18,7 @@ from types import FrameType
 import lmdb
 import pytest
 
-from pagoda.finalizers import close_dropped
+from pagoda.base.finalizers import close_dropped
 from pagoda.ledger import Busy, Ledger, Reserved, admin
 from pagoda.ledger.lmdb_tables import Tables
 from pagoda.ledger.locks import Gate

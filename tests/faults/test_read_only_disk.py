@@ -17,7 +17,7 @@ TURNS_READ_ONLY = """
 import logging, subprocess, sys
 from pathlib import Path
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from support import disk, keys, load_from, save_to
 
 

@@ -16,8 +16,8 @@ from types import FrameType
 
 import pytest
 
-from pagoda.errors import StoreError
-from pagoda.finalizers import close_dropped
+from pagoda.base.errors import StoreError
+from pagoda.base.finalizers import close_dropped
 from tests.cache.kit import cache_at, kv_of, prompt, served
 
 POINTS = 12

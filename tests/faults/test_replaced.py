@@ -14,7 +14,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger, Refused, admin, session
 from pagoda.ledger import ledger as ledger_module
 from pagoda.ledger.clears_and_labels import read_labels
@@ -23,7 +24,6 @@ from pagoda.ledger.guard_watch import unwatch
 from pagoda.ledger.lmdb_tables import Tables
 from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_state import Kind
-from pagoda.metrics import Reason
 from pagoda.slab import MemorySlab
 from tests.children import in_child
 from tests.ledger.support import TENANT, keys, opened, put, spec, there

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger, admin, guard_watch, rebuild
 from pagoda.ledger.stores_under_root import in_use, stores_in
-from pagoda.metrics import Reason
 from tests.children import child
 from tests.ledger.support import Other, keys, opened, put, spec
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.signal_safe_threads import if_free
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger import ledger as module
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.locks import BEYOND, LABELS, LockFile
 from pagoda.ledger.store_state import STATE
 from pagoda.ledger.transaction import Transaction
-from pagoda.signal_safe_threads import if_free
 from pagoda.slab import FileSlab, MemorySlab, aligned, pinned
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import (

@@ -17,7 +17,7 @@ import os, subprocess, sys, traceback
 from pathlib import Path
 from pagoda.ledger import admin
 from support import Store, keys
-from pagoda.errors import NoRoomError, StoreError
+from pagoda.base.errors import NoRoomError, StoreError
 
 where, lying, notes = Path(sys.argv[1]) / "mount", sys.argv[2] == "lying", Path(sys.argv[1])
 where.mkdir()

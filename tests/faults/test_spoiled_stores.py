@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from pagoda.ledger import admin
 from tests.faults.support import (
     Store,
@@ -164,7 +164,7 @@ def test_another_user_can_neither_enter_nor_read(shm_root: Path) -> None:
 import os, sys
 from pathlib import Path
 from support import Store
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 os.setuid(12345)
 for path in sys.argv[2:]:
     try:

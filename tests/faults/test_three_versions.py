@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.servers import COMMAND_OF_ANY_VERSION
 from tests.faults.support import ROOT
 
 STEPS = Path(__file__).with_name("version_steps.py")
@@ -229,13 +230,8 @@ def clear_from_terminal(
     tree: Path, root: Path, state: Path
 ) -> subprocess.CompletedProcess[str]:
     """Run `pagoda clear` of a version."""
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from pagoda.cli import main; sys.exit(main())",
-    ]
     return subprocess.run(
-        [*command, "clear", str(root), "--yes"],
+        [*COMMAND_OF_ANY_VERSION, "clear", str(root), "--yes"],
         env={
             **os.environ,
             "PYTHONPATH": str(tree),

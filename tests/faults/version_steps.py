@@ -24,8 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pagoda import Cache, Config, KVLayout, Namespace
-from pagoda.errors import StoreError
+from pagoda import Cache, Config, KVLayout, Namespace, StoreError
 from pagoda.transfer import BlockKV
 
 CHUNK_TOKENS = 16

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import zmq
 
+from pagoda.base.errors import ClosedError, ConfigError
 from pagoda.cache import Cache
 from pagoda.cache.request_events import _note_of
-from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Item, Namespace
 from pagoda.kv_events.event_types import BlockRemoved
 from pagoda.kv_events.publisher import EventPublisher

@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 from blake3 import blake3
 
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
 from pagoda.ledger import Ledger, Outcome, Reserved, StoreSpec, admin, rebuild
 from pagoda.ledger.locks import BEYOND, GATE, INTENT, LockFile
 from pagoda.ledger.store_state import STATE, Kind

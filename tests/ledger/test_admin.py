@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import LedgerCorrupt
+from pagoda.base.errors import LedgerCorrupt
+from pagoda.base.metrics import COUNTERS, Reason
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.lmdb_tables import ENTRY, PLACE, SLOT_KEY, Tables, Txn
 from pagoda.ledger.store_stats import StoreStats
 from pagoda.ledger.transaction import Transaction
-from pagoda.metrics import COUNTERS, Reason
 from pagoda.testing import FakeClock
 from tests.ledger.support import (
     OTHER,

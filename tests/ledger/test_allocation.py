@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import (
     Busy,
     CommitResult,
@@ -20,7 +21,6 @@ from pagoda.ledger import (
     Reserved,
     admin,
 )
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
 from tests.ledger.support import (

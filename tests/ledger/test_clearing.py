@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import (
     Ledger,
     Present,
@@ -24,7 +25,6 @@ from pagoda.ledger import (
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import PROMPTS, Vouched, read_state, read_voucher
-from pagoda.metrics import Reason
 from tests.children import child, wait
 from tests.ledger.support import OTHER, TENANT, keys, opened, put
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger, Present, Refused, Reserved, StoreSpec, admin
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.rules import (
     OTHER,

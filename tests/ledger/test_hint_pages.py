@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import (
     Ledger,
     Present,
@@ -34,7 +35,6 @@ from pagoda.ledger.columns import (
 )
 from pagoda.ledger.hint_pages import Published
 from pagoda.ledger.store_state import COLUMNS, TABLES
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
 from tests.faults.support import open_files_left

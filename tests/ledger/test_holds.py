@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.lmdb_tables import HOLD, SLOT_KEY
-from pagoda.metrics import Reason
 from tests.children import in_child
 from tests.ledger.support import (
     TENANT,

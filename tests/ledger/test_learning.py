@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pagoda import policy as policies
+from pagoda.base.metrics import Reason
 from pagoda.config import Config
 from pagoda.ledger import Ledger, Present, Refused, Reserved, admin
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.ledger.support import TENANT, keys, put, spec, teach
 

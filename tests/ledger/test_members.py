@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from pagoda.ledger import Busy, Ledger, Reserved, admin, members, rebuild, session
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.members import DEVICE_GRACE_NS

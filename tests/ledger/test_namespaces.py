@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from pagoda.ledger import (
     Ledger,
     Reserved,
@@ -346,8 +346,8 @@ def test_after_a_rebuild_the_oldest_goes_first_and_of_a_chain_its_tail(
 def test_no_room_during_a_scan_is_said_to_be_for_the_rebuild(
     tmp_path: Path,
 ) -> None:
+    from pagoda.base.metrics import Reason
     from pagoda.ledger import Refused
-    from pagoda.metrics import Reason
 
     opened(tmp_path, kind="file").close()
     ledger = rebuilt(tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from pagoda.ledger import Ledger
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.store_state import LOCKS

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import TIER_KINDS, Reason
 from pagoda.ledger import Ledger
 from pagoda.ledger.request_ring import (
     MOST_REQUESTS,
@@ -17,7 +18,6 @@ from pagoda.ledger.request_ring import (
     RequestRing,
 )
 from pagoda.ledger.store_state import REQUESTS
-from pagoda.metrics import TIER_KINDS, Reason
 from tests.children import child, wait
 from tests.ledger.support import TENANT, opened
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.clock import Clock
-from pagoda.errors import StoreError
+from pagoda.base.clock import Clock
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.ledger import (
     Busy,
     CommitResult,
@@ -27,7 +28,6 @@ from pagoda.ledger import (
 )
 from pagoda.ledger.clear_log import ClearLog
 from pagoda.ledger.locks import BEYOND
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import in_child
 from tests.ledger import support

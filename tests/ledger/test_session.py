@@ -16,7 +16,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from pagoda.errors import ClosedError
+from pagoda.base.errors import ClosedError
+from pagoda.base.metrics import Reason
 from pagoda.ledger import (
     Ledger,
     Present,
@@ -31,7 +32,6 @@ from pagoda.ledger.hint_pages import HintPages
 from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_directory import OpenStore
 from pagoda.ledger.transaction import Transaction
-from pagoda.metrics import Reason
 from tests.children import child, in_child, wait
 from tests.ledger.support import (
     OTHER,

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from pagoda.clock import Clock
-from pagoda.errors import NoRoomError, StoreError
+from pagoda.base.clock import Clock
+from pagoda.base.errors import NoRoomError, StoreError
 from pagoda.ledger import (
     Ledger,
     Present,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import ClosedError, NoRoomError, StoreError
+from pagoda.base.errors import ClosedError, NoRoomError, StoreError
 from pagoda.ledger import Ledger, admin, rebuild, space_sharing, store_directory
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.store_state import LOCKS, read_state, write_synced

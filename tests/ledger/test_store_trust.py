@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import (
     ScannedChunk,
     admin,
@@ -18,7 +19,6 @@ from pagoda.ledger import (
 )
 from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.store_state import Kind, read_state, write_state
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
 from tests.ledger.support import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from pagoda.errors import LedgerCorrupt
+from pagoda.base.errors import LedgerCorrupt
 from pagoda.ledger import (
     Ledger,
     Reserved,

@@ -19,15 +19,15 @@ from pathlib import Path
 import yaml
 from lmcache.v1.config import LMCacheEngineConfig
 
-from pagoda.errors import ConfigError
-from pagoda.migrate.lmcache import read, translate, variables_in
-from pagoda.migrate.lmcache_loader import load, table
+from pagoda.base.errors import ConfigError
+from pagoda_tools.migrate.lmcache import read, translate, variables_in
+from pagoda_tools.migrate.lmcache_loader import load, table
 
 FILES = 200
 TABLE = (
     Path(__file__).parents[2]
     / "src"
-    / "pagoda"
+    / "pagoda_tools"
     / "migrate"
     / "lmcache_table.json"
 )

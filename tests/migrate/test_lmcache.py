@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagoda.base.errors import ConfigError
 from pagoda.config import Config
 from pagoda.config.sources import load
-from pagoda.errors import ConfigError
-from pagoda.migrate.lmcache import (
+from pagoda_tools.migrate.lmcache import (
     Translation,
     known_fields,
     read,
     translate,
     variables_in,
 )
-from pagoda.migrate.lmcache_fields import (
+from pagoda_tools.migrate.lmcache_fields import (
     BELONGS,
     BLENDING,
     NOT_NEEDED,
@@ -33,8 +33,8 @@ from pagoda.migrate.lmcache_fields import (
     WHEN_SET,
     FieldVerdict,
 )
-from pagoda.migrate.lmcache_loader import load as load_lmcache
-from pagoda.migrate.lmcache_loader import table
+from pagoda_tools.migrate.lmcache_loader import load as load_lmcache
+from pagoda_tools.migrate.lmcache_loader import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "lmcache.md"
 
@@ -732,7 +732,8 @@ def test_without_pyyaml_there_is_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("chunk_size: 1\n")
     code = (
         "import sys; sys.modules['yaml'] = None\n"
-        "from pathlib import Path\nfrom pagoda.migrate.lmcache import read\nread(Path(sys.argv[1]))"
+        "from pathlib import Path\nfrom pagoda_tools.migrate.lmcache import read\n"
+        "read(Path(sys.argv[1]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "a.yaml")],

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.serve_token_file import default_token_file
 from pagoda.cache import Cache
 from pagoda.config.sources import load
-from pagoda.migrate.lmcache import translate
-from pagoda.serve_token_file import default_token_file
+from pagoda_tools.migrate.lmcache import translate
 from testbed.servers import Server, pagoda_server, redis_server
 from tests.cache import kit
 

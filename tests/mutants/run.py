@@ -134,7 +134,7 @@ def apply(mutant: Mutant, source: Path) -> str:
     """Change the one line in the copy; return why it cannot, or an empty text."""
     if mutant.old == mutant.new:
         return "it changes nothing"
-    path = source / "pagoda" / mutant.file
+    path = source / mutant.file
     text = path.read_text() if path.exists() else ""
     if (count := text.count(mutant.old)) != 1:
         return f"the line was found {count} times, not once"

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pagoda.cache.request_trace import Request
 from pagoda.ledger.columns import Columns
 from pagoda.policy import Newcomers
 from pagoda.policy.hindsight import Hindsight, _SharedValues
 from pagoda.policy.lru import Lru
 from pagoda.policy.reuse_worth import AGES, CLASSES, age_of, class_of
-from pagoda.replay.simulate import Simulation, TierSpec
-from pagoda.replay.trace import Request
+from pagoda_tools.replay.simulate import Simulation, TierSpec
 
 SECOND = 10**9
 START = 10**15

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import streams
+from pagoda.cache.request_trace import Request
 from pagoda.ledger.columns import Columns
 from pagoda.policy.hindsight import Hindsight, ShadowLru
-from pagoda.replay.simulate import Simulation, TierSpec, simulate
-from pagoda.replay.trace import Request
+from pagoda_tools.replay.simulate import Simulation, TierSpec, simulate
 
 SLOTS = 64
 

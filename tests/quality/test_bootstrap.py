@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagoda.quality.bootstrap import difference_interval, ratio_interval
+from pagoda_tools.quality.bootstrap import difference_interval, ratio_interval
 
 
 def test_of_a_mean_it_is_what_the_normal_distribution_gives() -> None:

@@ -10,24 +10,30 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from pagoda import codec
+from pagoda.base.quality_bounds import DEFAULT_BOUNDS
+from pagoda.base.quality_verdict import Result, weights_name
 from pagoda.blend.blend_policies import Deviation, FirstK, blend_setting
 from pagoda.connectors.transformers.model_checks import kv_argument, probe_model
 from pagoda.connectors.transformers.model_identity import (
     adapters_digest,
     weights_digest,
 )
-from pagoda.quality import measure_quality
-from pagoda.quality.approaches import CONTROLS, Codec, KVCache, Prepared, Spoiled
-from pagoda.quality.judge import RunFacts, figures_of, judged
-from pagoda.quality.measure import QualitySample, measured
-from pagoda.quality.prompt_lines import (
+from pagoda_tools.quality import measure_quality
+from pagoda_tools.quality.approaches import (
+    CONTROLS,
+    Codec,
+    KVCache,
+    Prepared,
+    Spoiled,
+)
+from pagoda_tools.quality.judge import RunFacts, figures_of, judged
+from pagoda_tools.quality.measure import QualitySample, measured
+from pagoda_tools.quality.prompt_lines import (
     ExpectedAnswer,
     QualityPrompt,
     prompts_digest,
 )
-from pagoda.quality.run import QualityRun
-from pagoda.quality_bounds import DEFAULT_BOUNDS
-from pagoda.quality_verdict import Result, weights_name
+from pagoda_tools.quality.run import QualityRun
 from tests.quality.tiny import CHUNK, prompts, tiny_llama
 
 FEW = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.quality.prompt_lines import (
+from pagoda_tools.quality.prompt_lines import (
     BadLine,
     ExpectedAnswer,
     QualityPrompt,

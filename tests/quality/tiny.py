@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pagoda.quality.prompt_lines import ExpectedAnswer, QualityPrompt
+from pagoda_tools.quality.prompt_lines import ExpectedAnswer, QualityPrompt
 
 __all__ = ["CHUNK", "prompts", "tiny_llama"]
 

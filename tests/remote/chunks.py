@@ -17,10 +17,10 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.keys import Namespace, derive_keys
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Bytes, Chunk, Done
 from pagoda.tiers.remote.remote_tier import RemoteTier

@@ -11,10 +11,10 @@ import pytest
 import redis as client
 
 from pagoda import codec
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.config.remote_urls import parse
 from pagoda.keys import Namespace
-from pagoda.metrics import Reason
 from testbed.servers import BUCKET, Server, emptied_s3, redis_server
 from tests.cache.kit import (
     CHUNK,

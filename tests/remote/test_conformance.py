@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import redis as client
 
+from pagoda.base.errors import StoreError
 from pagoda.codec import parse
-from pagoda.errors import StoreError
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
 from pagoda.slab import aligned

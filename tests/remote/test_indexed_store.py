@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import redis as client
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
 from pagoda.config.remote_urls import parse, redacted
-from pagoda.errors import ConfigError
-from pagoda.metrics import Reason
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
 from testbed.servers import BUCKET, Server, emptied_s3, redis_server

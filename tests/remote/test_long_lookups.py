@@ -12,7 +12,7 @@ import redis as client
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import RedisClient

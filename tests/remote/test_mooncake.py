@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.base import Bytes, Done
 from pagoda.tiers.remote.mooncake import (

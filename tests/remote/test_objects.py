@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.object_store import (
     ObjectStoreClient,
     ObjectStoreConnection,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES
-from pagoda.metrics import Reason
 from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.object_store import (
     ObjectStoreClient,

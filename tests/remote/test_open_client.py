@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import ConfigError
+from pagoda.base.errors import ConfigError
 from pagoda.tiers.remote.open_client import open_client
 from pagoda.tiers.remote.store_client import StoreClient
 

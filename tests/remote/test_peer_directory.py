@@ -18,15 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
 from pagoda.config import Config
-from pagoda.errors import ConfigError
 from pagoda.keys import chunk_keys
-from pagoda.metrics import Reason
-from pagoda.serve import announcer as announcers
-from pagoda.serve import server
-from pagoda.serve.announcer import Announcer
-from pagoda.serve.served_stores import ServedStores
-from pagoda.serve.server import ServeOptions
 from pagoda.tiers import HostTier
 from pagoda.tiers.remote import peer_directory
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
@@ -37,6 +32,11 @@ from pagoda.tiers.remote.peer_directory import (
 )
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.store_client import RefusedError
+from pagoda_tools.serve import announcer as announcers
+from pagoda_tools.serve import server
+from pagoda_tools.serve.announcer import Announcer
+from pagoda_tools.serve.served_stores import ServedStores
+from pagoda_tools.serve.server import ServeOptions
 from testbed.servers import Server, free_port, need, pagoda_server, redis_server
 from tests.cli.shelf import CHUNK, LLAMA, answer, host, pagoda, put, refused
 from tests.remote.chunks import (

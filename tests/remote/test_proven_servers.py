@@ -24,13 +24,13 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.cli import main
-from pagoda.errors import ConfigError
-from pagoda.metrics import Reason
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
 from pagoda.tiers.remote.peer_directory import PeerDirectory
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.store_client import RefusedError
+from pagoda_tools.cli import main
 from testbed.servers import Server, need, pagoda_server, redis_server
 from tests.faults.support import ROOT as TREE
 from tests.remote.chunks import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.query_queue import QueryQueue
 from pagoda.tiers.remote.store_client import StoreConnection
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import ConfigError
-from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_ttl import LIFE_SECONDS

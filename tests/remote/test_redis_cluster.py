@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import redis as client
 
+from pagoda.base.metrics import Reason
 from pagoda.config.remote_urls import parse
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient, SlotRange

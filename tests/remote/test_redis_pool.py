@@ -17,17 +17,17 @@ from pathlib import Path
 import pytest
 import redis as client
 
-from pagoda.cli.remote_stores import pinged
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import wait
 from pagoda.config.remote_urls import parse
-from pagoda.errors import StoreError
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import wait
 from pagoda.slab import aligned
 from pagoda.tiers.remote import redis_nodes
 from pagoda.tiers.remote.redis_nodes import RedisNode
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError
+from pagoda_tools.cli.remote_stores import pinged
 from testbed.servers import Server, redis_server
 from tests.children import in_child
 from tests.remote.chunks import (

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from pagoda.cli.remote_stores import pinged
-from pagoda.cli.stats import remote_usage
 from pagoda.config.remote_urls import parse
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
+from pagoda_tools.cli.remote_stores import pinged
+from pagoda_tools.cli.stats import remote_usage
 from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     PATIENT_SECONDS,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import redis as client
 
+from pagoda.base.errors import ConfigError
 from pagoda.config.remote_urls import parse
-from pagoda.errors import ConfigError
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.store_client import RefusedError

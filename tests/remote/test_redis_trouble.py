@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES
-from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient, RedisConnection
 from pagoda.tiers.remote.store_client import (

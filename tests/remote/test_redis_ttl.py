@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 
-from pagoda.cli.remote_stores import pinged
 from pagoda.codec import HEADER_BYTES
 from pagoda.config.remote_urls import parse
 from pagoda.slab import aligned
@@ -24,6 +23,7 @@ from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.redis_ttl import LIFE_SECONDS, ChunkLives, ReuseAges
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
+from pagoda_tools.cli.remote_stores import pinged
 from testbed.servers import Server, need, redis_cluster, redis_server
 from tests.remote.chunks import (
     LARGE,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote.redis import RedisClient

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient
 from testbed.servers import Server, redis_server
 from tests.remote.chunks import (

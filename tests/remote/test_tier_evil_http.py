@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import StoreError
-from pagoda.metrics import Reason
 from pagoda.tiers.remote import remote_tier
 from pagoda.tiers.remote.object_store import ObjectStoreClient
 from tests.cache.kit import SPAWN, run_all

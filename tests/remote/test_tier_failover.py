@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote import remote_tier, resp
@@ -403,7 +403,7 @@ def test_answers_to_a_look_up_take_no_memory_whatever_they_are(
 def test_a_walk_of_the_tier_has_one_deadline(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pagoda.errors import StoreError
+    from pagoda.base.errors import StoreError
 
     liar = LyingRedis(server.port)
     liar.lies[b"SCAN"] = lambda _: [b"*2\r\n$1\r\n7\r\n*0\r\n"]

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 import pytest
 import redis as client
 
-from pagoda.clock import Clock
-from pagoda.metrics import Reason
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Done
 from pagoda.tiers.remote.redis import RedisClient

@@ -15,9 +15,9 @@ import pytest
 import redis as client
 import zstandard
 
+from pagoda.base.metrics import Reason
 from pagoda.codec import Header, parse, seal
 from pagoda.codec import header as header_module
-from pagoda.metrics import Reason
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient
 from testbed.servers import Server, redis_server
 from tests.remote.chunks import (

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis as client
 
-from pagoda.clock import Clock
-from pagoda.metrics import Reason
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.redis import RedisClient
 from testbed.servers import Server, free_port, redis_server
 from tests.remote.chunks import (

@@ -11,8 +11,8 @@ from statistics import median
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier

@@ -12,9 +12,9 @@ from urllib.parse import SplitResult
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.config.remote_urls import parse
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote.http import HttpConnection

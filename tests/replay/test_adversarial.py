@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import streams
 from benchmarks.streams import Stream
-from pagoda.replay.simulate import TierSpec, simulate
+from pagoda_tools.replay.simulate import TierSpec, simulate
 
 LEAST = 0.97  # of the hits of least recently used
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"

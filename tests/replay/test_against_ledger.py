@@ -17,9 +17,9 @@ from msgspec.structs import replace
 
 from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.upkeep_thread import UpkeepThread
-from pagoda.replay import Request, Simulation, TierSpec
-from pagoda.replay.simulated_tier import marks_of_ids
 from pagoda.testing.fake_clock import FakeClock
+from pagoda_tools.replay import Request, Simulation, TierSpec
+from pagoda_tools.replay.simulated_tier import marks_of_ids
 from tests.ledger.support import PATIENT_SECONDS, TENANT, spec
 from tests.replay.traces import chained, request, sample
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import streams
 from pagoda.ledger import admin
 from pagoda.policy.hindsight import _SharedValues
-from pagoda.replay import Request, TierSpec, simulate
+from pagoda_tools.replay import Request, TierSpec, simulate
 from testbed.live_cache import CHUNK, Live, Rate, simulated
 from tests.cache.kit import SPAWN
 from tests.replay.traces import sample

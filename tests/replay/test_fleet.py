@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from pagoda.replay import (
+from pagoda.tiers.remote.redis import RedisClient
+from pagoda_tools.replay import (
     FleetOutcome,
     FleetSpec,
     Request,
@@ -21,8 +22,7 @@ from pagoda.replay import (
     simulate,
     simulate_fleet,
 )
-from pagoda.replay.fleet import _Router
-from pagoda.tiers.remote.redis import RedisClient
+from pagoda_tools.replay.fleet import _Router
 from testbed.live_cache import Live
 from testbed.servers import redis_server
 from tests.children import in_light_process

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.replay.simulate import Simulation, TierSpec
-from pagoda.replay.trace import Request, read_trace
+from pagoda.cache.request_trace import Request, read_trace
+from pagoda_tools.replay.simulate import Simulation, TierSpec
 
 THEIRS = {
     "lru": libcachesim.LRU,
@@ -92,7 +92,7 @@ def test_random_streams(policy: str, stream: list[int], chunks: int) -> None:
 @policies
 @pytest.mark.parametrize("chunks", [50, 500, 2000])
 def test_a_real_stream(policy: str, chunks: int) -> None:
-    sample = resources.files("pagoda.replay") / "sample.jsonl.gz"
+    sample = resources.files("pagoda_tools.replay") / "sample.jsonl.gz"
     with resources.as_file(sample) as path:
         stream = [
             one

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.replay import Request, TierSpec, infinite, optimum, simulate
+from pagoda_tools.replay import Request, TierSpec, infinite, optimum, simulate
 from tests.replay.traces import chained, mooncake, request, sample
 
 POLICIES = ("lru", "fifo", "arc", "hindsight")

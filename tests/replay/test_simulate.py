@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.replay import (
+from pagoda_tools.replay import (
     Request,
     SimulatedOutcome,
     Simulation,
@@ -18,7 +18,7 @@ from pagoda.replay import (
     infinite,
     simulate,
 )
-from pagoda.replay.simulated_tier import marks_of_ids
+from pagoda_tools.replay.simulated_tier import marks_of_ids
 from tests.replay.traces import chained, mooncake, request, sample
 
 POLICIES = ("lru", "fifo", "arc", "hindsight")

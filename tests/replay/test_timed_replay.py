@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.replay import (
+from pagoda_tools.replay import (
     Engines,
     Request,
     TierSpec,
@@ -20,7 +20,7 @@ from pagoda.replay import (
     replay_timed,
     simulate,
 )
-from pagoda.replay.timed_replay import _TimedRun
+from pagoda_tools.replay.timed_replay import _TimedRun
 from tests.replay.traces import chained, request, sample
 
 CHUNK = 100  # tokens; one is computed in 0.1 s

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pagoda.replay import Request, format_request, read_trace
+from pagoda_tools.replay import Request, format_request, read_trace
 from tests.replay.traces import SAMPLE, mooncake, sample
 
 GOOD = (

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-import pagoda.replay
-from pagoda.replay import Request, read_trace
+import pagoda_tools.replay
+from pagoda_tools.replay import Request, read_trace
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = Path(pagoda.replay.__file__).with_name("sample.jsonl.gz")
+SAMPLE = Path(pagoda_tools.replay.__file__).with_name("sample.jsonl.gz")
 
 
 @cache

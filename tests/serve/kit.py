@@ -46,7 +46,7 @@ LARGE = KVLayout.dense(
 )
 NAMESPACE = Namespace("served")
 TOKEN = "a-token-of-the-tests"
-RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+RUN = "import sys; from pagoda_tools.cli import main; sys.exit(main())"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -91,7 +91,7 @@ _LIMITED = (
     """
 import gc
 from functools import partial
-from pagoda.serve import access, server
+from pagoda_tools.serve import access, server
 gc.disable()  # no limit may depend on when garbage is collected
 server.ServeOptions = partial(server.ServeOptions, limits=access.ServeLimits(**{limits}))
 """

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import ConfigError
-from pagoda.serve import access
-from pagoda.serve import server as server_module
-from pagoda.serve.access import AccessRules, RateLimit, Sessions, read_token
-from pagoda.serve_token_file import default_token_file, own_token
+from pagoda.base.errors import ConfigError
+from pagoda.base.serve_token_file import default_token_file, own_token
+from pagoda_tools.serve import access
+from pagoda_tools.serve import server as server_module
+from pagoda_tools.serve.access import AccessRules, RateLimit, Sessions, read_token
 from testbed.servers import free_port
 from tests.cli.shelf import refused
 from tests.serve import kit

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from pagoda.serve.blocking_calls import BlockingCallPool
+from pagoda_tools.serve.blocking_calls import BlockingCallPool
 
 
 def test_a_call_that_fails_when_nobody_waits_any_more_prints_nothing(

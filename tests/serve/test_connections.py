@@ -9,9 +9,9 @@ import socket
 import pytest
 from aiohttp import web
 
-from pagoda.serve.access import AccessRules, ServeLimits
-from pagoda.serve.connections import Connections, _client_of
-from pagoda.serve.server import ServeOptions, make_app
+from pagoda_tools.serve.access import AccessRules, ServeLimits
+from pagoda_tools.serve.connections import Connections, _client_of
+from pagoda_tools.serve.server import ServeOptions, make_app
 
 TOKEN = "a-token-of-the-tests"
 MOST = 4

@@ -14,19 +14,19 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import COUNTERS, LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.cache.counters import CacheCounters
-from pagoda.clock import Clock
 from pagoda.ledger import Ledger, NamespaceRow, admin
 from pagoda.ledger.store_stats import StoreStats
-from pagoda.metrics import COUNTERS, LOAD_BUCKETS, TIER_KINDS, Reason
-from pagoda.serve.exposition import (
+from pagoda.tiers.remote.store_client import Usage
+from pagoda_tools.serve.exposition import (
     COUNTED,
     FAMILIES,
     MOST_NAMESPACES,
     Exposition,
     exposition,
 )
-from pagoda.tiers.remote.store_client import Usage
 from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
 from tests.cli.shelf import LLAMA, QWEN, RUN, host, put
 

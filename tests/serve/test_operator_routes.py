@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from pagoda.serve import operator_routes
-from pagoda.serve.access import AccessRules
-from pagoda.serve.operations import MOST_TOKENS, PromptTools
-from pagoda.serve.operator_routes import MOST_BODY_BYTES, PageOptions
-from pagoda.serve.server import ServeOptions, make_app
+from pagoda_tools.serve import operator_routes
+from pagoda_tools.serve.access import AccessRules
+from pagoda_tools.serve.operations import MOST_TOKENS, PromptTools
+from pagoda_tools.serve.operator_routes import MOST_BODY_BYTES, PageOptions
+from pagoda_tools.serve.server import ServeOptions, make_app
 from tests.serve.kit import (
     CHUNK,
     TOKEN,
@@ -473,7 +473,7 @@ def test_a_stream_begins_with_the_history_and_goes_on(page: Server) -> None:
 
 @pytest.mark.slow
 def test_streams_are_a_bounded_number(page: Server) -> None:
-    from pagoda.serve.live_feed import MOST_READERS
+    from pagoda_tools.serve.live_feed import MOST_READERS
 
     wait_until(lambda: b"200 OK" in _first_bytes(page))
     streams = [page.socket() for _ in range(MOST_READERS)]

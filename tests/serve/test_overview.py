@@ -14,21 +14,21 @@ import pytest
 from blake3 import blake3
 
 from pagoda import Cache, Namespace
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger
 from pagoda.ledger.stores_under_root import remove_store
-from pagoda.metrics import Reason
-from pagoda.serve import live_feed
-from pagoda.serve.blocking_calls import BlockingCallPool
-from pagoda.serve.live_feed import LiveFeed
-from pagoda.serve.overview import (
+from pagoda.transfer import DenseKV
+from pagoda_tools.serve import live_feed
+from pagoda_tools.serve.blocking_calls import BlockingCallPool
+from pagoda_tools.serve.live_feed import LiveFeed
+from pagoda_tools.serve.overview import (
     MOST_NAMESPACES,
     MOST_PINS,
     MOST_REQUESTS,
     MOST_SAMPLES,
     Overview,
 )
-from pagoda.transfer import DenseKV
 from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_until
 
 
@@ -215,7 +215,7 @@ def test_a_store_that_cannot_be_read_is_named_and_the_others_are_shown(
 
 
 def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
-    from pagoda.serve.overview import RemoteUsage
+    from pagoda_tools.serve.overview import RemoteUsage
 
     asked = []
 
@@ -243,7 +243,7 @@ def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
 def test_a_remote_that_does_not_answer_delays_and_changes_nothing_of_the_rest(
     shm_root: Path,
 ) -> None:
-    from pagoda.serve.overview import RemoteUsage
+    from pagoda_tools.serve.overview import RemoteUsage
 
     answering = threading.Event()
 

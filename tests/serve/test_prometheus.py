@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from pagoda.cache import Cache
-from pagoda.serve.exposition import FAMILIES
 from pagoda.transfer import DenseKV
+from pagoda_tools.serve.exposition import FAMILIES
 from tests.serve.kit import (
     CHUNK,
     LAYOUT,

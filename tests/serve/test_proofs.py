@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from pagoda import serve_proof
-from pagoda.serve_proof import ANYWHERE, HERE, Proof
+from pagoda.base import serve_proof
+from pagoda.base.serve_proof import ANYWHERE, HERE, Proof
 from tests.serve import kit
 from tests.serve.kit import TOKEN, server
 

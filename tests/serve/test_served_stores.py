@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pagoda import codec
+from pagoda.base.metrics import Reason
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason
-from pagoda.serve import served_stores
-from pagoda.serve.served_stores import HostRoom, LocatedChunk, ServedStores
 from pagoda.tiers import Chunk, DiskTier, HostTier
+from pagoda_tools.serve import served_stores
+from pagoda_tools.serve.served_stores import HostRoom, LocatedChunk, ServedStores
 from tests.serve.kit import CHUNK, LAYOUT, keys_of, payload_of
 
 ROOT = bytes(range(32))

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from pagoda.base.errors import ConfigError
 from pagoda.config import option_names
 from pagoda.connectors.sglang import engine_facts as facts
 from pagoda.connectors.sglang import storage_options
-from pagoda.errors import ConfigError
 from tests.ledger.support import gate_taken
 from tests.sglang.engines import Shape, storage_config
 

@@ -28,7 +28,7 @@ from tests.vllm.models import make_llama
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 16
-RUN = "import sys; from pagoda.cli import main; sys.exit(main())"
+RUN = "import sys; from pagoda_tools.cli import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from pagoda.slab import PAGE_BYTES, FileSlab, aligned
 from tests import seccomp
 from tests.children import in_child

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.errors import ClosedError, StoreError
+from pagoda.base.errors import ClosedError, StoreError
 from pagoda.slab import PAGE_BYTES, MemorySlab, aligned
 from pagoda.slab.linux_mmap import populate
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.errors import ClosedError
+from pagoda.base.errors import ClosedError
 from pagoda.slab import PAGE_BYTES, MemorySlab, aligned, pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.slab.linux_mmap import populate

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.testing import FakeClock

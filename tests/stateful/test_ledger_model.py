@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import (
     Busy,
     Ledger,
@@ -37,7 +38,6 @@ from pagoda.ledger import (
     StoreSpec,
     admin,
 )
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from tests.stateful.ledger_model import (
     ALL,

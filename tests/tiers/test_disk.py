@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import admin
 from pagoda.ledger.clears_and_labels import read_labels
-from pagoda.metrics import Reason
 from pagoda.slab import FileSlab
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done, disk

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import admin
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock
 from pagoda.tiers import DiskTier
 from tests.ledger.support import keys as single_keys

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pagoda import codec
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES
-from pagoda.metrics import Reason
 from pagoda.testing import FakeClock, Fault
 from pagoda.tiers import DiskTier, Done
 from tests.children import child, wait

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from pagoda import codec
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import ConfigError
 from pagoda.keys import Namespace, derive_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
-from pagoda.metrics import Reason
-from pagoda.serve.served_stores import ServedStore
 from pagoda.slab import aligned
 from pagoda.tiers import Bytes, Chunk, DiskTier
 from pagoda.tiers.base import Done
+from pagoda_tools.serve.served_stores import ServedStore
 
 LAYOUT = KVLayout.dense(4, 4, 64, "float16", 64)
 NAMESPACE = Namespace("lossy disk", approximate="q4")

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.errors import ClosedError, StoreError
+from pagoda.base.errors import ClosedError, StoreError
+from pagoda.base.metrics import Reason
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
-from pagoda.metrics import Reason
 from pagoda.tiers import Done, HostTier
 from tests.children import in_child
 from tests.tiers.tools import (

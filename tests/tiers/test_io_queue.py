@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 from pagoda.tiers.base import Done
 from pagoda.tiers.io_queue import IoQueue, ReadRequest, WriteRequest
 from tests.cache.kit import wait_until

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger
-from pagoda.metrics import Reason
 from pagoda.slab.file import FileSlab
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done, HostTier

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pagoda import metrics
-from pagoda.errors import StoreError
+from pagoda.base import metrics
+from pagoda.base.errors import StoreError
 from pagoda.ledger import (
     Ledger,
     admin,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import admin
-from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers import Done
 from tests.children import in_child

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.metrics import Reason
 from pagoda.keys import Namespace
-from pagoda.metrics import Reason
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, HostTier
 from tests.tiers.tools import (

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda import signal_safe_threads
+from pagoda.base import signal_safe_threads
 from pagoda.transfer.gpu import autotune
 from pagoda.transfer.gpu.copy_engine import WAYS, CopyEngine
 from pagoda.transfer.gpu.layer_events import LayerEvents

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from pagoda.base.errors import ConfigError
 from pagoda.connectors.vllm.options import (
     ConnectorOptions,
     chunk_of,
     read_options,
 )
-from pagoda.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagoda.replay import read_trace
+from pagoda_tools.replay import read_trace
 from tests.vllm.engines import CHUNK, Engine, connector, options
 from tests.vllm.models import prompt
 

@@ -27,6 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
+from pagoda.base.errors import StoreError
 from pagoda.cache import Cache
 from pagoda.cache.prompt_log import logged_prompts
 from pagoda.connectors.vllm import lookups
@@ -45,13 +46,12 @@ from pagoda.connectors.vllm.options import ConnectorOptions
 from pagoda.connectors.vllm.scheduler import PagodaScheduler
 from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.connectors.vllm.worker import PagodaWorker
-from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
-from pagoda.replay import read_trace
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
+from pagoda_tools.replay import read_trace
 from tests.cache.kit import config_of, wait_until
 from tests.ledger.support import gate_taken
 from tests.thread_limits import no_threads

@@ -4,9 +4,9 @@ each request.
 
 from __future__ import annotations
 
+from pagoda.base.quality_verdict import QualityState, Setting, require_quality
 from pagoda.cache import Cache
 from pagoda.keys import Namespace
-from pagoda.quality_verdict import QualityState, Setting, require_quality
 
 # the number of answers, by setting, weights and adapters, that are remembered
 _MOST_STATES = 1024

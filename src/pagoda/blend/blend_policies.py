@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.quality_verdict import Option, Setting
+from pagoda.base.quality_verdict import Option, Setting
 
 # the version of blending's results: raised when a setting begins to compute something else
 _VERSION = 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 
+from pagoda.base.metrics import Reason
 from pagoda.blocks.allocator import BlockAllocator
 from pagoda.blocks.manager_results import (
     Admitted,
@@ -20,7 +21,6 @@ from pagoda.blocks.moves import LoadMove
 from pagoda.blocks.request_state import RequestState, blocks_for
 from pagoda.blocks.tree import Node
 from pagoda.cache.results import Hit
-from pagoda.metrics import Reason
 
 
 class AdmissionControl:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from pagoda.base.metrics import Reason
 from pagoda.blocks.manager_results import Place
 from pagoda.blocks.request_state import RequestState
 from pagoda.cache import Cache
@@ -17,7 +18,6 @@ from pagoda.cache.call import CallOptions
 from pagoda.cache.results import Hit
 from pagoda.keys import Namespace
 from pagoda.ledger import Match
-from pagoda.metrics import Reason
 
 _NOTHING = Match(np.empty(0, np.int64), np.empty(0, np.uint64), None)
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagoda.base.metrics import Reason
 from pagoda.blocks.manager_results import Copy, Direction, Place, Plan
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
 from pagoda.cache import writeback
 from pagoda.cache.host_slots import HostSlots
 from pagoda.ledger import Outcome, Refused, Reserved
-from pagoda.metrics import Reason
 
 
 class PlannedStore(NamedTuple):

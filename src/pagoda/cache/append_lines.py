@@ -11,8 +11,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagoda.file_lock import lock_file
-from pagoda.file_space import opened
+from pagoda.base.file_lock import lock_file
+from pagoda.base.file_space import opened
 
 # the longest wait for the lock: a stopped process may hold it
 _LOCK_SECONDS = 1.0

@@ -19,6 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias, Unpack
 
+from pagoda.base.clock import Clock, Deadline, seconds_of
+from pagoda.base.errors import ClosedError, ConfigError, StoreError
+from pagoda.base.finalizers import close_when_dropped
+from pagoda.base.fork import call_in_child
+from pagoda.base.log import guarded_logger, log_json
+from pagoda.base.metrics import Reason, by_reason
+from pagoda.base.quality_verdict import QualityState, require_quality
+from pagoda.base.signal_safe_threads import Condition, require_real_threads
 from pagoda.cache.call import (
     CacheRequest,
     Call,
@@ -41,19 +49,11 @@ from pagoda.cache.retrieve_call import RetrieveCall, measure_again
 from pagoda.cache.store_call import StoreCall
 from pagoda.cache.tier_stack import TierStack, build_tiers, codecs_of
 from pagoda.cache.weights_epoch import PresentWeights
-from pagoda.clock import Clock, Deadline, seconds_of
 from pagoda.codec import codec_setting, require_layout
 from pagoda.config import Config, ConfigOptions
-from pagoda.errors import ClosedError, ConfigError, StoreError
-from pagoda.finalizers import close_when_dropped
-from pagoda.fork import call_in_child
-from pagoda.json_log import log_json
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
-from pagoda.metrics import Reason, by_reason, guarded_logger
-from pagoda.quality_verdict import QualityState, require_quality
-from pagoda.signal_safe_threads import Condition, require_real_threads
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 

@@ -19,16 +19,22 @@ from typing import Generic, NamedTuple, TypeAlias, TypedDict, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.clock import (
+    SLOWEST_BYTES_PER_SECOND,
+    Clock,
+    Deadline,
+    seconds_of,
+)
+from pagoda.base.errors import ClosedError, ConfigError
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import Reason
 from pagoda.cache.call_log import log_call
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.otel_spans import SpanRecorder
 from pagoda.cache.results import Hit
 from pagoda.cache.tier_stack import TierStack
-from pagoda.clock import SLOWEST_BYTES_PER_SECOND, Clock, Deadline, seconds_of
-from pagoda.errors import ClosedError, ConfigError
 from pagoda.keys import Int32s, Item, Namespace, TokenIds, as_token_ids
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason, guarded_logger
 from pagoda.tiers.base import Bytes
 from pagoda.transfer import Transfer
 

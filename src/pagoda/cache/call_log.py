@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import logging
 
+from pagoda.base.errors import PagodaError
+from pagoda.base.log import FIELDS, guarded_logger
 from pagoda.cache.results import Hit, Stored
 from pagoda.cache.tier_stack import TierStack
 from pagoda.config.sizes import format_size
-from pagoda.errors import PagodaError
-from pagoda.json_log import FIELDS
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, admin
-from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.cache")
 

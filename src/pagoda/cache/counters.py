@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from pagoda.clock import Clock
-from pagoda.errors import StoreError
-from pagoda.fork import reset_now_and_in_child
-from pagoda.ledger import Ledger, admin
-from pagoda.metrics import (
+from pagoda.base.clock import Clock
+from pagoda.base.errors import StoreError
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.metrics import (
     COUNTERS,
     LOAD_BUCKETS,
     LOAD_SECONDS,
@@ -21,6 +20,7 @@ from pagoda.metrics import (
     RateLimitedLog,
     Reason,
 )
+from pagoda.ledger import Ledger, admin
 
 _KNOWN = frozenset(COUNTERS)
 # the counter of each bucket, by its number

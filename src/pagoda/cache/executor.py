@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import NO_THREAD, Answer, Pool
 from pagoda.cache.call import Call
-from pagoda.fork import reset_now_and_in_child
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import NO_THREAD, Answer, Pool
 
 T = TypeVar("T")
 

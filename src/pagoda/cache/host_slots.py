@@ -15,6 +15,9 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.clock import Deadline, seconds_of
+from pagoda.base.errors import ClosedError
+from pagoda.base.metrics import Reason
 from pagoda.cache.call import Call
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.cache.recording import CallKind
@@ -28,11 +31,8 @@ from pagoda.cache.writeback import (
     columns_of,
     follows,
 )
-from pagoda.clock import Deadline, seconds_of
-from pagoda.errors import ClosedError
 from pagoda.keys import TokenIds, as_token_ids
 from pagoda.ledger import CommitResult, Ledger, Match, Outcome, Refused, Reserved
-from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
 

@@ -19,10 +19,10 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from pagoda.errors import PagodaError
-from pagoda.fork import reset_now_and_in_child
-from pagoda.metrics import guarded_logger
-from pagoda.signal_safe_threads import Event, start_thread
+from pagoda.base.errors import PagodaError
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.signal_safe_threads import Event, start_thread
 from pagoda.tiers import Tier
 
 log = guarded_logger("pagoda.cache")

@@ -19,10 +19,10 @@ from struct import Struct
 from weakref import WeakSet
 from zlib import crc32
 
-from pagoda.clock import Clock
-from pagoda.fork import reset_now_and_in_child
+from pagoda.base.clock import Clock
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
 from pagoda.ledger.columns import map_or_private
-from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.cache")
 

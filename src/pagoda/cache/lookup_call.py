@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from pagoda.base.metrics import Reason
 from pagoda.cache.call import CacheRequest
 from pagoda.cache.miss_explainer import UNANSWERED
 from pagoda.cache.resources import Resources
 from pagoda.cache.results import Hit
-from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier
 

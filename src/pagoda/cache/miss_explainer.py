@@ -8,15 +8,15 @@ import contextlib
 from concurrent.futures import CancelledError
 from typing import NamedTuple, TypeAlias
 
+from pagoda.base.clock import Clock, Deadline
+from pagoda.base.errors import StoreError
+from pagoda.base.metrics import Reason
 from pagoda.cache.call import CacheRequest, KeyScheme
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.late_tier import LateTier
 from pagoda.cache.tier_stack import TierStack
-from pagoda.clock import Clock, Deadline
-from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, admin
-from pagoda.metrics import Reason
 from pagoda.tiers import Tier
 from pagoda.tiers.remote.remote_tier import RemoteTier
 

@@ -8,9 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagoda.base.clock import Clock
+from pagoda.base.errors import NoRoomError, StoreError
+from pagoda.base.log import guarded_logger
+from pagoda.base.store_place import free_bytes
 from pagoda.cache.late_tier import BoundedCall, LateTier
 from pagoda.cache.tier_stack import TierStack
-from pagoda.clock import Clock
 from pagoda.config import Config
 from pagoda.config.remote_urls import RemoteSpec
 from pagoda.config.sizes import (
@@ -21,11 +24,8 @@ from pagoda.config.sizes import (
     nearest_existing,
 )
 from pagoda.config.sources import file_of
-from pagoda.errors import NoRoomError, StoreError
 from pagoda.layout import KVLayout
 from pagoda.ledger.ledger import make_room
-from pagoda.metrics import guarded_logger
-from pagoda.store_place import free_bytes
 from pagoda.tiers import DiskTier, HostTier, Tier, recorded_tiers
 from pagoda.tiers.remote.remote_tier import RemoteTier
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.log import guarded_logger
 from pagoda.cache.results import Hit, Stored
-from pagoda.errors import ConfigError
-from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

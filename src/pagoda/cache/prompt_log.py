@@ -25,13 +25,14 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from pagoda.clock import Clock
-from pagoda.fork import reset_now_and_in_child
+from pagoda.base.clock import Clock
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import DeferredCall
 from pagoda.keys import KEY_BYTES, Int32s
 from pagoda.ledger import Ledger
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import DeferredCall
 
 log = guarded_logger("pagoda.cache")
 

@@ -31,12 +31,13 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple
 
+from pagoda.base.clock import Clock
+from pagoda.base.errors import ConfigError
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import DeferredCall
 from pagoda.cache.append_lines import append_lines
-from pagoda.clock import Clock
-from pagoda.errors import ConfigError
-from pagoda.fork import reset_now_and_in_child
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import DeferredCall
 
 log = guarded_logger("pagoda.cache")
 
@@ -98,7 +99,7 @@ def _is_trace(head: bytes, tail: bytes) -> bool:
     """Return whether this is how a trace begins and ends; either may be the whole file."""
     import msgspec
 
-    from pagoda.replay.trace import Request
+    from pagoda.cache.request_trace import Request
 
     first, end, _ = head.partition(b"\n")
     if end:
@@ -156,7 +157,7 @@ class Recorder:
         self._clock = clock
         # imported only if something is recorded; not on the thread, where it may take longer than
         # `close` waits
-        import pagoda.replay.trace  # noqa: F401
+        import pagoda.cache.request_trace  # noqa: F401
 
         reset_now_and_in_child(self)
 
@@ -282,7 +283,7 @@ class Recorder:
             self._file = require_trace(self.path)
 
     def _line(self, call: RecordedCall) -> bytes:
-        from pagoda.replay.trace import Request, format_request
+        from pagoda.cache.request_trace import Request, format_request
 
         ids = tuple(
             [int.from_bytes(key[:8], "little") & _ID_MASK for key in call.keys]

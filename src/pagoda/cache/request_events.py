@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from pagoda.base.fork import reset_in_child
 from pagoda.cache.call import CacheRequest
 from pagoda.cache.tier_stack import TierStack
-from pagoda.fork import reset_in_child
 from pagoda.keys import Namespace
 from pagoda.kv_events.event_types import ChunkEventForm
 from pagoda.kv_events.notes import BlockFacts, ChunkNote

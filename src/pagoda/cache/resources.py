@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagoda.base.clock import Clock, Deadline
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import Reason
 from pagoda.cache.call import KeyScheme
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
@@ -20,12 +23,10 @@ from pagoda.cache.recording import Recorder
 from pagoda.cache.staging_buffers import StagingPool
 from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import WriteBackQueue
-from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger.store_state import SPEEDS
-from pagoda.metrics import Reason, guarded_logger
 from pagoda.tiers import Tier
 from pagoda.transfer.cpu_copy import end_helpers
 

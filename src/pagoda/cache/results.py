@@ -8,7 +8,7 @@ from typing import NamedTuple, NotRequired, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.clock import Deadline
+from pagoda.base.metrics import Reason
 from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
 from pagoda.cache.miss_explainer import UNANSWERED, unanswered
@@ -38,9 +40,7 @@ from pagoda.cache.writeback import (
     columns_of,
     refs_in_slots,
 )
-from pagoda.clock import Deadline
 from pagoda.ledger import Busy, Present, Refused, Reserved
-from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
 

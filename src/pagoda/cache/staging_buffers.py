@@ -8,9 +8,9 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from pagoda.clock import Deadline
-from pagoda.fork import reset_now_and_in_child
-from pagoda.metrics import Reason
+from pagoda.base.clock import Deadline
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.metrics import Reason
 from pagoda.slab.memory import aligned
 from pagoda.tiers.base import Bytes, Done
 

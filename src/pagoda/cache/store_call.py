@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
+from pagoda.base.clock import Deadline
+from pagoda.base.metrics import Reason
 from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.resources import Resources
 from pagoda.cache.results import Stored
@@ -20,9 +22,7 @@ from pagoda.cache.writeback import (
     chunk_ref,
     refs_in_slots,
 )
-from pagoda.clock import Deadline
 from pagoda.ledger import Busy, CommitResult, Present, Refused, Reserved
-from pagoda.metrics import Reason
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
 

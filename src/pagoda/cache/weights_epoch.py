@@ -24,11 +24,14 @@ from pathlib import Path
 
 from blake3 import blake3
 
+from pagoda.base.errors import StoreError
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import Reason
+from pagoda.base.quality_verdict import QualityState
 from pagoda.cache.late_tier import BoundedCall
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
-from pagoda.errors import StoreError
-from pagoda.fork import reset_now_and_in_child
 from pagoda.keys import Namespace
 from pagoda.ledger.epoch_record import (
     NEVER_CHANGED,
@@ -36,8 +39,6 @@ from pagoda.ledger.epoch_record import (
     EpochRecord,
     new_epoch,
 )
-from pagoda.metrics import Reason, guarded_logger
-from pagoda.quality_verdict import QualityState
 
 log = guarded_logger("pagoda.cache")
 

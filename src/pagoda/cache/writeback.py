@@ -28,16 +28,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.clock import Clock, Deadline
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Condition, Event, start_thread
 from pagoda.cache.call import CacheRequest
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.staging_buffers import StagedChunk
-from pagoda.clock import Clock, Deadline
 from pagoda.config import Config
-from pagoda.fork import reset_now_and_in_child
 from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
-from pagoda.metrics import Reason, guarded_logger
-from pagoda.signal_safe_threads import Condition, Event, start_thread
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Chunk, Done, Tier, runs
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
+from pagoda.base.quality_verdict import Setting
 from pagoda.codec import quantised, zstd
 from pagoda.codec.header import (
     CODECS,
@@ -29,10 +32,7 @@ from pagoda.codec.header import (
     seal,
     verify,
 )
-from pagoda.errors import ConfigError
 from pagoda.layout import KVLayout, itemsize
-from pagoda.metrics import Reason
-from pagoda.quality_verdict import Setting
 
 __all__ = [
     "CODECS",

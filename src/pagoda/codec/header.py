@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 
 HEADER_BYTES = 4096
 MAGIC = b"PAGODAKV"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar
 
 from pagoda import policy as policies
+from pagoda.base.errors import ConfigError
 from pagoda.config import option_values
 from pagoda.config.option_values import (
     Check,
@@ -36,7 +37,6 @@ from pagoda.config.remote_urls import (
     parse_peer,
 )
 from pagoda.config.sizes import AUTO, auto_bytes
-from pagoda.errors import ConfigError
 
 __all__ = [
     "Config",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pagoda.errors import ConfigError
+from pagoda.base.errors import ConfigError
 
 
 def expanded(path: str | os.PathLike[str]) -> str:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
+from pagoda.base.errors import ConfigError
 from pagoda.config.did_you_mean import did_you_mean, name_of_another_cache
 from pagoda.config.expand_home import expanded
 from pagoda.config.remote_urls import parse_lookup, peers_of, split, tuple_of
 from pagoda.config.sizes import AUTO, parse_size
-from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagoda.config import Config

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.urls import place_of, split_url
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.sizes import AUTO, parse_size
-from pagoda.errors import ConfigError
-from pagoda.url_hosts import place_of, split_url
 
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient

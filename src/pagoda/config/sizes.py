@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from pagoda.cgroup_memory import memory_limit_bytes
+from pagoda.base.cgroup_memory import memory_limit_bytes
 
 UNITS: dict[str, int] = {
     "B": 1,

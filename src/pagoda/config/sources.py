@@ -2,7 +2,7 @@
 
 Keyword arguments override command-line options; these override PAGODA_... variables; these override
 the TOML files; and these override the defaults. Which files are believed, and for which options, is
-decided in `pagoda.trusted_files`.
+decided in `pagoda.base.trusted_files`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pagoda.config import Config, defaults, option_names
-from pagoda.config.did_you_mean import did_you_mean
-from pagoda.config.expand_home import expanded
-from pagoda.config.option_values import checked, converted, properties
-from pagoda.config.remote_urls import redacted, tuple_of
-from pagoda.errors import ConfigError
-from pagoda.json_log import FIELDS
-from pagoda.metrics import guarded_logger
-from pagoda.serve_token_file import TOKEN_VARIABLE
-from pagoda.trusted_files import (
+from pagoda.base.errors import ConfigError
+from pagoda.base.log import FIELDS, guarded_logger
+from pagoda.base.serve_token_file import TOKEN_VARIABLE
+from pagoda.base.trusted_files import (
     BelievedFile,
     FileClass,
     Unbelieved,
@@ -34,6 +28,11 @@ from pagoda.trusted_files import (
     read_named,
     user_config_directory,
 )
+from pagoda.config import Config, defaults, option_names
+from pagoda.config.did_you_mean import did_you_mean
+from pagoda.config.expand_home import expanded
+from pagoda.config.option_values import checked, converted, properties
+from pagoda.config.remote_urls import redacted, tuple_of
 
 log = guarded_logger("pagoda.cache")
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pagoda.base.errors import ConfigError
 from pagoda.config import option_names
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.sources import DEFAULT, load
-from pagoda.errors import ConfigError
 
 
 class ExtraOptions(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from pagoda.metrics import guarded_logger
+from pagoda.base.log import guarded_logger
 
 # measurements not yet read; if there are more, the oldest is dropped
 _MOST_WAITING = 16

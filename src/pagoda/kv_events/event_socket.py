@@ -35,10 +35,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from pagoda.clock import Deadline
-from pagoda.errors import ConfigError
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import NO_THREAD, begin
+from pagoda.base.clock import Deadline
+from pagoda.base.errors import ConfigError
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import NO_THREAD, begin
 
 MOST_CONNECTIONS = 32
 MOST_BEHIND_BYTES = 128 << 20  # all messages that wait for routers

@@ -12,7 +12,7 @@ from itertools import count
 
 import msgspec
 
-from pagoda.errors import ConfigError
+from pagoda.base.errors import ConfigError
 from pagoda.kv_events.event_socket import EventSocket
 from pagoda.kv_events.event_types import BlocksCleared
 

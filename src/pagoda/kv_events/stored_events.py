@@ -27,6 +27,9 @@ from typing import Protocol
 
 import numpy as np
 
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Event, begin
 from pagoda.kv_events.notes import (
     ChunkNote,
     EventForm,
@@ -40,8 +43,6 @@ from pagoda.kv_events.tier_difference import TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved, queries
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import marks_of
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Event, begin
 
 log = guarded_logger("pagoda.events")
 

@@ -17,7 +17,8 @@ from itertools import islice
 import lmdb
 import numpy as np
 
-from pagoda.errors import LedgerCorrupt, StoreError
+from pagoda.base.errors import LedgerCorrupt, StoreError
+from pagoda.base.metrics import Reason
 from pagoda.ledger import hold_pin_remove, queries, table_integrity
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.ledger import Ledger
@@ -33,7 +34,6 @@ from pagoda.ledger.member_counters import folded
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
 from pagoda.ledger.transaction import batches
-from pagoda.metrics import Reason
 
 _PAGE = 256
 _PINS_PAGE = 4096  # read in one transaction, which takes some ms

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger import queries
 from pagoda.ledger.lmdb_tables import (
     ENTRY,
@@ -30,7 +31,6 @@ from pagoda.ledger.outcomes import (
     Reserved,
 )
 from pagoda.ledger.transaction import Transaction, window
-from pagoda.metrics import Reason
 
 # an older reservation no longer keeps others from reserving its key
 BUSY_NS = 10_000_000_000

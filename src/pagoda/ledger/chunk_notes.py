@@ -18,7 +18,7 @@ from pathlib import Path
 from struct import Struct
 from zlib import crc32
 
-from pagoda.file_space import opened
+from pagoda.base.file_space import opened
 from pagoda.ledger.columns import KEY_BYTES
 from pagoda.ledger.store_state import NOTES
 

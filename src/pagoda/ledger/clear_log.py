@@ -36,8 +36,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagoda.errors import is_shortage
-from pagoda.file_space import allocate
+from pagoda.base.errors import is_shortage
+from pagoda.base.file_space import allocate
+from pagoda.base.log import guarded_logger
 from pagoda.ledger.store_state import (
     DAMAGED_VOUCHER,
     INCARNATION_BITS,
@@ -46,7 +47,6 @@ from pagoda.ledger.store_state import (
     read_voucher,
     set_voucher,
 )
-from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.clears")
 

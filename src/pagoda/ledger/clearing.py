@@ -19,7 +19,8 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
+from pagoda.base.log import guarded_logger
 from pagoda.ledger import clears_and_labels, hold_pin_remove, queries
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.lmdb_tables import SLOT_KEY, PendingClear, Tables, Txn
@@ -27,7 +28,6 @@ from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.session import Session
 from pagoda.ledger.store_state import NOTES, OLD_PROMPTS, PROMPTS
 from pagoda.ledger.transaction import BATCH, batches
-from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.clears")
 

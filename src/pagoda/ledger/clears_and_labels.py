@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagoda.errors import is_shortage
+from pagoda.base.errors import is_shortage
 from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
 from pagoda.ledger.lmdb_tables import NAMESPACE, NUMBER, PendingClear
 from pagoda.ledger.store_state import NAMESPACES, write_synced

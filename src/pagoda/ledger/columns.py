@@ -31,8 +31,8 @@ import numpy as np
 import numpy.ma
 from numpy.typing import NDArray
 
-from pagoda.errors import NoRoomError
-from pagoda.file_space import allocate, opened
+from pagoda.base.errors import NoRoomError
+from pagoda.base.file_space import allocate, opened
 from pagoda.policy import Ghosts
 
 # `last_use` of a slot that has no chunk to evict

@@ -31,8 +31,9 @@ from typing import NamedTuple
 import xxhash
 from blake3 import blake3
 
-from pagoda.errors import StoreError
-from pagoda.file_space import make_directory, opened, reserve_beyond
+from pagoda.base.errors import StoreError
+from pagoda.base.file_space import make_directory, opened, reserve_beyond
+from pagoda.base.log import guarded_logger
 from pagoda.ledger.locks import BEYOND, OPEN, LockFile, timed_out
 from pagoda.ledger.store_state import (
     Vouched,
@@ -42,7 +43,6 @@ from pagoda.ledger.store_state import (
     sync_directory,
 )
 from pagoda.ledger.stores_under_root import stores
-from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.epochs")
 

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda import policy as policies
+from pagoda.base.metrics import Reason
 from pagoda.ledger.columns import Columns, Marks
-from pagoda.metrics import Reason
 from pagoda.policy import Newcomers
 
 GHOST_REASONS = (

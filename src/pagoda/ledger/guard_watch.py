@@ -13,8 +13,8 @@ import threading
 import weakref
 from typing import Protocol
 
-from pagoda.fork import call_in_child
-from pagoda.signal_safe_threads import Event, begin, if_free
+from pagoda.base.fork import call_in_child
+from pagoda.base.signal_safe_threads import Event, begin, if_free
 
 LOOK_SECONDS = 1.0
 

@@ -30,8 +30,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from struct import Struct
 
-from pagoda.errors import NoRoomError, is_gone
-from pagoda.file_space import allocate, opened
+from pagoda.base.errors import NoRoomError, is_gone
+from pagoda.base.file_space import allocate, opened
+from pagoda.base.store_place import is_in_memory, require_free
 from pagoda.ledger.columns import (
     LAST_STAMP,
     NOT_READY,
@@ -47,7 +48,6 @@ from pagoda.ledger.store_state import (
     StoreState,
     read_state,
 )
-from pagoda.store_place import is_in_memory, require_free
 
 _PUBLISHED = "published"
 _WHERE = "store"  # the path of the store, for `sweep`

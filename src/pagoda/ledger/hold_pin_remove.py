@@ -7,10 +7,10 @@ from itertools import compress
 
 import lmdb
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger.lmdb_tables import HOLD, PLACE, SLOT, SLOT_KEY, PendingClear
 from pagoda.ledger.members import has_device
 from pagoda.ledger.transaction import Transaction
-from pagoda.metrics import Reason
 
 _OWNERS = "\n"  # separates the owners of the pins of one chunk
 

@@ -24,10 +24,14 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.clock import Clock
-from pagoda.errors import ClosedError, NoRoomError, StoreError
-from pagoda.finalizers import close_dropped
-from pagoda.fork import call_in_child
+from pagoda.base.clock import Clock
+from pagoda.base.errors import ClosedError, NoRoomError, StoreError
+from pagoda.base.finalizers import close_dropped
+from pagoda.base.fork import call_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Condition
+from pagoda.base.store_place import free_bytes, require_own
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.clearing import Clearing
 from pagoda.ledger.columns import (
@@ -66,9 +70,6 @@ from pagoda.ledger.store_state import REQUESTS, SLAB, Kind, read_state
 from pagoda.ledger.stores_under_root import discard_idle, root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
-from pagoda.metrics import Reason, guarded_logger
-from pagoda.signal_safe_threads import Condition
-from pagoda.store_place import free_bytes, require_own
 
 log = guarded_logger("pagoda")
 

@@ -40,7 +40,7 @@ from typing import NamedTuple, TypeAlias
 
 import lmdb
 
-from pagoda.fork import reset_in_child
+from pagoda.base.fork import reset_in_child
 from pagoda.ledger.locks import Gate
 
 # a row of `pending`, and the beginning of a row of `entries`

@@ -46,8 +46,8 @@ from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
-from pagoda.errors import StoreError, is_gone
-from pagoda.fork import call_in_child
+from pagoda.base.errors import StoreError, is_gone
+from pagoda.base.fork import call_in_child
 
 GATE = 0
 INTENT = 1

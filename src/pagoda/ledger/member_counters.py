@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.base.metrics import COUNTERS
 from pagoda.ledger.lmdb_tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables, Txn
-from pagoda.metrics import COUNTERS
 
 MEMBER_ROWS = 512
 WIDTH = 128  # columns of the file

@@ -14,7 +14,8 @@ from functools import partial
 
 import msgspec
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
+from pagoda.base.log import guarded_logger
 from pagoda.ledger import clears_and_labels, queries
 from pagoda.ledger.clear_log import ClearLog, Watermarks
 from pagoda.ledger.clears_and_labels import NamespaceCounts
@@ -22,7 +23,6 @@ from pagoda.ledger.lmdb_tables import NAMESPACE
 from pagoda.ledger.locks import LABELS, timed_out
 from pagoda.ledger.session import PATIENT_SECONDS, Session
 from pagoda.ledger.transaction import Transaction
-from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.ledger.spaces")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 
 
 class Reserved(NamedTuple):

@@ -8,6 +8,7 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger.columns import FEW, Columns
 from pagoda.ledger.lmdb_tables import (
     CLEARING_ROW,
@@ -24,7 +25,6 @@ from pagoda.ledger.lmdb_tables import (
     Txn,
 )
 from pagoda.ledger.outcomes import Present
-from pagoda.metrics import Reason
 
 _FEW_ENTRIES = 32  # up to this number, entries are checked one by one
 _ENTRY_ROW = np.dtype(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger.clears_and_labels import is_live
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.lmdb_tables import ENTRY, PLACE, SLOT, SLOT_KEY
@@ -13,7 +14,6 @@ from pagoda.ledger.locks import SCAN
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import FIRST_OFFSET
 from pagoda.ledger.transaction import Transaction
-from pagoda.metrics import Reason
 
 
 def unscanned(ledger: Ledger) -> range:

@@ -18,9 +18,9 @@ from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
 
-from pagoda.fork import reset_now_and_in_child
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.metrics import TIER_KINDS
 from pagoda.ledger.columns import map_or_private
-from pagoda.metrics import TIER_KINDS
 
 MOST_REQUESTS = 63
 NAMESPACE_BYTES = 16  # the bytes of a namespace's root that are kept

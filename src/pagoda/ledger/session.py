@@ -1,10 +1,10 @@
 """This process's part in a store: its open tables and columns, its member, and running
 transactions.
 
-A transaction begins and ends in one function on one thread inside the gate, with no I/O, log or
-yield in it. It is a A transaction is a function passed to `write` or `read`: a `with` statement
-would lose the gate to signal handlers (see `Gate`). A failure to run it becomes an
-`UnavailableError` with a reason; the ledger turns that into a miss.
+A transaction is a function passed to `write` or `read`: a `with` statement would lose the gate to
+signal handlers (see `Gate`). It begins and ends on one thread inside the gate, with no I/O, log or
+yield in it. A failure to run it becomes an `UnavailableError` with a reason; the ledger turns that
+into a miss.
 
 A signal handler may fork in the middle of a transaction, and the child returns into a transaction
 that is its parent's. In the child the tables are closed, the views that write to the columns are
@@ -31,9 +31,12 @@ from typing import TypeVar
 import lmdb
 import numpy as np
 
-from pagoda.clock import Clock
-from pagoda.errors import ClosedError, LedgerCorrupt, StoreError
-from pagoda.fork import call_in_child
+from pagoda.base.clock import Clock
+from pagoda.base.errors import ClosedError, LedgerCorrupt, StoreError
+from pagoda.base.fork import call_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import COUNTERS, Reason
+from pagoda.base.signal_safe_threads import if_free
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.compare_hints import compare_page
@@ -67,8 +70,6 @@ from pagoda.ledger.store_state import PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage
 from pagoda.ledger.table_pages import TablePages
 from pagoda.ledger.transaction import BATCH, Transaction
-from pagoda.metrics import COUNTERS, Reason, guarded_logger
-from pagoda.signal_safe_threads import if_free
 
 log = guarded_logger("pagoda")
 
@@ -664,7 +665,7 @@ class Session:
     # ---- counters
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Add to this member's counters, of pagoda.metrics.COUNTERS; KeyError for an unknown
+        """Add to this member's counters, of pagoda.base.metrics.COUNTERS; KeyError for an unknown
         one.
         """
         with self._counting:

@@ -36,8 +36,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.errors import ClosedError, NoRoomError, StoreError
-from pagoda.file_space import allocate_range, data_ranges, punch
+from pagoda.base.errors import ClosedError, NoRoomError, StoreError
+from pagoda.base.file_space import allocate_range, data_ranges, punch
+from pagoda.base.log import guarded_logger
+from pagoda.base.store_place import free_bytes
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY
 from pagoda.ledger.hint_pages import coldest_stamp
@@ -52,8 +54,6 @@ from pagoda.ledger.root_usage import (
 from pagoda.ledger.store_state import FORMAT, read_state
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches
-from pagoda.metrics import guarded_logger
-from pagoda.store_place import free_bytes
 
 if TYPE_CHECKING:
     from pagoda.ledger.ledger import Ledger

@@ -23,9 +23,24 @@ from pathlib import Path
 import lmdb
 import msgspec
 
-from pagoda.clock import Clock
-from pagoda.errors import NoRoomError, StoreError
-from pagoda.file_space import allocate, lengthen, make_directory, write_in_place
+from pagoda.base.clock import Clock
+from pagoda.base.errors import NoRoomError, StoreError
+from pagoda.base.file_space import (
+    allocate,
+    lengthen,
+    make_directory,
+    write_in_place,
+)
+from pagoda.base.log import guarded_logger
+from pagoda.base.store_place import (
+    free_bytes,
+    other_place,
+    require_free,
+    require_local,
+    require_locks,
+    require_own,
+    require_umask,
+)
 from pagoda.ledger.clear_log import NEVER_CLEARED, ClearLog
 from pagoda.ledger.columns import LONGEST_LEASE_NS, Columns
 from pagoda.ledger.hint_pages import newest_stamp
@@ -80,16 +95,6 @@ from pagoda.ledger.stores_under_root import (
 )
 from pagoda.ledger.table_integrity import checksum, find_damage
 from pagoda.ledger.transaction import Transaction
-from pagoda.metrics import guarded_logger
-from pagoda.store_place import (
-    free_bytes,
-    other_place,
-    require_free,
-    require_local,
-    require_locks,
-    require_own,
-    require_umask,
-)
 
 log = guarded_logger("pagoda.ledger.store_directory")
 

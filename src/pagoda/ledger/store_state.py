@@ -30,8 +30,8 @@ from typing import Literal, NamedTuple
 import msgspec
 import xxhash
 
-from pagoda.errors import is_gone
-from pagoda.file_space import opened
+from pagoda.base.errors import is_gone
+from pagoda.base.file_space import opened
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from pagoda.clock import Deadline
+from pagoda.base.clock import Deadline
+from pagoda.base.metrics import COUNTERS
 from pagoda.ledger import admin
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.outcomes import NamespaceRow
 from pagoda.ledger.request_ring import RecentRequest
 from pagoda.ledger.session import PATIENT_SECONDS
-from pagoda.metrics import COUNTERS
 
 
 class StoreStats(NamedTuple):

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagoda.errors import StoreError
+from pagoda.base.errors import StoreError
 from pagoda.ledger.locks import BEYOND, OPEN, LockFile, timed_out
 from pagoda.ledger.store_state import (
     COLUMNS,

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from pagoda.errors import LedgerCorrupt
+from pagoda.base.errors import LedgerCorrupt
 from pagoda.ledger import queries
 from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.lmdb_tables import (

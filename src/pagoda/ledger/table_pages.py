@@ -20,7 +20,7 @@ from struct import Struct
 
 import numpy as np
 
-from pagoda.file_space import opened
+from pagoda.base.file_space import opened
 
 # the tables of about 100,000 chunks; no option counts this memory
 MOST_LOCKED_BYTES = 64 << 20

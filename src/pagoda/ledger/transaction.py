@@ -15,6 +15,7 @@ from typing import TypeVar
 import lmdb
 import numpy as np
 
+from pagoda.base.metrics import Reason
 from pagoda.ledger.columns import (
     BARE,
     KEY_BYTES,
@@ -40,7 +41,6 @@ from pagoda.ledger.lmdb_tables import (
     Tables,
     Txn,
 )
-from pagoda.metrics import Reason
 
 BATCH = 64  # chunks per transaction
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.errors import ClosedError
-from pagoda.file_space import allocate
+from pagoda.base.errors import ClosedError
+from pagoda.base.file_space import allocate
+from pagoda.base.log import guarded_logger
+from pagoda.base.signal_safe_threads import Event, begin, if_free
 from pagoda.ledger.columns import map_file
 from pagoda.ledger.eviction_policy import Evictor
 from pagoda.ledger.hint_pages import HintPages
 from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.space_sharing import SpaceShare
-from pagoda.metrics import guarded_logger
-from pagoda.signal_safe_threads import Event, begin, if_free
 
 log = guarded_logger("pagoda")
 

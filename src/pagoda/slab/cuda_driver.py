@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pagoda.fork import reset_in_child
+from pagoda.base.fork import reset_in_child
 
 LIBRARY = "libcuda.so.1"
 _PORTABLE = 1

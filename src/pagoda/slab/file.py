@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pagoda.errors import StoreError
-from pagoda.fork import reset_in_child
-from pagoda.metrics import guarded_logger
+from pagoda.base.errors import StoreError
+from pagoda.base.fork import reset_in_child
+from pagoda.base.log import guarded_logger
 from pagoda.slab.memory import PAGE_BYTES, Bytes, address, aligned, open_slab
 
 __all__ = ["FileSlab", "aligned"]

@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.errors import ClosedError, StoreError
-from pagoda.fork import reset_in_child
-from pagoda.signal_safe_threads import Event, start_thread
+from pagoda.base.errors import ClosedError, StoreError
+from pagoda.base.fork import reset_in_child
+from pagoda.base.signal_safe_threads import Event, start_thread
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.slab.linux_mmap import (

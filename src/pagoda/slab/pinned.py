@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.fork import call_in_child, reset_in_child
-from pagoda.metrics import guarded_logger
-from pagoda.signal_safe_threads import NO_THREAD, Event, begin
+from pagoda.base.fork import call_in_child, reset_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.signal_safe_threads import NO_THREAD, Event, begin
 from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
 from pagoda.slab.linux_mmap import collapse_huge_pages, populate
 

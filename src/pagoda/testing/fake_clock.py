@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from pagoda.clock import Clock
+from pagoda.base.clock import Clock
 
 
 class FakeClock(Clock):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pagoda.base.metrics import Reason
 from pagoda.keys import Namespace, derive_keys
-from pagoda.metrics import Reason
 from pagoda.slab.memory import aligned
 from pagoda.tiers.base import Bytes, Chunk, Done, Tier
 

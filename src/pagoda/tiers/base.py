@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Answer
 from pagoda.keys import KEY_BYTES, Namespace
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import Answer
 from pagoda.transfer.base import as_words
 
 Bytes = npt.NDArray[np.uint8]

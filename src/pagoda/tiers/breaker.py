@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 
-from pagoda.clock import Clock
-from pagoda.fork import reset_now_and_in_child
+from pagoda.base.clock import Clock
+from pagoda.base.fork import reset_now_and_in_child
 
 
 class CircuitBreaker:

@@ -19,14 +19,15 @@ import numpy as np
 
 from pagoda import codec
 from pagoda import policy as policies
-from pagoda.clock import Clock, Deadline
+from pagoda.base.clock import Clock, Deadline
+from pagoda.base.errors import StoreError
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import NO_THREAD, Condition, Event
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import SLOT_ALIGN, KVLayout, itemsize
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import NO_THREAD, Condition, Event
 from pagoda.slab import FileSlab, address, aligned
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs

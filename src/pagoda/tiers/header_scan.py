@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda import codec
-from pagoda.fork import call_in_child
+from pagoda.base.fork import call_in_child
+from pagoda.base.signal_safe_threads import Event
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, ScannedChunk, rebuild
-from pagoda.signal_safe_threads import Event
 from pagoda.tiers.base import Bytes
 
 BATCH_SLOTS = 64

@@ -15,18 +15,18 @@ from pathlib import Path
 import numpy as np
 
 from pagoda import policy as policies
-from pagoda.clock import Clock, Deadline
-from pagoda.errors import ClosedError
-from pagoda.finalizers import Finalizer
-from pagoda.fork import reset_now_and_in_child
+from pagoda.base.clock import Clock, Deadline
+from pagoda.base.errors import ClosedError
+from pagoda.base.finalizers import Finalizer
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Condition
+from pagoda.base.store_place import require_memory
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.ledger.store_state import FORMAT
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import Condition
 from pagoda.slab import MemorySlab
-from pagoda.store_place import require_memory
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import (
     Bytes,

@@ -20,11 +20,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from pagoda.clock import Deadline
-from pagoda.finalizers import close_when_dropped
-from pagoda.fork import reset_in_child
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import Condition, Event, begin, complete
+from pagoda.base.clock import Deadline
+from pagoda.base.finalizers import close_when_dropped
+from pagoda.base.fork import reset_in_child
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Condition, Event, begin, complete
 from pagoda.tiers.base import (
     Bytes,
     Chunk,

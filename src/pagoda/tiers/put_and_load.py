@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.base import (
     Bytes,

@@ -6,7 +6,7 @@ first time; the commands read it. An entry is one small file that is replaced as
 processes need no lock. The registry is in `$XDG_STATE_HOME/pagoda/tiers`
 (`~/.local/state`), which survives a reboot, or, if that cannot be written, in
 `/dev/shm/pagoda-<uid>/.tiers`. It contains no secrets. An entry of a remote tier has the file that
-named it: what that file no longer names is not contacted again (`pagoda.cli.remote_stores`).
+named it: what that file no longer names is not contacted again (`pagoda_tools.cli.remote_stores`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from pagoda.base.log import guarded_logger
 from pagoda.ledger.store_state import remove_abandoned, write_synced
-from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.tiers.register")
 

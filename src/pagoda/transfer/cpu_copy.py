@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from pagoda.signal_safe_threads import Pool, complete, wait
+from pagoda.base.signal_safe_threads import Pool, complete, wait
 from pagoda.transfer.base import Bytes, Ids, Words
 
 _WORD_BYTES = 8  # the widest words that are used

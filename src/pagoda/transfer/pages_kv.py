@@ -1,7 +1,7 @@
 """The KV of one sequence in planes of pages whose content only the engine knows, located by a block
 table.
 
-Copies by `cpu_copy`; `gpu.device_pages` does the same on GPUs with this `PageTable`.
+Copies by `cpu_copy`; `gpu.device_pages_kv` does the same on GPUs with this `PageTable`.
 """
 
 from __future__ import annotations

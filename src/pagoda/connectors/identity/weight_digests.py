@@ -10,7 +10,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from pagoda.signal_safe_threads import Pool
+from pagoda.base.signal_safe_threads import Pool
 
 WHOLE_BYTES = 64 << 20  # a file up to this size is read whole
 _EDGE_BYTES = 1 << 20

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from pagoda.base.errors import ConfigError
 from pagoda.connectors.identity.checkpoint_files import checkpoint_files, snapshot
 from pagoda.connectors.identity.lora_adapters import Adapters
 from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.identity.weight_digests import file_digest, files_digest
 from pagoda.connectors.sglang.storage_options import StorageOptions
-from pagoda.errors import ConfigError
 from pagoda.keys import Namespace
 
 _REMEDY = "give the checkpoint's hash as `weights` in --hicache-storage-backend-extra-config"

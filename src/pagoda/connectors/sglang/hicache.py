@@ -18,9 +18,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from pagoda.base.clock import Deadline
+from pagoda.base.errors import StoreError
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
-from pagoda.clock import Deadline
 from pagoda.connectors.extra_options import unused_options
 from pagoda.connectors.sglang import storage_options
 from pagoda.connectors.sglang.engine_facts import (
@@ -33,9 +36,7 @@ from pagoda.connectors.sglang.weight_updates import (
     watch_weights,
     weights_in_memory,
 )
-from pagoda.errors import StoreError
 from pagoda.keys import derive_keys
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 from pagoda.transfer.pages_kv import PagesKV
 
 log = guarded_logger("pagoda.sglang")

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from pagoda.errors import ConfigError
+from pagoda.base.errors import ConfigError
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.pages_kv import PagesKV

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagoda.base.errors import ConfigError
 from pagoda.config import Config, option_names
 from pagoda.config.sources import load
 from pagoda.connectors.extra_options import ExtraOptions
-from pagoda.errors import ConfigError
 
 TESTED = ("0.5.23",)  # SGLang changes this interface in any release
 _OWN = ("weights", "salt", "allow_untested_sglang")

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
     WeightUpdater,
 )
 
-from pagoda.metrics import guarded_logger
+from pagoda.base.log import guarded_logger
 
 log = guarded_logger("pagoda.sglang")
 

@@ -31,6 +31,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from pagoda.base.metrics import Reason
+from pagoda.base.quality_verdict import QualityState
 from pagoda.blend import (
     BlendedPrompt,
     BlendGate,
@@ -58,8 +60,6 @@ from pagoda.connectors.transformers.dynamic_cache import (
 from pagoda.connectors.transformers.model_checks import ProbedModel, kv_argument
 from pagoda.connectors.transformers.rotary import check_attention, rotary_of
 from pagoda.keys import Int32s
-from pagoda.metrics import Reason
-from pagoda.quality_verdict import QualityState
 
 # seconds for each further document, after loads of this call have timed out for as long as one call
 # may wait

@@ -21,6 +21,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.fork import reset_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import Reason
 from pagoda.blend import (
     SelectionPolicy,
     as_documents,
@@ -63,11 +67,8 @@ from pagoda.connectors.transformers.model_identity import (
 )
 from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
 from pagoda.connectors.transformers.numerics import numerics_of
-from pagoda.errors import ConfigError
-from pagoda.fork import reset_in_child
 from pagoda.keys import Int32s, Namespace
 from pagoda.layout import KVLayout
-from pagoda.metrics import Reason, guarded_logger
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pagoda.base.log import guarded_logger
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.model_checks import ProbedModel
-from pagoda.metrics import guarded_logger
 from pagoda.transfer import DenseKV
 
 if TYPE_CHECKING:

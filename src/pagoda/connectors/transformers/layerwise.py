@@ -21,11 +21,11 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from pagoda.base.clock import SLOWEST_BYTES_PER_SECOND, Deadline
+from pagoda.base.signal_safe_threads import Pool
 from pagoda.cache import Cache, Hit
-from pagoda.clock import SLOWEST_BYTES_PER_SECOND, Deadline
 from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
 from pagoda.connectors.transformers.model_checks import ProbedModel
-from pagoda.signal_safe_threads import Pool
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.layer_events import LayerEvents
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
+from pagoda.base.log import guarded_logger
 from pagoda.connectors.identity.lora_adapters import lora_name
-from pagoda.metrics import guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 

@@ -7,6 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Pool, wait
 from pagoda.cache import Cache, Hit
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.identity.lora_adapters import lora_name
@@ -14,8 +17,6 @@ from pagoda.connectors.vllm.identity.engine_namespace import salt_of
 from pagoda.connectors.vllm.identity.media_names import MediaNames
 from pagoda.keys import derive_keys
 from pagoda.kv_events.stored_events import StoredEvents
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Pool, wait
 
 log = guarded_logger("pagoda.vllm")
 

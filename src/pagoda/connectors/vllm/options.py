@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pagoda.base.errors import ConfigError
 from pagoda.config import Config, option_names
 from pagoda.config.sources import DEFAULT, load
 from pagoda.connectors.extra_options import ExtraOptions
-from pagoda.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from pagoda.metrics import guarded_logger
+from pagoda.base.log import guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 

@@ -14,6 +14,8 @@ from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
@@ -43,7 +45,6 @@ from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.kv_events.notes import BlockFacts, NoteMaker
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Refused, Reserved
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Iterable
 from typing import TypeVar
 
+from pagoda.base.errors import StoreError
 from pagoda.cache import Cache
 from pagoda.cache.cache import forget
 from pagoda.config import Config
-from pagoda.errors import StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 

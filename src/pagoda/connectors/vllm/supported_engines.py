@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pagoda.base.log import guarded_logger
 from pagoda.connectors.extra_options import unused_options
-from pagoda.metrics import guarded_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -14,11 +14,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
+from pagoda.base.clock import Deadline
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Answer, Pool, wait
 from pagoda.cache import Cache, Hit
 from pagoda.cache.call import CallOptions
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
-from pagoda.clock import Deadline
 from pagoda.connectors.vllm.connector_stats import PagodaStats
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.kv_memory import KVMemory, inspect_kv_caches, paged_kv
@@ -35,8 +38,6 @@ from pagoda.connectors.vllm.prefill_steps import PrefillSteps
 from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Answer, Pool, wait
 from pagoda.transfer.base import Bytes
 from pagoda.transfer.gpu.device_pages_kv import (
     DevicePagesKV,

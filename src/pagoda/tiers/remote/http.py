@@ -18,10 +18,9 @@ from functools import partial
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from pagoda.codec import HEADER_BYTES
-from pagoda.fork import call_in_child
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import (
+from pagoda.base.fork import call_in_child
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import (
     NO_THREAD,
     Answer,
     Pool,
@@ -29,6 +28,7 @@ from pagoda.signal_safe_threads import (
     start_thread,
     wait,
 )
+from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.remote.socket_keepalive import (
     IDLE_SECONDS,
     LATE,
@@ -55,7 +55,7 @@ class Response(NamedTuple):
     closes: bool  # the connection cannot be used after the body
     # how the server wants to be asked: the headers WWW-Authenticate, in small letters
     challenges: Sequence[str] = ()
-    proof: str = ""  # see pagoda.serve_proof
+    proof: str = ""  # see pagoda.base.serve_proof
 
 
 class HttpConnection:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Self
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.store_client import (
     GetRequest,
     ListingDeadline,

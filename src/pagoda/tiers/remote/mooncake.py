@@ -30,11 +30,12 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from pagoda.base.finalizers import close_when_dropped
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Pool
 from pagoda.codec import HEADER_BYTES
-from pagoda.finalizers import close_when_dropped
-from pagoda.fork import reset_now_and_in_child
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Pool
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.store_client import (
     NAME_FORMAT,

@@ -32,8 +32,8 @@ from urllib.parse import SplitResult, quote, urlsplit
 
 import numpy as np
 
+from pagoda.base.metrics import Reason
 from pagoda.codec import HEADER_BYTES
-from pagoda.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote import obstore_runner, s3_list_delete, store_urls
 from pagoda.tiers.remote.http import (

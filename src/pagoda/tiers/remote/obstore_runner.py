@@ -21,8 +21,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult
 
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import Pool
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Pool
 from pagoda.tiers.remote.socket_keepalive import IDLE_SECONDS
 from pagoda.tiers.remote.store_client import RefusedError, ServerError
 from pagoda.tiers.remote.store_urls import (

@@ -14,10 +14,10 @@ import time
 from collections.abc import Mapping
 from urllib.parse import quote, urlunsplit
 
-from pagoda.errors import ConfigError, StoreError
+from pagoda.base.errors import ConfigError, StoreError
+from pagoda.base.urls import split_url
 from pagoda.tiers.remote.store_client import StoreClient
 from pagoda.tiers.remote.store_urls import password_in
-from pagoda.url_hosts import split_url
 
 _SETTLE_SECONDS = 0.05
 

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from urllib.parse import unquote, urlsplit
 
-from pagoda.errors import ConfigError
-from pagoda.metrics import Reason
-from pagoda.serve_proof import key_of, unknown_key
-from pagoda.serve_token_file import own_token
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
+from pagoda.base.serve_proof import key_of, unknown_key
+from pagoda.base.serve_token_file import own_token
 from pagoda.tiers.remote.http import HttpConnection, Response, read_chunk
 from pagoda.tiers.remote.proving_connection import ProvingConnection
 from pagoda.tiers.remote.store_client import (

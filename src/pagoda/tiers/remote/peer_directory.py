@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from pagoda.errors import ConfigError
+from pagoda.base.errors import ConfigError
 from pagoda.tiers.remote.redis import RedisConnection, RedisNames
 from pagoda.tiers.remote.redis_address import RedisAddress
 from pagoda.tiers.remote.resp import NUMBER, Reply, ReplyShape, command

@@ -22,10 +22,11 @@ from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
 
-from pagoda.clock import Clock
-from pagoda.fork import reset_now_and_in_child
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Condition, Pool
+from pagoda.base.clock import Clock
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Condition, Pool
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.pagoda_server import (

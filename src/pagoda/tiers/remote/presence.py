@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from pagoda.clock import Clock
-from pagoda.fork import reset_now_and_in_child
+from pagoda.base.clock import Clock
+from pagoda.base.fork import reset_now_and_in_child
 
 _MOST_KEYS = 1 << 17  # the number of keys that are remembered: a few MiB
 # the time after its expiry in which an answer still explains a miss

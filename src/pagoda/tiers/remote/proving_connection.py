@@ -1,5 +1,5 @@
 """An HTTP connection to a `pagoda serve` on which both sides prove that they know the token; see
-`pagoda.serve_proof`.
+`pagoda.base.serve_proof`.
 
 `pagoda_server` makes one for each of its connections, and calls `request` as of any HttpConnection.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult
 
-from pagoda import serve_proof
-from pagoda.metrics import Reason
+from pagoda.base import serve_proof
+from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.http import HttpConnection, Response
 from pagoda.tiers.remote.store_client import RefusedError, ServerError
 

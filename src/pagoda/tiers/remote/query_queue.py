@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple, TypeAlias
 
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import Answer, Condition
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Answer, Condition
 from pagoda.tiers.remote.store_client import StoreConnection
 
 _MOST = 64

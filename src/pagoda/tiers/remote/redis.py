@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from itertools import compress, takewhile
 from typing import ClassVar, NamedTuple, Self, TypedDict, Unpack
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Answer
 from pagoda.codec import HEADER_BYTES
-from pagoda.errors import ConfigError
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import Answer
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis_address import RedisAddress, SentinelAddress

@@ -16,8 +16,9 @@ from copy import copy
 from typing import Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from pagoda.errors import ConfigError, StoreError
-from pagoda.signal_safe_threads import NO_THREAD, start_thread, wait
+from pagoda.base.errors import ConfigError, StoreError
+from pagoda.base.signal_safe_threads import NO_THREAD, start_thread, wait
+from pagoda.base.urls import split_url
 from pagoda.tiers.remote.resp import (
     ErrorReply,
     ReplyShape,
@@ -31,7 +32,6 @@ from pagoda.tiers.remote.store_urls import (
     node_urls,
     password_in,
 )
-from pagoda.url_hosts import split_url
 
 _KNOWN = ("host", "port", "path", *REDIS_OPTIONS)
 _SENTINEL_PORT = 26379

@@ -12,7 +12,8 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, Self
 from urllib.parse import urlunsplit
 
-from pagoda.errors import ConfigError
+from pagoda.base.errors import ConfigError
+from pagoda.base.urls import place_of
 from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_address import HOST
 from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
@@ -25,7 +26,6 @@ from pagoda.tiers.remote.resp import (
     command,
 )
 from pagoda.tiers.remote.store_client import GetRequest, RefusedError, reason_of
-from pagoda.url_hosts import place_of
 
 _SLOTS = 1 << 14
 _SLOTS_SHAPE = ReplyShape(b":$*", 255, items=1 << 16, depth=5)

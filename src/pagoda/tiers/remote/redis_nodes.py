@@ -26,10 +26,12 @@ from typing import Self, TypeVar, Unpack
 
 import numpy as np
 
-from pagoda.clock import Clock
-from pagoda.fork import reset_now_and_in_child
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Pool, wait
+from pagoda.base.clock import Clock
+from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Pool, wait
+from pagoda.base.urls import place_of, split_url
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.redis import (
     ChunkUse,
@@ -50,7 +52,6 @@ from pagoda.tiers.remote.store_client import (
     reason_of,
 )
 from pagoda.tiers.remote.store_urls import node_urls
-from pagoda.url_hosts import place_of, split_url
 
 # after two failures in a row a node is left out until it answers a probe
 _FAILURES = 2

@@ -9,7 +9,7 @@ A key has an order of all nodes, by a hash of both (rendezvous hashing); its own
 node in use. The new chunks of one request form a run, which is stored at the place of its first
 chunk. So a lost node takes whole runs and not a third of every prompt, whose first hole would end
 each hit. Versions before runs find a chunk at its own place only. So runs are kept together as soon
-as the nodes have a mark that says so (see `RedisPoolClient.learn_mark`).
+as the nodes have a mark that says so (see `RedisPoolClient.note_mark`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Generic, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.clock import Clock
-from pagoda.metrics import Reason
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import (
     RedirectError,

@@ -19,13 +19,14 @@ from operator import methodcaller
 from typing import TypeVar
 
 from pagoda import codec
-from pagoda.clock import Clock, Deadline
+from pagoda.base.clock import Clock, Deadline
+from pagoda.base.errors import ConfigError, StoreError
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import COUNTERS, RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Event, if_free
 from pagoda.codec import HEADER_BYTES, require, require_layout
-from pagoda.errors import ConfigError, StoreError
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout, itemsize
-from pagoda.metrics import COUNTERS, RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Event, if_free
 from pagoda.slab import aligned
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline
 from pagoda.tiers.breaker import CircuitBreaker

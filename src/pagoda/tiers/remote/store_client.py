@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple, Protocol, Self
 
-from pagoda.metrics import Reason
+from pagoda.base.metrics import Reason
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
-from pagoda.errors import ConfigError
-from pagoda.url_hosts import split_url
+from pagoda.base.errors import ConfigError
+from pagoda.base.urls import split_url
 
 # with these options, obstore's requests contain more than a URL or are sent elsewhere
 _REQUEST_OPTIONS = re.compile(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pagoda.metrics import guarded_logger
+from pagoda.base.log import guarded_logger
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.gpu.device import Device
 from pagoda.transfer.gpu.staging_ring import Workspace

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pagoda.signal_safe_threads import Condition, complete, if_free
+from pagoda.base.signal_safe_threads import Condition, complete, if_free
 from pagoda.slab import address
 from pagoda.transfer.base import Bytes, Ids
 from pagoda.transfer.gpu.autotune import fastest_way

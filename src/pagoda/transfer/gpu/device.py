@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pagoda.metrics import guarded_logger
+from pagoda.base.log import guarded_logger
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.transfer.base import Ids

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pagoda.base.signal_safe_threads import Pool
 from pagoda.layout import KVLayout
-from pagoda.signal_safe_threads import Pool
 from pagoda.transfer.base import Bytes, checked_slots
 from pagoda.transfer.gpu.copy_engine import CopyEngine, GpuCopy, copy_engine_of
 from pagoda.transfer.gpu.device import CpuDevice, DeviceEvent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pagoda.signal_safe_threads import Condition
+from pagoda.base.signal_safe_threads import Condition
 
 if TYPE_CHECKING:
     from pagoda.transfer.gpu.device import Device, DeviceEvent

@@ -12,7 +12,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from pagoda.metrics import guarded_logger
+from pagoda.base.log import guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 

@@ -20,10 +20,11 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import Generations, Slots
-from pagoda.metrics import Reason, guarded_logger
 
 log = guarded_logger("pagoda.vllm")
 

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Pool
 from pagoda.cache import Cache
 from pagoda.connectors.vllm.offloading import chunk_finder
 from pagoda.connectors.vllm.offloading.chunk_finder import AskedChunk, ChunkState
 from pagoda.keys import derive_keys
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Pool
 
 log = guarded_logger("pagoda.vllm")
 

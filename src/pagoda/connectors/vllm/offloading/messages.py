@@ -20,9 +20,9 @@ import msgspec
 from blake3 import blake3
 from vllm.v1.kv_offload.base import LoadStoreSpec
 
+from pagoda.base.file_space import make_directory
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.shared_caches import agreed
-from pagoda.file_space import make_directory
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 

@@ -25,9 +25,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from pagoda.base.clock import Deadline
+from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import Pool
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
-from pagoda.clock import Deadline
 from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
@@ -45,8 +47,6 @@ from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import ChunkNote, Groups
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Outcome, Refused, Reserved
-from pagoda.metrics import Reason
-from pagoda.signal_safe_threads import Pool
 
 # counters in addition to vLLM's own, with their help in vLLM's metrics
 COUNTED = {

@@ -18,16 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 
+from pagoda.base.clock import Deadline
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.base.signal_safe_threads import Event, Pool
 from pagoda.cache import Cache
 from pagoda.cache.writeback import ChunkRef, columns_of
-from pagoda.clock import Deadline
 from pagoda.connectors.vllm.kv_memory import paged_kv
 from pagoda.connectors.vllm.offloading.messages import SlotsSpec
 from pagoda.connectors.vllm.prefill_steps import PrefillSteps
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.layout import KVLayout
-from pagoda.metrics import RateLimitedLog, Reason, guarded_logger
-from pagoda.signal_safe_threads import Event, Pool
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda.transfer.pages_kv import PagesKV
 

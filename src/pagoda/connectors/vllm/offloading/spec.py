@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from pagoda.base.log import guarded_logger
 from pagoda.connectors.identity.plain_values import plain
 from pagoda.connectors.vllm.identity.engine_namespace import namespace_of
 from pagoda.connectors.vllm.identity.machine_facts import machine_facts
@@ -48,7 +49,6 @@ from pagoda.connectors.vllm.offloading.offloading_worker import (
 from pagoda.connectors.vllm.options import chunk_options
 from pagoda.connectors.vllm.shared_caches import opened
 from pagoda.connectors.vllm.supported_engines import check_vllm, layer_specs
-from pagoda.metrics import guarded_logger
 from pagoda.transfer.pages_kv import merged
 
 log = guarded_logger("pagoda.vllm")

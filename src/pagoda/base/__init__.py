@@ -1,0 +1,17 @@
+"""What every other package stands on: time, errors, counters, threads, files. Knows nothing of KV.
+
+Lower modules never import higher ones:
+
+    fork                 what a forked child resets
+    finalizers           closes dropped objects on a thread of its own
+    signal_safe_threads  threads, pools and conditions that survive signals and refused starts
+    store_place          whether a directory may hold a store, and has the space
+    quality_verdict      whether an approximate feature may start; quality_bounds: what it must keep
+    trusted_files        which files are believed, and for what
+    metrics              the names of reasons and counters, and log, the loggers
+    errors               the exceptions
+    clock                time and deadlines; boot_identity: which boot of the machine this is
+    file_space, file_systems, file_lock, cgroup_memory    what the operating system is asked
+    urls                 URLs in parts
+    serve_token_file, serve_proof    the token of `pagoda serve`, and how it is proved
+"""

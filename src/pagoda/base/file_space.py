@@ -1,0 +1,169 @@
+"""The space of a file: make its directory, reserve its blocks, free them again, find those with
+data.
+
+Called by all that make files; calls the operating system only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+
+from pagoda.base.errors import NoRoomError
+
+_KEEP_SIZE = 1
+_PUNCH_HOLE = 2
+_NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL)
+_LARGEST_BLOCK_BYTES = 4096
+# of ioctl: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
+_GET_FLAGS = 0x80086601
+_SET_FLAGS = 0x40086602
+_NO_COPY = 0x00800000
+_FLAGS = Struct("<q")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_int64,
+]
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file and close it at the end; a new file is only for this user. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def make_directory(path: Path, mode: int = 0o700) -> None:
+    """Make a directory, and its parents for all to read, whatever the umask: others never write
+    there. OSError.
+    """
+    try:
+        path.mkdir(mode, exist_ok=True)
+    except FileNotFoundError:
+        make_directory(path.parent, 0o755)
+        path.mkdir(mode, exist_ok=True)
+
+
+def write_in_place(directory: Path) -> None:
+    """Let files that are made in a directory from now on be written in place, where a file system
+    would copy (btrfs).
+
+    Otherwise a write into a file whose blocks are all allocated still needs a new block, and fails
+    on a full disk. Where that is not possible, nothing changes.
+    """
+    with (
+        contextlib.suppress(OSError),
+        opened(directory, os.O_RDONLY | os.O_DIRECTORY) as fd,
+    ):
+        flags = _FLAGS.unpack(fcntl.ioctl(fd, _GET_FLAGS, bytes(_FLAGS.size)))[0]
+        if not flags & _NO_COPY:
+            fcntl.ioctl(fd, _SET_FLAGS, _FLAGS.pack(flags | _NO_COPY))
+
+
+def lengthen(path: Path, nbytes: int) -> None:
+    """Make the file at least `nbytes` long; the added part is a hole. Never shortens it, because it
+    may be mapped.
+    """
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+        if os.fstat(fd).st_size < nbytes:
+            os.ftruncate(fd, nbytes)
+
+
+def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
+    """Reserve the blocks of a part of a file; return False, and reserve nothing, if the file system
+    is full.
+    """
+    try:
+        _reserve(fd, offset, nbytes)
+    except OSError:
+        with contextlib.suppress(OSError):
+            punch(fd, offset, nbytes)
+        return False
+    return True
+
+
+def _reserve(fd: int, offset: int, nbytes: int) -> None:
+    """Reserve blocks, and lengthen the file as far as needed; what the file has stays. OSError.
+
+    Without the call for it (a C library that does not replace it, a sandbox), a byte of each block
+    is written. No other process may write to this part of the file meanwhile.
+    """
+    try:
+        os.posix_fallocate(fd, offset, nbytes)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_CALL:
+            raise
+        _write_blocks(fd, offset, nbytes)
+
+
+def _write_blocks(fd: int, offset: int, nbytes: int) -> None:
+    step = min(max(os.fstatvfs(fd).f_bsize, 512), _LARGEST_BLOCK_BYTES)
+    end = offset + nbytes
+    for at in (*range(offset, end, step), end - 1):
+        found = os.pread(fd, 1, at)
+        if found in (b"", b"\0"):  # a block with another byte exists
+            os.pwrite(fd, b"\0", at)
+
+
+def punch(fd: int, offset: int, nbytes: int) -> None:
+    """Free the blocks of a part of a file: it reads as zeros, the length stays. OSError."""
+    _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes)
+
+
+def reserve_beyond(fd: int, nbytes: int) -> None:
+    """Reserve the first bytes of a file without making it longer, so that appends need no more
+    space. OSError.
+    """
+    _fallocate(fd, _KEEP_SIZE, 0, nbytes)
+
+
+def _fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
+    while _libc.fallocate(fd, mode, offset, nbytes) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def data_ranges(fd: int, start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the ranges with data between two offsets. Blocks that were never written may count as
+    a hole.
+    """
+    found: list[tuple[int, int]] = []
+    while start < stop:
+        try:
+            begin = os.lseek(fd, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # only holes from here on
+                raise
+            break
+        start = min(os.lseek(fd, begin, os.SEEK_HOLE), stop)
+        if begin < stop:
+            found.append((begin, start))
+    return found
+
+
+def allocate(path: Path, nbytes: int) -> None:
+    """Make the file `nbytes` long with all blocks reserved: NoRoomError with the remedy, never a
+    later SIGBUS.
+    """
+    with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+        try:
+            _reserve(fd, 0, nbytes)
+        except OSError as error:
+            raise NoRoomError(
+                f"no space for the {nbytes:,} bytes of {path} ({error.strerror}): "
+                "free some space or ask for a smaller size"
+            ) from error

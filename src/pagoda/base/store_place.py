@@ -1,0 +1,235 @@
+"""Checks before a store is created: enough free space, and a place that may hold a store. Prevents
+a later SIGBUS.
+
+A place is judged by what the kernel says of the opened directory, never by its path: a later mount
+may hide the one that the path seems to name. Called by the ledger, the slabs, the tiers and the
+configuration; calls the operating system only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+from pathlib import Path
+
+from pagoda.base.cgroup_memory import cgroup_free_bytes
+from pagoda.base.errors import NoRoomError, StoreError
+from pagoda.base.file_systems import filesystem
+
+_REMOTE = (
+    "nfs",
+    "cifs",
+    "smb",
+    "9p",
+    "ceph",
+    "gluster",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "fuse",
+    "afs",
+    "ncpfs",
+    "virtiofs",
+)
+_IN_MEMORY = ("tmpfs", "ramfs")
+_FILES_IN_MEMORY = (*_IN_MEMORY, "rootfs", "devtmpfs", "hugetlbfs")
+_MEMINFO = Path("/proc/meminfo")
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+_PROBED_BYTE = 1 << 40  # no store locks this byte of a directory
+_NO_LIMIT = 2**63 - 1
+
+
+def require_local(directory: Path) -> None:
+    """Refuse a file system where locks, shared mappings or writes cannot be trusted. StoreError
+    with the remedy.
+    """
+    kind = filesystem(directory)
+    if kind.startswith(_REMOTE):
+        raise StoreError(
+            f"{directory} is on {kind}, a network or FUSE file system: choose a path on a local "
+            "disk or in /dev/shm"
+        )
+    if kind == "hugetlbfs":
+        raise StoreError(
+            f"{directory} is on hugetlbfs, where files can be mapped but not written, and a "
+            "store needs both: choose "
+            "a path in /dev/shm, or on a tmpfs that is mounted with huge=advise for huge pages"
+        )
+
+
+def require_locks(directory: Path) -> None:
+    """Refuse a kernel, sandbox or file system without the locks that a store needs. StoreError.
+    Changes nothing.
+
+    It takes the kind of lock that a store takes, on the directory where the store will be.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.fcntl(
+            fd,
+            fcntl.F_OFD_SETLK,
+            _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _PROBED_BYTE, 1, 0),
+        )
+    except OSError as error:
+        raise StoreError(
+            f"{directory}: here a process cannot lock an open file (fcntl F_OFD_SETLK: "
+            f"{error.strerror}), so "
+            "processes could overwrite each other's chunks: some sandboxes (gVisor, seccomp "
+            "filters) have no such "
+            "locks; run outside of it, or without local tiers (host_size = 0, disk_size = 0)"
+        ) from error
+    finally:
+        os.close(fd)
+
+
+def is_in_memory(directory: Path) -> bool:
+    """Whether a directory is on a file system that keeps its files in memory."""
+    return filesystem(directory) in _FILES_IN_MEMORY
+
+
+def require_memory(root: Path) -> None:
+    """Refuse a directory on a disk for host memory: its files are mapped and written there.
+    StoreError.
+
+    When a disk fails, or is full and copies on write, a write to such a page kills the process.
+    """
+    there = next(
+        path for path in (root, *root.absolute().parents) if os.path.exists(path)
+    )
+    if not is_in_memory(there):
+        kind = filesystem(there)
+        raise StoreError(
+            f"{root} is on {kind or 'a disk'}, and host memory must be in memory: choose a "
+            "host_path in /dev/shm or on "
+            f"another tmpfs (mount -t tmpfs -o size=SIZE tmpfs {root}), or give the disk to "
+            "disk_path"
+        )
+
+
+def require_own(path: Path) -> None:
+    """Refuse a path of another user, and a symbolic link made by another user than root. Raises
+    StoreError.
+    """
+    for what, allowed in (
+        (os.lstat(path), {0, os.geteuid()}),
+        (os.stat(path), {os.geteuid()}),
+    ):
+        if what.st_uid not in allowed:
+            raise StoreError(
+                f"{path} belongs to user {what.st_uid}, not to user {os.geteuid()}: run this as "
+                "that user, choose "
+                "another path or remove it"
+            )
+
+
+def other_place(root: Path) -> str:
+    """Return what to do if this user cannot make a directory."""
+    return f"choose another path, or as root: install -d -m 700 -o {os.geteuid()} {root}"
+
+
+def require_umask() -> None:
+    """Refuse a umask with which this user could not open the files and directories that it makes.
+    StoreError.
+
+    Without /proc the umask cannot be read without changing it for other threads: then nothing is
+    refused.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return
+    found = re.search(r"^Umask:\s*(\d+)$", status, re.MULTILINE)
+    if found and int(found[1], 8) & 0o700:
+        raise StoreError(
+            f"the umask is {found[1]}: this user could not open what it makes; set it to 077"
+        )
+
+
+def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
+    """Refuse a directory where a tier of `size_bytes` could not be opened. StoreError or
+    NoRoomError.
+
+    If the directory holds stores, a tier starts with their space; otherwise all of `size_bytes`
+    must be free. For callers that do not know the layout yet. Changes nothing.
+    """
+    there = next(
+        path for path in (root, *root.absolute().parents) if os.path.exists(path)
+    )
+    if there == root:
+        require_own(root)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise StoreError(f"{root} cannot be made: {other_place(root)}")
+    require_local(there)
+    if not any(file.lstat().st_blocks for file in root.glob("*/*")):
+        require_free(there, size_bytes, in_memory)
+
+
+def require_free(directory: Path, need_bytes: int, in_memory: bool) -> None:
+    """Refuse a size that the file system or, in memory, the cgroup or the machine has no space for.
+
+    Raises NoRoomError with the remedy.
+    """
+    for left, said, remedy in _bounds(directory, in_memory):
+        if need_bytes > left:
+            raise NoRoomError(
+                f"{said}, {need_bytes:,} are needed: {remedy}ask for a smaller size"
+            )
+
+
+def free_bytes(directory: Path, in_memory: bool) -> int:
+    """Return the bytes that the file system and, in memory, the cgroup and the machine have
+    left.
+    """
+    return min(
+        (left for left, _, _ in _bounds(directory, in_memory)), default=_NO_LIMIT
+    )
+
+
+def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
+    """Return the limits of the space there: for each the bytes left, the same in words, and how to
+    get more.
+    """
+    found: list[tuple[int, str, str]] = []
+    status = os.statvfs(directory)
+    if status.f_blocks:  # a tmpfs without a size limit says 0 of 0
+        free = status.f_bavail * status.f_frsize
+        remedy = (
+            "mount it with a larger size= (docker: --shm-size) or "
+            if in_memory
+            else "free some space or "
+        )
+        found.append((free, f"{directory} has {free:,} bytes free", remedy))
+    if in_memory and (free_of_cgroup := cgroup_free_bytes()) is not None:
+        said = f"the cgroup may use {free_of_cgroup:,} more bytes of memory"
+        found.append((free_of_cgroup, said, "raise its limit or "))
+    if (
+        in_memory
+        and (free_of_machine := _machine_free_bytes(directory)) is not None
+    ):
+        found.append(
+            (
+                free_of_machine,
+                f"the machine has {free_of_machine:,} bytes of memory left",
+                "",
+            )
+        )
+    return found
+
+
+def _machine_free_bytes(directory: Path, meminfo: Path = _MEMINFO) -> int | None:
+    """Return the bytes that files in memory may take before the kernel kills processes; None for
+    other places.
+
+    A tmpfs may be declared larger than the memory of the machine.
+    """
+    if filesystem(directory) not in _IN_MEMORY:
+        return None
+    try:
+        lines = dict(
+            line.split(":", 1) for line in meminfo.read_text().splitlines()
+        )
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return None

@@ -1,0 +1,237 @@
+"""The common parts of `pagoda replay` and `pagoda size`: the trace, the policies, sizes in chunks,
+simulated cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
+
+from typer import Argument, Option
+
+from pagoda.config.did_you_mean import did_you_mean
+from pagoda_tools.cli import UsageError
+from pagoda_tools.cli.stores import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pagoda.cache.request_trace import Request
+
+SAMPLE = "sample"
+OPTIMUM = "optimum"
+_PAGE = 4096  # slots are whole pages
+
+TraceFile: TypeAlias = Annotated[
+    str,
+    Argument(
+        metavar="TRACE",
+        help="Requests, one JSON object per line, may be .gz; - = stdin.",
+    ),
+]
+Policies: TypeAlias = Annotated[
+    list[str] | None,
+    Option(
+        "--policy",
+        metavar="NAME",
+        help="A policy; can be repeated; default: the configured one.",
+    ),
+]
+ModelName: TypeAlias = Annotated[
+    str | None,
+    Option(
+        "--model",
+        metavar="NAME",
+        help="For sizes in bytes: a model such as llama-3-8b.",
+    ),
+]
+TokenBytes: TypeAlias = Annotated[
+    int | None,
+    Option(
+        min=1,
+        max=2**30,
+        metavar="N",
+        help="For sizes in bytes: bytes of KV per token.",
+    ),
+]
+KVType: TypeAlias = Annotated[
+    str,
+    Option(
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="For sizes in bytes: the dtype of the model's KV.",
+    ),
+]
+Jobs: TypeAlias = Annotated[
+    int | None,
+    Option(
+        min=1,
+        max=256,
+        metavar="N",
+        help="Processes; default: one per processor, or one for a small trace.",
+    ),
+]
+
+
+class Trace(NamedTuple):
+    """A trace: its requests, the number of all chunks and of different chunks, the tokens per
+    chunk, and the bound.
+    """
+
+    name: str
+    requests: list[Request]
+    accesses: int
+    distinct: int
+    chunk_tokens: int
+    infinite: float  # the hit rate of a cache without bounds
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first request to the last."""
+        return (
+            self.requests[-1].timestamp_ms - self.requests[0].timestamp_ms
+        ) / 1e3
+
+    @property
+    def input_tokens(self) -> int:
+        """The tokens of all prompts."""
+        return sum(request.input_length for request in self.requests)
+
+    @property
+    def title(self) -> str:
+        """A description of the trace."""
+        return (
+            f"{self.name}: {len(self.requests):,} requests in {self.seconds / 60:.0f} min, "
+            f"{self.accesses:,} chunks of"
+            f" {self.chunk_tokens} tokens, {self.distinct:,} different; "
+            f"{100 * self.infinite:.1f} % can be served"
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Return the facts of the trace as plain values."""
+        return {
+            "trace": self.name,
+            "requests": len(self.requests),
+            "accesses": self.accesses,
+            "distinct_chunks": self.distinct,
+            "chunk_tokens": self.chunk_tokens,
+            "seconds": self.seconds,
+            "infinite": self.infinite,
+        }
+
+    def report(
+        self, runs: Sequence[dict[str, object]], **facts: object
+    ) -> dict[str, object]:
+        """Return the facts of the trace and all runs; the keys of a single run are also among the
+        facts.
+        """
+        return {
+            **self.as_json(),
+            **facts,
+            **(runs[0] if len(runs) == 1 else {}),
+            "runs": runs,
+        }
+
+    def room(self, chunks: int) -> int:
+        """Return how many chunks to simulate for a cache of that size: at most as many as the trace
+        can fill.
+        """
+        return min(chunks, self.distinct)
+
+
+class Cell(NamedTuple):
+    """The result of one policy (or "optimum") at one size."""
+
+    policy: str
+    chunks: int
+    hit_rate: float
+    chunks_written: int = 0
+
+
+def trace_of(name: str) -> Trace:
+    """Read a trace; "sample" is the one in the package. Raises UsageError if it is not a trace."""
+    from importlib.resources import as_file, files
+
+    if name != SAMPLE:
+        return _read(name, name)
+    with as_file(files("pagoda_tools.replay") / "sample.jsonl.gz") as path:
+        return _read(name, path)
+
+
+def _read(name: str, source: str | Path) -> Trace:
+    from pagoda_tools.replay import infinite, read_trace
+
+    try:
+        requests = list(read_trace(source))
+    except OSError as trouble:
+        raise UsageError(
+            f"{name}: cannot be read: {trouble.strerror or trouble}"
+        ) from None
+    except ValueError as trouble:
+        raise UsageError(str(trouble)) from None
+    distinct = {chunk for request in requests for chunk in request.hash_ids}
+    if not distinct:
+        raise UsageError(f"{name}: has no request with a whole chunk")
+    sizes = sorted({request.chunk_tokens for request in requests})
+    if len(sizes) > 1:
+        several = " and ".join(map(str, sizes))
+        raise UsageError(
+            f"{name}: has chunks of {several} tokens; replay each size separately"
+        )
+    accesses = sum(len(request.hash_ids) for request in requests)
+    return Trace(
+        name, requests, accesses, len(distinct), sizes[0], infinite(requests)
+    )
+
+
+def policies_of(
+    names: Sequence[str] | None, config: Path | None, option: str = "--policy"
+) -> list[str]:
+    """Return the requested policies, each once, or the configured one. Raises UsageError for an
+    unknown one.
+    """
+    from pagoda.policy import NAMES
+
+    asked = list(dict.fromkeys(names)) if names else [configured(config).policy]
+    return [one_of(NAMES, option, name, "policy") for name in asked]
+
+
+def one_of(known: Sequence[str], option: str, name: str, what: str) -> str:
+    """Return `name`. Raises UsageError if it is not known."""
+    if name not in known:
+        near = did_you_mean(name, known) or f"; choose one of {', '.join(known)}"
+        raise UsageError(f"{option} {name}: no such {what}{near}")
+    return name
+
+
+def chunk_bytes_of(
+    trace: Trace, model: str | None, token_bytes: int | None, dtype: str
+) -> int | None:
+    """Return the bytes of a slot for one chunk; None without a model and bytes. Raises
+    UsageError.
+    """
+    if token_bytes is None:
+        if model is None:
+            return None
+        from pagoda_tools.cli.known_models import model_of
+
+        try:
+            token_bytes = model_of(model).token_bytes(dtype)
+        except ValueError as trouble:
+            raise UsageError(f"--kv-dtype {dtype}: {trouble}") from None
+    return -(-trace.chunk_tokens * token_bytes // _PAGE) * _PAGE
+
+
+def simulated(requests: Sequence[Request], policy: str, chunks: int) -> Cell:
+    """Simulate one policy at one size."""
+    from pagoda_tools.replay import TierSpec, simulate
+
+    outcome = simulate(requests, [TierSpec("host", chunks, policy)])
+    return Cell(policy, chunks, outcome.hit_rate, outcome.tiers[0].chunks_written)
+
+
+def best(requests: Sequence[Request], chunks: int) -> Cell:
+    """Return the best possible hit rate at this size."""
+    from pagoda_tools.replay import optimum
+
+    return Cell(OPTIMUM, chunks, optimum(requests, chunks))

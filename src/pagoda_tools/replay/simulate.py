@@ -1,0 +1,238 @@
+"""Simulated tiers: the policies' own code over columns without a slab."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pagoda.cache.request_trace import Request
+from pagoda.ledger.store_state import FIRST_OFFSET
+from pagoda_tools.replay.simulated_tier import Chain, SimulatedTier, marks_of_ids
+
+_BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
+
+
+class TierSpec(NamedTuple):
+    """A tier to simulate: its size in chunks, and its policy."""
+
+    name: str
+    chunks: int
+    policy: str
+
+
+class TierOutcome(NamedTuple):
+    """The results of a tier, in chunks: served, stored, evicted, not admitted."""
+
+    name: str
+    chunks: int
+    policy: str
+    hits: int
+    chunks_written: int
+    evicted: int
+    refused: int
+
+
+class SimulatedOutcome(NamedTuple):
+    """The results of all tiers together; `accesses`: how many chunks were asked for."""
+
+    requests: int
+    accesses: int
+    tiers: tuple[TierOutcome, ...]
+
+    @property
+    def hits(self) -> int:
+        """The number of chunks that any tier served."""
+        return sum(tier.hits for tier in self.tiers)
+
+    @property
+    def hit_rate(self) -> float:
+        """Served chunks as a share of the chunks that were asked for."""
+        return self.hits / self.accesses if self.accesses else 0.0
+
+
+class ServedRun(NamedTuple):
+    """Chunks [begin, end) of one request, which the tier of that index served."""
+
+    tier: int
+    begin: int
+    end: int
+
+
+class SimulatedMatch(NamedTuple):
+    """The runs found for a request, in order, and from which chunk on each tier must store it."""
+
+    chain: Chain
+    runs: Sequence[ServedRun]
+    starts: Sequence[int]
+    stamps: Sequence[int]
+
+
+class Simulation:
+    """Simulates tiers, the top one first. Deterministic; not thread-safe.
+
+    A request is served by its leading run, from tier to tier. Chunks of a lower tier are loaded
+    into the first tier. Each lower tier sees the whole request, whichever tier serves it, and is
+    offered all chunks that it lacks, whatever the tiers above store: so it does what it would do
+    alone.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[TierSpec],
+        *,
+        below: tuple[TierSpec, SimulatedTier] | None = None,
+        begin_ms: float | None = None,
+    ) -> None:
+        """Raise ValueError for an unknown policy, or for a tier without room.
+
+        `below`: the last tier, if several simulations share it; all must begin at the same moment
+        `begin_ms`, which is otherwise the time of the first request.
+        """
+        self._specs = (*tiers, below[0]) if below else tuple(tiers)
+        if not self._specs:
+            raise ValueError("a simulation needs at least one tier")
+        self._tiers = [SimulatedTier(spec.chunks, spec.policy) for spec in tiers]
+        self._tiers += [below[1]] if below else []
+        self._requests = self._accesses = 0
+        self._first_ms = begin_ms
+        self._now = _BEGIN_NS
+
+    def request(self, request: Request) -> tuple[int, ...]:
+        """Look a prompt up and store it; return how many of its leading chunks each tier served."""
+        found = self.look(request)
+        self.store(found)
+        served = [0] * len(self._tiers)
+        for run in found.runs:
+            served[run.tier] += run.end - run.begin
+        return tuple(served)
+
+    def look(self, request: Request) -> SimulatedMatch:
+        """Find the leading run of a prompt, at the moment of its timestamp. Changes recency and
+        counts.
+        """
+        ids: Sequence[int] = request.hash_ids
+        self._requests += 1
+        self._accesses += len(ids)
+        # impossible with chained hashes; of equal ids, the first counts
+        if len(set(ids)) < len(ids):
+            ids = tuple(dict.fromkeys(ids))
+        chain = Chain(ids, marks_of_ids(ids), self._tick(request.timestamp_ms))
+        for tier in self._tiers:
+            tier.upkeep(chain.now)
+        stamps = [tier.stamp(chain.now) for tier in self._tiers]
+        runs = self._runs(chain, stamps)
+        return SimulatedMatch(chain, runs, self._starts(chain, runs), stamps)
+
+    def _starts(self, chain: Chain, runs: Sequence[ServedRun]) -> list[int]:
+        """Return from where on each tier is offered chunks: the first after its run, others after
+        what they have.
+        """
+        total = len(chain.ids)
+        end = runs[-1].end if runs else 0
+        first = next((run.begin for run in runs if run.tier > 0), end)
+        return [
+            first,
+            *(
+                next(iter(tier.absent(chain, 0, total)), total)
+                for tier in self._tiers[1:]
+            ),
+        ]
+
+    def look_again(
+        self, found: SimulatedMatch, timestamp_ms: float
+    ) -> SimulatedMatch:
+        """Find again what must be stored, later, when the engine has computed it; others may have
+        stored some.
+        """
+        chain = found.chain._replace(now=self._tick(timestamp_ms))
+        stamps = [tier.stamp(chain.now) for tier in self._tiers]
+        begins = [0, *found.starts[1:]]
+        starts = [
+            begin + tier.match(chain, begin, stamp, asked=False)
+            for tier, begin, stamp in zip(
+                self._tiers, begins, stamps, strict=True
+            )
+        ]
+        return found._replace(chain=chain, starts=starts, stamps=stamps)
+
+    def store(
+        self, found: SimulatedMatch, most: Sequence[int] | None = None
+    ) -> list[tuple[int, int]]:
+        """Store in each tier the chunks that it lacks, leading chunks first; at most `most` chunks
+        in each.
+
+        Returns for each tier how many chunks were written into it, and how many were dropped
+        because of `most`. Chunks that have no room in the tier above come in addition: the store
+        waits until they are written.
+        """
+        chain = found.chain
+        stored = list[tuple[int, int]]()
+        above = math.inf
+        for at, tier in enumerate(self._tiers):
+            start = found.starts[at]
+            end = len(chain.ids)
+            dropped = 0
+            before = tier.written
+            if most is not None:
+                new = tier.absent(chain, start, end)
+                room = most[at] + int(max(0, len(new) - above))
+                dropped = max(0, len(new) - room)
+                end = new[room] if dropped else end
+            tier.store(chain, start, end, found.stamps[at])
+            stored.append((tier.written - before, dropped))
+            above = self._specs[at].chunks
+        return stored
+
+    def outcome(self) -> SimulatedOutcome:
+        """Return the results of all requests so far."""
+        tiers = (
+            TierOutcome(
+                *spec, tier.hits, tier.written, tier.evicted, tier.refused
+            )
+            for spec, tier in zip(self._specs, self._tiers, strict=True)
+        )
+        return SimulatedOutcome(self._requests, self._accesses, tuple(tiers))
+
+    def _tick(self, timestamp_ms: float) -> int:
+        """Return the time of a request in ns; it never decreases."""
+        if self._first_ms is None:
+            self._first_ms = timestamp_ms
+        self._now = max(
+            self._now, _BEGIN_NS + int((timestamp_ms - self._first_ms) * 1e6)
+        )
+        return self._now
+
+    def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[ServedRun]:
+        """Return the leading run, from tier to tier, until no tier has the next chunk; touch it in
+        tiers below.
+        """
+        runs: list[ServedRun] = []
+        # `lacking`: the number of tiers in a row that do not have the next chunk
+        end = 0
+        lacking = 0
+        while end < len(chain.ids) and lacking < len(self._tiers):
+            for at, tier in enumerate(self._tiers):
+                count = (
+                    tier.match(chain, end, stamps[at])
+                    if lacking < len(self._tiers)
+                    else 0
+                )
+                lacking = 1 if count else lacking + 1
+                if count:
+                    runs.append(ServedRun(at, end, end + count))
+                    end += count
+        for run in runs:
+            for at in range(run.tier + 1, len(self._tiers)):
+                self._tiers[at].touch(chain, run.begin, run.end, stamps[at])
+        return runs
+
+
+def simulate(
+    requests: Iterable[Request], tiers: Sequence[TierSpec]
+) -> SimulatedOutcome:
+    """Simulate all requests."""
+    simulation = Simulation(tiers)
+    for request in requests:
+        simulation.request(request)
+    return simulation.outcome()

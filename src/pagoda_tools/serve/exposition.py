@@ -1,0 +1,341 @@
+"""Prometheus' exposition of the stores of a machine: `pagoda stats --prometheus` and `GET /metrics`
+of `pagoda serve`.
+
+`FAMILIES` is the interface: dashboards and alert rules name these metrics, so names do not change.
+`make docs` writes docs/reference/metrics.md from it. It needs prometheus-client (extra `metrics`),
+and never waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from prometheus_client import Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from pagoda.base.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
+from pagoda.ledger.store_stats import StoreStats
+from pagoda.tiers.remote.store_client import Usage
+
+MOST_NAMESPACES = 50
+"""The number of namespaces with a separate series: those with most chunks. The others are counted
+as "other".
+"""
+MODEL_CHARS = 80
+"""The longest part of a model's name in a label."""
+
+COUNTED: Mapping[str, str] = {
+    "lookups": "Calls of `lookup` and `retrieve` that were counted.",
+    "hits": "Calls that found at least one chunk.",
+    "asked_tokens": "Tokens that all these calls requested.",
+    "hit_tokens": "Tokens that these calls found.",
+    "approximate_hit_tokens": "Tokens that were found in a cache with a lossy codec: none is certainly exact.",  # noqa: E501
+    "hit_tokens_host": "Tokens found in host memory.",
+    "hit_tokens_disk": "Tokens found on the local disk.",
+    "hit_tokens_remote": "Tokens found in a remote tier.",
+    "stored_chunks": "Chunks written to this tier.",
+    "stored_bytes": "Bytes of the written chunks.",
+    "loaded_chunks": "Chunks read from this tier.",
+    "loaded_bytes": "Bytes of the read chunks.",
+    "evicted_chunks": "Chunks evicted by the policy.",
+    "removed_chunks": "Chunks removed on request, by `remove` or `clear`.",
+    "reaped_chunks": "Reservations of dead processes that other processes removed.",
+    "failed_checks": "Chunks whose bytes or entry were damaged. No such chunk was served.",
+    "hint_write_failures": (
+        "Failed writes of a disk store's ranks and speeds to its disk. No chunk depends on "
+        "them."
+    ),
+    "prefill_tokens": "Tokens that engines computed, as they reported with the time that it took.",
+}
+"""The help of each counter. Counters of reasons and load times are not here: their families have
+the help.
+"""
+
+_GAUGES = {
+    "slots": "Slots of the store; each has space for one chunk.",
+    "free": "Slots without a chunk.",
+    "reserved": "Slots that a chunk is being written into.",
+    "ready": "Slots with a chunk that can be found.",
+    "unscanned": "Slots of a rebuilt store whose header is still to be read.",
+    "unbacked": "Slots that have no memory or disk space at present.",
+    "members": "Processes that have the store open, without the one that reads this.",
+    "pinned": "Chunks that a pin keeps from eviction.",
+    "leased": "Chunks that a lease keeps from eviction for a while.",
+    "hint_bytes": "Memory that a store on disk takes for ranks, ghosts and counters, beside host_size.",  # noqa: E501
+    "locked_bytes": "Memory that one process keeps locked for the tables of a store on disk.",
+}
+
+
+class MetricFamily(NamedTuple):
+    """One metric of Prometheus; the name of a counter is without the `_total` of its samples."""
+
+    name: str
+    kind: str  # counter, gauge or histogram
+    labels: tuple[str, ...]
+    help: str
+
+
+def _counter(name: str, labels: tuple[str, ...], text: str) -> MetricFamily:
+    return MetricFamily(f"pagoda_{name}", "counter", labels, text)
+
+
+def _gauge(name: str, labels: tuple[str, ...], text: str) -> MetricFamily:
+    return MetricFamily(f"pagoda_{name}", "gauge", labels, text)
+
+
+_STORE = ("tier", "store")
+_HITS_BY_TIER = _counter(
+    "hit_tokens_by_tier",
+    _STORE,
+    "Tokens found; tier: where, host, disk or remote.",
+)
+_MISSES = _counter(
+    "misses",
+    (*_STORE, "reason"),
+    "Calls that got fewer tokens than they asked for.",
+)
+_DROPS = _counter("drops", (*_STORE, "reason"), "Chunks that were not stored.")
+_LOADS = MetricFamily(
+    "pagoda_load_seconds",
+    "histogram",
+    _STORE,
+    (
+        "Seconds of a call that loaded from a kind of tier, with the copy to the engine; tier: "
+        "host, "
+        "disk or remote."
+    ),
+)
+_PREFILLS = _counter(
+    "prefill_seconds",
+    _STORE,
+    "Seconds in which engines computed these prefill tokens.",
+)
+_NAMESPACES = _gauge(
+    "namespace_chunks",
+    (*_STORE, "namespace", "model"),
+    (
+        f"Chunks of a namespace; all but the {MOST_NAMESPACES} largest namespaces together are "
+        '"other".'
+    ),
+)
+_READABLE = _gauge(
+    "store_readable", ("store",), "1 if the store could be read, 0 if not."
+)
+_REACHABLE = _gauge(
+    "remote_reachable", ("tier",), "1 if the remote tier answered, 0 if not."
+)
+_USED = _gauge(
+    "remote_used_bytes",
+    ("tier",),
+    "Bytes that the server of the remote tier uses, if it says so.",
+)
+_LIMIT = _gauge(
+    "remote_limit_bytes", ("tier",), "Bytes that it may use, if it has a limit."
+)
+_EVENTS = _counter(
+    "serve_events",
+    ("event",),
+    "Chunks sent, finds, puts by outcome and the like.",
+)
+_SENT = _counter(
+    "serve_sent_bytes", (), "Bytes of the chunks that pagoda serve sent."
+)
+_SLOT_BYTES = _gauge("slot_bytes", _STORE, "Bytes of one slot.")
+_COUNTER_FAMILIES = {
+    name: _counter(name, _STORE, text.replace("`", ""))
+    for name, text in COUNTED.items()
+    if not name.startswith("hit_tokens_")
+}
+_GAUGE_FAMILIES = {
+    name: _gauge(name, _STORE, text) for name, text in _GAUGES.items()
+}
+
+FAMILIES: tuple[MetricFamily, ...] = (
+    *_COUNTER_FAMILIES.values(),
+    _HITS_BY_TIER,
+    _MISSES,
+    _DROPS,
+    _LOADS,
+    _PREFILLS,
+    *_GAUGE_FAMILIES.values(),
+    _SLOT_BYTES,
+    _NAMESPACES,
+    _READABLE,
+    _REACHABLE,
+    _USED,
+    _LIMIT,
+    _EVENTS,
+    _SENT,
+)
+
+
+@dataclass(frozen=True)
+class Exposition(Collector):
+    """The data of one exposition, as a collector of prometheus-client."""
+
+    stores: Sequence[StoreStats]
+    unreadable: Sequence[str] = ()  # directories of stores that could not be read
+    # by tier; None: it did not answer
+    remotes: Mapping[str, Usage | None] = field(default_factory=dict)
+    # the counts of `pagoda serve` since its start
+    served: Mapping[str, int] = field(default_factory=dict)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each family that has samples."""
+        return (metric for metric in _metrics(self) if metric.samples)
+
+
+def exposition(found: Exposition, accept: str = "") -> tuple[bytes, str]:
+    """Return the exposition and its media type: the one that `accept` (HTTP's header) prefers, by
+    default text.
+    """
+    encode, media_type = choose_encoder(accept)
+    return encode(found), media_type
+
+
+def _metrics(found: Exposition) -> Iterator[Metric]:
+    yield from _counters(found.stores)
+    yield _loads(found.stores)
+    for name, family in _GAUGE_FAMILIES.items():
+        yield _metric(
+            family,
+            [(_place(store), store.gauges[name]) for store in found.stores],
+        )
+    yield _metric(
+        _SLOT_BYTES, [(_place(store), store.slot_bytes) for store in found.stores]
+    )
+    yield _metric(_NAMESPACES, _namespaces(found.stores).items())
+    readable = [((str(store.directory),), 1) for store in found.stores]
+    yield _metric(
+        _READABLE,
+        [*readable, *(((directory,), 0) for directory in found.unreadable)],
+    )
+    yield from _remotes(found.remotes)
+    events = {
+        event: count
+        for event, count in found.served.items()
+        if event != "sent_bytes"
+    }
+    yield _metric(_EVENTS, [((event,), count) for event, count in events.items()])
+    sent = found.served.get("sent_bytes")
+    yield _metric(_SENT, [] if sent is None else [((), sent)])
+
+
+def _place(store: StoreStats) -> tuple[str, str]:
+    return store.tier, str(store.directory)
+
+
+def _counters(stores: Sequence[StoreStats]) -> Iterator[Metric]:
+    for name, family in _COUNTER_FAMILIES.items():
+        yield _metric(
+            family, [(_place(store), store.counters[name]) for store in stores]
+        )
+    seconds = [
+        (_place(store), store.counters["prefill_microseconds"] / 1e6)
+        for store in stores
+    ]
+    yield _metric(_PREFILLS, seconds)
+    by_tier = [
+        ((kind, str(store.directory)), store.counters[f"hit_tokens_{kind}"])
+        for store in stores
+        for kind in TIER_KINDS
+    ]
+    yield _metric(_HITS_BY_TIER, by_tier)
+    for family, prefix in ((_MISSES, "miss_"), (_DROPS, "drop_")):
+        by_reason = [
+            ((*_place(store), str(reason)), store.counters[f"{prefix}{reason}"])
+            for store in stores
+            for reason in Reason
+        ]
+        yield _metric(family, by_reason)
+
+
+def _loads(stores: Sequence[StoreStats]) -> Metric:
+    metric = HistogramMetricFamily(_LOADS.name, _LOADS.help, labels=_LOADS.labels)
+    for store in stores:
+        for kind, columns in LOAD_BUCKETS.items():
+            sums = accumulate(
+                store.counters[column] for column in columns.values()
+            )
+            buckets = [
+                ("+Inf" if edge == "inf" else edge, total)
+                for edge, total in zip(columns, sums, strict=True)
+            ]
+            seconds = store.counters[f"load_microseconds_{kind}"] / 1e6
+            metric.add_metric((kind, str(store.directory)), buckets, seconds)
+    return metric
+
+
+def _namespaces(stores: Sequence[StoreStats]) -> Mapping[tuple[str, ...], int]:
+    """Return the chunks by labels: those of the largest namespaces over all stores, and of all
+    others together.
+    """
+    total: Tally[bytes] = Tally()
+    for store in stores:
+        total.update({row.root: row.chunks for row in store.namespaces})
+    largest = {
+        root for root, chunks in total.most_common(MOST_NAMESPACES) if chunks
+    }
+    found: Tally[tuple[str, ...]] = Tally()
+    for store in stores:
+        for row in store.namespaces:
+            own = (row.root.hex()[:12], row.fields.get("model", "")[:MODEL_CHARS])
+            if row.chunks:
+                found[
+                    *_place(store),
+                    *(own if row.root in largest else ("other", "")),
+                ] += row.chunks
+    return found
+
+
+def _remotes(remotes: Mapping[str, Usage | None]) -> Iterator[Metric]:
+    yield _metric(
+        _REACHABLE,
+        [((tier,), int(usage is not None)) for tier, usage in remotes.items()],
+    )
+    for family, nbytes in (
+        (
+            _USED,
+            {
+                tier: usage.used_bytes
+                for tier, usage in remotes.items()
+                if usage is not None
+            },
+        ),
+        (
+            _LIMIT,
+            {
+                tier: usage.limit_bytes
+                for tier, usage in remotes.items()
+                if usage is not None
+            },
+        ),
+    ):
+        yield _metric(
+            family,
+            [
+                ((tier,), value)
+                for tier, value in nbytes.items()
+                if value is not None
+            ],
+        )
+
+
+def _metric(
+    family: MetricFamily, samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(family.name, family.help, labels=family.labels)
+    for labels, value in samples:
+        metric.add_metric(labels, value)
+    return metric
