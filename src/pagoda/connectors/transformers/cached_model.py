@@ -59,6 +59,7 @@ from pagoda.connectors.transformers.model_edits import (
     code_between,
     foreign_hooks,
 )
+from pagoda.connectors.transformers.model_facade import ModelFacade
 from pagoda.connectors.transformers.model_identity import (
     Stamp,
     adapters_digest,
@@ -143,7 +144,7 @@ class Prefix:
         self.past_key_values = None
 
 
-class CachedModel:
+class CachedModel(ModelFacade):
     """A Transformers model with a `Cache`: a prompt starts from the KV that any process has
     computed for it before.
 
@@ -154,6 +155,10 @@ class CachedModel:
     would silently continue from another position. A model whose KV cannot be cut is a ValueError
     that says why. A call whose KV depends on more than its tokens goes on without the cache, with
     the reason `not_cacheable` in `last` and in the counters, and a line in the log.
+
+    To its callers it is the model: attributes, methods and calls that are not the cache's go to
+    `model`, so `transformers.pipeline(model=cached, ...)` generates with the cache. Only `generate`
+    uses the cache.
 
     KV is loaded to the model's device. On a CUDA device it is copied directly between the device
     and the slots; for a single prompt in host memory, `generate` computes with the first layers
