@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -72,3 +75,29 @@ def test_an_argument_that_a_command_does_not_have_is_an_error() -> None:
 
     with pytest.raises(KeyError, match="fiel"):
         documented(command)
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    for words, wanted in (
+        ("pagoda rem", "remove"),
+        ("pagoda stats --j", "--json"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "pagoda"],
+            env={
+                **os.environ,
+                "_PAGODA_COMPLETE": "complete_bash",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(words.count(" ")),
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert wanted in done.stdout.split(), done
+
+
+def test_no_summary_of_a_command_is_cut_where_its_source_is() -> None:
+    for name, command in program.commands.items():
+        summary = (command.help or "").split("\n\n")[0]
+        assert "\n" not in summary, name

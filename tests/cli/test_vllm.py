@@ -266,7 +266,7 @@ def test_wrong_use_is_one_line() -> None:
 
 def test_without_vllm_there_is_a_remedy() -> None:
     done = pagoda("vllm", "serve", "m")
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert "pip install 'pagodakv[vllm]'" in done.stderr
     assert done.stderr.count("\n") == 1
 

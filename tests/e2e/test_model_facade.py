@@ -1,5 +1,4 @@
-"""A `CachedModel` is a model to its callers: pipelines, and code that reads, writes and moves it.
-"""
+"""A `CachedModel` is a model to its callers: a pipeline, and code that reads, writes, moves it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from pagoda_tools.cli.warm import warm
 app = typer.Typer(
     name="pagoda",
     help="PagodaKV: a KV cache in tiers, so that no prompt prefix is computed twice.",
-    add_completion=False,
+    add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )

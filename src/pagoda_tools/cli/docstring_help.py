@@ -14,12 +14,11 @@ _ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 def documented(function: _Function) -> _Function:
-    """Give each argument its help from the `Args` of the docstring, and remove these from it.
-    Changes `function`.
+    """Give each argument its help from the `Args` of the docstring, and remove these from it. The
+    lines of a paragraph become one, which the terminal wraps. Changes `function`.
     """
-    function.__doc__, _, arguments = cleandoc(function.__doc__ or "").partition(
-        "\n\nArgs:\n"
-    )
+    text, _, arguments = cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    function.__doc__ = re.sub(r"(?<=\S)\n(?=[\w`(])", " ", text)
     hints = get_type_hints(function, include_extras=True)
     for name, text in _ARGUMENT.findall(arguments):
         if not hasattr(hints[name], "__metadata__"):

@@ -234,10 +234,10 @@ def check_start(
         missing: What to say if it is not installed.
         check_version: Raises an error for a version that was not tested, unless that is allowed.
 
-    Raises FailedError (it is not installed), and the errors of `check_version` and `check_tiers`.
+    Raises UsageError (it is not installed), and the errors of `check_version` and `check_tiers`.
     """
     if find_spec(module) is None:
-        raise FailedError(missing)
+        raise UsageError(missing)
     if (version := installed_version(*names)) is not None:
         check_version(version, bool(chosen.extra.get(f"allow_untested_{module}")))
     check_tiers(chosen.config)
