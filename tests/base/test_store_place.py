@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from pagoda import Cache, KVLayout, Namespace
 from pagoda.base import store_place
 from pagoda.base.errors import NoRoomError, StoreError
 from pagoda.base.file_space import allocate, allocate_range, opened
@@ -79,6 +81,30 @@ def test_more_than_the_file_system_has_is_refused_with_the_remedy(
         require_free(tmp_path, 1 << 60, in_memory=False)
     with pytest.raises(NoRoomError, match="shm-size"):
         require_free(Path("/dev/shm"), 1 << 60, in_memory=True)
+
+
+@pytest.mark.parametrize("chunk_tokens", [16, 256])
+def test_the_size_that_the_error_proposes_can_be_opened(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    """Small slots need more tables beside them: 30 % more than was asked for."""
+    monkeypatch.setattr(store_place, "cgroup_free_bytes", lambda: 100 * MIB + 5)
+    layout = KVLayout.dense(2, 2, 8, "float16", chunk_tokens)
+    space = {"namespace": Namespace("m"), "layout": layout, "host_path": shm_root}
+    with pytest.raises(
+        NoRoomError, match=r"may use 100\.0 MiB more .* needed"
+    ) as no:
+        Cache(**space, host_size="1GiB")
+    found = re.search(r'"(\d+MiB)" would fit', str(no.value))
+    assert found is not None, no.value
+    Cache(**space, host_size=found[1]).close()
+
+
+def test_sizes_in_errors_are_readable(tmp_path: Path) -> None:
+    with pytest.raises(
+        NoRoomError, match=r"\d GiB free, 1073741824\.0 GiB are needed"
+    ):
+        require_free(tmp_path, 1 << 60, in_memory=False)
 
 
 def test_a_place_without_stores_needs_all_the_room(

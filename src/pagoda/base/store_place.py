@@ -39,6 +39,8 @@ _MEMINFO = Path("/proc/meminfo")
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _PROBED_BYTE = 1 << 40  # no store locks this byte of a directory
 _NO_LIMIT = 2**63 - 1
+_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
+_LEFT_FOR_OTHERS = 0.95  # of a size that is proposed: others write there too
 
 
 def require_local(directory: Path) -> None:
@@ -163,19 +165,52 @@ def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
         raise StoreError(f"{root} cannot be made: {other_place(root)}")
     require_local(there)
     if not any(file.lstat().st_blocks for file in root.glob("*/*")):
-        require_free(there, size_bytes, in_memory)
+        require_free(there, size_bytes, in_memory, size_bytes)
 
 
-def require_free(directory: Path, need_bytes: int, in_memory: bool) -> None:
+def require_free(
+    directory: Path, need_bytes: int, in_memory: bool, size_bytes: int = 0
+) -> None:
     """Refuse a size that the file system or, in memory, the cgroup or the machine has no space for.
 
-    Raises NoRoomError with the remedy.
+    Args:
+        directory: where the files would be.
+        need_bytes: what must be free there.
+        in_memory: whether files there are memory.
+        size_bytes: the part of `need_bytes` that the user asked for; the rest are tables.
+
+    Raises NoRoomError with the remedy, and a size that would fit if `size_bytes` is given.
     """
-    for left, said, remedy in _bounds(directory, in_memory):
+    bounds = _bounds(directory, in_memory)
+    for left, said, remedy in bounds:
         if need_bytes > left:
+            smaller = ""
+            least = min(bound[0] for bound in bounds)
+            if fitting := _fitting(least * size_bytes // need_bytes):
+                smaller = f': "{fitting}" would fit'
             raise NoRoomError(
-                f"{said}, {need_bytes:,} are needed: {remedy}ask for a smaller size"
+                f"{said}, {_in_words(need_bytes)} are needed: {remedy}ask for a smaller size"
+                f"{smaller}"
             )
+
+
+def _in_words(nbytes: int) -> str:
+    """Return a number of bytes as people read it."""
+    for unit, factor in _UNITS:
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:,} bytes"
+
+
+def _fitting(nbytes: int) -> str:
+    """Return a size, as an option takes it, a little below `nbytes`; empty if that is too little
+    for a store.
+    """
+    for unit, factor in _UNITS:
+        whole = int(nbytes * _LEFT_FOR_OTHERS) // factor
+        if whole:
+            return f"{whole}{unit}"
+    return ""
 
 
 def free_bytes(directory: Path, in_memory: bool) -> int:
@@ -200,9 +235,9 @@ def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
             if in_memory
             else "free some space or "
         )
-        found.append((free, f"{directory} has {free:,} bytes free", remedy))
+        found.append((free, f"{directory} has {_in_words(free)} free", remedy))
     if in_memory and (free_of_cgroup := cgroup_free_bytes()) is not None:
-        said = f"the cgroup may use {free_of_cgroup:,} more bytes of memory"
+        said = f"the cgroup may use {_in_words(free_of_cgroup)} more of memory"
         found.append((free_of_cgroup, said, "raise its limit or "))
     if (
         in_memory
@@ -211,7 +246,7 @@ def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
         found.append(
             (
                 free_of_machine,
-                f"the machine has {free_of_machine:,} bytes of memory left",
+                f"the machine has {_in_words(free_of_machine)} of memory left",
                 "",
             )
         )

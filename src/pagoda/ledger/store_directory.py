@@ -771,5 +771,6 @@ def _first_slots(spec: StoreSpec, state: StoreState) -> int:
         require_free(spec.root, ledger, in_memory)
         left = free_bytes(spec.root, in_memory) - ledger - _SMALL_FILES_BYTES
         return min(slots, max(0, left) // spec.slot_bytes)
-    require_free(spec.root, ledger + slots * spec.slot_bytes, in_memory)
+    slab = slots * spec.slot_bytes
+    require_free(spec.root, ledger + slab, in_memory, slab)
     return slots
