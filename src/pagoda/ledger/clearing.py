@@ -15,9 +15,9 @@ call this.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 

@@ -1,10 +1,10 @@
-"""Which slots may have chunks of a namespace: hints, so that a clear of few chunks does not read all
-rows of the tables.
+"""Which slots may have chunks of a namespace: hints, so that a clear of few chunks does not read
+all rows of the tables.
 
 One number for each slot, mapped and shared by all processes, beside the columns: the namespace of
 the latest chunk that was put there. `Session` writes it after a transaction, `clearing` reads it.
-The row of a namespace says how many chunks it has, so a clear sees when numbers are missing (written
-by another version, or lost), and then reads all rows.
+The row of a namespace says how many chunks it has, so a clear sees when numbers are missing (of
+another version, or lost), and then reads all rows.
 """
 
 from __future__ import annotations
