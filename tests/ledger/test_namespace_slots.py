@@ -69,7 +69,7 @@ def test_a_clear_of_few_chunks_costs_the_same_in_a_large_store(
     assert spent[0][0] < 64
 
 
-@pytest.mark.parametrize("damage", [0, 7, 2**32 - 1])
+@pytest.mark.parametrize("damage", [0, 7, 2**16 - 1])
 def test_hints_that_are_wrong_leave_no_chunk(shm_root: Path, damage: int) -> None:
     ledger = opened(shm_root, 64)
     put(ledger, keys(*range(20)), OTHER)

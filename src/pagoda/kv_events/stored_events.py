@@ -490,7 +490,8 @@ class StoredEvents:
                     tier.choose_again()
                 why = f"KV events are late: {type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, why)
-            self._rest()
+            if not is_idle:
+                self._rest()
 
     def _round(self) -> bool:
         """Report what has changed. Return whether that was everything: a round is short, and the

@@ -146,7 +146,7 @@ class Clearing:
         """
         dropped = 0
         # a few chunks first: if the map is full, they free space for more
-        most = 4
+        most = 16
         while (chunks is None or dropped < chunks) and (
             found := list(islice(slots, most))
         ):

@@ -22,7 +22,7 @@ from pagoda.ledger.hint_pages import HintPages
 _NAME = "namespace-slots"
 # numbers of namespaces are never used again, so two of one store may have the same low bits: the
 # tables say whose a chunk is
-_LOW = 2**32 - 1
+_LOW = 2**16 - 1
 
 
 class NamespaceSlots:
@@ -32,14 +32,14 @@ class NamespaceSlots:
         """Map the numbers of a store with that many slots; without space they are private to this
         process.
         """
-        nbytes = 4 * slots
+        nbytes = 2 * slots
         source = hints.page(_NAME, nbytes)
         # the store was resized
         with suppress(OSError):
             if isinstance(source, Path) and source.stat().st_size != nbytes:
                 source.unlink()
-        self._numbers: NDArray[np.uint32] = np.frombuffer(
-            map_or_private(source, nbytes), np.uint32
+        self._numbers: NDArray[np.uint16] = np.frombuffer(
+            map_or_private(source, nbytes), np.uint16
         )
         self._cells = self._numbers.data
 
@@ -52,6 +52,6 @@ class NamespaceSlots:
     def of(self, namespace: int) -> Iterable[int]:
         """Return the slots that may have chunks of a namespace, by its number."""
         slots: list[int] = np.flatnonzero(
-            self._numbers == np.uint32(namespace & _LOW)
+            self._numbers == np.uint16(namespace & _LOW)
         ).tolist()
         return slots
