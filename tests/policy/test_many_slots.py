@@ -30,16 +30,18 @@ MOST_ROWS = 16_384
 Rows = NDArray[np.int64]
 
 
-def full_columns(slots: int = SLOTS, seed: int = 0) -> Columns:
-    """Return columns of a full store: prompts of 100 chunks in neighbouring slots, used in random
+def full_columns(
+    slots: int = SLOTS, seed: int = 0, chain: int = CHAIN
+) -> Columns:
+    """Return columns of a full store: prompts of `chain` chunks in neighbouring slots, used in random
     order.
     """
     columns = Columns(None, slots)
     columns.reset()
     rng = np.random.default_rng(seed)
     rows = np.arange(slots)
-    prompts = rows // CHAIN
-    position = rows % CHAIN
+    prompts = rows // chain
+    position = rows % chain
     columns.generation[:] = rows + 1
     columns.position[:] = position
     columns.last_use[:] = (
@@ -218,7 +220,7 @@ def test_without_the_upkeep_thread_a_sample_gives_victims(name: str) -> None:
         if name != "fifo":
             ages += ages_of(columns, rows).tolist()
         empty(columns, rows)
-    assert not ages or np.mean(ages) < 0.15
+    assert not ages or np.mean(ages) < 0.2, np.mean(ages)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -336,6 +338,33 @@ def test_a_sample_is_of_distinct_slots_in_order(slots: int) -> None:
         rows = sampled_slots(slots, SAMPLE, number)
         assert (np.diff(rows) > 0).all()
         assert 0 <= rows[0] <= rows[-1] < slots
-        assert SAMPLE - 32 < len(rows) <= SAMPLE
+        assert SAMPLE * 0.7 < len(rows) <= SAMPLE
         seen[rows] = True
     assert seen.mean() > 0.4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chain", [64, 96, 128])
+def test_prompts_of_a_regular_length_give_tails_in_each_sample(
+    name: str, chain: int
+) -> None:
+    columns = full_columns(chain=chain)
+    stamp = stamp_of(columns)
+    for turn in range(30):
+        # a new process each time
+        rows = make(name, columns).victims(16, stamp + turn * STEP, NOW)
+        assert len(rows) == 16
+        assert not has_child(columns, rows).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_one_prompt_that_fills_the_store_a_sample_gives_victims(
+    name: str,
+) -> None:
+    columns = full_columns(chain=SLOTS)
+    policy = make(name, columns)
+    stamp = stamp_of(columns)
+    for _ in range(20):
+        rows = policy.victims(16, stamp, NOW)
+        assert len(rows) == 16
+        empty(columns, rows)

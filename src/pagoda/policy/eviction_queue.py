@@ -31,10 +31,11 @@ SAMPLE = 2048
 # or this many for each victim, if that is more
 _SAMPLED_FOR_EACH = 4
 _NEIGHBOURS = 32  # slots in each run of the sample
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads consecutive numbers over 64 bits
 # A queue that held recent slots would return a head before the tail that was stored after the queue
 # was filled.
 _SHARE = 16
+# of a sample: smaller, since only runs with the end of a prompt have any
+_SAMPLE_SHARE = 64
 _LEAST = 8
 _LOW = 4  # less than this part of the queue is left: it should be filled again
 _LOOK = 256  # entries examined at once
@@ -192,7 +193,8 @@ class EvictionQueue:
         """Return the first `count` that are older than `stamp`; slots leased at `now` after all
         others.
 
-        Of a sample, leased slots are returned only if it has no other.
+        Of a sample, slots that have a child beside it, and then leased ones, are returned only if
+        it has no others.
         """
         few = self._few(count, stamp, now) if count <= _FEW else None
         if few is not None:
@@ -254,7 +256,7 @@ class EvictionQueue:
         found = self._valid(sampled, count, stamp, now)
         if len(found) < count:
             chosen = self._sample(count, stamp)
-            queued = max(len(chosen) // _SHARE, count)
+            queued = max(len(chosen) // _SAMPLE_SHARE, count)
             sampled = self._snapshot(chosen, queued, stamp, now)
             self._sampled = sampled
             found = self._valid(sampled, count, stamp, now)
@@ -361,24 +363,23 @@ class EvictionQueue:
         """
         tree = _PrefixTree.of(self._hints, chosen)
         until = np.where(tree.ready, self._hints.lease_until[chosen], 0)
-        until[tree.kept] = NOT_READY
         _lift(until, tree.above)
-        free = tree.ready & (tree.youngest < stamp) & (until < NOT_READY)
-        rows = np.flatnonzero(free)
+        rows = np.flatnonzero(tree.ready & (tree.youngest < stamp))
         rows = rows[~np.isin(tree.slots[rows], but)]
         ordered: Rows = rows[np.lexsort((tree.order[rows], until[rows]))]
         return tree.slots[ordered]
 
 
 def sampled_slots(slots: int, count: int, number: int) -> Rows:
-    """Return at least `count` of the slots, in ascending order: runs of neighbours, evenly spread.
+    """Return about `count` of the slots, in ascending order: runs of neighbours.
 
-    Another `number` gives other runs. There must be at least twice as many slots.
+    Another `number` gives other runs. They have no regular step, which could be that of prompts:
+    then all runs would be in the same part of a prompt.
     """
     blocks = -(-slots // _NEIGHBOURS)
     runs = -(-count // _NEIGHBOURS)
-    first = (number * _GOLDEN % 2**64 >> 32) % blocks
-    starts = np.sort((first + np.arange(runs) * (blocks // runs)) % blocks)
+    random = np.random.default_rng(number % 2**64)
+    starts = np.unique(random.integers(0, blocks, runs))
     rows = starts[:, None] * _NEIGHBOURS + np.arange(_NEIGHBOURS)
     chosen: Rows = rows.ravel()
     return chosen[chosen < slots]
