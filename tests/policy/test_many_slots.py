@@ -33,8 +33,8 @@ Rows = NDArray[np.int64]
 def full_columns(
     slots: int = SLOTS, seed: int = 0, chain: int = CHAIN
 ) -> Columns:
-    """Return columns of a full store: prompts of `chain` chunks in neighbouring slots, used in random
-    order.
+    """Return columns of a full store: prompts of `chain` chunks in neighbouring slots, used in
+    random order.
     """
     columns = Columns(None, slots)
     columns.reset()

@@ -456,7 +456,7 @@ class Ledger:
                 self._lacks_pages or self.space.exceeds
             ) and self._room < self.window
             # nothing must be evicted soon while an eighth is free
-            low = self.evictor.is_low and self._room * 8 < self.columns.capacity
+            low = self._room * 8 < self.columns.capacity and self.evictor.is_low
             self.upkeep_thread.wake(lacks, low)
             return outcomes
         except BaseException:

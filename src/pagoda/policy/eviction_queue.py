@@ -52,6 +52,7 @@ Chosen: TypeAlias = "Rows | slice"
 """Some slots of the columns, in ascending order, or all of them."""
 
 _ALL = slice(None)
+_NONE: Rows = np.empty(0, np.int64)
 
 
 class _PrefixTree(NamedTuple):
@@ -63,7 +64,7 @@ class _PrefixTree(NamedTuple):
     ready: Flags
     above: Rows  # the row of the parent, or the row itself
     lost: Flags  # not reachable, because its parent was evicted
-    kept: Flags  # has a child next to the chosen slots, of which nothing is known
+    kept: Rows  # rows with a child next to the chosen slots, of which nothing is known
     youngest: Rows  # recency of the youngest of the chunk and its descendants
     order: Rows  # the order of eviction for slots of one rank
 
@@ -71,7 +72,8 @@ class _PrefixTree(NamedTuple):
     def of(cls, hints: Hints, chosen: Chosen) -> _PrefixTree:
         last_use = hints.last_use[chosen].copy()
         generation = hints.generation[chosen].copy()
-        slots = np.arange(hints.slots) if isinstance(chosen, slice) else chosen
+        # a slice is of all, or of none
+        slots = np.arange(len(last_use)) if isinstance(chosen, slice) else chosen
         ready = last_use != NOT_READY
         above = np.arange(len(slots))
         parents = hints.parent_slot[chosen].copy()
@@ -79,9 +81,12 @@ class _PrefixTree(NamedTuple):
         parent = parents[child]
         parent_generation = hints.parent_generation[chosen][child]
         gone = hints.generation[parent] != parent_generation
-        at, is_chosen = _places(slots, parent, chosen)
-        linked = ~gone & is_chosen
-        above[child[linked]] = at[linked]
+        if isinstance(chosen, slice):
+            above[child[~gone]] = parent[~gone]
+        else:
+            at, is_chosen = _places(slots, parent)
+            linked = ~gone & is_chosen
+            above[child[linked]] = at[linked]
         positions = hints.position[chosen].astype(np.int64)
         # all chunks of one request are as young as its head
         youngest = np.where(ready, last_use, 0) + positions
@@ -90,9 +95,11 @@ class _PrefixTree(NamedTuple):
         lost = np.zeros(len(slots), np.bool_)
         lost[child[gone]] = True
         _spread(lost, above)
-        kept = np.zeros(len(slots), np.bool_)
-        if not isinstance(chosen, slice):
-            kept[_parents_of_neighbours(hints, slots)] = True
+        kept = (
+            _NONE
+            if isinstance(chosen, slice)
+            else _parents_of_neighbours(hints, slots)
+        )
         return cls(
             slots,
             last_use,
@@ -143,7 +150,7 @@ class _Snapshot:
     @classmethod
     def empty(cls, hints: Hints) -> _Snapshot:
         none = np.empty(0, np.int64)
-        return cls(_PrefixTree.of(hints, none), none, np.empty(0))
+        return cls(_PrefixTree.of(hints, slice(0)), none, np.empty(0))
 
     def bar(self, at: int) -> None:
         """Keep the ancestors of an entry from eviction."""
@@ -177,7 +184,8 @@ class EvictionQueue:
         self._ranks_touched = self._is_small and not by_use
         # of all slots, and of the latest sample
         self._ranked = _Snapshot.empty(hints)
-        self._sampled = _Snapshot.empty(hints)
+        self._nothing = _Snapshot.empty(hints)
+        self._sampled = self._nothing
         self._samples = 0
 
     @property
@@ -238,7 +246,7 @@ class EvictionQueue:
         """
         count = max(_LEAST, self._hints.slots // _SHARE, least)
         self._ranked = self._snapshot(_ALL, count, stamp, now)
-        self._sampled = _Snapshot.empty(self._hints)
+        self._sampled = self._nothing
 
     def _ranks_all(self, count: int) -> bool:
         """Whether a call for that many victims ranks all slots: a sample for it would be half of
@@ -340,7 +348,8 @@ class EvictionQueue:
         lease_until = hints.lease_until[chosen]
         leased = tree.ready & (lease_until > now)
         ranks = self._rank(chosen)
-        ranks[leased | tree.kept] = np.inf
+        ranks[leased] = np.inf
+        ranks[tree.kept] = np.inf
         _lift(ranks, tree.above)
         free = tree.ready & (ranks < np.inf)
         ranks[tree.lost] = -np.inf
@@ -385,10 +394,8 @@ def sampled_slots(slots: int, count: int, number: int) -> Rows:
     return chosen[chosen < slots]
 
 
-def _places(slots: Rows, wanted: Rows, chosen: Chosen) -> tuple[Rows, Flags]:
+def _places(slots: Rows, wanted: Rows) -> tuple[Rows, Flags]:
     """Return the row of each wanted slot among the chosen ones, and whether it is one of them."""
-    if isinstance(chosen, slice) or not len(slots):
-        return wanted, np.full(len(wanted), bool(len(slots)))
     at = np.minimum(np.searchsorted(slots, wanted), len(slots) - 1)
     return at, slots[at] == wanted
 
@@ -397,10 +404,10 @@ def _parents_of_neighbours(hints: Hints, slots: Rows) -> Rows:
     """Return the rows of those of these slots that have a child in a slot next to a run of them."""
     beside = np.concatenate([slots - 1, slots + 1])
     beside = beside[(beside >= 0) & (beside < hints.slots)]
-    beside = beside[~_places(slots, beside, slots)[1]]
+    beside = beside[~_places(slots, beside)[1]]
     beside = beside[hints.last_use[beside] != NOT_READY]
     parents = hints.parent_slot[beside]
-    at, is_chosen = _places(slots, parents, slots)
+    at, is_chosen = _places(slots, parents)
     beside = beside[is_chosen]
     at = at[is_chosen]
     linked = hints.generation[slots[at]] == hints.parent_generation[beside]
