@@ -203,7 +203,7 @@ def test_who_does_not_end_his_handshake_is_disconnected(
     with router(events), stranger(events) as sock:
         sock.sendall(GREETING)
         assert is_closed(sock)
-        assert len(events._clients) == 1
+        wait_until(lambda: len(events._clients) == 1)
 
 
 def test_all_who_read_nothing_cost_together_what_one_may(

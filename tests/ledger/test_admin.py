@@ -343,3 +343,20 @@ def test_wrong_hints_are_counted_and_not_judged(ledger: Ledger) -> None:
     assert report.stale_hints == 1
     assert report.unreachable == 1
     assert report.gauges["ready"] == 6
+
+
+def test_leases_are_counted_outside_the_gate(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = ledger.columns
+    inside: list[bool] = []
+
+    class Watched:
+        @property
+        def lease_until(self) -> object:
+            inside.append(ledger.session.gate.entered())
+            return columns.lease_until
+
+    monkeypatch.setattr(ledger, "columns", Watched())
+    assert admin.numbers(ledger)["leased"] == admin.gauges(ledger)["leased"]
+    assert inside == [False, False]

@@ -422,8 +422,8 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
     name_victims = ledger._victims
     named = list[tuple[int, int]]()
 
-    def overtaken(count: int, stamp: int) -> list[tuple[int, int]]:
-        named.extend(name_victims(count, stamp))
+    def overtaken(count: int, stamp: int, until: float) -> list[tuple[int, int]]:
+        named.extend(name_victims(count, stamp, until))
         monkeypatch.undo()
         in_child(lambda: put(ledger, keys(777)) and None)
         return named

@@ -140,7 +140,7 @@ def test_the_order_is_that_of_a_plain_one(
 ) -> None:
     columns, ranks = grow(tree)
     victims = (
-        EvictionQueue(columns, lambda: np.array(ranks))
+        EvictionQueue(columns, lambda chosen: np.array(ranks)[chosen])
         .first(count, stamp, NOW)
         .tolist()
     )
@@ -177,7 +177,7 @@ def test_no_parent_before_its_child_whatever_happened_since_it_was_queued(
     by_use: bool,
 ) -> None:
     columns, ranks = grow(tree)
-    queue = EvictionQueue(columns, lambda: np.array(ranks), by_use)
+    queue = EvictionQueue(columns, lambda chosen: np.array(ranks)[chosen], by_use)
     now = NOW
     stamp = 10**5
     for what, number in events:
@@ -217,7 +217,9 @@ def test_what_is_touched_keeps_its_place_only_where_recency_is_nothing(
     for row in range(SLOTS):
         put(columns, row, 100 + row)
     queue = EvictionQueue(
-        columns, lambda: columns.generation.astype(np.float64), by_use
+        columns,
+        lambda chosen: columns.generation[chosen].astype(np.float64),
+        by_use,
     )
     assert queue.first(2, 1000, NOW).tolist() == [0, 1]
     columns.last_use[0] = 900
@@ -230,7 +232,7 @@ def test_a_lease_that_ends_frees_those_in_front_of_it() -> None:
     put(columns, 0, 100)
     put(columns, 1, 99, 0)
     put(columns, 2, 500)
-    queue = EvictionQueue(columns, lambda: np.zeros(SLOTS))
+    queue = EvictionQueue(columns, lambda chosen: np.zeros(SLOTS)[chosen])
     assert queue.first(1, 1000, NOW).tolist() == [1]
     columns.lease_until[1] = NOW + 10
     assert queue.first(3, 1000, NOW).tolist() == [2, 1, 0]
@@ -245,7 +247,7 @@ def test_who_is_in_front_of_one_that_stays_stays(count: int) -> None:
         put(columns, row, 100 - row, row - 1)
     for row in range(12, SLOTS):
         put(columns, row, 1000 + row)
-    queue = EvictionQueue(columns, lambda: np.zeros(SLOTS))
+    queue = EvictionQueue(columns, lambda chosen: np.zeros(SLOTS)[chosen])
     assert queue.first(12, 500, NOW).tolist() == list(range(11, -1, -1))
     columns.last_use[5] = 600
     assert queue.first(count, 500, NOW).tolist() == list(range(11, 5, -1))[:count]
@@ -263,7 +265,7 @@ def test_what_is_out_of_reach_goes_before_all_others_whatever_it_is_worth() -> (
     put(columns, 8, 100)
     empty(columns, 3)
     queue = EvictionQueue(
-        columns, lambda: np.arange(SLOTS, 0, -1).astype(np.float64)
+        columns, lambda chosen: np.arange(SLOTS, 0, -1)[chosen].astype(np.float64)
     )
     assert queue.first(5, 1000, NOW).tolist() == [7, 6, 5, 4, 8]
 
@@ -274,7 +276,7 @@ def test_nobody_is_named_twice_when_a_leased_chunk_was_put_behind_one_that_nobod
     columns = columns_of(SLOTS)
     for row in range(3):
         put(columns, row, 100 + row)
-    queue = EvictionQueue(columns, lambda: np.zeros(SLOTS))
+    queue = EvictionQueue(columns, lambda chosen: np.zeros(SLOTS)[chosen])
     assert queue.first(3, 200, NOW).tolist() == [0, 1, 2]
     put(columns, 3, 90, 0)
     columns.lease_until[3] = NOW + 1

@@ -420,10 +420,10 @@ def test_no_queue_is_kept_ready_while_many_slots_are_free() -> None:
     )
     policy.admit(few, SLOTS // 8, 0)
     policy.prepare(START, 0)
-    assert not len(policy._queue._batch.rows)
+    assert not len(policy._queue._ranked.rows)
     # asked all the same, it makes one
     assert len(policy.victims(3, START, 0)) == 3
     policy = Hindsight(columns)
     policy.admit(few, SLOTS // 8 - 1, 0)
     policy.prepare(START, 0)
-    assert len(policy._queue._batch.rows)
+    assert len(policy._queue._ranked.rows)

@@ -672,7 +672,12 @@ class Cache:
         if a local tier can neither record the epoch nor be cleared, or was left out: this process
         does not use what it has, but after a restart of the machine it would be served.
         """
-        return self._weights.change(version)
+        try:
+            return self._weights.change(version)
+        finally:
+            events = self._resources.events
+            if events is not None:
+                events.look()
 
     def present_namespace(self, lora: str | None = None) -> Namespace:
         """Return the namespace of the present weights, with an adapter instead of the namespace's;

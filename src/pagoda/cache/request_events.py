@@ -76,6 +76,11 @@ class RequestEvents:
                 partial(_note_of, request, keys), space.root, present, 0, keys
             )
 
+    def look(self) -> None:
+        """Let the thread look soon whether the weights have changed."""
+        if self._stored is not None:
+            self._stored.look()
+
     def keep_notes(self) -> None:
         """Keep beside the tiers what a restarted engine reports of the last chunks. Call it after
         `close`.

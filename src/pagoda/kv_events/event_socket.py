@@ -33,7 +33,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pagoda.base.clock import Deadline
 from pagoda.base.errors import ConfigError
@@ -168,6 +168,8 @@ class EventSocket:
         self._clients: dict[socket.socket, _Client] = {}
         self._waiting_bytes = 0
         self._subscribed = False
+        # called on the thread after somebody has subscribed; it must be cheap
+        self.on_subscribed: Callable[[], None] = lambda: None
         self._closed = False
         self._selector = selectors.DefaultSelector()  # only the thread uses it
         self._wake_out, self._wake_in = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -274,7 +276,7 @@ class EventSocket:
         ticked = time.monotonic()
         try:
             while not self._closed:
-                for key, events in self._selector.select(_TICK_SECONDS):
+                for key, events in self._selector.select(self._tick_seconds()):
                     try:
                         self._serve(key.fileobj, events)
                     except OSError as trouble:  # not of one client: those end
@@ -294,6 +296,13 @@ class EventSocket:
                     rested = time.thread_time()
         finally:
             self._end()
+
+    def _tick_seconds(self) -> float | None:
+        """Return after which time to look for what is late; None: nothing can be."""
+        waits = self._accepts_again or any(
+            not client.is_ready for client in list(self._clients.values())
+        )
+        return _TICK_SECONDS if waits else None
 
     def _serve(self, file: object, events: int) -> None:
         if file is self._listening:
@@ -416,6 +425,8 @@ class EventSocket:
                 self._subscribed = True
             else:
                 client.prefixes.discard(len(prefix))
+        if is_new:
+            self.on_subscribed()
 
     def _end_late_ones(self, now: float) -> None:
         with self._lock:

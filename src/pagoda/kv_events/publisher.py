@@ -7,7 +7,7 @@ batch in msgpack, `[time, [event, ...], data-parallel rank]`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 import msgspec
@@ -64,6 +64,10 @@ class EventPublisher:
         """
         self.send([BlocksCleared()])
         yield
+
+    def on_news(self, look: Callable[[], None]) -> None:
+        """Let `look` be called, on the thread of the socket, when a router has subscribed."""
+        self._socket.on_subscribed = look
 
     def send(self, events: Sequence[object]) -> None:
         """Send one message to all subscribers."""

@@ -1,12 +1,14 @@
 """KV events: report to routers of requests which chunks this machine's host memory and disk hold
 for an engine.
 
-Several times a second, one thread compares what it has reported with the published columns of each
-local tier, and sends the difference. So it does not matter which process stored, loaded, evicted or
-cleared a chunk, or whether this engine was running then. A chunk is reported when every process can
-read it. For that the hashes and tokens are needed by which the engine knew the chunk; they are its
-note (`notes`), kept beside the tier. A chunk without a note is reported when a request finds it.
-Chunks of tenants and adapters are reported after their first request to this engine.
+One thread compares what it has reported with the published columns of each local tier, and sends
+the difference: ten times a second while anything changes. Then it sleeps until the tables are
+changed by any process (`store_watch`), a router comes, or a request brings a note. So it does not
+matter which process stored, loaded, evicted or cleared a chunk, or whether this engine was running
+then. A chunk is reported when every process can read it. For that the hashes and tokens are needed
+by which the engine knew the chunk; they are its note (`notes`), kept beside the tier. A chunk
+without a note is reported when a request finds it. Chunks of tenants and adapters are reported
+after their first request to this engine.
 """
 
 from __future__ import annotations
@@ -39,15 +41,21 @@ from pagoda.kv_events.notes import (
     runs,
     unpacked,
 )
+from pagoda.kv_events.store_watch import StoreWatch
 from pagoda.kv_events.tier_difference import TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved, queries
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
 from pagoda.ledger.columns import marks_of
+from pagoda.ledger.store_state import TABLES
 
 log = guarded_logger("pagoda.events")
 
 MEDIA = {"host": "CPU", "disk": "STORAGE"}  # the names of the tiers in events
 _ROUND_SECONDS = 0.1
+# while nothing is to be reported, a round after this time sees what no watch tells
+_IDLE_SECONDS = 2.0
+# how long rounds go on after a file of a store was removed or replaced: until `guard_watch` sees it
+_GONE_SECONDS = 3.0
 # everything is reported again from time to time. The pause is within these limits: four times as
 # long as the last time took if it was completed, otherwise twice the pause before
 _RETELL_SECONDS = 1.0
@@ -95,6 +103,9 @@ class Outlet(Protocol):
     def send(self, events: Sequence[object]) -> None:
         """Publish events."""
 
+    def on_news(self, look: Callable[[], None]) -> None:
+        """Let `look` be called, on any thread, when `newcomers` or `cleared` may have changed."""
+
 
 class StoredEvents:
     """Reports the chunks of one engine to routers. Thread-safe; only `close` waits."""
@@ -139,6 +150,12 @@ class StoredEvents:
         self._told_of: set[bytes] = set()  # keys of these notes that are new
         self._lines = RateLimitedLog()
         self._ended = Event()
+        # while the thread runs; None: the system allows none, and the thread looks ten times a
+        # second
+        self._watch: StoreWatch | None = None
+        # `look` was called since the last round began
+        self._has_news = False
+        self._gone_at = -_GONE_SECONDS
         self._renewed = False
         # still True after a failure: events were lost, and everything is reported again
         self._sending = False
@@ -151,7 +168,18 @@ class StoredEvents:
 
     def start(self) -> None:
         """Start the reporting thread."""
+        self._outlet.on_news(self.look)
         begin(self._thread)
+
+    def look(self) -> None:
+        """Let the thread look soon for what has changed besides the tiers: routers, notes, the
+        weights. Cheap.
+        """
+        if not self._has_news:
+            self._has_news = True
+            watch = self._watch
+            if watch is not None:
+                watch.wake()
 
     def note(
         self,
@@ -220,10 +248,13 @@ class StoredEvents:
                     del self._gone[next(iter(self._gone))]
                 self._roots.discard(before)
                 self._renewed = True
+        self.look()
 
     def close(self) -> bool:
         """End the thread; return whether it has ended, within about a second. Idempotent."""
         self._ended.set()
+        self._has_news = False
+        self.look()
         if self._thread.is_alive():
             self._thread.join(1.0)
         return not self._thread.is_alive()
@@ -303,6 +334,9 @@ class StoredEvents:
             self._told_of |= made.keys()
             while len(fresh) > _REMEMBERED:
                 self._told_of.discard(fresh.popitem(last=False)[0])
+            has_news = bool(self._met or self._told_of or self._renewed)
+        if has_news:
+            self.look()
         return known | made
 
     def _known(self, keys: Sequence[bytes]) -> dict[bytes, ChunkNote]:
@@ -367,6 +401,53 @@ class StoredEvents:
     # ---- the thread
 
     def _run(self) -> None:
+        try:
+            self._watch = self._watched()
+            self._rounds()
+        finally:
+            watch = self._watch
+            self._watch = None
+            if watch is not None:
+                watch.close()
+
+    def _watched(self) -> StoreWatch | None:
+        """Watch the tables of the tiers, and the records of epochs in their roots."""
+        places = [tier.ledger.directory for tier in self._tiers]
+        roots = {place.parent for place in places}
+        try:
+            return StoreWatch([place / TABLES for place in places], roots)
+        except (OSError, AttributeError) as trouble:
+            # AttributeError: the C library has no inotify
+            log.info(
+                "the tiers are compared ten times a second, since a change of %s cannot be waited "
+                "for: %s",
+                ", ".join(map(str, places)),
+                trouble,
+            )
+            return None
+
+    def _sleep(self, seconds: float, is_idle: bool) -> bool:
+        """Wait for the next round: that many seconds, if nothing is to be reported after a change;
+        return whether to end.
+        """
+        watch = self._watch
+        if watch is not None:
+            if is_idle and not watch.wait(_IDLE_SECONDS):
+                return self._ended.is_set()
+            if self._ended.wait(seconds):
+                return True
+            self._has_news = False
+            if watch.forget():
+                self._gone_at = time.monotonic()
+            return False
+        return self._ended.wait(seconds)
+
+    def _is_idle(self) -> bool:
+        """Whether the next round has nothing to do unless something changes."""
+        is_gone = time.monotonic() < self._gone_at + _GONE_SECONDS
+        return not is_gone and all(tier.is_settled for tier in self._tiers)
+
+    def _rounds(self) -> None:
         cleared = self._outlet.cleared
         self._rested = time.thread_time()
         # when the last report of everything began, whether it was completed, and the pause before
@@ -376,7 +457,9 @@ class StoredEvents:
         pause = _RETELL_SECONDS
         wanted = False
         next_round = _ROUND_SECONDS
-        while not self._ended.wait(next_round):
+        is_idle = False
+        while not self._sleep(next_round, is_idle):
+            is_idle = False
             began = time.monotonic()
             next_round = _ROUND_SECONDS
             try:
@@ -395,9 +478,11 @@ class StoredEvents:
                         tier.tell_again()
                 if not self._round():
                     next_round = _PAUSE_SECONDS
-                elif not whole:
-                    whole = True
-                    pause = _RETELL_SHARE * (time.monotonic() - retold)
+                else:
+                    if not whole:
+                        whole = True
+                        pause = _RETELL_SHARE * (time.monotonic() - retold)
+                    is_idle = not wanted and self._is_idle()
                 pause = min(max(pause, _RETELL_SECONDS), _LONGEST_RETELL_SECONDS)
             except Exception as trouble:  # noqa: BLE001
                 # a boundary: the engine serves on
@@ -406,7 +491,8 @@ class StoredEvents:
                     tier.choose_again()
                 why = f"KV events are late: {type(trouble).__name__}: {trouble}"
                 self._lines.warn(log, Reason.IO_ERROR, why)
-            self._rest()
+            if not is_idle:
+                self._rest()
 
     def _round(self) -> bool:
         """Report what has changed. Return whether that was everything: a round is short, and the

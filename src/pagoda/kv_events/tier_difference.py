@@ -87,6 +87,17 @@ class TierDifference:
         self._unchosen = False  # whether there may be more such slots
         self._unnoted = False  # whether a slot is `_UNNOTED`
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is left to be reported, as long as the ledger does not change."""
+        is_compared = (
+            self._walk is None
+            and self._compared is not None
+            and self._walks_at == self._compared
+        )
+        waits = self._unchosen or self._unnoted or len(self._chosen) > 0
+        return is_compared and not waits
+
     def tell_again(self) -> None:
         """Report everything again. A chunk that is evicted before its turn is still reported as
         removed.

@@ -21,6 +21,7 @@ Modules, in the order in which a request reaches them:
     namespace_registry  labels and clears, where they outlive the tables
     clear_log           the two files that say what was cleared
     clearing            `Clearing`: clears chunks, in steps that another process can end
+    namespace_slots     which slots may have chunks of a namespace: hints for clears
     queries             what read transactions look up
     lmdb_tables         the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published

@@ -209,7 +209,7 @@ def gauges(ledger: Ledger) -> dict[str, int]:
     """Count slots: all, free, reserved, ready, unscanned, pinned, leased; and members.
     StoreError.
     """
-    return ledger.session.read(lambda txn, tables: _gauges(ledger, txn, tables))
+    return ledger.session.read(_totals) | _hinted(ledger)
 
 
 def counters(
@@ -225,12 +225,11 @@ def numbers(
     ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS
 ) -> dict[str, int]:
     """Return gauges and counters, of one moment. StoreError if they cannot be read in time."""
-    return ledger.session.read(
-        lambda txn, tables: (
-            _gauges(ledger, txn, tables) | _counters(ledger, txn, tables)
-        ),
+    found = ledger.session.read(
+        lambda txn, tables: _totals(txn, tables) | _counters(ledger, txn, tables),
         deadline_seconds,
     )
+    return found | _hinted(ledger)
 
 
 def check(ledger: Ledger) -> Report:
@@ -240,11 +239,11 @@ def check(ledger: Ledger) -> Report:
     read back after a rebuild are counted (`unscanned`) and are no fault.
     """
     reap(ledger)
+    hinted = _hinted(ledger)
 
     def work(txn: Txn, tables: Tables) -> Report:
-        return table_integrity.check(
-            txn, tables, ledger.columns, _gauges(ledger, txn, tables)
-        )
+        totals = _totals(txn, tables) | hinted
+        return table_integrity.check(txn, tables, ledger.columns, totals)
 
     try:
         return ledger.session.read(work)
@@ -261,10 +260,11 @@ def reap(ledger: Ledger) -> int:
     return ledger.session.recover(PATIENT_SECONDS)
 
 
-def _gauges(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
+def _totals(txn: Txn, tables: Tables) -> dict[str, int]:
+    """Return the gauges that the tables know, in a time that does not depend on the number of
+    slots.
+    """
     meta = tables.load_meta(txn)
-    # leases are hints from the columns; all other numbers are from the tables
-    leased = ledger.columns.lease_until > ledger.session.clock.monotonic_ns()
     return {
         "slots": meta.slots,
         "free": meta.free(),
@@ -274,6 +274,13 @@ def _gauges(ledger: Ledger, txn: Txn, tables: Tables) -> dict[str, int]:
         "unbacked": meta.unbacked(),
         "members": txn.stat(tables.members)["entries"],
         "pinned": txn.stat(tables.pins)["entries"],
+    }
+
+
+def _hinted(ledger: Ledger) -> dict[str, int]:
+    """Return the other gauges. Outside the gate: counting leases reads all slots."""
+    leased = ledger.columns.lease_until > ledger.session.clock.monotonic_ns()
+    return {
         "leased": int(np.count_nonzero(leased)),
         "hint_bytes": ledger.session.hints.nbytes,
         "locked_bytes": ledger.session.locked_bytes,

@@ -156,7 +156,13 @@ def reserve(
             meta.reserved += 1
             hits = request.hits.get(batch[i], 0)
             transaction.publish_filling(
-                slot, reservation.generation, key, hits, first + i, link
+                slot,
+                reservation.generation,
+                key,
+                hits,
+                first + i,
+                link,
+                number,
             )
             made += 1
             outcome = Reserved(key, slot, reservation.generation)

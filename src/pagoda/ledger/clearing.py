@@ -3,7 +3,8 @@
 1. One transaction sets the watermark and enters the clear in the row of clears under way. From its
    commit on, every look-up takes the chunks that it covers for gone (`queries`, `allocation`).
 2. The watermark is written to the medium, for a rebuild (`namespace_registry`).
-3. The chunks are removed, some in each transaction.
+3. The chunks are removed, some in each transaction. Those of one namespace are found by
+   `namespace_slots`; all rows of the tables are read only if some are missing there.
 4. The token ids of what was cleared are removed: the log of prompts, the notes of chunks that are
   gone.
 5. The clear leaves the row.
@@ -14,6 +15,7 @@ call this.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -23,7 +25,15 @@ from pagoda.base.errors import StoreError
 from pagoda.base.log import guarded_logger
 from pagoda.ledger import clears_and_labels, hold_pin_remove, queries
 from pagoda.ledger.chunk_notes import ChunkNotes
-from pagoda.ledger.lmdb_tables import SLOT_KEY, PendingClear, Tables, Txn
+from pagoda.ledger.lmdb_tables import (
+    NAMESPACE,
+    NUMBER,
+    SLOT,
+    SLOT_KEY,
+    PendingClear,
+    Tables,
+    Txn,
+)
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.session import Session
 from pagoda.ledger.store_state import NOTES, OLD_PROMPTS, PROMPTS
@@ -93,20 +103,50 @@ class Clearing:
         return dropped
 
     def _drop(self, pending: PendingClear, chunks: int | None) -> int:
+        """Remove the chunks that a clear covers: at most that many, if it is known."""
+        dropped = 0
+        if pending.number:
+            known = iter(self._session.namespace_slots.of(pending.number))
+            dropped += self._drop_slots(known, pending, chunks)
+            # others may have been evicted meanwhile
+            if dropped == chunks or not self._has_chunks(pending.number):
+                return dropped
+        left = None if chunks is None else chunks - dropped
+        return dropped + self._drop_slots(self._covered(pending), pending, left)
+
+    def _has_chunks(self, namespace: int) -> bool:
+        """Whether a namespace (by number) has chunks. Raises StoreError."""
+
+        def chunks(txn: Txn, tables: Tables) -> bool:
+            row = txn.get(NUMBER.pack(namespace), db=tables.namespaces)
+            return row is not None and NAMESPACE.unpack(row)[2] > 0
+
+        return self._session.read(chunks)
+
+    def _covered(self, pending: PendingClear) -> Iterator[int]:
+        """Read all rows of slots for those that a clear covers; note whose chunks the others
+        are.
+        """
+
         def cleared(
             _txn: Txn, _tables: Tables, key: bytes, row: bytes
         ) -> int | None:
-            return (
-                int(SLOT_KEY.unpack(key)[0])
-                if hold_pin_remove.is_cleared(row, pending)
-                else None
-            )
+            slot: int = SLOT_KEY.unpack(key)[0]
+            self._session.namespace_slots.note({slot: SLOT.unpack(row)[1]})
+            return slot if hold_pin_remove.is_cleared(row, pending) else None
 
         rows = self._session.read_rows(lambda tables: tables.slots, cleared)
-        slots = (slot for slot in rows if slot is not None)
+        return (slot for slot in rows if slot is not None)
+
+    def _drop_slots(
+        self, slots: Iterator[int], pending: PendingClear, chunks: int | None
+    ) -> int:
+        """Remove the chunks of these slots that a clear covers; end after that many, if it is
+        known.
+        """
         dropped = 0
         # a few chunks first: if the map is full, they free space for more
-        most = 4
+        most = 16
         while (chunks is None or dropped < chunks) and (
             found := list(islice(slots, most))
         ):

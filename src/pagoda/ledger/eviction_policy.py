@@ -3,11 +3,18 @@ report uses.
 
 The order itself is made by the policies: `pagoda.policy`. Blocks on a device have another order of
 eviction: see `pagoda.blocks.tree`.
+
+The work under the lock takes a time that does not depend on the number of slots; what does, `rank`
+and `prepare`, runs without the lock, on the upkeep thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +22,7 @@ from numpy.typing import NDArray
 from pagoda import policy as policies
 from pagoda.base.metrics import Reason
 from pagoda.ledger.columns import Columns, Marks
+from pagoda.ledger.locks import DeadlineMissedError
 from pagoda.policy import Newcomers
 
 GHOST_REASONS = (
@@ -26,28 +34,58 @@ GHOST_REASONS = (
 )
 _REFUSED = GHOST_REASONS.index(Reason.NOT_ADMITTED)
 
+# the wait for another thread of this process, if the caller has no deadline
+_MOST_SECONDS = 1.0
+# the same inside the gate
+_INSIDE_SECONDS = 0.01
+
 Rows = NDArray[np.int64]
+T = TypeVar("T")
 
 
 class Evictor:
     """One policy over the columns of one ledger. Thread-safe; callers pass it the time.
 
-    `stamp` is recency, `now` monotonic time, both in ns.
+    `stamp` is recency, `now` monotonic time, both in ns. `until`: the end of the call's time, as
+    `time.monotonic()` tells it; by default a call waits up to a second for other threads.
     """
 
     def __init__(self, policy: str, columns: Columns) -> None:
         self.policy = policy
         self._columns = columns
         self._policy = policies.make(policy, columns)
-        self._lock = threading.Lock()
+        # an RLock, because it knows its owner; it is never taken twice
+        self._lock = threading.RLock()
+        # whether this thread is
+        self._is_inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self.shared_values = self._policy.shared_values
 
-    def touch(self, rows: Rows, stamps: Rows, asked: bool) -> None:
-        """Raise the recency of chunks and, if a request asked for them, their hits."""
-        with self._lock:
-            self._policy.touch(rows, stamps, asked)
-            if asked:
-                self._columns.hits[rows] += np.uint32(1)
+    def touch(
+        self,
+        rows: Rows,
+        stamps: Rows,
+        asked: bool,
+        until: float | None = None,
+    ) -> None:
+        """Raise the recency of chunks and, if a request asked for them, their hits.
+
+        Does nothing if other threads do not leave the policy in time: these are hints.
+        """
+
+        # as `_run`, whose calls would cost a look-up 1 us
+        lock = self._lock
+        if self._is_inside():
+            return
+        try:
+            if lock.acquire(False) or lock.acquire(timeout=_left(until)):
+                self._policy.touch(rows, stamps, asked)
+                if asked:
+                    self._columns.hits[rows] += np.uint32(1)
+        finally:
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:
+                pass
 
     def admit(
         self,
@@ -59,11 +97,13 @@ class Evictor:
         admit_all: bool = False,
         refuse_all: bool = False,
         already_admitted: bool = False,
+        until: float | None = None,
     ) -> tuple[int, NDArray[np.uint32]]:
         """Return how many newcomers, in chain order, are admitted, and the hits with which each
         begins.
 
-        Leaves ghosts of the newcomers that are not admitted.
+        Leaves ghosts of the newcomers that are not admitted. DeadlineMissedError if other threads
+        do not leave the policy in time.
 
         `admit_all`, `refuse_all`: overrule the policy, which is still informed. `already_admitted`:
         an earlier call admitted all of them; only their hits are returned.
@@ -72,10 +112,9 @@ class Evictor:
         known_hits, last_use = ghosts.recall(marks)
         if already_admitted:
             return len(marks), known_hits + (last_use > 0)
-        with self._lock:  # the policy may correct the hits that were recalled
-            count = self._policy.admit(
-                Newcomers(stamps, known_hits, last_use), room, now
-            )
+        # the policy may correct the hits that were recalled
+        newcomers = Newcomers(stamps, known_hits, last_use)
+        count = self._run(lambda: self._policy.admit(newcomers, room, now), until)
         count = len(marks) if admit_all else 0 if refuse_all else count
         hits = known_hits + (last_use > 0)
         if count < len(marks):
@@ -90,14 +129,31 @@ class Evictor:
 
     def refuse(self, marks: Marks, stamps: Rows, now: int) -> None:
         """Record requests for newcomers that follow one that was not admitted."""
-        self.admit(marks, stamps, len(marks), now, refuse_all=True)
+        with contextlib.suppress(DeadlineMissedError):
+            self.admit(marks, stamps, len(marks), now, refuse_all=True)
 
-    def victims(self, count: int, stamp: int, now: int) -> Rows:
+    def victims(
+        self, count: int, stamp: int, now: int, until: float | None = None
+    ) -> Rows:
         """Return up to `count` slots to evict for newcomers of recency `stamp`, in the order of
         eviction.
+
+        DeadlineMissedError if other threads do not leave the policy in time.
         """
-        with self._lock:
-            return self._policy.victims(count, stamp, now)
+        return self._run(lambda: self._policy.victims(count, stamp, now), until)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether few ranked slots are left, so that `prepare` or `rank` should be called soon.
+        Cheap.
+        """
+        return self._policy.is_low
+
+    def rank(self, least: int, stamp: int, now: int) -> None:
+        """Rank all slots, so that `victims` knows at least the first `least`. Not for the path of a
+        request: it takes time in proportion to the number of slots. In parallel to other calls.
+        """
+        self._policy.rank(least, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
         """Do work in advance that the next calls would have to do. Called by one thread, in
@@ -106,6 +162,35 @@ class Evictor:
         self._policy.prepare(stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:
-        """Merge what the processes have learned. Inside the gate."""
-        with self._lock:
-            self._policy.share(values)
+        """Merge what the processes have learned. Inside the gate, so a thread that keeps the policy
+        is not waited for: the next call merges it.
+        """
+        with contextlib.suppress(DeadlineMissedError):
+            self._run(
+                lambda: self._policy.share(values),
+                time.monotonic() + _INSIDE_SECONDS,
+            )
+
+    def _run(self, work: Callable[[], T], until: float | None) -> T:
+        """Run `work` while no other thread does. DeadlineMissedError if one does until then.
+
+        Also at once on a thread that is already inside: a signal handler in the middle of a call.
+        """
+        lock = self._lock
+        if self._is_inside():
+            raise DeadlineMissedError
+        try:
+            if not lock.acquire(False) and not lock.acquire(timeout=_left(until)):
+                raise DeadlineMissedError
+            return work()
+        finally:
+            # built-in functions: see `Gate`
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:  # another thread has it
+                pass
+
+
+def _left(until: float | None) -> float:
+    """Return for how many seconds a call may wait."""
+    return _MOST_SECONDS if until is None else max(0.0, until - time.monotonic())

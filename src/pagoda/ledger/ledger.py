@@ -42,7 +42,7 @@ from pagoda.ledger.columns import (
     marks_of,
 )
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
-from pagoda.ledger.locks import barrier
+from pagoda.ledger.locks import DeadlineMissedError, barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import (
@@ -437,7 +437,10 @@ class Ledger:
                 self._find_present(request, until)
             for at in range(0, len(request.keys), BATCH):
                 batch = range(at, min(at + BATCH, len(request.keys)))
-                self._admit(request, batch, hindrance)
+                try:
+                    self._admit(request, batch, hindrance, until)
+                except DeadlineMissedError:
+                    hindrance = Reason.LEDGER_BUSY
                 if hindrance is None:
                     hindrance = self._reserve_batch(request, batch, until)
                 else:
@@ -453,7 +456,9 @@ class Ledger:
             lacks = (
                 self._lacks_pages or self.space.exceeds
             ) and self._room < self.window
-            self.upkeep_thread.wake(lacks)
+            # nothing must be evicted soon while an eighth is free
+            low = self._room * 8 < self.columns.capacity and self.evictor.is_low
+            self.upkeep_thread.wake(lacks, low)
             return outcomes
         except BaseException:
             # raised by a signal handler: the caller never learns of these reservations
@@ -483,15 +488,19 @@ class Ledger:
             request.present.update(
                 i for i, item in enumerate(found) if item is not None
             )
-            self._keep_present(found, request.start, request.stamp)
+            self._keep_present(found, request.start, request.stamp, until)
 
     def _admit(
         self,
         request: allocation.ReserveRequest,
         batch: range,
         hindrance: Reason | None,
+        until: float,
     ) -> None:
-        """Ask the policy which newcomers of a batch are admitted: none after one that is not."""
+        """Ask the policy which newcomers of a batch are admitted: none after one that is not.
+
+        DeadlineMissedError if other threads do not leave the policy in time.
+        """
         new = [i for i in batch if i not in request.present]
         if not new:
             return
@@ -507,6 +516,7 @@ class Ledger:
                 self._now(),
                 admit_all=request.admit_all,
                 already_admitted=request.already_admitted,
+                until=until,
             )
             request.hits.update(zip(new, hits.tolist(), strict=True))
             if leading < len(new):
@@ -527,10 +537,13 @@ class Ledger:
         `reserve` as `already_admitted`.
         """
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
+        until = time.monotonic() + deadline_seconds
         # as in `reserve`: with room for all, all are admitted
         if self._room < len(request.keys):
-            self._find_present(request, time.monotonic() + deadline_seconds)
-        self._admit(request, range(len(request.keys)), None)
+            self._find_present(request, until)
+        # not in time: `reserve` asks again
+        with contextlib.suppress(DeadlineMissedError):
+            self._admit(request, range(len(request.keys)), None, until)
         return min(request.end, len(request.keys))
 
     def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
@@ -557,35 +570,39 @@ class Ledger:
             wanted = max(0, min(request.end, batch.stop) - batch.start)
             count = min(wanted + 4 * passed_over, allocation.MOST_VICTIMS)
             # recency is below this request's, so no key of the request is a victim
-            victims = (
-                self._victims(count, request.stamp - allocation.STAMP_STEP + 1)
-                if looked
-                else []
-            )
-            reserve = partial(
-                allocation.reserve, request=request, batch=batch, victims=victims
-            )
+            newest = request.stamp - allocation.STAMP_STEP + 1
             try:
+                victims = self._victims(count, newest, until) if looked else []
+                reserve = partial(
+                    allocation.reserve,
+                    request=request,
+                    batch=batch,
+                    victims=victims,
+                )
                 made = self.session.write(reserve, until - time.monotonic())
-            except UnavailableError as error:
+            except (UnavailableError, DeadlineMissedError) as error:
+                reason = (
+                    error.reason
+                    if isinstance(error, UnavailableError)
+                    else Reason.LEDGER_BUSY
+                )
                 request.outcomes += [
-                    Refused(request.keys[i], error.reason) for i in batch
+                    Refused(request.keys[i], reason) for i in batch
                 ]
-                return error.reason
+                return reason
             self._room = made.totals.free()
             self._lacks_pages = made.totals.with_pages() < self.slots
             # before the next victims are chosen, so that present chunks are not among them
             self._keep_present(
-                made.outcomes, request.start + batch.start, request.stamp
+                made.outcomes, request.start + batch.start, request.stamp, until
             )
             # pinned or held: raise their recency, so that they are not offered in every attempt
             if made.passed_over:
                 stamps = np.full(
                     len(made.passed_over), max(self.stamp(), request.stamp)
                 )
-                self.evictor.touch(
-                    np.array(made.passed_over, np.int64), stamps, asked=False
-                )
+                rows = np.array(made.passed_over, np.int64)
+                self.evictor.touch(rows, stamps, asked=False, until=until)
             passed_over += len(made.passed_over)
             request.outcomes += made.outcomes[: made.served]
             if made.served == len(batch):
@@ -604,12 +621,18 @@ class Ledger:
         request.outcomes += left
         return Reason.FULL
 
-    def _victims(self, count: int, stamp: int) -> list[tuple[int, int]]:
-        slots = self.evictor.victims(count, stamp, self._now())
+    def _victims(
+        self, count: int, stamp: int, until: float
+    ) -> list[tuple[int, int]]:
+        slots = self.evictor.victims(count, stamp, self._now(), until)
         return _pairs(slots, self.columns.generation[slots])
 
     def _keep_present(
-        self, outcomes: Sequence[Outcome | None], start: int, stamp: int
+        self,
+        outcomes: Sequence[Outcome | None],
+        start: int,
+        stamp: int,
+        until: float,
     ) -> None:
         kept = [
             (o.slot, o.generation, stamp - start - i)
@@ -625,6 +648,7 @@ class Ledger:
                 generations.astype(np.uint64),
                 stamps,
                 asked=False,
+                until=until,
             )
             self.lease(slots, generations, allocation.PRESENT_LEASE_SECONDS)
 
@@ -797,7 +821,7 @@ class Ledger:
                 - (start or 0)
                 - np.arange(len(slots))
             )
-            self._touch(slots, generations, stamps, asked, linked=True)
+            self._touch(slots, generations, stamps, asked, until, linked=True)
         if lease_seconds and len(slots):
             self.lease(slots, generations, lease_seconds)
         if self.on_disk:
@@ -818,6 +842,7 @@ class Ledger:
 
         `asked`: a request asked for them and got them from another tier.
         """
+        until = time.monotonic() + deadline_seconds
         try:
             found, _ = self.session.read(
                 partial(queries.find_entries, keys=keys), deadline_seconds
@@ -837,7 +862,7 @@ class Ledger:
             )
             stamps = (self.stamp() if stamp is None else stamp) - positions
             whole = here[-1][0] - here[0][0] == len(here) - 1
-            self._touch(slots, generations, stamps, asked, linked=whole)
+            self._touch(slots, generations, stamps, asked, until, linked=whole)
         return [item is not None for item in found]
 
     def _touch(
@@ -846,6 +871,7 @@ class Ledger:
         generations: NDArray[np.uint64],
         stamps: NDArray[np.int64],
         asked: bool,
+        until: float,
         linked: bool = False,
     ) -> None:
         """Raise the recency of chunks that are still valid; `linked`: each is the parent of the
@@ -854,7 +880,7 @@ class Ledger:
         columns = self.columns
         standing = columns.generation[slots] == generations
         rows = slots[standing]
-        self.evictor.touch(rows, stamps[standing], asked)
+        self.evictor.touch(rows, stamps[standing], asked, until)
         if linked and len(slots) > 1:
             child = standing[1:]
             columns.parent_slot[slots[1:][child]] = slots[:-1][child]
@@ -1020,8 +1046,17 @@ class Ledger:
     def next_victims(self, count: int) -> NDArray[np.int64]:
         """Return the slots that would be evicted first if `count` were needed now. Changes
         nothing.
+
+        Not for the path of a request: for many slots it ranks all, which takes time in proportion
+        to their number. None if other threads do not leave the policy in time.
         """
-        return self.evictor.victims(count, self.stamp(), self._now())
+        stamp = self.stamp()
+        if count > allocation.MOST_VICTIMS:
+            self.evictor.rank(count, stamp, self._now())
+        try:
+            return self.evictor.victims(count, stamp, self._now())
+        except DeadlineMissedError:
+            return np.empty(0, np.int64)
 
     # ---- removal of a damaged chunk
 

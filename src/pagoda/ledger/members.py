@@ -164,9 +164,11 @@ def publish_committed(
         row = transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.slots)
         if row is None:
             continue
-        generation, _, position, _, key = SLOT.unpack(row)
+        generation, namespace, position, _, key = SLOT.unpack(row)
         if columns.generation[slot] != generation or columns.key_of(slot) != key:
-            transaction.publish_filling(slot, generation, key, 0, position, None)
+            transaction.publish_filling(
+                slot, generation, key, 0, position, None, namespace
+            )
         transaction.ready[slot] = stamp
     return int(silent[_LOOK]) if len(silent) > _LOOK else None
 

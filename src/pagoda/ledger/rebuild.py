@@ -111,7 +111,7 @@ def _enter(transaction: Transaction, slot: int, chunk: ScannedChunk) -> bool:
     transaction.meta.ready += 1
     transaction.add_to_namespace(number, chunks=1)
     transaction.publish_filling(
-        slot, chunk.sequence, chunk.key, 0, chunk.position, None
+        slot, chunk.sequence, chunk.key, 0, chunk.position, None, number
     )
     # Older than everything that is used from now on. Sequences rise along a chain, but its tail
     # must be the oldest.

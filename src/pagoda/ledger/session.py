@@ -64,6 +64,7 @@ from pagoda.ledger.members import (
     reap,
     remove_dead,
 )
+from pagoda.ledger.namespace_slots import NamespaceSlots
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.store_directory import OpenStore, reopen_store
 from pagoda.ledger.store_state import PAGE_GUARDS, TABLES
@@ -113,6 +114,7 @@ class Session:
         self.clock = clock
         self.hints = HintPages(store.directory, store.state)
         self.columns: Columns = self.hints.columns()
+        self.namespace_slots = NamespaceSlots(self.hints, store.state.slots)
         on_disk = store.state.kind == "file"
         self.published: Published | None = (
             self.hints.published() if on_disk else None
@@ -227,6 +229,7 @@ class Session:
     def _publish_and_count(self, transaction: Transaction) -> None:
         """Publish and count what was committed. It may be repeated after an exception."""
         transaction.publish(self.columns, self.stamp(transaction.now))
+        self.namespace_slots.note(transaction.namespace_of)
         self.count(transaction.take_counts())
         # last: a process that is killed before has not published it
         if self.published is not None:

@@ -95,6 +95,8 @@ class Transaction:
         # stamp of a complete chunk
         self.links: dict[int, tuple[int, int]] = {}
         self.ready: dict[int, int] = {}
+        # slot -> number of the namespace of the chunk that was put there
+        self.namespace_of: dict[int, int] = {}
         self._namespace_changes: dict[
             int, list[int]
         ] = {}  # namespace -> change of its chunks and reservations
@@ -254,11 +256,15 @@ class Transaction:
         hits: int,
         position: int,
         parent: tuple[int, int] | None,
+        namespace: int,
     ) -> None:
-        """Publish, after the commit, that a slot is being filled with a key."""
+        """Publish, after the commit, that a slot is being filled with a key of a namespace (by
+        number).
+        """
         self._generations[slot] = generation
         self.ready.pop(slot, None)
         self._filling[slot] = key, hits, position, parent
+        self.namespace_of[slot] = namespace
 
     def reservation(self, slot: int, generation: int) -> Reservation | None:
         """Return the reservation of that slot, if it still has that generation."""

@@ -1,4 +1,4 @@
-"""What a policy learns, and the thread on which it learns, off the request path.
+"""What a policy learns, and the thread on which it learns and ranks slots, off the request path.
 
 `Ledger` starts the thread on use. The thread also asks for more slots, when a reserve had too few
 (see `space_sharing`), and for a store on disk it keeps the tables in memory and writes the hints
@@ -31,6 +31,9 @@ _SHARE_SECONDS = 1.0
 # the rest between two rounds: seconds, and at least this multiple of the last round's time
 _PAUSE_SECONDS = 0.1
 _PAUSE_SHARE = 10
+# the same while a policy of many slots has few ranked ones left: the thread takes at most a third
+# of a processor
+_LOW_PAUSE_SHARE = 2
 _IDLE_SECONDS = 10.0  # the thread ends after this time without use
 _LAST_SECONDS = 1.0
 _NO_ROOM_SECONDS = 1.0  # the wait before the root is asked for more space again
@@ -72,21 +75,32 @@ class UpkeepThread:
         self._evictor = evictor
         self.learned = learned
         self._space = space
-        self._lacks = self._closed = False
+        self._lacks = self._closed = self._low = False
         self._on_disk = session.published is not None
         self._tended = 0.0
         self._reported = 0.0
         self._saved = time.monotonic()
         self._unsaved = False
         self._woken = Event()
+        self._hurried = Event()  # set with `_low`: it ends a rest
         # no thread waits for it: the thread that holds it starts the upkeep thread
         self._starting = threading.RLock()
         self._thread = threading.Thread()  # not started, so not alive
 
-    def wake(self, lacks: bool = False) -> None:
-        """Report a use; `lacks`: there are too few slots. Cheap."""
+    def wake(self, lacks: bool = False, low: bool = False) -> None:
+        """Report a use; `lacks`: there are too few slots; `low`: the policy has few ranked slots
+        left. Cheap.
+        """
         self._lacks |= lacks
-        idle = self.learned is None and not self._lacks and not self._on_disk
+        if low and not self._low:
+            self._low = True
+            self._hurried.set()
+        idle = (
+            self.learned is None
+            and not self._lacks
+            and not self._low
+            and not self._on_disk
+        )
         if idle or (self._woken.is_set() and self._thread.is_alive()):
             return
         if_free(self._starting, self._start)
@@ -121,6 +135,7 @@ class UpkeepThread:
         self._share(_LAST_SECONDS)
         self._closed = True
         self._woken.set()
+        self._hurried.set()
 
     def _share(self, deadline_seconds: float) -> None:
         learned = self.learned
@@ -133,6 +148,20 @@ class UpkeepThread:
     def _prepare(self) -> None:
         now = self._session.clock.monotonic_ns()
         self._evictor.prepare(self._session.stamp(now), now)
+        # afterwards: meanwhile calls have found few ranked slots
+        self._low = False
+        self._hurried.clear()
+
+    def _rest_after(self, spent_seconds: float) -> None:
+        """Rest after a round; not so long if few ranked slots are left meanwhile."""
+        whole = max(_PAUSE_SECONDS, _PAUSE_SHARE * spent_seconds)
+        # if few are left at once, there are no more, and a round soon would find none
+        if self._evictor.is_low:
+            time.sleep(whole)
+            return
+        least = max(_PAUSE_SECONDS, _LOW_PAUSE_SHARE * spent_seconds)
+        time.sleep(least)
+        self._hurried.wait(whole - least)
 
     def _tend(self) -> None:
         """Look after the pages of a store on disk, and write its hints, if it is time."""
@@ -169,16 +198,14 @@ class UpkeepThread:
                     rests = (
                         0.0 if self._space.more() else begun + _NO_ROOM_SECONDS
                     )
-                if self.learned is None:
+                if self.learned is None and not self._low:
                     time.sleep(_PAUSE_SECONDS if self._on_disk else 0.0)
                     continue
                 if begun - shared > _SHARE_SECONDS:
                     shared = begun
                     self._share(1.0)
                 self._prepare()
-                time.sleep(
-                    max(_PAUSE_SECONDS, _PAUSE_SHARE * (time.monotonic() - begun))
-                )
+                self._rest_after(time.monotonic() - begun)
         except ReferenceError:
             # the ledger was closed and dropped while this thread waited for its root
             return

@@ -115,11 +115,32 @@ class Policy(Protocol):
 
         Each slot holds a chunk and is returned once, and no parent comes before its child. Slots
         leased at `now` (monotonic ns) come last, the lease that ends first before the others. The
-        next call returns the same slots until they are evicted or touched.
+        next call returns the same slots until they are evicted or touched. Takes a time that does
+        not depend on the number of slots.
+        """
+
+    @property
+    def is_low(self) -> bool:
+        """Whether `prepare` should be called soon: few of the ranked slots are left. Cheap, for any
+        thread.
+
+        Without it, `victims` ranks a sample of fixed size in each call. Never for a store of so few
+        slots that `victims` ranks all of them.
         """
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Prepare work of the next calls, off the request path. `stamp` is the present recency."""
+        """Prepare work of the next calls, off the request path: rank slots if few ranked ones are
+        left, learn.
+
+        `stamp` is the present recency. May run beside the other calls.
+        """
+
+    def rank(self, least: int, stamp: int, now: int) -> None:
+        """Rank all slots, off the request path: at least the first `least` are then known to
+        `victims`.
+
+        Takes time in proportion to the number of slots. May run beside the other calls.
+        """
 
     def share(self, values: NDArray[np.float64]) -> None:
         """Merge what this process and the others have learned, in `values` (shared_values,).

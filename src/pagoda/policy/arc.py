@@ -7,6 +7,10 @@ one with a ghost in B2 lowers it.
 
 ARC forgets ghosts sooner than the ledger does: it makes them as old as possible, so that others
 replace them first.
+
+In a store of many slots no call goes through all slots or ghosts: the sizes of the lists are
+estimated from a sample of fixed size, another one in each call, and the ghosts that are forgotten
+are the oldest of the sample.
 """
 
 from __future__ import annotations
@@ -18,10 +22,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.policy import Hints, Newcomers
-from pagoda.policy.eviction_queue import NOT_READY, EvictionQueue, Rows
+from pagoda.policy.eviction_queue import (
+    NOT_READY,
+    RANKED_AT_ONCE,
+    SAMPLE,
+    Chosen,
+    EvictionQueue,
+    Ranks,
+    Rows,
+    sampled_slots,
+)
 from pagoda.policy.lru import raise_recency
 
 _FORGOTTEN = 1  # `last_use` of ghosts that are neither in B1 nor in B2
+# how many ghosts of a large store a call looks at; a key's place among the ghosts is random, so
+# that neighbours are a sample
+_GHOSTS = 8192
 
 
 class Arc:
@@ -33,12 +49,19 @@ class Arc:
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._t1 = EvictionQueue(
-            hints, lambda: np.minimum(hints.hits, 1).astype(np.float64)
-        )
-        self._t2 = EvictionQueue(
-            hints, lambda: (hints.hits == 0).astype(np.float64)
-        )
+
+        def not_in_t1(chosen: Chosen) -> Ranks:
+            ranks: Ranks = np.minimum(hints.hits[chosen], 1).astype(np.float64)
+            return ranks
+
+        def not_in_t2(chosen: Chosen) -> Ranks:
+            ranks: Ranks = (hints.hits[chosen] == 0).astype(np.float64)
+            return ranks
+
+        self._t1 = EvictionQueue(hints, not_in_t1)
+        self._t2 = EvictionQueue(hints, not_in_t2)
+        self._is_small = hints.slots <= RANKED_AT_ONCE
+        self._samples = 0
         self._target = 0.0  # of the size of T1: p of the paper
         self._shared = 0.0  # the value of `_target` when it was last shared
         # for each victim of the latest newcomers, whether T1 loses it
@@ -84,7 +107,20 @@ class Arc:
         return rows if len(rows) == count else self._t1.first(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Do nothing, because a pass is short."""
+        """Rank all slots, if few of those that were ranked are left."""
+        for queue in (self._t1, self._t2):
+            if queue.is_low:
+                queue.fill(0, stamp, now)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether `prepare` should be called soon."""
+        return self._t1.is_low or self._t2.is_low
+
+    def rank(self, least: int, stamp: int, now: int) -> None:
+        """Rank all slots: at least the first `least` are then known."""
+        for queue in (self._t1, self._t2):
+            queue.fill(least, stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:
         """Merge the targets for the size of T1 of all processes."""
@@ -100,14 +136,18 @@ class Arc:
         ghosts = self._hints.ghosts
         size = self._hints.capacity
         t1, t2 = self._sizes()
-        known = np.flatnonzero(ghosts.last_use > _FORGOTTEN)
+        looked_at, weight = self._ghosts_to_look_at()
+        known = looked_at.start + np.flatnonzero(
+            ghosts.last_use[looked_at] > _FORGOTTEN
+        )
         once = ghosts.hits[known] == 0
         forgotten = once & (ghosts.last_use[known] <= self._unremembered)
         ghosts.last_use[known[forgotten]] = _FORGOTTEN
         in_b1 = known[once & ~forgotten]
         in_b2 = known[~once]
-        b1 = len(in_b1)
-        b2 = len(in_b2)
+        b1 = round(len(in_b1) * weight)
+        b2 = round(len(in_b2) * weight)
+        known_b1 = b1
         less_b1 = 0
         less_b2 = 0
         from_t1 = []
@@ -137,7 +177,16 @@ class Arc:
         self._forget(in_b1, less_b1)
         self._forget(in_b2, less_b2)
         self._from_t1 = from_t1
-        self._forgets = max(0, less_b1 - len(in_b1))
+        self._forgets = max(0, less_b1 - known_b1)
+
+    def _ghosts_to_look_at(self) -> tuple[slice, float]:
+        """Return the ghosts that a call looks at, and for how many each of them stands."""
+        total = len(self._hints.ghosts.last_use)
+        if self._is_small or total <= _GHOSTS:
+            return slice(0, total), 1.0
+        self._samples += 1
+        first = self._samples % (total // _GHOSTS) * _GHOSTS
+        return slice(first, first + _GHOSTS), total / _GHOSTS
 
     def _forget(self, ghosts: Rows, count: int) -> None:
         """Forget the oldest of these ghosts."""
@@ -148,9 +197,17 @@ class Arc:
             last_use[ghosts] = _FORGOTTEN
 
     def _sizes(self) -> tuple[int, int]:
-        ready = self._hints.last_use != NOT_READY
-        t1 = int(np.count_nonzero(ready & (self._hints.hits == 0)))
-        return t1, int(np.count_nonzero(ready)) - t1
+        hints = self._hints
+        chosen: Chosen = slice(None)
+        weight = 1.0
+        if not self._is_small:
+            self._samples += 1
+            chosen = sampled_slots(hints.slots, SAMPLE, self._samples)
+            weight = hints.slots / len(chosen)
+        ready = hints.last_use[chosen] != NOT_READY
+        t1 = int(np.count_nonzero(ready & (hints.hits[chosen] == 0)))
+        t2 = int(np.count_nonzero(ready)) - t1
+        return round(t1 * weight), round(t2 * weight)
 
     def _of_t1(self, count: int) -> int:
         """Return how many of the next victims should be from T1: by the plan, then as many as T1
@@ -170,8 +227,9 @@ class Arc:
         come after them.
         """
         rows, ranks = queue.unleased(count, stamp, now)
-        # the queue had none left, but may have got more since
-        if count and (ranks > 0).any():
+        # the queue had none left, but may have got more since; of a large store, the next `prepare`
+        # finds them
+        if count and self._is_small and (ranks > 0).any():
             queue.fill(count, stamp, now)
             rows, ranks = queue.unleased(count, stamp, now)
         return rows[ranks <= 0]

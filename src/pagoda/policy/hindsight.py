@@ -20,7 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.policy import Hints, Newcomers
-from pagoda.policy.eviction_queue import NOT_READY, EvictionQueue, Ranks, Rows
+from pagoda.policy.eviction_queue import (
+    NOT_READY,
+    Chosen,
+    EvictionQueue,
+    Ranks,
+    Rows,
+)
 from pagoda.policy.reuse_worth import (
     AGES,
     CLASSES,
@@ -91,15 +97,18 @@ class ShadowLru:
         """
         hints = self._hints
         ghosts = self._hints.ghosts
-        uses = np.concatenate([hints.last_use, ghosts.last_use])
         kept = hints.capacity * (1 - _NEWER)
-        if len(uses) > _LOOKED_AT:
-            kept *= _LOOKED_AT / len(uses)
-            uses = uses[self._random.integers(0, len(uses), _LOOKED_AT)]
+        total = len(hints.last_use) + len(ghosts.last_use)
+        if total > _LOOKED_AT:
+            kept *= _LOOKED_AT / total
+            at = self._random.integers(0, total, _LOOKED_AT)
+            uses = _of_both(hints.last_use, ghosts.last_use, at)
+        else:
+            uses = np.concatenate([hints.last_use, ghosts.last_use])
         uses = uses[(uses > 0) & (uses != NOT_READY)]
-        at = len(uses) - int(kept)
+        first = len(uses) - int(kept)
         self._oldest = (
-            int(np.partition(uses, at)[at]) if 0 <= at < len(uses) else 0
+            int(np.partition(uses, first)[first]) if 0 <= first < len(uses) else 0
         )
 
     def share(self, values: NDArray[np.float64], memory: float) -> None:
@@ -160,7 +169,7 @@ class Hindsight:
         self._hints = hints
         # `me` holds the queue; weak, so that a closed store frees its columns immediately
         me = weakref.proxy(self)
-        self._queue = EvictionQueue(hints, lambda: me._ranks())
+        self._queue = EvictionQueue(hints, lambda chosen: me._ranks(chosen))
         self._shadow = ShadowLru(hints)
         # counted here, not yet shared
         self._asked = np.zeros((CLASSES, AGES))
@@ -223,8 +232,15 @@ class Hindsight:
         self._stamp = max(self._stamp, stamp)
         return self._queue.first(count, stamp, now)
 
+    @property
+    def is_low(self) -> bool:
+        """Whether `rank` should be called soon."""
+        return self._queue.is_low
+
     def prepare(self, stamp: int, now: int) -> None:
-        """Learn, if it is this process's turn, and refill a queue that has become old."""
+        """Learn, if it is this process's turn, and rank all slots if few ranked ones are left, or
+        the ranks are old.
+        """
         self._stamp = max(self._stamp, stamp)
         if self._elected:
             self._elected = False
@@ -237,9 +253,13 @@ class Hindsight:
             < max(_STALE_NS, _STALE_NS_A_SLOT * self._hints.slots)
         )
         # otherwise nothing must be evicted soon
-        if stale and self._room * 8 < self._hints.capacity:
-            self._filled_at = stamp
-            self._queue.fill(0, stamp, now)
+        if (stale or self.is_low) and self._room * 8 < self._hints.capacity:
+            self.rank(0, stamp, now)
+
+    def rank(self, least: int, stamp: int, now: int) -> None:
+        """Rank all slots: at least the first `least` are then known."""
+        self._filled_at = stamp
+        self._queue.fill(least, stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:
         """Add up the counts of all processes, publish or take over what was learned, and elect the
@@ -288,21 +308,38 @@ class Hindsight:
         """
         hints = self._hints
         ghosts = self._hints.ghosts
-        uses = np.concatenate([hints.last_use, ghosts.last_use])
-        hits = np.concatenate([hints.hits, ghosts.hits])
         weight = 1.0
-        if len(uses) > _CENSUS:
-            sample = self._random.integers(0, len(uses), _CENSUS)
-            uses, hits, weight = uses[sample], hits[sample], len(uses) / _CENSUS
+        total = len(hints.last_use) + len(ghosts.last_use)
+        if total > _CENSUS:
+            at = self._random.integers(0, total, _CENSUS)
+            uses = _of_both(hints.last_use, ghosts.last_use, at)
+            hits = _of_both(hints.hits, ghosts.hits, at)
+            weight = total / _CENSUS
+        else:
+            uses = np.concatenate([hints.last_use, ghosts.last_use])
+            hits = np.concatenate([hints.hits, ghosts.hits])
         there = (uses != NOT_READY) & (uses > 0)
         return tally(class_of(hits[there]), age_of(stamp - uses[there]), weight)
 
-    def _ranks(self) -> Ranks:
+    def _ranks(self, chosen: Chosen) -> Ranks:
         hints = self._hints
-        self._shadow.look()
+        uses = hints.last_use[chosen].copy()
+        if isinstance(chosen, slice):
+            self._shadow.look()
         if self._shadow.wins:
-            return np.zeros(hints.slots)
-        uses = hints.last_use.copy()
-        ranks = self._worth[class_of(hints.hits), age_of(self._stamp - uses)]
+            return np.zeros(len(uses))
+        classes = class_of(hints.hits[chosen])
+        ranks = self._worth[classes, age_of(self._stamp - uses)]
         ranks[uses == NOT_READY] = 0
         return ranks
+
+
+def _of_both(
+    kept: NDArray[np.integer], ghosts: NDArray[np.integer], at: Rows
+) -> NDArray[np.int64]:
+    """Return these values of a column of the slots that is continued by the same of the ghosts."""
+    values = np.empty(len(at), np.int64)
+    is_kept = at < len(kept)
+    values[is_kept] = kept[at[is_kept]]
+    values[~is_kept] = ghosts[at[~is_kept] - len(kept)]
+    return values

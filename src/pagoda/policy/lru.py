@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda.policy import Hints, Newcomers
-from pagoda.policy.eviction_queue import EvictionQueue, Rows
+from pagoda.policy.eviction_queue import Chosen, EvictionQueue, Ranks, Rows
 
 
 class Lru:
@@ -23,7 +23,16 @@ class Lru:
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._queue = EvictionQueue(hints, lambda: np.zeros(hints.slots))
+
+        def equal(chosen: Chosen) -> Ranks:
+            return np.zeros(len(hints.last_use[chosen]))
+
+        self._queue = EvictionQueue(hints, equal)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether `rank` should be called soon."""
+        return self._queue.is_low
 
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
         """Raise the recency of these slots; never lower it."""
@@ -40,7 +49,13 @@ class Lru:
         return self._queue.first(count, stamp, now)
 
     def prepare(self, stamp: int, now: int) -> None:
-        """Do nothing, because a pass is short."""
+        """Rank all slots, if few of those that were ranked are left."""
+        if self._queue.is_low:
+            self.rank(0, stamp, now)
+
+    def rank(self, least: int, stamp: int, now: int) -> None:
+        """Rank all slots: at least the first `least` are then known."""
+        self._queue.fill(least, stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:
         """Do nothing, because the columns are already shared."""
@@ -51,9 +66,11 @@ class Fifo(Lru):
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
-        self._queue = EvictionQueue(
-            hints, lambda: hints.generation.astype(np.float64), by_use=False
-        )
+
+        def by_age(chosen: Chosen) -> Ranks:
+            return hints.generation[chosen].astype(np.float64)
+
+        self._queue = EvictionQueue(hints, by_age, by_use=False)
 
 
 def raise_recency(hints: Hints, rows: Rows, stamps: Rows) -> None:

@@ -95,6 +95,9 @@ class SimulatedTier:
 
     def upkeep(self, now: int) -> None:
         """Let the policy learn and look ahead if it is time, like a thread of the ledger."""
+        is_full = self._free() * 8 < self._columns.capacity
+        if is_full and self._advice.is_low:
+            self._advice.rank(0, max(now, self._last_stamp), now)
         if self._advice.shared_values and now - self._shared_at >= _SHARE_NS:
             self._shared_at = now
             self._advice.share(self._learnt)

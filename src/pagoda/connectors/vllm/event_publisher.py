@@ -32,6 +32,10 @@ _MOST_SUBSCRIPTION_BYTES = 1 << 10
 _number = count()
 
 
+def _nothing() -> None:
+    """Nobody waits for news."""
+
+
 def outlet_of(vllm_config: Any) -> EventOutlet | None:
     """Return the outlet of an engine's events; None if events are off. Changes the config like
     `EventOutlet`.
@@ -58,6 +62,7 @@ class EventOutlet:
         self._publisher: LivePublisher | None = None
         self._lock = threading.Lock()
         self._waiting: list[KVCacheEvent] = []
+        self._look: Callable[[], None] = _nothing
 
         outlet = weakref.ref(self)  # vLLM never drops a registered publisher
 
@@ -67,6 +72,7 @@ class EventOutlet:
             publisher = LivePublisher(*args, **kwargs)
             if (mine := outlet()) is not None:
                 mine._publisher = publisher
+                publisher.on_news(mine._look)
             return publisher
 
         if config.publisher == "zmq":
@@ -109,6 +115,14 @@ class EventOutlet:
         with self._lock:
             self._waiting += events
 
+    def on_news(self, look: Callable[[], None]) -> None:
+        """Let `look` be called when a router has subscribed, or the engine has cleared its
+        blocks.
+        """
+        self._look = look
+        if self._publisher is not None:
+            self._publisher.on_news(look)
+
     @property
     def is_full(self) -> bool:
         """Whether too many events wait for a step, so that no more should be sent."""
@@ -137,6 +151,7 @@ class LivePublisher(kv_events.ZmqEventPublisher):
     _event_queue: queue.Queue[Any]
     # whether a router has subscribed since the last call of `newcomers`
     _subscribed: bool
+    _look: Callable[[], None] = staticmethod(_nothing)
 
     def __init__(self, *args: Any, topic: str = "", **kwargs: Any) -> None:
         self._topic = topic
@@ -148,6 +163,15 @@ class LivePublisher(kv_events.ZmqEventPublisher):
         # by group and hash: the event that reported a block, and its index there
         self._device: dict[tuple[int | None, Any], tuple[BlockStored, int]] = {}
         self.cleared = 0
+
+    def on_news(self, look: Callable[[], None]) -> None:
+        """Let `look` be called when a router has subscribed, or the engine has cleared its
+        blocks.
+        """
+        self._look = look
+        if isinstance(self._pub, _ListeningSocket):
+            self._pub.on_subscribed = look
+        look()
 
     def publish(self, events: kv_events.EventBatch) -> None:
         """Publish the events of a step of the engine."""
@@ -167,9 +191,9 @@ class LivePublisher(kv_events.ZmqEventPublisher):
                     for name in event.block_hashes:
                         self._device.pop((event.group_idx, name), None)
             super().publish(events)
-        self.cleared += any(
-            isinstance(event, AllBlocksCleared) for event in events.events
-        )
+        if any(isinstance(event, AllBlocksCleared) for event in events.events):
+            self.cleared += 1
+            self._look()
 
     def send(self, events: Sequence[KVCacheEvent]) -> None:
         """Publish events outside of steps; none after `shutdown`, which vLLM calls before the
@@ -234,6 +258,7 @@ class LivePublisher(kv_events.ZmqEventPublisher):
             while self._pub is not None:
                 if self._pub.recv(zmq.NOBLOCK).startswith(_SUBSCRIBES):
                     self._subscribed = True
+                    self._look()
 
     def report_all(self) -> Iterator[None]:
         """Report step by step that all blocks are cleared, then those in the engine's own

@@ -622,6 +622,8 @@ class PagodaScheduler:
         if self._cache is not None:
             # the thread of the events withdraws reports of the old version
             self._lookups.version = version
+            if self._events is not None:
+                self._events.look()
         present = list(self._tracked.values())
         if fresh:
             self._tracked.clear()

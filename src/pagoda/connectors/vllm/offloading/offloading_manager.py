@@ -474,6 +474,8 @@ class PagodaOffloadingManager(OffloadingManager):
             else:
                 request.stores = False
         self._questions.take_version(version)
+        if self._events is not None:
+            self._events.look()
         if self._storing:  # after a reset vLLM no longer reports the end of these
             self._lingering.append(
                 (time.monotonic() + _LINGER_SECONDS, list(self._storing.values()))
