@@ -193,7 +193,7 @@ def test_usage_is_shown_without_importing_torch() -> None:
     )
     assert done.returncode == 0
     assert "--no-prefix-cache" in done.stdout
-    assert "pagoda.base.errors" in done.stderr
+    assert "argparse" in done.stderr  # the times of imports are there
     assert "torch" not in done.stderr
 
 

@@ -253,7 +253,6 @@ def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
     tokens = kit.prompt(3, seed=4)
     with kit.cache_at(shm_root, None, **{option: urls}) as cache:
         hit = kit.served(cache, tokens)[0]
-        was_late = hit.reason is Reason.DEADLINE
         # a busy machine: the answer came after the time of a lookup
         while hit.reason is Reason.DEADLINE:
             hit = kit.served(cache, tokens)[0]
@@ -262,8 +261,6 @@ def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
         assert hit.detail.startswith(tier)
         assert "refused: 401" in hit.detail
         assert "?password_file=PATH" in hit.detail
-        # what comes late often is a failure too, after which a store rests
-        assert option == "peers" or was_late or hit.reason is Reason.IO_ERROR
         skipped = cache.lookup(tokens)
         if skipped.reason is Reason.TIER_SKIPPED:
             assert "failed repeatedly" in skipped.detail

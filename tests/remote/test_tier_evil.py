@@ -15,6 +15,7 @@ from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
+    PATIENT_SECONDS,
     fresh_prefix,
     keys_of,
     load,
@@ -127,8 +128,10 @@ def test_a_server_that_answers_a_get_with(
     prefix = fresh_prefix()
     keys = keys_of(2)
     saved(on(shared.port, prefix), keys, LARGE)
-    with tier_on(on(liar.port, prefix), LARGE, connections=1) as tier:
+    client = on(liar.port, prefix)
+    with tier_on(client, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
         assert load(tier, keys, LARGE) == [None, None]
+    with tier_on(on(liar.port, prefix), LARGE, connections=1) as tier:
         # the header; an inner piece
         place = {keys[0].hex().encode(): b"h", keys[1].hex().encode(): b"1"}
         liar.lies[b"HGET"] = lambda a: (

@@ -343,7 +343,8 @@ def test_a_save_that_close_breaks_off_is_no_failure_of_the_store(
 def test_a_writer_that_never_ends_is_not_waited_for_forever(
     server: Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_tier, "_BUSY_SECONDS", -1.0)
+    # the wait is twice the deadline and this
+    monkeypatch.setattr(remote_tier, "_BUSY_SECONDS", 0.5 - 2 * 10.0)
     prefix = fresh_prefix()
     keys = keys_of(1)
     other = (
@@ -352,8 +353,10 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
         .open(time.monotonic() + PATIENT_SECONDS)
     )
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
-    with tier_on(through(proxy, prefix)) as tier:
-        assert save(tier, keys) == [Done(False, Reason.BUSY)]
+    with tier_on(through(proxy, prefix), deadline_seconds=10.0) as tier:
+        assert ends(tier.save(chunks_of(keys), ROOT)) == [
+            Done(False, Reason.BUSY)
+        ]
         assert tier.stats()["drop_busy"] == 1
     other.close()
 
