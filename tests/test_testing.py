@@ -158,7 +158,7 @@ def test_lost_calls_move_nothing_and_say_nothing(slab: FaultySlab) -> None:
     assert not any(slab.read_headers(1, 1)[0])
 
 
-def test_faults_strike_as_often_as_told_and_in_turn(slab: FaultySlab) -> None:
+def test_faults_strike_as_often_as_set_and_in_turn(slab: FaultySlab) -> None:
     slab.fail_next("write", Fault.EIO, times=2, skip=1)
     slab.fail_next("write", Fault.ENOSPC)
     slab.write(0, [filled(SLOT_BYTES)])
@@ -211,7 +211,7 @@ def test_fake_clock_stands_still() -> None:
     assert clock.boot_id() == "fake-boot"
 
 
-def test_fake_clock_goes_on_when_told() -> None:
+def test_a_fake_clock_advances_only_by_calls() -> None:
     clock = FakeClock(seconds=10.0, wall=1000.0)
     clock.advance(1.5)
     clock.sleep(0.25)

@@ -224,8 +224,8 @@ def test_is_there_room_with_or_without_evicting(hosted: Engine) -> None:
     assert everything(hosted) == before
 
 
-def test_admission_tells_shared_from_own_blocks(bare: Engine) -> None:
-    """Admission tells shared from own blocks."""
+def test_admission_separates_shared_from_own_blocks(bare: Engine) -> None:
+    """Admission separates shared blocks from the request's own."""
     first = bare.start("a", prompt(10))
     second = bare.start("b", prompt(8) + prompt(4, 1))
     assert (first.shared, second.shared) == (0, 2)

@@ -532,11 +532,11 @@ def test_text_and_messages_by_a_tokenizer(
             {"messages": chat, "model": "any", "tools": [{"type": "function"}]}
         )
     )
-    told = said(
+    answered = said(
         shm_root, "--messages", tmp_path / "chat.json", "--tokenizer", tokenizer
     )
-    assert told["asked_tokens"] == 65
-    assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 33
+    assert answered["asked_tokens"] == 65
+    assert cast("list[dict[str, object]]", answered["nearest"])[0]["token"] == 33
     for place in (tmp_path / "none", tmp_path / "chat.json"):
         line = refused("explain", shm_root, "--text", "a", "--tokenizer", place)
         assert f"--tokenizer {place}" in line
@@ -619,7 +619,7 @@ def test_text_by_a_server_with_its_key_and_only_of_its_model(
         ((), {"OPENAI_API_KEY": "a-key"}),
     ):
         place = f"{url}/v1"  # as other programs have it
-        told = said(
+        answered = said(
             shm_root,
             "--text",
             words(planted(50)),
@@ -629,9 +629,11 @@ def test_text_by_a_server_with_its_key_and_only_of_its_model(
             **variables,
         )
         # the model's, not Qwen's
-        (one,) = cast("list[dict[str, object]]", told["answers"])
+        (one,) = cast("list[dict[str, object]]", answered["answers"])
         assert str(one["model"]).startswith("llama")
-        assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 50
+        assert (
+            cast("list[dict[str, object]]", answered["nearest"])[0]["token"] == 50
+        )
     assert Vllm.seen[-1] == (
         "/tokenize",
         {"model": "tiny", "prompt": words(planted(50))},

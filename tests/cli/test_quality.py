@@ -280,9 +280,9 @@ def test_wrong_use_is_one_line(
     saved: Path, tmp_path: Path, args: tuple[str, ...], said: str
 ) -> None:
     file = written(tmp_path, prompts(1))
-    told = [str(file) if arg == "PROMPTS" else arg for arg in args]
+    arguments = [str(file) if arg == "PROMPTS" else arg for arg in args]
     code, out, err = run_here(
-        "quality", saved, file, *("--out", tmp_path / "v"), *told
+        "quality", saved, file, *("--out", tmp_path / "v"), *arguments
     )
     assert code == 2
     assert said in one_line(code, out, err)

@@ -186,11 +186,11 @@ def test_explain_goes_on_where_the_host_tier_ends(
     share(url, LLAMA, 3)
     tokens = " ".join(map(str, range(80)))
     found = answer("explain", "--tokens", "-", stdin=tokens, **where)
-    told = [
+    by_tier = [
         (one["tier"], one["num_tokens"], one["reason"])
         for one in found["answers"]
     ]  # type: ignore[attr-defined]
-    assert told == [
+    assert by_tier == [
         ("host", 32, "absent"),
         ("redis", 48, "absent"),
         ("all", 48, "absent"),
@@ -220,12 +220,12 @@ def test_explain_asks_the_neighbours_too(
             "PAGODA_PEERS": url,
         }
         found = answer("explain", "--tokens", "-", stdin=tokens, **where)
-        told = [
+        by_tier = [
             (one["tier"], one["num_tokens"], one["reason"])
             for one in found["answers"]
         ]  # type: ignore[attr-defined]
         name = f"peers 127.0.0.1:{neighbour.port}"
-        assert told == [
+        assert by_tier == [
             ("host", 32, "absent"),
             (name, 64, "absent"),
             ("all", 64, "absent"),

@@ -10,7 +10,7 @@ import pty
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pagoda.keys import Namespace
 from pagoda.ledger import admin
 from pagoda_tools.cli import main, printing
 from pagoda_tools.cli.text_tables import table_lines, wrapped
-from testbed.servers import Server, redis_server
+from testbed.servers import Server
 from tests.cli.shelf import disk, host, put, save
 from tests.cli.test_remotes import share
 from tests.cli.traces import PROMPTS, written
@@ -31,12 +31,6 @@ MODEL = Namespace(
 )
 PROMPT = list(range(80))
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
 
 
 @pytest.fixture

@@ -43,12 +43,6 @@ SIZE = LAYOUT.chunk_bytes
 SLOTS = 64
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
 @pytest.fixture
 def url(server: Server, request: pytest.FixtureRequest) -> str:
     """The server's URL with a prefix of this test's own."""
@@ -204,7 +198,7 @@ def test_a_prompt_is_brought_from_its_head_on(
     tail: int,
     parents: bool,
 ) -> None:
-    """Its head was used some seconds before its tail. Older versions do not tell what a chunk
+    """Its head was used some seconds before its tail. Older versions do not report what a chunk
     continues.
     """
     keys = share(url, 1, 8, parents=parents)
@@ -350,7 +344,7 @@ def test_it_ends_when_an_engine_works(
         engine(host_path=str(shm_root), host_size=SLOTS * SIZE) as working,
         running(where, host) as process,
     ):
-        working.tell("retrieve", 5, 2)
+        working.command("retrieve", 5, 2)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and '"ended": "traffic"' in out, err
     assert 0 < admin.gauges(host.ledger)["ready"] < 30

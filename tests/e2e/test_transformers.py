@@ -393,7 +393,7 @@ def test_a_cache_of_ones_own(house: House) -> None:
             CachedModel(llama(seed=3), cache=cache)
 
 
-def test_routers_are_told_what_is_stored_also_after_training(
+def test_what_is_stored_is_published_also_after_training(
     house: House,
 ) -> None:
     cached = house.open(llama())
@@ -404,11 +404,11 @@ def test_routers_are_told_what_is_stored_also_after_training(
     with torch.no_grad():
         next(cached.model.parameters()).mul_(1.5)
     text(cached, ids)
-    told = list(router.tokens)
+    published = list(router.tokens)
     wait_until(
         lambda: (
             router.believes(ids[0].numpy(), "CPU") == 6
-            and not router.held["CPU"] & {*told[:6]}
+            and not router.held["CPU"] & {*published[:6]}
         )
     )
     router.close()
@@ -543,25 +543,25 @@ REFUSED = {
 
 
 class CountsFromZero(transformers.LlamaForCausalLM):
-    """A model that does not know how many tokens were computed before; `is_told`: unless it is
-    told.
+    """A model that does not know how many tokens were computed before, unless it gets their
+    positions (`gets_positions`).
     """
 
-    is_told = False
+    gets_positions = False
 
     def forward(self, input_ids=None, position_ids=None, **kwargs):
-        if position_ids is None or not self.is_told:
+        if position_ids is None or not self.gets_positions:
             position_ids = torch.arange(input_ids.shape[1])[None]
         return super().forward(
             input_ids=input_ids, position_ids=position_ids, **kwargs
         )
 
 
-def test_a_model_that_generate_tells_its_positions_is_cached(
+def test_a_model_that_gets_its_positions_from_generate_is_cached(
     house: House,
 ) -> None:
     model = CountsFromZero(llama().config).eval()
-    model.is_told = True
+    model.gets_positions = True
     cached = house.open(model)
     for hit in (0, 32):
         assert generated(cached, prompt(40)) == generated(model, prompt(40))

@@ -120,7 +120,7 @@ def test_a_process_that_could_not_open_its_tables_again_still_has_its_store(
                 f"after {files} files"
             )
         assert missed and 1 <= caplog.text.count("Too many open files") <= 2, (
-            "a line tells why"
+            "a line says why"
         )
         assert "removed or replaced" not in caplog.text
 

@@ -26,7 +26,7 @@ from tests.ledger.support import (
 )
 
 
-def test_a_row_tells_all_of_its_chunk(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_row_describes_its_chunk(ledger: Ledger, clock: FakeClock) -> None:
     admin.clear(ledger, TENANT)
     [_, stored] = put(ledger, keys(1, 2))
     admin.pin(ledger, keys(2), "ann")

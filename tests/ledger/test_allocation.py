@@ -256,12 +256,12 @@ def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(
 
     def adopt_then_finish() -> None:
         assert ledger.adopt([room], 2) == [True]
-        os.write(told, b"x")
+        os.write(adopted_send, b"x")
         finish()
 
-    heard, told = os.pipe()
+    adopted_receive, adopted_send = os.pipe()
     pid = child(adopt_then_finish)
-    os.read(heard, 1)
+    os.read(adopted_receive, 1)
     ledger.abort([room])
     assert admin.gauges(ledger)["reserved"] == 1
     os.write(send, b"x")

@@ -104,28 +104,28 @@ def test_who_leaves_keeps_the_slots_into_which_another_member_copies(
     def work() -> None:
         rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
         os.write(
-            tell,
+            send,
             b"".join(b"%d %d\n" % (one.slot, one.generation) for one in rooms),
         )
-        os.read(go, 1)
+        os.read(go_on, 1)
         ledger.close()
 
-    (told, tell), (go, let) = os.pipe(), os.pipe()
+    (receive, send), (go_on, let_go) = os.pipe(), os.pipe()
     pid = child(work)
-    lines = os.read(told, 4096).split()
+    lines = os.read(receive, 4096).split()
     rooms = [
         Reserved(key, int(lines[2 * i]), int(lines[2 * i + 1]))
         for i, key in enumerate(keys(1, 2))
     ]
     assert ledger.adopt(rooms[:1], 0) == [True]
-    os.write(let, b"!")
+    os.write(let_go, b"!")
     assert wait(pid) == 0
     assert admin.gauges(ledger)["reserved"] == 1, (
         "only what nobody writes into is free"
     )
     assert ledger.commit(rooms[:1]) == [True]
     assert ledger.commit(rooms[1:]) == [False]
-    for end in (told, tell, go, let):
+    for end in (receive, send, go_on, let_go):
         os.close(end)
 
 

@@ -218,7 +218,7 @@ def test_what_is_stored_during_a_scan_takes_nothing_from_what_the_scan_finds(
     again.close()
 
 
-def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(
+def test_a_store_of_an_older_version_knows_what_was_cleared_by_numbers(
     tmp_path: Path,
 ) -> None:
     """That version counted the clears of each namespace in the file of labels, and wrote the number

@@ -391,7 +391,9 @@ def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
     assert (shm_root / "store" / "namespaces").stat().st_size < most * 1200
 
 
-def test_a_name_is_told_without_a_transaction_of_its_own(ledger: Ledger) -> None:
+def test_a_name_is_registered_without_a_transaction_of_its_own(
+    ledger: Ledger,
+) -> None:
     with gate_taken(ledger):
         for number in range(100):
             # waits for no lock
@@ -408,7 +410,9 @@ def _knows(directory: Path, count: int) -> None:
     )
 
 
-def test_a_flood_of_names_loses_none_that_is_told_again(ledger: Ledger) -> None:
+def test_a_flood_of_names_loses_none_that_is_registered_again(
+    ledger: Ledger,
+) -> None:
     for _ in range(3):
         for number in range(600):
             ledger.namespaces.register(tenant(number), {"model": f"{number}"})

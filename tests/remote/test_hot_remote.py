@@ -231,7 +231,7 @@ def test_the_rule_of_the_documentation_is_enough(
             assert counters_of(cache)["miss_io_error"] == 0
 
 
-def test_who_may_only_read_is_told_once_and_reads_on(
+def test_who_may_only_read_gets_one_warning_and_reads_on(
     shm_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = FakeClock()

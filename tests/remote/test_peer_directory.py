@@ -95,7 +95,7 @@ def connected(
         connection.close()
 
 
-def tell(server: Server, keys: Sequence[bytes], *urls: str) -> None:
+def announce(server: Server, keys: Sequence[bytes], *urls: str) -> None:
     """Announce keys for machines."""
     with connected(server) as connection:
         for url in urls:
@@ -193,7 +193,7 @@ def test_machines_find_each_other_after_the_clock_of_the_redis_was_set(
 def test_whoever_has_most_is_named_first(meeting: Server) -> None:
     keys = fresh_keys(500)
     for count, name in ((500, "c"), (3, "a"), (200, "b")):
-        tell(meeting, keys[:count], f"http://{name}:7777")
+        announce(meeting, keys[:count], f"http://{name}:7777")
     with connected(meeting) as connection:
         assert connection.machines(keys, until()) == [
             "http://c:7777",
@@ -216,8 +216,8 @@ def test_the_first_and_the_last_key_are_asked_about(
     meeting: Server, count: int
 ) -> None:
     keys = fresh_keys(count)
-    tell(meeting, keys[:1], "http://head:1")
-    tell(meeting, keys[-1:], "http://tail:1")
+    announce(meeting, keys[:1], "http://head:1")
+    announce(meeting, keys[-1:], "http://tail:1")
     with connected(meeting) as connection:
         assert set(connection.machines(keys, until())) == {
             "http://head:1",
@@ -227,7 +227,7 @@ def test_the_first_and_the_last_key_are_asked_about(
 
 def test_a_hint_ends_by_itself(meeting: Server) -> None:
     keys = fresh_keys(3)
-    tell(meeting, keys, ELSEWHERE)
+    announce(meeting, keys, ELSEWHERE)
     with connected(meeting) as connection:
         connection._ahead += PERIOD_SECONDS
         assert connection.machines(keys, until()) == [ELSEWHERE]
@@ -241,7 +241,7 @@ def test_a_hint_ends_by_itself(meeting: Server) -> None:
 
 def test_what_is_no_machine_is_left_out(meeting: Server) -> None:
     keys = fresh_keys(2)
-    tell(meeting, keys, ELSEWHERE)
+    announce(meeting, keys, ELSEWHERE)
     (name,) = redis.Redis(port=meeting.port).scan_iter(
         f"pagoda:at:*:{keys[0].hex()}"
     )
@@ -267,7 +267,7 @@ def test_what_is_no_machine_is_left_out(meeting: Server) -> None:
 
 def test_directories_with_other_prefixes_share_a_redis(meeting: Server) -> None:
     keys = fresh_keys(2)
-    tell(meeting, keys, ELSEWHERE)
+    announce(meeting, keys, ELSEWHERE)
     with connected(meeting, "other") as connection:
         assert connection.machines(keys, until()) == []
 
@@ -300,13 +300,13 @@ def test_only_neighbours_that_are_listed_are_asked_if_there_is_a_list(
     stranger = LyingHttp()
     try:
         keys = fresh_keys(2)
-        tell(meeting, keys, f"http://127.0.0.1:{stranger.port}")
+        announce(meeting, keys, f"http://127.0.0.1:{stranger.port}")
         with tier_on(
             client_of(meeting, f"http://127.0.0.1:{free_port()}")
         ) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert None not in load(tier, keys)
-        assert not stranger.heard
+        assert not stranger.requests
     finally:
         stranger.close()
 
@@ -322,8 +322,8 @@ def test_a_lie_is_a_miss(meeting: Server, two: list[Server]) -> None:
     try:
         give(two[0], held)
         wait_until(lambda: knows(meeting, held, two[0].url))
-        tell(meeting, keys, two[0].url, f"http://127.0.0.1:{free_port()}")
-        tell(
+        announce(meeting, keys, two[0].url, f"http://127.0.0.1:{free_port()}")
+        announce(
             meeting,
             held,
             f"http://127.0.0.1:{free_port()}",
@@ -376,7 +376,9 @@ def test_many_dead_machines_hide_no_living_one(
     keys = fresh_keys(2)
     give(two[0], keys)
     wait_until(lambda: knows(meeting, keys, two[0].url))
-    tell(meeting, keys, *(f"http://127.0.0.1:{free_port()}" for _ in range(14)))
+    announce(
+        meeting, keys, *(f"http://127.0.0.1:{free_port()}" for _ in range(14))
+    )
     with tier_on(client_of(meeting), **PATIENT) as tier:
         wait_until(
             lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 2
@@ -408,7 +410,7 @@ def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None
         keys = fresh_keys(4)
         later = fresh_keys(4)
         give(two[0], [*keys])
-        tell(meeting, keys, two[0].url)
+        announce(meeting, keys, two[0].url)
         with tier_on(
             client_of(meeting, look_seconds=1.0),
             deadline_seconds=10.0,
@@ -422,7 +424,7 @@ def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None
                 assert load(tier, later, seconds=30) == [None] * 4
             meeting.restart()
             give(two[1], wanted := fresh_keys(3))
-            tell(meeting, wanted, two[1].url)
+            announce(meeting, wanted, two[1].url)
             wait_until(lambda: tier.find(wanted, namespace=ROOT) == 3)
         with machine(meeting) as new:  # its server outlives its directory too
             meeting.kill()
@@ -474,7 +476,7 @@ def test_neighbours_are_bounded_and_their_connections_too(
             ]
             for n in range(0, 600, 12):
                 keys = fresh_keys(1)
-                tell(meeting, keys, *urls[n : n + 12])
+                announce(meeting, keys, *urls[n : n + 12])
                 with contextlib.suppress(OSError):
                     connection.find(ROOT, keys, until(1.0))
         assert len(client.known()) <= 1024
@@ -488,7 +490,7 @@ def test_a_forked_child_asks_the_directory_itself(
 ) -> None:
     keys = fresh_keys(3)
     give(two[0], keys)
-    tell(meeting, keys, two[0].url)
+    announce(meeting, keys, two[0].url)
     with tier_on(client_of(meeting), **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 3
 
@@ -691,8 +693,8 @@ def test_explain_asks_the_neighbours_that_are_named(
                 stdin=" ".join(map(str, tokens)),
                 **where,
             )
-        told = [(one["tier"], one["num_tokens"]) for one in found["answers"]]  # type: ignore[attr-defined]
-        assert told == [("host", 0), ("peers", 64), ("all", 64)]
+        by_tier = [(one["tier"], one["num_tokens"]) for one in found["answers"]]  # type: ignore[attr-defined]
+        assert by_tier == [("host", 0), ("peers", 64), ("all", 64)]
 
 
 @pytest.mark.slow
@@ -755,7 +757,7 @@ def test_a_server_that_sends_others_to_themselves_says_so(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["plain", "json"])
-def test_a_server_that_cannot_tell_anybody_says_so(
+def test_a_server_that_cannot_announce_itself_logs_it(
     log_format: str, tmp_path: Path
 ) -> None:
     gone = f"redis://:hunter2@127.0.0.1:{free_port()}"

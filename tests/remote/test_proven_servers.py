@@ -114,7 +114,7 @@ def give(server: Server, keys: Sequence[bytes]) -> None:
         assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
 
 
-def tell(meeting: Server, keys: Sequence[bytes], url: str) -> None:
+def announce(meeting: Server, keys: Sequence[bytes], url: str) -> None:
     """Announce keys for a machine: whoever can write to the directory can do that."""
     connection = PeerDirectory(meeting.url).connection().open(until())
     connection.announce(keys, url, until())
@@ -149,7 +149,7 @@ class Poser(Evil):
         self, how: str, nonce: str = "", proofs: Sequence[str] = ()
     ) -> None:
         self.how = how
-        self.heard = b""
+        self.received = b""
         self._nonce = nonce or secrets.token_hex(16)
         self._proofs = proofs
         super().__init__()
@@ -163,7 +163,7 @@ class Poser(Evil):
                 if not piece:
                     return
                 head += piece
-                self.heard += piece
+                self.received += piece
             client.sendall(self._answer(head, proofs))
 
     def _answer(self, head: bytes, proofs: list[str]) -> bytes:
@@ -183,8 +183,8 @@ class Poser(Evil):
         return raw_answer(404 if method == b"HEAD" else 201, b"", 0, more)
 
     @property
-    def proofs_heard(self) -> list[bytes]:
-        return re.findall(rb"Authorization: (Pagoda \S+)\r\n", self.heard)
+    def proofs_received(self) -> list[bytes]:
+        return re.findall(rb"Authorization: (Pagoda \S+)\r\n", self.received)
 
 
 HOWS = ["older", "silent about it", "challenge"]
@@ -198,11 +198,11 @@ def poser(request: pytest.FixtureRequest) -> Iterator[Poser]:
 
 
 def worth_nothing_at(server: Server, poser: Poser) -> None:
-    """Try all that a poser has heard at a server that has the same token."""
-    assert TOKEN.encode() not in poser.heard
+    """Try all that a poser has received at a server that has the same token."""
+    assert TOKEN.encode() not in poser.received
     requests = re.findall(
         rb"(\S+) (\S+) HTTP/1.1\r\nHost: (\S+)\r\n(?:.*\r\n)*?Authorization: (\S.*)\r\n",
-        poser.heard,
+        poser.received,
     )
     for method, target, host, authorization in requests:
         client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -224,7 +224,7 @@ def test_a_poser_in_the_directory_gets_nothing_and_nothing_is_taken_from_him(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     keys = fresh_keys(3)
-    tell(meeting, keys, f"http://127.0.0.1:{poser.port}")
+    announce(meeting, keys, f"http://127.0.0.1:{poser.port}")
     with tier_on(found_in(meeting), **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 0
         assert tier.refusal is not None
@@ -233,10 +233,10 @@ def test_a_poser_in_the_directory_gets_nothing_and_nothing_is_taken_from_him(
             "update it" in tier.refusal[1] or "did not prove" in tier.refusal[1]
         )
         assert None not in load(tier, keys)
-    assert poser.heard
+    assert poser.received
     assert f"127.0.0.1:{poser.port}" in caplog.text
-    assert keys[0] not in poser.heard  # what is asked for is not told to him
-    assert bool(poser.proofs_heard) == (poser.how == "challenge")
+    assert keys[0] not in poser.received  # what is asked for is not sent to him
+    assert bool(poser.proofs_received) == (poser.how == "challenge")
     worth_nothing_at(honest, poser)
 
 
@@ -256,10 +256,11 @@ def test_a_poser_at_an_address_that_was_named_gets_nothing_either(
             chunks = chunks_of(keys)
             assert not any(done.ok for done in ends(tier.save(chunks, ROOT)))
             assert all(
-                bytes(chunk.payload[:64]) not in poser.heard for chunk in chunks
+                bytes(chunk.payload[:64]) not in poser.received
+                for chunk in chunks
             )
-    assert poser.heard
-    assert keys[0] not in poser.heard
+    assert poser.received
+    assert keys[0] not in poser.received
     worth_nothing_at(honest, poser)
 
 
@@ -330,7 +331,7 @@ def test_who_passes_requests_on_must_be_named(
     give(honest, keys)
     with proxy_to(honest.port) as between:
         url = f"http://127.0.0.1:{between.port}"
-        tell(meeting, keys, url)
+        announce(meeting, keys, url)
         with tier_on(found_in(meeting), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
@@ -350,7 +351,7 @@ def test_a_server_is_found_by_the_address_that_it_advertises(
             between.target = ("127.0.0.1", server.port)
             keys = fresh_keys(3)
             give(server, keys)
-            tell(meeting, keys, url)
+            announce(meeting, keys, url)
             with tier_on(found_in(meeting), **PATIENT) as tier:
                 assert tier.find(keys, namespace=ROOT) == 3
                 assert load(tier, keys) == [None] * 3
@@ -364,8 +365,8 @@ def test_without_a_token_nothing_is_taken_from_who_is_found(
     monkeypatch.setenv("PAGODA_SERVE_TOKEN", "")
     poser = Poser("silent about it")
     try:
-        tell(meeting, keys, f"http://127.0.0.1:{poser.port}")
-        tell(meeting, keys, honest.url)
+        announce(meeting, keys, f"http://127.0.0.1:{poser.port}")
+        announce(meeting, keys, honest.url)
         with tier_on(found_in(meeting), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
@@ -378,7 +379,7 @@ def test_a_wrong_token_says_what_to_do(
     meeting: Server, honest: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = fresh_keys(3)
-    tell(meeting, keys, honest.url)
+    announce(meeting, keys, honest.url)
     monkeypatch.setenv("PAGODA_SERVE_TOKEN", "the-token-of-another-fleet")
     for client, remedy in (
         (found_in(meeting), "copy the file"),
@@ -474,14 +475,14 @@ class SpreadingProxy(Evil):
                 )
                 truth.request(method, target, body or None, headers)
                 answer = truth.getresponse()
-                told = answer.read()
+                content = answer.read()
                 more = {
                     name: value
                     for name, value in answer.headers.items()
                     if name != "Content-Length"
                 }
                 length = int(answer.headers.get("Content-Length", "0"))
-                client.sendall(raw_answer(answer.status, told, length, more))
+                client.sendall(raw_answer(answer.status, content, length, more))
                 truth.close()
 
 
@@ -507,7 +508,7 @@ def older_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "src"
 
 
-def test_an_older_server_is_not_told_the_token_unless_the_user_says_so(
+def test_an_older_server_is_not_sent_the_token_unless_the_user_allows_it(
     meeting: Server, older_source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = fresh_keys(3)
@@ -516,7 +517,7 @@ def test_an_older_server_is_not_told_the_token_unless_the_user_says_so(
             PagodaServerClient(older.url, sends_token=True), **PATIENT
         ) as tier:
             assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
-        tell(meeting, keys, older.url)
+        announce(meeting, keys, older.url)
         for client, remedy in (
             (found_in(meeting), "name it in peers with proof=off"),
             (named(older.url), "add proof=off to its URL"),
@@ -626,6 +627,7 @@ def test_kept_engines_read_over_a_server_with_a_token_of_its_own(
         ) as reader:
             wait_until(
                 lambda: (
-                    reader.tell("retrieve", 1, 4) == f"{4 * serve_kit.CHUNK} True"
+                    reader.command("retrieve", 1, 4)
+                    == f"{4 * serve_kit.CHUNK} True"
                 )
             )

@@ -25,7 +25,7 @@ from pagoda.tiers.remote.store_client import (
     PutResult,
     RefusedError,
 )
-from testbed.servers import Server, need, redis_server
+from testbed.servers import Server, need
 from tests.remote.chunks import walk
 
 need("redis-server")
@@ -104,12 +104,6 @@ def get(
     assert got == size
     assert np.array_equal(page, PAGE)
     return room
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
 
 
 @pytest.fixture

@@ -558,7 +558,7 @@ def test_a_liar_at_the_door(greeting: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_no_error_tells_the_password() -> None:
+def test_no_error_contains_the_password() -> None:
     with Liar(b"", "drip", b"-ERR you said geheim\r\n" * 5) as liar:
         with pytest.raises(RefusedError) as refused:
             RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(

@@ -47,12 +47,6 @@ need("redis-server")
 SEEN = prompt(20, 1)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
 @pytest.fixture
 def prefix() -> str:
     return fresh_prefix()

@@ -94,7 +94,7 @@ def test_time_never_goes_back(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_no_request_is_told_with_its_line(
+def test_what_is_no_request_is_reported_with_its_line(
     tmp_path: Path, line: str, reason: str, packed: bool
 ) -> None:
     path = tmp_path / "trace.jsonl"

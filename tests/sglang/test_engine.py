@@ -259,7 +259,7 @@ def _update(updater: Any, how: str) -> None:
 def test_after_an_update_of_the_weights_no_earlier_page_hits(
     shm_root: Path, updater: Any, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """SGLang does not tell its storage. Until it has flushed its caches it has KV of earlier
+    """SGLang does not notify its storage. Until it has flushed its caches it has KV of earlier
     weights, to store, too.
     """
     with Engine(storage_config(shm_root)) as engine:

@@ -350,7 +350,7 @@ def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> Non
     held.close()
 
 
-def test_first_of_all_who_keeps_the_slots_is_told(stub: Stub) -> None:
+def test_the_parts_are_asked_for_before_any_is_registered(stub: Stub) -> None:
     at = list[int]()
     held = pin(
         aligned(PAGE),

@@ -2,7 +2,7 @@
 step.
 
 The engine of this test has a memory for every rank. It computes KV that is right only behind right
-KV, copies late (just before it tells of a copy's end), writes rubbish where a copy failed and into
+KV, copies late (just before it reports a copy's end), writes rubbish where a copy failed and into
 every block that it is given for itself; so a block that two own, that is freed too early or found
 under a wrong key shows as wrong KV somewhere.
 """

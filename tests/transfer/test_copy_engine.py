@@ -289,7 +289,7 @@ def test_neighbouring_runs_are_one_copy() -> None:
     ]
 
 
-def test_layers_are_told_of_as_they_come() -> None:
+def test_layers_are_reported_as_they_arrive() -> None:
     layout = KVLayout.dense(3, 2, 4, "float32", 4, token_order="tokens_first")
     pools = [torch.randn(2, 8, 4, 2, 4) for _ in range(3)]
     layer_events = LayerEvents(3, 2)

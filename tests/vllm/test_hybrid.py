@@ -112,8 +112,8 @@ def rooms(
     found = Rooms(engine, plain, ours, right, exact)
     for each, answer in zip(PROMPTS, right, strict=True):
         # on the device or not: the text is the same
-        (told,) = engine.say(each, max_tokens=TOKENS)
-        assert told.tokens == answer.tokens
+        (again,) = engine.say(each, max_tokens=TOKENS)
+        assert again.tokens == answer.tokens
     yield found
     engine.stop()
 
@@ -212,8 +212,8 @@ def test_chunks_that_are_removed_before_they_are_loaded_are_computed(
     rooms.engine.call(hybrid.clear_before_loads)
     for each, answer in zip(PROMPTS, rooms.right, strict=True):
         rooms.engine.reset()
-        (told,) = rooms.engine.say(each, max_tokens=TOKENS)
-        assert told.tokens == answer.tokens
+        (again,) = rooms.engine.say(each, max_tokens=TOKENS)
+        assert again.tokens == answer.tokens
     assert rooms.engine.call(hybrid.cleared) >= 1
     assert rooms.engine.alive()
 
@@ -254,8 +254,8 @@ def test_requests_that_a_reset_preempts_go_on(rooms: Rooms) -> None:
         "enable_prefix_caching": False,
     }
     rooms.engine.call(hybrid.anew, few, within=120.0)
-    (told,) = rooms.engine.say(PROMPTS[0], max_tokens=TOKENS)
-    assert told.tokens == rooms.right[0].tokens
+    (again,) = rooms.engine.say(PROMPTS[0], max_tokens=TOKENS)
+    assert again.tokens == rooms.right[0].tokens
     said = rooms.engine.call(hybrid.reset_under_load, PROMPTS[0], 8, TOKENS)
     assert said == [rooms.right[0].tokens[0]] * 8
 
@@ -274,18 +274,18 @@ def test_nothing_stored_before_a_reset_hits_after_it(rooms: Rooms) -> None:
 def test_a_router_credits_what_the_engine_hits(
     rooms: Rooms, served: Callable[..., Any]
 ) -> None:
-    """The indexer is started after the engine's restart, so it knows only what is told then."""
+    """The indexer is started after the engine's restart, so it knows only what is published then."""
     ours = prompt(79, 15 * CHUNK + 5)
     begun = prompt(80, 3 * CHUNK)
     port = free_port()
     whole = 15 * CHUNK
-    heard_at = rooms.ours | events_at(port)
-    rooms.engine.call(hybrid.anew, heard_at, within=120.0)
+    with_events = rooms.ours | events_at(port)
+    rooms.engine.call(hybrid.anew, with_events, within=120.0)
     rooms.engine.say(ours, begun, max_tokens=TOKENS)
     before = served(Indexer, {1: port})
     before.wait(1, ours, cpu=whole, disk=whole)
     before.wait(1, begun, cpu=3 * CHUNK, disk=3 * CHUNK)
-    rooms.engine.call(hybrid.anew, heard_at, within=120.0)
+    rooms.engine.call(hybrid.anew, with_events, within=120.0)
     indexer = served(Indexer, {1: port})
     began = time.monotonic()
     indexer.wait(1, ours, cpu=whole, disk=whole)
@@ -296,20 +296,20 @@ def test_a_router_credits_what_the_engine_hits(
 
     kinds = rooms.engine.call(hybrid.groups)
     full = {n for n, kind in enumerate(kinds) if kind == "FullAttentionSpec"}
-    told = {("STORAGE", n): ("full_attention", None) for n in full}
-    told |= {("CPU", n): ("full_attention", None) for n in full}
-    told |= {
+    expected = {("STORAGE", n): ("full_attention", None) for n in full}
+    expected |= {("CPU", n): ("full_attention", None) for n in full}
+    expected |= {
         ("CPU", n): ("sliding_window", hybrid.WINDOW)
         for n in range(len(kinds))
         if n not in full
     }
-    heard = {}
+    received = {}
     # one more that comes late
     with zmq.Context.instance().socket(zmq.SUB) as subscriber:
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         subscriber.connect(f"tcp://127.0.0.1:{port}")
-        while heard != told:
-            assert subscriber.poll(20_000), heard
+        while received != expected:
+            assert subscriber.poll(20_000), received
             for event in msgspec.msgpack.decode(
                 subscriber.recv_multipart()[2], type=KVEventBatch
             ).events:
@@ -318,11 +318,11 @@ def test_a_router_credits_what_the_engine_hits(
                         event.kv_cache_spec_kind,
                         event.kv_cache_spec_sliding_window,
                     )
-                    heard[event.medium, event.group_idx] = kind
+                    received[event.medium, event.group_idx] = kind
                     assert (event.locality, event.block_size) == ("LOCAL", BLOCK)
 
     rooms.engine.reset()
-    # with this step it tells that its own memory is empty
+    # with this step it publishes that its own memory is empty
     rooms.engine.say(prompt(81, BLOCK), max_tokens=1)
     stores.elsewhere(f"clear(Path({str(rooms.host)!r}))")
     indexer.wait(1, ours, cpu=0, disk=whole)

@@ -152,7 +152,7 @@ def test_killed_at_any_moment(
 
 
 def other_weights(room: Room) -> None:
-    """Change the weights in memory, and tell vLLM as the documentation requires."""
+    """Change the weights in memory, and notify vLLM as the documentation requires."""
 
     def change(model: Any) -> None:
         for name, weights in model.named_parameters():

@@ -29,8 +29,12 @@ def test_a_line_a_request(
     engine.stop()
     assert answers[0].external == 5 * CHUNK
     lines = list(read_trace(trace))
-    told = [(len(line.hash_ids), line.input_length) for line in lines]
-    assert told[:2] == [(5, len(one))] * 2
+    recorded = [(len(line.hash_ids), line.input_length) for line in lines]
+    assert recorded[:2] == [(5, len(one))] * 2
     # arrived together
-    assert sorted(told[2:]) == [(5, len(one)), (10, len(other)), (10, len(other))]
+    assert sorted(recorded[2:]) == [
+        (5, len(one)),
+        (10, len(other)),
+        (10, len(other)),
+    ]
     assert len({line.hash_ids for line in lines}) == 2

@@ -69,7 +69,7 @@ Start = Callable[..., Engine]
 
 @pytest.fixture
 def start(llama: Path, logs: Path, tiers: tuple[Path, Path]) -> Iterator[Start]:
-    """Starts engines whose events can be heard on a port; what still lives is ended."""
+    """Starts engines that publish their events on a port; what still lives is ended."""
     begun: list[Engine] = []
 
     def begin(name: str, port: int, own: tuple[Path, Path] = tiers) -> Engine:
@@ -133,7 +133,7 @@ def test_a_router_credits_what_an_engine_hits(
     assert answer.external == loadable(len(ours))
     for number in engines:
         indexer.wait(number, ours, cpu=1024, disk=1024)
-    late = served(Indexer, ports)  # a router that has heard nothing yet
+    late = served(Indexer, ports)  # a router that has received nothing yet
     began = time.monotonic()
     for number in engines:
         late.wait(number, ours, cpu=1024, disk=1024)
@@ -165,11 +165,11 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
     first = kit.prompt(6, 1)
     second = kit.prompt(4, 2)
     indexer = served(Indexer, {1: port}, kit.CHUNK)
-    heard = zmq.Context.instance().socket(zmq.SUB)
-    heard.subscribe(b"")
+    subscriber = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.subscribe(b"")
     for _ in range(2):  # the second engine finds the tiers of the first
         with cache_at(*tiers) as cache:
-            heard.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
+            subscriber.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
             if not cache.lookup(first):
                 for tokens in (first, second):
                     kit.stored(cache, tokens)
@@ -178,19 +178,19 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
             cache._tiers.ledgers()[0][1].columns.lease_until[:] = 0
     with cache_at(*tiers) as cache:
         # now, and not when it tries again
-        heard.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
+        subscriber.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
         indexer.wait(1, first.tolist(), cpu=6 * kit.CHUNK)
         admin.clear(cache._tiers.ledgers()[0][1])
         indexer.wait(1, first.tolist(), cpu=0, disk=6 * kit.CHUNK)
         cache.clear()
         indexer.wait(1, first.tolist(), cpu=0, disk=0)
     kinds = set()
-    while heard.poll(200):
+    while subscriber.poll(200):
         batch = msgspec.msgpack.decode(
-            heard.recv_multipart()[2], type=KVEventBatch
+            subscriber.recv_multipart()[2], type=KVEventBatch
         )
         kinds |= {type(event) for event in batch.events}
-    heard.close()
+    subscriber.close()
     assert kinds == {AllBlocksCleared, BlockRemoved, BlockStored}
 
 

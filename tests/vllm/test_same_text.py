@@ -101,7 +101,7 @@ def test_beginnings_of_what_was_loaded(
     """Each block that was loaded holds its own tokens: prompts that share only some of them find
     those.
 
-    (A prompt that attends to all of them does not tell in what order they lie.)
+    (A prompt that attends to all of them does not show in what order they lie.)
     """
     one = prompt(450, 6 * CHUNK + 7)
     stored(one)

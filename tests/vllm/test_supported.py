@@ -406,7 +406,7 @@ def test_a_plain_installation_brings_a_version_that_is_accepted() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("drops", [True, False])
-def test_what_the_scheduler_is_told_of_the_engine(
+def test_what_the_scheduler_learns_of_the_engine(
     configs: tuple[Any, Any], drops: bool, ranks: int
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

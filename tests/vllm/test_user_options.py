@@ -25,7 +25,7 @@ from tests.vllm.engines import Engine, options, user_connector
 from tests.vllm.inside import Room
 from tests.vllm.models import prompt
 
-# what the pages tell users to write
+# what the pages ask users to write
 USERS = {"host_path", "host_size", "disk_path", "disk_size", "remote", "peers"}
 MODELS: dict[str, Callable[..., Path]] = {
     "plain": models.make_llama,

@@ -13,8 +13,8 @@ from tests.vllm.inside import Room
 
 
 def _load(room: Room, step: int) -> None:
-    """Give the weights the values of that step of a training; 0: of the checkpoint. Tell
-    nothing.
+    """Give the weights the values of that step of a training; 0: of the checkpoint. Nobody is
+    notified.
     """
 
     def change(model: Any) -> None:
@@ -145,7 +145,7 @@ def named_while_one_is_stored(
 def sleep(
     room: Room, level: int, step: int | None = None, reset: bool = False
 ) -> None:
-    """Sleep and wake up; between, or afterwards, the weights change or vLLM is told to reset."""
+    """Sleep and wake up; between, or afterwards, the weights change or vLLM is reset."""
     room.llm.sleep(level=level)
     if reset:
         assert room.llm.reset_prefix_cache(reset_connector=True)
