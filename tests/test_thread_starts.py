@@ -1,4 +1,4 @@
-"""pagoda.base.signal_safe_threads: starts that fail, and pools whose refused work never runs."""
+"""Threads that start safely: starts that fail, and pools whose refused work never runs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _explained(
     return explained
 
 
-def test_absent(shm_root: Path, tmp_path: Path) -> None:
+def test_what_was_never_stored_is_absent(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         assert _explained(cache, 4, Reason.ABSENT, "never stored").num_tokens == 0
         stored(cache, prompt(4))
@@ -92,14 +92,14 @@ def test_what_the_policy_kept_out_is_absent_and_the_detail_says_why(
         _explained(cache, 4, Reason.ABSENT, r"not admitted \d+ s ago \(host\)")
 
 
-def test_cleared(shm_root: Path, tmp_path: Path) -> None:
+def test_what_was_cleared_is_cleared(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
         cache.clear()
         _explained(cache, 4, Reason.CLEARED, r"cleared \d+ s ago")
 
 
-def test_removed(shm_root: Path) -> None:
+def test_what_was_removed_is_removed(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(4))
         cache._tiers.host.remove(cache.keys(prompt(4))[2][2])  # type: ignore[union-attr]
@@ -135,7 +135,7 @@ def test_another_namespace_is_only_named_for_a_prompt_that_is_there(
         _explained(cache, 4, Reason.ABSENT, seed=1)
 
 
-def test_busy(shm_root: Path) -> None:
+def test_what_is_being_stored_is_busy(shm_root: Path) -> None:
     with cache_at(shm_root, None, deadline_seconds=1.5) as cache:
         stored(cache, prompt(2))
         tokens = prompt(4)
@@ -151,7 +151,7 @@ def test_busy(shm_root: Path) -> None:
         assert _explained(cache, 4, Reason.BUSY).num_tokens == 32
 
 
-def test_short_prompt(shm_root: Path) -> None:
+def test_a_prompt_shorter_than_a_chunk_is_a_short_prompt(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(1))
         _explained(cache, 0.9, Reason.SHORT_PROMPT, "14 tokens, a chunk has 16")
@@ -164,7 +164,9 @@ def test_short_prompt(shm_root: Path) -> None:
         )
 
 
-def test_tier_skipped(shm_root: Path, tmp_path: Path) -> None:
+def test_what_only_a_tier_that_was_not_asked_has_is_tier_skipped(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, prompt(3))
     with cache_at(shm_root / "after", tmp_path) as cache:
@@ -190,7 +192,9 @@ def test_a_disk_that_keeps_failing_is_left_out_and_says_so(
         assert served(cache, prompt(3, 9))[0].num_tokens == 48
 
 
-def test_deadline(shm_root: Path, tmp_path: Path) -> None:
+def test_what_loads_too_slowly_is_a_missed_deadline(
+    shm_root: Path, tmp_path: Path
+) -> None:
     on_disk(shm_root, tmp_path, 3)
     cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:
@@ -209,7 +213,9 @@ def _stand_in_the_gate(directory: Path, inside: Event) -> None:
     )
 
 
-def test_ledger_busy(shm_root: Path) -> None:
+def test_a_ledger_that_another_process_locks_is_ledger_busy(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(3))
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]

@@ -305,7 +305,9 @@ def test_a_model_or_a_file_that_is_not_there(saved: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_interrupted(saved: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_verdict(
+    saved: Path, tmp_path: Path
+) -> None:
     file = written(tmp_path, prompts(500))
     command = [
         sys.executable,

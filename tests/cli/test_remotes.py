@@ -441,7 +441,7 @@ def test_an_engine_whose_library_is_not_installed(
     assert f"pip install 'pagodakv[{extra}]'" in pinged([parse(url)])[0].trouble
 
 
-def test_an_object_store(shm_root: Path) -> None:
+def test_an_object_store_is_checked_listed_and_cleared(shm_root: Path) -> None:
     with nginx_dav() as server:
         url = f"{server.url}/kv/"
         where = {

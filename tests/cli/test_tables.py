@@ -277,7 +277,7 @@ def test_a_terminal_of_no_width_is_printed_to(
         assert code == 0 and "host" in text, text
 
 
-def test_cells() -> None:
+def test_cells_are_aligned_and_wrapped() -> None:
     assert table_lines(
         ["tier", "chunks", "where"],
         [("host", 12345, "/a"), ("disk", 6, "/b/c")],

@@ -381,7 +381,9 @@ def test_a_server_that_counts_uses(where: dict[str, str], host: HostTier) -> Non
 
 
 @pytest.mark.parametrize("kind", ["pool", "cluster"])
-def test_several_nodes(where: dict[str, str], host: HostTier, kind: str) -> None:
+def test_chunks_come_from_all_nodes(
+    where: dict[str, str], host: HostTier, kind: str
+) -> None:
     with ExitStack() as stack:
         if kind == "pool":
             servers = [stack.enter_context(redis_server()) for _ in range(2)]
@@ -420,7 +422,7 @@ def test_the_table_has_80_columns(
     "option",
     [("--bytes", "much"), ("--rate", "auto"), ("--bytes", "0"), ("--rate", "")],
 )
-def test_wrong_sizes(
+def test_a_wrong_size_is_one_line(
     where: dict[str, str], host: HostTier, option: tuple[str, str]
 ) -> None:
     code, out, err = run_here("warm", *option, **where)
@@ -452,7 +454,9 @@ def test_to_warm_is_no_use(
         )
 
 
-def test_without_a_redis(where: dict[str, str], host: HostTier) -> None:
+def test_warm_is_refused_without_a_redis(
+    where: dict[str, str], host: HostTier
+) -> None:
     for remote in ("", "s3://bucket"):
         assert run_here("warm", **where | {"PAGODA_REMOTE": remote})[0] == 2
         assert "needs a remote tier in Redis" in refused(

@@ -96,7 +96,9 @@ def warm(house: House):
 
 
 @pytest.mark.parametrize("build", [llama, deepseek])
-def test_the_same_text(build: Callable, house: House) -> None:
+def test_layerwise_loads_give_the_same_text(
+    build: Callable, house: House
+) -> None:
     model = build()
     cached, device = house.open(model)
     want = generated(model, IDS, NEW)

@@ -83,7 +83,9 @@ def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shared", [0, 15, 16, 50, 79])
-def test_partial_hits(name: str, shared: int, house: House) -> None:
+def test_a_partial_hit_gives_the_same_text(
+    name: str, shared: int, house: House
+) -> None:
     model = MODELS[name]()
     cached = house.open(model)
     cached.generate(prompt(80), max_new_tokens=1, do_sample=False)
@@ -145,7 +147,7 @@ def test_a_batch_uses_what_all_rows_have(name: str, house: House) -> None:
 
 
 @pytest.mark.slow
-def test_left_padding(house: House) -> None:
+def test_a_left_padded_batch_gives_the_same_text(house: House) -> None:
     model = llama(pad_token_id=0)
     cached = house.open(model)
     lengths = [90, 61, 33]
@@ -220,7 +222,7 @@ def test_samples_and_beams_of_one_prompt(house: House) -> None:
     assert cached.last.columns == 48
 
 
-def test_the_two_halves(house: House) -> None:
+def test_prefix_and_store_can_be_called_separately(house: House) -> None:
     model = llama()
     ids = prompt(70)
     cached = house.open(model)
@@ -434,7 +436,7 @@ def test_prefill_speed_is_observed(house: House) -> None:
     assert not cached.model._forward_pre_hooks
 
 
-def test_prefill_in_pieces(house: House) -> None:
+def test_a_prefill_in_pieces_hits_too(house: House) -> None:
     model = llama()
     ids = prompt(90)
     cached = house.open(model)

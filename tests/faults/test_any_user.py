@@ -105,7 +105,9 @@ def imported_late() -> None:
 @pytest.mark.parametrize(
     "home", ["unset", "foreign", "unreadable", "missing", "/", "their own"]
 )
-def test_a_stranger(theirs: Path, home: str) -> None:
+def test_another_user_may_use_tiers_whatever_the_home(
+    theirs: Path, home: str
+) -> None:
     imported_late()
     # root's, where a file system is mounted
     (theirs / "disk" / "lost+found").mkdir(mode=0o700, parents=True)
@@ -171,7 +173,9 @@ def test_a_directory_of_another_user_is_refused_with_the_remedy(
 
 
 @pytest.mark.parametrize("mask", [0, 0o77, 0o277, 0o777])
-def test_any_umask(theirs: Path, mask: int) -> None:
+def test_any_umask_works_or_is_refused_with_the_remedy(
+    theirs: Path, mask: int
+) -> None:
     """What this user could not open is not made: the next start, with another umask, finds nothing
     in its way.
     """

@@ -165,7 +165,7 @@ def test_compressed_and_plain_chunks_in_one_store(
         assert served(cache, prompt(4, 1))[0].by_tier == {"redis": 64}
 
 
-def test_two_remote_tiers(shm_root: Path, url: str) -> None:
+def test_two_remote_tiers_are_filled_and_asked(shm_root: Path, url: str) -> None:
     far = url.replace("prefix=", "name=far&prefix=far-")
     with cache_over([url, far], shm_root / "1") as cache:
         assert cache.tiers == ("host", "redis", "far")

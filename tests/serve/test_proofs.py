@@ -110,7 +110,7 @@ def test_a_proof_is_taken_as_the_token_and_the_answer_has_one_too(
         answer = line.prove(proof)
         assert answer.status == 404
         assert answer.proof == serve_proof.proof_of_answer(KEY, proof.mac, 404)
-    # nobody without a right proof gets one: he could try tokens with it
+    # nobody without a right proof gets one: it could try tokens with it
     for authorization in (
         "Pagoda",
         f"Bearer {TOKEN}",
@@ -194,7 +194,7 @@ def test_no_part_of_a_proof_can_be_changed(line: Line, changed: str) -> None:
 def test_a_proof_for_an_address_is_worth_nothing_at_another_one(
     line: Line,
 ) -> None:
-    """Whoever passes it on has another address than the server that he passes it on to."""
+    """Whoever passes it on has another address than the server that it is passed on to."""
     port = line.host.rpartition(":")[2]
     nonce = line.nonce()
     for count, host in enumerate(

@@ -147,7 +147,9 @@ def test_aborted_requests_leave_nothing_wrong(shm_root: Path) -> None:
         assert sum(outcome.stored for outcome in outcomes) > 20 * PAGE
 
 
-def test_detach_and_attach(shm_root: Path) -> None:
+def test_a_detached_engine_goes_on_and_hits_once_attached_again(
+    shm_root: Path,
+) -> None:
     """Detached, the engine continues without us; attached again, it finds what was stored."""
     extra = storage_config(shm_root)
     with Engine(extra) as engine:
@@ -181,7 +183,9 @@ def test_after_an_attachment_that_was_refused_another_one_succeeds(
         assert engine.request(_tokens(1)).stored == 20 * PAGE
 
 
-def test_tiny_tiers(shm_root: Path, tmp_path: Path) -> None:
+def test_tiers_of_a_few_pages_are_never_wrong(
+    shm_root: Path, tmp_path: Path
+) -> None:
     """Tiers of a few pages evict all the time; what is found is right."""
     extra = storage_config(
         shm_root,

@@ -506,7 +506,9 @@ def test_a_slab_that_nobody_closes_is_unregistered_all_the_same(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_slabs_at_random(stub: Stub, seed: int) -> None:
+def test_whatever_is_opened_and_closed_only_what_is_open_is_registered(
+    stub: Stub, seed: int
+) -> None:
     """Whatever is opened, registered, refused and closed: what has a place is registered, what is
     closed is not.
     """

@@ -389,7 +389,7 @@ def run(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["host", "nothing", pytest.param("disk", marks=pytest.mark.soak)]
 )
-def test_model(name: str) -> None:
+def test_random_steps_agree_with_the_model(name: str) -> None:
     """Some 9,000 steps in all, twice as many in `make soak`, and everything to be tested did happen
     in them.
 

@@ -1,4 +1,4 @@
-"""pagoda.tiers.io_queue, WorkerPool: how a disk tier ends, is forgotten, and is forked."""
+"""The threads of a disk tier: how it ends, is forgotten, and is forked."""
 
 from __future__ import annotations
 

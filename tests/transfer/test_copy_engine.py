@@ -170,7 +170,7 @@ def test_other_devices_are_refused() -> None:
         DenseKV(mixed, layout)
 
 
-def test_ways() -> None:
+def test_a_way_that_cannot_be_is_refused() -> None:
     with pytest.raises(
         ValueError, match="way must be one of direct, staged, runs, got 'fast'"
     ):

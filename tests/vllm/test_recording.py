@@ -22,10 +22,10 @@ def test_a_line_a_request(
     )
     one = prompt(900, 5 * CHUNK + 7)
     other = prompt(901, 700)
-    engine.say(one)
-    engine.say(one)
+    engine.generate(one)
+    engine.generate(one)
     engine.reset()
-    answers = engine.say(one, other, other, prompt(902, CHUNK - 1))
+    answers = engine.generate(one, other, other, prompt(902, CHUNK - 1))
     engine.stop()
     assert answers[0].external == 5 * CHUNK
     lines = list(read_trace(trace))
