@@ -90,8 +90,9 @@ tests/__pycache__: | $(READY)
 test: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak and not slow'
 
+# make test-all ARGS='--slow-part N': a third of the slow tests, those whose number is N modulo 3
 test-all: $(READY) | tests/__pycache__
-	$(PYTEST) $(PARALLEL) -m 'not soak' --durations=25
+	$(PYTEST) $(PARALLEL) -m 'not soak' --durations=25 $(ARGS)
 
 # make test-vllm ARGS='-k server'. Two files at a time: each waits for its engines half of the time, which take 1 GB or
 # more. A file is not divided: both halves would start its engines.

@@ -51,6 +51,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+SLOW_PARTS = 3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which CI runs another part of the slow tests with each commit."""
+    parser.addoption(
+        "--slow-part",
+        type=int,
+        metavar="N",
+        help=f"of the slow tests, every one whose number is N modulo {SLOW_PARTS}",
+    )
+
+
 @pytest.hookimpl(trylast=True)  # after what is not chosen has gone
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
@@ -63,6 +76,16 @@ def pytest_collection_modifyitems(
     others = list[pytest.Item]()
     for item in items:
         (others if item.get_closest_marker("slow") is None else slow).append(item)
+    wanted = config.getoption("slow_part")
+    if wanted is not None:
+        config.hook.pytest_deselected(
+            items=[
+                item
+                for at, item in enumerate(slow)
+                if at % SLOW_PARTS != wanted % SLOW_PARTS
+            ]
+        )
+        slow = slow[wanted % SLOW_PARTS :: SLOW_PARTS]
     items[:] = [
         item
         for at in range(workers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pagoda.base.errors import PagodaError
+from pagoda import PagodaError
 
 OPTIONS = {
     "--blocks": (64, "blocks on the device"),

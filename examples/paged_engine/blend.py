@@ -25,8 +25,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from pagoda import Cache, Hit
-from pagoda.base.errors import ConfigError
+from pagoda import Cache, ConfigError, Hit
 from pagoda.base.quality_verdict import QualityState
 from pagoda.blend import (
     BlendedPrompt,

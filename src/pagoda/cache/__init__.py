@@ -27,6 +27,7 @@ Modules, in the order in which a call reaches them:
     load_cost        whether loading is faster than computing
     otel_spans       OpenTelemetry spans of the calls
     recording        records live traffic as a trace
+    request_trace    recorded requests, as in the Mooncake FAST'25 release
     append_lines     appends whole lines to a file that processes share
 """
 

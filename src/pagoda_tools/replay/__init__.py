@@ -1,7 +1,6 @@
 """Simulates what a cache of another size or policy would have done with recorded requests, by the
-policies' own code.
+policies' own code. `pagoda.cache.request_trace` reads and writes the requests.
 
-trace           recorded requests
 simulate        simulates the tiers of one cache on a trace
 simulated_tier  one simulated tier
 timed_replay    the same with time: busy engines, tiers with a bandwidth

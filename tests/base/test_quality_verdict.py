@@ -635,7 +635,7 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
-from tests.test_quality_verdict import Setting, result, written
+from tests.base.test_quality_verdict import Setting, result, written
 place, number = Path(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()

@@ -40,7 +40,7 @@ from tests.interrupts import Interrupted
 from tests.thread_limits import interrupted_once, no_threads
 
 SECONDS = 60.0
-SOURCE = Path(pagoda.__file__).parent
+SOURCE = Path(pagoda.__file__).parents[1]
 
 
 def test_a_start_that_fails_is_reported_and_logged_with_the_remedy(
@@ -355,10 +355,10 @@ def test_no_other_thread_is_started_than_by_begin_and_pool() -> None:
     runs too late.
     """
     allowed = {
-        "signal_safe_threads.py",
-        "cli/demo/demo_child.py",
-        "testing/tier_conformance.py",
-        "testing/policy_conformance.py",
+        "pagoda/base/signal_safe_threads.py",
+        "pagoda/testing/tier_conformance.py",
+        "pagoda/testing/policy_conformance.py",
+        "pagoda_tools/cli/demo/demo_child.py",
     }
     for path in SOURCE.rglob("*.py"):
         if str(path.relative_to(SOURCE)) not in allowed:

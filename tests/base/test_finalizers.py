@@ -77,7 +77,7 @@ def test_one_that_fails_keeps_no_other_from_being_closed() -> None:
 def test_what_was_dropped_while_no_thread_could_be_had_is_closed_later() -> None:
     code = """
 import threading
-from tests.test_finalizers import *
+from tests.base.test_finalizers import *
 closed = threading.Event()
 with no_threads():
     owner = Owner(); close_when_dropped(owner, closed.set); del owner
@@ -89,7 +89,7 @@ assert not closed.is_set() and close_dropped(60) and closed.is_set()
 def test_at_exit_all_is_closed_the_last_first() -> None:
     code = """
 import atexit
-from tests.test_finalizers import *
+from tests.base.test_finalizers import *
 atexit.register(print, "libraries end")
 owners = [Owner() for _ in range(3)]
 for number, owner in enumerate(owners):

@@ -380,7 +380,7 @@ def test_announced_sizes_cost_nothing() -> None:
     code = """
 import resource, sys
 import numpy as np
-from tests.test_codec_zstd import HEAD, bad_frames, decode, one_plane, stored_of, floats_of
+from tests.codec.test_zstd import HEAD, bad_frames, decode, one_plane, stored_of, floats_of
 nbytes = 1 << 17
 back = np.zeros(nbytes, np.uint8)
 assert decode("zstd", stored_of(floats_of(nbytes, 1)), 2, back)
