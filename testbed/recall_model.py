@@ -167,8 +167,8 @@ def recall_model() -> LlamaForCausalLM:
         return LlamaForCausalLM.from_pretrained(kept).eval()
 
 
-def train(tell: Callable[[str], None] | None = None) -> LlamaForCausalLM:
-    """Train the model, from SEED, on one thread; `tell` gets a line of progress now and then.
+def train(report: Callable[[str], None] | None = None) -> LlamaForCausalLM:
+    """Train the model, from SEED, on one thread; `report` gets a line of progress now and then.
 
     Raises RuntimeError if it has not learned the task after 1500 steps.
     """
@@ -207,9 +207,9 @@ def train(tell: Callable[[str], None] | None = None) -> LlamaForCausalLM:
                     optimizer.step()
                     optimizer.zero_grad()
                     right.append(share)
-                    if tell is not None and step % 10 == 0:
+                    if report is not None and step % 10 == 0:
                         seconds = time.process_time() - began
-                        tell(
+                        report(
                             f"step {step}, {seconds:.0f} s of CPU: {documents} documents of "
                             f"{tokens} tokens, "
                             f"loss {loss.item():.3f}, right {np.mean(right[-10:]):.3f}"

@@ -414,14 +414,14 @@ class Running:
         root: Path,
         seed: int,
         operations: int,
-        heard: queue.SimpleQueue[Running],
+        reports: queue.SimpleQueue[Running],
         before: Sequence[str],
     ) -> None:
         """`before`: the words before the command."""
         self.operations = operations
         self.counts = Counter[str]()
         self.leaks = None
-        self.heard_at = time.monotonic()
+        self.reported_at = time.monotonic()
         self.log = root / f"{seed}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -441,11 +441,13 @@ class Running:
                 start_new_session=True,
                 env={**os.environ, "XDG_STATE_HOME": str(root / "registers")},
             )
-        threading.Thread(target=self._hear, args=(heard,), daemon=True).start()
+        threading.Thread(
+            target=self._read_reports, args=(reports,), daemon=True
+        ).start()
 
     leaks: list[str] | None
 
-    def _hear(self, heard: queue.SimpleQueue[Running]) -> None:
+    def _read_reports(self, reports: queue.SimpleQueue[Running]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             said = json.loads(line)
@@ -453,9 +455,9 @@ class Running:
                 self.leaks = said
             else:
                 self.counts = Counter(said)
-            self.heard_at = time.monotonic()
-            heard.put(self)
-        heard.put(self)
+            self.reported_at = time.monotonic()
+            reports.put(self)
+        reports.put(self)
 
     def trace(self) -> str:
         """Return the end of its log, where a traceback is."""
@@ -472,7 +474,7 @@ class Run:
         self.random = random.Random(seed)
         self.seed = seed * 1_000_000
         self.until = time.monotonic() + limit_seconds
-        self.heard: queue.SimpleQueue[Running] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[Running] = queue.SimpleQueue()
         self.running: list[Running] = []
         self.groups: list[int] = []
         places = self.places
@@ -489,7 +491,7 @@ class Run:
         try:
             for _ in range(workers):
                 self.start(-(-operations // workers))
-            while self.running and self.hear(killed):
+            while self.running and self.take_report(killed):
                 pass
             self.mounts.end()
             self.end()
@@ -529,14 +531,16 @@ class Run:
         self.seed += 1
         name, words = self.identities.choose()
         self.outcome.counts[name or "the machine as it is"] += 1
-        one = Running(self.places.root, self.seed, operations, self.heard, words)
+        one = Running(
+            self.places.root, self.seed, operations, self.reports, words
+        )
         self.running.append(one)
         self.groups.append(one.process.pid)
 
-    def hear(self, killed: float) -> bool:
+    def take_report(self, killed: float) -> bool:
         """Take the next report; return False if there was none for too long."""
         try:
-            one = self.heard.get(timeout=5.0)
+            one = self.reports.get(timeout=5.0)
         except queue.Empty:
             for one in [
                 one for one in self.running if one.process.poll() is not None
@@ -544,7 +548,7 @@ class Run:
                 self.ended(one)  # a forked child keeps its pipe open
             now = time.monotonic()
             return not any(
-                now > min(one.heard_at + SILENT_SECONDS, self.until)
+                now > min(one.reported_at + SILENT_SECONDS, self.until)
                 for one in self.running
             )
         if one not in self.running:
@@ -615,7 +619,7 @@ class Run:
             self.outcome.counts.update(one.counts)
             self.outcome.fail(
                 "hangs",
-                f"no report for {time.monotonic() - one.heard_at:.0f} s:{one.trace()}",
+                f"no report for {time.monotonic() - one.reported_at:.0f} s:{one.trace()}",
             )
         (self.places.small / "filler").unlink(missing_ok=True)
         until = time.monotonic() + 3 * CHILD_SECONDS

@@ -83,7 +83,7 @@ def test_every_container_names_the_same_tokens(make: object) -> None:
     assert len(as_token_ids(make([]))) == 0  # type: ignore[operator]
 
 
-def test_torch_tensors() -> None:
+def test_token_ids_may_be_torch_tensors() -> None:
     import torch
 
     ids = torch.arange(8)
@@ -478,7 +478,7 @@ def test_a_field_unknown_to_one_side_differs() -> None:
         {"salt": b"s"},
     ],
 )
-def test_bad_fields(wrong: dict[str, object]) -> None:
+def test_bad_fields_of_a_namespace_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         Namespace(**{"model": "model", **wrong})  # type: ignore[arg-type]
 
@@ -518,7 +518,7 @@ def computed() -> dict[str, str]:
     }
 
 
-def test_pinned_keys() -> None:
+def test_keys_are_those_of_earlier_versions() -> None:
     """A change here makes all stored chunks unreachable: raise FORMAT_VERSION, say so in the
     changelog.
     """

@@ -41,13 +41,13 @@ def test_k_and_v_of_different_shape() -> None:
     assert layout.plane_shape(1) == (2, 16, 128)
 
 
-def test_no_v() -> None:
+def test_a_layout_without_v_has_one_plane() -> None:
     layout = KVLayout.dense(3, 2, 64, "float32", chunk_tokens=16, has_v=False)
     assert layout.planes == (Plane(2, 64, "float32"),)
     assert layout.chunk_bytes == 3 * 2 * 64 * 16 * 4
 
 
-def test_tokens_first() -> None:
+def test_a_plane_with_tokens_first_has_that_shape() -> None:
     layout = KVLayout.dense(
         1, 2, 64, "float32", chunk_tokens=16, token_order="tokens_first"
     )
@@ -84,7 +84,7 @@ def test_an_odd_chunk_of_mixed_types_is_refused() -> None:
         )
 
 
-def test_itemsizes() -> None:
+def test_item_sizes_are_those_of_numpy_and_torch() -> None:
     assert itemsize("bfloat16") == 2
     for name in (
         "float64",
@@ -152,7 +152,7 @@ def test_another_format_is_another_fingerprint(
     assert (one == two) == (one.fingerprint == two.fingerprint)
 
 
-def test_opaque_fingerprints() -> None:
+def test_different_opaque_layouts_have_different_fingerprints() -> None:
     found = {
         KVLayout.opaque(16, 4096, "a").fingerprint,
         KVLayout.opaque(16, 4096, "b").fingerprint,
@@ -194,7 +194,7 @@ def test_a_layout_may_name_the_rotary_embedding() -> None:
         KVLayout.opaque(16, 4096, "a").with_rotary(rotary)
 
 
-def test_pinned_fingerprints() -> None:
+def test_fingerprints_are_those_of_earlier_versions() -> None:
     """A change here makes every store on disk another layout's: say so in the changelog."""
     assert (
         KVLayout.dense(32, 8, 128, "bfloat16").fingerprint == "32a24c7522255041"

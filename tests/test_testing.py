@@ -158,7 +158,7 @@ def test_lost_calls_move_nothing_and_say_nothing(slab: FaultySlab) -> None:
     assert not any(slab.read_headers(1, 1)[0])
 
 
-def test_faults_strike_as_often_as_told_and_in_turn(slab: FaultySlab) -> None:
+def test_faults_strike_as_often_as_set_and_in_turn(slab: FaultySlab) -> None:
     slab.fail_next("write", Fault.EIO, times=2, skip=1)
     slab.fail_next("write", Fault.ENOSPC)
     slab.write(0, [filled(SLOT_BYTES)])
@@ -172,7 +172,7 @@ def test_faults_strike_as_often_as_told_and_in_turn(slab: FaultySlab) -> None:
         slab.fail_next("seek", Fault.EIO)
 
 
-def test_delay(slab: FaultySlab) -> None:
+def test_a_delayed_read_takes_that_long(slab: FaultySlab) -> None:
     slab.delay_seconds = 0.1
     slab.fail_next("read", Fault.DELAY)
     begin = time.monotonic()
@@ -180,7 +180,7 @@ def test_delay(slab: FaultySlab) -> None:
     assert time.monotonic() - begin >= 0.1
 
 
-def test_hang_until_released(slab: FaultySlab) -> None:
+def test_a_hanging_write_hangs_until_it_is_released(slab: FaultySlab) -> None:
     slab.fail_next("write", Fault.HANG)
     writer = threading.Thread(
         target=slab.write, args=(1, [filled(SLOT_BYTES)]), daemon=True
@@ -211,7 +211,7 @@ def test_fake_clock_stands_still() -> None:
     assert clock.boot_id() == "fake-boot"
 
 
-def test_fake_clock_goes_on_when_told() -> None:
+def test_a_fake_clock_advances_only_by_calls() -> None:
     clock = FakeClock(seconds=10.0, wall=1000.0)
     clock.advance(1.5)
     clock.sleep(0.25)
@@ -222,7 +222,7 @@ def test_fake_clock_goes_on_when_told() -> None:
         clock.advance(-0.1)
 
 
-def test_fake_reboot() -> None:
+def test_a_reboot_changes_the_boot_id_and_the_monotonic_clock_only() -> None:
     clock = FakeClock(seconds=10.0, wall=1000.0)
     clock.reboot("second", seconds=2.0)
     assert clock.boot_id() == "second"

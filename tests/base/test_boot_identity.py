@@ -90,9 +90,9 @@ def test_two_processes_that_begin_together_make_one_stand_in(
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    told = {process.communicate()[0] for process in started}
-    assert len(told) == 1
-    assert None not in told
+    identities = {process.communicate()[0] for process in started}
+    assert len(identities) == 1
+    assert None not in identities
 
 
 def test_without_any_identity_each_process_is_a_boot_of_its_own(
@@ -165,7 +165,7 @@ def test_host_memory_stays_warm_where_proc_is_hidden(shm_root: Path) -> None:
         f"{shm_root}"
     )
     inside = ["unshare", "--mount", "--pid", "--fork", "bash", "-c", command]
-    told = []
+    identities = []
     for _ in range(2):
         ended = subprocess.run(
             inside, capture_output=True, text=True, check=False
@@ -173,5 +173,5 @@ def test_host_memory_stays_warm_where_proc_is_hidden(shm_root: Path) -> None:
         if "mount:" in ended.stderr:
             pytest.skip(ended.stderr)
         assert ended.returncode == 0, ended.stderr
-        told.append(ended.stdout)
-    assert told[0] == told[1] != ""
+        identities.append(ended.stdout)
+    assert identities[0] == identities[1] != ""

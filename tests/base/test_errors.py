@@ -38,7 +38,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         pagoda.Cash  # noqa: B018
 
 
-def test_the_tree() -> None:
+def test_the_tree_of_errors_is_the_documented_one() -> None:
     found = {
         name: cls.__mro__[1:-1]
         for name, cls in inspect.getmembers(errors, inspect.isclass)

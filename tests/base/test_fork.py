@@ -1,4 +1,4 @@
-"""pagoda.base.fork: what a forked child resets."""
+"""Forks: what a child process resets."""
 
 from __future__ import annotations
 

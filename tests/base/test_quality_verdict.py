@@ -129,7 +129,7 @@ def test_a_passing_verdict_lets_the_feature_start(tmp_path: Path) -> None:
             }
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_a_verdict_is_read_as_it_was_written(tmp_path: Path) -> None:
     wrote = [result(), result(CODEC, figures(answers=None))]
     found = read_verdict(
         written(tmp_path / "sub" / "v.json", *wrote, weights=("w1", "engine's"))
@@ -155,7 +155,7 @@ def test_without_a_verdict_the_error_says_what_to_run(tmp_path: Path) -> None:
     assert layered.flag == "--blend deviation:0.15:layer=2"
 
 
-def test_the_default_place(
+def test_verdicts_are_looked_for_in_the_users_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

@@ -267,19 +267,19 @@ def test_a_pool_that_is_shut_down_cancels_without_its_lock() -> None:
     pool = Pool(1, "busy-pool")
     busy = threading.Event()
     pool.submit(busy.wait)
-    told: list[bool] = []
+    acquired: list[bool] = []
 
-    def tell(future: Future[int]) -> None:
+    def take_lock(future: Future[int]) -> None:
         other = threading.Thread(
-            target=lambda: told.append(pool._lock.acquire(timeout=10))
+            target=lambda: acquired.append(pool._lock.acquire(timeout=10))
         )
         other.start()
         other.join()
 
-    pool.submit(len, "abc").add_done_callback(tell)
+    pool.submit(len, "abc").add_done_callback(take_lock)
     pool.shutdown(wait=False, cancel_futures=True)
     busy.set()
-    assert told == [True]
+    assert acquired == [True]
 
 
 def test_no_other_conditions_are_used() -> None:

@@ -66,7 +66,7 @@ def test_more_than_the_machine_has_left_is_refused_in_memory_only(
 @pytest.mark.parametrize(
     "text", ["", "MemAvailable: many kB\n", "MemFree: 1 kB\n"]
 )
-def test_a_machine_that_does_not_tell_limits_nothing(
+def test_a_machine_that_reports_no_limit_limits_nothing(
     shm_root: Path, tmp_path: Path, text: str
 ) -> None:
     (tmp_path / "meminfo").write_text(text)

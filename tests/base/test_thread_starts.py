@@ -1,4 +1,4 @@
-"""pagoda.base.signal_safe_threads: starts that fail, and pools whose refused work never runs."""
+"""Threads that start safely: starts that fail, and pools whose refused work never runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SECONDS = 60.0
 SOURCE = Path(pagoda.__file__).parents[1]
 
 
-def test_a_start_that_fails_is_told_and_logged_with_the_remedy(
+def test_a_start_that_fails_is_reported_and_logged_with_the_remedy(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -192,7 +192,7 @@ def test_what_is_to_be_done_later_is_done_when_there_is_a_thread_again() -> None
     assert done == [1, 2]
 
 
-def test_a_pool_tells_what_its_work_raised_and_keeps_nothing_alive_by_it() -> (
+def test_a_pool_reports_what_its_work_raised_and_keeps_nothing_alive_by_it() -> (
     None
 ):
     class Memory:

@@ -47,7 +47,9 @@ def test_the_first_tokens_of_each_document_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("policy", [FirstK(), Deviation()])
-def test_all_or_none(policy: FirstK | Deviation) -> None:
+def test_a_share_of_one_chooses_all_tokens_and_of_zero_none(
+    policy: FirstK | Deviation,
+) -> None:
     assert chosen(policy, 1.0) == list(LATER)
     assert chosen(policy, 0.0) == []
     assert chosen(policy, 0.0, 10) == [5, 6, 7]

@@ -268,8 +268,8 @@ def test_what_is_pinned_on_its_way_to_host_stays(hosted: Engine) -> None:
 
 
 def test_what_is_coming_cannot_be_pinned_yet(hosted: Engine) -> None:
-    """...and a pin is for what is on the device: a leaving block is called back, a coming one is
-    not counted.
+    """A pin is for what is on the device: a leaving block is called back, a coming one is not
+    counted.
     """
     hosted.leave("a", prompt(12))
     hosted.demoted(1)

@@ -76,8 +76,8 @@ def test_a_prefix_tree_by_chained_hash(bare: Engine) -> None:
 def test_multimodal_digests_are_part_of_the_hash(
     bare: Engine, digest: bytes, tokens: int
 ) -> None:
-    """...(with multimodal digests): the same placeholder tokens under another image are another
-    prefix.
+    """Multimodal digests are part of the hash: the same placeholder tokens under another image are
+    another prefix.
     """
     bare.start("a", prompt(9), items=[Item(1, 3, CAT)])
     bare.add("b", prompt(9), items=[Item(1, 3, digest)])

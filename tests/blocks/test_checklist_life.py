@@ -77,7 +77,7 @@ def in_all_states(engine: Engine) -> tuple[Plan, Plan]:
 
 
 def test_reset_abandons_moves_in_flight(hosted: Engine) -> None:
-    """...or abandons: everything is freed at once, and the ends of old tickets change nothing."""
+    """A reset that abandons frees all at once, and the ends of old tickets change nothing."""
     down, up = in_all_states(hosted)
     hosted.manager.reset(abandon=True)
     hosted.manager.check()
@@ -120,7 +120,7 @@ def test_weights_updated_invalidates_everything_cached(housed: Engine) -> None:
     assert housed.manager.match("waits").device_tokens == 12
 
 
-def test_metrics(housed: Engine) -> None:
+def test_stats_count_requests_hits_and_moves(housed: Engine) -> None:
     """Metrics: requests, hit requests, hit tokens by tier, prepare times by tier."""
     housed.leave("a", prompt(16))
     housed.demoted(2)
@@ -224,8 +224,8 @@ def test_is_there_room_with_or_without_evicting(hosted: Engine) -> None:
     assert everything(hosted) == before
 
 
-def test_admission_tells_shared_from_own_blocks(bare: Engine) -> None:
-    """Admission tells shared from own blocks."""
+def test_admission_separates_shared_from_own_blocks(bare: Engine) -> None:
+    """Admission separates shared blocks from the request's own."""
     first = bare.start("a", prompt(10))
     second = bare.start("b", prompt(8) + prompt(4, 1))
     assert (first.shared, second.shared) == (0, 2)
@@ -275,9 +275,7 @@ def test_discard_takes_the_own_blocks_of_an_aborted_request_at_once(
 
 
 def test_discard_of_a_request_that_waits_for_copies(hosted: Engine) -> None:
-    """...blocks that others have computed and that are only released by it stay cached, as
-    usual.
-    """
+    """Blocks that others have computed, and that it only releases, stay cached, as usual."""
     hosted.leave("a", prompt(8))
     hosted.demoted(2)
     hosted.add("b", prompt(9))

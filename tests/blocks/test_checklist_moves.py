@@ -180,9 +180,7 @@ def test_prefetch_brings_the_leading_run_and_takes_no_blocks(
 def test_what_did_not_come_up_gives_its_blocks_to_the_request(
     hosted: Engine,
 ) -> None:
-    """...the unread tail is given back: what the copies did not bring is computed in the same
-    blocks.
-    """
+    """The unread tail is given back: what no copy brought is computed in the same blocks."""
     hosted.leave("a", prompt(16))
     hosted.demoted(4)
     hosted.kv[:] = 0

@@ -105,7 +105,9 @@ def test_a_run_that_is_cut_short_ends_before_an_item_as_well(
     assert hosted.resume("c").computed_tokens == 16
 
 
-def test_nothing_to_prefetch(shm_root: Path, tmp_path: Path) -> None:
+def test_without_a_hit_in_a_lower_tier_there_is_nothing_to_prefetch(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(8))
         engine = Engine(8, cache)

@@ -352,7 +352,7 @@ def test_mistake_13_one_bad_report_and_nobody_listens_any_more(
         assert engine.places(prompt(8)) == ["host"] * 2
 
 
-def test_mistake_13_a_copy_whose_end_is_never_told_stops_nobody_else(
+def test_mistake_13_a_copy_whose_end_is_never_reported_stops_nobody_else(
     hosted: Engine,
 ) -> None:
     hosted.leave("a", prompt(8))
@@ -552,7 +552,7 @@ def test_mistake_15_copies_that_were_overtaken_count_as_good(
     hosted.is_right("b")
 
 
-def test_mistake_9_who_is_told_to_wait_has_no_pins(hosted: Engine) -> None:
+def test_mistake_9_a_request_that_must_wait_has_no_pins(hosted: Engine) -> None:
     hosted.leave("a", prompt(16))
     hosted.leave("b", prompt(16, 1))
     hosted.add("c", prompt(16) + prompt(8, 2))

@@ -169,7 +169,7 @@ def test_a_write_back_keeps_no_block_that_it_does_not_copy(
         assert engine.stat("evictable") == 8
 
 
-def test_a_plain_pool_writes_back_and_tells_of_new_weights(
+def test_a_plain_pool_writes_back_and_reports_new_weights(
     shm_root: Path,
 ) -> None:
     """Without a prefix tree, as a decoder has it, the cache below was not known at all."""

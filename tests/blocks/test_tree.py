@@ -245,7 +245,7 @@ def test_the_heap_stays_bounded_whatever_is_used_again_and_again() -> None:
     ],
     ids=["counts", "locks", "children", "candidate", "heap", "prefix-closed"],
 )
-def test_check_notices(damage: object) -> None:
+def test_check_notices_a_damaged_tree(damage: object) -> None:
     tree = Tree()
     tip = used(tree, [1, 2], 10)
     tree.check()

@@ -177,14 +177,14 @@ def test_json_is_one_object_a_line_and_only_for_our_loggers(
     )
     *lines, last = done.stderr.splitlines()
     assert last == "not ours"
-    told = [json.loads(line) for line in lines]
+    logged = [json.loads(line) for line in lines]
     blocks = [
-        line for line in told if line["message"].startswith("PagodaKV opened")
+        line for line in logged if line["message"].startswith("PagodaKV opened")
     ]
     assert len(blocks) == 2  # one an open, though the handler was asked for twice
     assert all(
         line["logger"].startswith("pagoda") and line["process"] and line["time"]
-        for line in told
+        for line in logged
     )
     assert blocks[0]["level"] == "INFO"
     assert blocks[0]["model"] == "llama"

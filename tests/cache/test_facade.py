@@ -90,7 +90,7 @@ def test_a_run_may_change_tiers_more_than_once(
         assert hit.by_tier == {"host": 160, "disk": 32}
 
 
-def test_chosen_tiers(cache: Cache) -> None:
+def test_only_the_named_tiers_are_asked(cache: Cache) -> None:
     tokens = prompt(6)
     stored(cache, tokens)
     assert cache.lookup(tokens, tiers=["disk"]).by_tier == {"disk": 96}
@@ -322,7 +322,7 @@ def test_prefetch_without_a_host_tier_is_refused_with_a_reason(
         assert cache.prefetch(tokens).result(60).reason is Reason.TIER_SKIPPED
 
 
-def test_holders(cache: Cache) -> None:
+def test_holders_names_the_tiers_that_have_a_chunk(cache: Cache) -> None:
     tokens = prompt(2)
     stored(cache, tokens)
     key = cache.keys(tokens)[0][2]

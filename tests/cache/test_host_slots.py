@@ -319,7 +319,7 @@ def test_what_is_no_key_is_wrong_use(shm_root: Path) -> None:
             slots.view(64)
 
 
-def test_namespaces_are_told_apart_and_known_by_their_labels(
+def test_namespaces_are_separate_and_known_by_their_labels(
     shm_root: Path,
 ) -> None:
     with cache_at(shm_root, None) as cache:
@@ -493,7 +493,7 @@ def test_a_forked_child_of_a_cache_in_private_memory_misses(
         assert served(cache, tokens)[0].num_tokens == 64
 
 
-def test_a_reserve_waits_no_longer_than_it_is_told(shm_root: Path) -> None:
+def test_a_reserve_waits_no_longer_than_its_deadline(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         slots = slots_of(cache)
         keys = keys_of(cache, prompt(2))

@@ -101,7 +101,7 @@ def other_rank(
     process.start()
     theirs.close()
     try:
-        assert told(ours) == "open"
+        assert received(ours) == "open"
         yield ours, process
     finally:
         ours.close()
@@ -109,7 +109,7 @@ def other_rank(
         process.join(60)
 
 
-def told(pipe: Connection) -> object:
+def received(pipe: Connection) -> object:
     assert pipe.poll(100), "the other rank says nothing"
     return pipe.recv()
 
@@ -132,14 +132,14 @@ def test_a_chunk_of_two_processes_is_there_when_both_have_written_it(
     ):
         rooms = reserved_in_parts(cache, tokens)
         pipe.send(rooms)
-        assert told(pipe) == "copied"
+        assert received(pipe) == "copied"
         copies = copied_part(cache, tokens, rooms, 0)
         for part in (first, 1 - first):
             if part == 0:
                 assert commit_part(cache, copies, 0) == [True] * 4
             else:
                 pipe.send("commit")
-                assert (told(pipe), told(pipe)) == ([True] * 4, "flushed")
+                assert (received(pipe), received(pipe)) == ([True] * 4, "flushed")
             if part == first:
                 assert nowhere(cache, tokens)
                 assert counters_of(cache)["stored_bytes"] == 0
@@ -166,7 +166,7 @@ def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
     ):
         rooms = reserved_in_parts(cache, tokens)
         pipe.send(rooms)
-        assert told(pipe) == "copied"
+        assert received(pipe) == "copied"
         assert (
             commit_part(cache, copied_part(cache, tokens, rooms, 0), 0)
             == [True] * 4

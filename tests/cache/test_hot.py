@@ -122,7 +122,7 @@ def asked_again(cache: Cache) -> float:
     return float(_SharedValues.of(ledger.upkeep_thread.learned).asked.sum())  # type: ignore[arg-type]
 
 
-def test_a_use_is_told_before_what_is_stored_after_it(
+def test_a_use_is_reported_before_what_is_stored_after_it(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Storing raises recency in the lower tier: a use reported after it looks like the use of a new
@@ -144,7 +144,7 @@ def test_a_use_is_told_before_what_is_stored_after_it(
         assert asked_again(cache) == 20
 
 
-def test_a_use_is_told_before_what_passes_through_a_buffer_after_it(
+def test_a_use_is_reported_before_what_passes_through_a_buffer_after_it(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.cache.writeback._GATHER_SECONDS", 1e6)

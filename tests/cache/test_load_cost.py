@@ -338,8 +338,8 @@ def test_the_next_process_knows_what_the_last_one_has_learned(
         "cache.stats()['rates']['prefill_tokens_per_second'])"
     )
     after = [sys.executable, "-c", script, str(shm_root / "after"), str(tmp_path)]
-    told = subprocess.run(after, check=True, capture_output=True, text=True)
-    assert told.stdout.split() == ["not_worth_it", "10000000000.0"]
+    ended = subprocess.run(after, check=True, capture_output=True, text=True)
+    assert ended.stdout.split() == ["not_worth_it", "10000000000.0"]
     with cache_at(
         shm_root / "after", tmp_path, namespace=other, worth_it=True
     ) as cache:

@@ -40,7 +40,7 @@ def _time_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miss_explainer, "_LIST_SECONDS", 60.0)
 
 
-def _told(
+def _explained(
     cache: Cache, chunks: float, reason: Reason, detail: str = "", seed: int = 0
 ) -> Hit:
     """Check that all three calls have the same reason and explain counts nothing. `detail` is a
@@ -60,9 +60,9 @@ def _told(
     return explained
 
 
-def test_absent(shm_root: Path, tmp_path: Path) -> None:
+def test_what_was_never_stored_is_absent(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
-        assert _told(cache, 4, Reason.ABSENT, "never stored").num_tokens == 0
+        assert _explained(cache, 4, Reason.ABSENT, "never stored").num_tokens == 0
         stored(cache, prompt(4))
         hit = cache.explain(prompt(4))
         assert (hit.num_tokens, hit.reason) == (64, None)
@@ -73,7 +73,7 @@ def test_evicted_says_when(shm_root: Path) -> None:
         for seed in range(8):
             stored(cache, prompt(16, seed))
         assert (
-            _told(
+            _explained(
                 cache, 16, Reason.EVICTED, r"evicted \d+ s ago \(host\)"
             ).num_tokens
             == 0
@@ -89,21 +89,21 @@ def test_what_the_policy_kept_out_is_absent_and_the_detail_says_why(
             [key for _, _, key in cache.keys(prompt(4))],
         )  # type: ignore[union-attr]
         ledger.refuse(keys, start=0, stamp=ledger.stamp())
-        _told(cache, 4, Reason.ABSENT, r"not admitted \d+ s ago \(host\)")
+        _explained(cache, 4, Reason.ABSENT, r"not admitted \d+ s ago \(host\)")
 
 
-def test_cleared(shm_root: Path, tmp_path: Path) -> None:
+def test_what_was_cleared_is_cleared(shm_root: Path, tmp_path: Path) -> None:
     with cache_at(shm_root, tmp_path) as cache:
         stored(cache, prompt(4))
         cache.clear()
-        _told(cache, 4, Reason.CLEARED, r"cleared \d+ s ago")
+        _explained(cache, 4, Reason.CLEARED, r"cleared \d+ s ago")
 
 
-def test_removed(shm_root: Path) -> None:
+def test_what_was_removed_is_removed(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(4))
         cache._tiers.host.remove(cache.keys(prompt(4))[2][2])  # type: ignore[union-attr]
-        assert _told(cache, 4, Reason.REMOVED).num_tokens == 32
+        assert _explained(cache, 4, Reason.REMOVED).num_tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_other_namespace_names_the_field(
     with cache_at(shm_root, None, other) as cache:
         stored(cache, prompt(4))
     with cache_at(shm_root, None) as cache:
-        hit = _told(cache, 4, Reason.OTHER_NAMESPACE, f"another {field}")
+        hit = _explained(cache, 4, Reason.OTHER_NAMESPACE, f"another {field}")
         assert "a-tenant" not in hit.detail
 
 
@@ -132,10 +132,10 @@ def test_another_namespace_is_only_named_for_a_prompt_that_is_there(
     with cache_at(shm_root, None, NAMESPACE.with_(lora="x")) as cache:
         stored(cache, prompt(4))
     with cache_at(shm_root, None) as cache:
-        _told(cache, 4, Reason.ABSENT, seed=1)
+        _explained(cache, 4, Reason.ABSENT, seed=1)
 
 
-def test_busy(shm_root: Path) -> None:
+def test_what_is_being_stored_is_busy(shm_root: Path) -> None:
     with cache_at(shm_root, None, deadline_seconds=1.5) as cache:
         stored(cache, prompt(2))
         tokens = prompt(4)
@@ -148,13 +148,13 @@ def test_busy(shm_root: Path) -> None:
             parent=keys[1],
         )
         assert cache.explain(tokens).reason is Reason.BUSY
-        assert _told(cache, 4, Reason.BUSY).num_tokens == 32
+        assert _explained(cache, 4, Reason.BUSY).num_tokens == 32
 
 
-def test_short_prompt(shm_root: Path) -> None:
+def test_a_prompt_shorter_than_a_chunk_is_a_short_prompt(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(1))
-        _told(cache, 0.9, Reason.SHORT_PROMPT, "14 tokens, a chunk has 16")
+        _explained(cache, 0.9, Reason.SHORT_PROMPT, "14 tokens, a chunk has 16")
         assert cache.store(prompt(0.9), kv_of(prompt(0.9)).transfer) == (
             0,
             0,
@@ -164,7 +164,9 @@ def test_short_prompt(shm_root: Path) -> None:
         )
 
 
-def test_tier_skipped(shm_root: Path, tmp_path: Path) -> None:
+def test_what_only_a_tier_that_was_not_asked_has_is_tier_skipped(
+    shm_root: Path, tmp_path: Path
+) -> None:
     with cache_at(shm_root / "before", tmp_path) as cache:
         stored(cache, prompt(3))
     with cache_at(shm_root / "after", tmp_path) as cache:
@@ -190,7 +192,9 @@ def test_a_disk_that_keeps_failing_is_left_out_and_says_so(
         assert served(cache, prompt(3, 9))[0].num_tokens == 48
 
 
-def test_deadline(shm_root: Path, tmp_path: Path) -> None:
+def test_what_loads_too_slowly_is_a_missed_deadline(
+    shm_root: Path, tmp_path: Path
+) -> None:
     on_disk(shm_root, tmp_path, 3)
     cache, slab = faulty_cache(shm_root, tmp_path)
     with cache:
@@ -209,7 +213,9 @@ def _stand_in_the_gate(directory: Path, inside: Event) -> None:
     )
 
 
-def test_ledger_busy(shm_root: Path) -> None:
+def test_a_ledger_that_another_process_locks_is_ledger_busy(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(3))
         ledger = cache._tiers.host.ledger  # type: ignore[union-attr]
@@ -247,7 +253,7 @@ def test_ledger_busy(shm_root: Path) -> None:
 def test_the_reason_is_about_the_first_chunk_not_served(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, prompt(6)[: 4 * CHUNK])
-        hit = _told(cache, 6, Reason.ABSENT)
+        hit = _explained(cache, 6, Reason.ABSENT)
         assert hit.num_tokens == 64
 
 

@@ -126,8 +126,8 @@ def test_a_program_whose_spans_fail_is_served_all_the_same(
     with cache_at(shm_root, None, otel=True) as cache:
         stored(cache, prompt(2))
         assert served(cache, prompt(2))[0].num_tokens == 2 * CHUNK
-    told = [line for line in caplog.messages if "OpenTelemetry" in line]
-    assert told == [
+    warnings = [line for line in caplog.messages if "OpenTelemetry" in line]
+    assert warnings == [
         "no more OpenTelemetry spans are made: RuntimeError: no room for spans"
     ]
 

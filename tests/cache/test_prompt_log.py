@@ -561,7 +561,9 @@ def test_what_it_remembers_is_bounded(ledger: Ledger) -> None:
     assert len(log._recent) <= 1024
 
 
-def test_very_long_prompts(ledger: Ledger) -> None:
+def test_a_prompt_longer_than_the_log_is_left_out_and_a_long_one_is_whole(
+    ledger: Ledger,
+) -> None:
     tokens = prompt(65_536, 1)  # a million
     keys = keys_of(tokens)
     log = log_at(ledger)

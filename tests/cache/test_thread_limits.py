@@ -105,7 +105,9 @@ def test_calls_that_need_a_thread_are_misses_and_never_run_later(
         assert not room.blocks.any()
 
 
-def test_labels_that_could_not_be_told_are_told_later(shm_root: Path) -> None:
+def test_labels_that_could_not_be_registered_are_registered_later(
+    shm_root: Path,
+) -> None:
     with cache_at(shm_root, None) as cache:
         host = cache._tiers.host
         assert host is not None

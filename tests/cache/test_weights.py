@@ -364,7 +364,7 @@ def test_a_record_that_cannot_be_read_is_no_promise_kept(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_tier_that_can_neither_be_told_nor_cleared_is_an_error_with_the_remedy(
+def test_a_tier_that_can_neither_note_new_weights_nor_be_cleared_is_an_error_with_the_remedy(
     shm_root: Path, tmp_path: Path, tier: str
 ) -> None:
     """After a restart of the machine it would serve KV of the old weights. The other tiers are
@@ -447,7 +447,7 @@ def test_what_is_no_tier_is_refused(tmp_path: Path) -> None:
         )  # type: ignore[list-item]
 
 
-def test_two_caches_of_one_model_are_told_as_one(
+def test_two_caches_of_one_model_take_new_weights_as_one(
     shm_root: Path, tmp_path: Path
 ) -> None:
     """As Transformers' prompts and documents: another form of KV of the same weights, over the same
@@ -462,11 +462,11 @@ def test_two_caches_of_one_model_are_told_as_one(
         ) as other,
     ):
         for version in ("", "run 7, step 1", "run 7, step 2", ""):
-            for told in (cache, other):
+            for each in (cache, other):
                 other.store(tokens, kv_of(tokens, form).transfer)
                 stored(cache, tokens)
-                told.weights_changed(
-                    version and f"{version} of {told.layout.fingerprint}"
+                each.weights_changed(
+                    version and f"{version} of {each.layout.fingerprint}"
                 )
                 assert (
                     cache.lookup(tokens).num_tokens

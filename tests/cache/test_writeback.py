@@ -1,4 +1,4 @@
-"""pagoda.cache.writeback: each lower tier has a separate writer thread."""
+"""Writing back: each lower tier has a separate writer thread."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pagoda.config import option_names
 from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
 
 
-def test_show_tells_where_each_value_came_from(tmp_path: Path) -> None:
+def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text("chunk_tokens = 128\n")
     found = answer("config", "show", "--config", file, PAGODA_HOST_SIZE="1GiB")

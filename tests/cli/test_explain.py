@@ -56,7 +56,9 @@ def only(
     return one["num_tokens"], one["reason"], str(one["detail"])
 
 
-def test_all_there(shm_root: Path, tmp_path: Path) -> None:
+def test_a_prompt_that_is_stored_whole_is_a_hit_of_100_percent(
+    shm_root: Path, tmp_path: Path
+) -> None:
     put(host(shm_root), LLAMA, PROMPT)
     assert only(shm_root)[:2] == (64, None)
     assert only(shm_root, tokens=[*PROMPT, 1, 2, 3])[:2] == (64, None)
@@ -83,7 +85,7 @@ def test_evicted_some_time_ago(shm_root: Path) -> None:
     assert detail.endswith(" ago")
 
 
-def test_cleared_and_removed(shm_root: Path) -> None:
+def test_what_was_cleared_or_removed_is_named_so(shm_root: Path) -> None:
     ledger = host(shm_root)
     keys = put(ledger, LLAMA, PROMPT)
     admin.remove(ledger, keys[1:2])
@@ -177,7 +179,9 @@ def test_a_chunk_that_failed_its_check(tmp_path: Path) -> None:
     assert only(tmp_path)[:2] == (16, "failed_check")
 
 
-def test_tiers_together(shm_root: Path, tmp_path: Path) -> None:
+def test_tiers_are_explained_one_by_one_and_together(
+    shm_root: Path, tmp_path: Path
+) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, PROMPT[:32])
     with disk(tmp_path) as tier:
@@ -532,11 +536,11 @@ def test_text_and_messages_by_a_tokenizer(
             {"messages": chat, "model": "any", "tools": [{"type": "function"}]}
         )
     )
-    told = said(
+    answered = said(
         shm_root, "--messages", tmp_path / "chat.json", "--tokenizer", tokenizer
     )
-    assert told["asked_tokens"] == 65
-    assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 33
+    assert answered["asked_tokens"] == 65
+    assert cast("list[dict[str, object]]", answered["nearest"])[0]["token"] == 33
     for place in (tmp_path / "none", tmp_path / "chat.json"):
         line = refused("explain", shm_root, "--text", "a", "--tokenizer", place)
         assert f"--tokenizer {place}" in line
@@ -619,7 +623,7 @@ def test_text_by_a_server_with_its_key_and_only_of_its_model(
         ((), {"OPENAI_API_KEY": "a-key"}),
     ):
         place = f"{url}/v1"  # as other programs have it
-        told = said(
+        answered = said(
             shm_root,
             "--text",
             words(planted(50)),
@@ -629,9 +633,11 @@ def test_text_by_a_server_with_its_key_and_only_of_its_model(
             **variables,
         )
         # the model's, not Qwen's
-        (one,) = cast("list[dict[str, object]]", told["answers"])
+        (one,) = cast("list[dict[str, object]]", answered["answers"])
         assert str(one["model"]).startswith("llama")
-        assert cast("list[dict[str, object]]", told["nearest"])[0]["token"] == 50
+        assert (
+            cast("list[dict[str, object]]", answered["nearest"])[0]["token"] == 50
+        )
     assert Vllm.seen[-1] == (
         "/tokenize",
         {"model": "tiny", "prompt": words(planted(50))},

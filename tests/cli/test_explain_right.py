@@ -95,7 +95,7 @@ def test_what_it_says_is_what_a_look_up_in_another_process_finds(
         "PAGODA_DISK_SIZE": "1GiB",
     }
     for tokens in asked:
-        told = answer(
+        explained = answer(
             "explain",
             "--chunk-tokens",
             CHUNK,
@@ -104,11 +104,15 @@ def test_what_it_says_is_what_a_look_up_in_another_process_finds(
             stdin=json.dumps(tokens.tolist()),
             **places,
         )
-        near = {bytes.fromhex(one["namespace"]): one for one in told["nearest"]}  # type: ignore[attr-defined]
+        near = {
+            bytes.fromhex(one["namespace"]): one for one in explained["nearest"]
+        }  # type: ignore[attr-defined]
         for root in roots:
             found = dict(zip(("host", "disk", "all"), ours.recv(), strict=True))
             said = [
-                one for one in told["answers"] if one["namespace"] == root.hex()
+                one
+                for one in explained["answers"]
+                if one["namespace"] == root.hex()
             ]  # type: ignore[attr-defined]
             assert {one["tier"]: one["num_tokens"] for one in said} == found
             if root not in near:

@@ -419,7 +419,7 @@ def test_wrong_use_is_one_line(shm_root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_with_stdout_closed_the_code_tells(shm_root: Path) -> None:
+def test_with_stdout_closed_the_exit_code_remains(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     for place, code in ((shm_root, 0), (shm_root / "none", 2)):
         shell = [

@@ -280,9 +280,9 @@ def test_wrong_use_is_one_line(
     saved: Path, tmp_path: Path, args: tuple[str, ...], said: str
 ) -> None:
     file = written(tmp_path, prompts(1))
-    told = [str(file) if arg == "PROMPTS" else arg for arg in args]
+    arguments = [str(file) if arg == "PROMPTS" else arg for arg in args]
     code, out, err = run_here(
-        "quality", saved, file, *("--out", tmp_path / "v"), *told
+        "quality", saved, file, *("--out", tmp_path / "v"), *arguments
     )
     assert code == 2
     assert said in one_line(code, out, err)
@@ -305,7 +305,9 @@ def test_a_model_or_a_file_that_is_not_there(saved: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_interrupted(saved: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_verdict(
+    saved: Path, tmp_path: Path
+) -> None:
     file = written(tmp_path, prompts(500))
     command = [
         sys.executable,

@@ -51,7 +51,7 @@ def test_it_records_what_a_command_asks(
     assert not out
 
 
-def test_it_adds_only_if_it_is_told_to(
+def test_it_appends_only_with_the_option_for_it(
     trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["record", str(trace), *engine()]) == 0
@@ -120,7 +120,7 @@ def test_a_signal_reaches_a_command_that_has_just_begun(tmp_path: Path) -> None:
         assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_a_signal_ends_the_command_and_what_it_did_is_told(
+def test_a_signal_ends_the_command_which_reports_what_it_did(
     trace: Path, tmp_path: Path
 ) -> None:
     ready = tmp_path / "ready"

@@ -186,11 +186,11 @@ def test_explain_goes_on_where_the_host_tier_ends(
     share(url, LLAMA, 3)
     tokens = " ".join(map(str, range(80)))
     found = answer("explain", "--tokens", "-", stdin=tokens, **where)
-    told = [
+    by_tier = [
         (one["tier"], one["num_tokens"], one["reason"])
         for one in found["answers"]
     ]  # type: ignore[attr-defined]
-    assert told == [
+    assert by_tier == [
         ("host", 32, "absent"),
         ("redis", 48, "absent"),
         ("all", 48, "absent"),
@@ -220,12 +220,12 @@ def test_explain_asks_the_neighbours_too(
             "PAGODA_PEERS": url,
         }
         found = answer("explain", "--tokens", "-", stdin=tokens, **where)
-        told = [
+        by_tier = [
             (one["tier"], one["num_tokens"], one["reason"])
             for one in found["answers"]
         ]  # type: ignore[attr-defined]
         name = f"peers 127.0.0.1:{neighbour.port}"
-        assert told == [
+        assert by_tier == [
             ("host", 32, "absent"),
             (name, 64, "absent"),
             ("all", 64, "absent"),
@@ -441,7 +441,7 @@ def test_an_engine_whose_library_is_not_installed(
     assert f"pip install 'pagodakv[{extra}]'" in pinged([parse(url)])[0].trouble
 
 
-def test_an_object_store(shm_root: Path) -> None:
+def test_an_object_store_is_checked_listed_and_cleared(shm_root: Path) -> None:
     with nginx_dav() as server:
         url = f"{server.url}/kv/"
         where = {

@@ -23,15 +23,9 @@ from pagoda.policy import DEFAULT
 from pagoda_tools import replay as pagoda_replay
 from pagoda_tools.cli import main
 from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
-from tests.cli.traces import PROMPTS, written
+from tests.cli.traces import written
 
 Run = dict[str, float]
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """A trace of five prompts of two chunks."""
-    return written(tmp_path / "small.jsonl", PROMPTS)
 
 
 def runs(found: dict[str, object]) -> list[Run]:
@@ -334,7 +328,7 @@ def test_interrupted_is_130_and_no_process_stays(tmp_path: Path) -> None:
     )
     while len(_members(process.pid)) < 3 and process.poll() is None:
         time.sleep(0.05)
-    # what a terminal does: all of them are told
+    # what a terminal does: all of them get the signal
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")

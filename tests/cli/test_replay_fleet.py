@@ -10,18 +10,11 @@ from typing import cast
 import pytest
 
 from tests.cli.shelf import answer, done_here, refused
-from tests.cli.traces import PROMPTS, written
 
 CHUNK_BYTES = 512 * 4096
 GIB = 2**30
 BYTES = ("--bytes-per-token", 4096)
 Table = dict[str, float]
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """A trace of five prompts of two chunks in four seconds."""
-    return written(tmp_path / "small.jsonl", PROMPTS)
 
 
 def test_a_fleet_by_hand(trace: Path, tmp_path: Path) -> None:

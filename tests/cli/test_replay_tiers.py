@@ -9,16 +9,9 @@ from typing import cast
 import pytest
 
 from tests.cli.shelf import answer, done_here, refused
-from tests.cli.traces import PROMPTS, written
 
 CHUNK_BYTES = 512 * 4096
 Table = dict[str, float]
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """A trace of five prompts of two chunks."""
-    return written(tmp_path / "small.jsonl", PROMPTS)
 
 
 def tiers(found: dict[str, object]) -> dict[str, Table]:

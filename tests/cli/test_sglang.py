@@ -80,15 +80,17 @@ def test_options_travel_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_every_option_is_there_but_the_size_of_a_chunk() -> None:
-    told = done_here("sglang", "--help", COLUMNS="200").stdout
-    assert all("--" + name.replace("_", "-") in told for name in option_names())
+    message = done_here("sglang", "--help", COLUMNS="200").stdout
+    assert all(
+        "--" + name.replace("_", "-") in message for name in option_names()
+    )
     assert "--page-size" in refused(
         "sglang", "--chunk-tokens", "64", "serve", "m"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["serve", "m", "--hicache-storage-backend", "file"], "leave it out"),
         (["serve", "m", "--hicache-storage-back=file"], "leave it out"),
@@ -99,8 +101,8 @@ def test_every_option_is_there_but_the_size_of_a_chunk() -> None:
         (["--remote", "redis://u:secret@h", "serve", "m"], "password_file"),
     ],
 )
-def test_what_cannot_stand_is_refused(arguments: list[str], told: str) -> None:
-    assert told in refused("sglang", *arguments)
+def test_what_cannot_stand_is_refused(arguments: list[str], message: str) -> None:
+    assert message in refused("sglang", *arguments)
 
 
 def test_without_sglang_it_says_how_to_get_it(shm_root: Path) -> None:

@@ -10,7 +10,7 @@ import pty
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from pagoda.keys import Namespace
 from pagoda.ledger import admin
 from pagoda_tools.cli import main, printing
 from pagoda_tools.cli.text_tables import table_lines, wrapped
-from testbed.servers import Server, redis_server
+from testbed.servers import Server
 from tests.cli.shelf import disk, host, put, save
 from tests.cli.test_remotes import share
 from tests.cli.traces import PROMPTS, written
@@ -31,12 +31,6 @@ MODEL = Namespace(
 )
 PROMPT = list(range(80))
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
 
 
 @pytest.fixture
@@ -283,7 +277,7 @@ def test_a_terminal_of_no_width_is_printed_to(
         assert code == 0 and "host" in text, text
 
 
-def test_cells() -> None:
+def test_cells_are_aligned_and_wrapped() -> None:
     assert table_lines(
         ["tier", "chunks", "where"],
         [("host", 12345, "/a"), ("disk", 6, "/b/c")],

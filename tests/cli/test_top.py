@@ -22,9 +22,9 @@ from rich.cells import cell_len
 
 from pagoda.ledger import admin
 from tests.cli.shelf import LLAMA, RUN, disk, host, put, refused, save
-from tests.cli.test_tables import ESCAPES, in_pipe, in_terminal, machine, server
+from tests.cli.test_tables import ESCAPES, in_pipe, in_terminal, machine
 
-__all__ = ["machine", "server"]  # fixtures
+__all__ = ["machine"]  # a fixture
 
 PATIENCE = 30.0
 

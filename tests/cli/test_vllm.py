@@ -274,10 +274,10 @@ def test_without_vllm_there_is_a_remedy() -> None:
 def stand_in(
     directory: Path, distribution: str, script: bool, version: str = "0.32.0"
 ) -> tuple[Path, dict[str, str]]:
-    """Make a Python with something called vllm beside it that tells its arguments; return it and
+    """Make a Python with something called vllm beside it that prints its arguments; return it and
     its environment.
     """
-    tell = (
+    prints = (
         "import json, os, sys\nprint(json.dumps([os.getpid(), __name__, sys.argv[1:], "
         "os.environ['MARK']]))\n"
     )
@@ -290,7 +290,7 @@ def stand_in(
     ):
         module = directory / "lib" / "vllm" / "entrypoints" / name
         module.parent.mkdir(parents=True)
-        module.write_text(f"{tell}sys.exit({code})\n")
+        module.write_text(f"{prints}sys.exit({code})\n")
     metadata = (
         directory
         / "lib"
@@ -304,7 +304,7 @@ def stand_in(
     install_plugin(directory / "lib")
     if script:
         command = python.with_name("vllm")
-        command.write_text(f"#!{sys.executable}\n{tell}sys.exit({SCRIPT})\n")
+        command.write_text(f"#!{sys.executable}\n{prints}sys.exit({SCRIPT})\n")
         command.chmod(0o755)
     paths = os.pathsep.join([str(directory / "lib"), *filter(None, sys.path)])
     return python, {

@@ -43,12 +43,6 @@ SIZE = LAYOUT.chunk_bytes
 SLOTS = 64
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
 @pytest.fixture
 def url(server: Server, request: pytest.FixtureRequest) -> str:
     """The server's URL with a prefix of this test's own."""
@@ -204,7 +198,7 @@ def test_a_prompt_is_brought_from_its_head_on(
     tail: int,
     parents: bool,
 ) -> None:
-    """Its head was used some seconds before its tail. Older versions do not tell what a chunk
+    """Its head was used some seconds before its tail. Older versions do not report what a chunk
     continues.
     """
     keys = share(url, 1, 8, parents=parents)
@@ -350,7 +344,7 @@ def test_it_ends_when_an_engine_works(
         engine(host_path=str(shm_root), host_size=SLOTS * SIZE) as working,
         running(where, host) as process,
     ):
-        working.tell("retrieve", 5, 2)
+        working.command("retrieve", 5, 2)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and '"ended": "traffic"' in out, err
     assert 0 < admin.gauges(host.ledger)["ready"] < 30
@@ -387,7 +381,9 @@ def test_a_server_that_counts_uses(where: dict[str, str], host: HostTier) -> Non
 
 
 @pytest.mark.parametrize("kind", ["pool", "cluster"])
-def test_several_nodes(where: dict[str, str], host: HostTier, kind: str) -> None:
+def test_chunks_come_from_all_nodes(
+    where: dict[str, str], host: HostTier, kind: str
+) -> None:
     with ExitStack() as stack:
         if kind == "pool":
             servers = [stack.enter_context(redis_server()) for _ in range(2)]
@@ -426,7 +422,7 @@ def test_the_table_has_80_columns(
     "option",
     [("--bytes", "much"), ("--rate", "auto"), ("--bytes", "0"), ("--rate", "")],
 )
-def test_wrong_sizes(
+def test_a_wrong_size_is_one_line(
     where: dict[str, str], host: HostTier, option: tuple[str, str]
 ) -> None:
     code, out, err = run_here("warm", *option, **where)
@@ -458,7 +454,9 @@ def test_to_warm_is_no_use(
         )
 
 
-def test_without_a_redis(where: dict[str, str], host: HostTier) -> None:
+def test_warm_is_refused_without_a_redis(
+    where: dict[str, str], host: HostTier
+) -> None:
     for remote in ("", "s3://bucket"):
         assert run_here("warm", **where | {"PAGODA_REMOTE": remote})[0] == 2
         assert "needs a remote tier in Redis" in refused(

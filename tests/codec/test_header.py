@@ -49,7 +49,9 @@ def payload_of(nbytes: int, seed: int = 0) -> np.ndarray:
 
 
 @given(header=HEADERS, seed=st.integers(0, 1000), slack=st.integers(0, 50))
-def test_round_trip(header: Header, seed: int, slack: int) -> None:
+def test_a_sealed_header_is_parsed_and_verified(
+    header: Header, seed: int, slack: int
+) -> None:
     payload = payload_of(header.length + slack, seed)
     page = seal(header, payload)
     assert page.shape == (HEADER_BYTES,)

@@ -205,7 +205,7 @@ def test_errors_keep_their_bound(name: str, dtype: str, order: str) -> None:
     order=st.sampled_from(["heads_first", "tokens_first"]),
     seed=st.integers(0, 99),
 )
-def test_every_shape(
+def test_kv_of_every_shape_is_within_the_error_bound(
     name: str,
     dtype: str,
     heads: int,
@@ -460,7 +460,7 @@ def test_no_damage_raises_or_reaches_other_memory(
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=400), name=st.sampled_from(LOSSY))
-def test_any_bytes(data: bytes, name: str) -> None:
+def test_any_bytes_are_refused_or_decoded(data: bytes, name: str) -> None:
     assert not codec.decode(
         name, np.frombuffer(data, np.uint8), 2, np.empty(4096, np.uint8)
     )
@@ -486,7 +486,9 @@ def test_any_bytes(data: bytes, name: str) -> None:
         (1, 1, 32, 32, 1, 1, 32, 33),
     ],
 )
-def test_hostile_heads(numbers: tuple[int, ...]) -> None:
+def test_hostile_headers_cost_no_memory_and_no_time(
+    numbers: tuple[int, ...],
+) -> None:
     """Their sizes are compared with the payload's before anything is made of them."""
     began = time.process_time()
     for planes_ in (1, 2, 255):

@@ -120,7 +120,7 @@ def stored_of(payload: np.ndarray, word: int = 2) -> np.ndarray:
     seed=st.integers(0, 99),
     skip=st.integers(0, 3),
 )
-def test_round_trip(
+def test_any_payload_comes_back_and_nothing_else_is_written(
     kind: str, nbytes: int, word: int, seed: int, skip: int
 ) -> None:
     """Any size, any words, any place in memory; nothing outside `out` and `payload` is written."""

@@ -43,7 +43,7 @@ def test_private_memory_has_no_root_that_others_see() -> None:
     assert config.host_bytes == 2**20
 
 
-def test_frozen() -> None:
+def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().chunk_tokens = 1  # type: ignore[misc]
 

@@ -107,7 +107,9 @@ def test_what_is_ours_is_taken_out_and_the_rest_is_the_engines() -> None:
         ),
     ],
 )
-def test_each_scheme(url: str, kind: str, name: str, engines: str) -> None:
+def test_each_scheme_names_its_kind_and_url(
+    url: str, kind: str, name: str, engines: str
+) -> None:
     spec = parse(url)
     assert (spec.kind, spec.name, spec.url) == (kind, name, engines)
 

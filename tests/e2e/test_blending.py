@@ -694,7 +694,7 @@ def test_scaled_rope_moves_k_without_scaling_it_twice(house: House) -> None:
         assert error_of(model, found) <= 1e-4
 
 
-def test_half_precision(house: House) -> None:
+def test_half_precision_is_close_to_a_whole_prefill(house: House) -> None:
     model = llama(dtype="bfloat16", num_hidden_layers=1)
     cached = house.open(model, unchecked=True)
     documents, question = pieces()

@@ -28,7 +28,7 @@ from tests.e2e.tiny import llama
 
 
 def opened(house: House, model: torch.nn.Module, is_private: bool) -> CachedModel:
-    """With private memory alone there is no file that tells another cache of changed weights."""
+    """With private memory alone there is no file from which another cache learns of new weights."""
     if not is_private:
         return house.open(model, unchecked=True)
     config = Config(
@@ -43,7 +43,7 @@ def opened(house: House, model: torch.nn.Module, is_private: bool) -> CachedMode
 
 def train(model: torch.nn.Module) -> None:
     """Write to a weight as trainers do: PyTorch does not count it, so the model's user has to
-    tell.
+    report it.
     """
     model.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
 
@@ -55,7 +55,7 @@ def train(model: torch.nn.Module) -> None:
 def test_documents_of_the_old_weights_are_not_found(
     is_private: bool, version: str, house: House
 ) -> None:
-    """The cache of the prompts is told; that of the documents is another one."""
+    """The cache of the prompts gets the new weights; that of the documents is another one."""
     model = llama()
     (documents, question) = pieces()
     cached = opened(house, model, is_private)

@@ -72,17 +72,19 @@ def test_three_processes_one_text(
     )
     assert recorded_tiers.entries() == []
     assert not list(register_of_tiers.rglob("*.json"))
-    told = shown.as_json()
-    assert told.keys() >= KEYS
-    assert told["identical"] is True
-    assert told["controls_differ"] is True
-    assert told["distinct_tokens"] >= 12
-    assert told["reused_tokens"] == {
+    report = shown.as_json()
+    assert report.keys() >= KEYS
+    assert report["identical"] is True
+    assert report["controls_differ"] is True
+    assert report["distinct_tokens"] >= 12
+    assert report["reused_tokens"] == {
         "cold": [{}, {}],
         "host": [{"host": 192}] * 2,
         "disk": [{"disk": 192}, {"host": 192}],
     }
-    assert all(told[key] > 0 for key in KEYS if "seconds" in key or "_vs_" in key)
+    assert all(
+        report[key] > 0 for key in KEYS if "seconds" in key or "_vs_" in key
+    )
     assert {process for process, _ in steps} == {"cold", "host", "disk"}
     assert not list(shm_root.iterdir())
     assert not list(tmp_path.iterdir())

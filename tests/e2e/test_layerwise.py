@@ -96,7 +96,9 @@ def warm(house: House):
 
 
 @pytest.mark.parametrize("build", [llama, deepseek])
-def test_the_same_text(build: Callable, house: House) -> None:
+def test_layerwise_loads_give_the_same_text(
+    build: Callable, house: House
+) -> None:
     model = build()
     cached, device = house.open(model)
     want = generated(model, IDS, NEW)
@@ -325,16 +327,16 @@ def test_a_seed_gives_the_same_sample(fails: bool, warm) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_streamer_is_told_everything_once(fails: bool, warm) -> None:
+def test_a_streamer_gets_everything_once(fails: bool, warm) -> None:
     cached, device, want = warm
-    told: list[object] = []
+    received: list[object] = []
 
     class Streamer:
         def put(self, value) -> None:
-            told.extend(value.flatten().tolist())
+            received.extend(value.flatten().tolist())
 
         def end(self) -> None:
-            told.append("end")
+            received.append("end")
 
     def before(number: int) -> None:
         if fails and number == RUNS + 1:
@@ -342,7 +344,7 @@ def test_a_streamer_is_told_everything_once(fails: bool, warm) -> None:
 
     device.before = before
     assert text(cached, streamer=Streamer()) == want
-    assert told == [*IDS[0].tolist(), *want[0], "end"]
+    assert received == [*IDS[0].tolist(), *want[0], "end"]
 
 
 def test_layers_of_a_cache_need_not_have_a_dtype(warm, monkeypatch) -> None:
@@ -610,7 +612,7 @@ def test_what_is_measured_how() -> None:
     assert watch_for([one, one]) is not None
     for devices in ([one, two], [cpu, one], [mps]):
         assert watch_for(devices) is None
-    with PrefillTimes(lambda *_: pytest.fail("nothing to be told")).measured(
+    with PrefillTimes(lambda *_: pytest.fail("nothing to be reported")).measured(
         llama(), None
     ):
         pass

@@ -83,7 +83,9 @@ def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shared", [0, 15, 16, 50, 79])
-def test_partial_hits(name: str, shared: int, house: House) -> None:
+def test_a_partial_hit_gives_the_same_text(
+    name: str, shared: int, house: House
+) -> None:
     model = MODELS[name]()
     cached = house.open(model)
     cached.generate(prompt(80), max_new_tokens=1, do_sample=False)
@@ -145,7 +147,7 @@ def test_a_batch_uses_what_all_rows_have(name: str, house: House) -> None:
 
 
 @pytest.mark.slow
-def test_left_padding(house: House) -> None:
+def test_a_left_padded_batch_gives_the_same_text(house: House) -> None:
     model = llama(pad_token_id=0)
     cached = house.open(model)
     lengths = [90, 61, 33]
@@ -220,7 +222,7 @@ def test_samples_and_beams_of_one_prompt(house: House) -> None:
     assert cached.last.columns == 48
 
 
-def test_the_two_halves(house: House) -> None:
+def test_prefix_and_store_can_be_called_separately(house: House) -> None:
     model = llama()
     ids = prompt(70)
     cached = house.open(model)
@@ -393,7 +395,7 @@ def test_a_cache_of_ones_own(house: House) -> None:
             CachedModel(llama(seed=3), cache=cache)
 
 
-def test_routers_are_told_what_is_stored_also_after_training(
+def test_what_is_stored_is_published_also_after_training(
     house: House,
 ) -> None:
     cached = house.open(llama())
@@ -404,11 +406,11 @@ def test_routers_are_told_what_is_stored_also_after_training(
     with torch.no_grad():
         next(cached.model.parameters()).mul_(1.5)
     text(cached, ids)
-    told = list(router.tokens)
+    published = list(router.tokens)
     wait_until(
         lambda: (
             router.believes(ids[0].numpy(), "CPU") == 6
-            and not router.held["CPU"] & {*told[:6]}
+            and not router.held["CPU"] & {*published[:6]}
         )
     )
     router.close()
@@ -434,7 +436,7 @@ def test_prefill_speed_is_observed(house: House) -> None:
     assert not cached.model._forward_pre_hooks
 
 
-def test_prefill_in_pieces(house: House) -> None:
+def test_a_prefill_in_pieces_hits_too(house: House) -> None:
     model = llama()
     ids = prompt(90)
     cached = house.open(model)
@@ -543,25 +545,25 @@ REFUSED = {
 
 
 class CountsFromZero(transformers.LlamaForCausalLM):
-    """A model that does not know how many tokens were computed before; `is_told`: unless it is
-    told.
+    """A model that does not know how many tokens were computed before, unless it gets their
+    positions (`gets_positions`).
     """
 
-    is_told = False
+    gets_positions = False
 
     def forward(self, input_ids=None, position_ids=None, **kwargs):
-        if position_ids is None or not self.is_told:
+        if position_ids is None or not self.gets_positions:
             position_ids = torch.arange(input_ids.shape[1])[None]
         return super().forward(
             input_ids=input_ids, position_ids=position_ids, **kwargs
         )
 
 
-def test_a_model_that_generate_tells_its_positions_is_cached(
+def test_a_model_that_gets_its_positions_from_generate_is_cached(
     house: House,
 ) -> None:
     model = CountsFromZero(llama().config).eval()
-    model.is_told = True
+    model.gets_positions = True
     cached = house.open(model)
     for hit in (0, 32):
         assert generated(cached, prompt(40)) == generated(model, prompt(40))

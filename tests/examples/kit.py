@@ -226,10 +226,10 @@ def fault_copies(engine: Engine, fails: Callable[[str], bool]) -> Counter[str]:
 
     engine.pool.to_slot = faulty("down", engine.pool.to_slot)
     engine.pool.from_slot = faulty("up", engine.pool.from_slot)
-    tell = engine.manager.failed
+    report_failed = engine.manager.failed
 
     def failed(ticket: int):
-        settled = tell(ticket)
+        settled = report_failed(ticket)
         seen["shortened"] += len(settled.shortened)
         seen["again"] += len(settled.again)
         return settled

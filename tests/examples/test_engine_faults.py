@@ -24,7 +24,7 @@ from tests.examples.kit import (
 
 
 @pytest.mark.slow
-def test_faulty_disk(house: House) -> None:
+def test_a_faulty_disk_gives_no_wrong_answer(house: House) -> None:
     cache = house.cache(deadline_seconds=0.5)
     dice = random.Random(0)
     slab = house.slab
@@ -109,7 +109,9 @@ def test_host_chunks_go_while_they_are_used(house: House) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("up", "down"), [(6, 30), (4, 9)])
-def test_copies_that_fail(up: int, down: int, house: House) -> None:
+def test_copies_that_fail_give_no_wrong_answer(
+    up: int, down: int, house: House
+) -> None:
     engine = engine_of(house.cache())
     fails = every(up, down)
     faulty = [True]
@@ -141,7 +143,7 @@ def test_requests_that_wait_for_the_same_failing_copy(house: House) -> None:
 
 
 @pytest.mark.slow
-def test_everything_at_once(house: House) -> None:
+def test_all_faults_at_once_give_no_wrong_answer(house: House) -> None:
     cache = house.cache(deadline_seconds=0.5)
     dice = random.Random(3)
     slab = house.slab

@@ -74,9 +74,9 @@ def test_what_one_computed_the_other_serves(
     assert not list(tmp_path.iterdir())
     assert in_memory() <= before
     assert not list(register_of_tiers.rglob("*.json"))
-    told = json.loads(done.stdout)
-    assert (done.returncode, told["wrong"], done.stderr) == (0, [], "")
-    turns = told["turns"]
+    printed = json.loads(done.stdout)
+    assert (done.returncode, printed["wrong"], done.stderr) == (0, [], "")
+    turns = printed["turns"]
     assert all(turn["same"] and turn["load_seconds"] < 2.0 for turn in turns)
     served = [
         (turn["machine"], tier) for turn in turns for tier in turn["by_tier"]

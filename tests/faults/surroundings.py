@@ -4,7 +4,7 @@ another boot.
 A case is a kind of tier, a file, a harm, and whether an engine has the store open meanwhile.
 Engines are processes that store chunks whose bytes name the weights and the number of clears at
 that moment. So a chunk that is served late shows by itself that it belongs to other weights, or
-that it was cleared. Every engine is told the weights by its case.
+that it was cleared. Every engine gets the version of the weights from its case.
 
 `python -m tests.faults.surroundings ROOT [--kind host|disk] [--cases N] [--seed N] [--jobs N]
 [--only PATTERN]` runs all cases, or the untouched ones and N that the seed chooses, in a directory,
@@ -193,7 +193,7 @@ class _Lines(logging.Handler):
 
 
 class _Engine:
-    """The process of an engine: it does what its case tells it."""
+    """The process of an engine: it carries out the commands of its case."""
 
     def __init__(
         self, kind: Kind, policy: str, root: Path, other_boot: bool
@@ -207,7 +207,7 @@ class _Engine:
         logger = logging.getLogger("pagoda")
         logger.handlers = [self._log]
         logger.propagate = False
-        # it tells of every new store
+        # it logs every new store
         logging.getLogger("pagoda.tiers.register").setLevel(logging.ERROR)
 
     def serve(self, pipe: Connection) -> None:
@@ -357,7 +357,7 @@ class Engine:
         self._process.join()
 
     def begin(self, name: str, *arguments: object) -> None:
-        """Tell it what to do."""
+        """Send it a command."""
         with contextlib.suppress(BrokenPipeError):  # it died: `end` says so
             self._pipe.send((name, *arguments))
 
@@ -381,7 +381,7 @@ class Engine:
         return value
 
     def do(self, name: str, *arguments: object) -> object:
-        """Tell it what to do, and return its answer."""
+        """Send it a command, and return its answer."""
         self.begin(name, *arguments)
         return self.end(name)
 
@@ -469,12 +469,12 @@ class Run:
                     f"{stored} chunks stored and {len(said)} served at the end",
                 )
             last.do("close")
-        told = (
+        reported = (
             self.result.log
             or self.result.refusals
             or set(self.result.reasons) - {str(Reason.ABSENT)}
         )
-        if self.result.served < 0.95 * self.result.kept and not told:
+        if self.result.served < 0.95 * self.result.kept and not reported:
             self._violated(
                 "silent",
                 "chunks were lost, with no line in the log and no reason but `absent`",

@@ -105,7 +105,9 @@ def imported_late() -> None:
 @pytest.mark.parametrize(
     "home", ["unset", "foreign", "unreadable", "missing", "/", "their own"]
 )
-def test_a_stranger(theirs: Path, home: str) -> None:
+def test_another_user_may_use_tiers_whatever_the_home(
+    theirs: Path, home: str
+) -> None:
     imported_late()
     # root's, where a file system is mounted
     (theirs / "disk" / "lost+found").mkdir(mode=0o700, parents=True)
@@ -171,7 +173,9 @@ def test_a_directory_of_another_user_is_refused_with_the_remedy(
 
 
 @pytest.mark.parametrize("mask", [0, 0o77, 0o277, 0o777])
-def test_any_umask(theirs: Path, mask: int) -> None:
+def test_any_umask_works_or_is_refused_with_the_remedy(
+    theirs: Path, mask: int
+) -> None:
     """What this user could not open is not made: the next start, with another umask, finds nothing
     in its way.
     """
@@ -262,7 +266,7 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
 
     def work() -> str:
         become_stranger(None)
-        return told(others)
+        return printed(others)
 
     def configured() -> str:
         become_stranger(None)
@@ -271,7 +275,7 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
             "PAGODA_DISK_SIZE": "1MiB",
             "PAGODA_HOST_SIZE": "0",
         }
-        return told(None)
+        return printed(None)
 
     assert apart(work).count(
         "belongs to user 0: run the command as that user"
@@ -289,11 +293,11 @@ def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
     os.chown(others, STRANGER, STRANGER)
     for path in others.iterdir():
         os.chown(path, STRANGER, STRANGER)
-    assert told(others).count(f"belongs to user {STRANGER}") == len(COMMANDS)
-    assert told(others).count("as that user") == len(COMMANDS)
+    assert printed(others).count(f"belongs to user {STRANGER}") == len(COMMANDS)
+    assert printed(others).count("as that user") == len(COMMANDS)
 
 
-def told(root: Path | None) -> str:
+def printed(root: Path | None) -> str:
     """Return what all commands print of a root that they cannot use. None: it is configured."""
     where = [] if root is None else [str(root)]
     out = io.StringIO()
@@ -354,7 +358,7 @@ def test_a_small_dev_shm_is_said_with_the_number_of_chunks(
     assert "0 chunks of 64.00 MiB, so there is no host tier" in said[1]
 
 
-def test_a_process_with_little_memory_is_told_what_to_raise(
+def test_a_process_with_little_memory_gets_an_error_that_names_what_to_raise(
     shm_root: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

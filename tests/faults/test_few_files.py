@@ -17,7 +17,7 @@ from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.ledger.store_state import Kind
 from tests.children import in_child
 from tests.faults.support import open_files_left
-from tests.ledger.support import TENANT, keys, opened, put, there
+from tests.ledger.support import TENANT, keys, opened, present, put
 
 CHUNKS = keys(*range(10))
 ENOUGH = 24  # files, for a store to be opened
@@ -44,7 +44,7 @@ def test_a_start_with_too_few_open_files_loses_nothing(
                 assert "Too many open files" in str(error)
                 refused += 1
             else:
-                assert all(there(ledger, CHUNKS))
+                assert all(present(ledger, CHUNKS))
                 ledger.close()
 
     def all_starts() -> None:
@@ -52,7 +52,7 @@ def test_a_start_with_too_few_open_files_loses_nothing(
             start(files)
             ledger = opened(root, kind=kind)
             assert not len(rebuild.unscanned(ledger)) and all(
-                there(ledger, CHUNKS)
+                present(ledger, CHUNKS)
             ), f"after {files} files"
             ledger.close()
         assert 8 < refused < ENOUGH
@@ -120,7 +120,7 @@ def test_a_process_that_could_not_open_its_tables_again_still_has_its_store(
                 f"after {files} files"
             )
         assert missed and 1 <= caplog.text.count("Too many open files") <= 2, (
-            "a line tells why"
+            "a line says why"
         )
         assert "removed or replaced" not in caplog.text
 

@@ -286,7 +286,7 @@ def test_generations_of_a_rebuilt_ledger_never_meet_those_of_the_old_one(
 
 
 class OpenWatch:
-    """Tells whether a file was opened or deleted since (inotify). Not thread-safe."""
+    """Reports whether a file was opened or deleted since (inotify). Not thread-safe."""
 
     _OPENED = 0x20
     _DELETED = 0x400

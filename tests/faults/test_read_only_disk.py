@@ -41,8 +41,8 @@ subprocess.run(["mount", "-o", "remount,abort", where], check=True)
 assert len(load_from(tier, before)) == 10, "nothing was written yet, so all of it can be read"
 assert save_to(tier, after) == 0
 assert tier.resting and load_from(tier, before) == []
-told = [line for line in lines if "Read-only file system" in line]
-assert len([line for line in told if "cannot be opened" in line]) == 1 and len(told) <= 3, lines
+logged = [line for line in lines if "Read-only file system" in line]
+assert len([line for line in logged if "cannot be opened" in line]) == 1 and len(logged) <= 3, lines
 try:
     tier.clear()
     raise AssertionError("the clear did not say that it could not be done")
@@ -58,7 +58,7 @@ subprocess.run(["umount", where], check=True)
 """
 
 
-def test_a_disk_that_turns_read_only_rests_and_is_told_once(
+def test_a_disk_that_turns_read_only_rests_and_is_logged_once(
     tmp_path: Path,
 ) -> None:
     """Misses then say that the tier is left out, and not that the chunks were evicted or never

@@ -26,7 +26,7 @@ from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_state import Kind
 from pagoda.slab import MemorySlab
 from tests.children import in_child
-from tests.ledger.support import TENANT, keys, opened, put, spec, there
+from tests.ledger.support import TENANT, keys, opened, present, put, spec
 
 
 def fork(ledger: Ledger) -> None:
@@ -143,7 +143,7 @@ def test_two_stores_of_one_path_go_on_beside_each_other(shm_root: Path) -> None:
     put(new, keys(2))
     fork(old)
     neither_finds_nor_stores(old)
-    assert there(new, keys(1, 2)) == [False, True]
+    assert present(new, keys(1, 2)) == [False, True]
     old.close()
     assert admin.gauges(new)["members"] == 1
     assert admin.gauges(new)["reserved"] == 0

@@ -45,20 +45,20 @@ def wait_until_left(ledger: Ledger) -> None:
         time.sleep(0.01)
 
 
-def wait_until_told(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+def wait_until_logged(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
     """Return the one line about it. The thread that looks writes it just after the process has
     left.
     """
     until = time.monotonic() + 60
     while True:
-        told = [
+        logged = [
             one
             for one in caplog.records
             if "was removed or replaced while it was in use" in one.message
         ]
-        if told:
-            assert len(told) == 1
-            return told[0]
+        if logged:
+            assert len(logged) == 1
+            return logged[0]
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -90,9 +90,9 @@ def test_a_process_leaves_a_store_whose_files_are_not_those_it_opened(
     match = ledger.match_prefix(keys(1))
     assert not len(match.slots)
     assert match.reason is Reason.IO_ERROR
-    assert wait_until_told(caplog).levelno == logging.WARNING
+    assert wait_until_logged(caplog).levelno == logging.WARNING
     ledger.close()
-    assert wait_until_told(caplog)  # still one
+    assert wait_until_logged(caplog)  # still one
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])

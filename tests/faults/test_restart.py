@@ -119,14 +119,14 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(
     time.sleep(0.3)
     for writer in writers:
         writer.send_signal(signal.SIGKILL)
-    told = [
+    reports = [
         line.split()
         for first, w in zip(said, writers, strict=True)
         for line in (first + w.communicate()[0]).splitlines()
     ]
     last = [
         bytes.fromhex(word)
-        for words in told[-1:]
+        for words in reports[-1:]
         for word in words
         if len(word) == 64
     ]
@@ -135,7 +135,7 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(
         "a kill is not a power cut: the ledger is trusted"
     )
     assert load_from(tier, last) == last
-    for words in told:
+    for words in reports:
         load_from(
             tier, [bytes.fromhex(word) for word in words if len(word) == 64]
         )

@@ -85,14 +85,14 @@ class Machine:
         self, version: str, *steps: str, end: str = "close"
     ) -> dict[str, list[int]]:
         """Run an engine to its end; return what it found."""
-        return told(self.start(version, end, *steps), end)
+        return answers(self.start(version, end, *steps), end)
 
     def reboot(self) -> None:
         """Lose what is in memory."""
         shutil.rmtree(self.host)
 
 
-def told(
+def answers(
     engine: subprocess.Popen[str], end: str = "close"
 ) -> dict[str, list[int]]:
     out, errors = engine.communicate(timeout=200)
@@ -126,7 +126,7 @@ def test_a_disk_store_of_an_older_version_is_kept_and_so_it_is_back_again(
         ), version
 
 
-def test_that_a_store_is_rebuilt_is_told_in_one_line(machine: Machine) -> None:
+def test_that_a_store_is_rebuilt_is_logged_in_one_line(machine: Machine) -> None:
     machine.run(OLDER[0], "store=0:1")
     engine = machine.start(NOW, "close", "served=0:1")
     _, errors = engine.communicate(timeout=200)
@@ -197,7 +197,7 @@ def test_two_versions_at_once_never_share_a_disk_store(
     refused = machine.run(second, "served=0:1")
     assert "another version of PagodaKV uses it" in refused["error"]
     go.touch()
-    assert told(engine) == {"1": [4, 0]}, "it kept its store"
+    assert answers(engine) == {"1": [4, 0]}, "it kept its store"
     assert machine.run(second, "served=0:1") == {"1": [4, 0]}
 
 
@@ -220,7 +220,7 @@ def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
         assert all(str(store) in done.stderr for store in machine.host.glob("*/"))
         if is_open:
             go.touch()
-            assert told(engine) == {"1": [4, 0]}
+            assert answers(engine) == {"1": [4, 0]}
     shutil.rmtree(machine.disk)
     machine.run(older, "store=0:2")
     assert machine.run(NOW, "served=0:1") == {"1": [0, 0]}

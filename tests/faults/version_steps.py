@@ -73,7 +73,7 @@ def served(cache: Cache, weights: int, number: int) -> tuple[int, int]:
     return count, int(count - right.sum())
 
 
-def act(cache: Cache, step: str, told: dict[str, list[int]]) -> None:
+def act(cache: Cache, step: str, answers: dict[str, list[int]]) -> None:
     name, _, rest = step.partition("=")
     if name in ("store", "served"):
         weights, _, numbers = rest.partition(":")
@@ -81,7 +81,7 @@ def act(cache: Cache, step: str, told: dict[str, list[int]]) -> None:
             if name == "store":
                 store(cache, int(weights), int(number))
             else:
-                told[number] = list(served(cache, int(weights), int(number)))
+                answers[number] = list(served(cache, int(weights), int(number)))
         assert cache.flush(60)
     elif name == "change":
         cache.weights_changed()
@@ -96,7 +96,7 @@ def act(cache: Cache, step: str, told: dict[str, list[int]]) -> None:
 
 
 def main(host: str, disk: str, end: str, *steps: str) -> None:
-    told: dict[str, list[int]] = {}
+    answers: dict[str, list[int]] = {}
     try:
         cache = opened(host, disk)
     except StoreError as error:
@@ -105,8 +105,8 @@ def main(host: str, disk: str, end: str, *steps: str) -> None:
     for tier in cache._tiers.lower:
         tier.wait_ready(60)
     for step in steps:
-        act(cache, step, told)
-    print(json.dumps(told), flush=True)
+        act(cache, step, answers)
+    print(json.dumps(answers), flush=True)
     if end == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     cache.close()

@@ -112,7 +112,7 @@ def test_the_same_text_stored_and_hit(
                 )
 
 
-def test_the_paged_engine(rig: Rig) -> None:
+def test_the_paged_engine_answers_right_from_all_tiers(rig: Rig) -> None:
     """Blocks on the device, few of them, and little host memory: all tiers are used, and each
     answer is compared.
     """

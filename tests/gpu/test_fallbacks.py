@@ -86,7 +86,7 @@ def held(
 @pytest.mark.parametrize("pieces", [0, 1, 2])
 @pytest.mark.parametrize("way", [*ALL_WAYS, "no kernels"])
 @pytest.mark.parametrize("name", ["pages", "planes_first"])
-def test_registration_is_refused(
+def test_slots_whose_registration_is_refused_are_copied_right(
     rig: Rig, seed: int, name: str, way: str | None, pieces: int
 ) -> None:
     """Of three pieces none, one or two are registered; slots are in both kinds, and across the
@@ -179,7 +179,7 @@ def test_no_pinned_memory_for_a_bounce_buffer(
         )
 
 
-def test_without_triton(seed: int) -> None:
+def test_copies_are_right_without_triton(seed: int) -> None:
     """In a process that has none."""
     command = [sys.executable, "-m", "tests.gpu.without_triton", str(seed)]
     done = subprocess.run(

@@ -78,7 +78,7 @@ def test_as_large_as_they_are(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_kinds_of_slots(
+def test_every_kind_of_slot_is_copied_right(
     rig: Rig, seed: int, name: str, way: str | None, kind: str
 ) -> None:
     both(rig, name, TINY if rig.small else SHORT, "bfloat16", way, kind, seed)
@@ -87,7 +87,7 @@ def test_kinds_of_slots(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_dtypes(
+def test_every_dtype_is_copied_right(
     rig: Rig, seed: int, name: str, way: str | None, dtype: str
 ) -> None:
     both(rig, name, TINY if rig.small else SHORT, dtype, way, "mixed", seed)

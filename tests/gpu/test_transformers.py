@@ -153,7 +153,7 @@ def test_a_model_that_moves_is_followed(opened) -> None:
     assert (cached.last.columns, cached._loads.begun) == (WHOLE, 1)
 
 
-def test_threads_and_streams(opened) -> None:
+def test_threads_with_streams_of_their_own_get_the_same_text(opened) -> None:
     model = llama().to(DEVICE)
     cached = opened(model)
     prompts = [prompt(200 + 30 * seed, seed) for seed in range(3)]

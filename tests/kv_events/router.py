@@ -1,4 +1,4 @@
-"""A router of requests that believes what it hears."""
+"""A router of requests that believes the KV events that it receives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Router:
         self.numbers: list[int] = []
         self.clears = 0
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take in what has arrived."""
         while self._socket.poll(0):
             _, number, batch = self._socket.recv_multipart()
@@ -65,7 +65,7 @@ class Router:
 
     def believes(self, tokens: Prompt, medium: str) -> int:
         """How many leading chunks of a prompt a medium has."""
-        self.hear()
+        self.receive()
         held = {self.tokens[name] for name in self.held[medium]}
         ends = range(CHUNK, len(tokens) + 1, CHUNK)
         return next(

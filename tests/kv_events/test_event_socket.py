@@ -125,7 +125,7 @@ def test_a_router_that_checks_the_connection_is_answered(
         "tcp://*:*",
     ],
 )
-def test_it_listens_where_it_is_told(endpoint: str, tmp_path: Path) -> None:
+def test_it_listens_at_the_given_endpoint(endpoint: str, tmp_path: Path) -> None:
     where = endpoint.format(tmp_path if "@" not in endpoint else os.getpid())
     for _ in range(2):  # and again, at once
         events = EventSocket(where, topic=TOPIC)

@@ -59,7 +59,7 @@ def views(cache: Cache) -> dict[str, set[int]]:
     }
 
 
-def test_what_is_stored_and_cleared_is_told(
+def test_what_is_stored_and_cleared_is_published(
     shm_root: Path, tmp_path: Path
 ) -> None:
     tokens = prompt(5.5)
@@ -81,7 +81,7 @@ def test_what_is_stored_and_cleared_is_told(
         router.close()
 
 
-def test_who_comes_later_and_a_restarted_engine_tell_all_that_is_there(
+def test_all_that_is_there_is_published_to_who_comes_later_and_by_a_restarted_engine(
     shm_root: Path, tmp_path: Path
 ) -> None:
     first = prompt(5, 1)
@@ -98,7 +98,7 @@ def test_who_comes_later_and_a_restarted_engine_tell_all_that_is_there(
                 == 5
             )
         )
-        told = max(early.numbers)
+        last = max(early.numbers)
         early.close(), late.close()
     with cache_at(shm_root, tmp_path) as cache:
         router = Router(cache.publish_events(ANY))
@@ -111,11 +111,11 @@ def test_who_comes_later_and_a_restarted_engine_tell_all_that_is_there(
         )
         stored(cache, second)
         wait_until(lambda: router.believes(second, "CPU") == 3)
-        assert min(router.numbers) > told
+        assert min(router.numbers) > last
         router.close()
 
 
-def test_chunks_of_other_processes_are_told_once_a_request_has_found_them(
+def test_chunks_of_other_processes_are_published_once_a_request_has_found_them(
     shm_root: Path,
 ) -> None:
     tokens = prompt(4)
@@ -161,16 +161,16 @@ def test_after_random_stores_evictions_and_clears_the_router_has_the_ledgers_vie
             cache.lookup(tokens)
             if random.random() < 0.3:
                 cache.store(tokens, kit.kv_of(tokens).transfer)
-            router.hear()
+            router.receive()
         assert [other.exitcode for other in others] == [0, 0]
         cache.flush(60)
-        # of what others stored, routers hear when it is found
+        # what others stored is published when it is found
         for seed in range(12):
             cache.lookup(prompt(24, seed))
             cache.lookup(prompt(24, seed), tiers=["disk"])
 
         def same() -> bool:
-            router.hear()
+            router.receive()
             return router.held == views(cache)
 
         wait_until(same)
@@ -178,16 +178,20 @@ def test_after_random_stores_evictions_and_clears_the_router_has_the_ledgers_vie
         router.close()
 
 
-def test_of_a_tenant_no_tokens_are_told_and_of_an_adapter_its_name(
+def test_of_a_tenant_no_tokens_are_published_and_of_an_adapter_its_name(
     cache: Cache,
 ) -> None:
     tokens = prompt(3)
     router = Router(cache.publish_events(ANY))
     for options in ({"salt": "a tenant"}, {"lora": "an adapter"}):
         stored(cache, tokens, **options)
-    wait_until(lambda: router.hear() or len(router.held["CPU"]) == 6)  # type: ignore[func-returns-value]
-    told = [event for event in router.events if event["type"] == "BlockStored"]
-    assert {(bool(event["token_ids"]), event["lora_name"]) for event in told} == {
+    wait_until(lambda: router.receive() or len(router.held["CPU"]) == 6)  # type: ignore[func-returns-value]
+    stored_events = [
+        event for event in router.events if event["type"] == "BlockStored"
+    ]
+    assert {
+        (bool(event["token_ids"]), event["lora_name"]) for event in stored_events
+    } == {
         (False, None),
         (True, "an adapter"),
     }
@@ -244,8 +248,8 @@ def test_what_is_removed_or_cleared_leaves_no_tokens_beside_any_tier(
 
 
 def test_each_event_names_the_chunk_before_its_first_one(shm_root: Path) -> None:
-    """The first chunk has none; one in the middle names it although another event told it, or it
-    was evicted.
+    """The first chunk has none; one in the middle names it although another event published it, or
+    it was evicted.
     """
     tokens = prompt(6)
     with cache_at(shm_root, None) as cache:
@@ -267,20 +271,23 @@ def test_each_event_names_the_chunk_before_its_first_one(shm_root: Path) -> None
         router.close()
     with cache_at(shm_root, None) as cache:  # what it knows is beside the chunks
         router = Router(cache.publish_events(ANY))
-        wait_until(lambda: router.hear() or len(router.held["CPU"]) == 4)  # type: ignore[func-returns-value]
+        wait_until(lambda: router.receive() or len(router.held["CPU"]) == 4)  # type: ignore[func-returns-value]
         assert parents(router) == {names[1]: names[0], names[4]: names[3]}
         router.close()
 
 
 def parents(router: Router) -> dict[object, object]:
     """Return what the events said that is before the first block of each."""
-    told = (event for event in router.events if event["type"] == "BlockStored")
+    published = (
+        event for event in router.events if event["type"] == "BlockStored"
+    )
     return {
-        event["block_hashes"][0]: event["parent_block_hash"] for event in told
+        event["block_hashes"][0]: event["parent_block_hash"]
+        for event in published
     }  # type: ignore[index]
 
 
-def test_a_prompt_with_an_image_is_not_told(cache: Cache) -> None:
+def test_a_prompt_with_an_image_is_not_published(cache: Cache) -> None:
     tokens = prompt(3)
     router = Router(cache.publish_events(ANY))
     stored(
@@ -295,13 +302,13 @@ def test_a_prompt_with_an_image_is_not_told(cache: Cache) -> None:
 
 
 def all_is_taken_back(router: Router, tokens: np.ndarray) -> None:
-    """For good, not only until all is told once more to a router that has come."""
+    """For good, not only until all is published once more to a router that has come."""
     since = time.monotonic()
     until = since + 20.0
     while time.monotonic() < since + 0.5:
         if router.believes(tokens, "CPU"):
             since = time.monotonic()
-            assert since < until, "chunks of other weights are still told"
+            assert since < until, "chunks of other weights are still published"
         time.sleep(0.005)
 
 
@@ -364,7 +371,7 @@ def other_store(host: Path, chunks: int) -> None:
         stored(cache, prompt(chunks, 9))
 
 
-def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(
+def test_what_was_requested_before_the_weights_changed_is_not_published_afterwards(
     cache: Cache,
 ) -> None:
     tokens = prompt(3, 1)
@@ -383,7 +390,7 @@ def test_what_was_asked_before_the_weights_changed_is_not_told_afterwards(
     router.close()
 
 
-def test_what_is_noted_after_the_weights_changed_is_not_told(
+def test_what_is_noted_after_the_weights_changed_is_not_published(
     cache: Cache,
 ) -> None:
     """Its namespace was found before, on another thread, and the reporting thread has followed the
@@ -445,7 +452,7 @@ def test_the_port_is_free_once_the_cache_is_closed(shm_root: Path) -> None:
             assert cache.publish_events(endpoint) == endpoint
 
 
-def test_a_cache_that_is_dropped_or_closed_tells_nothing_more(
+def test_a_cache_that_is_dropped_or_closed_publishes_nothing_more(
     shm_root: Path,
 ) -> None:
     cache = Cache(
@@ -460,7 +467,7 @@ def test_a_cache_that_is_dropped_or_closed_tells_nothing_more(
         other.publish_events(ANY)
 
 
-def test_a_forked_child_stores_and_leaves_the_telling_to_its_parent(
+def test_a_forked_child_stores_and_leaves_publishing_to_its_parent(
     cache: Cache,
 ) -> None:
     first = prompt(3, 1)
@@ -510,15 +517,15 @@ def test_a_router_that_reads_nothing_costs_a_bounded_amount_of_memory(
         wait_until(publisher.newcomers)
         for number in range(3000):  # 190 MiB
             publisher.send([BlockRemoved([number], "x" * message)])
-        heard = 0
+        received = 0
         while stuck.poll(1000):
             stuck.recv_multipart()
-            heard += 1
-    assert 250 <= heard <= 1000  # 16 MiB, and what the kernel's buffers took
+            received += 1
+    assert 250 <= received <= 1000  # 16 MiB, and what the kernel's buffers took
     publisher.close()
 
 
-def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_all(
+def test_given_keys_and_parts_of_prompts_are_published_with_their_tokens_or_not_at_all(
     cache: Cache,
 ) -> None:
     tokens = prompt(4, 1)
@@ -538,7 +545,7 @@ def test_given_keys_and_parts_of_prompts_are_told_with_their_tokens_or_not_at_al
     router.close()
 
 
-def test_a_namespace_with_a_salt_of_its_own_tells_no_tokens(
+def test_of_a_namespace_with_a_salt_of_its_own_no_tokens_are_published(
     shm_root: Path,
 ) -> None:
     with cache_at(
@@ -546,7 +553,7 @@ def test_a_namespace_with_a_salt_of_its_own_tells_no_tokens(
     ) as cache:
         router = Router(cache.publish_events(ANY))
         stored(cache, np.asarray(prompt(2)))
-        wait_until(lambda: router.hear() or len(router.held["CPU"]) == 2)  # type: ignore[func-returns-value]
+        wait_until(lambda: router.receive() or len(router.held["CPU"]) == 2)  # type: ignore[func-returns-value]
         assert not any(event.get("token_ids") for event in router.events)
         router.close()
 
@@ -588,7 +595,7 @@ def stored_and_closed(
 
 
 @pytest.mark.parametrize("pause_seconds", [0.0, 0.02, 0.15])
-def test_a_restarted_engine_tells_what_was_stored_just_before_a_close(
+def test_a_restarted_engine_publishes_what_was_stored_just_before_a_close(
     shm_root: Path, tmp_path: Path, pause_seconds: float
 ) -> None:
     tokens = prompt(5)

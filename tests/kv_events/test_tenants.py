@@ -1,4 +1,4 @@
-"""Which namespaces routers are told of: those of requests, as long as anything is held of them."""
+"""Which namespaces are published: those of requests, as long as anything is held of them."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Engine:
             lambda n: self.note(tenant, n), root, self.slots.namespace(), 0, keys
         )
 
-    def told(self) -> int:
-        """Of how many chunks routers hold, after a round."""
+    def published(self) -> int:
+        """Return of how many chunks routers know, after a round."""
         self.events._rested = time.thread_time()
         until = time.monotonic() + 20.0
         while not self.events._round():
@@ -87,7 +87,7 @@ def engine(shm_root: Path) -> Iterator[Engine]:
         publisher.close()
 
 
-def test_an_adapter_that_takes_its_name_again_is_told_again(
+def test_an_adapter_that_takes_its_name_again_is_published_again(
     engine: Engine,
 ) -> None:
     """As after a change that is taken back: its notes are known still, and nothing of it is stored
@@ -95,13 +95,13 @@ def test_an_adapter_that_takes_its_name_again_is_told_again(
     """
     engine.events.name_adapter("an adapter", engine.root("old"))
     engine.stored("old", 3)
-    assert engine.told() == 3
+    assert engine.published() == 3
     engine.events.name_adapter("an adapter", engine.root("new"))
     engine.stored("new")
-    assert engine.told() == 1
+    assert engine.published() == 1
     engine.events.name_adapter("an adapter", engine.root("old"))
     engine.found("old", 3)
-    assert engine.told() == 3
+    assert engine.published() == 3
 
 
 def test_an_adapter_that_is_unknown_again_and_again_is_taken_back_once(
@@ -110,11 +110,11 @@ def test_an_adapter_that_is_unknown_again_and_again_is_taken_back_once(
     """Each time all slots are looked at."""
     engine.events.name_adapter("an adapter", engine.root("old"))
     engine.stored("old")
-    assert engine.told() == 1
+    assert engine.published() == 1
     for renewed in (True, False):
         engine.events.name_adapter("an adapter", None)
         assert engine.events._renewed is renewed
-        assert engine.told() == 0
+        assert engine.published() == 0
 
 
 def test_adapters_that_change_for_ever_are_forgotten(
@@ -138,12 +138,12 @@ def test_tenants_of_which_nothing_is_held_are_forgotten_until_they_come_again(
     for n in range(40):
         engine.events.name_adapter(n, engine.root(f"passes {n}"))
         engine.stored(f"passes {n}")
-        assert engine.told() == 2
+        assert engine.published() == 2
         assert len(engine.events._roots) <= 12
         assert len(engine.events._adapters) <= 12
         admin.clear(engine.slots.ledgers["host"], engine.root(f"passes {n}"))
-    assert engine.told() == 1
+    assert engine.published() == 1
     engine.stored("passes 0")
-    assert engine.told() == 2
+    assert engine.published() == 2
     admin.clear(engine.slots.ledgers["host"])
-    assert engine.told() == 0
+    assert engine.published() == 0

@@ -35,14 +35,14 @@ MOST_STEPS = 480 * PIECE
 def events(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StoredEvents]:
-    """What tells of a full store, with notes; its rounds are called one by one, and take as long as
-    they need.
+    """The publisher of a full store, with notes; its rounds are called one by one, and take as long
+    as they need.
     """
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", 60.0)
     with cache_at(shm_root, None, host_size=SLOTS * LAYOUT.slot_bytes) as cache:
         publisher = EventPublisher("tcp://127.0.0.1:*")
         events = full(cache, publisher)
-        # of this thread, which is not the one that tells
+        # of this thread, which is not the one that publishes
         events._rested = time.thread_time()
         yield events
         publisher.close()
@@ -138,14 +138,14 @@ def test_between_two_rests_the_thread_runs_a_bounded_amount_of_python(
         assert np.count_nonzero(tier._held) == SLOTS
         monkeypatch.setattr(
             events, "_present_root", lambda: bytes(range(32))
-        )  # takes all back, and tells of none
+        )  # takes all back, and publishes none
         assert events._round()
         assert not tier._held.any()
     assert max(steps) <= MOST_STEPS
     assert sorted(steps)[len(steps) * 9 // 10] <= USUAL_STEPS
 
 
-def test_what_is_told_again_is_told_from_the_beginning(
+def test_what_is_published_again_is_published_from_the_beginning(
     events: StoredEvents,
 ) -> None:
     """A router that has forgotten the first chunks of a prompt ignores the others."""
@@ -161,8 +161,8 @@ def test_what_is_told_again_is_told_from_the_beginning(
 def test_while_nothing_changes_no_slot_is_looked_at(
     events: StoredEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it is told, of another namespace, without a note, or free: a million slots cost what
-    one costs.
+    """Whether it is published, of another namespace, without a note, or free: a million slots cost
+    what one costs.
     """
     (tier,) = events._tiers
     ledger = tier.ledger
@@ -223,7 +223,7 @@ def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
     columns.last_use[: len(silent)] = NOT_READY - 1
     until = time.monotonic() + 10.0
     while np.count_nonzero(tier._held) < SLOTS - len(silent):
-        assert time.monotonic() < until, "chunks with notes are not told"
+        assert time.monotonic() < until, "chunks with notes are not published"
         events._round()
     root = events._root
     notes = [
@@ -234,11 +234,11 @@ def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
         (slot, key, msgspec.msgpack.encode(note)) for slot, key, note in notes
     )
     while np.count_nonzero(tier._held) < SLOTS:
-        assert time.monotonic() < until, "what was noted later is not told"
+        assert time.monotonic() < until, "what was noted later is not published"
         events._round()
 
 
-def test_what_was_told_is_not_remembered_by_name_while_nothing_changes(
+def test_what_was_published_is_not_remembered_by_name_while_nothing_changes(
     events: StoredEvents,
 ) -> None:
     """A dictionary of a million chunks keeps the interpreter from the engine: when it grows, and

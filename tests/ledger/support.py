@@ -23,6 +23,7 @@ from tests.children import child
 
 TENANT = blake3(b"tenant").digest()
 OTHER = blake3(b"other tenant").digest()
+SLOTS = 32
 SLOT_BYTES = 4096
 # for a call that must succeed: a busy machine may pause for a while
 PATIENT_SECONDS = 30.0
@@ -35,7 +36,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 def spec(
     root: Path,
-    slots: int = 32,
+    slots: int = SLOTS,
     name: str = "store",
     kind: Kind = "memory",
     limit_bytes: int | None = None,
@@ -46,13 +47,21 @@ def spec(
     return StoreSpec(root, name, kind, slots, slot_bytes, limit_bytes, private)
 
 
+def small_store(
+    root: Path, slots: int = SLOTS, kind: Kind = "memory"
+) -> StoreSpec:
+    """The spec of a small store that is as large as its root allows."""
+    return spec(root, slots, kind=kind, limit_bytes=slots * SLOT_BYTES)
+
+
 def opened(
-    root: Path, slots: int = 32, clock: Clock | None = None, kind: Kind = "memory"
+    root: Path,
+    slots: int = SLOTS,
+    clock: Clock | None = None,
+    kind: Kind = "memory",
 ) -> Ledger:
     """A ledger of a small store with one tenant."""
-    ledger = Ledger.open(
-        spec(root, slots, kind=kind, limit_bytes=slots * SLOT_BYTES), clock=clock
-    )
+    ledger = Ledger.open(small_store(root, slots, kind), clock=clock)
     ledger.namespaces.register(TENANT, {"model": "test"})
     return ledger
 
@@ -102,7 +111,7 @@ def put(
     return stored
 
 
-def there(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
+def present(ledger: Ledger, wanted: Sequence[bytes]) -> list[bool]:
     """Return which of these keys are stored."""
     found = {row.key for row in admin.list_chunks(ledger)}
     return [key in found for key in wanted]
@@ -164,12 +173,13 @@ def holding(path: Path, byte: int, exclusive: bool = True) -> Other:
 
     with contextlib.closing(file):
         return Other(
-            lambda: _must(file.lock(byte, exclusive, time.monotonic() + 60.0))
+            lambda: must(file.lock(byte, exclusive, time.monotonic() + 60.0))
         )
 
 
-def _must(holds: bool) -> None:
-    assert holds
+def must(succeeded: bool) -> None:
+    """Check what another process did, which then reports a failure."""
+    assert succeeded
 
 
 def gate_taken(ledger: Ledger) -> Other:

@@ -26,19 +26,7 @@ from tests.ledger.support import (
 )
 
 
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
-    opened_here = opened(shm_root, clock=clock)
-    yield opened_here
-    opened_here.close()
-
-
-def test_a_row_tells_all_of_its_chunk(ledger: Ledger, clock: FakeClock) -> None:
+def test_a_row_describes_its_chunk(ledger: Ledger, clock: FakeClock) -> None:
     admin.clear(ledger, TENANT)
     [_, stored] = put(ledger, keys(1, 2))
     admin.pin(ledger, keys(2), "ann")
@@ -251,40 +239,40 @@ def test_the_reason_of_a_match_is_that_of_the_first_key_not_in_the_run(
 # damage
 
 
-def test_a_damaged_entry_is_a_miss_and_goes(ledger: Ledger) -> None:
+def test_a_damaged_entry_is_a_miss_and_goes(unchecked_ledger: Ledger) -> None:
     """LMDB has no checksums: an entry may name a slot that does not exist, or the slot of another
     key.
     """
-    [one, two] = put(ledger, keys(1, 2))
+    [one, two] = put(unchecked_ledger, keys(1, 2))
     for slot, generation in ((10**6, one.generation), (two.slot, two.generation)):
         entry = ENTRY.pack(slot, generation, 1, 0)
-        ledger.session.write(
+        unchecked_ledger.session.write(
             lambda w, entry=entry: w.txn.put(one.key, entry, db=w.tables.entries),
             1.0,
         )  # type: ignore[misc]
-        match = ledger.match_prefix([one.key])
+        match = unchecked_ledger.match_prefix([one.key])
         assert not len(match.slots)
         assert match.reason is Reason.FAILED_CHECK
-        assert not len(ledger.match_prefix([one.key]).slots)
-        assert len(ledger.match_prefix(keys(2)).slots) == 1, (
+        assert not len(unchecked_ledger.match_prefix([one.key]).slots)
+        assert len(unchecked_ledger.match_prefix(keys(2)).slots) == 1, (
             "the chunk in the named slot is not affected"
         )
         many = keys(*range(100, 108))
-        put(ledger, many)
-        assert len(ledger.match_prefix(many).slots) == 8
+        put(unchecked_ledger, many)
+        assert len(unchecked_ledger.match_prefix(many).slots) == 8
 
 
 @pytest.mark.parametrize("beyond", [0, 1, 10**6])
 def test_an_entry_of_a_long_run_names_a_slot_that_does_not_exist(
-    ledger: Ledger, beyond: int
+    unchecked_ledger: Ledger, beyond: int
 ) -> None:
     run = keys(*range(12))
-    stored = put(ledger, run)[9]
-    entry = ENTRY.pack(ledger.slots + beyond, stored.generation, 1, 9)
-    ledger.session.write(
+    stored = put(unchecked_ledger, run)[9]
+    entry = ENTRY.pack(unchecked_ledger.slots + beyond, stored.generation, 1, 9)
+    unchecked_ledger.session.write(
         lambda w: w.txn.put(stored.key, entry, db=w.tables.entries), 1.0
     )
-    match = ledger.match_prefix(run)
+    match = unchecked_ledger.match_prefix(run)
     assert len(match.slots) == 9
     assert match.reason is Reason.FAILED_CHECK
 
@@ -325,14 +313,14 @@ def _pending(transaction: Transaction) -> None:
     "harm", [_entry, _slot, _free, _ready, _reserved, _pending]
 )
 def test_what_does_not_add_up_is_found(
-    ledger: Ledger, harm: Callable[[Transaction], None]
+    unchecked_ledger: Ledger, harm: Callable[[Transaction], None]
 ) -> None:
-    put(ledger, keys(1, 2, 3))
-    reserved(ledger.reserve(keys(9), namespace=TENANT))
-    admin.check(ledger)
-    ledger.session.write(lambda w: harm(w), 1.0)
+    put(unchecked_ledger, keys(1, 2, 3))
+    reserved(unchecked_ledger.reserve(keys(9), namespace=TENANT))
+    admin.check(unchecked_ledger)
+    unchecked_ledger.session.write(lambda w: harm(w), 1.0)
     with pytest.raises(LedgerCorrupt, match=r"\d"):
-        admin.check(ledger)
+        admin.check(unchecked_ledger)
 
 
 def test_wrong_hints_are_counted_and_not_judged(ledger: Ledger) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,24 +29,10 @@ from tests.ledger.support import (
     keys,
     opened,
     places,
+    present,
     put,
     reserved,
-    there,
 )
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
-    opened_here = opened(shm_root, clock=clock)
-    yield opened_here
-    admin.check(opened_here)
-    opened_here.close()
-
 
 # admission
 
@@ -115,7 +100,7 @@ def test_a_reservation_may_be_sent_to_another_process(ledger: Ledger) -> None:
 
     in_child(work)
     assert ledger.commit([room]) == [False]
-    assert there(ledger, keys(1)) == [True]
+    assert present(ledger, keys(1)) == [True]
 
 
 # bounds
@@ -232,7 +217,7 @@ def test_a_reservation_under_another_key_is_not_committed(ledger: Ledger) -> Non
     [room] = reserved(ledger.reserve(keys(1), namespace=TENANT))
     assert ledger.commit([room._replace(key=keys(2)[0])]) == [False]
     assert ledger.commit([room]) == [True]
-    assert there(ledger, keys(1, 2)) == [True, False]
+    assert present(ledger, keys(1, 2)) == [True, False]
 
 
 def test_an_abort_waits_for_the_parts_of_the_living(ledger: Ledger) -> None:
@@ -271,18 +256,18 @@ def test_the_last_part_of_what_was_aborted_frees_the_slot_and_is_not_stored(
 
     def adopt_then_finish() -> None:
         assert ledger.adopt([room], 2) == [True]
-        os.write(told, b"x")
+        os.write(adopted_send, b"x")
         finish()
 
-    heard, told = os.pipe()
+    adopted_receive, adopted_send = os.pipe()
     pid = child(adopt_then_finish)
-    os.read(heard, 1)
+    os.read(adopted_receive, 1)
     ledger.abort([room])
     assert admin.gauges(ledger)["reserved"] == 1
     os.write(send, b"x")
     assert wait(pid) == 0
     assert admin.gauges(ledger)["reserved"] == 0
-    assert there(ledger, keys(1)) == [False]
+    assert present(ledger, keys(1)) == [False]
 
 
 def test_a_stranger_aborts_nothing(ledger: Ledger) -> None:
@@ -379,7 +364,7 @@ def test_a_chain_whose_head_is_stored_anew_is_no_orphan(
     assert admin.check(ledger).unreachable == 0
     clock.advance(2)
     put(ledger, keys(*range(200, 228)), chained=False)
-    assert all(there(ledger, chain))
+    assert all(present(ledger, chain))
 
 
 def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(
@@ -391,15 +376,15 @@ def test_a_chunk_behind_a_chunk_whose_parent_is_gone_goes_first_too(
     put(ledger, chain)
     admin.remove(ledger, chain[:1])
     put(ledger, keys(300, 301, 302, 303), chained=False)
-    assert there(ledger, chain) == [False] * 4
-    assert all(there(ledger, keys(*range(100, 128))))
+    assert present(ledger, chain) == [False] * 4
+    assert all(present(ledger, keys(*range(100, 128))))
 
 
 def test_tenants_share_the_room(ledger: Ledger, clock: FakeClock) -> None:
     put(ledger, keys(*range(32)), chained=False)
     clock.advance(1)
     put(ledger, keys(*range(100, 116)), OTHER, chained=False)
-    assert there(ledger, keys(*range(32))) == [False] * 16 + [True] * 16
+    assert present(ledger, keys(*range(32))) == [False] * 16 + [True] * 16
     counts = {
         root: row.chunks for root, row in admin.list_namespaces(ledger).items()
     }
@@ -430,9 +415,9 @@ def test_a_victim_that_another_has_evicted_and_filled_since_is_left_alone(
 
     monkeypatch.setattr(ledger, "_victims", overtaken)
     [room] = reserved(ledger.reserve(keys(888), namespace=TENANT))
-    assert there(ledger, keys(777)) == [True], (
+    assert present(ledger, keys(777)) == [True], (
         "a new chunk was evicted instead of an old one"
     )
     assert room.slot not in [slot for slot, _ in named]
-    assert sum(there(ledger, [one.key for one in old])) == ledger.slots - 2
+    assert sum(present(ledger, [one.key for one in old])) == ledger.slots - 2
     ledger.abort([room])

@@ -7,9 +7,6 @@ wrote, and before it reads what others wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,7 +14,7 @@ from pagoda.ledger import Ledger, slots_in_use
 from pagoda.ledger import ledger as ledger_module
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.slots_in_use import PageGuards
-from tests.ledger.support import keys, opened, places, put
+from tests.ledger.support import keys, places, put
 
 
 class Watched:
@@ -54,13 +51,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (ledger_module, slots_in_use):
         monkeypatch.setattr(module, "barrier", lambda: noted.append("barrier"))
     return noted
-
-
-@pytest.fixture
-def ledger(shm_root: Path) -> Iterator[Ledger]:
-    ledger = opened(shm_root)
-    yield ledger
-    ledger.close()
 
 
 def guards_of(ledger: Ledger) -> PageGuards:

@@ -29,7 +29,7 @@ from tests.children import child, wait
 from tests.ledger.support import OTHER, TENANT, keys, opened, put
 
 
-def there(ledger: Ledger, wanted: list[bytes]) -> list[bool]:
+def present(ledger: Ledger, wanted: list[bytes]) -> list[bool]:
     """Return which of these keys a look-up finds."""
     return [
         len(ledger.match_prefix([key], start=None, namespace=TENANT).slots) == 1
@@ -65,7 +65,7 @@ def test_no_look_up_finds_what_is_being_cleared(
     assert isinstance(again[0], Reserved)
     assert not isinstance(again[0], Present)
     assert ledger.commit([again[0]]) == [True]
-    assert there(ledger, keys(1, 2, 3)) == [False, True, False], (
+    assert present(ledger, keys(1, 2, 3)) == [False, True, False], (
         "what was stored since the clear is found"
     )
     assert admin.check(ledger)
@@ -104,7 +104,7 @@ def test_the_next_one_ends_the_clear_of_a_process_that_was_killed(
     ledger.close()
     killed_in_a_clear(root, kind, root_of, step)
     ledger = opened(root, kind=kind)
-    assert there(ledger, keys(1, 2, 3)) == [False, False, False]
+    assert present(ledger, keys(1, 2, 3)) == [False, False, False]
     assert admin.gauges(ledger)["ready"] == (0 if root_of is None else 1)
     assert not ledger.session.read(lambda txn, tables: tables.pending_clears(txn))
     assert not (ledger.directory / PROMPTS).exists()
@@ -174,14 +174,14 @@ def test_a_lost_log_of_clears_counts_as_a_broken_promise(
     lost_tables(ledger.directory)
     ledger = opened(tmp_path, kind="file")
     scanned(ledger, before)
-    assert there(ledger, keys(1, 2)) == [False, False]
+    assert present(ledger, keys(1, 2)) == [False, False]
     put(ledger, keys(3))
     after = headers_of(ledger, 3)
     ledger.close()
     lost_tables(ledger.directory)  # the new log is a promise that is kept
     ledger = opened(tmp_path, kind="file")
     scanned(ledger, [*before, *after])
-    assert there(ledger, keys(1, 2, 3)) == [False, False, True]
+    assert present(ledger, keys(1, 2, 3)) == [False, False, True]
     ledger.close()
 
 
@@ -197,7 +197,7 @@ def test_a_log_without_a_clear_may_be_lost(
     lost_tables(ledger.directory)
     ledger = opened(tmp_path, kind="file")
     scanned(ledger, before)
-    assert there(ledger, keys(1, 2)) == [True, True]
+    assert present(ledger, keys(1, 2)) == [True, True]
     admin.clear(ledger, TENANT)
     voucher = read_voucher(ledger.directory, Vouched.CLEARS)
     assert voucher is not None and voucher.first, (
@@ -207,7 +207,7 @@ def test_a_log_without_a_clear_may_be_lost(
     lost_tables(ledger.directory)
     ledger = opened(tmp_path, kind="file")
     scanned(ledger, before)
-    assert there(ledger, keys(1, 2)) == [False, False]
+    assert present(ledger, keys(1, 2)) == [False, False]
     ledger.close()
 
 
@@ -236,12 +236,12 @@ def test_an_older_copy_of_state_brings_back_nothing(tmp_path: Path) -> None:
     assert state is not None
     assert state.incarnation == 5
     scanned(ledger, headers)
-    assert there(ledger, keys(2, 3)) == [False, True]
+    assert present(ledger, keys(2, 3)) == [False, True]
     put(ledger, keys(4))
     admin.clear(ledger, TENANT)
-    assert there(ledger, keys(3, 4)) == [False, False]
+    assert present(ledger, keys(3, 4)) == [False, False]
     put(ledger, keys(5))
-    assert there(ledger, keys(5)) == [True], (
+    assert present(ledger, keys(5)) == [True], (
         "what is new is not taken for cleared"
     )
     ledger.close()
@@ -265,7 +265,7 @@ def test_what_an_older_copy_of_state_does_not_know_is_not_taken_back(
     ledger = opened(tmp_path, kind="file")
     admin.clear(ledger, TENANT)
     scanned(ledger, headers)
-    assert there(ledger, keys(1, 2, 3)) == [False, False, False]
+    assert present(ledger, keys(1, 2, 3)) == [False, False, False]
     ledger.close()
 
 
@@ -286,7 +286,7 @@ def test_a_clear_under_way_is_not_ended_by_others(tmp_path: Path) -> None:
     until = time.monotonic() + 60
     while not (tmp_path / "cleared").exists() and time.monotonic() < until:
         time.sleep(0.01)
-    assert there(ledger, keys(1, 2)) == [False, False]
+    assert present(ledger, keys(1, 2)) == [False, False]
     ledger.clearing.end_clears()
     assert admin.gauges(ledger)["ready"] == 2
     os.kill(pid, signal.SIGKILL)

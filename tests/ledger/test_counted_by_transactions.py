@@ -4,33 +4,31 @@ came too late.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pagoda.ledger import CommitResult, Ledger, admin
+from pagoda.ledger import CommitResult, Ledger, StoreSpec, admin
 from pagoda.ledger.transaction import Transaction
 from pagoda.testing import FakeClock
 from tests.interrupts import Interrupted
-from tests.ledger.support import TENANT, gate_taken, keys, put, reserved, spec
+from tests.ledger.support import (
+    TENANT,
+    gate_taken,
+    keys,
+    put,
+    reserved,
+    small_store,
+)
 
 CHUNK_BYTES = 4000  # of a slot of 4096
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
-    small = replace(spec(shm_root), chunk_bytes=CHUNK_BYTES)
-    opened = Ledger.open(small, clock=clock)
-    opened.namespaces.register(TENANT, {"model": "test"})
-    yield opened
-    opened.close()
+def store_spec(shm_root: Path) -> StoreSpec:
+    """A store whose slots are larger than its chunks."""
+    return replace(small_store(shm_root), chunk_bytes=CHUNK_BYTES)
 
 
 def counted(ledger: Ledger, *names: str) -> list[int]:

@@ -4,7 +4,6 @@ member's limit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +12,7 @@ import pytest
 from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger, Present, Refused, Reserved, StoreSpec, admin
 from pagoda.testing import FakeClock
-from tests.ledger.rules import (
-    OTHER,
+from tests.ledger.support import (
     SLOTS,
     TENANT,
     keys,
@@ -24,24 +22,6 @@ from tests.ledger.rules import (
     reserved,
     spec,
 )
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    """A clock that does not advance."""
-    return FakeClock()
-
-
-@pytest.fixture
-def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
-    """A ledger of 32 slots with two tenants."""
-    opened = Ledger.open(spec(shm_root), clock=clock)
-    for namespace, model in ((TENANT, "a"), (OTHER, "b")):
-        opened.namespaces.register(namespace, {"model": model})
-    yield opened
-    admin.check(opened)
-    opened.close()
-
 
 # eviction
 

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
 from pagoda.ledger import (
     Ledger,
@@ -38,7 +39,7 @@ from pagoda.ledger.store_state import COLUMNS, TABLES
 from pagoda.testing import FakeClock
 from tests.children import child, in_child, wait
 from tests.faults.support import open_files_left
-from tests.ledger.support import TENANT, keys, opened, put
+from tests.ledger.support import TENANT, keys, opened, put, small_store
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +51,22 @@ def memory(shm_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    """A store on disk with ten chunks."""
-    found = opened(tmp_path, kind="file")
-    put(found, keys(*range(10)))
-    yield found
-    found.close()
+def clock() -> Clock:
+    """The machine's clock."""
+    return Clock()
+
+
+@pytest.fixture
+def store_spec(tmp_path: Path) -> StoreSpec:
+    """A store on disk."""
+    return small_store(tmp_path, kind="file")
+
+
+@pytest.fixture
+def ledger(unchecked_ledger: Ledger) -> Ledger:
+    """A store on disk with ten chunks, which some tests close."""
+    put(unchecked_ledger, keys(*range(10)))
+    return unchecked_ledger
 
 
 def mapped(directory: Path) -> dict[str, str]:

@@ -4,11 +4,12 @@ was removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger, Reserved, admin
 from pagoda.ledger.lmdb_tables import HOLD, SLOT_KEY
@@ -17,22 +18,19 @@ from tests.ledger.support import (
     TENANT,
     Other,
     keys,
-    opened,
     places,
+    present,
     put,
     reserved,
-    there,
 )
 
 SLOTS = 32
 
 
 @pytest.fixture
-def ledger(shm_root: Path) -> Iterator[Ledger]:
-    ledger = opened(shm_root, SLOTS)
-    yield ledger
-    admin.check(ledger)
-    ledger.close()
+def clock() -> Clock:
+    """The machine's clock."""
+    return Clock()
 
 
 def held(ledger: Ledger, *numbers: int) -> list[Reserved]:
@@ -71,7 +69,7 @@ def test_the_slot_of_a_chunk_that_goes_while_it_is_held_is_nobodys_until_the_rel
     stored = held(ledger, 1, 2, 3)
     slots = {one.slot for one in stored}
     in_child(lambda: end(ledger, stored))
-    assert there(ledger, keys(1, 2, 3)) == [False] * 3
+    assert present(ledger, keys(1, 2, 3)) == [False] * 3
     assert not ledger.still_valid(*places(stored)).any()
     assert ledger.hold(*places(stored)) == [False] * 3
     assert admin.gauges(ledger)["reserved"] == 3

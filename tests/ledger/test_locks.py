@@ -122,7 +122,7 @@ def test_a_child_does_not_have_open_what_its_parent_has(store: Path) -> None:
             assert not locks.lock(OPEN, exclusive=True)  # the parent has both
         with contextlib.closing(LockFile(store / "locks")) as older:
             assert older.held_by_other(OPEN), "by the parent"
-        os.write(told, b"!")
+        os.write(report, b"!")
         os.read(ended, 1)
         # the parent has left, and another process has `state` to itself
         with contextlib.closing(LockFile(store / "state", first=BEYOND)) as other:
@@ -131,15 +131,15 @@ def test_a_child_does_not_have_open_what_its_parent_has(store: Path) -> None:
         with contextlib.closing(LockFile(store / "locks")) as older:
             assert not older.held_by_other(OPEN)
 
-    heard, told = os.pipe()
+    reported, report = os.pipe()
     ended, ends = os.pipe()
     pid = child(act)
-    os.close(told)
-    assert os.read(heard, 1) == b"!"
+    os.close(report)
+    assert os.read(reported, 1) == b"!"
     locks.close()
     os.write(ends, b"!")
     assert wait(pid) == 0
-    for fd in (heard, ended, ends):
+    for fd in (reported, ended, ends):
         os.close(fd)
 
 

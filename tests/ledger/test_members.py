@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,25 +22,12 @@ from tests.ledger.support import (
     keys,
     opened,
     places,
+    present,
     put,
     reserved,
-    there,
 )
 
 GRACE_SECONDS = DEVICE_GRACE_NS / 1e9
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
-    opened_here = opened(shm_root, clock=clock)
-    yield opened_here
-    admin.check(opened_here)
-    opened_here.close()
 
 
 def test_numbers_are_never_used_again(shm_root: Path) -> None:
@@ -82,7 +68,7 @@ def test_the_dead_are_struck_off_with_all_they_had(ledger: Ledger) -> None:
     assert gauges["free"] == 28
     assert admin.counters(ledger)["reaped_chunks"] == 3
     put(ledger, keys(*range(100, 200)), chained=False)
-    assert not any(there(ledger, keys(*range(4))))
+    assert not any(present(ledger, keys(*range(4))))
 
 
 def test_however_much_the_dead_reserved_is_taken_back_a_part_at_a_time(
@@ -118,28 +104,28 @@ def test_who_leaves_keeps_the_slots_into_which_another_member_copies(
     def work() -> None:
         rooms = reserved(ledger.reserve(keys(1, 2), namespace=TENANT))
         os.write(
-            tell,
+            send,
             b"".join(b"%d %d\n" % (one.slot, one.generation) for one in rooms),
         )
-        os.read(go, 1)
+        os.read(go_on, 1)
         ledger.close()
 
-    (told, tell), (go, let) = os.pipe(), os.pipe()
+    (receive, send), (go_on, let_go) = os.pipe(), os.pipe()
     pid = child(work)
-    lines = os.read(told, 4096).split()
+    lines = os.read(receive, 4096).split()
     rooms = [
         Reserved(key, int(lines[2 * i]), int(lines[2 * i + 1]))
         for i, key in enumerate(keys(1, 2))
     ]
     assert ledger.adopt(rooms[:1], 0) == [True]
-    os.write(let, b"!")
+    os.write(let_go, b"!")
     assert wait(pid) == 0
     assert admin.gauges(ledger)["reserved"] == 1, (
         "only what nobody writes into is free"
     )
     assert ledger.commit(rooms[:1]) == [True]
     assert ledger.commit(rooms[1:]) == [False]
-    for end in (told, tell, go, let):
+    for end in (receive, send, go_on, let_go):
         os.close(end)
 
 
@@ -185,7 +171,7 @@ def test_what_the_dead_reserved_is_taken_back_when_room_is_short(
         lambda: (ledger.reserve(keys(1, 2, 3, 4), namespace=TENANT), None)[1]
     )
     put(ledger, keys(11, 12, 13, 14))
-    assert all(there(ledger, keys(*range(100, 128)))), (
+    assert all(present(ledger, keys(*range(100, 128)))), (
         "no stored chunk was evicted"
     )
 
@@ -220,7 +206,7 @@ def test_a_slot_that_a_gpu_may_still_write_is_kept_for_a_while_and_its_key_is_no
     clock.advance(0.2)
     assert admin.reap(ledger) == 2
     assert admin.gauges(ledger)["members"] == 1
-    assert all(there(ledger, keys(1, 2)))
+    assert all(present(ledger, keys(1, 2)))
 
 
 def test_the_grace_is_for_who_writes_and_not_for_who_reserved(

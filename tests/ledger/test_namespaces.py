@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from pagoda.base.clock import Clock
 from pagoda.base.errors import StoreError
 from pagoda.ledger import (
     Ledger,
     Reserved,
     ScannedChunk,
+    StoreSpec,
     admin,
     clears_and_labels,
     hold_pin_remove,
@@ -27,20 +28,25 @@ from tests.ledger.support import (
     gate_taken,
     keys,
     opened,
+    present,
     put,
     reserved,
-    there,
+    small_store,
 )
 
 LATER = 1 << 60  # a generation after every line
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    opened_here = opened(tmp_path, kind="file")
-    yield opened_here
-    admin.check(opened_here)
-    opened_here.close()
+def clock() -> Clock:
+    """The machine's clock."""
+    return Clock()
+
+
+@pytest.fixture
+def store_spec(tmp_path: Path) -> StoreSpec:
+    """A store on disk."""
+    return small_store(tmp_path, kind="file")
 
 
 def rebuilt(root: Path, slots: int = 32) -> Ledger:
@@ -75,7 +81,7 @@ def test_a_clear_is_one_tenants_own(ledger: Ledger) -> None:
     put(ledger, keys(*range(10, 13)), OTHER)
     assert admin.clear(ledger, OTHER) == 3
     assert admin.clear(ledger, OTHER) == 0
-    assert all(there(ledger, keys(*range(5))))
+    assert all(present(ledger, keys(*range(5))))
     assert admin.clear(ledger) == 5
     assert admin.clear(ledger) == 0
 
@@ -83,7 +89,7 @@ def test_a_clear_is_one_tenants_own(ledger: Ledger) -> None:
 def test_what_is_stored_after_a_clear_of_nothing_stays(ledger: Ledger) -> None:
     assert admin.clear(ledger, OTHER) == 0
     put(ledger, keys(1), OTHER)
-    assert there(ledger, keys(1)) == [True]
+    assert present(ledger, keys(1)) == [True]
 
 
 def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
@@ -92,7 +98,7 @@ def test_what_is_stored_after_a_clear_stays(ledger: Ledger) -> None:
     admin.clear(ledger, TENANT)
     [new] = put(ledger, keys(1))
     assert ledger.commit(old) == [False]
-    assert there(ledger, keys(1, 2)) == [True, False]
+    assert present(ledger, keys(1, 2)) == [True, False]
     assert new.generation > 0
 
 
@@ -109,7 +115,7 @@ def test_what_is_stored_while_a_clear_removes_stays(ledger: Ledger) -> None:
     dropped = hold_pin_remove.drop_cleared
     slots = list(range(ledger.slots))
     assert ledger.session.write(lambda w: dropped(w, slots, pending)) == 2
-    assert there(ledger, keys(1, 2, 3)) == [False, False, True]
+    assert present(ledger, keys(1, 2, 3)) == [False, False, True]
 
 
 def test_a_clear_that_cannot_be_written_down_removes_what_is_there(
@@ -121,7 +127,7 @@ def test_a_clear_that_cannot_be_written_down_removes_what_is_there(
         file.mkdir()
     with pytest.raises(StoreError, match="a power cut may bring it back"):
         admin.clear(ledger)
-    assert there(ledger, keys(1, 2)) == [False, False]
+    assert present(ledger, keys(1, 2)) == [False, False]
 
 
 def test_a_list_of_namespaces_takes_no_longer_than_its_deadline(
@@ -157,7 +163,7 @@ def test_a_rebuild_knows_labels_and_what_was_cleared(tmp_path: Path) -> None:
     rebuild.absorb(
         again, 0, [header(mine), header(old, OTHER), header(new, OTHER)]
     )
-    assert there(again, keys(1, 2, 3)) == [True, False, True]
+    assert present(again, keys(1, 2, 3)) == [True, False, True]
     assert admin.list_namespaces(again)[OTHER] == (OTHER, {"model": "b"}, 1)
     rebuild.absorb(again, 3, [None] * 29)
     admin.check(again)
@@ -179,7 +185,12 @@ def test_a_clear_in_the_middle_of_a_scan_takes_what_is_found_after_it(
     rebuild.absorb(
         again, rebuild.unscanned(again)[0], [header(second), header(other, OTHER)]
     )
-    assert there(again, keys(1, 2, 3, 4)) == [False, False, not everything, True]
+    assert present(again, keys(1, 2, 3, 4)) == [
+        False,
+        False,
+        not everything,
+        True,
+    ]
     again.close()
     # and once more, before the first scan has ended
     (tmp_path / "store" / "data.mdb").unlink()
@@ -189,7 +200,7 @@ def test_a_clear_in_the_middle_of_a_scan_takes_what_is_found_after_it(
         0,
         [header(first), header(second), header(other, OTHER), header(new)],
     )
-    assert there(last, keys(1, 2, 3, 4)) == [False, False, not everything, True]
+    assert present(last, keys(1, 2, 3, 4)) == [False, False, not everything, True]
     last.close()
 
 
@@ -203,11 +214,11 @@ def test_what_is_stored_during_a_scan_takes_nothing_from_what_the_scan_finds(
     rebuild.absorb(again, 0, [None])
     put(again, keys(3), chained=False)  # makes the row of the namespace
     rebuild.absorb(again, 1, [header(first), header(second)])
-    assert there(again, keys(1, 2, 3)) == [True, True, True]
+    assert present(again, keys(1, 2, 3)) == [True, True, True]
     again.close()
 
 
-def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(
+def test_a_store_of_an_older_version_knows_what_was_cleared_by_numbers(
     tmp_path: Path,
 ) -> None:
     """That version counted the clears of each namespace in the file of labels, and wrote the number
@@ -230,7 +241,7 @@ def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(
             [ScannedChunk(keys(n)[0], OTHER, n, 0, 16, 5 + n) for n in range(4)],
         )
         rebuild.absorb(again, 4, [ScannedChunk(keys(9)[0], TENANT, 0, 0, 16, 5)])
-        assert there(again, keys(0, 1, 2, 3, 9)) == [
+        assert present(again, keys(0, 1, 2, 3, 9)) == [
             False,
             False,
             True,
@@ -240,7 +251,7 @@ def test_a_store_of_an_older_version_tells_what_was_cleared_by_numbers(
         assert admin.list_namespaces(again)[OTHER].fields == {"model": "b"}
         if turn:
             assert admin.clear(again, OTHER) == 2
-            assert there(again, keys(2, 3, 9)) == [False, False, True]
+            assert present(again, keys(2, 3, 9)) == [False, False, True]
         again.close()
 
 
@@ -336,10 +347,10 @@ def test_after_a_rebuild_the_oldest_goes_first_and_of_a_chain_its_tail(
     ]
     rebuild.absorb(ledger, 0, [*chain, *older])
     put(ledger, keys(*range(200, 224)), chained=False)
-    assert not any(there(ledger, keys(*range(100, 124))))
-    assert all(there(ledger, keys(*range(8))))
+    assert not any(present(ledger, keys(*range(100, 124))))
+    assert all(present(ledger, keys(*range(8))))
     put(ledger, keys(300, 301), chained=False)
-    assert there(ledger, keys(*range(8))) == [True] * 6 + [False] * 2
+    assert present(ledger, keys(*range(8))) == [True] * 6 + [False] * 2
     ledger.close()
 
 

@@ -5,11 +5,10 @@ break it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,39 +26,23 @@ from pagoda.ledger import (
     admin,
 )
 from pagoda.ledger.clear_log import ClearLog
-from pagoda.ledger.locks import BEYOND
 from pagoda.testing import FakeClock
 from tests.children import in_child
-from tests.ledger import support
-from tests.ledger.rules import (
+from tests.ledger.support import (
     OTHER,
     SLOTS,
     TENANT,
-    Peer,
+    Other,
+    gate_taken,
     keys,
+    must,
+    opened,
     places,
     present,
     put,
     reserved,
     spec,
 )
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    """A clock that does not advance."""
-    return FakeClock()
-
-
-@pytest.fixture
-def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
-    """A ledger of 32 slots with two tenants."""
-    opened = Ledger.open(spec(shm_root), clock=clock)
-    for namespace, model in ((TENANT, "a"), (OTHER, "b")):
-        opened.namespaces.register(namespace, {"model": model})
-    yield opened
-    admin.check(opened)
-    opened.close()
 
 
 class Interrupting(Clock):
@@ -252,47 +235,41 @@ def test_clearing_says_so_if_what_was_cleared_could_come_back(
 # live and dead members
 
 
-def filling(ledger: Ledger, *numbers: int) -> Peer:
+def filling(ledger: Ledger, *numbers: int) -> Other:
     """Let another process reserve some keys."""
-    return Peer(
-        lambda: (
-            len(reserved(ledger.reserve(keys(*numbers), namespace=TENANT)))
-            == len(numbers)
-        )
-    )
+
+    def work() -> None:
+        rooms = reserved(ledger.reserve(keys(*numbers), namespace=TENANT))
+        assert len(rooms) == len(numbers)
+
+    return Other(work)
 
 
 def test_the_reservation_of_a_living_member_is_never_taken_back(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    peer = filling(ledger, 1, 2)
-    try:
+    with filling(ledger, 1, 2):
         clock.advance(3600)
         assert admin.reap(ledger) == 0
         for start in range(100, 100 + 4 * SLOTS):
             put(ledger, keys(start))
         assert admin.gauges(ledger)["reserved"] == 2
         admin.check(ledger)
-    finally:
-        peer.end()
     admin.reap(ledger)
     assert admin.gauges(ledger)["reserved"] == 0
     assert admin.gauges(ledger)["members"] == 1
 
 
 def test_a_stopped_member_lives(ledger: Ledger) -> None:
-    peer = filling(ledger, 1)
-    try:
-        os.kill(peer.pid, signal.SIGSTOP)
+    with filling(ledger, 1) as other:
+        os.kill(other.pid, signal.SIGSTOP)
         time.sleep(0.05)
         assert admin.reap(ledger) == 0
         assert admin.gauges(ledger)["reserved"] == 1
         [outcome] = ledger.reserve(keys(1), namespace=TENANT)
         assert isinstance(outcome, Busy)
         assert outcome.owner != ledger.session.member
-        os.kill(peer.pid, signal.SIGCONT)
-    finally:
-        peer.end()
+        os.kill(other.pid, signal.SIGCONT)
 
 
 def test_the_reservation_of_a_dead_member_is_taken_back_when_it_is_met(
@@ -310,10 +287,9 @@ def test_a_living_members_holds_keep_and_a_dead_ones_do_not(
     ledger: Ledger,
 ) -> None:
     kept = put(ledger, keys(*range(4)), chained=False)
-    peer = Peer(lambda: all(ledger.hold(*places(kept))))
-    put(ledger, keys(*range(100, 100 + 2 * SLOTS)), chained=False)
-    assert all(present(ledger, keys(*range(4))))
-    peer.end()
+    with Other(lambda: must(all(ledger.hold(*places(kept))))):
+        put(ledger, keys(*range(100, 100 + 2 * SLOTS)), chained=False)
+        assert all(present(ledger, keys(*range(4))))
     put(ledger, keys(*range(300, 300 + SLOTS)), chained=False)
     assert not any(present(ledger, keys(*range(4))))
 
@@ -321,19 +297,14 @@ def test_a_living_members_holds_keep_and_a_dead_ones_do_not(
 def test_a_part_that_a_living_member_adopted_keeps_the_reservation_of_a_dead_one(
     ledger: Ledger,
 ) -> None:
-    receive, send = os.pipe()
-
-    def work() -> bool:
+    def work() -> bytes:
         [room] = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
-        return os.write(send, f"{room.slot} {room.generation}".encode()) > 0
+        return f"{room.slot} {room.generation}".encode()
 
-    peer = Peer(work)
-    try:
-        slot, generation = map(int, os.read(receive, 100).split())
+    with Other(work) as other:
+        slot, generation = map(int, other.said.split())
         room = Reserved(keys(1)[0], slot, generation)
         assert ledger.adopt([room], 1) == [True]
-    finally:
-        peer.end()
     assert admin.reap(ledger) == 0
     assert admin.gauges(ledger)["reserved"] == 1
     assert ledger.adopt([room], 0) == [True]
@@ -365,14 +336,11 @@ def test_an_abort_frees_the_slot_only_when_the_writers_of_the_other_parts_are_do
     ledger: Ledger,
 ) -> None:
     rooms = reserved(ledger.reserve(keys(1), namespace=TENANT, parts=2))
-    peer = Peer(lambda: ledger.adopt(rooms, 1) == [True])
-    try:
+    with Other(lambda: must(ledger.adopt(rooms, 1) == [True])):
         ledger.abort(rooms)
         assert admin.reap(ledger) == 0
         assert admin.gauges(ledger)["reserved"] == 1
         assert ledger.commit(rooms, 0) == [False]
-    finally:
-        peer.end()
     assert admin.reap(ledger) == 1
     assert admin.gauges(ledger)["reserved"] == 0
 
@@ -426,27 +394,11 @@ def test_an_abort_that_was_late_is_done_by_the_next_transaction(
     assert present(ledger, keys(1, 2, 5)) == [False, False, True]
 
 
-@contextlib.contextmanager
-def gate_taken(ledger: Ledger) -> Iterator[None]:
-    """Let another process hold the gate exclusively during the block."""
-    state = ledger.directory / "state"
-    peer = Peer(
-        lambda: (
-            fcntl.lockf(os.open(state, os.O_RDWR), fcntl.LOCK_EX, 1, BEYOND)
-            is None
-        )
-    )
-    try:
-        yield
-    finally:
-        peer.end()
-
-
 @pytest.mark.parametrize("few", [3, 40])
 def test_a_run_ends_where_another_tenant_or_place_begins(
     shm_root: Path, few: int
 ) -> None:
-    with contextlib.closing(support.opened(shm_root, 1024)) as ledger:
+    with contextlib.closing(opened(shm_root, 1024)) as ledger:
         own, others, moved = (list(range(at, at + few)) for at in (0, 100, 200))
         put(ledger, keys(*own))
         put(ledger, keys(*others), namespace=OTHER)

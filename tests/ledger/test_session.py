@@ -10,12 +10,13 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 import pytest
 
+from pagoda.base.clock import Clock
 from pagoda.base.errors import ClosedError
 from pagoda.base.metrics import Reason
 from pagoda.ledger import (
@@ -42,19 +43,17 @@ from tests.ledger.support import (
     keys,
     opened,
     places,
+    present,
     put,
     reserved,
     spec,
-    there,
 )
 
 
 @pytest.fixture
-def ledger(shm_root: Path) -> Iterator[Ledger]:
-    opened_here = opened(shm_root)
-    yield opened_here
-    admin.check(opened_here)
-    opened_here.close()
+def clock() -> Clock:
+    """The machine's clock."""
+    return Clock()
 
 
 def busy_store(ledger: Ledger) -> None:
@@ -269,7 +268,7 @@ def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
         for thread in threads:
             thread.join(10)
     put(ledger, keys(9))
-    assert all(there(ledger, keys(1, 2, 3, 4)))
+    assert all(present(ledger, keys(1, 2, 3, 4)))
     assert not admin.gauges(ledger)["reserved"]
 
 
@@ -369,7 +368,7 @@ def test_a_death_at_any_step_loses_no_slot(
             chained=False,
         )
     assert admin.gauges(ledger)["ready"] == 32 and not any(
-        there(ledger, keys(600, 601))
+        present(ledger, keys(600, 601))
     ), "all slots can be used again"
     busy_store(ledger)
     ledger.close()
@@ -412,7 +411,7 @@ def test_a_child_is_a_stranger_with_a_number_of_its_own(ledger: Ledger) -> None:
     in_child(act)
     assert ledger.session.member == number
     assert ledger.commit([room]) == [True]
-    assert all(there(ledger, keys(1, 2)))
+    assert all(present(ledger, keys(1, 2)))
 
 
 def test_grandchildren_work_too(ledger: Ledger) -> None:
@@ -422,7 +421,7 @@ def test_grandchildren_work_too(ledger: Ledger) -> None:
         put(ledger, keys(3))
 
     in_child(act)
-    assert all(there(ledger, keys(1, 2, 3)))
+    assert all(present(ledger, keys(1, 2, 3)))
 
 
 def test_what_a_child_counts_before_its_first_transaction_is_not_its_parents(
@@ -487,7 +486,7 @@ def test_a_fork_while_a_thread_waits_at_the_gate(
     waiting.join(60)
     os.write(send, b"x")
     assert wait(pid) == 0
-    assert all(there(ledger, keys(1, 2)))
+    assert all(present(ledger, keys(1, 2)))
 
 
 def test_a_fork_while_a_thread_writes_hangs_nobody(
@@ -624,7 +623,7 @@ def test_closing_gives_up_what_was_reserved_and_held(shm_root: Path) -> None:
         assert gauges["members"] == 2
         assert gauges["ready"] == 5
         put(again, keys(*range(100, 200)), chained=False)
-        assert not any(there(again, keys(*range(5))))
+        assert not any(present(again, keys(*range(5))))
         again.close()
 
 
@@ -725,5 +724,5 @@ def test_tables_that_another_thread_has_open_without_a_session_can_be_opened_in_
     forked.set()
     thread.join(PATIENT_SECONDS)
     assert wait(pid) == 0
-    assert there(ledgers[0], keys(1)) == [True]
+    assert present(ledgers[0], keys(1)) == [True]
     ledgers[0].close()

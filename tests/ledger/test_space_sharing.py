@@ -539,9 +539,9 @@ def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
     (shm_root / "strange" / "locks").touch()
     (shm_root / "strange" / "state").write_text("of a later version")
     (shm_root / "strange" / "slab").write_bytes(bytes(LIMIT))
-    with pytest.raises(NoRoomError) as told:
+    with pytest.raises(NoRoomError) as raised:
         Room(shm_root)
-    said = str(told.value)
+    said = str(raised.value)
     assert "strange holds" in said
     assert "does not know" in said
     assert "-" not in said.replace(str(shm_root), "")

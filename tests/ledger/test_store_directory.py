@@ -26,10 +26,10 @@ from tests.ledger.support import (
     keys,
     open_once,
     opened,
+    present,
     put,
     rebuilt,
     spec,
-    there,
 )
 
 
@@ -120,7 +120,7 @@ def test_a_store_is_warm_and_the_same_when_it_is_opened_again(
     again = opened(shm_root)
     assert again is not ledger
     assert again.store_id == number
-    assert all(there(again, keys(1, 2, 3)))
+    assert all(present(again, keys(1, 2, 3)))
     admin.check(again)
     again.close()
 
@@ -165,7 +165,7 @@ def test_a_store_that_is_open_by_another_path_is_not_discarded_for_room(
             )
         )
     assert names(shm_root) == {"store"}
-    assert there(ledger, keys(1)) == [True]
+    assert present(ledger, keys(1)) == [True]
     ledger.close()
 
 
@@ -253,7 +253,7 @@ def test_an_existing_store_is_attached_to_as_it_is(
     monkeypatch.chdir(shm_root / "store")
     attached = Ledger.attach(Path("."))
     assert attached.slots == 40
-    assert there(attached, keys(1)) == [True]
+    assert present(attached, keys(1)) == [True]
     attached.close()
 
 

@@ -29,9 +29,9 @@ from tests.ledger.support import (
     open_once,
     opened,
     places,
+    present,
     put,
     rebuilt,
-    there,
 )
 
 
@@ -104,7 +104,7 @@ def test_leases_are_void_after_a_reboot_and_recency_never_goes_back(
     assert admin.gauges(again)["leased"] == 0
     assert admin.gauges(again)["ready"] == 32
     put(again, keys(100))
-    assert there(again, keys(0)) == [False], "the oldest is no longer leased"
+    assert present(again, keys(0)) == [False], "the oldest is no longer leased"
     again.close()
 
 
@@ -142,7 +142,7 @@ def test_times_that_are_ahead_of_the_clock_end_with_the_next_opening(
     assert admin.gauges(again)["ready"] == 32
     assert again.stamp() > newest
     put(again, keys(100))
-    assert there(again, keys(100)) == [True]
+    assert present(again, keys(100)) == [True]
     again.close()
 
 

@@ -5,7 +5,6 @@ found again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from pagoda.ledger import (
     Ledger,
     Reserved,
     ScannedChunk,
+    StoreSpec,
     admin,
     clears_and_labels,
     rebuild,
@@ -32,9 +32,10 @@ from tests.ledger.support import (
     gate_taken,
     keys,
     opened,
+    present,
     put,
     reserved,
-    there,
+    small_store,
 )
 
 # more clears than one file holds before the other one is written
@@ -76,16 +77,9 @@ def sizes(ledger: Ledger) -> dict[str, int]:
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def ledger(shm_root: Path, clock: FakeClock) -> Iterator[Ledger]:
-    opened_here = opened(shm_root, clock=clock, kind="file")
-    yield opened_here
-    admin.check(opened_here)
-    opened_here.close()
+def store_spec(shm_root: Path) -> StoreSpec:
+    """A store on disk, as far as its ledger can see."""
+    return small_store(shm_root, kind="file")
 
 
 @pytest.mark.slow
@@ -135,7 +129,7 @@ def test_every_slot_may_be_another_tenants(shm_root: Path) -> None:
         )
         put(ledger, keys(number), tenant(number), chained=False)
     assert admin.gauges(ledger)["ready"] == 6000
-    assert all(there(ledger, keys(*range(6000))))
+    assert all(present(ledger, keys(*range(6000))))
     admin.check(ledger)
     assert admin.clear(ledger, tenant(77)) == 1
     assert admin.clear(ledger) == 5999
@@ -227,7 +221,7 @@ def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(
         header(evicted, tenant(5)),
     ]
     ledger = after_a_power_cut(shm_root, headers)
-    assert there(ledger, keys(1, 2, 3, 4)) == [True, False, True, False]
+    assert present(ledger, keys(1, 2, 3, 4)) == [True, False, True, False]
     admin.clear(ledger, OTHER)
     ledger.close()
 
@@ -246,7 +240,7 @@ def test_a_clear_of_everything_stays_in_force_with_others_after_it(
     again = after_a_power_cut(
         shm_root, [header(one, TENANT), header(two, OTHER), header(new, OTHER)]
     )
-    assert there(again, keys(1, 2, 3)) == [False, False, True]
+    assert present(again, keys(1, 2, 3)) == [False, False, True]
     again.close()
 
 
@@ -262,7 +256,7 @@ def test_a_tenant_that_comes_back_is_listed_with_a_line_of_its_own(
     ledger.close()
     (shm_root / "store" / "data.mdb").unlink()
     again = after_a_power_cut(shm_root, [header(old, OTHER), header(new, OTHER)])
-    assert there(again, keys(1, 2)) == [False, True]
+    assert present(again, keys(1, 2)) == [False, True]
     again.close()
 
 
@@ -277,7 +271,7 @@ def test_a_clear_that_is_written_late_brings_nothing_back(shm_root: Path) -> Non
     ledger.close()
     (shm_root / "store" / "data.mdb").unlink()
     again = after_a_power_cut(shm_root, [header(stored, OTHER)])
-    assert there(again, keys(1)) == [False]
+    assert present(again, keys(1)) == [False]
     again.close()
 
 
@@ -312,7 +306,7 @@ def test_several_processes_clear_at_once(shm_root: Path) -> None:
     assert {row.namespace_root for row in admin.list_chunks(again)} <= {
         tenant(10_000 * which) for which in (1, 2, 3)
     }
-    assert there(again, keys(1)) == [True]
+    assert present(again, keys(1)) == [True]
     again.close()
 
 
@@ -339,12 +333,12 @@ def test_damaged_files_of_clears_bring_nothing_back(
     again = after_a_power_cut(
         shm_root, [header(one, TENANT), header(two, TENANT)]
     )
-    assert there(again, keys(1)) == [False]
+    assert present(again, keys(1)) == [False]
     [new] = put(again, keys(3))
     again.close()
     (shm_root / "store" / "data.mdb").unlink()
     last = after_a_power_cut(shm_root, [header(one, TENANT), header(new, TENANT)])
-    assert there(last, keys(1, 3)) == [False, True]
+    assert present(last, keys(1, 3)) == [False, True]
     last.close()
 
 
@@ -366,7 +360,7 @@ def test_a_torn_record_is_none(shm_root: Path) -> None:
     path.write_bytes(content)
     (shm_root / "store" / "data.mdb").unlink()
     again = after_a_power_cut(shm_root, [header(one, TENANT), header(two, OTHER)])
-    assert there(again, keys(1, 2)) == [False, True]
+    assert present(again, keys(1, 2)) == [False, True]
     again.close()
 
 
@@ -397,7 +391,9 @@ def test_names_are_bounded_in_length_and_number(shm_root: Path) -> None:
     assert (shm_root / "store" / "namespaces").stat().st_size < most * 1200
 
 
-def test_a_name_is_told_without_a_transaction_of_its_own(ledger: Ledger) -> None:
+def test_a_name_is_registered_without_a_transaction_of_its_own(
+    ledger: Ledger,
+) -> None:
     with gate_taken(ledger):
         for number in range(100):
             # waits for no lock
@@ -414,7 +410,9 @@ def _knows(directory: Path, count: int) -> None:
     )
 
 
-def test_a_flood_of_names_loses_none_that_is_told_again(ledger: Ledger) -> None:
+def test_a_flood_of_names_loses_none_that_is_registered_again(
+    ledger: Ledger,
+) -> None:
     for _ in range(3):
         for number in range(600):
             ledger.namespaces.register(tenant(number), {"model": f"{number}"})

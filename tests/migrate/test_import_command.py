@@ -87,7 +87,7 @@ def test_what_is_not_supported_is_refused_unless_forced(lmcache: Path) -> None:
     assert "mystery: unknown" in done.stderr
 
 
-def test_json(lmcache: Path) -> None:
+def test_json_names_each_field_and_its_verdict(lmcache: Path) -> None:
     lmcache.write_text(GOOD + "enable_p2p: true\n")
     done = done_here("config", "import", lmcache, "--json")
     found = json.loads(done.stdout)

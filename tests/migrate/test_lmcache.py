@@ -210,7 +210,7 @@ def test_sizes_of_each_worker_are_added_up(tmp_path: Path) -> None:
     )
 
 
-def test_the_host_tier() -> None:
+def test_the_host_tier_keeps_its_size_or_is_off() -> None:
     assert translate({"chunk_size": 256}).options["host_size"] == "5GiB"
     off = translate({"local_cpu": "False", "max_local_cpu_size": 5})
     assert off.options == {"host_size": 0}
@@ -410,7 +410,7 @@ def test_what_is_no_url_is_refused(url: str) -> None:
         ),
     ],
 )
-def test_the_older_fields(
+def test_older_fields_are_translated(
     fields: dict[str, object], options: dict[str, object]
 ) -> None:
     made = translate(fields)
@@ -621,7 +621,7 @@ def test_anything_is_a_translation_or_a_config_error(
     )
 
 
-def test_files(tmp_path: Path) -> None:
+def test_yaml_and_json_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "lmcache.yaml"
     file.write_text(
         "chunk_size: 128 # tokens\nlocal_disk: null\nextra_config:\n  use_odirect: true\n"
@@ -649,7 +649,7 @@ def test_files(tmp_path: Path) -> None:
         read(tmp_path / "none.yaml")
 
 
-def test_the_environment() -> None:
+def test_variables_of_the_environment_are_read() -> None:
     environ = {
         "LMCACHE_CHUNK_SIZE": "64",
         "LMCACHE_LOCAL_CPU": "True",

@@ -79,7 +79,9 @@ def hits_by(cache: Cache, tier: str) -> None:
 
 
 @pytest.mark.slow
-def test_lmcaches_server(shm_root: Path) -> None:
+def test_a_configuration_with_lmcaches_server_hits_on_another_machine(
+    shm_root: Path,
+) -> None:
     with pagoda_server(shm_root / "server", "--host-size", "16MiB") as server:
         share_token(server)
         fields = OLDEST | {"remote_url": f"lm://127.0.0.1:{server.port}"}
@@ -90,7 +92,7 @@ def test_lmcaches_server(shm_root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_p2p(shm_root: Path) -> None:
+def test_a_p2p_configuration_hits_on_another_machine(shm_root: Path) -> None:
     with (
         pagoda_server(shm_root / "a" / "host") as one,
         pagoda_server(shm_root / "b" / "host") as two,
@@ -113,10 +115,10 @@ def test_p2p_with_a_look_up_server(shm_root: Path) -> None:
     default_token_file().parent.mkdir(parents=True, exist_ok=True)
     default_token_file().write_text("one-token-for-both")
     default_token_file().chmod(0o600)
-    with redis_server() as meeting, ExitStack() as both:
+    with redis_server() as directory_server, ExitStack() as both:
         for name, port in (("a", 8200), ("b", 8300)):
             place = {
-                "lookup_url": f"localhost:{meeting.port}",
+                "lookup_url": f"localhost:{directory_server.port}",
                 "distributed_url": f"localhost:{port}",
             }
             file = imported(shm_root / name, P2P | place)
@@ -127,7 +129,7 @@ def test_p2p_with_a_look_up_server(shm_root: Path) -> None:
                 str(default_token_file()),
             )
             both.enter_context(pagoda_server(shm_root / name / "host", *options))
-        place = {"lookup_url": f"redis://localhost:{meeting.port}"}
+        place = {"lookup_url": f"redis://localhost:{directory_server.port}"}
         with opened(shm_root / "a", P2P | place) as cache:
             kit.stored(cache, kit.prompt(8))
         with opened(shm_root / "b", P2P | place) as cache:

@@ -58,7 +58,7 @@ def test_a_constant_ratio_has_no_width() -> None:
     )
 
 
-def test_weights_by_wholes() -> None:
+def test_a_ratio_is_weighted_by_its_wholes() -> None:
     assert ratio_interval([1, 0], [1, 99]).value == 0.01
 
 

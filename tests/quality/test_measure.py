@@ -80,7 +80,9 @@ def exact_kv(model: LlamaForCausalLM, tokens: list[int]) -> KVCache:
 
 
 @pytest.mark.slow
-def test_the_rows(model: LlamaForCausalLM, run: QualityRun) -> None:
+def test_each_method_and_control_has_a_row(
+    model: LlamaForCausalLM, run: QualityRun
+) -> None:
     assert [row.name for row in run.rows] == [
         "exact",
         "plain reuse",

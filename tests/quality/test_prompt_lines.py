@@ -40,7 +40,7 @@ def read(
     )
 
 
-def test_ids_and_text(tmp_path: Path) -> None:
+def test_prompts_may_be_ids_or_text(tmp_path: Path) -> None:
     good, bad = read(
         tmp_path,
         {"documents": [[1, 2], [3]], "question": [4], "answer": [5, 6]},

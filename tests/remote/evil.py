@@ -93,14 +93,14 @@ class LyingRedis(Evil):
     """Forwards each command to a true Redis, one at a time, except those for which it has a false
     answer.
 
-    `lies`: the command's name -> from its arguments to the answer (None: the truth). `heard` are
+    `lies`: the command's name -> from its arguments to the answer (None: the truth). `requests` are
     all commands so far, without arguments of more than 256 bytes.
     """
 
     def __init__(self, true_port: int) -> None:
         self._true_port = true_port
         self.lies: dict[bytes, Callable[[list[bytes]], Lie | None]] = {}
-        self.heard: list[list[bytes]] = []
+        self.requests: list[list[bytes]] = []
         super().__init__()
 
     def talk(self, client: socket.socket) -> None:
@@ -114,15 +114,15 @@ class LyingRedis(Evil):
         ):
             while True:
                 raw, arguments = _command(commands)
-                self.heard.append(
+                self.requests.append(
                     [argument for argument in arguments if len(argument) <= 256]
                 )
                 lie = self.lies.get(arguments[0].upper())
-                told = lie(arguments) if lie is not None else None
-                if told is None:
+                pieces = lie(arguments) if lie is not None else None
+                if pieces is None:
                     truth.sendall(raw)
-                    told = [_answer(answers)]
-                for piece in told:
+                    pieces = [_answer(answers)]
+                for piece in pieces:
                     client.sendall(piece)
 
 
@@ -190,14 +190,14 @@ class LyingHttp(Evil):
     """An object store that understands PUT, GET (with a range), HEAD and DELETE, with false answers
     for some of them.
 
-    `lies`: the method -> from the path to the raw answer (None: the truth). `heard` are methods and
-    paths so far.
+    `lies`: the method -> from the path to the raw answer (None: the truth). `requests` are methods
+    and paths so far.
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.lies: dict[str, Callable[[str], Lie | None]] = {}
-        self.heard: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         super().__init__()
 
     def talk(self, client: socket.socket) -> None:
@@ -209,12 +209,12 @@ class LyingHttp(Evil):
                 if headers.get("expect") == "100-continue":
                     client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
                 body = requests.read(int(headers.get("content-length", "0")))
-                self.heard.append((method, path))
+                self.requests.append((method, path))
                 lie = self.lies.get(method)
-                told = lie(path) if lie is not None else None
+                pieces = lie(path) if lie is not None else None
                 for piece in (
-                    told
-                    if told is not None
+                    pieces
+                    if pieces is not None
                     else self._truth(method, path, headers, body)
                 ):
                     client.sendall(piece)

@@ -181,7 +181,7 @@ def liar(
     server = LyingHttp()
     for method, lie in lies.items():
         server.lies[method] = (
-            lie if callable(lie) else (lambda _, told=lie: [told])
+            lie if callable(lie) else (lambda _, answer=lie: [answer])
         )
     try:
         yield (

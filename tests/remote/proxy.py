@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pagoda.tiers.remote.redis import RedisClient
+
 _PIECE_BYTES = 64 << 10
 _SLICE_SECONDS = 0.02  # how soon a new fault is noticed
 
@@ -268,6 +270,11 @@ def proxy_to(port: int) -> Iterator[Proxy]:
         yield proxy
     finally:
         proxy.close()
+
+
+def through(proxy: Proxy, prefix: str) -> RedisClient:
+    """Return the client of a Redis behind a proxy."""
+    return RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.config.remote_urls import parse
 from pagoda.keys import Namespace
-from testbed.servers import BUCKET, Server, emptied_s3, redis_server
+from testbed.servers import BUCKET, Server, redis_server
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -39,21 +39,10 @@ PATIENT = "deadline=30s&look=30s"
 TENANT = {"salt": "a tenant"}
 
 
-@pytest.fixture(scope="module")
-def redis() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def s3(moto: Server) -> Server:
-    return emptied_s3(moto)
-
-
 @pytest.fixture
-def url(redis: Server) -> str:
+def url(server: Server) -> str:
     """A Redis in which this test has a separate prefix."""
-    return f"{redis.url}/0?prefix={fresh_prefix()}&{PATIENT}"
+    return f"{server.url}/0?prefix={fresh_prefix()}&{PATIENT}"
 
 
 @contextmanager
@@ -146,11 +135,11 @@ def test_a_remote_tier_alone(url: str) -> None:
 
 
 def test_a_header_names_the_chunk_before_it(
-    shm_root: Path, redis: Server, url: str
+    shm_root: Path, server: Server, url: str
 ) -> None:
     """`pagoda warm` needs that."""
     tokens = prompt(4)
-    truth = client.Redis(port=redis.port)
+    truth = client.Redis(port=server.port)
     with cache_over(url, shm_root) as cache:
         stored(cache, tokens)
         keys = keys_of(cache, tokens)
@@ -176,7 +165,7 @@ def test_compressed_and_plain_chunks_in_one_store(
         assert served(cache, prompt(4, 1))[0].by_tier == {"redis": 64}
 
 
-def test_two_remote_tiers(shm_root: Path, url: str) -> None:
+def test_two_remote_tiers_are_filled_and_asked(shm_root: Path, url: str) -> None:
     far = url.replace("prefix=", "name=far&prefix=far-")
     with cache_over([url, far], shm_root / "1") as cache:
         assert cache.tiers == ("host", "redis", "far")
@@ -215,9 +204,9 @@ def test_what_was_not_there_is_found_soon_after_it_came(
 
 
 def test_a_server_that_forgets_is_filled_again(
-    shm_root: Path, redis: Server, url: str
+    shm_root: Path, server: Server, url: str
 ) -> None:
-    truth = client.Redis(port=redis.port)
+    truth = client.Redis(port=server.port)
     prefix = url.split("prefix=")[1].split("&")[0]
     with cache_over(url, shm_root / "1") as cache:
         stored(cache, prompt(6))
@@ -286,13 +275,13 @@ def test_a_clear_that_fails_names_the_tier(shm_root: Path) -> None:
 
 
 def test_a_limit_ends_a_load_whose_chunks_still_come(
-    redis: Server, url: str
+    server: Server, url: str
 ) -> None:
     """Each chunk begins the patience of a call again, and the end of the call must not depend on
     it.
     """
-    with proxy_to(redis.port) as proxy:
-        far = url.replace(str(redis.port), str(proxy.port))
+    with proxy_to(server.port) as proxy:
+        far = url.replace(str(server.port), str(proxy.port))
         with cache_over(far, None, deadline_seconds=30.0) as cache:
             stored(cache, prompt(12))
             proxy.down = Fault(
@@ -334,14 +323,14 @@ def test_weights_that_changed_here_only_are_not_shared(
     "write_policy", ["write_through", "selective", "write_back"]
 )
 def test_what_new_weights_computed_does_not_leave_the_machine(
-    shm_root: Path, tmp_path: Path, redis: Server, url: str, write_policy: str
+    shm_root: Path, tmp_path: Path, server: Server, url: str, write_policy: str
 ) -> None:
     """Also when it is used often: until the change has a name, another machine may use the same one
     for others.
     """
     with (
         cache_over(url, shm_root, tmp_path, write_policy=write_policy) as cache,
-        client.Redis(port=redis.port) as store,
+        client.Redis(port=server.port) as store,
     ):
         prefix = url.partition("prefix=")[2].partition("&")[0]
         cache.weights_changed()

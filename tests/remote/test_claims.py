@@ -21,7 +21,7 @@ from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError, StoreClient
-from testbed.servers import Server, need, redis_cluster, redis_server
+from testbed.servers import Server, need, redis_cluster
 from tests.remote.chunks import (
     OTHER,
     PATIENT_SECONDS,
@@ -43,12 +43,6 @@ redis = pytest.importorskip("redis")
 need("redis-server")
 
 CHUNKS = 8
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
 
 
 @contextlib.contextmanager

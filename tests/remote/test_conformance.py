@@ -33,7 +33,6 @@ from pagoda.tiers.remote.store_client import StoreClient
 from testbed.servers import (
     BUCKET,
     Server,
-    emptied_s3,
     mooncake_master,
     mooncake_peer,
     nginx_dav,
@@ -53,12 +52,6 @@ LAYOUT = KVLayout.opaque(4, 5000, "conformance")
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[Server]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def more_redis() -> Iterator[tuple[Server, Server]]:
     with redis_server() as second, redis_server() as third:
         yield second, third
@@ -71,14 +64,9 @@ def cluster() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def sentinel(redis: Server) -> Iterator[Server]:
-    with redis_sentinel(redis, "kv", quorum=1) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3(moto: Server) -> Server:
-    return emptied_s3(moto)
+def sentinel(server: Server) -> Iterator[Server]:
+    with redis_sentinel(server, "kv", quorum=1) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -135,8 +123,8 @@ class Remotely(TierConformance):
 
 class TestRedis(Remotely):
     @pytest.fixture(autouse=True)
-    def _server(self, redis: Server) -> None:
-        self.server = redis
+    def _server(self, server: Server) -> None:
+        self.server = server
 
 
 class TestQ4OnRedis(TestRedis):
@@ -169,8 +157,8 @@ class TestQuantisedAndZstdOnRedis(TestQ4OnRedis):
 
 class TestRedisPool(Remotely):
     @pytest.fixture(autouse=True)
-    def _servers(self, redis: Server, more_redis: tuple[Server, Server]) -> None:
-        self.servers = (redis, *more_redis)
+    def _servers(self, server: Server, more_redis: tuple[Server, Server]) -> None:
+        self.servers = (server, *more_redis)
 
     def remote(self) -> StoreClient:
         places = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
@@ -251,8 +239,8 @@ class TestS3(Remotely):
 
 class TestIndexedS3(TestS3):
     @pytest.fixture(autouse=True)
-    def _index(self, redis: Server) -> None:
-        self.index = redis
+    def _index(self, server: Server) -> None:
+        self.index = server
 
     def remote(self) -> StoreClient:
         return IndexedStoreClient(

@@ -69,7 +69,7 @@ def use(cache: Cache, clock: FakeClock, seconds: float = 3.0) -> None:
     assert cache.flush(100)
 
 
-def test_after_flushall(shm_root: Path) -> None:
+def test_hot_chunks_are_stored_again_after_flushall(shm_root: Path) -> None:
     clock = FakeClock()
     with (
         redis_server() as redis,
@@ -166,7 +166,7 @@ def test_with_an_end_that_use_puts_off(shm_root: Path, from_below: bool) -> None
         assert min(truth.pttl(name) for name in names) > 3_000_000
 
 
-def test_after_its_end(shm_root: Path) -> None:
+def test_hot_chunks_are_stored_again_after_their_end(shm_root: Path) -> None:
     clock = FakeClock()
     with (
         redis_server() as redis,
@@ -231,7 +231,7 @@ def test_the_rule_of_the_documentation_is_enough(
             assert counters_of(cache)["miss_io_error"] == 0
 
 
-def test_who_may_only_read_is_told_once_and_reads_on(
+def test_who_may_only_read_gets_one_warning_and_reads_on(
     shm_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = FakeClock()

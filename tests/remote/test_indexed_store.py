@@ -19,7 +19,7 @@ from pagoda.base.metrics import Reason
 from pagoda.config.remote_urls import parse, redacted
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
-from testbed.servers import BUCKET, Server, emptied_s3, redis_server
+from testbed.servers import BUCKET, Server, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
 from tests.remote.chunks import (
     PATIENT_SECONDS,
@@ -35,17 +35,6 @@ from tests.remote.evil import LyingRedis
 from tests.remote.object_stores import until
 
 KEYS = "region=us-east-1&access_key_id=a&secret_access_key=b&allow_http=true"
-
-
-@pytest.fixture(scope="module")
-def s3(moto: Server) -> Server:
-    return emptied_s3(moto)
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
 
 
 @contextmanager
@@ -91,17 +80,17 @@ def counted(s3: Server) -> Iterator[tuple[str, Counter[str]]]:
 
 @pytest.fixture
 def place(
-    s3: Server, redis: Server, request: pytest.FixtureRequest
+    s3: Server, server: Server, request: pytest.FixtureRequest
 ) -> Iterator[tuple[str, Counter[str]]]:
     """The URL of an indexed tier that this test has for itself, and the requests that its object
     store got.
     """
-    with client.Redis(port=redis.port) as other:
+    with client.Redis(port=server.port) as other:
         other.flushall()
     with counted(s3) as (endpoint, asked):
         yield (
             f"s3://{BUCKET}/{request.node.name}?endpoint={endpoint}&{KEYS}&look=30s&deadline=30s"
-            f"&index=redis://127.0.0.1:{redis.port}/0",
+            f"&index=redis://127.0.0.1:{server.port}/0",
             asked,
         )
 
@@ -127,22 +116,22 @@ def test_a_look_up_sends_the_object_store_nothing(
 
 
 def test_an_object_that_was_received_is_served_whatever_becomes_of_its_mark(
-    place: tuple[str, Counter[str]], redis: Server
+    place: tuple[str, Counter[str]], server: Server
 ) -> None:
     url, _ = place
     tokens = prompt(6)
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
-    with closing(LyingRedis(redis.port)) as proxy:
+    with closing(LyingRedis(server.port)) as proxy:
         proxy.lies[b"HLEN"] = lambda said: [b"-NOPERM this user may not\r\n"]
         with cache_at(
-            None, None, remote=url.replace(f":{redis.port}/", f":{proxy.port}/")
+            None, None, remote=url.replace(f":{server.port}/", f":{proxy.port}/")
         ) as cache:
             assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
 
 
 def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
-    place: tuple[str, Counter[str]], s3: Server, redis: Server
+    place: tuple[str, Counter[str]], s3: Server, server: Server
 ) -> None:
     """As by a rule of the bucket's lifecycle: the index does not know of it."""
     url, _ = place
@@ -150,7 +139,7 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
         third = cache.keys(tokens)[2][2]
-    with client.Redis(port=redis.port) as other:
+    with client.Redis(port=server.port) as other:
         (mark,) = other.keys(f"*{{{third.hex()}}}")
     root = bytes.fromhex(mark.decode().split(":")[2])
     bucket = (
@@ -161,7 +150,7 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
     with cache_at(None, None, remote=url) as cache:
         hit, _ = served(cache, tokens)
         assert (hit.num_tokens, hit.reason) == (2 * CHUNK, Reason.ABSENT)
-        with client.Redis(port=redis.port) as other:
+        with client.Redis(port=server.port) as other:
             assert not other.exists(mark)
         stored(cache, tokens)
     with cache_at(None, None, remote=url) as cache:
@@ -169,13 +158,13 @@ def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
 
 
 def test_an_index_that_was_emptied_is_filled_by_stores(
-    place: tuple[str, Counter[str]], redis: Server
+    place: tuple[str, Counter[str]], server: Server
 ) -> None:
     url, _ = place
     tokens = prompt(6)
     with cache_at(None, None, remote=url) as cache:
         stored(cache, tokens)
-    with client.Redis(port=redis.port) as other:
+    with client.Redis(port=server.port) as other:
         other.flushall()
     with cache_at(None, None, remote=url) as cache:
         assert served(cache, tokens)[0].num_tokens == 0
@@ -184,11 +173,11 @@ def test_an_index_that_was_emptied_is_filled_by_stores(
 
 
 def test_a_load_keeps_the_mark(
-    place: tuple[str, Counter[str]], redis: Server
+    place: tuple[str, Counter[str]], server: Server
 ) -> None:
     """A Redis that evicts what was not used for long must know that the object is used."""
     url, _ = place
-    with client.Redis(port=redis.port) as other:
+    with client.Redis(port=server.port) as other:
         with cache_at(None, None, remote=f"{url}%3Fttl=1h") as cache:
             stored(cache, prompt(1))
             (mark,) = other.keys("pagoda-index-*")
@@ -235,10 +224,10 @@ def test_a_load_ranks_the_mark_as_the_store_did(
 
 
 def test_what_is_claimed_in_the_index_and_not_sent_is_released(
-    place: tuple[str, Counter[str]], redis: Server
+    place: tuple[str, Counter[str]], server: Server
 ) -> None:
     keys = keys_of(4)
-    with client.Redis(port=redis.port) as truth:
+    with client.Redis(port=server.port) as truth:
 
         def still_valid() -> bool:
             return len(truth.keys("*:w")) < len(keys)
@@ -256,23 +245,23 @@ def test_what_is_claimed_in_the_index_and_not_sent_is_released(
 
 
 def test_what_is_stale_once_it_was_sent_gets_no_mark(
-    place: tuple[str, Counter[str]], redis: Server
+    place: tuple[str, Counter[str]], server: Server
 ) -> None:
     url, asked = place
     with tier_on(parse(url).engine(), deadline_seconds=PATIENT_SECONDS) as tier:
         chunks = chunks_of(keys_of(1), still_valid=lambda: not asked["PUT"])
         assert ends(tier.save(chunks, ROOT)) == [Done(False, Reason.STALE)]
-        with client.Redis(port=redis.port) as truth, soon():
+        with client.Redis(port=server.port) as truth, soon():
             wait_until(lambda: not truth.keys("*"))
     assert asked["PUT"] == 1
 
 
 def test_remove_and_clear_reach_both(
-    place: tuple[str, Counter[str]], redis: Server
+    place: tuple[str, Counter[str]], server: Server
 ) -> None:
     url, _ = place
     with (
-        client.Redis(port=redis.port) as other,
+        client.Redis(port=server.port) as other,
         cache_at(None, None, remote=url) as cache,
     ):
         stored(cache, prompt(4))
@@ -283,7 +272,7 @@ def test_remove_and_clear_reach_both(
 
     keys = keys_of(2)
     with (
-        client.Redis(port=redis.port) as other,
+        client.Redis(port=server.port) as other,
         tier_on(parse(url).engine(), deadline_seconds=30) as tier,
     ):
         assert all(end.ok for end in ends(tier.save(chunks_of(keys), ROOT)))
@@ -305,18 +294,18 @@ def test_an_index_that_does_not_answer_is_a_miss_that_the_log_explains(
     assert "127.0.0.1:1" in caplog.text
 
 
-def test_two_stores_share_an_index(s3: Server, redis: Server) -> None:
+def test_two_stores_share_an_index(s3: Server, server: Server) -> None:
     """Also with the chunks of a Redis tier: no mark is taken for another store's, or for a
     chunk.
     """
-    base = f"endpoint=http://127.0.0.1:{s3.port}&{KEYS}&look=30s&deadline=30s&index=redis://127.0.0.1:{redis.port}/0"
+    base = f"endpoint=http://127.0.0.1:{s3.port}&{KEYS}&look=30s&deadline=30s&index=redis://127.0.0.1:{server.port}/0"
     one = f"s3://{BUCKET}/one?{base}"
     two = f"s3://{BUCKET}/two?{base}"
-    with client.Redis(port=redis.port) as other:
+    with client.Redis(port=server.port) as other:
         other.flushall()
     with cache_at(None, None, remote=one) as cache:
         stored(cache, prompt(3))
-    for remote in (two, f"{redis.url}/0?look=30s&deadline=30s"):
+    for remote in (two, f"{server.url}/0?look=30s&deadline=30s"):
         with cache_at(None, None, remote=remote) as cache:
             assert served(cache, prompt(3))[0].num_tokens == 0
 

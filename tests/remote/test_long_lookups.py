@@ -26,12 +26,6 @@ LONG = 3 * EXACT_KEYS
 HOLE = 700  # between two positions that are asked about
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
 @pytest.fixture
 def db(server: Server) -> Iterator[client.Redis]:
     """The same Redis as another client sees it, empty."""

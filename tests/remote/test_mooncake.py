@@ -516,7 +516,7 @@ def test_the_memory_of_this_machine_is_part_of_the_pool(
             recovers(others, later)
             giving.clear()
             gc.collect()
-            # its master was told, and does not wait for it to be silent
+            # it has left its master, which does not wait for it to be silent
             with soon(10.0):
                 wait_until(lambda: set(load(others, later)) == {Reason.ABSENT})
         wait_until(lambda: helpers() <= before)

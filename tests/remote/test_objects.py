@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -39,15 +38,6 @@ from tests.remote.object_stores import (
     s3_options,
     until,
 )
-
-
-@pytest.fixture
-def connection(store: Store) -> Iterator[ObjectStoreConnection]:
-    made = store.remote().connection().open(until())
-    yield made
-    made.clear(None, walk(ENOUGH_SECONDS))
-    made.close()
-
 
 # ---- good days
 
@@ -203,7 +193,7 @@ class Counting:
 
     @property
     def asked(self) -> int:
-        return sum(method == "HEAD" for method, _ in self._server.heard)
+        return sum(method == "HEAD" for method, _ in self._server.requests)
 
     def __enter__(self) -> tuple[Counting, ObjectStoreConnection]:
         self._server.lies["HEAD"] = lambda path: [

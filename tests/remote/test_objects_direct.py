@@ -88,7 +88,7 @@ def test_no_question_is_redirected(
         ]
         for call in calls:
             assert isinstance(trouble(call), RefusedError)
-    assert victim.heard == []
+    assert victim.requests == []
     assert victim.connections == 0
 
 
@@ -166,7 +166,7 @@ def page(names: list[str], token: str | None) -> bytes:
 def listing(
     pages: Callable[[str], Lie],
 ) -> Iterator[tuple[LyingHttp, ObjectStoreConnection]]:
-    """A connection to an S3 that answers GET with these, and claims to delete what it is told
+    """A connection to an S3 that answers GET with these, and claims to delete what it is asked
     to.
     """
     server = LyingHttp()

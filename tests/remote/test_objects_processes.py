@@ -19,10 +19,8 @@ import pytest
 
 from pagoda.tiers.remote.object_store import ObjectStoreConnection
 from testbed.servers import BUCKET, authority
-from tests.remote.chunks import walk
 from tests.remote.evil import http as answer
 from tests.remote.object_stores import (
-    ENOUGH_SECONDS,
     Room,
     Store,
     get,
@@ -33,14 +31,6 @@ from tests.remote.object_stores import (
     s3_options,
     until,
 )
-
-
-@pytest.fixture
-def connection(store: Store) -> Iterator[ObjectStoreConnection]:
-    made = store.remote().connection().open(until())
-    yield made
-    made.clear(None, walk(ENOUGH_SECONDS))
-    made.close()
 
 
 def in_child(work: Callable[[], str]) -> str:
@@ -62,7 +52,7 @@ def in_child(work: Callable[[], str]) -> str:
     return said
 
 
-def test_a_forked_child_is_told_at_once(
+def test_a_call_in_a_forked_child_fails_at_once(
     store: Store, connection: ObjectStoreConnection
 ) -> None:
     remote = store.remote()
@@ -79,9 +69,9 @@ def test_a_forked_child_is_told_at_once(
         took = time.monotonic() - begun
         gc.collect()
         # and not when the deadline has passed
-        return "told" if took < 20 else "slow"
+        return "at once" if took < 20 else "slow"
 
-    assert in_child(child) == "told"
+    assert in_child(child) == "at once"
     put(connection, keys(1)[0], noise(10))  # the parent's continues
     assert get(connection, keys(1)[0], Room(10)) == 10
 

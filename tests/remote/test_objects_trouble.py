@@ -7,7 +7,7 @@ import contextlib
 import gzip
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,15 +53,6 @@ from tests.remote.object_stores import (
     until,
 )
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, black_hole, proxy_to
-
-
-@pytest.fixture
-def connection(store: Store) -> Iterator[ObjectStoreConnection]:
-    made = store.remote().connection().open(until())
-    yield made
-    made.clear(None, walk(ENOUGH_SECONDS))
-    made.close()
-
 
 # ---- bad answers
 
@@ -296,11 +287,11 @@ def test_nothing_is_unpacked_on_the_way() -> None:
 
 
 def test_a_store_that_cannot_create_is_overwritten() -> None:
-    heard: list[int] = []
+    requests: list[int] = []
 
     def first_says_no(_: str) -> Lie | None:
-        heard.append(1)
-        return [answer(501)] if len(heard) == 1 else None
+        requests.append(1)
+        return [answer(501)] if len(requests) == 1 else None
 
     with liar({}) as (server, _):
         options = s3_options(f"http://127.0.0.1:{server.port}")
@@ -311,9 +302,9 @@ def test_a_store_that_cannot_create_is_overwritten() -> None:
         )
         server.lies["PUT"] = first_says_no
         assert put(connection, keys(2)[0], noise(1)) is PutResult.STORED
-        assert len(heard) == 2
+        assert len(requests) == 2
         assert put(connection, keys(2)[1], noise(1)) is PutResult.STORED
-        assert len(heard) == 3
+        assert len(requests) == 3
         connection.close()
 
 
@@ -359,7 +350,7 @@ def test_folders_are_made_where_a_put_makes_none() -> None:
             assert put(connection, key, noise(10)) is PutResult.STORED
         assert connection.find(NAMESPACE, keys(3), until()) == 3
         assert len(server.objects) == 3
-        assert sum(method == "MKCOL" for method, _ in server.heard) < 20
+        assert sum(method == "MKCOL" for method, _ in server.requests) < 20
 
 
 def test_nothing_is_taken_for_stored_where_no_folder_can_be_made() -> None:
@@ -413,7 +404,7 @@ def test_a_walk_ends_however_deep_the_folders_go() -> None:
         contextlib.closing(remote.connection().open(until())) as connection,
     ):
         assert connection.count_by_namespace(walk(5.0)) == {}
-        assert sum(method == "PROPFIND" for method, _ in server.heard) == 3
+        assert sum(method == "PROPFIND" for method, _ in server.requests) == 3
 
 
 def test_a_listing_may_come_in_chunks() -> None:

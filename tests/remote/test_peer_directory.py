@@ -69,8 +69,8 @@ def fresh_keys(count: int) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def meeting() -> Iterator[Server]:
-    """The Redis in which the machines meet."""
+def directory_server() -> Iterator[Server]:
+    """The Redis of the peer directory."""
     with redis_server() as server:
         yield server
 
@@ -95,7 +95,7 @@ def connected(
         connection.close()
 
 
-def tell(server: Server, keys: Sequence[bytes], *urls: str) -> None:
+def announce(server: Server, keys: Sequence[bytes], *urls: str) -> None:
     """Announce keys for machines."""
     with connected(server) as connection:
         for url in urls:
@@ -103,22 +103,24 @@ def tell(server: Server, keys: Sequence[bytes], *urls: str) -> None:
 
 
 def client_of(
-    meeting: Server, *urls: str, look_seconds: float = 5.0
+    directory_server: Server, *urls: str, look_seconds: float = 5.0
 ) -> PeersClient:
     """Return the neighbours that the directory names, of `urls` if there are any."""
     peers = [PeerUrl(url, False) for url in urls]
-    directory = PeerDirectory(meeting.url)
+    directory = PeerDirectory(directory_server.url)
     return PeersClient(
         peers, directory=directory, look_seconds=look_seconds, clock=QuickClock()
     )
 
 
 @contextlib.contextmanager
-def machine(meeting: Server | None, **variables: str) -> Iterator[Server]:
-    """Another machine, whose server says in `meeting` what it has."""
+def machine(
+    directory_server: Server | None, **variables: str
+) -> Iterator[Server]:
+    """Another machine, whose server announces in the directory what it has."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
-    if meeting is not None:
-        variables["PAGODA_LOOKUP"] = meeting.url
+    if directory_server is not None:
+        variables["PAGODA_LOOKUP"] = directory_server.url
     try:
         (root / "token").write_text(TOKEN)
         (root / "token").chmod(0o600)
@@ -132,9 +134,9 @@ def machine(meeting: Server | None, **variables: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def two(meeting: Server) -> Iterator[list[Server]]:
+def two(directory_server: Server) -> Iterator[list[Server]]:
     """Two machines, which all tests of this module share."""
-    with machine(meeting) as one, machine(meeting) as other:
+    with machine(directory_server) as one, machine(directory_server) as other:
         yield [one, other]
 
 
@@ -155,8 +157,8 @@ def give_value(server: Server, tokens: Sequence[int]) -> None:
         assert client.put(LLAMA.root, key, value).status == 201
 
 
-def knows(meeting: Server, keys: Sequence[bytes], url: str) -> bool:
-    with connected(meeting) as connection:
+def knows(directory_server: Server, keys: Sequence[bytes], url: str) -> bool:
+    with connected(directory_server) as connection:
         return url in connection.machines(keys, until())
 
 
@@ -164,12 +166,12 @@ def knows(meeting: Server, keys: Sequence[bytes], url: str) -> bool:
 
 
 def test_machines_find_each_other_after_the_clock_of_the_redis_was_set(
-    meeting: Server, monkeypatch: pytest.MonkeyPatch
+    directory_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One connected before, the other after."""
     monkeypatch.setattr(peer_directory, "_TIME_SECONDS", 0.0, raising=False)
     keys = fresh_keys(3)
-    liar = LyingRedis(meeting.port)
+    liar = LyingRedis(directory_server.port)
     with contextlib.closing(liar):
         before = (
             PeerDirectory(f"redis://127.0.0.1:{liar.port}")
@@ -190,22 +192,22 @@ def test_machines_find_each_other_after_the_clock_of_the_redis_was_set(
             connection.close()
 
 
-def test_whoever_has_most_is_named_first(meeting: Server) -> None:
+def test_whoever_has_most_is_named_first(directory_server: Server) -> None:
     keys = fresh_keys(500)
     for count, name in ((500, "c"), (3, "a"), (200, "b")):
-        tell(meeting, keys[:count], f"http://{name}:7777")
-    with connected(meeting) as connection:
+        announce(directory_server, keys[:count], f"http://{name}:7777")
+    with connected(directory_server) as connection:
         assert connection.machines(keys, until()) == [
             "http://c:7777",
             "http://b:7777",
             "http://a:7777",
         ]
         assert connection.machines(fresh_keys(1), until()) == []
-        before = redis.Redis(port=meeting.port).info("commandstats")[
+        before = redis.Redis(port=directory_server.port).info("commandstats")[
             "cmdstat_srandmember"
         ]["calls"]
         connection.machines(keys, until())
-        after = redis.Redis(port=meeting.port).info("commandstats")[
+        after = redis.Redis(port=directory_server.port).info("commandstats")[
             "cmdstat_srandmember"
         ]["calls"]
         assert after - before <= 2 * 17  # however long the prompt is
@@ -213,36 +215,42 @@ def test_whoever_has_most_is_named_first(meeting: Server) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 14, 15, 16, 17, 30, 31, 32, 1000])
 def test_the_first_and_the_last_key_are_asked_about(
-    meeting: Server, count: int
+    directory_server: Server, count: int
 ) -> None:
     keys = fresh_keys(count)
-    tell(meeting, keys[:1], "http://head:1")
-    tell(meeting, keys[-1:], "http://tail:1")
-    with connected(meeting) as connection:
+    announce(directory_server, keys[:1], "http://head:1")
+    announce(directory_server, keys[-1:], "http://tail:1")
+    with connected(directory_server) as connection:
         assert set(connection.machines(keys, until())) == {
             "http://head:1",
             "http://tail:1",
         }
 
 
-def test_a_hint_ends_by_itself(meeting: Server) -> None:
+def test_a_hint_ends_by_itself(directory_server: Server) -> None:
     keys = fresh_keys(3)
-    tell(meeting, keys, ELSEWHERE)
-    with connected(meeting) as connection:
+    announce(directory_server, keys, ELSEWHERE)
+    with connected(directory_server) as connection:
         connection._ahead += PERIOD_SECONDS
         assert connection.machines(keys, until()) == [ELSEWHERE]
         connection._ahead += PERIOD_SECONDS
         assert connection.machines(keys, until()) == []
     names = list(
-        redis.Redis(port=meeting.port).scan_iter(f"pagoda:at:*:{keys[0].hex()}")
+        redis.Redis(port=directory_server.port).scan_iter(
+            f"pagoda:at:*:{keys[0].hex()}"
+        )
     )
-    assert 0 < redis.Redis(port=meeting.port).ttl(names[0]) <= 2 * PERIOD_SECONDS
+    assert (
+        0
+        < redis.Redis(port=directory_server.port).ttl(names[0])
+        <= 2 * PERIOD_SECONDS
+    )
 
 
-def test_what_is_no_machine_is_left_out(meeting: Server) -> None:
+def test_what_is_no_machine_is_left_out(directory_server: Server) -> None:
     keys = fresh_keys(2)
-    tell(meeting, keys, ELSEWHERE)
-    (name,) = redis.Redis(port=meeting.port).scan_iter(
+    announce(directory_server, keys, ELSEWHERE)
+    (name,) = redis.Redis(port=directory_server.port).scan_iter(
         f"pagoda:at:*:{keys[0].hex()}"
     )
     evil = [
@@ -253,22 +261,26 @@ def test_what_is_no_machine_is_left_out(meeting: Server) -> None:
         b"http://a/b",
         b"http://a:1?b",
     ]
-    redis.Redis(port=meeting.port).sadd(name, *evil, b"http://" + b"a" * 100_000)
-    with connected(meeting) as connection:
+    redis.Redis(port=directory_server.port).sadd(
+        name, *evil, b"http://" + b"a" * 100_000
+    )
+    with connected(directory_server) as connection:
         assert connection.machines(keys, until()) == [ELSEWHERE]
-    redis.Redis(port=meeting.port).delete(name)
-    redis.Redis(port=meeting.port).set(name, "no set")
+    redis.Redis(port=directory_server.port).delete(name)
+    redis.Redis(port=directory_server.port).set(name, "no set")
     with (
-        connected(meeting) as connection,
+        connected(directory_server) as connection,
         pytest.raises(RefusedError, match="WRONGTYPE"),
     ):
         connection.machines(keys, until())
 
 
-def test_directories_with_other_prefixes_share_a_redis(meeting: Server) -> None:
+def test_directories_with_other_prefixes_share_a_redis(
+    directory_server: Server,
+) -> None:
     keys = fresh_keys(2)
-    tell(meeting, keys, ELSEWHERE)
-    with connected(meeting, "other") as connection:
+    announce(directory_server, keys, ELSEWHERE)
+    with connected(directory_server, "other") as connection:
         assert connection.machines(keys, until()) == []
 
 
@@ -276,42 +288,45 @@ def test_directories_with_other_prefixes_share_a_redis(meeting: Server) -> None:
 
 
 def test_a_machine_says_what_it_has_and_another_finds_it_among_many(
-    meeting: Server, two: list[Server]
+    directory_server: Server, two: list[Server]
 ) -> None:
     keys = fresh_keys(8)
     give(two[1], keys)
-    wait_until(lambda: knows(meeting, keys, two[1].url))
-    with tier_on(client_of(meeting), **PATIENT) as tier:
+    wait_until(lambda: knows(directory_server, keys, two[1].url))
+    with tier_on(client_of(directory_server), **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 8
         assert load(tier, keys) == [None] * 8
         assert tier.find(fresh_keys(3), namespace=ROOT) == 0
     listed = [f"http://:{TOKEN}@127.0.0.1:{free_port()}" for _ in range(20)]
     url = two[1].url.replace("://", f"://:{TOKEN}@")
-    with tier_on(client_of(meeting, *listed, url), **PATIENT) as tier, soon(20.0):
+    with (
+        tier_on(client_of(directory_server, *listed, url), **PATIENT) as tier,
+        soon(20.0),
+    ):
         # none of the twenty is asked, and none of them runs
         assert tier.find(keys, namespace=ROOT) == 8
         assert load(tier, keys) == [None] * 8
 
 
 def test_only_neighbours_that_are_listed_are_asked_if_there_is_a_list(
-    meeting: Server,
+    directory_server: Server,
 ) -> None:
     """Whoever can write the hints does not get the token."""
     stranger = LyingHttp()
     try:
         keys = fresh_keys(2)
-        tell(meeting, keys, f"http://127.0.0.1:{stranger.port}")
+        announce(directory_server, keys, f"http://127.0.0.1:{stranger.port}")
         with tier_on(
-            client_of(meeting, f"http://127.0.0.1:{free_port()}")
+            client_of(directory_server, f"http://127.0.0.1:{free_port()}")
         ) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert None not in load(tier, keys)
-        assert not stranger.heard
+        assert not stranger.requests
     finally:
         stranger.close()
 
 
-def test_a_lie_is_a_miss(meeting: Server, two: list[Server]) -> None:
+def test_a_lie_is_a_miss(directory_server: Server, two: list[Server]) -> None:
     """Of hints for what no machine has, for a machine that is none, and for one that lies
     itself.
     """
@@ -321,15 +336,17 @@ def test_a_lie_is_a_miss(meeting: Server, two: list[Server]) -> None:
     liar.lies["POST"] = lambda _: [http(200, b'{"found": 4}')]
     try:
         give(two[0], held)
-        wait_until(lambda: knows(meeting, held, two[0].url))
-        tell(meeting, keys, two[0].url, f"http://127.0.0.1:{free_port()}")
-        tell(
-            meeting,
+        wait_until(lambda: knows(directory_server, held, two[0].url))
+        announce(
+            directory_server, keys, two[0].url, f"http://127.0.0.1:{free_port()}"
+        )
+        announce(
+            directory_server,
             held,
             f"http://127.0.0.1:{free_port()}",
             f"http://127.0.0.1:{liar.port}",
         )
-        with tier_on(client_of(meeting), **PATIENT) as tier:
+        with tier_on(client_of(directory_server), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             wait_until(
                 lambda: (
@@ -349,19 +366,19 @@ def test_a_lie_is_a_miss(meeting: Server, two: list[Server]) -> None:
 
 @pytest.mark.slow
 def test_what_two_machines_have_survives_one(
-    meeting: Server, two: list[Server]
+    directory_server: Server, two: list[Server]
 ) -> None:
     keys = fresh_keys(4)
-    with machine(meeting) as dying:
+    with machine(directory_server) as dying:
         give(dying, keys)
         give(two[0], keys)
         wait_until(
             lambda: (
-                knows(meeting, keys, two[0].url)
-                and knows(meeting, keys, dying.url)
+                knows(directory_server, keys, two[0].url)
+                and knows(directory_server, keys, dying.url)
             )
         )
-        with tier_on(client_of(meeting), **PATIENT) as tier:
+        with tier_on(client_of(directory_server), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 4
             dying.kill()
             wait_until(lambda: load(tier, keys, seconds=60) == [None] * 4)
@@ -371,13 +388,17 @@ def test_what_two_machines_have_survives_one(
 
 
 def test_many_dead_machines_hide_no_living_one(
-    meeting: Server, two: list[Server]
+    directory_server: Server, two: list[Server]
 ) -> None:
     keys = fresh_keys(2)
     give(two[0], keys)
-    wait_until(lambda: knows(meeting, keys, two[0].url))
-    tell(meeting, keys, *(f"http://127.0.0.1:{free_port()}" for _ in range(14)))
-    with tier_on(client_of(meeting), **PATIENT) as tier:
+    wait_until(lambda: knows(directory_server, keys, two[0].url))
+    announce(
+        directory_server,
+        keys,
+        *(f"http://127.0.0.1:{free_port()}" for _ in range(14)),
+    )
+    with tier_on(client_of(directory_server), **PATIENT) as tier:
         wait_until(
             lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 2
         )
@@ -385,9 +406,9 @@ def test_many_dead_machines_hide_no_living_one(
 
 
 def test_neighbours_out_of_order_leave_their_places_to_others(
-    meeting: Server,
+    directory_server: Server,
 ) -> None:
-    client = client_of(meeting)
+    client = client_of(directory_server)
     assert client.directory is not None
     dead = [f"http://127.0.0.1:{n}" for n in range(1, 13)]
     assert [
@@ -404,38 +425,40 @@ def test_neighbours_out_of_order_leave_their_places_to_others(
 
 @pytest.mark.slow
 def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None:
-    with redis_server() as meeting:
+    with redis_server() as directory_server:
         keys = fresh_keys(4)
         later = fresh_keys(4)
         give(two[0], [*keys])
-        tell(meeting, keys, two[0].url)
+        announce(directory_server, keys, two[0].url)
         with tier_on(
-            client_of(meeting, look_seconds=1.0),
+            client_of(directory_server, look_seconds=1.0),
             deadline_seconds=10.0,
             look_seconds=1.0,
         ) as tier:
             wait_until(lambda: tier.find(keys, namespace=ROOT) == 4)
-            meeting.kill()
+            directory_server.kill()
             give(two[0], later)
             with soon(20.0):
                 wait_until(lambda: tier.find(later, namespace=ROOT) == 4)
                 assert load(tier, later, seconds=30) == [None] * 4
-            meeting.restart()
+            directory_server.restart()
             give(two[1], wanted := fresh_keys(3))
-            tell(meeting, wanted, two[1].url)
+            announce(directory_server, wanted, two[1].url)
             wait_until(lambda: tier.find(wanted, namespace=ROOT) == 3)
-        with machine(meeting) as new:  # its server outlives its directory too
-            meeting.kill()
+        with machine(
+            directory_server
+        ) as new:  # its server outlives its directory too
+            directory_server.kill()
             give(new, keys)
-            meeting.restart()
-            wait_until(lambda: knows(meeting, keys, new.url))
+            directory_server.restart()
+            wait_until(lambda: knows(directory_server, keys, new.url))
 
 
 def test_a_redis_that_hangs_delays_no_look_up_beyond_its_time() -> None:
-    with redis_server() as meeting:
-        meeting.stop()
+    with redis_server() as directory_server:
+        directory_server.stop()
         with tier_on(
-            client_of(meeting, look_seconds=0.2), look_seconds=0.2
+            client_of(directory_server, look_seconds=0.2), look_seconds=0.2
         ) as tier:
             for _ in range(5):
                 with soon(0.2 + 0.3):
@@ -446,7 +469,7 @@ def test_a_redis_that_hangs_delays_no_look_up_beyond_its_time() -> None:
             )
             with soon():
                 tier.close(1.0)
-        meeting.cont()
+        directory_server.cont()
 
 
 def test_a_directory_that_was_never_reached_is_trouble_and_no_miss() -> None:
@@ -462,9 +485,9 @@ def test_a_directory_that_was_never_reached_is_trouble_and_no_miss() -> None:
 
 @pytest.mark.slow
 def test_neighbours_are_bounded_and_their_connections_too(
-    meeting: Server,
+    directory_server: Server,
 ) -> None:
-    client = client_of(meeting, look_seconds=0.5)
+    client = client_of(directory_server, look_seconds=0.5)
     connection = client.connection().open(until())
     try:
         for part in range(3):
@@ -474,7 +497,7 @@ def test_neighbours_are_bounded_and_their_connections_too(
             ]
             for n in range(0, 600, 12):
                 keys = fresh_keys(1)
-                tell(meeting, keys, *urls[n : n + 12])
+                announce(directory_server, keys, *urls[n : n + 12])
                 with contextlib.suppress(OSError):
                     connection.find(ROOT, keys, until(1.0))
         assert len(client.known()) <= 1024
@@ -484,12 +507,12 @@ def test_neighbours_are_bounded_and_their_connections_too(
 
 
 def test_a_forked_child_asks_the_directory_itself(
-    meeting: Server, two: list[Server]
+    directory_server: Server, two: list[Server]
 ) -> None:
     keys = fresh_keys(3)
     give(two[0], keys)
-    tell(meeting, keys, two[0].url)
-    with tier_on(client_of(meeting), **PATIENT) as tier:
+    announce(directory_server, keys, two[0].url)
+    with tier_on(client_of(directory_server), **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 3
 
         def child() -> None:
@@ -510,7 +533,7 @@ def test_a_forked_child_asks_the_directory_itself(
 
 
 def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
-    meeting: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+    directory_server: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
     monkeypatch.setattr(announcers, "_ROUNDS", 3)
@@ -520,11 +543,14 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
     running = Announcer(
-        PeerDirectory(meeting.url), lambda own: f"http://{own}:7", stores, counts
+        PeerDirectory(directory_server.url),
+        lambda own: f"http://{own}:7",
+        stores,
+        counts,
     )
 
     def announced(key: bytes) -> bool:
-        return knows(meeting, [key], "http://127.0.0.1:7")
+        return knows(directory_server, [key], "http://127.0.0.1:7")
 
     try:
         assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
@@ -533,12 +559,12 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
         tier.remove(keys[3])
         # rounds that began before the removal have ended
         wait_until(lambda: counts["announced"] > first + 8)
-        redis.Redis(port=meeting.port).flushall()
+        redis.Redis(port=directory_server.port).flushall()
         wait_until(lambda: all(map(announced, keys[:3])))
         seen = counts["announced"]
         wait_until(lambda: counts["announced"] > seen + 8)
         assert not announced(keys[3])
-        meeting.restart()  # it has lost all hints and all connections
+        directory_server.restart()  # it has lost all hints and all connections
         wait_until(lambda: all(map(announced, keys[:3])))
         assert counts["announce_failures"] >= 1
     finally:
@@ -555,7 +581,7 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
 
 
 def test_the_rounds_go_on_whatever_fails_in_one(
-    meeting: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+    directory_server: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
     keys = fresh_keys(2)
@@ -570,9 +596,11 @@ def test_the_rounds_go_on_whatever_fails_in_one(
             raise ValueError("no address today")
         return ELSEWHERE
 
-    running = Announcer(PeerDirectory(meeting.url), url, stores, counts)
+    running = Announcer(PeerDirectory(directory_server.url), url, stores, counts)
     try:
-        wait_until(lambda: all(knows(meeting, [key], ELSEWHERE) for key in keys))
+        wait_until(
+            lambda: all(knows(directory_server, [key], ELSEWHERE) for key in keys)
+        )
         assert counts["announce_failures"] == 1
     finally:
         running.close()
@@ -582,7 +610,7 @@ def test_the_rounds_go_on_whatever_fails_in_one(
 
 
 def test_no_round_announces_more_than_its_part(
-    meeting: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+    directory_server: Server, shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcers, "_ROUND_SECONDS", 0.02)
     monkeypatch.setattr(announcers, "_MOST_KEYS", 3)
@@ -605,10 +633,15 @@ def test_no_round_announces_more_than_its_part(
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
     running = Announcer(
-        PeerDirectory(meeting.url), lambda own: ELSEWHERE, stores, Counter()
+        PeerDirectory(directory_server.url),
+        lambda own: ELSEWHERE,
+        stores,
+        Counter(),
     )
     try:
-        wait_until(lambda: all(knows(meeting, [key], ELSEWHERE) for key in keys))
+        wait_until(
+            lambda: all(knows(directory_server, [key], ELSEWHERE) for key in keys)
+        )
     finally:
         running.close()
         for store in stores.end():
@@ -632,7 +665,7 @@ def test_more_than_eight_neighbours_need_a_directory() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "  "])
-def test_without_a_directory(url: str) -> None:
+def test_an_empty_lookup_is_no_directory(url: str) -> None:
     assert Config(lookup=url).lookup == ""
     assert Config(lookup=url).lookup_server() == ()
 
@@ -651,7 +684,9 @@ def test_without_a_directory(url: str) -> None:
         (7, "as text"),
     ],
 )
-def test_bad_directories(url: object, why: str) -> None:
+def test_a_bad_directory_is_refused_with_the_reason(
+    url: object, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why) as refused:
         Config(lookup=url)  # type: ignore[arg-type]
     assert "lookup" in str(refused.value)
@@ -666,20 +701,22 @@ def test_no_password_is_shown() -> None:
 
 
 def test_explain_asks_the_neighbours_that_are_named(
-    meeting: Server, two: list[Server], shm_root: Path
+    directory_server: Server, two: list[Server], shm_root: Path
 ) -> None:
     put(host(shm_root), LLAMA, range(32))
     first = next(_chains) * 100
     tokens = list(range(first, first + 64))
     give_value(two[1], tokens)
     wait_until(
-        lambda: knows(meeting, chunk_keys(tokens, LLAMA.root, CHUNK), two[1].url)
+        lambda: knows(
+            directory_server, chunk_keys(tokens, LLAMA.root, CHUNK), two[1].url
+        )
     )
     dead = ",".join(f"http://127.0.0.1:{free_port()}" for _ in range(3))
     for peers in ("", f"{two[1].url},{dead}"):
         where = {
             "PAGODA_HOST_PATH": str(shm_root),
-            "PAGODA_LOOKUP": meeting.url,
+            "PAGODA_LOOKUP": directory_server.url,
             "PAGODA_PEERS": peers,
         }
         where["PAGODA_SERVE_TOKEN"] = TOKEN
@@ -691,15 +728,20 @@ def test_explain_asks_the_neighbours_that_are_named(
                 stdin=" ".join(map(str, tokens)),
                 **where,
             )
-        told = [(one["tier"], one["num_tokens"]) for one in found["answers"]]  # type: ignore[attr-defined]
-        assert told == [("host", 0), ("peers", 64), ("all", 64)]
+        by_tier = [(one["tier"], one["num_tokens"]) for one in found["answers"]]  # type: ignore[attr-defined]
+        assert by_tier == [("host", 0), ("peers", 64), ("all", 64)]
 
 
 @pytest.mark.slow
-def test_the_command_says_what_is_missing(meeting: Server) -> None:
-    lookup = {"PAGODA_LOOKUP": f"redis://:hunter2@127.0.0.1:{meeting.port}"}
+def test_the_command_says_what_is_missing(directory_server: Server) -> None:
+    lookup = {
+        "PAGODA_LOOKUP": f"redis://:hunter2@127.0.0.1:{directory_server.port}"
+    }
     shown = answer("config", "show", **lookup)["options"]
-    assert shown["lookup"]["value"] == f"redis://:***@127.0.0.1:{meeting.port}"  # type: ignore[index]
+    assert (
+        shown["lookup"]["value"]
+        == f"redis://:***@127.0.0.1:{directory_server.port}"
+    )  # type: ignore[index]
     assert "hunter2" not in pagoda("config", "show", **lookup).stdout
     checked = pagoda(
         "config",
@@ -755,7 +797,7 @@ def test_a_server_that_sends_others_to_themselves_says_so(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("log_format", ["plain", "json"])
-def test_a_server_that_cannot_tell_anybody_says_so(
+def test_a_server_that_cannot_announce_itself_logs_it(
     log_format: str, tmp_path: Path
 ) -> None:
     gone = f"redis://:hunter2@127.0.0.1:{free_port()}"

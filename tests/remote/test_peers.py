@@ -269,7 +269,7 @@ def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
 
 
 @pytest.mark.parametrize("status", [503, 404])
-def test_a_neighbour_that_answers_an_error_is_told_as_an_error(
+def test_a_peer_that_answers_an_error_is_reported_as_an_error(
     evil: LyingHttp, status: int
 ) -> None:
     evil.lies["POST"] = lambda _: [http(status, b"")]
@@ -432,7 +432,7 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
         with serve_kit.engine("LARGE", **there) as reader:
             proxy.down = Fault(bytes_per_second=40e6)
             wait_until(
-                lambda: reader.tell("lookup", 1, 8) == f"{8 * serve_kit.CHUNK}"
+                lambda: reader.command("lookup", 1, 8) == f"{8 * serve_kit.CHUNK}"
             )
             reader.begin("retrieve", 1, 8)
             wait_until(lambda: proxy.down_bytes > 6 << 20)
@@ -450,7 +450,7 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
                 reader.process.send_signal(signal.SIGCONT)
                 assert reader.answer().endswith(" True")
                 whole = f"{8 * serve_kit.CHUNK} True"
-                wait_until(lambda: reader.tell("retrieve", 4, 8) == whole)
+                wait_until(lambda: reader.command("retrieve", 4, 8) == whole)
         assert (
             served.get(
                 producer.root, serve_kit.keys_of(producer.root, 4, 8)[0]
@@ -566,9 +566,9 @@ def test_a_neighbour_that_lies_again_and_again_is_not_asked_for_a_while(
         for _ in range(12):
             assert None not in load(tier, fresh_keys(3))
         assert client.peers()[0].trust.resting
-        asked = len(evil.heard)
+        asked = len(evil.requests)
         assert load(tier, fresh_keys(3)) == [Reason.TIER_SKIPPED] * 3
-        assert len(evil.heard) == asked
+        assert len(evil.requests) == asked
 
 
 def test_a_neighbour_whose_answers_nobody_understands_is_left_out(

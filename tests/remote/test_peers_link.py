@@ -78,9 +78,9 @@ def test_a_link_that_is_shaped_cut_mended_and_loses_packets(
     for chain in range(1, 6):
         computes.store(chain, CHUNKS)
     cable.shape(200e6)
-    wait_until(lambda: asks.tell("retrieve", 1, CHUNKS) == WHOLE)
+    wait_until(lambda: asks.command("retrieve", 1, CHUNKS) == WHOLE)
 
-    wait_until(lambda: asks.tell("lookup", 2, CHUNKS) == f"{CHUNKS * CHUNK}")
+    wait_until(lambda: asks.command("lookup", 2, CHUNKS) == f"{CHUNKS * CHUNK}")
     arrived, _ = cable.traffic()
     asks.begin("retrieve", 2, CHUNKS)
     wait_until(lambda: cable.traffic()[0] > arrived + (8 << 20))
@@ -91,16 +91,16 @@ def test_a_link_that_is_shaped_cut_mended_and_loses_packets(
     assert answer != WHOLE
     assert answer.endswith(" True")
     began = time.monotonic()
-    assert asks.tell("retrieve", 3, CHUNKS) == "0 True"
+    assert asks.command("retrieve", 3, CHUNKS) == "0 True"
     assert time.monotonic() - began < LATE_SECONDS
 
     cable.mend()
-    wait_until(lambda: asks.tell("retrieve", 2, CHUNKS) == WHOLE)
-    wait_until(lambda: asks.tell("retrieve", 3, CHUNKS) == WHOLE)
+    wait_until(lambda: asks.command("retrieve", 2, CHUNKS) == WHOLE)
+    wait_until(lambda: asks.command("retrieve", 3, CHUNKS) == WHOLE)
 
     cable.shape(200e6, queue_seconds=0.4)
-    wait_until(lambda: asks.tell("retrieve", 4, CHUNKS) == WHOLE)
+    wait_until(lambda: asks.command("retrieve", 4, CHUNKS) == WHOLE)
     cable.shape(200e6, queue_seconds=0.001)
     _, lost = cable.traffic()
-    wait_until(lambda: asks.tell("retrieve", 5, CHUNKS) == WHOLE)
+    wait_until(lambda: asks.command("retrieve", 5, CHUNKS) == WHOLE)
     assert cable.traffic()[1] > lost

@@ -1,4 +1,4 @@
-"""pagoda.tiers.remote.presence"""
+"""Which keys a remote store is known to have or not: for how long, and of how many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that pose as a `pagoda serve`: they do not get the token, nor anything that is worth
+"""Impostors of a `pagoda serve`: they do not get the token, nor anything that is worth
 something elsewhere, and nothing is taken from them. And servers of an older version, proxies, and
 connections that end.
 """
@@ -71,8 +71,8 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def meeting() -> Iterator[Server]:
-    """The Redis in which the machines meet."""
+def directory_server() -> Iterator[Server]:
+    """The Redis of the peer directory."""
     with redis_server() as server:
         yield server
 
@@ -114,18 +114,18 @@ def give(server: Server, keys: Sequence[bytes]) -> None:
         assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
 
 
-def tell(meeting: Server, keys: Sequence[bytes], url: str) -> None:
+def announce(directory_server: Server, keys: Sequence[bytes], url: str) -> None:
     """Announce keys for a machine: whoever can write to the directory can do that."""
-    connection = PeerDirectory(meeting.url).connection().open(until())
+    connection = PeerDirectory(directory_server.url).connection().open(until())
     connection.announce(keys, url, until())
     connection.close()
 
 
-def found_in(meeting: Server) -> PeersClient:
+def found_in(directory_server: Server) -> PeersClient:
     """Return the neighbours that the directory names."""
     return PeersClient(
         [],
-        directory=PeerDirectory(meeting.url),
+        directory=PeerDirectory(directory_server.url),
         look_seconds=5.0,
         clock=QuickClock(),
     )
@@ -137,7 +137,7 @@ def named(url: str, *, sends_token: bool = False) -> PeersClient:
     )
 
 
-class Poser(Evil):
+class Impostor(Evil):
     """Answers requests as `how` says, and keeps every byte that it receives.
 
     "older": it asks for the token itself. "silent about it": it answers as if no token were needed.
@@ -149,7 +149,7 @@ class Poser(Evil):
         self, how: str, nonce: str = "", proofs: Sequence[str] = ()
     ) -> None:
         self.how = how
-        self.heard = b""
+        self.received = b""
         self._nonce = nonce or secrets.token_hex(16)
         self._proofs = proofs
         super().__init__()
@@ -163,7 +163,7 @@ class Poser(Evil):
                 if not piece:
                     return
                 head += piece
-                self.heard += piece
+                self.received += piece
             client.sendall(self._answer(head, proofs))
 
     def _answer(self, head: bytes, proofs: list[str]) -> bytes:
@@ -183,26 +183,26 @@ class Poser(Evil):
         return raw_answer(404 if method == b"HEAD" else 201, b"", 0, more)
 
     @property
-    def proofs_heard(self) -> list[bytes]:
-        return re.findall(rb"Authorization: (Pagoda \S+)\r\n", self.heard)
+    def proofs_received(self) -> list[bytes]:
+        return re.findall(rb"Authorization: (Pagoda \S+)\r\n", self.received)
 
 
 HOWS = ["older", "silent about it", "challenge"]
 
 
 @pytest.fixture
-def poser(request: pytest.FixtureRequest) -> Iterator[Poser]:
-    made = Poser(request.param)
+def impostor(request: pytest.FixtureRequest) -> Iterator[Impostor]:
+    made = Impostor(request.param)
     yield made
     made.close()
 
 
-def worth_nothing_at(server: Server, poser: Poser) -> None:
-    """Try all that a poser has heard at a server that has the same token."""
-    assert TOKEN.encode() not in poser.heard
+def worth_nothing_at(server: Server, impostor: Impostor) -> None:
+    """Try all that an impostor has received at a server that has the same token."""
+    assert TOKEN.encode() not in impostor.received
     requests = re.findall(
         rb"(\S+) (\S+) HTTP/1.1\r\nHost: (\S+)\r\n(?:.*\r\n)*?Authorization: (\S.*)\r\n",
-        poser.heard,
+        impostor.received,
     )
     for method, target, host, authorization in requests:
         client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
@@ -216,16 +216,16 @@ def worth_nothing_at(server: Server, poser: Poser) -> None:
         client.close()
 
 
-@pytest.mark.parametrize("poser", HOWS, indirect=True)
-def test_a_poser_in_the_directory_gets_nothing_and_nothing_is_taken_from_him(
-    meeting: Server,
+@pytest.mark.parametrize("impostor", HOWS, indirect=True)
+def test_an_impostor_in_the_directory_gets_nothing_and_nothing_is_taken_from_it(
+    directory_server: Server,
     honest: Server,
-    poser: Poser,
+    impostor: Impostor,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     keys = fresh_keys(3)
-    tell(meeting, keys, f"http://127.0.0.1:{poser.port}")
-    with tier_on(found_in(meeting), **PATIENT) as tier:
+    announce(directory_server, keys, f"http://127.0.0.1:{impostor.port}")
+    with tier_on(found_in(directory_server), **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 0
         assert tier.refusal is not None
         assert tier.refusal[0] is Reason.IO_ERROR
@@ -233,21 +233,21 @@ def test_a_poser_in_the_directory_gets_nothing_and_nothing_is_taken_from_him(
             "update it" in tier.refusal[1] or "did not prove" in tier.refusal[1]
         )
         assert None not in load(tier, keys)
-    assert poser.heard
-    assert f"127.0.0.1:{poser.port}" in caplog.text
-    assert keys[0] not in poser.heard  # what is asked for is not told to him
-    assert bool(poser.proofs_heard) == (poser.how == "challenge")
-    worth_nothing_at(honest, poser)
+    assert impostor.received
+    assert f"127.0.0.1:{impostor.port}" in caplog.text
+    assert keys[0] not in impostor.received  # what is asked for is not sent to it
+    assert bool(impostor.proofs_received) == (impostor.how == "challenge")
+    worth_nothing_at(honest, impostor)
 
 
-@pytest.mark.parametrize("poser", HOWS, indirect=True)
+@pytest.mark.parametrize("impostor", HOWS, indirect=True)
 @pytest.mark.parametrize("option", ["peers", "remote"])
-def test_a_poser_at_an_address_that_was_named_gets_nothing_either(
-    honest: Server, poser: Poser, option: str
+def test_an_impostor_at_a_configured_address_gets_nothing_either(
+    honest: Server, impostor: Impostor, option: str
 ) -> None:
     """Somebody changed the name, or answers instead of the server."""
     keys = fresh_keys(3)
-    url = f"http://127.0.0.1:{poser.port}"
+    url = f"http://127.0.0.1:{impostor.port}"
     client = named(url) if option == "peers" else PagodaServerClient(url)
     with tier_on(client, **PATIENT) as tier:
         assert tier.find(keys, namespace=ROOT) == 0
@@ -256,34 +256,35 @@ def test_a_poser_at_an_address_that_was_named_gets_nothing_either(
             chunks = chunks_of(keys)
             assert not any(done.ok for done in ends(tier.save(chunks, ROOT)))
             assert all(
-                bytes(chunk.payload[:64]) not in poser.heard for chunk in chunks
+                bytes(chunk.payload[:64]) not in impostor.received
+                for chunk in chunks
             )
-    assert poser.heard
-    assert keys[0] not in poser.heard
-    worth_nothing_at(honest, poser)
+    assert impostor.received
+    assert keys[0] not in impostor.received
+    worth_nothing_at(honest, impostor)
 
 
 def test_answers_that_were_recorded_are_no_answers(honest: Server) -> None:
-    """Later he answers by himself: with the nonce of the real server, and the proofs of all its
+    """Later it answers by itself: with the nonce of the real server, and the proofs of all its
     answers.
     """
     keys = fresh_keys(3)
     give(honest, keys)
-    poser = Recorder(honest.port)
-    url = f"http://127.0.0.1:{poser.port}"
+    impostor = Recorder(honest.port)
+    url = f"http://127.0.0.1:{impostor.port}"
     try:
         with tier_on(named(url), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 3
-        poser.repeat()
+        impostor.repeat()
         with tier_on(named(url), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
             assert "did not prove" in tier.refusal[1]
     finally:
-        poser.close()
+        impostor.close()
 
 
-class Recorder(Poser):
+class Recorder(Impostor):
     """Passes bytes on to a real server and keeps its answers, until it repeats them."""
 
     def __init__(self, true_port: int) -> None:
@@ -323,15 +324,15 @@ class Recorder(Poser):
 
 
 def test_who_passes_requests_on_must_be_named(
-    meeting: Server, honest: Server
+    directory_server: Server, honest: Server
 ) -> None:
-    """He is in the directory with his own address, and passes everything on to a real server."""
+    """It is in the directory with its own address, and passes everything on to a real server."""
     keys = fresh_keys(3)
     give(honest, keys)
     with proxy_to(honest.port) as between:
         url = f"http://127.0.0.1:{between.port}"
-        tell(meeting, keys, url)
-        with tier_on(found_in(meeting), **PATIENT) as tier:
+        announce(directory_server, keys, url)
+        with tier_on(found_in(directory_server), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
             assert "--advertise" in tier.refusal[1]
@@ -342,46 +343,48 @@ def test_who_passes_requests_on_must_be_named(
 
 
 def test_a_server_is_found_by_the_address_that_it_advertises(
-    meeting: Server,
+    directory_server: Server,
 ) -> None:
     with proxy_to(1) as between:
         url = f"http://localhost:{between.port}"
-        with machine("--advertise", url, PAGODA_LOOKUP=meeting.url) as server:
+        with machine(
+            "--advertise", url, PAGODA_LOOKUP=directory_server.url
+        ) as server:
             between.target = ("127.0.0.1", server.port)
             keys = fresh_keys(3)
             give(server, keys)
-            tell(meeting, keys, url)
-            with tier_on(found_in(meeting), **PATIENT) as tier:
+            announce(directory_server, keys, url)
+            with tier_on(found_in(directory_server), **PATIENT) as tier:
                 assert tier.find(keys, namespace=ROOT) == 3
                 assert load(tier, keys) == [None] * 3
 
 
 def test_without_a_token_nothing_is_taken_from_who_is_found(
-    meeting: Server, monkeypatch: pytest.MonkeyPatch, honest: Server
+    directory_server: Server, monkeypatch: pytest.MonkeyPatch, honest: Server
 ) -> None:
     keys = fresh_keys(3)
     give(honest, keys)
     monkeypatch.setenv("PAGODA_SERVE_TOKEN", "")
-    poser = Poser("silent about it")
+    impostor = Impostor("silent about it")
     try:
-        tell(meeting, keys, f"http://127.0.0.1:{poser.port}")
-        tell(meeting, keys, honest.url)
-        with tier_on(found_in(meeting), **PATIENT) as tier:
+        announce(directory_server, keys, f"http://127.0.0.1:{impostor.port}")
+        announce(directory_server, keys, honest.url)
+        with tier_on(found_in(directory_server), **PATIENT) as tier:
             assert tier.find(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
             assert tier.refusal[0] is Reason.IO_ERROR
     finally:
-        poser.close()
+        impostor.close()
 
 
 def test_a_wrong_token_says_what_to_do(
-    meeting: Server, honest: Server, monkeypatch: pytest.MonkeyPatch
+    directory_server: Server, honest: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = fresh_keys(3)
-    tell(meeting, keys, honest.url)
+    announce(directory_server, keys, honest.url)
     monkeypatch.setenv("PAGODA_SERVE_TOKEN", "the-token-of-another-fleet")
     for client, remedy in (
-        (found_in(meeting), "copy the file"),
+        (found_in(directory_server), "copy the file"),
         (named(honest.url), "?password_file=PATH"),
     ):
         with tier_on(client, **PATIENT) as tier:
@@ -474,14 +477,14 @@ class SpreadingProxy(Evil):
                 )
                 truth.request(method, target, body or None, headers)
                 answer = truth.getresponse()
-                told = answer.read()
+                content = answer.read()
                 more = {
                     name: value
                     for name, value in answer.headers.items()
                     if name != "Content-Length"
                 }
                 length = int(answer.headers.get("Content-Length", "0"))
-                client.sendall(raw_answer(answer.status, told, length, more))
+                client.sendall(raw_answer(answer.status, content, length, more))
                 truth.close()
 
 
@@ -507,8 +510,8 @@ def older_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "src"
 
 
-def test_an_older_server_is_not_told_the_token_unless_the_user_says_so(
-    meeting: Server, older_source: Path, caplog: pytest.LogCaptureFixture
+def test_an_older_server_is_not_sent_the_token_unless_the_user_allows_it(
+    directory_server: Server, older_source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = fresh_keys(3)
     with machine(PYTHONPATH=str(older_source)) as older:
@@ -516,9 +519,9 @@ def test_an_older_server_is_not_told_the_token_unless_the_user_says_so(
             PagodaServerClient(older.url, sends_token=True), **PATIENT
         ) as tier:
             assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
-        tell(meeting, keys, older.url)
+        announce(directory_server, keys, older.url)
         for client, remedy in (
-            (found_in(meeting), "name it in peers with proof=off"),
+            (found_in(directory_server), "name it in peers with proof=off"),
             (named(older.url), "add proof=off to its URL"),
         ):
             caplog.clear()
@@ -626,6 +629,7 @@ def test_kept_engines_read_over_a_server_with_a_token_of_its_own(
         ) as reader:
             wait_until(
                 lambda: (
-                    reader.tell("retrieve", 1, 4) == f"{4 * serve_kit.CHUNK} True"
+                    reader.command("retrieve", 1, 4)
+                    == f"{4 * serve_kit.CHUNK} True"
                 )
             )

@@ -1,4 +1,4 @@
-"""pagoda.tiers.remote.query_queue"""
+"""The queue of look-ups in a remote store: shared answers, its bound, and its end."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from pagoda.tiers.remote.store_client import (
     PutResult,
     RefusedError,
 )
-from testbed.servers import Server, need, redis_server
+from testbed.servers import Server, need
 from tests.remote.chunks import walk
 
 need("redis-server")
@@ -106,12 +106,6 @@ def get(
     return room
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
 @pytest.fixture
 def client(server: Server) -> Iterator[Client]:
     with redis.Redis.from_url(server.url) as connected:
@@ -166,7 +160,9 @@ def test_find_is_the_leading_run(connection: RedisConnection) -> None:
     assert connection.find(OTHER, [key(0)], soon()) == 0
 
 
-def test_find_of_thousands(connection: RedisConnection, client: Client) -> None:
+def test_thousands_of_keys_are_found_in_order(
+    connection: RedisConnection, client: Client
+) -> None:
     with client.pipeline(transaction=False) as pipeline:
         for number in range(9000):
             pipeline.hset(name_of(number), "h", b"")
@@ -486,7 +482,9 @@ def test_a_prefix_is_no_pattern(server: Server, client: Client) -> None:
     plain.close()
 
 
-def test_clear_of_thousands(connection: RedisConnection, client: Client) -> None:
+def test_a_clear_removes_thousands_and_nothing_else(
+    connection: RedisConnection, client: Client
+) -> None:
     with client.pipeline(transaction=False) as pipeline:
         for number in range(5000):
             pipeline.hset(name_of(number), "h", b"")
@@ -496,7 +494,9 @@ def test_clear_of_thousands(connection: RedisConnection, client: Client) -> None
     assert client.dbsize() == 5000
 
 
-def test_usage(connection: RedisConnection, client: Client) -> None:
+def test_usage_is_that_of_the_server(
+    connection: RedisConnection, client: Client
+) -> None:
     used, limit, _ = connection.usage(soon())
     assert used is not None
     assert used > 100_000
@@ -640,7 +640,7 @@ def test_a_chunk_that_goes_while_it_is_read_is_not_there(
     connection.ping(soon())
 
 
-def test_wrong_use() -> None:
+def test_a_bad_url_is_refused() -> None:
     for url in (
         "http://host",
         "redis://",

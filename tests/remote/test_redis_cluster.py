@@ -380,7 +380,7 @@ def reshard(servers: Sequence[Server], keys: Sequence[bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_resharding_under_load(shared: list[Server]) -> None:
+def test_loads_go_on_while_the_cluster_is_resharded(shared: list[Server]) -> None:
     prefix = fresh_prefix()
     keys = keys_of(30)
     remote = on(*shared, prefix=prefix, look_seconds=PATIENT_SECONDS)
@@ -442,7 +442,7 @@ def test_after_a_reshard_a_killed_master_is_replaced_by_its_replica(
             )
 
 
-def test_an_encrypted_cluster() -> None:
+def test_a_cluster_works_over_tls() -> None:
     with redis_cluster(2, tls=True) as servers:
         place = f"127.0.0.1:{servers[0].port}"
         spec = parse(

@@ -246,7 +246,7 @@ def test_chunks_are_on_all_nodes_and_all_calls_reach_them(
 
 
 @pytest.mark.slow
-def test_random_operations(shared: list[Server]) -> None:
+def test_random_operations_never_return_wrong_bytes(shared: list[Server]) -> None:
     """Two machines; a third one that reads all of it at the end."""
     rng = random.Random(5)
     prefix = fresh_prefix()
@@ -780,7 +780,7 @@ def test_what_cannot_be_removed_everywhere_is_said(servers: list[Server]) -> Non
         assert not tier.resting
 
 
-def test_an_encrypted_pool(tmp_path: Path) -> None:
+def test_a_pool_works_over_tls(tmp_path: Path) -> None:
     with redis_server(tls=True) as first, redis_server(tls=True) as second:
         authorities = tmp_path / "ca.crt"
         authorities.write_text(first.ca.read_text() + second.ca.read_text())

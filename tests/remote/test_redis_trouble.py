@@ -98,7 +98,7 @@ def works(connection: RedisConnection) -> None:
 # access
 
 
-def test_a_password() -> None:
+def test_the_right_password_works_and_a_wrong_one_is_refused() -> None:
     with redis_server(password="geheim/@:%") as server:
         right = f"redis://:geheim%2F%40%3A%25@127.0.0.1:{server.port}/3"
         works(RedisClient(right).connection().open(soon()))
@@ -186,7 +186,7 @@ def test_a_user_that_may_only_read(size: int) -> None:
         assert client.dbsize() == 0
 
 
-def test_tls(tmp_path: Path) -> None:
+def test_tls_needs_the_right_authority(tmp_path: Path) -> None:
     with redis_server(tls=True) as server:
         url = f"{server.url}?ssl_ca_certs={server.ca}"
         works(RedisClient(url).connection().open(soon()))
@@ -263,7 +263,7 @@ def test_a_replica_without_its_master_does_not_answer() -> None:
 @pytest.mark.parametrize(
     "host", ["no-such-host.invalid", "x" * 70, "..", "127.0.0.1:1"]
 )
-def test_nobody_there(host: str) -> None:
+def test_a_host_without_a_server_is_an_error_in_time(host: str) -> None:
     with ends_by(soon(3)):
         RedisClient(f"redis://{host}").connection().open(soon(3))
 
@@ -558,7 +558,7 @@ def test_a_liar_at_the_door(greeting: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_no_error_tells_the_password() -> None:
+def test_no_error_contains_the_password() -> None:
     with Liar(b"", "drip", b"-ERR you said geheim\r\n" * 5) as liar:
         with pytest.raises(RefusedError) as refused:
             RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(

@@ -564,7 +564,7 @@ def test_a_writer_whose_draft_is_evicted_asks_again_how_the_server_evicts() -> (
 
 @pytest.mark.usefixtures("far_apart")
 @pytest.mark.parametrize("kind", ["pool", "cluster"])
-def test_several_nodes(kind: str) -> None:
+def test_the_policy_of_every_node_counts(kind: str) -> None:
     options = ("--maxmemory", "1gb", "--maxmemory-policy", "volatile-ttl")
     with contextlib.ExitStack() as stack:
         if kind == "pool":

@@ -109,7 +109,7 @@ def asked(connection: RespConnection, number: int = 1) -> None:
     connection.send([command(b"PING")] * number, number, soon())
 
 
-def test_commands() -> None:
+def test_commands_are_encoded_without_copies() -> None:
     assert command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"
     parts = command_parts(b"SET", b"k", memoryview(b"value"))
     assert b"".join(parts) == command(b"SET", b"k", b"value")
@@ -138,7 +138,9 @@ def test_commands() -> None:
     ],
 )
 @pytest.mark.parametrize("pace", [1000, 1])
-def test_answers(peer: Peer, sent: bytes, value: Reply, pace: int) -> None:
+def test_replies_are_read_whatever_their_pieces(
+    peer: Peer, sent: bytes, value: Reply, pace: int
+) -> None:
     connection, theirs = peer
     asked(connection, 2)
     both = sent + b":1\r\n"
@@ -333,7 +335,7 @@ def test_a_string_of_any_length_that_redis_can_have_is_skipped(
 @pytest.mark.parametrize(
     "sent", [b"", b"$10\r\nabc", b"+O", b"*3\r\n:1\r\n", b"$3\r\nabc\r"]
 )
-def test_an_early_end(peer: Peer, sent: bytes) -> None:
+def test_a_reply_that_ends_early_is_an_error(peer: Peer, sent: bytes) -> None:
     connection, theirs = peer
     asked(connection)
     theirs.sendall(sent)

@@ -47,12 +47,6 @@ need("redis-server")
 SEEN = prompt(20, 1)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
 @pytest.fixture
 def prefix() -> str:
     return fresh_prefix()
@@ -158,7 +152,9 @@ def test_marks_are_no_chunks_and_go_with_them(
     assert in_store(server, prefix) == (0, 0)
 
 
-def test_over_a_pool(server: Server, prefix: str) -> None:
+def test_a_pool_stores_at_the_second_sight_too(
+    server: Server, prefix: str
+) -> None:
     with ExitStack() as stack:
         other = stack.enter_context(redis_server())
         url = f"redis+pool://127.0.0.1:{server.port},127.0.0.1:{other.port}"

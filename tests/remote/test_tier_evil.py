@@ -11,7 +11,7 @@ import pytest
 
 from pagoda.base.errors import StoreError
 from pagoda.tiers.remote.redis import PIECE_BYTES, RedisClient
-from testbed.servers import Server, redis_server
+from testbed.servers import Server
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
@@ -104,15 +104,9 @@ ANSWERS: dict[str, Callable[[], Lie]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
 @pytest.fixture
-def liar(shared: Server) -> Iterator[LyingRedis]:
-    running = LyingRedis(shared.port)
+def liar(server: Server) -> Iterator[LyingRedis]:
+    running = LyingRedis(server.port)
     yield running
     running.close()
 
@@ -123,11 +117,11 @@ def on(port: int, prefix: str) -> RedisClient:
 
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
 def test_a_server_that_answers_a_get_with(
-    shared: Server, liar: LyingRedis, lie: Callable[[], Lie]
+    server: Server, liar: LyingRedis, lie: Callable[[], Lie]
 ) -> None:
     prefix = fresh_prefix()
     keys = keys_of(2)
-    saved(on(shared.port, prefix), keys, LARGE)
+    saved(on(server.port, prefix), keys, LARGE)
     client = on(liar.port, prefix)
     with tier_on(client, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
         assert load(tier, keys, LARGE) == [None, None]
@@ -142,13 +136,13 @@ def test_a_server_that_answers_a_get_with(
         assert memory.peak_bytes < ROOM_BYTES
         liar.lies.clear()
         # chunks that failed their check may be removed
-        saved(on(shared.port, prefix), keys, LARGE)
+        saved(on(server.port, prefix), keys, LARGE)
         recovers(tier, keys, LARGE)
 
 
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
 def test_a_server_that_answers_everything_with(
-    shared: Server, liar: LyingRedis, lie: Callable[[], Lie]
+    server: Server, liar: LyingRedis, lie: Callable[[], Lie]
 ) -> None:
     """From the first greeting on: nothing is found, stored or served, and a walk over all names
     ends.
@@ -215,10 +209,10 @@ def test_a_server_that_says_without_being_asked(words: Callable[[], Lie]) -> Non
 
 
 def test_names_that_a_server_makes_up_are_not_deleted(
-    shared: Server, liar: LyingRedis
+    server: Server, liar: LyingRedis
 ) -> None:
     prefix = fresh_prefix()
-    saved(on(shared.port, prefix), keys_of(2))
+    saved(on(server.port, prefix), keys_of(2))
     theirs = [
         b"somebody-elses",
         b"*",
@@ -244,7 +238,7 @@ def test_names_that_a_server_makes_up_are_not_deleted(
         tier.clear()
     deleted = {
         a
-        for command in liar.heard
+        for command in liar.requests
         if command[0].upper() in {b"DEL", b"UNLINK"}
         for a in command[1:]
     }
@@ -252,7 +246,7 @@ def test_names_that_a_server_makes_up_are_not_deleted(
 
 
 @pytest.mark.slow
-def test_a_walk_that_never_ends(shared: Server, liar: LyingRedis) -> None:
+def test_a_walk_that_never_ends(server: Server, liar: LyingRedis) -> None:
     """It takes no memory, and a `close` ends it."""
     prefix = fresh_prefix()
     numbers = iter(range(1 << 60))
@@ -297,7 +291,7 @@ def suppressed(call: Callable[[], object]) -> Callable[[], None]:
     ],
 )
 def test_a_server_that_finds_more_than_was_asked(
-    shared: Server, liar: LyingRedis, count: bytes
+    server: Server, liar: LyingRedis, count: bytes
 ) -> None:
     keys = keys_of(3)
     liar.lies[b"EXISTS"] = lambda _: [count]

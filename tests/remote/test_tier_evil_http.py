@@ -239,7 +239,7 @@ def test_names_that_a_server_makes_up_are_not_deleted(liar: LyingHttp) -> None:
     ]
     with tier_on(on(liar.port)) as tier, contextlib.suppress(StoreError):
         tier.clear()
-    assert not [path for method, path in liar.heard if method == "DELETE"]
+    assert not [path for method, path in liar.requests if method == "DELETE"]
 
 
 def bomb() -> Lie:

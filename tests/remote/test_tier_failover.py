@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -37,7 +36,7 @@ from tests.remote.chunks import (
     wait_until,
 )
 from tests.remote.evil import LyingRedis, endless, growth
-from tests.remote.proxy import STALLED, Fault, Proxy, proxy_to
+from tests.remote.proxy import STALLED, Fault, Proxy, proxy_to, through
 
 redis = pytest.importorskip("redis")
 need("redis-server")
@@ -45,22 +44,6 @@ need("redis-server")
 MEDIUM = KVLayout.opaque(
     4, 300_000, "a chunk that is asked for before it is sent, in one transaction"
 )
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    with proxy_to(server.port) as running:
-        yield running
-
-
-def through(proxy: Proxy, prefix: str) -> RedisClient:
-    return RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
 
 
 def replicates(first: Server, second: Server) -> None:

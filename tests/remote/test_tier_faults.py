@@ -40,7 +40,7 @@ from tests.remote.chunks import (
     tier_on,
     wait_until,
 )
-from tests.remote.proxy import Fault, Proxy, proxy_to
+from tests.remote.proxy import Fault, Proxy
 
 SLOW = Fault(bytes_per_second=4_000_000)  # a large chunk takes most of a second
 BIG_ENOUGH = "64mb"
@@ -57,12 +57,6 @@ def shared() -> Iterator[Server]:
 def server() -> Iterator[Server]:
     """A server to be maltreated."""
     with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    with proxy_to(server.port) as running:
         yield running
 
 

@@ -4,7 +4,6 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +12,7 @@ import redis as client
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.redis import RedisClient
-from testbed.servers import Server, free_port, redis_server
+from testbed.servers import Server, free_port
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
@@ -31,7 +30,13 @@ from tests.remote.chunks import (
     tier_on,
     wait_until,
 )
-from tests.remote.proxy import STALLED, Fault, Proxy, black_hole, proxy_to
+from tests.remote.proxy import (
+    STALLED,
+    Fault,
+    Proxy,
+    black_hole,
+    through,
+)
 
 STEADY = {
     "slow": Fault(bytes_per_second=400_000),
@@ -59,25 +64,9 @@ SPOILT = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    with proxy_to(server.port) as running:
-        yield running
-
-
 @pytest.fixture
 def prefix() -> str:
     return fresh_prefix()
-
-
-def through(proxy: Proxy, prefix: str) -> RedisClient:
-    return RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
 
 
 @pytest.mark.parametrize("fault", (STEADY | SPOILT).values(), ids=STEADY | SPOILT)
@@ -185,7 +174,7 @@ def test_what_failed_once_is_not_taken_to_be_absent(
         assert load(tier, keys) == [None]
 
 
-def test_two_prompts_with_one_beginning_are_told_apart(
+def test_two_prompts_with_one_beginning_are_not_confused(
     server: Server, proxy: Proxy, prefix: str
 ) -> None:
     """Asked at once, of equal length: only callers that ask for the same keys share an answer."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +15,7 @@ from pagoda.cache import Cache
 from pagoda.tiers import HostTier
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
-from testbed.servers import Server, redis_server
+from testbed.servers import Server
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,
@@ -28,21 +27,9 @@ from tests.cache.kit import (
     stored,
 )
 from tests.remote.chunks import fresh_prefix, wait_until
-from tests.remote.proxy import STALLED, Proxy, proxy_to
+from tests.remote.proxy import STALLED, Proxy
 
 PROBE_SECONDS = 1.0  # between two looks at whether an engine is back
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    with proxy_to(server.port) as running:
-        yield running
 
 
 def cache_on(proxy: Proxy, host: Path) -> tuple[Cache, RemoteTier]:

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from urllib.parse import SplitResult
 
 import numpy as np
@@ -21,7 +21,7 @@ from pagoda.tiers.remote.http import HttpConnection
 from pagoda.tiers.remote.object_store import ObjectStoreClient
 from pagoda.tiers.remote.redis import RedisClient, RedisConnection
 from pagoda.tiers.remote.store_client import StoreClient
-from testbed.servers import Server, free_port, redis_server
+from testbed.servers import Server, free_port
 from tests.remote.chunks import (
     PATIENT_SECONDS,
     ROOT,
@@ -35,23 +35,7 @@ from tests.remote.chunks import (
     tier_on,
     wait_until,
 )
-from tests.remote.proxy import STALLED, Proxy, proxy_to
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with redis_server() as running:
-        yield running
-
-
-@pytest.fixture
-def proxy(server: Server) -> Iterator[Proxy]:
-    with proxy_to(server.port) as running:
-        yield running
-
-
-def through(proxy: Proxy, prefix: str) -> RedisClient:
-    return RedisClient(f"redis://127.0.0.1:{proxy.port}", prefix=prefix)
+from tests.remote.proxy import STALLED, Proxy, through
 
 
 def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(
@@ -71,7 +55,7 @@ def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(
         assert not any(tier.stats()[f"miss_{reason}"] for reason in Reason)
 
 
-def test_a_look_waits_no_longer_than_it_was_told_and_a_late_answer_serves_the_next(
+def test_a_lookup_waits_no_longer_than_its_deadline_and_a_late_answer_serves_the_next(
     server: Server, proxy: Proxy
 ) -> None:
     prefix = fresh_prefix()

@@ -151,14 +151,18 @@ def stream(seed: int, count: int, longest: int, talks: int) -> list[Request]:
 @given(
     st.integers(0, 2**32), st.sampled_from([32, 40]), st.sampled_from(POLICIES)
 )
-def test_short_requests(seed: int, slots: int, policy: str) -> None:
+def test_short_requests_hit_and_evict_as_in_the_ledger(
+    seed: int, slots: int, policy: str
+) -> None:
     tier = compare(slots, policy, stream(seed, 80, 4, 12)).outcome().tiers[0]
     assert tier.hits
     assert tier.evicted
 
 
 @given(chained(depth=4, most=40), st.sampled_from(POLICIES))
-def test_trees(requests: list[Request], policy: str) -> None:
+def test_prefix_trees_hit_as_in_the_ledger(
+    requests: list[Request], policy: str
+) -> None:
     compare(32, policy, requests)
 
 
@@ -192,7 +196,7 @@ def test_what_is_no_chain_in_a_full_tier(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_recorded_requests(policy: str) -> None:
+def test_recorded_requests_hit_and_evict_as_in_the_ledger(policy: str) -> None:
     requests = [
         replace(asked, hash_ids=asked.hash_ids[:128]) for asked in sample()[:600]
     ]

@@ -72,7 +72,7 @@ def shifts(rng: np.random.Generator) -> list[int]:
 @policies
 @pytest.mark.parametrize("chunks", [7, 50])
 @pytest.mark.parametrize("make", [zipf, loop, scans, shifts])
-def test_made_up_streams(
+def test_made_up_streams_hit_as_in_libcachesim(
     policy: str, chunks: int, make: Callable[[np.random.Generator], list[int]]
 ) -> None:
     stream = make(np.random.default_rng(chunks))
@@ -84,14 +84,16 @@ def test_made_up_streams(
     stream=st.lists(st.integers(1, 12), max_size=150), chunks=st.integers(2, 8)
 )
 @settings(max_examples=50, deadline=None)
-def test_random_streams(policy: str, stream: list[int], chunks: int) -> None:
+def test_random_streams_hit_as_in_libcachesim(
+    policy: str, stream: list[int], chunks: int
+) -> None:
     assert our_hits(policy, chunks, stream) == their_hits(policy, chunks, stream)
 
 
 @pytest.mark.slow
 @policies
 @pytest.mark.parametrize("chunks", [50, 500, 2000])
-def test_a_real_stream(policy: str, chunks: int) -> None:
+def test_a_real_stream_hits_as_in_libcachesim(policy: str, chunks: int) -> None:
     sample = resources.files("pagoda_tools.replay") / "sample.jsonl.gz"
     with resources.as_file(sample) as path:
         stream = [

@@ -80,7 +80,7 @@ def test_nothing_is_asked_for() -> None:
     assert optimum([request()], 1) == infinite([request()]) == 0.0
 
 
-def test_no_room() -> None:
+def test_a_capacity_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="room for at least one chunk, not 0"):
         optimum([], 0)
 

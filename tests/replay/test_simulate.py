@@ -229,7 +229,7 @@ def test_what_is_hot_above_stays_below() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_again() -> None:
+def test_a_simulation_repeats_exactly() -> None:
     tiers = [
         TierSpec("host", 300, "hindsight"),
         TierSpec("disk", 1000, "hindsight"),
@@ -268,7 +268,7 @@ def test_no_chunks_no_requests() -> None:
         ([TierSpec("host", 5, "luck")], "unknown policy 'luck'"),
     ],
 )
-def test_wrong_tiers(tiers: list[TierSpec], wrong: str) -> None:
+def test_wrong_tiers_are_refused(tiers: list[TierSpec], wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         Simulation(tiers)
 

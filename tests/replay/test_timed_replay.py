@@ -228,7 +228,7 @@ def test_the_sample_again_and_again() -> None:
     assert done.busy < done.cold_busy < 1
 
 
-def test_nothing_to_do() -> None:
+def test_a_replay_of_no_requests_is_all_zeros() -> None:
     done = replay_timed([], [tier()], ENGINES)
     assert (done.hit_rate, done.ttft, done.busy) == (0.0, (0.0, 0.0), 0.0)
 
@@ -247,6 +247,8 @@ def test_nothing_to_do() -> None:
         ([], ENGINES, "at least one tier"),
     ],
 )
-def test_wrong_use(tiers: list[TimedTier], engines: Engines, wrong: str) -> None:
+def test_wrong_arguments_are_refused(
+    tiers: list[TimedTier], engines: Engines, wrong: str
+) -> None:
     with pytest.raises(ValueError, match=wrong):
         replay_timed([], tiers, engines)

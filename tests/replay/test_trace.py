@@ -51,7 +51,7 @@ def test_a_line_is_a_request(tmp_path: Path) -> None:
     ]
 
 
-def test_an_empty_trace(tmp_path: Path) -> None:
+def test_an_empty_trace_has_no_requests(tmp_path: Path) -> None:
     assert list(read_trace(written(tmp_path))) == []
 
 
@@ -94,7 +94,7 @@ def test_time_never_goes_back(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_no_request_is_told_with_its_line(
+def test_what_is_no_request_is_reported_with_its_line(
     tmp_path: Path, line: str, reason: str, packed: bool
 ) -> None:
     path = tmp_path / "trace.jsonl"
@@ -121,7 +121,9 @@ def test_packed_whatever_its_name(tmp_path: Path) -> None:
     "damage",
     [lambda packed: packed[:-12], lambda packed: packed[:30] + b"?" * 40],
 )
-def test_packed_and_damaged(tmp_path: Path, damage: object) -> None:
+def test_a_damaged_gzip_is_an_error_with_its_line(
+    tmp_path: Path, damage: object
+) -> None:
     assert callable(damage)
     path = tmp_path / "trace.jsonl.gz"
     path.write_bytes(damage(gzip.compress("\n".join([GOOD] * 1000).encode(), 1)))
@@ -132,7 +134,9 @@ def test_packed_and_damaged(tmp_path: Path, damage: object) -> None:
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_standard_input(monkeypatch: pytest.MonkeyPatch, pack: object) -> None:
+def test_a_trace_is_read_from_standard_input_packed_or_not(
+    monkeypatch: pytest.MonkeyPatch, pack: object
+) -> None:
     assert callable(pack)
     monkeypatch.setattr(sys, "stdin", Stdin(pack(f"{GOOD}\nnothing\n".encode())))
     reading = read_trace("-")
@@ -163,7 +167,7 @@ def test_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(read) < 10
 
 
-def test_the_sample() -> None:
+def test_the_sample_has_the_requests_it_had() -> None:
     first = sample()[0]
     assert len(sample()) == 2000
     assert (first.timestamp_ms, first.input_length, first.output_length) == (

@@ -186,7 +186,7 @@ def verified(
 
 
 class Engine:
-    """A process with a Cache, which stores chunks when told to."""
+    """A process with a Cache, which carries out commands."""
 
     def __init__(
         self,
@@ -208,13 +208,13 @@ class Engine:
         )
         self.root = bytes.fromhex(self.answer())
 
-    def tell(self, word: str, chain: int, chunks: int) -> str:
-        """Do what `begin` does; return the answer."""
+    def command(self, word: str, chain: int, chunks: int) -> str:
+        """Send a command (see `begin`), and return the answer."""
         self.begin(word, chain, chunks)
         return self.answer()
 
     def begin(self, word: str, chain: int, chunks: int) -> None:
-        """Say "store" (and flush), "grow" (store it chunk by chunk), "lookup", "retrieve" or
+        """Send "store" (and flush), "grow" (store it chunk by chunk), "lookup", "retrieve" or
         "write" (for ever).
         """
         assert self.process.stdin is not None
@@ -230,7 +230,7 @@ class Engine:
 
     def store(self, chain: int, chunks: int) -> list[bytes]:
         """Store a prompt; return its keys."""
-        assert self.tell("store", chain, chunks) == "done"
+        assert self.command("store", chain, chunks) == "done"
         return keys_of(self.root, chain, chunks)
 
     def end(self, number: int = signal.SIGKILL) -> None:

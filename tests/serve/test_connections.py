@@ -105,7 +105,7 @@ def test_the_quietest_stranger_of_the_busiest_address_makes_room() -> None:
         (socket.AF_INET6, "::1", "0000000000000000"),
     ],
 )
-def test_who_is_connected(
+def test_the_client_of_a_connection_is_its_address(
     family: socket.AddressFamily, bound: str, client: str
 ) -> None:
     with (

@@ -56,7 +56,8 @@ def test_a_server_that_ends_or_stops_during_a_get_stops_no_engine(
             for chain in range(2, 10):
                 running.store(chain, 2)
                 assert (
-                    running.tell("retrieve", chain, 2) == f"{2 * kit.CHUNK} True"
+                    running.command("retrieve", chain, 2)
+                    == f"{2 * kit.CHUNK} True"
                 )
             assert time.monotonic() - begun < 30.0
         served.process.send_signal(signal.SIGKILL)
@@ -104,7 +105,7 @@ def test_an_engine_that_ends_or_stops_while_it_stores_costs_readers_only_misses(
     with server(shm_root) as served:
         for turn in range(3):
             with engine(host_path=str(shm_root), host_size=2 << 20) as running:
-                assert running.tell("write", 10 * turn, 12) == "writes"
+                assert running.command("write", 10 * turn, 12) == "writes"
                 time.sleep(rng.uniform(0.0, 0.05))
                 running.process.send_signal(number)
                 read_prompts(served, running.root)
@@ -167,7 +168,7 @@ def test_eviction_during_gets_is_a_miss_or_the_right_bytes(
             lambda: served.find(running.root, keys_of(running.root, 0, 12))
         )
         # 32 slots, and 50 prompts of 12 chunks in turn
-        assert running.tell("write", 0, 12) == "writes"
+        assert running.command("write", 0, 12) == "writes"
         right = [0] * 4
         until = time.monotonic() + 3.0
         wrong: list[object] = []

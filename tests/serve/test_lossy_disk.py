@@ -65,7 +65,7 @@ def test_no_key_of_exact_kv_leads_to_what_a_lossy_disk_had(
         if came_up:
             remove_store(next((shm_root / "a").glob(f"{LAYOUT.fingerprint}.*")))
             with engine(**machine("a", **LOSSY)) as running:
-                assert running.tell("retrieve", 1, 5) == f"{TOKENS} False"
+                assert running.command("retrieve", 1, 5) == f"{TOKENS} False"
         with server(**variables) as served:
             assert served.find(approximate, keys) == 5
             for position, key in enumerate(keys):
@@ -81,7 +81,7 @@ def test_no_key_of_exact_kv_leads_to_what_a_lossy_disk_had(
                 )
             ) as other:
                 exact = other.root
-                assert other.tell("retrieve", 1, 5) == "0 True"
+                assert other.command("retrieve", 1, 5) == "0 True"
             exact_keys = keys_of(exact, 1, 5)
             for root, key in [
                 *product([exact], [*keys, *exact_keys]),

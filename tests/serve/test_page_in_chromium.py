@@ -250,8 +250,8 @@ def test_clearing_asks_before_and_clears_what_it_names(
         assert len(sent) == 2
 
 
-def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ignore[no-untyped-def]
-    told = serving.ask("GET", "/stats.json").json
+def test_the_page_shows_what_the_server_sends(browser, serving: Server) -> None:  # type: ignore[no-untyped-def]
+    stats = serving.ask("GET", "/stats.json").json
     tier = {
         "chunks": None,
         "used_bytes": None,
@@ -260,7 +260,7 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
         "address": "",
         "trouble": "",
     }
-    told["tiers"] = [
+    stats["tiers"] = [
         {
             **tier,
             "kind": "host",
@@ -292,27 +292,27 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
         "namespace": "",
         "reason": "evicted",
     }
-    told["requests"] = [{**request, "fields": {"model": MARKUP}}]
-    told["history"] = [
+    stats["requests"] = [{**request, "fields": {"model": MARKUP}}]
+    stats["history"] = [
         {
             "time": 9.0,
             "seconds": 2.0,
             "hit_tokens": {"host": 20, "disk": 4000, "remote": 600},
         }
     ]
-    told["saved"] = dict.fromkeys(told["saved"])  # type: ignore[attr-defined]
+    stats["saved"] = dict.fromkeys(stats["saved"])  # type: ignore[attr-defined]
     row = {
         "namespace": "c7" * 32,
         "chunks": {"disk": 3},
         "bytes": 5,
         "fields": {"model": MARKUP, "lora": MARKUP},
     }
-    told |= {
+    stats |= {
         "namespaces": 50 * [row],
         "more_namespaces": 9_950,
         "troubles": [f"a store is broken {MARKUP}"],
     }
-    told |= {
+    stats |= {
         "pins": [{"tier": "host", "owner": MARKUP, "chunks": 3}],
         "more_pins": 12,
         "misses": {"evicted": 5},
@@ -321,7 +321,7 @@ def test_what_it_is_told_it_shows(browser, serving: Server) -> None:  # type: ig
         {"status": 503},
         {
             "content_type": "text/event-stream",
-            "body": f"event: snapshot\ndata: {json.dumps(told)}\n\n",
+            "body": f"event: snapshot\ndata: {json.dumps(stats)}\n\n",
         },
     ]
 

@@ -21,7 +21,7 @@ OTHER_TARGET = f"/v1/{bytes(32).hex()}/{'1' * 64}"
 KEY = serve_proof.key_of(TOKEN)
 
 
-class Told(NamedTuple):
+class Answer(NamedTuple):
     status: int
     challenge: str
     proof: str
@@ -46,28 +46,26 @@ class Line:
         method: str = "GET",
         target: str = TARGET,
         host: str = "",
-    ) -> Told:
+    ) -> Answer:
         """Return the answer to a request with this header."""
         headers = {"Authorization": authorization, "Host": host or self.host}
         self._connection.request(method, target, headers=headers)
-        answer = self._connection.getresponse()
-        answer.read()
-        return Told(
-            answer.status,
-            answer.headers.get("WWW-Authenticate", ""),
-            answer.headers.get("Pagoda-Proof", ""),
-        )._replace(
-            challenge=", ".join(answer.headers.get_all("WWW-Authenticate", []))
+        response = self._connection.getresponse()
+        response.read()
+        return Answer(
+            response.status,
+            ", ".join(response.headers.get_all("WWW-Authenticate", [])),
+            response.headers.get("Pagoda-Proof", ""),
         )
 
     def nonce(self) -> str:
         """Ask for a nonce."""
-        told = self.ask("Pagoda", "HEAD")
-        assert told.status == 401
-        assert told.nonce
-        return told.nonce
+        answer = self.ask("Pagoda", "HEAD")
+        assert answer.status == 401
+        assert answer.nonce
+        return answer.nonce
 
-    def prove(self, proof: Proof, **request: str) -> Told:
+    def prove(self, proof: Proof, **request: str) -> Answer:
         """Return the answer to a request with this proof."""
         return self.ask(proof.header, **request)
 
@@ -109,10 +107,10 @@ def test_a_proof_is_taken_as_the_token_and_the_answer_has_one_too(
     nonce = line.nonce()
     for count in (1, 2, 7):
         proof = proof_of(nonce, count, line.host)
-        told = line.prove(proof)
-        assert told.status == 404
-        assert told.proof == serve_proof.proof_of_answer(KEY, proof.mac, 404)
-    # nobody without a right proof gets one: he could try tokens with it
+        answer = line.prove(proof)
+        assert answer.status == 404
+        assert answer.proof == serve_proof.proof_of_answer(KEY, proof.mac, 404)
+    # nobody without a right proof gets one: it could try tokens with it
     for authorization in (
         "Pagoda",
         f"Bearer {TOKEN}",
@@ -133,9 +131,9 @@ def test_a_proof_is_worth_nothing_a_second_time_or_out_of_order(
         proof_of(nonce, 1, line.host),
         proof_of(nonce, 2, line.host),
     ):
-        told = line.prove(again)
-        assert told.status == 401
-        assert told.proof == ""
+        answer = line.prove(again)
+        assert answer.status == 401
+        assert answer.proof == ""
 
 
 def test_a_proof_is_worth_nothing_on_another_connection(
@@ -146,10 +144,10 @@ def test_a_proof_is_worth_nothing_on_another_connection(
     proof = proof_of(nonce, 1, line.host)
     assert other.prove(proof).status == 401
     other.nonce()  # also once that one has a number of its own
-    told = other.prove(proof)
-    assert told.status == 401
-    assert serve_proof.ELSEWHERE in told.challenge
-    assert told.proof == ""
+    answer = other.prove(proof)
+    assert answer.status == 401
+    assert serve_proof.ELSEWHERE in answer.challenge
+    assert answer.proof == ""
     other.close()
     assert line.prove(proof).status == 404
 
@@ -173,9 +171,9 @@ def test_a_proof_is_worth_nothing_for_another_request(
     line: Line, request_: dict[str, str]
 ) -> None:
     proof = proof_of(line.nonce(), 1, line.host)
-    told = line.prove(proof, **request_)
-    assert told.status in (401, 429)
-    assert told.proof == ""
+    answer = line.prove(proof, **request_)
+    assert answer.status in (401, 429)
+    assert answer.proof == ""
 
 
 @pytest.mark.parametrize("changed", ["nonce", "salt", "number", "where", "mac"])
@@ -188,23 +186,23 @@ def test_no_part_of_a_proof_can_be_changed(line: Line, changed: str) -> None:
         "where": HERE,
         "mac": proof.mac[:-1] + ("1" if proof.mac[-1] == "0" else "0"),
     }
-    told = line.prove(proof._replace(**{changed: other[changed]}))
-    assert told.status in (401, 429)
-    assert told.proof == ""
+    answer = line.prove(proof._replace(**{changed: other[changed]}))
+    assert answer.status in (401, 429)
+    assert answer.proof == ""
 
 
 def test_a_proof_for_an_address_is_worth_nothing_at_another_one(
     line: Line,
 ) -> None:
-    """Whoever passes it on has another address than the server that he passes it on to."""
+    """Whoever passes it on has another address than the server that it is passed on to."""
     port = line.host.rpartition(":")[2]
     nonce = line.nonce()
     for count, host in enumerate(
         ("127.0.0.1:1", "127.0.0.1", f"localhost:{port}", f"10.0.0.5:{port}"), 1
     ):
         proof = proof_of(nonce, count, host, where=HERE)
-        told = line.prove(proof, host=host)
-        assert told.status == 421 and told.proof == "", host
+        answer = line.prove(proof, host=host)
+        assert answer.status == 421 and answer.proof == "", host
     assert line.prove(proof_of(nonce, 9, line.host, where=HERE)).status == 404
     other_name = proof_of(nonce, 10, "node-7", where=ANYWHERE)
     assert line.prove(other_name, host="node-7").status == 404
@@ -230,9 +228,9 @@ def test_the_token_itself_is_taken_as_before(
     served: kit.Server, line: Line
 ) -> None:
     assert line.ask(f"Bearer {TOKEN}").status == 404
-    told = line.ask("Bearer wrong")
-    assert told.status in (401, 429)
-    assert told.status == 429 or told.challenge.startswith("Bearer")
+    answer = line.ask("Bearer wrong")
+    assert answer.status in (401, 429)
+    assert answer.status == 429 or answer.challenge.startswith("Bearer")
 
 
 def test_keys_of_two_tokens_differ() -> None:

@@ -153,7 +153,7 @@ def test_an_engine_that_starts_later_finds_what_was_put(shm_root: Path) -> None:
         assert "secret" not in listed
         with engine(host_path=str(shm_root), host_size=4 << 20) as later:
             assert later.root == ROOT
-            assert later.tell("retrieve", 1, 6) == f"{4 * kit.CHUNK} True"
+            assert later.command("retrieve", 1, 6) == f"{4 * kit.CHUNK} True"
         kit.pagoda("clear", str(shm_root), "--yes", "--model", "served")
         assert running.find(ROOT, KEYS) == 0
 

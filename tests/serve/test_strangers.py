@@ -111,7 +111,7 @@ def serving(
 
 @contextlib.contextmanager
 def publishing() -> Iterator[Listener]:
-    """Run the publisher of KV events; an honest router subscribes and hears an event."""
+    """Run the publisher of KV events; an honest router subscribes and receives an event."""
     process = subprocess.Popen(
         [sys.executable, "-c", _PUBLISHER], stdout=subprocess.PIPE, text=True
     )

@@ -147,7 +147,9 @@ def test_aborted_requests_leave_nothing_wrong(shm_root: Path) -> None:
         assert sum(outcome.stored for outcome in outcomes) > 20 * PAGE
 
 
-def test_detach_and_attach(shm_root: Path) -> None:
+def test_a_detached_engine_goes_on_and_hits_once_attached_again(
+    shm_root: Path,
+) -> None:
     """Detached, the engine continues without us; attached again, it finds what was stored."""
     extra = storage_config(shm_root)
     with Engine(extra) as engine:
@@ -181,7 +183,9 @@ def test_after_an_attachment_that_was_refused_another_one_succeeds(
         assert engine.request(_tokens(1)).stored == 20 * PAGE
 
 
-def test_tiny_tiers(shm_root: Path, tmp_path: Path) -> None:
+def test_tiers_of_a_few_pages_are_never_wrong(
+    shm_root: Path, tmp_path: Path
+) -> None:
     """Tiers of a few pages evict all the time; what is found is right."""
     extra = storage_config(
         shm_root,
@@ -259,7 +263,7 @@ def _update(updater: Any, how: str) -> None:
 def test_after_an_update_of_the_weights_no_earlier_page_hits(
     shm_root: Path, updater: Any, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """SGLang does not tell its storage. Until it has flushed its caches it has KV of earlier
+    """SGLang does not notify its storage. Until it has flushed its caches it has KV of earlier
     weights, to store, too.
     """
     with Engine(storage_config(shm_root)) as engine:

@@ -327,8 +327,8 @@ def test_a_hybrid_comes_back_with_its_windows(
 def test_usable_prefixes_are_those_of_the_definition(
     shm_root: Path, tmp_path: Path, seed: int
 ) -> None:
-    """Random pages of two side pools, with holes: what is told is what the definition and SGLang's
-    own storage tell.
+    """Random pages of two side pools, with holes: the prefix that is reported is that of the
+    definition and of SGLang's own storage.
     """
     draw = random.Random(seed)
     pools = {
@@ -708,7 +708,7 @@ def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "message"),
     [
         ({"host_sise": "1GiB"}, "host_size"),
         ({"chunk_tokens": 256}, "--page-size"),
@@ -721,9 +721,9 @@ def test_an_adapter_is_named_by_its_content(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(
-    shm_root: Path, extra: dict[str, Any], told: str
+    shm_root: Path, extra: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         PagodaHiCache(config({**storage_config(shm_root), **extra}), {})
 
 

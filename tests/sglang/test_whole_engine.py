@@ -109,8 +109,8 @@ def test_a_restarted_engine_answers_the_same_without_computing(
 def test_after_an_update_of_its_weights_an_engine_answers_as_the_new_weights_do(
     shm_root: Path, tmp_path: Path, model: str
 ) -> None:
-    """SGLang does not tell its storage, which has pages of the same prompts with the weights of the
-    files.
+    """SGLang does not notify its storage, which has pages of the same prompts with the weights of
+    the files.
     """
     extra = {
         "backend_name": "pagoda",

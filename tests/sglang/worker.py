@@ -1,7 +1,7 @@
 """One engine in a process of its own: `python -m tests.sglang.worker PLAN`, with the fields of
 `Plan` as JSON.
 
-Prints one JSON object per line: what a request found, and "stopped" where it was told to stop for
+Prints one JSON object per line: what a request found, and "stopped" where it was asked to stop for
 good.
 """
 

@@ -285,7 +285,7 @@ def test_a_sandbox_without_the_calls_for_several_buffers_is_no_hindrance(
     in_child(inside)
 
 
-def test_sync_and_reopen(slab: FileSlab) -> None:
+def test_what_was_synced_is_read_after_a_reopen(slab: FileSlab) -> None:
     slab.write(5, [filled(SLOT_BYTES, 5)])
     slab.sync()
     again = FileSlab(slab.path, SLOTS, SLOT_BYTES, direct=False)
@@ -339,7 +339,7 @@ def test_close_leaves_the_descriptor_to_a_running_call(tmp_path: Path) -> None:
     assert path.read_bytes()[:SLOT_BYTES] == filled(SLOT_BYTES, 6).tobytes()
 
 
-def test_many_threads(slab: FileSlab) -> None:
+def test_threads_read_what_they_wrote(slab: FileSlab) -> None:
     wrong: list[int] = []
 
     def work(slot: int) -> None:

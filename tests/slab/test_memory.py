@@ -82,7 +82,7 @@ def test_short_or_missing_file_is_a_store_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 4096), (1, 0), (-1, 4096)])
-def test_bad_sizes(slots: int, slot_bytes: int) -> None:
+def test_sizes_that_are_no_pages_are_refused(slots: int, slot_bytes: int) -> None:
     with pytest.raises(ValueError):
         MemorySlab(None, slots, slot_bytes)
 
@@ -159,7 +159,7 @@ def test_close_lets_go_of_the_memory() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 12288, 5000])
-def test_aligned(nbytes: int) -> None:
+def test_aligned_buffers_begin_with_a_page(nbytes: int) -> None:
     buffer = aligned(nbytes)
     assert buffer.shape == (nbytes,)
     assert buffer.dtype == np.uint8

@@ -350,7 +350,7 @@ def test_threads_that_ask_while_pieces_come_get_right_answers(stub: Stub) -> Non
     held.close()
 
 
-def test_first_of_all_who_keeps_the_slots_is_told(stub: Stub) -> None:
+def test_the_parts_are_asked_for_before_any_is_registered(stub: Stub) -> None:
     at = list[int]()
     held = pin(
         aligned(PAGE),
@@ -506,7 +506,9 @@ def test_a_slab_that_nobody_closes_is_unregistered_all_the_same(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_slabs_at_random(stub: Stub, seed: int) -> None:
+def test_whatever_is_opened_and_closed_only_what_is_open_is_registered(
+    stub: Stub, seed: int
+) -> None:
     """Whatever is opened, registered, refused and closed: what has a place is registered, what is
     closed is not.
     """

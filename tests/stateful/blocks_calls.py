@@ -428,8 +428,10 @@ class Calls(Judge):
         elif end != "count" and self.gone:
             number = pick(self.gone, which)
         before = self.snapshot()
-        tell = self.manager.failed if end == "failed" else self.manager.completed
-        settled = tell(number, rank=rank)
+        report = (
+            self.manager.failed if end == "failed" else self.manager.completed
+        )
+        settled = report(number, rank=rank)
         assert not settled.known
         assert not (
             settled.ready or settled.shortened or settled.again or settled.freed

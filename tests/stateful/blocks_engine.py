@@ -307,7 +307,7 @@ class Engine:
         else:
             view[rank] = kv[rank, block] if good else self.devices.rubbish()
 
-    def told(self, ticket: Ticket) -> bool:
+    def reported(self, ticket: Ticket) -> bool:
         """Whether all ranks have reported."""
         return set(range(self.ranks)) <= set(ticket.reports) | self.dead
 
@@ -321,7 +321,8 @@ class Engine:
             more = {
                 n: self.tickets[n]
                 for n in live
-                if self.told(self.tickets[n]) and not self.tickets[n].deps & live
+                if self.reported(self.tickets[n])
+                and not self.tickets[n].deps & live
             }
             if not more:
                 return list(ended.values())
@@ -365,7 +366,7 @@ class Engine:
         have ended.
         """
         for number in [
-            n for n, ticket in self.tickets.items() if self.told(ticket)
+            n for n, ticket in self.tickets.items() if self.reported(ticket)
         ]:
             self.gone.append(number)
             del self.tickets[number]

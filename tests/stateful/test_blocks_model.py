@@ -2,7 +2,7 @@
 step.
 
 The engine of this test has a memory for every rank. It computes KV that is right only behind right
-KV, copies late (just before it tells of a copy's end), writes rubbish where a copy failed and into
+KV, copies late (just before it reports a copy's end), writes rubbish where a copy failed and into
 every block that it is given for itself; so a block that two own, that is freed too early or found
 under a wrong key shows as wrong KV somewhere.
 """
@@ -389,7 +389,7 @@ def run(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["host", "nothing", pytest.param("disk", marks=pytest.mark.soak)]
 )
-def test_model(name: str) -> None:
+def test_random_steps_agree_with_the_model(name: str) -> None:
     """Some 9,000 steps in all, twice as many in `make soak`, and everything to be tested did happen
     in them.
 

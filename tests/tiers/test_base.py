@@ -1,4 +1,4 @@
-"""pagoda.tiers.base"""
+"""What all tiers share: runs of chunks, futures of moving bytes, and buffers that are checked."""
 
 from __future__ import annotations
 

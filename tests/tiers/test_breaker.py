@@ -1,4 +1,4 @@
-"""pagoda.tiers.breaker"""
+"""The circuit breaker of a tier: after which failures it rests, and when it is tried again."""
 
 from __future__ import annotations
 

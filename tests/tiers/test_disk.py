@@ -1,4 +1,4 @@
-"""pagoda.tiers.disk (what every tier does: tests/conformance)"""
+"""The disk tier (what every tier does is in tests/conformance)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pagoda.tiers.header_scan: a disk tier whose ledger was lost."""
+"""The header scan of a disk tier whose ledger was lost."""
 
 from __future__ import annotations
 

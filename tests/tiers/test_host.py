@@ -1,4 +1,4 @@
-"""pagoda.tiers.host (what every tier does: tests/conformance)"""
+"""The host tier (what every tier does is in tests/conformance)."""
 
 from __future__ import annotations
 

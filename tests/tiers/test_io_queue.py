@@ -1,4 +1,4 @@
-"""pagoda.tiers.io_queue"""
+"""The queue of a disk tier's reads and writes: order, bounds, shared reads, and its end."""
 
 from __future__ import annotations
 

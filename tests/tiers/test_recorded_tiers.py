@@ -247,7 +247,7 @@ def test_a_register_that_others_could_write_is_not_believed(
     assert recorded_tiers.entries() == []
 
 
-def test_forget(tmp_path: Path) -> None:
+def test_a_removed_tier_is_recorded_no_more(tmp_path: Path) -> None:
     recorded_tiers.add("disk", tmp_path)
     assert recorded_tiers.remove(str(tmp_path))
     assert not recorded_tiers.remove(str(tmp_path))

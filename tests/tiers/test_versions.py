@@ -240,9 +240,9 @@ def test_a_new_counter_is_no_new_format(
         for module in (member_counters, session):
             monkeypatch.setattr(module, "COUNTERS", more)
         ledger = opened(shm_root)
-        told = admin.counters(ledger)
-        assert (told["counted first"], told["counted last"]) == (5, 7)
-        assert (told["lookups"], told["hits"]) == (13, 1)
+        counters = admin.counters(ledger)
+        assert (counters["counted first"], counters["counted last"]) == (5, 7)
+        assert (counters["lookups"], counters["hits"]) == (13, 1)
         ledger.close()
 
     older = opened(shm_root)
@@ -269,8 +269,8 @@ def test_more_counters_than_columns_are_not_counted(
         ledger = opened(shm_root)
         for name in (many[0], many[-1]):
             ledger.count({name: 4})
-        told = admin.counters(ledger)
-        assert (told[many[0]], told[many[-1]]) == (4, 0)
+        counters = admin.counters(ledger)
+        assert (counters[many[0]], counters[many[-1]]) == (4, 0)
         with pytest.raises(KeyError):
             ledger.count({"no such counter": 1})
         ledger.close()

@@ -1,4 +1,4 @@
-"""pagoda.tiers.io_queue, WorkerPool: how a disk tier ends, is forgotten, and is forked."""
+"""The threads of a disk tier: how it ends, is forgotten, and is forked."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_a_fork_while_a_thread_holds_the_locks_of_the_store(
     disk_store = tier._store
 
     def work() -> None:
-        disk_store.record_error(OSError("told once"), "a test")
+        disk_store.record_error(OSError("logged once"), "a test")
         assert tier.find(keys) == 3
         assert all(right(tier, key) for key in keys)
 

@@ -170,7 +170,7 @@ def test_other_devices_are_refused() -> None:
         DenseKV(mixed, layout)
 
 
-def test_ways() -> None:
+def test_a_way_that_cannot_be_is_refused() -> None:
     with pytest.raises(
         ValueError, match="way must be one of direct, staged, runs, got 'fast'"
     ):
@@ -289,7 +289,7 @@ def test_neighbouring_runs_are_one_copy() -> None:
     ]
 
 
-def test_layers_are_told_of_as_they_come() -> None:
+def test_layers_are_reported_as_they_arrive() -> None:
     layout = KVLayout.dense(3, 2, 4, "float32", 4, token_order="tokens_first")
     pools = [torch.randn(2, 8, 4, 2, 4) for _ in range(3)]
     layer_events = LayerEvents(3, 2)

@@ -231,7 +231,7 @@ MOVES = {"down": store, "up": load}
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
 @pytest.mark.parametrize("staging_bytes", [1 << 16, 256, 1])
-def test_every_way(
+def test_every_way_is_right_on_a_late_device(
     way: str | None, direction: str, slots: str, staging_bytes: int
 ) -> None:
     for seed in range(6):
@@ -249,7 +249,7 @@ def test_every_way(
 
 
 @given(data=st.data())
-def test_any_table(data: st.DataObject) -> None:
+def test_any_table_is_copied_right_on_a_late_device(data: st.DataObject) -> None:
     direction = data.draw(st.sampled_from(BOTH))
     it = scene(
         data.draw(st.integers(0, 2**32)),

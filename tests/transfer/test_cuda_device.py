@@ -91,7 +91,7 @@ def device(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", [None, *WAYS])
 @pytest.mark.parametrize("form", ["dense", "paged", "pages"])
-def test_round_trip(
+def test_kv_comes_back_from_every_kind_of_slot(
     form: str, way: str | None, place: str, device: CudaDevice, stub: Stub
 ) -> None:
     engine = CopyEngine(device, way=way, staging_bytes=1 << 12)
@@ -125,7 +125,7 @@ def test_round_trip(
         assert stub.registered == 0
 
 
-def test_a_snapshot(device: CudaDevice) -> None:
+def test_a_snapshot_keeps_what_it_was_taken_of(device: CudaDevice) -> None:
     layout, planes, made = FORMS["pages"]()
     kv = made(planes, CopyEngine(device))
     assert isinstance(kv, DevicePagesKV)

@@ -154,7 +154,9 @@ def test_round_trip_is_bit_exact_and_touches_nothing_else(
     dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
     has_v=st.booleans(),
 )
-def test_odd_sizes(layers, heads, dim, chunk, extra, order, dtype, has_v) -> None:
+def test_kv_of_odd_sizes_comes_back(
+    layers, heads, dim, chunk, extra, order, dtype, has_v
+) -> None:
     layout = KVLayout.dense(
         layers, heads, dim, dtype, chunk, token_order=order, has_v=has_v
     )
@@ -250,7 +252,7 @@ def test_no_autograd_graph_is_kept() -> None:
     )
 
 
-def test_run_bytes() -> None:
+def test_run_bytes_are_those_of_contiguous_tokens() -> None:
     layout = KVLayout.dense(2, 4, 16, "float32", 8)
     layers = random_layers(layout, 32)
     assert DenseKV(layers, layout).run_bytes == 8 * 16 * 4

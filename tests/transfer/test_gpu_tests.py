@@ -13,13 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOME = (
-    "(moves and dtypes and staged and float8) or snapshot or (layer and staged) or twice or "
+    "(moves and every_dtype and staged and float8) or snapshot or (layer and staged) or twice or "
     "evicted"
 )
 
 
 @pytest.mark.slow
-def test_some_of_them() -> None:
+def test_some_gpu_tests_pass_on_the_cpu() -> None:
     """`PAGODA_TEST_GPU_ON_CPU=1 pytest tests/gpu` runs all of them, for minutes."""
     environment = {**os.environ, "PAGODA_TEST_GPU_ON_CPU": "1"}
     command = [

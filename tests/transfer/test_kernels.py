@@ -312,7 +312,9 @@ BOTH = pytest.mark.parametrize("gather", [True, False], ids=["gather", "scatter"
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(layout: str, dtype: str, gather: bool) -> None:
+def test_every_layout_is_copied_right(
+    layout: str, dtype: str, gather: bool
+) -> None:
     case = LAYOUTS[layout](Room(DTYPES[dtype]))
     ids = [[2, -1], [1, 2], [3, 0]]
     if gather:
@@ -332,7 +334,7 @@ def test_packed_in_every_other_order(layout: str, gather: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_width(width: int, gather: bool) -> None:
+def test_copies_use_the_widest_words_that_fit(width: int, gather: bool) -> None:
     """Slots, pools and what surrounds them are multiples of the width, not of twice the width."""
     room = Room(torch.uint8)
     pools = [room.pool(BLOCKS, width * 3, around=width) for _ in range(3)]
@@ -345,7 +347,9 @@ def test_every_width(width: int, gather: bool) -> None:
 @pytest.mark.parametrize(
     "run_bytes", [16384, 16384 + 16368, 2 * 16384 + 16, 12288 + 16]
 )
-def test_long_runs(run_bytes: int, gather: bool) -> None:
+def test_runs_longer_than_a_tile_are_copied_right(
+    run_bytes: int, gather: bool
+) -> None:
     """Runs longer than a tile, cut into long pieces or into short ones, the last one not full."""
     room = Room(torch.uint8)
     case = Case([[room.pool(3, run_bytes), room.pool(3, 4096)]], room.memory)
@@ -370,7 +374,7 @@ def test_one_layer_at_a_time(layout: str, gather: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("programs", [1, 2, 1000])
-def test_however_many_programs(programs: int, gather: bool) -> None:
+def test_any_number_of_programs_copies_right(programs: int, gather: bool) -> None:
     """80 rows of 4 runs are five tiles of the widest words."""
     room = Room(torch.uint8)
     pool = room.pool(BLOCKS, 80, 16)
@@ -407,7 +411,7 @@ def test_a_part_of_a_slot_is_left_alone(gather: bool) -> None:
 
 
 @BOTH
-def test_nothing_to_do(gather: bool) -> None:
+def test_nothing_is_copied_where_there_is_nothing_to_copy(gather: bool) -> None:
     case = planes_first_aligned(Room(torch.bfloat16))
     assert check(case, chunks_of(case, [[-1, -1], [-1, -1]]), gather=gather)
     assert check(
@@ -423,7 +427,7 @@ def test_nothing_to_do(gather: bool) -> None:
 
 
 @BOTH
-def test_one_token(gather: bool) -> None:
+def test_one_token_of_a_byte_is_copied(gather: bool) -> None:
     room = Room(torch.uint8)
     case = Case([[room.pool(1, 1)]], room.memory)
     assert check(case, chunks_of(case, [[0]]), gather=gather)
@@ -554,7 +558,7 @@ def numbers(draw: st.DrawFn) -> Numbers:
 
 @BOTH
 @given(table=numbers())
-def test_any_table(table: Numbers, gather: bool) -> None:
+def test_any_table_is_copied_right(table: Numbers, gather: bool) -> None:
     room = Room(torch.uint8)
     rows = []
     for length, between in table.rows:

@@ -131,7 +131,7 @@ def test_several_threads_load_and_wait(beside) -> None:
     assert layer_events.complete
 
 
-def test_wrong_numbers() -> None:
+def test_wrong_numbers_of_layers_and_chunks_are_refused() -> None:
     layer_events = LayerEvents(2, 2)
     layer_events.record(0, 2, None)
     for layer in (-1, 2):

@@ -184,13 +184,13 @@ def test_block_table_round_trip(form: str, dtype: str, apart: bool) -> None:
         lambda ids: st.integers(2, 16).map(lambda n: ids[:n])
     )
 )
-def test_any_block_table(table: list[int]) -> None:
+def test_any_block_table_is_copied_right(table: list[int]) -> None:
     for form in FORMATS:
         check(form, "float16", table)
 
 
 @given(data=st.data(), form=st.sampled_from(FORMATS))
-def test_any_slot_mapping(data: st.DataObject, form: str) -> None:
+def test_any_slot_mapping_is_obeyed(data: st.DataObject, form: str) -> None:
     """Blocks, or tokens anywhere: the mapping is obeyed."""
     mapping = data.draw(st.permutations(range(16 * SIZE)))[: CHUNK + 3]
     check(form, "int8", [], slot_mapping=mapping)
@@ -199,7 +199,7 @@ def test_any_slot_mapping(data: st.DataObject, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_threads(form: str) -> None:
+def test_threads_copy_right(form: str) -> None:
     check(form, "bfloat16", [7, 3, 15, 0, 9, 2], threads=3)
 
 
@@ -264,7 +264,7 @@ def test_a_prefix_of_minus_one_is_never_written_nor_read(
         assert again[0].tobytes() == slots[1].tobytes()
 
 
-def test_mla_one_plane() -> None:
+def test_mla_has_one_plane() -> None:
     layout = KVLayout.mla(LAYERS, 10, "bfloat16", CHUNK)
     pools = [
         torch.arange(6 * SIZE * 10).reshape(6, SIZE, 10).to(torch.bfloat16) + n

@@ -56,7 +56,9 @@ def check(case: Case, threads: int = 1) -> None:
 @pytest.mark.parametrize(
     "table", [[7, 3, 15, 0, 9, 2], [4, 5, 6, 7, 8, 9], [4, 5, 9, 8, 2, 3]]
 )
-def test_both_ways(pages: list[int], table: list[int], apart: int) -> None:
+def test_pages_are_copied_right_both_ways(
+    pages: list[int], table: list[int], apart: int
+) -> None:
     check(case_of(pages, table, apart=apart))
     # ends as a run would
     check(case_of(pages, [4, 6, 5, 7], apart=apart, blocks_a_chunk=4))
@@ -85,7 +87,7 @@ def test_another_table_of_the_same_planes() -> None:
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads(threads: int) -> None:
+def test_threads_copy_right(threads: int) -> None:
     check(case_of([64, 32], [7, 3, 15, 0, 9, 2]), threads)
 
 
@@ -154,7 +156,7 @@ def test_any_table_and_any_planes(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_tensors(dtype: torch.dtype) -> None:
+def test_torch_tensors_are_copied_right(dtype: torch.dtype) -> None:
     case = case_of([48, 16], [5, 1, 2, 11])
     planes = case.planes(1)
     tensors = [torch.from_numpy(plane.view).view(dtype) for plane in planes]

@@ -122,7 +122,7 @@ class Plain:
         """Return the reference tokens (of each sample) for each prompt."""
         for prompt in prompts:
             if (name := repr((list(prompt), how))) not in self._known:
-                self._known[name] = self._engine.say(prompt, **how)[0].tokens
+                self._known[name] = self._engine.generate(prompt, **how)[0].tokens
         return [self._known[repr((list(prompt), how))] for prompt in prompts]
 
 
@@ -169,7 +169,7 @@ def same(plain: Plain) -> Callable[..., list[Answer]]:
     """Ask an engine, and assert that its answer equals that of the engine without a connector."""
 
     def ask(engine: Engine, *prompts: Sequence[int], **how: Any) -> list[Answer]:
-        answers = engine.say(*prompts, **how)
+        answers = engine.generate(*prompts, **how)
         assert [answer.tokens for answer in answers] == plain.says(
             *prompts, **how
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.vllm import inside
-from tests.vllm.inside import Answer, Room
+from tests.vllm.inside import Answer, ObservedEngine
 
 BLOCK = 32
 CHUNK = 64
@@ -134,8 +134,8 @@ class Engine:
         within: float = CALL_SECONDS,
         **kwargs: Any,
     ) -> Any:
-        """Call a module's function as `function(room, ...)` in the engine's process and return what
-        it returned.
+        """Call a module's function as `function(observed, ...)` in the engine's process and return
+        what it returned.
         """
         self.ask(function, *args, **kwargs)
         return self.result(within)
@@ -163,9 +163,9 @@ class Engine:
             raise AssertionError(f"in {self.name}: {reply}\n{self._last_words()}")
         return reply
 
-    def say(self, *prompts: Sequence[int], **how: Any) -> list[Answer]:
-        """Call `Room.say` for these prompts."""
-        return self.call(Room.say, prompts, **how)
+    def generate(self, *prompts: Sequence[int], **how: Any) -> list[Answer]:
+        """Call `ObservedEngine.generate` for these prompts."""
+        return self.call(ObservedEngine.generate, prompts, **how)
 
     def reset(self) -> None:
         """Empty the device's own prefix cache."""

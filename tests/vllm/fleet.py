@@ -51,7 +51,7 @@ def hit(engine: Engine, one: list[int]) -> tuple[int, ...]:
 def said(engine: Engine, one: list[int]) -> Answer:
     """Return the answer to a prompt of which nothing is on the device."""
     engine.reset()
-    (answer,) = engine.say(one)
+    (answer,) = engine.generate(one)
     return answer
 
 
@@ -95,7 +95,7 @@ def a_version_needs_an_engine_without_kv_of_others(fleet: Fleet) -> None:
         computed(one, ours)
         answer = one.call(begun, ours, step, f"version {step}")
         longer = ours + new_prompt(3 * CHUNK)
-        one.say(longer)  # after what is left of it on the device
+        one.generate(longer)  # after what is left of it on the device
         two.call(weights.become, step, f"version {step}")
         right = computed(two, ours)
         longer_right = said(two, longer)

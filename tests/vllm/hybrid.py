@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.inside import Answer, Room
+from tests.vllm.inside import Answer, ObservedEngine
 from tests.vllm.models import BOS, EOS, UNKNOWN, VOCABULARY, write_tokenizer
 
 WINDOW = 96  # tokens; three blocks of the tests' engines
@@ -86,88 +86,88 @@ def make_qwen_next(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-# ---- what is done inside the engine's process; takes a Room
+# ---- what is done inside the engine's process; takes an ObservedEngine
 
 
-def anew(room: Room, options: dict[str, Any]) -> None:
+def restart(observed: ObservedEngine, options: dict[str, Any]) -> None:
     """End the engine, and start another one in the same process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    room.close()
+    observed.close()
     cleanup_dist_env_and_memory()
-    room.__init__(options)  # type: ignore[misc]
+    observed.__init__(options)  # type: ignore[misc]
 
 
-def groups(room: Room) -> list[str]:
+def groups(observed: ObservedEngine) -> list[str]:
     """Return the kinds of the engine's KV cache groups."""
     return [
         type(group.kv_cache_spec).__name__
-        for group in room.scheduler.kv_cache_config.kv_cache_groups
+        for group in observed.scheduler.kv_cache_config.kv_cache_groups
     ]
 
 
-def block_tokens(room: Room) -> int:
+def block_tokens(observed: ObservedEngine) -> int:
     """Return how many tokens a block has."""
-    return int(room.scheduler.block_size)
+    return int(observed.scheduler.block_size)
 
 
-def held(room: Room) -> int:
+def held(observed: ObservedEngine) -> int:
     """Return how many slots the scheduler's half holds."""
     return int(
-        room.scheduler.connector.connector_scheduler.manager._questions._finder.holds.count
+        observed.scheduler.connector.connector_scheduler.manager._questions._finder.holds.count
     )
 
 
-def reset_all(room: Room) -> None:
+def reset_all(observed: ObservedEngine) -> None:
     """Empty the device's cache and ours, as after an update of the weights."""
-    assert room.llm.reset_prefix_cache(reset_connector=True)
+    assert observed.llm.reset_prefix_cache(reset_connector=True)
 
 
-def clear_before_loads(room: Room) -> None:
+def clear_before_loads(observed: ObservedEngine) -> None:
     """From now on remove everything from all tiers between vLLM's decision to load and the load."""
-    worker = room.worker_half.connector_worker.worker
+    worker = observed.worker_half.connector_worker.worker
     submit = worker.submit_load
 
     def cleared(*args: Any, **kwargs: Any) -> Any:
         assert worker._cache.clear(everything=True).ok
-        room.kept["cleared"] = room.kept.get("cleared", 0) + 1
+        observed.kept["cleared"] = observed.kept.get("cleared", 0) + 1
         return submit(*args, **kwargs)
 
     worker.submit_load = cleared
 
 
-def cleared(room: Room) -> int:
+def cleared(observed: ObservedEngine) -> int:
     """Return how many loads had their chunks removed."""
-    return int(room.kept.get("cleared", 0))
+    return int(observed.kept.get("cleared", 0))
 
 
 def stale_hits(
-    room: Room, prompts: list[list[int]], tokens: int
+    observed: ObservedEngine, prompts: list[list[int]], tokens: int
 ) -> list[tuple[int, ...]]:
     """Generate for prompts that are stored, and clear all tiers once the first of them has been
     promised chunks.
     """
-    manager = room.scheduler.connector.scheduler.manager
+    manager = observed.scheduler.connector.scheduler.manager
     prepare = manager.prepare_load
 
     def cleared(*args: Any, **kwargs: Any) -> Any:
         spec = prepare(*args, **kwargs)
-        if not room.kept.get("stale"):
-            room.kept["stale"] = True
+        if not observed.kept.get("stale"):
+            observed.kept["stale"] = True
             assert manager._cache.clear(everything=True).ok
         return spec
 
     manager.prepare_load = cleared
     try:
-        answers = room.say(prompts, max_tokens=tokens)
+        answers = observed.generate(prompts, max_tokens=tokens)
     finally:
         del manager.prepare_load
-    assert room.kept.pop("stale")
+    assert observed.kept.pop("stale")
     return [answer.tokens[0] for answer in answers]
 
 
 def fail_loads(
-    room: Room, prompts: list[list[int]], tokens: int
+    observed: ObservedEngine, prompts: list[list[int]], tokens: int
 ) -> list[tuple[int, ...]]:
     """Generate for these prompts while no load succeeds, although the chunks remain stored."""
     from pagoda.connectors.vllm.offloading.offloading_worker import (
@@ -175,20 +175,22 @@ def fail_loads(
     )
 
     def failing(self: PagodaOffloadingWorker, job: Any) -> int:
-        room.kept["failed"] = room.kept.get("failed", 0) + 1
+        observed.kept["failed"] = observed.kept.get("failed", 0) + 1
         raise OSError("no")
 
     load, PagodaOffloadingWorker._load = PagodaOffloadingWorker._load, failing  # type: ignore[method-assign]
     try:
-        answers = room.say(prompts, max_tokens=tokens)
+        answers = observed.generate(prompts, max_tokens=tokens)
     finally:
         PagodaOffloadingWorker._load = load  # type: ignore[method-assign]
-    assert 0 < room.kept.pop("failed") <= len(prompts)  # each request tries once
+    assert (
+        0 < observed.kept.pop("failed") <= len(prompts)
+    )  # each request tries once
     return [answer.tokens[0] for answer in answers]
 
 
 def reset_under_load(
-    room: Room, one: list[int], count: int, tokens: int
+    observed: ObservedEngine, one: list[int], count: int, tokens: int
 ) -> list[tuple[int, ...]]:
     """Generate for a prompt many times, and preempt all running requests each time, as before an
     update of the weights.
@@ -199,8 +201,8 @@ def reset_under_load(
     from vllm import SamplingParams
     from vllm.v1.request import RequestStatus
 
-    engine = room.llm.llm_engine
-    scheduler = room.scheduler
+    engine = observed.llm.llm_engine
+    scheduler = observed.scheduler
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for number in range(count):
         engine.add_request(f"reset-{number}", {"prompt_token_ids": one}, params)
@@ -219,7 +221,7 @@ def reset_under_load(
         decoding = [
             request.num_output_tokens > 0 for request in scheduler.running
         ]
-        if resets < 3 and not loading and any(decoding) and held(room):
+        if resets < 3 and not loading and any(decoding) and held(observed):
             engine.reset_prefix_cache(reset_running_requests=True)
             resets += 1
     assert resets == 3
@@ -227,7 +229,7 @@ def reset_under_load(
 
 
 def logprobs(
-    room: Room, prompts: list[list[int]], tokens: int, how: str = ""
+    observed: ObservedEngine, prompts: list[list[int]], tokens: int, how: str = ""
 ) -> list[tuple[Answer, Any]]:
     """Generate for each prompt alone, with nothing on the device; return the log probability of
     every word, too.
@@ -243,14 +245,14 @@ def logprobs(
     params = SamplingParams(
         max_tokens=tokens, temperature=0.0, ignore_eos=True, logprobs=-1
     )
-    with _HOW[how](room):
+    with _HOW[how](observed):
         for one in prompts:
-            assert room.llm.reset_prefix_cache()
+            assert observed.llm.reset_prefix_cache()
             for _ in range(2 if how == "warm" else 1):
-                (output,) = room.llm.generate(
+                (output,) = observed.llm.generate(
                     [{"prompt_token_ids": one}], params, use_tqdm=False
                 )
-                answer = room._answer(output)
+                answer = observed._answer(output)
             rows = [
                 [row[token].logprob for token in sorted(row)]
                 for row in output.outputs[0].logprobs or ()
@@ -293,7 +295,7 @@ def _clear(worker: Any, job: Any) -> None:
 
 
 @contextmanager
-def _zeros(room: Room) -> Iterator[None]:
+def _zeros(observed: ObservedEngine) -> Iterator[None]:
     import numpy as np
 
     from pagoda.transfer.pages_kv import PagesKV
@@ -312,10 +314,10 @@ def _zeros(room: Room) -> Iterator[None]:
         PagesKV.from_slots = from_slots  # type: ignore[method-assign]
 
 
-_HOW: dict[str, Callable[[Room], Any]] = {
+_HOW: dict[str, Callable[[ObservedEngine], Any]] = {
     "": nullcontext,
     "warm": nullcontext,
-    "fail": lambda room: _loads(_fail),
-    "clear": lambda room: _loads(_clear),
+    "fail": lambda observed: _loads(_fail),
+    "clear": lambda observed: _loads(_clear),
     "zeros": _zeros,
 }

@@ -1,6 +1,6 @@
 """Code inside the process of an engine under test: the engine, and calls that manipulate it.
 
-Functions that take a `Room` may be called from the tests through `Engine.call`.
+Functions that take an `ObservedEngine` may be called from the tests through `Engine.call`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Answer(NamedTuple):
     external: int
 
 
-class Room:
+class ObservedEngine:
     """An engine and its observed calls. For one thread."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class Room:
         core.get_output = watched
         scheduler._preempt_request = preempted
 
-    def say(
+    def generate(
         self,
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 8,
@@ -179,28 +179,28 @@ def _is_of(name: str, request: str) -> bool:
     )
 
 
-def reset(room: Room) -> None:
+def reset(observed: ObservedEngine) -> None:
     """Drop the device's cached blocks: all later hits come through the connector."""
-    assert room.llm.reset_prefix_cache()
+    assert observed.llm.reset_prefix_cache()
 
 
-def wait_patiently(room: Room) -> None:
+def wait_patiently(observed: ObservedEngine) -> None:
     """Lengthen the connector's short waits."""
     from tests.vllm import patience
 
     patience.wait_long()
 
 
-def wait_as_users_do(room: Room) -> None:
+def wait_as_users_do(observed: ObservedEngine) -> None:
     """Give the connector's waits the values that users have."""
     from tests.vllm import patience
 
     patience.wait_shortly()
 
 
-def counts(room: Room) -> dict[str, float]:
+def counts(observed: ObservedEngine) -> dict[str, float]:
     """Return the connector's counts since the engine's start."""
-    return dict(room.counts)
+    return dict(observed.counts)
 
 
 def live(
@@ -218,7 +218,7 @@ def live(
     try:
         if prepare is not None:
             prepare()
-        room = Room(options)
+        observed = ObservedEngine(options)
     except BaseException:  # noqa: BLE001
         pipe.send((False, traceback.format_exc()))
         return
@@ -227,11 +227,11 @@ def live(
         while (call := pipe.recv()) is not None:
             function, args, kwargs = call
             try:
-                reply = (True, function(room, *args, **kwargs))
+                reply = (True, function(observed, *args, **kwargs))
             except BaseException:  # noqa: BLE001
                 reply = (False, traceback.format_exc())
             pipe.send(reply)
-    room.close()
+    observed.close()
 
 
 def _log_to(log: str) -> None:

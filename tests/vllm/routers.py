@@ -103,7 +103,7 @@ class Indexer(Service):
 
 
 def events_at(port: int) -> dict[str, Any]:
-    """The option of an engine whose events can be heard on a port."""
+    """The option of an engine that publishes its events on a port."""
     endpoint = f"tcp://*:{port}"
     return {
         "kv_events_config": {

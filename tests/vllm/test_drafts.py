@@ -13,7 +13,7 @@ import pytest
 from tests.vllm import stores
 from tests.vllm.conftest import Plain
 from tests.vllm.engines import CHUNK, Engine, connector, options
-from tests.vllm.inside import Answer, Room
+from tests.vllm.inside import Answer, ObservedEngine
 from tests.vllm.models import prompt
 
 TOKENS = 24
@@ -68,7 +68,7 @@ def test_drafts_are_accepted_on_loaded_kv_as_on_computed(
 
 
 def said(
-    room: Room, one: list[int], tokens: int, zeros: bool = False
+    observed: ObservedEngine, one: list[int], tokens: int, zeros: bool = False
 ) -> tuple[Answer, tuple[int, int]]:
     """Generate; return how many tokens were drafted and accepted, too. `zeros`: the draft's KV is
     lost.
@@ -76,7 +76,7 @@ def said(
     from pagoda.transfer.pages_kv import PagesKV
 
     counted = [0, 0]
-    scheduler = room.scheduler
+    scheduler = observed.scheduler
     count = scheduler.make_spec_decoding_stats
     from_slots = PagesKV.from_slots
 
@@ -93,7 +93,7 @@ def said(
 
     def lost(self: PagesKV, starts: Any, slots: Any) -> None:
         from_slots(self, starts, slots)
-        layers = room.llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        layers = observed.llm.llm_engine.vllm_config.compilation_config.static_forward_context
         drafts = [
             layer.kv_cache
             for name, layer in layers.items()
@@ -107,7 +107,7 @@ def said(
     if zeros:
         PagesKV.from_slots = lost  # type: ignore[method-assign]
     try:
-        (answer,) = room.say([one], max_tokens=tokens)
+        (answer,) = observed.generate([one], max_tokens=tokens)
     finally:
         PagesKV.from_slots = from_slots  # type: ignore[method-assign]
         del scheduler.make_spec_decoding_stats

@@ -245,7 +245,7 @@ def test_weights_in_memory_are_compared_by_their_content() -> None:
     assert len({sampled(), *map(sampled, range(4))}) == 5
 
 
-def test_a_reset_is_told_once_and_so_is_its_end(
+def test_a_reset_is_logged_once_and_so_is_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Who asks why nothing hits any more finds the answer in the log."""

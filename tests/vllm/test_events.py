@@ -157,7 +157,9 @@ class Engine:
         return done
 
     def take(self) -> list[KVCacheEvent]:
-        """What a round tells, of which each piece takes as long as it needs, on this thread."""
+        """Return what a round publishes, of which each piece takes as long as it needs, on this
+        thread.
+        """
         self.events._rested = time.thread_time()
         self.events._round()
         return self.outlet.take()
@@ -194,7 +196,7 @@ def run(
     """The event of chunks `first` to `stop` of a request."""
     begin = first * BLOCKS
     end = len(request.block_hashes) if stop is None else stop * BLOCKS
-    told = {
+    defaults = {
         "block_hashes": list(request.block_hashes[begin:end]),
         "parent_block_hash": request.block_hashes[begin - 1] if begin else None,
         "token_ids": list(request.all_token_ids[begin * BLOCK : end * BLOCK]),
@@ -208,7 +210,7 @@ def run(
         "locality": "LOCAL",
         "session_id": None,
     }
-    return BlockStored(**(told | fields))  # type: ignore[arg-type]
+    return BlockStored(**(defaults | fields))  # type: ignore[arg-type]
 
 
 def gone(*hashes: bytes, medium: str = "CPU") -> BlockRemoved:
@@ -217,13 +219,15 @@ def gone(*hashes: bytes, medium: str = "CPU") -> BlockRemoved:
     )
 
 
-def heard(events: Sequence[KVCacheEvent]) -> list[KVCacheEvent]:
+def decoded(events: Sequence[KVCacheEvent]) -> list[KVCacheEvent]:
     """What a router reads of events."""
     sent = msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=list(events)))
     return msgspec.msgpack.decode(sent, type=KVEventBatch).events
 
 
-def test_nothing_is_told_before_all_parts_are_committed(cache: Cache) -> None:
+def test_nothing_is_published_before_all_parts_are_committed(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     request = request_of(3.5)
     done = engine.reserved(request, parts=2)
@@ -244,8 +248,8 @@ def test_nothing_is_told_before_all_parts_are_committed(cache: Cache) -> None:
 def test_each_event_names_the_block_before_its_first_one(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, numbers: bool
 ) -> None:
-    """The last block of the chunk before: told by another event, gone, or never stored. The first
-    chunk has none.
+    """The last block of the chunk before: published by another event, gone, or never stored. The
+    first chunk has none.
     """
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(numbers)))
     engine = Engine(cache)
@@ -264,11 +268,11 @@ def test_each_event_names_the_block_before_its_first_one(
     admin.remove(engine.slots.ledgers["host"], [done[n].key for n in (0, 3)])
     engine.commit(engine.reserved(late, first=1))
     before = maybe_convert_block_hash(late.block_hashes[BLOCKS - 1])
-    told = {
+    parents = {
         event.block_hashes[0]: event.parent_block_hash
         for event in Engine(cache).take()
     }
-    assert told == {
+    assert parents == {
         names[BLOCKS]: names[BLOCKS - 1],
         names[4 * BLOCKS]: names[4 * BLOCKS - 1],
         maybe_convert_block_hash(late.block_hashes[BLOCKS]): before,
@@ -291,7 +295,7 @@ def test_an_event_says_what_a_router_needs_to_hash_for_itself(
     assert [list(keys) for keys in event.extra_keys] == [["an-adapter"]] * BLOCKS
 
 
-def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(
+def test_of_a_tenant_neither_the_salt_nor_tokens_are_published_or_kept(
     cache: Cache,
 ) -> None:
     engine = Engine(cache)
@@ -302,7 +306,7 @@ def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(
     assert bytes(request.block_hashes[0]) in kept
     assert b"secret" not in kept
     assert np.array(request.all_token_ids[:4], np.int32).tobytes() not in kept
-    later = Engine(cache)  # it tells of a tenant when the first request has come
+    later = Engine(cache)  # it publishes a tenant when the first request has come
     assert later.take() == []
     root = later.slots.namespace(salt="secret")
     later.events.found(
@@ -315,7 +319,7 @@ def test_of_a_tenant_neither_the_salt_nor_tokens_are_told_or_kept(
     assert later.take() == [run(request, token_ids=[])]
 
 
-def test_what_was_not_saved_in_the_end_is_never_told(cache: Cache) -> None:
+def test_what_was_not_saved_in_the_end_is_never_published(cache: Cache) -> None:
     engine = Engine(cache)
     done = engine.reserved(request_of(4))
     assert engine.take() == []
@@ -330,7 +334,7 @@ def test_what_was_not_saved_in_the_end_is_never_told(cache: Cache) -> None:
     assert engine.take() == [run(request_of(4, 1))]
 
 
-def test_a_chunk_that_goes_while_its_note_is_read_is_not_told(
+def test_a_chunk_that_goes_while_its_note_is_read_is_not_published(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(cache)
@@ -359,7 +363,7 @@ def test_without_the_log_of_prompts_no_tokens_are_kept(cache: Cache) -> None:
     assert Engine(cache).take() == []
 
 
-def test_what_is_gone_is_told_and_leaves_no_tokens(cache: Cache) -> None:
+def test_what_is_gone_is_published_and_leaves_no_tokens(cache: Cache) -> None:
     engine = Engine(cache)
     request = request_of(3)
     other = request_of(2, 1)
@@ -381,7 +385,9 @@ def test_what_is_gone_is_told_and_leaves_no_tokens(cache: Cache) -> None:
     assert tokens[1] not in (notes.read_bytes() if notes.exists() else b"")
 
 
-def test_a_slot_that_took_another_chunk_is_told_at_once(cache: Cache) -> None:
+def test_a_slot_that_took_another_chunk_is_published_at_once(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     first = [request_of(8, seed) for seed in range(8)]
     for request in first:
@@ -439,7 +445,7 @@ def test_a_chunk_stored_anew_elsewhere_does_not_end_with_its_old_slot(
     assert engine.take() == [gone(*request.block_hashes)]
 
 
-def test_what_was_there_before_this_engine_is_told_at_once_and_by_each(
+def test_what_was_there_before_this_engine_is_published_at_once_and_by_each(
     cache: Cache,
 ) -> None:
     first = Engine(cache)
@@ -451,7 +457,9 @@ def test_what_was_there_before_this_engine_is_told_at_once_and_by_each(
     assert first.take() == second.take() == [gone(*request.block_hashes)]
 
 
-def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
+def test_what_has_no_note_is_published_when_a_request_finds_it(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     request = request_of(3)
     keys = engine.keys(request)
@@ -470,14 +478,14 @@ def test_what_has_no_note_is_told_when_a_request_finds_it(cache: Cache) -> None:
     assert Engine(cache).take() == [run(request)]
 
 
-def test_what_another_engine_loads_is_told_once_that_one_has_noted_it(
+def test_what_another_engine_loads_is_published_once_that_one_has_noted_it(
     cache: Cache,
 ) -> None:
-    """From another machine: who loads it knows its tokens, and writes the note when it tells of
+    """From another machine: who loads it knows its tokens, and writes the note when it publishes
     it.
     """
     loads = Engine(cache)
-    hears = Engine(cache)
+    other = Engine(cache)
     request = request_of(2)
     keys = loads.keys(request)
     root = loads.root
@@ -487,9 +495,9 @@ def test_what_another_engine_loads_is_told_once_that_one_has_noted_it(
             keys, loads.slots.reserve(keys, namespace=root, start=0, parent=None)
         )
     )
-    assert hears.take() == []
-    assert loads.take() == hears.take() == [run(request)]
-    assert hears.take() == []
+    assert other.take() == []
+    assert loads.take() == other.take() == [run(request)]
+    assert other.take() == []
 
 
 def test_what_nobody_notes_is_not_looked_for_without_end(
@@ -520,7 +528,7 @@ def test_what_nobody_notes_is_not_looked_for_without_end(
     assert not asked
 
 
-def test_what_was_told_after_a_restart_is_not_told_again_when_a_request_finds_it(
+def test_what_was_published_after_a_restart_is_not_published_again_when_a_request_finds_it(
     cache: Cache,
 ) -> None:
     Engine(cache).stored(request := request_of(3))
@@ -548,7 +556,7 @@ def test_after_a_burst_the_thread_leaves_the_interpreter_to_the_engine_unless_it
     assert time.monotonic() - began < 100.0
 
 
-def test_all_is_told_again_after_the_engine_cleared_its_blocks(
+def test_all_is_published_again_after_the_engine_cleared_its_blocks(
     cache: Cache,
 ) -> None:
     engine = Engine(cache)
@@ -576,7 +584,9 @@ def test_other_weights_take_all_back(cache: Cache) -> None:
     assert Engine(cache).take() == [run(request)]
 
 
-def test_what_is_noted_while_the_weights_change_is_not_told(cache: Cache) -> None:
+def test_what_is_noted_while_the_weights_change_is_not_published(
+    cache: Cache,
+) -> None:
     engine = Engine(cache)
     old = request_of(2)
     request = request_of(1, 1)
@@ -597,7 +607,7 @@ def test_what_is_noted_while_the_weights_change_is_not_told(cache: Cache) -> Non
     assert engine.events._roots == {renewed}
 
 
-def test_what_the_engine_had_seen_of_other_weights_is_told_when_they_come(
+def test_what_the_engine_had_seen_of_other_weights_is_published_when_they_come(
     cache: Cache,
 ) -> None:
     engine = Engine(cache)
@@ -632,7 +642,7 @@ def test_a_request_whose_hashes_are_not_known_yet_is_left_out(
     assert engine.take() == [run(request)]
 
 
-def test_the_disk_is_told_too_and_its_notes_outlive_host_memory(
+def test_the_disk_is_published_too_and_its_notes_outlive_host_memory(
     shm_root: Path, tmp_path: Path
 ) -> None:
     request = request_of(3)
@@ -708,9 +718,9 @@ def test_a_chunk_that_is_being_replaced_is_not_taken_for_the_next_one(
 ) -> None:
     engine = Engine(cache)
     columns = cache.slots._ledger.columns
-    told = list[KVCacheEvent]()
+    published = list[KVCacheEvent]()
     engine.stored(request_of(1))
-    published = columns.cells[0]
+    generations = columns.cells[0]
 
     class Seen:
         """The column of generations; a round runs right after each change, as it may in another
@@ -718,21 +728,21 @@ def test_a_chunk_that_is_being_replaced_is_not_taken_for_the_next_one(
         """
 
         def __setitem__(self, slot: int, generation: int) -> None:
-            published[slot] = generation
-            told.extend(engine.take())
+            generations[slot] = generation
+            published.extend(engine.take())
 
         def __getitem__(self, slot: int) -> int:
-            return int(published[slot])
+            return int(generations[slot])
 
     columns.cells[0] = Seen()
     cache.clear()
     engine.stored(other := request_of(1, 1))
-    assert told == []  # the first is gone, the second not ready
-    columns.cells[0] = published
+    assert published == []  # the first is gone, the second not ready
+    columns.cells[0] = generations
     assert engine.take() == [run(other)]
 
 
-def test_what_is_gone_is_told_before_all_that_is_new_was_told(
+def test_what_is_gone_is_published_before_all_that_is_new_was_published(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
@@ -781,10 +791,10 @@ def test_a_large_clear_of_one_tier_keeps_no_other_waiting(
         ] * 3
 
 
-def test_what_is_stored_again_during_a_large_clear_stays_told(
+def test_what_is_stored_again_during_a_large_clear_stays_published(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its old slot is seen to be free after its new one was told."""
+    """Its old slot is seen to be free after its new one was published."""
     engine = Engine(cache)
     request = request_of(8)
     again = request_of(1)
@@ -834,16 +844,16 @@ def test_weights_that_change_during_a_large_clear_take_back_the_rest(
     )
     assert [len(event.block_hashes) for event in engine.take()] == [BLOCKS]
     engine.root = engine.slots.namespace(salt="renewed")
-    told = [
+    published = [
         name
         for _ in range(20)
         for event in engine.take()
         for name in event.block_hashes
     ]
-    assert len(set(told)) == len(told) == 7 * BLOCKS
+    assert len(set(published)) == len(published) == 7 * BLOCKS
 
 
-def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_key_of_before(
+def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_published_under_the_key_of_before(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process has published the new generation, and the new key a moment later."""
@@ -879,7 +889,7 @@ def test_a_slot_that_takes_another_chunk_before_its_turn_is_not_told_under_the_k
     assert not engine.events._tiers[0]._held[slot]
 
 
-def test_what_the_outlet_did_not_take_is_told_once_it_does(
+def test_what_the_outlet_did_not_take_is_published_once_it_does(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"_ROUND": 0.01, "_RETELL": 0.02}.items():
@@ -922,7 +932,7 @@ def test_what_the_outlet_did_not_take_is_told_once_it_does(
         time.sleep(0.001)
     engine.stored(second)
     while held != set(run(second).block_hashes):
-        assert time.monotonic() < until, "not told"
+        assert time.monotonic() < until, "not published"
         time.sleep(0.01)
     engine.events.close()
 
@@ -947,7 +957,7 @@ def test_a_round_that_fails_forgets_no_other_weights_tenants_or_notes(
 
 
 @pytest.mark.parametrize("where", ["_read", "stored"])
-def test_what_a_round_that_fails_was_about_to_tell_is_told_although_nothing_changes(
+def test_what_a_round_that_fails_was_about_to_publish_is_published_although_nothing_changes(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     engine = Engine(cache)
@@ -966,13 +976,13 @@ def test_what_a_round_that_fails_was_about_to_tell_is_told_although_nothing_chan
     monkeypatch.setattr(whose, where, fails_once)
     engine.events.start()
     until = time.monotonic() + 20.0
-    told = list[KVCacheEvent]()
-    while not told:
-        assert time.monotonic() < until, "not told"
-        told += engine.outlet.take()
+    published = list[KVCacheEvent]()
+    while not published:
+        assert time.monotonic() < until, "not published"
+        published += engine.outlet.take()
         time.sleep(0.01)
     engine.events.close()
-    assert told == [run(request)]
+    assert published == [run(request)]
 
 
 def test_an_engine_that_ends_waits_for_no_events(cache: Cache) -> None:
@@ -1002,7 +1012,7 @@ def test_a_request_that_cannot_be_noted_is_stored_all_the_same(
 
 
 @pytest.mark.parametrize("rows", [1 << 16, 7])
-def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
+def test_of_many_chunks_those_used_last_are_published_first_and_then_the_others(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     monkeypatch.setattr("pagoda.kv_events.tier_difference._ROWS", rows)
@@ -1012,10 +1022,10 @@ def test_of_many_chunks_those_used_last_are_told_first_and_then_the_others(
     for request in requests:
         engine.stored(request)
     again = Engine(cache)  # after a restart
-    told: list[object] = []
+    published: list[object] = []
     while events := again.take():
-        told += [name for event in events for name in event.block_hashes]
-    assert told == [
+        published += [name for event in events for name in event.block_hashes]
+    assert published == [
         name
         for request in reversed(requests)
         for name in run(request).block_hashes
@@ -1083,8 +1093,8 @@ def test_so_many_notes_are_remembered_and_no_more(
     events = engine.events
     assert len(events._fresh) == 5
     assert events._told_of == events._fresh.keys()
-    told = [name for event in engine.take() for name in event.block_hashes]
-    assert sorted(told) == sorted(
+    published = [name for event in engine.take() for name in event.block_hashes]
+    assert sorted(published) == sorted(
         name for request in requests for name in request.block_hashes
     )
 
@@ -1125,7 +1135,7 @@ def test_a_clear_while_a_note_is_copied_leaves_no_tokens(
     )
 
 
-def test_slots_of_tenants_that_came_and_went_are_told_of_the_one_that_comes(
+def test_slots_of_tenants_that_came_and_went_are_published_of_the_one_that_comes(
     cache: Cache,
 ) -> None:
     engine = Engine(cache)
@@ -1149,7 +1159,7 @@ def test_slots_of_tenants_that_came_and_went_are_told_of_the_one_that_comes(
     assert engine.take() == []
 
 
-def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(
+def test_a_router_that_connects_and_leaves_keeps_no_other_from_receiving_all(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(cache)
@@ -1164,16 +1174,16 @@ def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(
     newcomers = publisher.newcomers
     # at any time
     monkeypatch.setattr(publisher, "newcomers", lambda: newcomers() or True)
-    with zmq.Context.instance().socket(zmq.SUB) as heard:
-        heard.setsockopt(zmq.SUBSCRIBE, b"")
-        heard.connect(f"tcp://127.0.0.1:{port}")
+    with zmq.Context.instance().socket(zmq.SUB) as subscriber:
+        subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+        subscriber.connect(f"tcp://127.0.0.1:{port}")
         engine.events.start()
         until = time.monotonic() + 20.0
         cleared = 0
         while cleared < 2:
-            assert heard.poll(1000 * max(0.0, until - time.monotonic()))
+            assert subscriber.poll(1000 * max(0.0, until - time.monotonic()))
             batch = msgspec.msgpack.decode(
-                heard.recv_multipart()[2], type=KVEventBatch
+                subscriber.recv_multipart()[2], type=KVEventBatch
             )
             cleared += sum(
                 isinstance(event, AllBlocksCleared) for event in batch.events
@@ -1184,10 +1194,12 @@ def test_a_router_that_comes_and_goes_keeps_no_other_from_hearing_all(
     publisher.send([AllBlocksCleared()])  # after the end: of no use, and no error
 
 
-def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
+def test_routers_that_connect_all_the_time_do_not_keep_it_from_publishing_all(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each that comes makes all routers begin again: the last chunks must be told all the same."""
+    """Each that comes makes all routers begin again: the last chunks must be published all the
+    same.
+    """
     for name, value in {"_ROUND": 0.02, "_PAUSE": 0.02, "_RETELL": 0.05}.items():
         monkeypatch.setattr(
             f"pagoda.kv_events.stored_events.{name}_SECONDS", value
@@ -1222,13 +1234,13 @@ def test_routers_that_come_all_the_time_do_not_keep_it_from_telling_all(
     assert times >= 3
 
 
-def test_the_tiers_are_told_again_when_the_engine_says_that_all_is_cleared(
+def test_the_tiers_are_published_again_when_the_engine_reports_that_all_is_cleared(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It means its own memory, and routers forget the tiers too."""
     engine = Engine(cache)
     request = request_of(3)
-    told = list[KVCacheEvent]()
+    published = list[KVCacheEvent]()
     config = KVEventsConfig(
         enable_kv_cache_events=True,
         publisher="zmq",
@@ -1238,21 +1250,21 @@ def test_the_tiers_are_told_again_when_the_engine_says_that_all_is_cleared(
     publisher = EventPublisherFactory.create(config)
     assert isinstance(publisher, LivePublisher)
     monkeypatch.setattr(
-        publisher, "send", lambda events: told.extend(heard(events))
+        publisher, "send", lambda events: published.extend(decoded(events))
     )
     engine.stored(request)
     engine.events.start()
     until = time.monotonic() + 20.0
     for times in (1, 2):
-        while told != [run(request)] * times:
-            assert time.monotonic() < until, "not told"
+        while published != [run(request)] * times:
+            assert time.monotonic() < until, "not published"
             time.sleep(0.01)
         publisher.publish(KVEventBatch(ts=1.0, events=[AllBlocksCleared()]))
     engine.events.close()
     publisher.shutdown()
 
 
-def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
+def test_all_is_published_to_a_router_once_it_subscribes(cache: Cache) -> None:
     """A busy router connects, and subscribes much later: until then a publisher drops what it
     sends.
     """
@@ -1267,38 +1279,39 @@ def test_a_router_is_told_all_once_it_listens(cache: Cache) -> None:
     engine.events.start()
     engine.stored(request)
     wanted = set(run(request).block_hashes)
-    heard = set()
+    received = set()
     with zmq.Context.instance().socket(zmq.SUB) as router:
         router.connect(f"tcp://127.0.0.1:{port}")
         time.sleep(1.5)
         for _ in range(2):  # and once more: the same router, after it was silent
             router.setsockopt(zmq.SUBSCRIBE, b"")
             until = time.monotonic() + 20.0
-            while heard != wanted:
+            while received != wanted:
                 assert router.poll(1000 * max(0.0, until - time.monotonic())), (
-                    "not told"
+                    "not published"
                 )
                 batch = msgspec.msgpack.decode(
                     router.recv_multipart()[2], type=KVEventBatch
                 )
-                heard |= {
+                received |= {
                     name
                     for one in batch.events
                     if isinstance(one, BlockStored)
                     for name in one.block_hashes
                 }
             router.setsockopt(zmq.UNSUBSCRIBE, b"")
-            heard.clear()
+            received.clear()
     publisher.shutdown()
     engine.events.close()
 
 
-def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
+def test_what_is_in_the_engines_own_memory_is_published_to_a_new_subscriber() -> (
+    None
+):
     """Block by block, of what is left of the events that passed, with numbers that rise over a
     restart.
     """
     numbers = []
-    all_told = []
     config = KVEventsConfig(
         enable_kv_cache_events=True, publisher="zmq", endpoint="inproc://"
     )
@@ -1338,30 +1351,34 @@ def test_a_newcomer_is_told_what_is_in_the_engines_own_memory() -> None:
             publisher.publish(KVEventBatch(ts=1.0, events=[removed]))
             assert publisher.cleared == 2
             assert list(publisher.report_all()) == [None]  # one piece
-            told = []
-            while len(told) < 8:
+            published = []
+            while len(published) < 8:
                 assert router.poll(20_000)
                 _, number, batch = router.recv_multipart()
                 numbers.append(int.from_bytes(number, "big"))
-                told += msgspec.msgpack.decode(batch, type=KVEventBatch).events
+                published += msgspec.msgpack.decode(
+                    batch, type=KVEventBatch
+                ).events
         publisher.shutdown()
-        assert isinstance(told[5], AllBlocksCleared)
-        assert [event.block_hashes for event in told[6:]] == [
+        assert isinstance(published[5], AllBlocksCleared)
+        assert [event.block_hashes for event in published[6:]] == [
             [name] for name in names[:2]
         ]
-        assert [event.parent_block_hash for event in told[6:]] == [None, names[0]]
-        assert [list(event.extra_keys) for event in told[6:]] == [
+        assert [event.parent_block_hash for event in published[6:]] == [
+            None,
+            names[0],
+        ]
+        assert [list(event.extra_keys) for event in published[6:]] == [
             [("an adapter",)],
             [None],
         ]
-        assert [list(event.token_ids) for event in told[6:]] == [
+        assert [list(event.token_ids) for event in published[6:]] == [
             list(range(at, at + 4)) for at in (1000, 1004)
         ]
-        all_told += told
     assert numbers == sorted(set(numbers))
 
 
-def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart() -> (
+def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_published_separately() -> (
     None
 ):
     """The first chunk by a request of text alone, or in a session, the others by one with an image
@@ -1384,11 +1401,11 @@ def test_chunks_of_one_prompt_that_were_stored_by_unlike_requests_are_told_apart
     assert first_of_whole
     assert all(others)
     for notes in ([first, *others], [of_session, second]):
-        told = [
+        published = [
             len(form.stored(run, "CPU").block_hashes)
             for run in runs(notes, groups)
         ]
-        assert told == [BLOCKS, (len(notes) - 1) * BLOCKS]
+        assert published == [BLOCKS, (len(notes) - 1) * BLOCKS]
     (only,) = runs([first_of_whole, *others], groups)
     event = form.stored(only, "CPU")
     keys = [each and [tuple(key) for key in each] for each in event.extra_keys]
@@ -1417,10 +1434,10 @@ def test_blocks_are_named_as_vllm_names_them(
     assert form.removed([], "CPU", 0).block_hashes == []
 
 
-def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
+def test_what_is_gone_is_published_before_all_of_the_engines_own_memory(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A router that comes makes it tell everything, which takes a large engine seconds."""
+    """A router that comes makes it publish everything, which takes a large engine seconds."""
     # one piece a round
     monkeypatch.setattr("pagoda.kv_events.stored_events._MOST_TELLING", -1.0)
     monkeypatch.setattr("pagoda.connectors.vllm.event_publisher._PIECE", 2)
@@ -1432,20 +1449,20 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
     engine.events._outlet = outlet = EventOutlet(config)
     publisher = EventPublisherFactory.create(config)
     assert isinstance(publisher, LivePublisher)
-    told: list[object] = []
+    published: list[object] = []
     send = publisher.send
     monkeypatch.setattr(
         publisher,
         "send",
-        lambda events: (told.extend(heard(events)), send(events)),
+        lambda events: (published.extend(decoded(events)), send(events)),
     )
     device = run(request_of(2, 1), medium="GPU", locality=None)
     publisher.publish(KVEventBatch(ts=1.0, events=[device]))
     engine.stored(request)
     engine.events._full_report = outlet.report_all()
     engine.take()
-    assert isinstance(told.pop(0), AllBlocksCleared)
-    assert told.pop(2) == run(request)
+    assert isinstance(published.pop(0), AllBlocksCleared)
+    assert published.pop(2) == run(request)
     cache.clear()
     rounds = 1
     while not engine.events._round():
@@ -1453,13 +1470,15 @@ def test_what_is_gone_is_told_before_all_of_the_engines_own_memory(
         assert rounds < 100
     publisher.shutdown()
     names = [
-        event.block_hashes for event in told if isinstance(event, BlockStored)
+        event.block_hashes
+        for event in published
+        if isinstance(event, BlockStored)
     ]
     assert names == [[name] for name in device.block_hashes]
-    assert told.index(gone(*request.block_hashes)) == 4
+    assert published.index(gone(*request.block_hashes)) == 4
 
 
-def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
+def test_chunks_of_each_group_of_a_hybrid_model_are_published_with_their_kind(
     shm_root: Path, tmp_path: Path
 ) -> None:
     """On the disk those of full attention alone: Dynamo reads no groups there, and the hashes are
@@ -1478,19 +1497,24 @@ def test_chunks_of_each_group_of_a_hybrid_model_are_told_with_their_kind(
         assert cache.flush(10.0)
         # the second one after a restart
         for each in (engine, Engine(cache, groups=HYBRID)):
-            told: list[KVCacheEvent] = []
+            published: list[KVCacheEvent] = []
             until = time.monotonic() + 20.0
-            while sum(len(event.block_hashes) for event in told) < 4 * 3 * BLOCKS:
-                told += each.take()
+            while (
+                sum(len(event.block_hashes) for event in published)
+                < 4 * 3 * BLOCKS
+            ):
+                published += each.take()
                 assert time.monotonic() < until
             assert each.take() == []
             places = {("CPU", 0), ("CPU", 2), ("CPU", 3), ("STORAGE", 0)}
-            assert {(event.medium, event.group_idx) for event in told} == places
+            assert {
+                (event.medium, event.group_idx) for event in published
+            } == places
             for medium, group in places:
                 kind, window = kinds[group]
                 mine = [
                     one
-                    for one in told
+                    for one in published
                     if (one.medium, one.group_idx) == (medium, group)
                 ]
                 what = {
@@ -1532,8 +1556,8 @@ def test_a_window_that_goes_on_where_full_attention_ends_is_no_credit_of_full_at
     request = request_of(2)
     engine.stored(request_of(1))
     engine.commit(engine.reserved(request, first=1, group=2))
-    told = sorted(engine.take(), key=lambda event: event.group_idx)
-    assert told == [
+    published = sorted(engine.take(), key=lambda event: event.group_idx)
+    assert published == [
         run(request, 0, 1),
         run(
             request,
@@ -1583,7 +1607,7 @@ def test_a_long_chunk_has_a_note_too() -> None:
             unpacked(odd)
 
 
-def test_a_newcomer_is_told_the_blocks_of_each_group_of_the_engines_own_memory() -> (
+def test_the_blocks_of_each_group_of_the_engines_own_memory_are_published_to_a_new_subscriber() -> (
     None
 ):
     """Groups have the same hashes; of windows and states vLLM leaves blocks out of an event, and
@@ -1611,23 +1635,23 @@ def test_a_newcomer_is_told_the_blocks_of_each_group_of_the_engines_own_memory()
     )
     for event in (full, state, removed):
         publisher.publish(KVEventBatch(ts=1.0, events=[event]))
-    told: list[KVCacheEvent] = []
-    publisher.send = told.extend  # type: ignore[method-assign]
+    published: list[KVCacheEvent] = []
+    publisher.send = published.extend  # type: ignore[method-assign]
     assert list(publisher.report_all()) == [None]  # one piece
     publisher.shutdown()
-    assert isinstance(told.pop(0), AllBlocksCleared)
-    assert [(event.group_idx, event.block_hashes) for event in told] == [
+    assert isinstance(published.pop(0), AllBlocksCleared)
+    assert [(event.group_idx, event.block_hashes) for event in published] == [
         *((0, [name]) for name in full.block_hashes),
         (1, state.block_hashes[1:]),
     ]
-    assert [list(event.token_ids) for event in told] == [
+    assert [list(event.token_ids) for event in published] == [
         [0, 1, 2, 3],
         [4, 5, 6, 7],
         [8, 9, 10, 11],
         [12, 13, 14, 15],
         [],
     ]
-    assert told[-1].parent_block_hash is None
+    assert published[-1].parent_block_hash is None
 
 
 def test_two_engines_of_a_process_may_be_given_the_same_config() -> None:
@@ -1684,7 +1708,7 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(
         held = {"CPU": set[bytes](), "STORAGE": set[bytes]()}
         requests = [request_of(1 + seed % 5, seed) for seed in range(40)]
 
-        def hear(events: Sequence[KVCacheEvent]) -> None:
+        def apply(events: Sequence[KVCacheEvent]) -> None:
             for event in events:
                 now = held[event.medium]
                 hashes = set(event.block_hashes)
@@ -1712,11 +1736,11 @@ def test_random_stores_and_evictions_leave_a_router_with_the_truth(
                 cache.clear()
             if turn % 50 == 25:
                 cache.flush(10.0)
-            hear(engine.take())
+            apply(engine.take())
         assert cache.flush(10.0)
         while not engine.events._round():
-            hear(engine.outlet.take())
-        hear(engine.outlet.take())
+            apply(engine.outlet.take())
+        apply(engine.outlet.take())
         for name, medium in (("host", "CPU"), ("disk", "STORAGE")):
             there = {
                 row.key for row in admin.list_chunks(engine.slots.ledgers[name])

@@ -59,7 +59,7 @@ def test_the_token_that_differs_is_named(
     beginning.
     """
     stored = plain_prompt(7000, _TOKENS)
-    told = plain_prompt(7001, 4 * CHUNK + 1)
+    chat_prompt = plain_prompt(7001, 4 * CHUNK + 1)
     server.wait_up()
     _ask(server, "/v1/completions", prompt=words(stored))
     # shares two chunks and a half with it: not the nearest of most
@@ -72,7 +72,7 @@ def test_the_token_that_differs_is_named(
     _ask(
         server,
         "/v1/chat/completions",
-        messages=[{"role": "user", "content": words(told)}],
+        messages=[{"role": "user", "content": words(chat_prompt)}],
     )
     stores.wait_ready(own.host, _CHUNKS + 3 + 4)
     stores.wait_until(lambda: _logged(own.host) == 3, "three logged prompts")
@@ -100,7 +100,9 @@ def test_the_token_that_differs_is_named(
 
     chat = tmp_path / "messages.json"
     chat.write_text(
-        json.dumps([{"role": "user", "content": words(_changed(told, 130))}])
+        json.dumps(
+            [{"role": "user", "content": words(_changed(chat_prompt, 130))}]
+        )
     )
     assert _near(_explain(server, own, "--messages", str(chat)))["token"] == 130
 

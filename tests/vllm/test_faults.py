@@ -15,7 +15,7 @@ import pytest
 from tests.vllm import inside, stores
 from tests.vllm.conftest import Plain, Same, Tiers
 from tests.vllm.engines import BLOCK, CHUNK, Engine, connector, loadable
-from tests.vllm.inside import Room
+from tests.vllm.inside import ObservedEngine
 from tests.vllm.models import prompt
 
 OnDisk = Callable[..., set[bytes]]
@@ -79,7 +79,7 @@ def failed_loads(engine: Engine) -> float:
 @pytest.mark.parametrize(
     "position", [None, 0, 3], ids=["all", "the first", "the fourth"]
 )
-def test_spoilt_on_disk(
+def test_chunks_that_are_damaged_on_disk_are_computed(
     pagoda: Engine,
     tiers: Tiers,
     same: Same,
@@ -98,7 +98,7 @@ def test_spoilt_on_disk(
     hits_again(pagoda, same, one)
 
 
-def test_disk_fails(
+def test_chunks_that_a_failing_disk_does_not_load_are_computed(
     pagoda: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk
 ) -> None:
     """Every read of the disk is an I/O error, for a while."""
@@ -122,27 +122,29 @@ def test_disk_fails(
     stores.wait_until(takes, "the end of the disk's rest")
 
 
-def fail_reads(room: Room) -> None:
+def fail_reads(observed: ObservedEngine) -> None:
     """Have every read of the disk fail."""
     from pagoda.slab.file import FileSlab
 
     def failing(self: FileSlab, views: Any, offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    patch(room, FileSlab, "_readv", failing)
+    patch(observed, FileSlab, "_readv", failing)
 
 
-def patch(room: Room, owner: Any, name: str, replacement: Any) -> None:
+def patch(
+    observed: ObservedEngine, owner: Any, name: str, replacement: Any
+) -> None:
     """Replace a function until `mend`."""
-    room.kept.setdefault("patched", []).append(
+    observed.kept.setdefault("patched", []).append(
         (owner, name, getattr(owner, name))
     )
     setattr(owner, name, replacement)
 
 
-def mend(room: Room) -> None:
+def mend(observed: ObservedEngine) -> None:
     """Put back all that was replaced."""
-    for owner, name, original in reversed(room.kept.pop("patched", [])):
+    for owner, name, original in reversed(observed.kept.pop("patched", [])):
         setattr(owner, name, original)
 
 
@@ -171,9 +173,9 @@ def test_gone_between_look_up_and_load(
     hits_again(pagoda, same, one)
 
 
-def interrupt_load(room: Room, calls: list[str]) -> None:
+def interrupt_load(observed: ObservedEngine, calls: list[str]) -> None:
     """Have another process do something right before the next loads begin."""
-    half = room.worker_half
+    half = observed.worker_half
     start = half.start_load_kv
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
@@ -182,7 +184,7 @@ def interrupt_load(room: Room, calls: list[str]) -> None:
                 stores.elsewhere(call)
         start(*args, **kwargs)
 
-    patch(room, half, "start_load_kv", interrupted)
+    patch(observed, half, "start_load_kv", interrupted)
 
 
 def test_aborted_while_it_is_loaded(
@@ -205,7 +207,7 @@ def test_aborted_while_it_is_loaded(
     hits_again(pagoda, same, one)
 
 
-def slow_reads(room: Room, seconds: float) -> None:
+def slow_reads(observed: ObservedEngine, seconds: float) -> None:
     """Have every read of the disk take longer."""
     from pagoda.slab.file import FileSlab
 
@@ -215,11 +217,11 @@ def slow_reads(room: Room, seconds: float) -> None:
         time.sleep(seconds)
         return readv(self, views, offset)
 
-    patch(room, FileSlab, "_readv", slow)
+    patch(observed, FileSlab, "_readv", slow)
 
 
 def abort_during_load(
-    room: Room, one: list[int]
+    observed: ObservedEngine, one: list[int]
 ) -> tuple[int, int, int, tuple[int, ...]]:
     """Abort a request whose load has begun, while another with the same prompt waits for it.
 
@@ -229,8 +231,8 @@ def abort_during_load(
     from vllm import SamplingParams
     from vllm.v1.request import RequestStatus
 
-    engine = room.llm.llm_engine
-    scheduler = room.scheduler
+    engine = observed.llm.llm_engine
+    scheduler = observed.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -280,18 +282,18 @@ def test_nothing_can_be_saved(pagoda: Engine, tiers: Tiers, same: Same) -> None:
     hits_again(pagoda, same, one)
 
 
-def fail_saves(room: Room) -> None:
+def fail_saves(observed: ObservedEngine) -> None:
     """Have every copy into slots fail."""
     from pagoda.transfer.pages_kv import PagesKV
 
     def failing(self: PagesKV, starts: Any, slots: Any) -> None:
         raise MemoryError("no")
 
-    patch(room, PagesKV, "to_slots", failing)
+    patch(observed, PagesKV, "to_slots", failing)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_busy_ledger(
+def test_a_ledger_that_stays_locked_costs_hits_and_no_wrong_text(
     cramped: Engine,
     tiers: Tiers,
     session_shm: Path,
@@ -312,7 +314,7 @@ def test_busy_ledger(
     hits_again(cramped, same, one)
 
 
-def test_little_room(
+def test_a_prompt_larger_than_the_host_tier_is_served_from_disk(
     cramped: Engine, tiers: Tiers, same: Same, only_on_disk: OnDisk
 ) -> None:
     """The host tier is smaller than one prompt, which is served from the disk nevertheless."""

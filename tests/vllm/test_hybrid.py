@@ -40,7 +40,7 @@ EXACT = [prompt(77, 15 * CHUNK + 5), prompt(78, 8 * CHUNK + 9)]
 TOKENS = 24
 
 
-class Rooms:
+class TieredEngine:
     """One engine's process: first without a connector, then with one, then as after a restart of
     the machine.
     """
@@ -86,14 +86,14 @@ class Rooms:
         answers = []
         for each in PROMPTS:
             self.engine.reset()
-            answers += self.engine.say(each, max_tokens=TOKENS)
+            answers += self.engine.generate(each, max_tokens=TOKENS)
         return self.same(answers)
 
 
 @pytest.fixture(scope="module")
-def rooms(
+def tiered(
     tmp_path_factory: pytest.TempPathFactory, session_shm: Path, logs: Path
-) -> Iterator[Rooms]:
+) -> Iterator[TieredEngine]:
     """The engine with the connector; it has computed and stored every prompt."""
     model = hybrid.make_gemma(tmp_path_factory.mktemp("models") / "gemma")
     plain = options(
@@ -106,14 +106,14 @@ def rooms(
     right = []
     for each in PROMPTS:
         engine.reset()
-        right += engine.say(each, max_tokens=TOKENS)
+        right += engine.generate(each, max_tokens=TOKENS)
     exact = engine.call(hybrid.logprobs, EXACT, TOKENS, "warm")
-    engine.call(hybrid.anew, ours, within=120.0)
-    found = Rooms(engine, plain, ours, right, exact)
+    engine.call(hybrid.restart, ours, within=120.0)
+    found = TieredEngine(engine, plain, ours, right, exact)
     for each, answer in zip(PROMPTS, right, strict=True):
         # on the device or not: the text is the same
-        (told,) = engine.say(each, max_tokens=TOKENS)
-        assert told.tokens == answer.tokens
+        (again,) = engine.generate(each, max_tokens=TOKENS)
+        assert again.tokens == answer.tokens
     yield found
     engine.stop()
 
@@ -123,17 +123,21 @@ def wanted(each: list[int]) -> int:
     return (len(each) - 1) // CHUNK * CHUNK
 
 
-def test_the_model_is_hybrid_and_says_different_things(rooms: Rooms) -> None:
-    assert set(rooms.engine.call(hybrid.groups)) == {
+def test_the_model_is_hybrid_and_says_different_things(
+    tiered: TieredEngine,
+) -> None:
+    assert set(tiered.engine.call(hybrid.groups)) == {
         "SlidingWindowSpec",
         "FullAttentionSpec",
     }
-    assert len({answer.tokens for answer in rooms.right}) == len(PROMPTS)
-    assert all(len(set(answer.tokens[0])) > TOKENS // 2 for answer in rooms.right)
+    assert len({answer.tokens for answer in tiered.right}) == len(PROMPTS)
+    assert all(
+        len(set(answer.tokens[0])) > TOKENS // 2 for answer in tiered.right
+    )
 
 
 def test_the_token_in_which_a_prompt_differs_is_explained(
-    rooms: Rooms, tmp_path: Path
+    tiered: TieredEngine, tmp_path: Path
 ) -> None:
     """By the log, which has the keys of the group with full attention; without it, by vLLM's
     hashes.
@@ -142,7 +146,7 @@ def test_the_token_in_which_a_prompt_differs_is_explained(
     asked.write_text(
         json.dumps([*PROMPTS[0][:300], PROMPTS[0][300] + 1, *PROMPTS[0][301:]])
     )
-    (store,) = stores.stores(rooms.host)
+    (store,) = stores.stores(tiered.host)
     stores.wait_until(
         lambda: len(list(logged_prompts(store))) >= len(PROMPTS) - 1,
         "logged prompts",
@@ -152,7 +156,7 @@ def test_the_token_in_which_a_prompt_differs_is_explained(
             for name in ("prompts", "prompts-old"):
                 (store / name).unlink(missing_ok=True)
         code, out, err = run_here(
-            "explain", str(rooms.host), "--tokens", str(asked), "--json"
+            "explain", str(tiered.host), "--tokens", str(asked), "--json"
         )
         assert code == 0, err
         said = json.loads(out)
@@ -167,8 +171,8 @@ def test_the_token_in_which_a_prompt_differs_is_explained(
         )
 
 
-def test_the_same_text_from_host_memory(rooms: Rooms) -> None:
-    answers = rooms.one_by_one()
+def test_the_same_text_from_host_memory(tiered: TieredEngine) -> None:
+    answers = tiered.one_by_one()
     assert [answer.local for answer in answers] == [0] * len(PROMPTS)
     assert [answer.external for answer in answers] == pytest.approx(
         [wanted(each) for each in PROMPTS], abs=CHUNK
@@ -176,29 +180,31 @@ def test_the_same_text_from_host_memory(rooms: Rooms) -> None:
     assert answers[0].external == wanted(PROMPTS[0])
 
 
-def test_the_same_log_probabilities_bit_by_bit(rooms: Rooms) -> None:
+def test_the_same_log_probabilities_bit_by_bit(tiered: TieredEngine) -> None:
     # each alone: in a batch, sums have another order
-    rooms.engine.call(hybrid.logprobs, EXACT, TOKENS)
-    rooms.same_bits()
+    tiered.engine.call(hybrid.logprobs, EXACT, TOKENS)
+    tiered.same_bits()
 
 
-def test_the_same_text_for_many_requests_at_once(rooms: Rooms) -> None:
-    rooms.engine.reset()
-    answers = rooms.same(rooms.engine.say(*PROMPTS, max_tokens=TOKENS))
+def test_the_same_text_for_many_requests_at_once(tiered: TieredEngine) -> None:
+    tiered.engine.reset()
+    answers = tiered.same(tiered.engine.generate(*PROMPTS, max_tokens=TOKENS))
     assert sum(answer.external for answer in answers) >= wanted(PROMPTS[0])
 
 
-def test_the_same_text_from_the_disk_after_a_restart(rooms: Rooms) -> None:
+def test_the_same_text_from_the_disk_after_a_restart(
+    tiered: TieredEngine,
+) -> None:
     stores.wait_until(
-        lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host),
+        lambda: stores.keys(tiered.disk) >= stores.keys(tiered.host),
         "all chunks on the disk",
     )
     # no process has the tiers open
-    rooms.engine.call(hybrid.anew, rooms.plain, within=120.0)
-    shutil.rmtree(rooms.host)
-    rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
-    rooms.same_bits()  # those of test_the_same_log_probabilities_bit_by_bit
-    answers = rooms.one_by_one()
+    tiered.engine.call(hybrid.restart, tiered.plain, within=120.0)
+    shutil.rmtree(tiered.host)
+    tiered.engine.call(hybrid.restart, tiered.ours, within=120.0)
+    tiered.same_bits()  # those of test_the_same_log_probabilities_bit_by_bit
+    answers = tiered.one_by_one()
     assert answers[0].external == wanted(PROMPTS[0])
     assert (
         sum(answer.external for answer in answers)
@@ -207,109 +213,113 @@ def test_the_same_text_from_the_disk_after_a_restart(rooms: Rooms) -> None:
 
 
 def test_chunks_that_are_removed_before_they_are_loaded_are_computed(
-    rooms: Rooms,
+    tiered: TieredEngine,
 ) -> None:
-    rooms.engine.call(hybrid.clear_before_loads)
-    for each, answer in zip(PROMPTS, rooms.right, strict=True):
-        rooms.engine.reset()
-        (told,) = rooms.engine.say(each, max_tokens=TOKENS)
-        assert told.tokens == answer.tokens
-    assert rooms.engine.call(hybrid.cleared) >= 1
-    assert rooms.engine.alive()
+    tiered.engine.call(hybrid.clear_before_loads)
+    for each, answer in zip(PROMPTS, tiered.right, strict=True):
+        tiered.engine.reset()
+        (again,) = tiered.engine.generate(each, max_tokens=TOKENS)
+        assert again.tokens == answer.tokens
+    assert tiered.engine.call(hybrid.cleared) >= 1
+    assert tiered.engine.alive()
 
 
 def test_chunks_that_are_cleared_once_they_are_promised_are_computed(
-    rooms: Rooms,
+    tiered: TieredEngine,
 ) -> None:
     """Other requests hold the same chunks, and hit them again and again: none of these may be
     loaded.
     """
-    rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
-    rooms.one_by_one()
-    rooms.engine.reset()
+    tiered.engine.call(hybrid.restart, tiered.ours, within=120.0)
+    tiered.one_by_one()
+    tiered.engine.reset()
     stores.wait_until(
-        lambda: stores.keys(rooms.disk) >= stores.keys(rooms.host),
+        lambda: stores.keys(tiered.disk) >= stores.keys(tiered.host),
         "all chunks on the disk",
     )
     prompts = [*PROMPTS, *PROMPTS]
-    said = rooms.engine.call(hybrid.stale_hits, prompts, TOKENS)
-    assert said == [answer.tokens[0] for answer in [*rooms.right, *rooms.right]]
+    said = tiered.engine.call(hybrid.stale_hits, prompts, TOKENS)
+    assert said == [answer.tokens[0] for answer in [*tiered.right, *tiered.right]]
 
 
-def test_loads_that_always_fail_are_tried_once_a_request(rooms: Rooms) -> None:
-    rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
-    rooms.one_by_one()
-    rooms.engine.reset()
-    said = rooms.engine.call(hybrid.fail_loads, PROMPTS, TOKENS, within=30.0)
-    assert said == [answer.tokens[0] for answer in rooms.right]
+def test_loads_that_always_fail_are_tried_once_a_request(
+    tiered: TieredEngine,
+) -> None:
+    tiered.engine.call(hybrid.restart, tiered.ours, within=120.0)
+    tiered.one_by_one()
+    tiered.engine.reset()
+    said = tiered.engine.call(hybrid.fail_loads, PROMPTS, TOKENS, within=30.0)
+    assert said == [answer.tokens[0] for answer in tiered.right]
 
 
-def test_requests_that_a_reset_preempts_go_on(rooms: Rooms) -> None:
+def test_requests_that_a_reset_preempts_go_on(tiered: TieredEngine) -> None:
     """With little memory on the device, and no cache in it, so that every hit comes through the
     connector.
     """
-    few = rooms.ours | {
+    few = tiered.ours | {
         "num_gpu_blocks_override": 100,
         "max_model_len": 1088,
         "enable_prefix_caching": False,
     }
-    rooms.engine.call(hybrid.anew, few, within=120.0)
-    (told,) = rooms.engine.say(PROMPTS[0], max_tokens=TOKENS)
-    assert told.tokens == rooms.right[0].tokens
-    said = rooms.engine.call(hybrid.reset_under_load, PROMPTS[0], 8, TOKENS)
-    assert said == [rooms.right[0].tokens[0]] * 8
+    tiered.engine.call(hybrid.restart, few, within=120.0)
+    (again,) = tiered.engine.generate(PROMPTS[0], max_tokens=TOKENS)
+    assert again.tokens == tiered.right[0].tokens
+    said = tiered.engine.call(hybrid.reset_under_load, PROMPTS[0], 8, TOKENS)
+    assert said == [tiered.right[0].tokens[0]] * 8
 
 
-def test_nothing_stored_before_a_reset_hits_after_it(rooms: Rooms) -> None:
-    rooms.engine.call(hybrid.anew, rooms.ours, within=120.0)
-    rooms.same(rooms.engine.say(*PROMPTS, max_tokens=TOKENS))
-    rooms.engine.call(hybrid.reset_all)
-    answers = rooms.engine.say(*PROMPTS, max_tokens=TOKENS)
-    assert [answer.external for answer in rooms.same(answers)] == [0] * len(
+def test_nothing_stored_before_a_reset_hits_after_it(
+    tiered: TieredEngine,
+) -> None:
+    tiered.engine.call(hybrid.restart, tiered.ours, within=120.0)
+    tiered.same(tiered.engine.generate(*PROMPTS, max_tokens=TOKENS))
+    tiered.engine.call(hybrid.reset_all)
+    answers = tiered.engine.generate(*PROMPTS, max_tokens=TOKENS)
+    assert [answer.external for answer in tiered.same(answers)] == [0] * len(
         PROMPTS
     )
-    assert rooms.engine.call(hybrid.held) == 0
+    assert tiered.engine.call(hybrid.held) == 0
 
 
 def test_a_router_credits_what_the_engine_hits(
-    rooms: Rooms, served: Callable[..., Any]
+    tiered: TieredEngine, served: Callable[..., Any]
 ) -> None:
-    """The indexer is started after the engine's restart, so it knows only what is told then."""
+    """The indexer starts after the engine's restart, so it knows only what is published then."""
     ours = prompt(79, 15 * CHUNK + 5)
     begun = prompt(80, 3 * CHUNK)
     port = free_port()
     whole = 15 * CHUNK
-    heard_at = rooms.ours | events_at(port)
-    rooms.engine.call(hybrid.anew, heard_at, within=120.0)
-    rooms.engine.say(ours, begun, max_tokens=TOKENS)
+    with_events = tiered.ours | events_at(port)
+    tiered.engine.call(hybrid.restart, with_events, within=120.0)
+    tiered.engine.generate(ours, begun, max_tokens=TOKENS)
     before = served(Indexer, {1: port})
     before.wait(1, ours, cpu=whole, disk=whole)
     before.wait(1, begun, cpu=3 * CHUNK, disk=3 * CHUNK)
-    rooms.engine.call(hybrid.anew, heard_at, within=120.0)
+    tiered.engine.call(hybrid.restart, with_events, within=120.0)
     indexer = served(Indexer, {1: port})
     began = time.monotonic()
     indexer.wait(1, ours, cpu=whole, disk=whole)
     print(f"credited {time.monotonic() - began:.2f} s after a router's start")
     indexer.wait(1, begun, cpu=3 * CHUNK, disk=3 * CHUNK)
-    (answer,) = rooms.engine.say(ours, max_tokens=1)
+    (answer,) = tiered.engine.generate(ours, max_tokens=1)
     assert answer.external == wanted(ours) == whole
 
-    kinds = rooms.engine.call(hybrid.groups)
+    kinds = tiered.engine.call(hybrid.groups)
     full = {n for n, kind in enumerate(kinds) if kind == "FullAttentionSpec"}
-    told = {("STORAGE", n): ("full_attention", None) for n in full}
-    told |= {("CPU", n): ("full_attention", None) for n in full}
-    told |= {
+    expected = {("STORAGE", n): ("full_attention", None) for n in full}
+    expected |= {("CPU", n): ("full_attention", None) for n in full}
+    expected |= {
         ("CPU", n): ("sliding_window", hybrid.WINDOW)
         for n in range(len(kinds))
         if n not in full
     }
-    heard = {}
+    received = {}
     # one more that comes late
     with zmq.Context.instance().socket(zmq.SUB) as subscriber:
         subscriber.setsockopt(zmq.SUBSCRIBE, b"")
         subscriber.connect(f"tcp://127.0.0.1:{port}")
-        while heard != told:
-            assert subscriber.poll(20_000), heard
+        while received != expected:
+            assert subscriber.poll(20_000), received
             for event in msgspec.msgpack.decode(
                 subscriber.recv_multipart()[2], type=KVEventBatch
             ).events:
@@ -318,47 +328,47 @@ def test_a_router_credits_what_the_engine_hits(
                         event.kv_cache_spec_kind,
                         event.kv_cache_spec_sliding_window,
                     )
-                    heard[event.medium, event.group_idx] = kind
+                    received[event.medium, event.group_idx] = kind
                     assert (event.locality, event.block_size) == ("LOCAL", BLOCK)
 
-    rooms.engine.reset()
-    # with this step it tells that its own memory is empty
-    rooms.engine.say(prompt(81, BLOCK), max_tokens=1)
-    stores.elsewhere(f"clear(Path({str(rooms.host)!r}))")
+    tiered.engine.reset()
+    # with this step it publishes that its own memory is empty
+    tiered.engine.generate(prompt(81, BLOCK), max_tokens=1)
+    stores.elsewhere(f"clear(Path({str(tiered.host)!r}))")
     indexer.wait(1, ours, cpu=0, disk=whole)
-    (answer,) = rooms.engine.say(ours, max_tokens=1)
+    (answer,) = tiered.engine.generate(ours, max_tokens=1)
     assert answer.external == whole
     indexer.wait(1, ours, cpu=whole, disk=whole)
-    rooms.engine.reset()
-    rooms.engine.say(prompt(82, BLOCK), max_tokens=1)
+    tiered.engine.reset()
+    tiered.engine.generate(prompt(82, BLOCK), max_tokens=1)
     stores.elsewhere(
-        f"clear(Path({str(rooms.host)!r})); clear(Path({str(rooms.disk)!r}))"
+        f"clear(Path({str(tiered.host)!r})); clear(Path({str(tiered.disk)!r}))"
     )
     indexer.wait(1, ours, cpu=0, disk=0)
-    (answer,) = rooms.engine.say(ours, max_tokens=1)
+    (answer,) = tiered.engine.generate(ours, max_tokens=1)
     assert answer.external == 0
 
 
-def test_versions_of_weights_outlive_a_restart(rooms: Rooms) -> None:
+def test_versions_of_weights_outlive_a_restart(tiered: TieredEngine) -> None:
     """The engine of a run takes the place of the others here: the tests below need it."""
     ours = fleet.new_prompt()
-    mine = fleet.of_run(rooms.ours, "a-run")
-    rooms.engine.call(hybrid.anew, mine, within=120.0)
-    base = fleet.computed(rooms.engine, ours)
-    rooms.engine.call(weights.become, 1, "step-1")
-    first = fleet.computed(rooms.engine, ours)
-    rooms.engine.call(weights.become, 2, "step-2")
-    assert len({base, first, fleet.computed(rooms.engine, ours)}) == 3
-    rooms.engine.call(hybrid.anew, mine, within=120.0)
-    assert fleet.hit(rooms.engine, ours) == base
-    rooms.engine.call(weights.become, 1, "step-1")
-    assert fleet.hit(rooms.engine, ours) == first
+    mine = fleet.of_run(tiered.ours, "a-run")
+    tiered.engine.call(hybrid.restart, mine, within=120.0)
+    base = fleet.computed(tiered.engine, ours)
+    tiered.engine.call(weights.become, 1, "step-1")
+    first = fleet.computed(tiered.engine, ours)
+    tiered.engine.call(weights.become, 2, "step-2")
+    assert len({base, first, fleet.computed(tiered.engine, ours)}) == 3
+    tiered.engine.call(hybrid.restart, mine, within=120.0)
+    assert fleet.hit(tiered.engine, ours) == base
+    tiered.engine.call(weights.become, 1, "step-1")
+    assert fleet.hit(tiered.engine, ours) == first
 
 
 @pytest.mark.parametrize(
     "scenario", fleet.SCENARIOS, ids=lambda scenario: scenario.__name__
 )
 def test_what_happens_while_weights_change(
-    rooms: Rooms, scenario: Callable[[fleet.Fleet], None]
+    tiered: TieredEngine, scenario: Callable[[fleet.Fleet], None]
 ) -> None:
-    scenario(fleet.Fleet(rooms.engine, rooms.engine))
+    scenario(fleet.Fleet(tiered.engine, tiered.engine))

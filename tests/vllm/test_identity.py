@@ -443,7 +443,7 @@ def test_a_hubs_model_is_found_and_named_alike_on_and_offline(
         weights_digest(online)
 
 
-def test_the_namespace(llama: Path) -> None:
+def test_the_namespace_has_all_that_decides_the_kv(llama: Path) -> None:
     config = engine_config(llama)
     namespace = namespace_of(config, "fp8", 4, read_options({"salt": "s"}, 32))
     assert (

@@ -43,12 +43,12 @@ class Linear:
         self.prompts = [
             prompt(90 + number, length) for number, length in enumerate(lengths)
         ]
-        self.right = self.say()
+        self.right = self.generate()
         assert [answer.external for answer, _ in self.right] == [0] * len(
             self.prompts
         )
 
-    def say(self, spoilt: str = "") -> Any:
+    def generate(self, spoilt: str = "") -> Any:
         """Return the answer and the log probabilities of each prompt, asked alone."""
         return self.engine.call(hybrid.logprobs, self.prompts, TOKENS, spoilt)
 
@@ -56,7 +56,7 @@ class Linear:
         """Ask again, assert that every bit is the same, and return how many tokens of each prompt
         were loaded.
         """
-        found = self.say(spoilt)
+        found = self.generate(spoilt)
         for (_, now), (_, then) in zip(found, self.right, strict=True):
             assert np.array_equal(now, then)
         return [answer.external for answer, _ in found]
@@ -115,7 +115,7 @@ def test_the_same_if_loads_fail(linear: Linear) -> None:
 def test_these_tests_can_fail(linear: Linear) -> None:
     """Were other bytes loaded than those stored, other numbers would come out."""
     for (answer, now), (_, then) in zip(
-        linear.say("zeros"), linear.right, strict=True
+        linear.generate("zeros"), linear.right, strict=True
     ):
         assert np.array_equal(now, then) is (answer.external == 0)
 
@@ -139,7 +139,7 @@ def test_the_same_after_a_restart_from_the_disk_through_a_host_tier_that_evicts(
         | {"host_size": "2MiB", "host_path": f"{linear.host}-small"}
     }
     small_ours = linear.ours | {"kv_transfer_config": small} | events_at(port)
-    linear.engine.call(hybrid.anew, small_ours, within=120.0)
+    linear.engine.call(hybrid.restart, small_ours, within=120.0)
     shutil.rmtree(linear.host)
     indexer = served(Indexer, {1: port}, linear.chunk)
     indexer.wait(1, linear.prompts[0], cpu=0, disk=linear.wanted()[0])
@@ -176,7 +176,7 @@ def test_a_limit_on_what_is_stored_of_a_request_ends_no_engine(
         for seed, limit in enumerate((10, 0)):
             limited = prompt(960 + seed, 2 * chunk + 77)
             for _ in range(2):
-                (answer,) = engine.say(
+                (answer,) = engine.generate(
                     limited, transfer={"max_offload_tokens": limit}
                 )
                 assert answer.external == 0
@@ -185,7 +185,7 @@ def test_a_limit_on_what_is_stored_of_a_request_ends_no_engine(
 
         def hits() -> bool:
             engine.reset()
-            (answer,) = engine.say(whole)
+            (answer,) = engine.generate(whole)
             return answer.external >= 2 * chunk
 
         stores.wait_until(hits, "a hit of what has no limit")

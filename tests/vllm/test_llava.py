@@ -15,7 +15,7 @@ import pytest
 from tests.vllm import hybrid, models, stores
 from tests.vllm.conftest import Tiers
 from tests.vllm.engines import CHUNK, Engine, connector, loadable, options
-from tests.vllm.inside import Answer, Room
+from tests.vllm.inside import Answer, ObservedEngine
 from tests.vllm.models import IMAGE, IMAGE_PIXELS, IMAGE_TOKENS, prompt
 
 TOKENS = 6
@@ -82,7 +82,7 @@ def seeing(
         right = dict(
             zip(ASKS, engine.call(see, list(ASKS.values())), strict=True)
         )
-        engine.call(hybrid.anew, ours, within=120.0)
+        engine.call(hybrid.restart, ours, within=120.0)
         found = Seeing(engine, ours, tiers, right)
         for name in ASKS:
             assert found.says(name).external == SHARED.get(name, 0), name
@@ -109,7 +109,7 @@ def test_the_same_text_from_the_disk_after_a_restart(seeing: Seeing) -> None:
         lambda: stores.keys(seeing.tiers.disk) >= stores.keys(seeing.tiers.host),
         "the disk",
     )
-    seeing.engine.call(hybrid.anew, seeing.given, within=120.0)
+    seeing.engine.call(hybrid.restart, seeing.given, within=120.0)
     stores.clear(seeing.tiers.host)
     for name in ASKS:
         answer = seeing.says(name)
@@ -122,7 +122,7 @@ def test_a_name_of_the_client_s_is_one_of_this_engine(seeing: Seeing) -> None:
     (again,) = seeing.engine.call(see, [NAMED])
     assert first.tokens == again.tokens
     assert again.external == loadable(again.prompt_tokens)
-    seeing.engine.call(hybrid.anew, seeing.given, within=120.0)
+    seeing.engine.call(hybrid.restart, seeing.given, within=120.0)
     other = NAMED._replace(images=[4])
     (answer,) = seeing.engine.call(see, [other])
     assert answer.external == BEFORE // CHUNK * CHUNK
@@ -149,13 +149,13 @@ def do_without_torchvision() -> None:
     )
 
 
-def see(room: Room, asks: list[Ask]) -> list[Answer]:
+def see(observed: ObservedEngine, asks: list[Ask]) -> list[Answer]:
     """Generate for each prompt alone, with nothing on the device."""
     from vllm import SamplingParams
 
     answers = []
     for ask in asks:
-        assert room.llm.reset_prefix_cache()
+        assert observed.llm.reset_prefix_cache()
         one: dict[str, Any] = {"prompt_token_ids": ask.tokens}
         if ask.images:
             one["multi_modal_data"] = {
@@ -166,8 +166,8 @@ def see(room: Room, asks: list[Ask]) -> list[Answer]:
         params = SamplingParams(
             temperature=0.0, max_tokens=TOKENS, ignore_eos=True
         )
-        (output,) = room.llm.generate([one], params, use_tqdm=False)
-        answers.append(room._answer(output))
+        (output,) = observed.llm.generate([one], params, use_tqdm=False)
+        answers.append(observed._answer(output))
     return answers
 
 

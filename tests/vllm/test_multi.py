@@ -16,7 +16,7 @@ from testbed.servers import free_port
 from tests.vllm import stores
 from tests.vllm.conftest import Plain
 from tests.vllm.engines import CHUNK, Engine, connector, loadable, options
-from tests.vllm.inside import Answer, Room
+from tests.vllm.inside import Answer, ObservedEngine
 from tests.vllm.models import prompt
 
 pytest.importorskip("nixl", reason="NIXL is not installed here: make setup-vllm")
@@ -105,7 +105,10 @@ def pair(
 
 
 def ask(
-    room: Room, tokens: list[int], most: int, transfer: dict[str, Any] | None
+    observed: ObservedEngine,
+    tokens: list[int],
+    most: int,
+    transfer: dict[str, Any] | None,
 ) -> tuple[Answer, Any]:
     """Ask an engine; return its answer, and what it has for the engine that goes on with the
     request.
@@ -116,10 +119,10 @@ def ask(
     params = SamplingParams(
         temperature=0.0, max_tokens=most, ignore_eos=True, extra_args=extra
     )
-    (output,) = room.llm.generate(
+    (output,) = observed.llm.generate(
         [{"prompt_token_ids": tokens}], params, use_tqdm=False
     )
-    return room._answer(output), output.kv_transfer_params
+    return observed._answer(output), output.kv_transfer_params
 
 
 def test_the_first_request_of_an_engine_hits(pair: Pair, plain: Plain) -> None:

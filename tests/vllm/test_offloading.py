@@ -574,7 +574,7 @@ def test_chunks_of_media_without_a_name_by_content_are_the_engines_own(
         one.close()
 
 
-def test_how_much_can_hit_is_told_at_the_start(
+def test_how_much_can_hit_is_logged_at_the_start(
     host: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who has given a hybrid model too little host memory finds in the log why prompts hit no

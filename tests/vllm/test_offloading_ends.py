@@ -230,7 +230,7 @@ def test_a_store_that_is_not_waited_for_any_longer_is_dropped(
     assert torch.equal(halves.bytes_of(range(100, 108)), kept)
 
 
-def test_what_a_request_was_told_stands_while_it_asks(
+def test_the_first_answer_to_a_request_stands_while_it_asks(
     halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long a step takes: answers that ran out one after another would never all be there at
@@ -304,7 +304,7 @@ def test_a_chunk_that_has_gone_from_everywhere_fails_its_request(
     assert halves.answers(context, keys("p", FULL, 3)) == [MISS] * 3
 
 
-def test_what_was_cleared_is_no_hit_any_more_for_those_who_were_told_of_it(
+def test_what_was_cleared_is_no_hit_any_more_for_requests_that_had_found_it(
     halves: Halves,
 ) -> None:
     """A hold keeps the bytes of a slot; what was cleared is not loaded from it, so it may not be
@@ -353,7 +353,7 @@ def test_a_request_whose_load_failed_is_offered_nothing_again(
     one, two = (halves.request(name, "p", 3) for name in ("one", "two"))
     wanted = keys("p", FULL, 3)
     assert halves.answers(one, wanted) == [HIT] * 3
-    for _ in range(2):  # vLLM may tell it more than once
+    for _ in range(2):  # vLLM may report it more than once
         halves.manager.load_failed("one")
     halves.manager.load_failed("unknown")
     assert halves.answers(one, wanted) == [MISS] * 3
@@ -381,10 +381,10 @@ def test_a_load_of_what_was_no_hit_fails_its_request(
             )
         )
         assert halves.worker.take_failed({name}) == {name}
-    told = [line for line in caplog.messages if "a load failed" in line]
-    assert len(told) == 1 and told[0].startswith("io_error: a load failed: "), (
-        told
-    )
+    logged = [line for line in caplog.messages if "a load failed" in line]
+    assert len(logged) == 1 and logged[0].startswith(
+        "io_error: a load failed: "
+    ), logged
 
 
 def test_slots_of_another_store_are_not_touched(halves: Halves) -> None:
@@ -552,7 +552,7 @@ def test_how_many_blocks_a_chunk_has(
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "message"),
     [
         (
             {"blocks_per_chunk": 2, "chunk_tokens": 64},
@@ -564,9 +564,9 @@ def test_how_many_blocks_a_chunk_has(
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(
-    host: Path, extra: dict[str, Any], told: str
+    host: Path, extra: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         PagodaOffloadingSpec(_offloading(host, **extra))
 
 
@@ -609,7 +609,7 @@ def test_a_scheduler_without_its_workers_is_refused(host: Path) -> None:
         PagodaOffloadingSpec(_offloading(host)).get_manager()
 
 
-def test_below_a_connector_that_hears_of_no_failure_it_is_refused(
+def test_below_a_connector_that_gets_no_failures_it_is_refused(
     host: Path,
 ) -> None:
     """vLLM's plain OffloadingConnector would promise cleared chunks forever."""

@@ -33,8 +33,8 @@ from tests.vllm.halves import (
 
 
 class Router:
-    """Hears of an engine, and says how many leading blocks of a prompt it credits it with in a
-    group and a medium.
+    """Receives an engine's events, and says how many leading blocks of a prompt it credits it with
+    in a group and a medium.
     """
 
     def __init__(self) -> None:
@@ -44,8 +44,8 @@ class Router:
         self.stored: list[BlockStored] = []
         self.held: dict[tuple[str, int], set[bytes]] = {}
 
-    def hear(self) -> None:
-        """Take what was told meanwhile."""
+    def receive(self) -> None:
+        """Take what was published meanwhile."""
         for event in self.outlet.take():
             held = self.held.setdefault((event.medium, event.group_idx), set())
             if isinstance(event, BlockStored):
@@ -70,7 +70,7 @@ class Router:
 
         wait_until(
             lambda: (
-                self.hear()
+                self.receive()
                 or {where: credit(where) // EACH for where in wanted} == wanted
             )
         )
@@ -82,7 +82,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> Router:
     return Router()
 
 
-def test_routers_hear_of_what_earlier_engines_and_other_processes_did(
+def test_what_earlier_engines_and_other_processes_stored_is_published(
     shm_root: Path, tmp_path: Path, router: Router
 ) -> None:
     config = config_of(shm_root, tmp_path)
@@ -91,7 +91,7 @@ def test_routers_hear_of_what_earlier_engines_and_other_processes_did(
     everywhere |= {("STORAGE", FULL): 3, ("STORAGE", SLIDING): 0}
     halves.store_prompt("p", 3)
     router.credits("p", everywhere)
-    # vLLM's own, which would tell it once more
+    # vLLM's own, which would publish it once more
     assert list(halves.manager.take_events()) == []
     full = [
         event
@@ -120,7 +120,7 @@ def test_routers_hear_of_what_earlier_engines_and_other_processes_did(
     halves.close()
 
 
-def test_routers_hear_of_what_a_request_loads_and_that_other_weights_end_it(
+def test_what_a_request_loads_is_published_and_that_other_weights_end_it(
     config: Config, router: Router
 ) -> None:
     """The chunks are those of an engine without events, so nothing is known of them but what the
@@ -151,7 +151,7 @@ def test_routers_hear_of_what_a_request_loads_and_that_other_weights_end_it(
     halves.close()
 
 
-def test_routers_hear_of_a_request_that_begins_again_with_other_weights(
+def test_a_request_that_begins_again_with_other_weights_is_published(
     config: Config, router: Router
 ) -> None:
     halves = Halves(config, outlet=router.outlet)
@@ -162,7 +162,7 @@ def test_routers_hear_of_a_request_that_begins_again_with_other_weights(
     halves.close()
 
 
-def test_a_part_of_a_block_is_not_told_as_the_whole(
+def test_a_part_of_a_block_is_not_published_as_the_whole(
     config: Config, router: Router
 ) -> None:
     """vLLM stores states in the middle of a block, under the hash of the tokens before it."""
@@ -180,7 +180,7 @@ def test_a_part_of_a_block_is_not_told_as_the_whole(
     halves.close()
 
 
-def test_of_a_request_with_a_salt_no_tokens_are_told_or_kept(
+def test_of_a_request_with_a_salt_no_tokens_are_published_or_kept(
     config: Config, router: Router
 ) -> None:
     halves = Halves(config, outlet=router.outlet)
@@ -195,7 +195,7 @@ def test_of_a_request_with_a_salt_no_tokens_are_told_or_kept(
     halves.close()
 
 
-def test_a_request_that_cannot_be_told_is_stored_all_the_same(
+def test_a_request_that_cannot_be_published_is_stored_all_the_same(
     config: Config, router: Router
 ) -> None:
     halves = Halves(config, outlet=router.outlet)

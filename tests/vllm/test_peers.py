@@ -21,7 +21,7 @@ from tests.remote.proxy import WELL, Fault, Proxy, proxy_to
 from tests.vllm import stores
 from tests.vllm.conftest import Plain, Same, Tiers
 from tests.vllm.engines import CHUNK, Engine, loadable
-from tests.vllm.inside import Room
+from tests.vllm.inside import ObservedEngine
 from tests.vllm.models import plain_prompt, words
 from tests.vllm.test_server import Server, cached_tokens, counter
 
@@ -342,7 +342,7 @@ def test_the_head_of_a_prompt_is_loaded_while_the_neighbour_computes_its_tail(
 
 
 def with_logprobs(
-    room: Room, one: list[int]
+    observed: ObservedEngine, one: list[int]
 ) -> tuple[tuple[int, ...], list[float]]:
     """What the engine says to a prompt, and the log-probability of each token."""
     from vllm import SamplingParams
@@ -350,7 +350,7 @@ def with_logprobs(
     params = SamplingParams(
         temperature=0.0, max_tokens=_TOKENS, ignore_eos=True, logprobs=1
     )
-    (output,) = room.llm.generate(
+    (output,) = observed.llm.generate(
         [{"prompt_token_ids": one}], params, use_tqdm=False
     )
     (sample,) = output.outputs
@@ -358,22 +358,24 @@ def with_logprobs(
     return tuple(sample.token_ids), [row[token].logprob for row, token in rows]
 
 
-def begin(room: Room, one: list[int]) -> None:
+def begin(observed: ObservedEngine, one: list[int]) -> None:
     """Compute the first steps of a prompt, until some of it is to be stored."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True)
-    room.llm.llm_engine.add_request("producer", {"prompt_token_ids": one}, params)
-    before = room.counts["saved_chunks"]
-    while room.counts["saved_chunks"] == before:
-        assert not room.llm.llm_engine.step()
+    observed.llm.llm_engine.add_request(
+        "producer", {"prompt_token_ids": one}, params
+    )
+    before = observed.counts["saved_chunks"]
+    while observed.counts["saved_chunks"] == before:
+        assert not observed.llm.llm_engine.step()
 
 
-def finish(room: Room) -> tuple[int, ...]:
+def finish(observed: ObservedEngine) -> tuple[int, ...]:
     """Compute the rest, and return what the engine says."""
     while not (
         outputs := [
-            output for output in room.llm.llm_engine.step() if output.finished
+            output for output in observed.llm.llm_engine.step() if output.finished
         ]
     ):
         pass

@@ -175,7 +175,7 @@ def test_an_engine_with_multi_connector(
         one = prompt(4000, 6 * CHUNK + 5)
         answers = []
         for _ in range(2):
-            answers += engine.say(one)
+            answers += engine.generate(one)
             engine.call(inside.reset)
         assert [answer.tokens for answer in answers] == plain.says(one) * 2
         assert [answer.external for answer in answers] == [0, loadable(len(one))]

@@ -16,7 +16,7 @@ from pagoda.ledger import admin
 from tests.vllm import stores
 from tests.vllm.conftest import Same, Tiers
 from tests.vllm.engines import CHUNK, Engine, connector, loadable
-from tests.vllm.inside import Room
+from tests.vllm.inside import ObservedEngine
 from tests.vllm.models import prompt
 
 Start = Callable[..., Engine]
@@ -83,7 +83,7 @@ def test_engines_come_and_go(
 
     torn = [prompt(3020 + i, 1000) for i in range(3)]
     second.call(slow_saves)
-    second.ask(Room.say, torn)
+    second.ask(ObservedEngine.generate, torn)
     stores.wait_until(lambda: reserved(tiers.host) > 0, "a store under way")
     second.kill()
     pagoda.reset()
@@ -96,7 +96,7 @@ def test_engines_come_and_go(
     third.reset()
     mark = tmp_path / "loading"
     third.call(slow_loads, str(mark))
-    third.ask(Room.say, [*ours, *theirs, *torn])
+    third.ask(ObservedEngine.generate, [*ours, *theirs, *torn])
     stores.wait_until(mark.exists, "a load under way")
     third.kill()
     pagoda.reset()
@@ -142,7 +142,7 @@ def test_killed_at_any_moment(
         fresh = [prompt(3200 + 10 * number + i, 700) for i in range(3)]
         stored(*known)
         victim = start(f"victim {number}")
-        victim.ask(Room.say, [*known, *fresh], max_tokens=40)
+        victim.ask(ObservedEngine.generate, [*known, *fresh], max_tokens=40)
         time.sleep(draw.uniform(0.0, 1.0))
         victim.kill()
         pagoda.reset()
@@ -151,8 +151,8 @@ def test_killed_at_any_moment(
         shared(pagoda, same, known)
 
 
-def other_weights(room: Room) -> None:
-    """Change the weights in memory, and tell vLLM as the documentation requires."""
+def other_weights(observed: ObservedEngine) -> None:
+    """Change the weights in memory, and notify vLLM as the documentation requires."""
 
     def change(model: Any) -> None:
         for name, weights in model.named_parameters():
@@ -160,8 +160,8 @@ def other_weights(room: Room) -> None:
             if "norm" in name:
                 weights.data[::3].mul_(-1.0)
 
-    room.llm.apply_model(change)
-    assert room.llm.reset_prefix_cache(reset_connector=True)
+    observed.llm.apply_model(change)
+    assert observed.llm.reset_prefix_cache(reset_connector=True)
 
 
 def keeps_to_itself(
@@ -171,14 +171,14 @@ def keeps_to_itself(
     computed since.
     """
     changed.call(other_weights)
-    (other,) = changed.say(one)
+    (other,) = changed.generate(one)
     (with_checkpoint,) = same(pagoda, one)
     assert other.external == 0
     assert other.tokens != with_checkpoint.tokens
 
     def hits_its_own() -> bool:
         changed.reset()
-        (answer,) = changed.say(one)
+        (answer,) = changed.generate(one)
         assert answer.tokens == other.tokens
         return answer.external == loadable(len(one))
 
@@ -201,7 +201,7 @@ def reserved(root: Path) -> int:
         return admin.gauges(ledger)["reserved"]
 
 
-def slow_saves(room: Room) -> None:
+def slow_saves(observed: ObservedEngine) -> None:
     """Have every copy into slots take longer, in the middle."""
     from pagoda.transfer.pages_kv import PagesKV
 
@@ -215,7 +215,7 @@ def slow_saves(room: Room) -> None:
     PagesKV.to_slots = slow  # type: ignore[method-assign]
 
 
-def slow_loads(room: Room, mark: str) -> None:
+def slow_loads(observed: ObservedEngine, mark: str) -> None:
     """Make every copy into the engine's blocks slower, and report when there was one."""
     from pagoda.transfer.pages_kv import PagesKV
 

@@ -12,7 +12,7 @@ import pytest
 from tests.vllm import models, stores
 from tests.vllm.conftest import Same
 from tests.vllm.engines import BLOCK, CHUNK, Engine, connector, loadable, options
-from tests.vllm.inside import Room
+from tests.vllm.inside import ObservedEngine
 from tests.vllm.models import prompt
 
 # keys and values in float32
@@ -43,7 +43,9 @@ def ranks(
     engine.stop()
 
 
-def test_both_ranks(ranks: Ranks, same: Same) -> None:
+def test_two_ranks_load_from_all_tiers_and_give_the_text_of_one(
+    ranks: Ranks, same: Same
+) -> None:
     """Chunks of two ranks are loaded from host memory and from the disk; the text equals that of
     one rank.
     """
@@ -85,7 +87,9 @@ def test_behind_a_local_hit(ranks: Ranks, same: Same) -> None:
         assert (answer.local, answer.external) == (blocks * BLOCK, 0)
 
 
-def test_one_spoilt_part(ranks: Ranks, same: Same) -> None:
+def test_a_chunk_with_one_damaged_part_is_served_to_neither_rank(
+    ranks: Ranks, same: Same
+) -> None:
     """A chunk that is damaged on the disk is served to neither rank."""
     one = prompt(4200, 6 * CHUNK + 9)
     keys = stores.keys(ranks.disk)
@@ -125,19 +129,21 @@ def test_computing_is_faster_than_a_slow_disk(ranks: Ranks, same: Same) -> None:
     ranks.engine.call(judge, None)
 
 
-def rates(room: Room) -> dict[str, float]:
+def rates(observed: ObservedEngine) -> dict[str, float]:
     """What the scheduler's half knows of speeds."""
-    found: dict[str, float] = room.scheduler.connector._scheduling._cache.stats()[
-        "rates"
-    ]
+    found: dict[str, float] = (
+        observed.scheduler.connector._scheduling._cache.stats()["rates"]
+    )
     return found
 
 
-def judge(room: Room, slow: bool | None) -> None:
+def judge(observed: ObservedEngine, slow: bool | None) -> None:
     """Have the engine load only what is worth it from a disk that was slow or fast; None: load
     everything again.
     """
-    load_cost = room.scheduler.connector._scheduling._cache._resources.load_cost
+    load_cost = (
+        observed.scheduler.connector._scheduling._cache._resources.load_cost
+    )
     load_cost._enabled = slow is not None
     for _ in range(5 if slow is not None else 0):
         load_cost.record_load("disk", CHUNK_BYTES, 1e4 if slow else 1e-9)
@@ -227,9 +233,9 @@ def bytes_of_blocks(worker: Any) -> list[bytes]:
     return heads
 
 
-def on_ranks(room: Room, function: Any) -> list[Any]:
+def on_ranks(observed: ObservedEngine, function: Any) -> list[Any]:
     """Run a function in each rank's process; return the results in the order of the ranks."""
-    return list(room.llm.collective_rpc(function))
+    return list(observed.llm.collective_rpc(function))
 
 
 @pytest.mark.parametrize(("stores_it", "loads_it"), [(1, 2), (2, 1)])

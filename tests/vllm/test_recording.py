@@ -22,15 +22,19 @@ def test_a_line_a_request(
     )
     one = prompt(900, 5 * CHUNK + 7)
     other = prompt(901, 700)
-    engine.say(one)
-    engine.say(one)
+    engine.generate(one)
+    engine.generate(one)
     engine.reset()
-    answers = engine.say(one, other, other, prompt(902, CHUNK - 1))
+    answers = engine.generate(one, other, other, prompt(902, CHUNK - 1))
     engine.stop()
     assert answers[0].external == 5 * CHUNK
     lines = list(read_trace(trace))
-    told = [(len(line.hash_ids), line.input_length) for line in lines]
-    assert told[:2] == [(5, len(one))] * 2
+    recorded = [(len(line.hash_ids), line.input_length) for line in lines]
+    assert recorded[:2] == [(5, len(one))] * 2
     # arrived together
-    assert sorted(told[2:]) == [(5, len(one)), (10, len(other)), (10, len(other))]
+    assert sorted(recorded[2:]) == [
+        (5, len(one)),
+        (10, len(other)),
+        (10, len(other)),
+    ]
     assert len({line.hash_ids for line in lines}) == 2

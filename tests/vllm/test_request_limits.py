@@ -80,7 +80,7 @@ def test_hashes_name_what_is_before_the_first_embedding(
     assert reads_nothing(request) == (named == 0)
 
 
-def test_the_hash_does_not_tell_an_embedding_from_token_0() -> None:
+def test_the_hash_does_not_distinguish_an_embedding_from_token_0() -> None:
     """If this fails, vLLM's hashes have become better, and mixed prompts could be cached whole."""
     init_none_hash(sha256)
     tokens = zero_at(37)

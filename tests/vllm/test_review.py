@@ -157,7 +157,7 @@ class Halves:
         self.saved(self.step(table, **{name: len(tokens)}))
         self.scheduler.finished(request)
 
-    def told(self) -> None:
+    def take_worker_messages(self) -> None:
         """Take the worker's messages at the end of a step."""
         self.scheduler.take_output(
             KVConnectorOutput(kv_connector_worker_meta=self.worker.take_meta())
@@ -297,7 +297,7 @@ def test_a_request_is_remembered_with_the_namespace_of_its_tenant(
     )
 
 
-def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
+def test_a_load_that_cannot_begin_is_reported_as_failed(halves: Halves) -> None:
     halves.stored(tokens(2), "first", list(range(8)))
     request = halves.request([*tokens(2), 1], "second")
     assert halves.asked(request) == 2 * CHUNK
@@ -309,7 +309,7 @@ def test_a_load_that_cannot_begin_is_told_as_failed(halves: Halves) -> None:
     assert halves.worker.finished_loads(False) == {"second"}
     assert halves.worker.take_bad_blocks() == set(far)
     meta = halves.worker.take_meta()
-    # told apart from those of another connector's loads
+    # not confused with those of another connector's loads
     assert meta is not None
     assert meta.bad_blocks == set(far)
     halves.scheduler.take_output(
@@ -554,11 +554,11 @@ def test_a_request_is_recorded_as_it_was_asked(
     assert all(each.result() for each in busy)
     assert halves.asked(request) == 0
     halves.close()
-    told = [
+    recorded = [
         (len(line.hash_ids), line.input_length)
         for line in read_trace(tmp_path / "trace.jsonl")
     ]
-    assert told == [(2, 2 * CHUNK)] * 2
+    assert recorded == [(2, 2 * CHUNK)] * 2
 
 
 def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
@@ -650,9 +650,9 @@ def test_what_has_no_room_on_the_device_is_saved_in_a_later_step(
     assert "refused_chunks" not in stats.data
 
 
-@pytest.mark.parametrize("told_first", [True, False])
+@pytest.mark.parametrize("reported_first", [True, False])
 def test_what_had_no_room_when_its_request_ended_is_counted(
-    on_device: Halves, told_first: bool
+    on_device: Halves, reported_first: bool
 ) -> None:
     """A short answer ends before the rest of its prompt is saved: vLLM reports the end before the
     workers' answer.
@@ -670,7 +670,7 @@ def test_what_had_no_room_when_its_request_ended_is_counted(
         ),
         lambda: halves.scheduler.finished(request),
     ]
-    for call in calls if told_first else reversed(calls):
+    for call in calls if reported_first else reversed(calls):
         call()
     stats = halves.scheduler.stats.take()
     assert stats is not None
@@ -780,7 +780,7 @@ def test_a_chunk_larger_than_the_room_is_saved_alone(on_device: Halves) -> None:
     assert on_device.asked(on_device.request([*tokens(1), 1], "next")) == CHUNK
 
 
-def test_two_ranks_tell_the_earliest_chunk_that_waits() -> None:
+def test_two_ranks_report_the_earliest_chunk_that_waits() -> None:
     one = PagodaWorkerMetadata({"a"}, set(), {"a": Later(3, 4), "b": Later(1, 1)})
     other = PagodaWorkerMetadata(
         {"c"}, set(), {"a": Later(2, 5), "c": Later(7, 2)}
@@ -852,8 +852,8 @@ def test_requests_without_hashes_are_not_cached_and_that_is_one_line(
         )
         halves.scheduler.new_request(request)
         assert halves.scheduler.matched(request, 0) == (0, False)
-    told = [line for line in caplog.messages if "block hashes" in line]
-    assert told == [
+    logged = [line for line in caplog.messages if "block hashes" in line]
+    assert logged == [
         "io_error: request one is not cached: the number of its block hashes is wrong"
     ]
 
@@ -940,9 +940,9 @@ def test_a_slot_that_was_given_up_meanwhile_is_not_written(
     meta.scheduler_pid = 0  # no process of this machine has that number
     halves.saved(meta)
     assert (slots.view(copy.slot) == 9).all()
-    told = halves.worker.take_meta()
-    assert told is not None
-    assert told.unsaved == {reserved}
+    message = halves.worker.take_meta()
+    assert message is not None
+    assert message.unsaved == {reserved}
 
 
 def test_each_rank_has_its_own_pages_in_a_chunk(shm_root: Path) -> None:
@@ -994,7 +994,7 @@ def test_what_the_engine_has_already_is_not_written_over(halves: Halves) -> None
     assert written == list(range(101, 108))
 
 
-def test_what_decides_the_bytes_of_a_page_is_told(
+def test_what_decides_the_bytes_of_a_page_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """K is packed for the vector unit, and each attention backend has a separate format."""
@@ -1005,11 +1005,11 @@ def test_what_decides_the_bytes_of_a_page_is_told(
         config: Any = SimpleNamespace(compilation_config=compiled)
         return str(machine_facts(torch.device("cpu"), config, ["layer"]))
 
-    told = [facts(), facts(isa="amx"), facts(FlashAttentionBackend)]
+    described = [facts(), facts(isa="amx"), facts(FlashAttentionBackend)]
     monkeypatch.setattr(
         torch.backends.cpu, "get_cpu_capability", lambda: "another"
     )
-    assert len({*told, facts()}) == 4
+    assert len({*described, facts()}) == 4
 
 
 def test_below_a_multi_connector_requests_wait_for_the_first_messages(
@@ -1028,7 +1028,7 @@ def test_below_a_multi_connector_requests_wait_for_the_first_messages(
         assert halves.scheduler.matched(request, 0) == (None, False)
         halves.worker.report_handshake()
         halves.worker.begin(halves.step([]))
-        halves.told()
+        halves.take_worker_messages()
         assert halves.asked(request) == hit
         halves.close()
     first.close()
@@ -1063,7 +1063,7 @@ def test_who_loads_nothing_waits_until_it_can_be_saved(shm_root: Path) -> None:
     halves.close()
 
 
-def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(
+def test_an_engine_that_loads_nothing_publishes_nothing_and_leaves_notes_for_one_that_does(
     shm_root: Path,
 ) -> None:
     """Routers would send a prompt to an engine that has to compute it all the same."""
@@ -1076,20 +1076,20 @@ def test_who_loads_nothing_tells_routers_nothing_and_leaves_notes_for_who_does(
         for role, outlet in outlets.items()
     )
     producer.stored(tokens(2), "prompt", list(range(8)))
-    heard: list[object] = []
-    wait_until(lambda: heard.extend(outlets["kv_consumer"].take()) or heard)  # type: ignore[func-returns-value]
-    (event,) = heard
+    events: list[object] = []
+    wait_until(lambda: events.extend(outlets["kv_consumer"].take()) or events)  # type: ignore[func-returns-value]
+    (event,) = events
     assert isinstance(event, BlockStored)
     assert list(event.token_ids) == tokens(2)
     assert outlets["kv_producer"].take() == []
     consumer.close()
     assert "pagoda-events" not in [
         thread.name for thread in threading.enumerate()
-    ], "the producer tells, only later"
+    ], "the producer publishes, only later"
     producer.close()
 
 
-def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(
+def test_what_an_engine_loads_is_published_and_that_other_weights_end_it(
     shm_root: Path,
 ) -> None:
     """The chunks are those of an engine without events, so nothing is known of them but what the
@@ -1107,11 +1107,11 @@ def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(
     halves.scheduler.allocated(
         request, SimpleNamespace(get_block_ids=lambda: (table,)), 2 * CHUNK
     )
-    heard: list[Any] = []
-    wait_until(lambda: heard.extend(outlet.take()) or heard)  # type: ignore[func-returns-value]
+    events: list[Any] = []
+    wait_until(lambda: events.extend(outlet.take()) or events)  # type: ignore[func-returns-value]
     halves.scheduler.weights.changed()
-    wait_until(lambda: heard.extend(outlet.take()) or len(heard) > 1)  # type: ignore[func-returns-value]
-    stored, removed = heard
+    wait_until(lambda: events.extend(outlet.take()) or len(events) > 1)  # type: ignore[func-returns-value]
+    stored, removed = events
     assert isinstance(stored, BlockStored)
     assert list(stored.token_ids) == tokens(2)
     assert isinstance(removed, BlockRemoved)
@@ -1120,7 +1120,7 @@ def test_routers_hear_of_what_an_engine_loads_and_that_other_weights_end_it(
 
 
 def credited(outlet: EventOutlet, held: set[Any]) -> int:
-    """Hear what was told; return how many blocks a router credits the engine with."""
+    """Take what was published; return how many blocks a router credits the engine with."""
     for event in outlet.take():
         (
             held.update
@@ -1130,11 +1130,11 @@ def credited(outlet: EventOutlet, held: set[Any]) -> int:
     return len(held)
 
 
-def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engine_waits(
+def test_weights_that_another_process_has_changed_are_published_while_the_engine_waits(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is stored with the new ones is told, and a request from before brings nothing of the old
-    ones back.
+    """What is stored with the new ones is published, and a request from before brings nothing of
+    the old ones back.
     """
     # whole ones, as requests have them
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
@@ -1175,7 +1175,7 @@ def test_routers_hear_of_weights_that_another_process_has_changed_while_the_engi
     other_half.close(), halves.close()
 
 
-def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_are_known_to_be_the_same(  # noqa: E501
+def test_a_sleeping_engine_publishes_nothing_and_all_once_its_weights_are_known_to_be_the_same(
     shm_root: Path,
 ) -> None:
     outlet = EventOutlet(
@@ -1200,7 +1200,7 @@ def test_routers_hear_nothing_of_an_engine_that_sleeps_and_all_once_its_weights_
     halves.close()
 
 
-def test_routers_hear_that_another_adapter_has_taken_a_name(
+def test_that_another_adapter_has_taken_a_name_is_published(
     shm_root: Path,
 ) -> None:
     """Blocks are named by an adapter's name. A request of the old one that still runs brings
@@ -1209,7 +1209,7 @@ def test_routers_hear_that_another_adapter_has_taken_a_name(
     outlet = EventOutlet(
         KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     )
-    heard = list[Any]()
+    published = list[Any]()
     halves = Halves(shm_root, outlet=outlet)
     table = list(range(16))
     held = set[Any]()
@@ -1221,7 +1221,7 @@ def test_routers_hear_that_another_adapter_has_taken_a_name(
                 if isinstance(event, BlockStored)
                 else held.difference_update
             )(event.block_hashes)
-        heard.extend(events)
+        published.extend(events)
         return len(held)
 
     old, new, odd = (
@@ -1245,7 +1245,7 @@ def test_routers_hear_that_another_adapter_has_taken_a_name(
     halves.saved(halves.step(table, **{"of the new one": CHUNK}))
     wait_until(lambda: blocks() == 2 * CHUNK // BLOCK)
     assert (
-        len([one for event in heard for one in event.block_hashes])
+        len([one for event in published for one in event.block_hashes])
         == (3 + 2 + 1) * CHUNK // BLOCK
     )
     assert (
@@ -1305,7 +1305,7 @@ def test_a_request_that_is_named_while_the_weights_change_brings_nothing_back(
 def test_what_another_connector_loads_is_saved_when_its_step_has_ended(
     halves: Halves,
 ) -> None:
-    """It tells at the step's end which blocks it did not fill; the next step may have begun by
+    """It reports at the step's end which blocks it did not fill; the next step may have begun by
     then.
     """
     table = list(range(8))
@@ -1329,7 +1329,7 @@ def test_what_another_connector_loads_is_saved_when_its_step_has_ended(
     assert halves.step(table, r3=2 * CHUNK).saves == []
     late.num_computed_tokens = 2 * CHUNK - 1
     halves.worker.begin(meta)
-    halves.told()
+    halves.take_worker_messages()
     assert [save.request for save in halves.step(table, r1=1, r3=1).saves] == [
         "r1",
         "r3",

@@ -69,7 +69,7 @@ Start = Callable[..., Engine]
 
 @pytest.fixture
 def start(llama: Path, logs: Path, tiers: tuple[Path, Path]) -> Iterator[Start]:
-    """Starts engines whose events can be heard on a port; what still lives is ended."""
+    """Starts engines that publish their events on a port; what still lives is ended."""
     begun: list[Engine] = []
 
     def begin(name: str, port: int, own: tuple[Path, Path] = tiers) -> Engine:
@@ -99,20 +99,20 @@ def test_a_router_credits_what_an_engine_hits(
     ours = prompt(7000, 1024)
     theirs = prompt(7001, 512 + 5)
     whole = {id(text): len(text) // CHUNK * CHUNK for text in (ours, theirs)}
-    engines[1].wait_up().say(ours)
-    engines[2].wait_up().say(theirs)
+    engines[1].wait_up().generate(ours)
+    engines[2].wait_up().generate(theirs)
     stores.wait_ready(tiers[1], sum(whole.values()) // CHUNK)
     for number in engines:  # each may load what the other has stored
         for text in (ours, theirs):
             indexer.wait(number, text, cpu=whole[id(text)], disk=whole[id(text)])
-    (answer,) = engines[2].say(ours)
+    (answer,) = engines[2].generate(ours)
     assert answer.external == loadable(len(ours))
 
     engines[1].kill()  # a restart: host memory is warm
     engines[1] = start("routed-1-again", ports[1])
     engines[1].wait_up()
     indexer.wait(1, ours, cpu=1024, disk=1024)
-    (answer,) = engines[1].say(ours)
+    (answer,) = engines[1].generate(ours)
     assert answer.external == loadable(len(ours))
 
     for (
@@ -121,7 +121,7 @@ def test_a_router_credits_what_an_engine_hits(
     ) in engines.items():
         # with its next step it says that all is cleared, and means its own memory
         engine.reset()
-        engine.say(prompt(7002, BLOCK))
+        engine.generate(prompt(7002, BLOCK))
         indexer.wait(
             number, theirs, cpu=whole[id(theirs)], disk=whole[id(theirs)]
         )
@@ -129,11 +129,13 @@ def test_a_router_credits_what_an_engine_hits(
     stores.clear(tiers[0])
     for number in engines:
         indexer.wait(number, theirs, cpu=0, disk=whole[id(theirs)])
-    (answer,) = engines[2].say(ours)  # from the disk: host memory has it again
+    (answer,) = engines[2].generate(
+        ours
+    )  # from the disk: host memory has it again
     assert answer.external == loadable(len(ours))
     for number in engines:
         indexer.wait(number, ours, cpu=1024, disk=1024)
-    late = served(Indexer, ports)  # a router that has heard nothing yet
+    late = served(Indexer, ports)  # a router that has received nothing yet
     began = time.monotonic()
     for number in engines:
         late.wait(number, ours, cpu=1024, disk=1024)
@@ -147,11 +149,11 @@ def test_a_router_credits_what_an_engine_hits(
     began = time.monotonic()
     indexer.wait(1, ours, cpu=0, disk=1024)
     print(f"credited {time.monotonic() - began:.2f} s after the restart")
-    (answer,) = engines[1].say(ours)
+    (answer,) = engines[1].generate(ours)
     assert answer.external == loadable(len(ours))
 
     engines[1].call(reset_all)  # other weights
-    engines[1].say(prompt(7003, BLOCK))
+    engines[1].generate(prompt(7003, BLOCK))
     indexer.wait(1, ours, cpu=0, disk=0)
 
 
@@ -165,11 +167,11 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
     first = kit.prompt(6, 1)
     second = kit.prompt(4, 2)
     indexer = served(Indexer, {1: port}, kit.CHUNK)
-    heard = zmq.Context.instance().socket(zmq.SUB)
-    heard.subscribe(b"")
+    subscriber = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.subscribe(b"")
     for _ in range(2):  # the second engine finds the tiers of the first
         with cache_at(*tiers) as cache:
-            heard.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
+            subscriber.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
             if not cache.lookup(first):
                 for tokens in (first, second):
                     kit.stored(cache, tokens)
@@ -178,19 +180,19 @@ def test_a_router_credits_a_cache_that_publishes_by_itself(
             cache._tiers.ledgers()[0][1].columns.lease_until[:] = 0
     with cache_at(*tiers) as cache:
         # now, and not when it tries again
-        heard.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
+        subscriber.connect(cache.publish_events(f"tcp://127.0.0.1:{port}"))
         indexer.wait(1, first.tolist(), cpu=6 * kit.CHUNK)
         admin.clear(cache._tiers.ledgers()[0][1])
         indexer.wait(1, first.tolist(), cpu=0, disk=6 * kit.CHUNK)
         cache.clear()
         indexer.wait(1, first.tolist(), cpu=0, disk=0)
     kinds = set()
-    while heard.poll(200):
+    while subscriber.poll(200):
         batch = msgspec.msgpack.decode(
-            heard.recv_multipart()[2], type=KVEventBatch
+            subscriber.recv_multipart()[2], type=KVEventBatch
         )
         kinds |= {type(event) for event in batch.events}
-    heard.close()
+    subscriber.close()
     assert kinds == {AllBlocksCleared, BlockRemoved, BlockStored}
 
 
@@ -218,7 +220,7 @@ def test_a_conversation_that_returns_is_sent_to_the_machine_with_its_disk(
             machine.
             """
             engine.reset()
-            engine.say(*begun[number])
+            engine.generate(*begun[number])
             time.sleep(0.5)
             return stores.ready(machines[number][1]) == 5 * 512 // CHUNK
 
@@ -413,6 +415,6 @@ def live(
                 cache.clear()
 
 
-def reset_all(room: Any) -> None:
+def reset_all(observed: Any) -> None:
     """Reset the engine's own cache and the connector's, as after an update of weights."""
-    assert room.llm.reset_prefix_cache(reset_connector=True)
+    assert observed.llm.reset_prefix_cache(reset_connector=True)

@@ -14,11 +14,13 @@ import pytest
 from tests.vllm import stores
 from tests.vllm.conftest import Plain, Same, Tiers
 from tests.vllm.engines import BLOCK, CHUNK, Engine, loadable
-from tests.vllm.inside import Room
+from tests.vllm.inside import ObservedEngine
 from tests.vllm.models import prompt
 
 
-def test_lengths(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+def test_prompts_of_all_lengths_give_the_same_text(
+    pagoda: Engine, same: Same, stored: Callable[..., None]
+) -> None:
     """Prompts that end with a chunk, with a block, a token before and after either; and shorter
     ones.
     """
@@ -44,7 +46,7 @@ def test_lengths(pagoda: Engine, same: Same, stored: Callable[..., None]) -> Non
         )
 
 
-def test_all_at_once(
+def test_a_batch_of_stored_and_new_prompts_gives_the_same_text(
     pagoda: Engine, same: Same, stored: Callable[..., None]
 ) -> None:
     """Prompts with common beginnings and the same prompt twice, some of them stored, in one
@@ -101,7 +103,7 @@ def test_beginnings_of_what_was_loaded(
     """Each block that was loaded holds its own tokens: prompts that share only some of them find
     those.
 
-    (A prompt that attends to all of them does not tell in what order they lie.)
+    (A prompt that attends to all of them does not show in what order they lie.)
     """
     one = prompt(450, 6 * CHUNK + 7)
     stored(one)
@@ -123,7 +125,7 @@ def test_what_the_model_wrote(
     assert (answer.local, answer.external) == (0, (200 + 149) // CHUNK * CHUNK)
 
 
-def test_preempted(
+def test_preempted_requests_give_the_same_text(
     pagoda: Engine, same: Same, stored: Callable[..., None]
 ) -> None:
     """More requests than the device has blocks for: some lose theirs in between, and load again
@@ -137,12 +139,12 @@ def test_preempted(
     assert pagoda.call(preemptions) > before
 
 
-def preemptions(room: Room) -> int:
+def preemptions(observed: ObservedEngine) -> int:
     """How often a request lost its blocks."""
-    return room.preemptions
+    return observed.preemptions
 
 
-def test_several_samples(
+def test_several_samples_share_what_was_loaded(
     pagoda: Engine, same: Same, stored: Callable[..., None]
 ) -> None:
     """Several samples of one prompt share what was loaded."""
@@ -153,7 +155,7 @@ def test_several_samples(
     assert answer.external >= loadable(len(one))
 
 
-def test_adapters(
+def test_what_an_adapter_computed_is_for_that_adapter_only(
     pagoda: Engine,
     same: Same,
     stored: Callable[..., None],
@@ -185,16 +187,16 @@ def test_adapter_with_new_files(
     place = tmp_path / "adapter"
     (first, second) = adapters
     shutil.copytree(first[2], place)
-    (before,) = pagoda.say(one, lora=("trained", 11, str(place)))
+    (before,) = pagoda.generate(one, lora=("trained", 11, str(place)))
     assert [before.tokens] == plain.says(one, lora=first)
     stores.wait_ready(tiers.host, 5)
     pagoda.reset()
-    (hit,) = pagoda.say(one, lora=("trained", 11, str(place)))
+    (hit,) = pagoda.generate(one, lora=("trained", 11, str(place)))
     assert (hit.external, hit.tokens) == (loadable(len(one)), before.tokens)
     shutil.rmtree(place)
     shutil.copytree(second[2], place)
     pagoda.reset()
-    (after,) = pagoda.say(one, lora=("trained", 12, str(place)))
+    (after,) = pagoda.generate(one, lora=("trained", 12, str(place)))
     assert after.external == 0
     assert [after.tokens] == plain.says(one, lora=second)
 
@@ -213,23 +215,25 @@ def test_adapter_whose_files_change_before_its_first_request(
     assert pagoda.call(load_adapter, ("early", 21, str(place)))
     shutil.rmtree(place)
     shutil.copytree(second[2], place)
-    (early,) = pagoda.say(one, lora=("early", 21, str(place)))
+    (early,) = pagoda.generate(one, lora=("early", 21, str(place)))
     assert [early.tokens] == plain.says(one, lora=first)
     pagoda.reset()
-    (late,) = pagoda.say(one, lora=("early", 22, str(place)))
+    (late,) = pagoda.generate(one, lora=("early", 22, str(place)))
     assert [late.tokens] == plain.says(one, lora=second)
     assert late.external == 0
     stores.wait_ready(tiers.host, 5)
 
 
-def load_adapter(room: Room, adapter: tuple[str, int, str]) -> bool:
+def load_adapter(observed: ObservedEngine, adapter: tuple[str, int, str]) -> bool:
     """Load an adapter as a server does, before any request asks for it."""
     from vllm.lora.request import LoRARequest
 
-    return bool(room.llm.llm_engine.add_lora(LoRARequest(*adapter)))
+    return bool(observed.llm.llm_engine.add_lora(LoRARequest(*adapter)))
 
 
-def test_salts(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
+def test_what_one_tenant_stored_is_for_that_tenant_only(
+    pagoda: Engine, same: Same, stored: Callable[..., None]
+) -> None:
     """What one tenant stored is for that tenant only."""
     one = prompt(900, 5 * CHUNK + 9)
     stored(one, salt="one tenant")
@@ -241,7 +245,7 @@ def test_salts(pagoda: Engine, same: Same, stored: Callable[..., None]) -> None:
         assert answer.external == 0
 
 
-def test_prompt_logprobs(
+def test_a_request_for_prompt_logprobs_computes_every_token(
     pagoda: Engine, same: Same, stored: Callable[..., None]
 ) -> None:
     """A request that wants something of every token of its prompt has every token computed."""
@@ -259,7 +263,7 @@ def test_these_tests_can_fail(
     stored(one, salt="zeros")
     pagoda.call(load_zeros, True)
     try:
-        (answer,) = pagoda.say(one, salt="zeros")
+        (answer,) = pagoda.generate(one, salt="zeros")
     finally:
         pagoda.call(load_zeros, False)
         pagoda.reset()
@@ -267,16 +271,16 @@ def test_these_tests_can_fail(
     assert [answer.tokens] != plain.says(one, salt="zeros")
 
 
-def load_zeros(room: Room, zeros: bool) -> None:
+def load_zeros(observed: ObservedEngine, zeros: bool) -> None:
     """Make every load write zeros instead of the stored bytes, or stop doing so."""
     import numpy as np
 
     from pagoda.transfer.pages_kv import PagesKV
 
     if not zeros:
-        PagesKV.from_slots = room.kept.pop("from_slots")
+        PagesKV.from_slots = observed.kept.pop("from_slots")
         return
-    from_slots = room.kept["from_slots"] = PagesKV.from_slots
+    from_slots = observed.kept["from_slots"] = PagesKV.from_slots
 
     def wrong(self: PagesKV, starts: Any, slots: Any) -> None:
         from_slots(

@@ -427,7 +427,7 @@ def test_a_head_is_packed_alone(isa: str, dtype: str) -> None:
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
 
-def test_the_description_tells_formats_apart_and_nothing_else(
+def test_the_description_differs_by_format_and_by_nothing_else(
     llama: Path,
 ) -> None:
     def described(layout: str = "LBHNC", num_blocks: int = 6, **how: Any) -> str:

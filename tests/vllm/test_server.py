@@ -184,7 +184,7 @@ def server(
     one.kill()
 
 
-def test_server(
+def test_a_server_shares_chunks_with_engines_and_ends_cleanly(
     server: Server,
     pagoda: Engine,
     plain: Plain,

@@ -183,7 +183,7 @@ def _count_by_threads() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_halves_are_added_whoever_has_something_to_tell(
+def test_the_halves_are_added_whichever_has_something_to_report(
     ranks: int, config: object
 ) -> None:
     prom = KVConnectorProm(config, LABELS, ENGINES)
@@ -213,11 +213,11 @@ def test_the_halves_are_added_whoever_has_something_to_tell(
         > 0
     )
     assert sum(value("lookups", engine) or 0 for engine in ENGINES) == lookups > 0
-    told: list[str] = []
-    line.log(lambda _, text: told.append(text))
-    assert told == [f"lookups={lookups}, loaded_GB={round(bytes_all / 1e9, 3)}"]
-    line.log(lambda *_: told.append("again"))
-    assert len(told) == 1
+    logged: list[str] = []
+    line.log(lambda _, text: logged.append(text))
+    assert logged == [f"lookups={lookups}, loaded_GB={round(bytes_all / 1e9, 3)}"]
+    line.log(lambda *_: logged.append("again"))
+    assert len(logged) == 1
 
 
 def test_the_log_line_is_for_people() -> None:
@@ -303,11 +303,11 @@ def test_counts_of_another_version_do_no_harm(config: object) -> None:
         LABELS,
         ENGINES,
     )
-    metrics.observe({"lookups": 2, "unheard_of": 5, "saved_chunks": -1})
+    metrics.observe({"lookups": 2, "unknown": 5, "saved_chunks": -1})
     metrics.observe({"lookups": 2}, engine_idx=7)
     assert value("lookups") == 2
     assert value("saved_chunks") == 0
-    assert counted(unheard_of=5).reduce() == {"unheard_of": 5}
+    assert counted(unknown=5).reduce() == {"unknown": 5}
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

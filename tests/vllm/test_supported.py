@@ -300,7 +300,7 @@ def test_full_attention_that_is_not(
         check(configs)
 
 
-def test_groups(configs: tuple[Any, Any]) -> None:
+def test_unsupported_groups_are_refused(configs: tuple[Any, Any]) -> None:
     from vllm.v1.kv_cache_interface import KVCacheGroupRole
 
     config, cache_config = configs
@@ -373,7 +373,9 @@ def test_every_kind_that_vllm_knows_is_decided() -> None:
         ("dev", True, None),
     ],
 )
-def test_versions(version: str, allowed: bool, says: str | None) -> None:
+def test_untested_versions_are_refused_unless_allowed(
+    version: str, allowed: bool, says: str | None
+) -> None:
     from pagoda.connectors.vllm.supported_engines import check_version
 
     if says is None:
@@ -406,7 +408,7 @@ def test_a_plain_installation_brings_a_version_that_is_accepted() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("drops", [True, False])
-def test_what_the_scheduler_is_told_of_the_engine(
+def test_what_the_scheduler_learns_of_the_engine(
     configs: tuple[Any, Any], drops: bool, ranks: int
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole

@@ -22,10 +22,10 @@ from testbed.servers import Server, pagoda_server, redis_server
 from tests.vllm import engines, hybrid, inside, models, stores
 from tests.vllm.conftest import Tiers
 from tests.vllm.engines import Engine, options, user_connector
-from tests.vllm.inside import Room
+from tests.vllm.inside import ObservedEngine
 from tests.vllm.models import prompt
 
-# what the pages tell users to write
+# what the pages ask users to write
 USERS = {"host_path", "host_size", "disk_path", "disk_size", "remote", "peers"}
 MODELS: dict[str, Callable[..., Path]] = {
     "plain": models.make_llama,
@@ -157,7 +157,7 @@ def test_what_is_faster_to_load_from_a_neighbour_is_loaded(
         host = machine.tiers.host.with_name(f"neighbour-{machine.kind}")
         mine = machine.given | user_connector(host, peers=url)
         try:
-            machine.engine.call(hybrid.anew, mine, within=120.0)
+            machine.engine.call(hybrid.restart, mine, within=120.0)
             machine.engine.call(inside.wait_as_users_do)
             all_hit(machine, "remote", [host], host)
         finally:
@@ -221,15 +221,15 @@ def all_hit(
 # ---- inside the engine's process
 
 
-def watch(room: Room) -> None:
+def watch(observed: ObservedEngine) -> None:
     """Note the tokens of prompts and the wall time of each step that shows the speed of computing
     them.
     """
     from pagoda.connectors.vllm.prefill_steps import prompt_step_of
 
-    executor = room.llm.llm_engine.engine_core.engine_core.model_executor
+    executor = observed.llm.llm_engine.engine_core.engine_core.model_executor
     execute = executor.execute_model
-    rows = room.kept.setdefault("steps", [])
+    rows = observed.kept.setdefault("steps", [])
 
     def timed_step(output: Any, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
@@ -241,16 +241,16 @@ def watch(room: Room) -> None:
     executor.execute_model = timed_step
 
 
-def steps(room: Room) -> tuple[int, float]:
+def steps(observed: ObservedEngine) -> tuple[int, float]:
     """Return the sums of what `watch` noted."""
-    tokens, seconds = zip(*room.kept["steps"], strict=True)
+    tokens, seconds = zip(*observed.kept["steps"], strict=True)
     return sum(tokens), sum(seconds)
 
 
 def timed(
-    room: Room, one: list[int]
+    observed: ObservedEngine, one: list[int]
 ) -> tuple[tuple[tuple[int, ...], ...], int, float]:
     """Ask for a prompt; return the tokens, how many of the prompt's were loaded, and the time."""
     began = time.perf_counter()
-    (answer,) = room.say([one], max_tokens=2)
+    (answer,) = observed.generate([one], max_tokens=2)
     return answer.tokens, answer.external, time.perf_counter() - began

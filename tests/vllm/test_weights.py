@@ -53,7 +53,7 @@ def test_engines_share_by_run_and_version(
     # of another run: nothing says that they are the same
     two.call(weights.become, 1, "step-1")
     assert computed(two, ours) == first
-    two.call(hybrid.anew, of_run(given, "a-run"), within=120.0)
+    two.call(hybrid.restart, of_run(given, "a-run"), within=120.0)
     assert hit(two, ours) == base
     two.call(weights.become, 1, "step-1")
     assert hit(two, ours) == first
