@@ -42,14 +42,17 @@ def filesystem(path: Path) -> str:
 
     It is the one that an open reaches, whatever is mounted below or above it. Changes nothing.
     """
-    there = next(
-        one for one in (path, *path.absolute().parents) if os.path.exists(one)
-    )
-    fd = os.open(there, os.O_PATH | os.O_CLOEXEC)
+    fd = os.open(nearest(path), os.O_PATH | os.O_CLOEXEC)
     try:
         return filesystem_of(fd)
     finally:
         os.close(fd)
+
+
+def nearest(path: Path) -> Path:
+    """Return a path, or its nearest parent that exists."""
+    parents = path.absolute().parents
+    return next(one for one in (path, *parents) if os.path.exists(one))
 
 
 def filesystem_of(fd: int) -> str:

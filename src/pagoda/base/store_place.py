@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pagoda.base.cgroup_memory import cgroup_free_bytes
 from pagoda.base.errors import NoRoomError, StoreError
-from pagoda.base.file_systems import filesystem
+from pagoda.base.file_systems import filesystem, nearest
 
 _REMOTE = (
     "nfs",
@@ -97,11 +97,8 @@ def require_memory(root: Path) -> None:
 
     When a disk fails, or is full and copies on write, a write to such a page kills the process.
     """
-    there = next(
-        path for path in (root, *root.absolute().parents) if os.path.exists(path)
-    )
-    if not is_in_memory(there):
-        kind = filesystem(there)
+    if not is_in_memory(root):
+        kind = filesystem(root)
         raise StoreError(
             f"{root} is on {kind or 'a disk'}, and host memory must be in memory: choose a "
             "host_path in /dev/shm or on "
@@ -156,9 +153,7 @@ def require_place(root: Path, size_bytes: int, in_memory: bool) -> None:
     If the directory holds stores, a tier starts with their space; otherwise all of `size_bytes`
     must be free. For callers that do not know the layout yet. Changes nothing.
     """
-    there = next(
-        path for path in (root, *root.absolute().parents) if os.path.exists(path)
-    )
+    there = nearest(root)
     if there == root:
         require_own(root)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

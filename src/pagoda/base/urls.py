@@ -1,11 +1,52 @@
-"""URLs in parts."""
+"""The URLs of remote stores: which schemes there are, and their parts."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 from contextlib import suppress
-from urllib.parse import SplitResult, urlsplit
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, quote, urlsplit, urlunsplit
+
+EXAMPLES = {
+    "redis": "redis://host:6379/0",
+    "rediss": "rediss://host:6379/0",
+    "unix": "unix:///run/redis.sock",
+    "redis+pool": "redis+pool://host1:6379,host2:6379,host3:6379",
+    "rediss+pool": "rediss+pool://host1:6379,host2:6379,host3:6379",
+    "redis+cluster": "redis+cluster://host1:6379,host2:6379",
+    "rediss+cluster": "rediss+cluster://host1:6379,host2:6379",
+    "redis+sentinel": "redis+sentinel://host1:26379,host2:26379/service",
+    "rediss+sentinel": "rediss+sentinel://host1:26379,host2:26379/service",
+    "mooncake": "mooncake://host:50051",
+    "s3": "s3://bucket/prefix",
+    "gs": "gs://bucket/prefix",
+    "az": "az://container/prefix",
+    "http": "http://host/path/",
+    "https": "https://host/path/",
+}
+"""A URL of each scheme that is known."""
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+"""Those of a single Redis."""
+OBJECT_STORES = {
+    "s3": "s3",
+    "gs": "gs",
+    "az": "az",
+    "http": "webdav",
+    "https": "webdav",
+}
+"""The kind of object store behind each scheme, which also is the default name of its tier."""
+TLS_OPTIONS = (
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_cert_reqs",
+    "ssl_certfile",
+    "ssl_check_hostname",
+    "ssl_keyfile",
+)
+"""Parameters of an encrypted connection to a Redis, as redis-py names them."""
+PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+"""What names in a store may begin with."""
 
 _PLACE = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::(\d*))?")
 
@@ -23,6 +64,46 @@ def split_url(url: str) -> SplitResult:
         if not place
         else urlsplit(f"{scheme}://{rest[len(place) :]}")._replace(netloc=place)
     )
+
+
+@dataclass(frozen=True)
+class RemoteUrl:
+    """A URL whose hosts may form one store. Its repr shows no secret."""
+
+    parts: SplitResult = field(repr=False)
+    scheme: str
+    """Of one host: "rediss" of rediss+pool://."""
+    layout: str
+    """How the hosts form a store: "pool", "cluster" or "sentinel"; "": there is one host."""
+    login: str = field(repr=False)
+    """User and password as they are written, with the @; "": there is none."""
+    hosts: tuple[str, ...]
+    """Each with its port, as they are written."""
+
+    @classmethod
+    def of(cls, url: str) -> RemoteUrl:
+        """Return a URL in parts. ValueError: it is none."""
+        parts = split_url(url)
+        scheme, _, layout = parts.scheme.partition("+")
+        user, at, hosts = parts.netloc.rpartition("@")
+        return cls(parts, scheme, layout, user + at, tuple(hosts.split(",")))
+
+    def at(self, host: str) -> str:
+        """Return the same URL for one host, with or without a port."""
+        return urlunsplit(
+            self.parts._replace(scheme=self.scheme, netloc=self.login + host)
+        )
+
+    def node_urls(self) -> list[str]:
+        """Return the URL of each host."""
+        return [self.at(host) for host in self.hosts]
+
+    def with_password(self, password: str) -> str:
+        """Return the whole URL, with this password after its user."""
+        login = f"{self.login.removesuffix('@')}:{quote(password, safe='')}@"
+        return urlunsplit(
+            self.parts._replace(netloc=login + ",".join(self.hosts))
+        )
 
 
 def place_of(host: str, default_port: int) -> str:

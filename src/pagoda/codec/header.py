@@ -129,11 +129,7 @@ def parse(page: Page) -> Header | None:
     needs no payload.
     """
     view = _view(page)
-    if (
-        view.nbytes != HEADER_BYTES
-        or view[:8] != MAGIC
-        or view[_OWN] != _own_checksum(view)
-    ):
+    if not _is_whole(view):
         return None
     _, format_, size, *numbers, codec, layout, sequence = _FIELDS.unpack_from(
         view
@@ -157,12 +153,7 @@ def is_foreign(page: Page) -> bool:
 
     The magic number and the checksum of the page have the same place in every format.
     """
-    view = _view(page)
-    if (
-        view.nbytes != HEADER_BYTES
-        or view[:8] != MAGIC
-        or view[_OWN] != _own_checksum(view)
-    ):
+    if not _is_whole(_view(page)):
         return False
     found = parse(page)
     return found is None or found.codec not in CODECS
@@ -257,6 +248,15 @@ def _data_checksum(
 def _view(page: Page) -> memoryview:
     return (page.data if isinstance(page, np.ndarray) else memoryview(page)).cast(
         "B"
+    )
+
+
+def _is_whole(view: memoryview) -> bool:
+    """Return whether a page is PagodaKV's and undamaged."""
+    return (
+        view.nbytes == HEADER_BYTES
+        and view[:8] == MAGIC
+        and view[_OWN] == _own_checksum(view)
     )
 
 

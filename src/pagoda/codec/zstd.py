@@ -241,13 +241,11 @@ def _get_block(stored: Bytes, at: int, words: Words, scratch: _Scratch) -> int:
 
 def _plane(kind: int, piece: Bytes, size: int) -> Bytes:
     """Return the plane of a stored piece."""
-    plane = (
-        expanded(piece, size)
-        if kind == _ZSTD
-        else piece
-        if kind == _RAW
-        else None
-    )
+    plane: Bytes | None = piece
+    if kind == _ZSTD:
+        plane = expanded(piece, size)
+    elif kind != _RAW:
+        plane = None
     if plane is None or plane.size != size:
         raise _Malformed
     return plane

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, unquote
 
 from pagoda.base.errors import ConfigError
-from pagoda.base.urls import place_of, split_url
+from pagoda.base.urls import (
+    EXAMPLES,
+    OBJECT_STORES,
+    PREFIX,
+    REDIS_SCHEMES,
+    TLS_OPTIONS,
+    RemoteUrl,
+    place_of,
+)
 from pagoda.config.did_you_mean import did_you_mean
 from pagoda.config.expand_home import expanded
 from pagoda.config.sizes import AUTO, parse_size
@@ -24,43 +32,6 @@ REDIS = "redis"
 OBJECTS = "objects"
 PAGODA = "pagoda"
 MOONCAKE = "mooncake"
-# scheme: the kind of store, the default name of the tier, an example of a URL
-_SCHEMES = {
-    "redis": (REDIS, "redis", "redis://host:6379/0"),
-    "rediss": (REDIS, "redis", "rediss://host:6379/0"),
-    "unix": (REDIS, "redis", "unix:///run/redis.sock"),
-    "redis+pool": (
-        REDIS,
-        "redis",
-        "redis+pool://host1:6379,host2:6379,host3:6379",
-    ),
-    "rediss+pool": (
-        REDIS,
-        "redis",
-        "rediss+pool://host1:6379,host2:6379,host3:6379",
-    ),
-    "redis+cluster": (REDIS, "redis", "redis+cluster://host1:6379,host2:6379"),
-    "rediss+cluster": (REDIS, "redis", "rediss+cluster://host1:6379,host2:6379"),
-    "redis+sentinel": (
-        REDIS,
-        "redis",
-        "redis+sentinel://host1:26379,host2:26379/service",
-    ),
-    "rediss+sentinel": (
-        REDIS,
-        "redis",
-        "rediss+sentinel://host1:26379,host2:26379/service",
-    ),
-    "mooncake": (MOONCAKE, "mooncake", "mooncake://host:50051"),
-    "s3": (OBJECTS, "s3", "s3://bucket/prefix"),
-    "gs": (OBJECTS, "gs", "gs://bucket/prefix"),
-    "az": (OBJECTS, "az", "az://container/prefix"),
-    "http": (OBJECTS, "webdav", "http://host/path/"),
-    "https": (OBJECTS, "webdav", "https://host/path/"),
-}
-_SCHEMES_OF_ONE_REDIS = ("redis", "rediss", "unix")
-# a few round trips on the network where such a store usually is
-_LOOKS = {REDIS: "50ms", OBJECTS: "300ms", PAGODA: "50ms", MOONCAKE: "50ms"}
 _MEANT = {  # other names of these schemes
     "valkey": "redis",
     "valkeys": "rediss",
@@ -103,14 +74,6 @@ _OF_INDEX = ("prefix", "ttl", "password_file")
 _OF_LOOKUP = ("prefix", "password_file")
 MOST_PEERS = 8
 """How many neighbours are asked at once; if there are more, `lookup` decides which."""
-_TLS = (
-    "ssl_ca_certs",
-    "ssl_ca_path",
-    "ssl_cert_reqs",
-    "ssl_certfile",
-    "ssl_check_hostname",
-    "ssl_keyfile",
-)
 # names of tiers that are not remote, and the name for all tiers
 _RESERVED = "all", "device", "disk", "host", "peers"
 # codecs after which KV is approximate; `pagoda.codec` has them
@@ -118,7 +81,6 @@ LOSSY = ("q8", "q4", "qzstd")
 _CODECS = ("raw", "zstd", *LOSSY)
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SPAN = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|min|m|h|d|)")
 _UNITS = {
     "ms": 1e-3,
@@ -365,13 +327,10 @@ def redacted(url: str) -> str:
     credentials, at, place = rest.rpartition("@")
     if at:
         user, colon, _ = credentials.partition(":")
-        rest = (
-            f"{user}:{_MASK}@{place}"
-            if colon
-            else rest
-            if _USER.fullmatch(user)
-            else f"{_MASK}@{place}"
-        )
+        if colon:
+            rest = f"{user}:{_MASK}@{place}"
+        elif not _USER.fullmatch(user):
+            rest = f"{_MASK}@{place}"
     elif not _HOST.match(rest):
         rest = rest.partition(":")[0] + f":{_MASK}"
     return scheme + mark + _PARAMETER.sub(_without_secret, rest)
@@ -398,13 +357,15 @@ def _parsed(url: str) -> RemoteSpec:
         raise ValueError(
             "a URL has no spaces and no letters beyond ASCII; write %20 and so on"
         )
-    parts = split_url(url)
+    remote = RemoteUrl.of(url)
+    parts = remote.parts
     if "@" in parts.path + parts.query:
         raise ValueError(
             "an @ stands behind the password only; write %40 for others, and %2F %3F for / ? in it"
         )
-    kind, name, shape = _SCHEMES[scheme]
-    _check_place(scheme, parts, f"write it as {shape}")
+    kind = _kind(scheme)
+    name = OBJECT_STORES.get(scheme, kind)
+    _check_hosts(remote, f"write it as {EXAMPLES[scheme]}")
     given = _parameters(parts.query)
     if scheme in ("http", "https") and "server" in given:
         kind = PAGODA
@@ -437,24 +398,16 @@ def _parsed(url: str) -> RemoteSpec:
         kind=kind,
         name=_named(ours.get("name", name)),
         prefix=_prefix(ours.get("prefix", RemoteSpec.prefix)),
-        ttl_seconds=_seconds(
-            "ttl", ours.get("ttl", "7d"), 1.0, _MOST_TTL_SECONDS
-        ),
+        ttl_seconds=_seconds("ttl", ours, "7d", 1.0, _MOST_TTL_SECONDS),
         evict=_evict(ours.get("evict", "")),
         write_policy=_word(
             "write_policy", ours, _WRITE_POLICIES, " or ".join(_WRITE_POLICIES)
         ),
         codec=_word("codec", ours, _CODECS, f"one of {', '.join(_CODECS)}"),
-        connections=_count("connections", ours.get("connections", "4"), 64),
-        deadline_seconds=_seconds(
-            "deadline", ours.get("deadline", "1"), 0.001, 3600.0
-        ),
-        look_seconds=_seconds(
-            "look", ours.get("look", _LOOKS[kind]), 0.0001, 3600.0
-        ),
-        queue_chunks=_count(
-            "queue_chunks", ours.get("queue_chunks", "64"), 2**20
-        ),
+        connections=_count("connections", ours, "4", 64),
+        deadline_seconds=_seconds("deadline", ours, "1", 0.001, 3600.0),
+        look_seconds=_seconds("look", ours, _look(kind), 0.0001, 3600.0),
+        queue_chunks=_count("queue_chunks", ours, "64", 2**20),
         options=given if kind in (OBJECTS, MOONCAKE, PAGODA) else {},
         password_file=_password_file(scheme, parts, ours.get("password_file")),
     )
@@ -462,22 +415,22 @@ def _parsed(url: str) -> RemoteSpec:
 
 def _scheme(url: str) -> str:
     scheme, mark, _ = url.partition("://")
-    known = ", ".join(f"{name}://" for name in _SCHEMES)
+    known = ", ".join(f"{name}://" for name in EXAMPLES)
     if not mark:
         raise ValueError(
-            f"no scheme; write a URL such as {_SCHEMES['redis'][2]} (known are {known})"
+            f"no scheme; write a URL such as {EXAMPLES['redis']} (known are {known})"
         )
     if scheme == "lm":
         raise ValueError(
             "lm:// is LMCache's own server; run pagoda serve there and write "
             "http://host:7777?server=pagoda&password_file=TOKENFILE"
         )
-    if scheme.lower() not in _SCHEMES:
+    if scheme.lower() not in EXAMPLES:
         meant = _MEANT.get(scheme.lower())
         hint = (
             f"; did you mean {meant}?"
             if meant
-            else did_you_mean(scheme, _SCHEMES)
+            else did_you_mean(scheme, EXAMPLES)
         )
         raise ValueError(
             f"{scheme}:// is no engine that is known here{hint} (known are {known})"
@@ -485,40 +438,58 @@ def _scheme(url: str) -> str:
     return scheme.lower()
 
 
-def _check_place(scheme: str, parts: SplitResult, shape: str) -> None:
-    """Raise ValueError if the part between the scheme and the parameters is not in the form that
-    the store needs.
+def _kind(scheme: str) -> str:
+    """Return the kind of store of a known scheme."""
+    if scheme in OBJECT_STORES:
+        return OBJECTS
+    return MOONCAKE if scheme == MOONCAKE else REDIS
+
+
+def _look(kind: str) -> str:
+    """Return a few round trips on the network where such a store usually is."""
+    return "300ms" if kind == OBJECTS else "50ms"
+
+
+def _check_hosts(remote: RemoteUrl, shape: str) -> None:
+    """Raise ValueError if what is between the scheme and the parameters of a URL is not in the form
+    that the store needs.
     """
+    parts = remote.parts
+    if not remote.layout:
+        _check_host(remote.scheme, parts, shape)
+        return
+    if re.search("[@,].", remote.login):  # it ends with one @
+        raise ValueError(
+            "one user and password for all hosts, before the first, with %40 and %2C for @ "
+            f"and ,; {shape}"
+        )
+    if remote.layout == "sentinel":
+        found = re.fullmatch(r"/[A-Za-z0-9_.-]{1,64}(/\d{1,9})?", parts.path)
+        if found is None:
+            raise ValueError(
+                f"after the hosts there is the name of the master's service; {shape}"
+            )
+        parts = parts._replace(path=found[1] or "")
+    if remote.layout == "cluster" and (
+        parts.path.strip("/0") or "db=" in parts.query
+    ):
+        raise ValueError(f"a cluster has no numbers of databases; {shape}")
+    for host in remote.hosts:
+        place = parts._replace(netloc=remote.login + host)
+        _check_host(remote.scheme, place, shape)
+    default_port = 26379 if remote.layout == "sentinel" else 6379
+    places = {place_of(host, default_port) for host in remote.hosts}
+    if len(places) < len(remote.hosts):
+        raise ValueError(f"a host is given twice; {shape}")
+
+
+def _check_host(scheme: str, parts: SplitResult, shape: str) -> None:
+    """Raise ValueError if a URL of one host is not in the form that the store needs."""
     if scheme == "unix":
         if parts.hostname or not parts.path.strip("/"):
             raise ValueError(
                 f"the path of a socket is needed, with three slashes; {shape}"
             )
-        return
-    if "+" in scheme:
-        one, _, kind = scheme.partition("+")
-        credentials, at, hosts = parts.netloc.rpartition("@")
-        if re.search("[@,]", credentials):
-            raise ValueError(
-                "one user and password for all hosts, before the first, with %40 and %2C for @ "
-                f"and ,; {shape}"
-            )
-        if kind == "sentinel":
-            found = re.fullmatch(r"/[A-Za-z0-9_.-]{1,64}(/\d{1,9})?", parts.path)
-            if found is None:
-                raise ValueError(
-                    f"after the hosts there is the name of the master's service; {shape}"
-                )
-            parts = parts._replace(path=found[1] or "")
-        if kind == "cluster" and (parts.path.strip("/0") or "db=" in parts.query):
-            raise ValueError(f"a cluster has no numbers of databases; {shape}")
-        for host in (names := hosts.split(",")):
-            _check_place(
-                one, parts._replace(netloc=f"{credentials}{at}{host}"), shape
-            )
-        default_port = 26379 if kind == "sentinel" else 6379
-        if len({place_of(name, default_port) for name in names}) < len(names):
-            raise ValueError(f"a host is given twice; {shape}")
         return
     try:
         port = parts.port
@@ -566,10 +537,10 @@ def _check_redis(scheme: str, given: Mapping[str, str]) -> None:
         "db",
         "credential_provider",
         *of_sentinels,
-        *(_TLS if is_encrypted else ()),
+        *(TLS_OPTIONS if is_encrypted else ()),
     )
     for name in given:
-        if name in _TLS and not is_encrypted:
+        if name in TLS_OPTIONS and not is_encrypted:
             kind = scheme.partition("redis")[2]
             raise ValueError(
                 f"{name}: is for encrypted connections; write rediss{kind}:// for one"
@@ -609,7 +580,8 @@ def _check_index(index: str) -> None:
     """Raise ValueError unless this is the URL of a Redis, or a masked one."""
     if index == _MASK:
         return
-    if _SCHEMES.get(index.partition("://")[0].lower(), ("",))[0] != REDIS:
+    scheme = index.partition("://")[0].lower()
+    if scheme not in EXAMPLES or _kind(scheme) != REDIS:
         raise ValueError(
             "index: the URL of a Redis is needed; write index=redis://host:6379/0"
         )
@@ -701,7 +673,7 @@ def _parsed_peer(url: str) -> RemoteSpec:
 
 
 def _parsed_lookup(url: str) -> RemoteSpec:
-    if url.partition("://")[0].lower() not in _SCHEMES_OF_ONE_REDIS:
+    if url.partition("://")[0].lower() not in REDIS_SCHEMES:
         raise ValueError("machines meet in a Redis; write redis://host:6379/0")
     spec = _parsed(url)
     given = _parameters(url.partition("?")[2])
@@ -739,7 +711,7 @@ def _named(name: str) -> str:
 
 
 def _prefix(prefix: str) -> str:
-    if not _PREFIX.fullmatch(prefix):
+    if not PREFIX.fullmatch(prefix):
         raise ValueError(
             f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - first"
         )
@@ -765,7 +737,9 @@ def _evict(evict: str) -> str:
     return evict
 
 
-def _count(name: str, text: str, most: int) -> int:
+def _count(name: str, ours: Mapping[str, str], default: str, most: int) -> int:
+    """Return a parameter that is a whole number. Raises ValueError."""
+    text = ours.get(name, default)
     if not re.fullmatch(r"\d{1,9}", text) or not 1 <= int(text) <= most:
         raise ValueError(
             f"{name}={text}: must be a whole number from 1 to {most}"
@@ -773,7 +747,11 @@ def _count(name: str, text: str, most: int) -> int:
     return int(text)
 
 
-def _seconds(name: str, text: str, least: float, most: float) -> float:
+def _seconds(
+    name: str, ours: Mapping[str, str], default: str, least: float, most: float
+) -> float:
+    """Return a parameter that is a time span. Raises ValueError."""
+    text = ours.get(name, default)
     match = _SPAN.fullmatch(text.strip().lower())
     if match is None:
         raise ValueError(

@@ -114,7 +114,7 @@ class TierConformance:
         """Return what `load` delivers for the chain positions from `start` on; None if it was not
         ok.
         """
-        buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
+        buffers = self.buffers(tier, keys)
         futures = tier.load(keys, buffers, start=start, namespace=ONE.root)
         assert len(futures) == len(keys)
         ends = zip(self.ends(futures), buffers, strict=True)
@@ -122,6 +122,16 @@ class TierConformance:
             buffer[: tier.chunk_bytes] if done.ok else None
             for done, buffer in ends
         ]
+
+    def buffers(self, tier: Tier, keys: Sequence[bytes]) -> list[Bytes]:
+        """Return whole pages for one chunk of each key."""
+        return [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
+
+    def put(self, tier: Tier, key: bytes, position: int = 0) -> bool:
+        """Put the chunk `key`; return whether it is stored."""
+        return tier.put(
+            key, self.payload(tier, key), namespace=ONE.root, position=position
+        )
 
     def holds(self, tier: Tier, key: bytes) -> bool:
         """Whether the chunk is in the tier, with the right bytes; wrong bytes fail the test at
@@ -188,7 +198,7 @@ class TierConformance:
     def test_get_is_a_private_copy(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             (key,) = keys_of(ONE, 1)
-            tier.put(key, self.payload(tier, key), namespace=ONE.root)
+            self.put(tier, key)
             mine = tier.get(key)
             assert mine is not None
             assert mine.shape == (tier.chunk_bytes,)
@@ -226,16 +236,9 @@ class TierConformance:
         with self.opened(tmp_path) as tier:
             again, *others = keys_of(ONE, self.room_chunks)
             for _ in range(3 * self.room_chunks):
-                assert tier.put(
-                    again, self.payload(tier, again), namespace=ONE.root
-                )
+                assert self.put(tier, again)
             for position, key in enumerate(others, 1):
-                assert tier.put(
-                    key,
-                    self.payload(tier, key),
-                    namespace=ONE.root,
-                    position=position,
-                )
+                assert self.put(tier, key, position)
             assert tier.find([again, *others]) == self.room_chunks
 
     def test_remove(self, tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ class TierConformance:
             assert not self.holds(tier, gone)
             assert tier.find([gone, stays]) == 0
             assert self.holds(tier, stays)
-            assert tier.put(gone, self.payload(tier, gone), namespace=ONE.root)
+            assert self.put(tier, gone)
             assert self.holds(tier, gone)
 
     def test_remove_reaches_what_is_on_its_way(self, tmp_path: Path) -> None:
@@ -359,7 +362,7 @@ class TierConformance:
         with self.opened(tmp_path) as tier:
             keys = self.saved(tier, keys_of(ONE, 4))
             tier.remove(keys[2])
-            buffers = [aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys]
+            buffers = self.buffers(tier, keys)
             ends = self.ends(tier.load(keys, buffers, namespace=ONE.root))
             assert [done.ok for done in ends[:3]] == [True, True, False]
             assert ends[2].reason is not None
@@ -383,9 +386,7 @@ class TierConformance:
         with self.opened(tmp_path) as tier:
             keys = self.saved(tier, keys_of(ONE, 4))
             for namespace, start in ((TWO.root, 0), (ONE.root, 7)):
-                buffers = [
-                    aligned(-(-tier.chunk_bytes // 4096) * 4096) for _ in keys
-                ]
+                buffers = self.buffers(tier, keys)
                 ends = self.ends(
                     tier.load(keys, buffers, start=start, namespace=namespace)
                 )
@@ -473,9 +474,7 @@ class TierConformance:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, self.overfull_chunks)
             for key in keys:
-                assert tier.put(
-                    key, self.payload(tier, key), namespace=ONE.root
-                ) in (True, False)
+                assert self.put(tier, key) in (True, False)
             assert (
                 sum(self.holds(tier, key) for key in keys)
                 >= self.room_chunks // 2
@@ -552,12 +551,7 @@ class TierConformance:
         """Do one of four operations on one chunk."""
         key = keys[position]
         if what == 0:
-            tier.put(
-                key,
-                self.payload(tier, key),
-                namespace=ONE.root,
-                position=position,
-            )
+            self.put(tier, key, position)
         elif what == 1:
             self.ends(tier.save([self.chunk(tier, keys, position)], ONE.root))
         elif what == 2:
@@ -583,10 +577,7 @@ class TierConformance:
         assert tier.touch(keys, namespace=ONE.root) is None
         assert not tier.contains(keys[0])
         assert tier.get(keys[0]) is None
-        assert (
-            tier.put(keys[0], self.payload(tier, keys[0]), namespace=ONE.root)
-            is False
-        )
+        assert self.put(tier, keys[0]) is False
         (saved,) = self.ends(tier.save([self.chunk(tier, keys, 0)], ONE.root))
         assert saved == Done(False, Reason.CLOSED)
         (loaded,) = self.ends(

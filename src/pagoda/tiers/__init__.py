@@ -4,6 +4,7 @@ Modules, in the order in which a save reaches them:
 
 - `base`: the Tier protocol, chunks and results
 - `put_and_load`: put and get of every tier, which copy and wait, on top of save and load
+- `ledger_tier`: what the host tier and the disk tier have in common
 - `host`: the host tier, a ledger and a slab in memory
 - `disk`: the disk tier, a ledger and a slab in a file, and its workers, one per thread
 - `remote`: remote tiers; it lists its own modules

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from pathlib import Path
@@ -25,11 +25,9 @@ from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import NO_THREAD, Condition, Event
 from pagoda.codec import HEADER_BYTES
-from pagoda.keys import Namespace
 from pagoda.layout import SLOT_ALIGN, KVLayout, itemsize
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
 from pagoda.slab import FileSlab, address, aligned
-from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.header_scan import HeaderScan
@@ -41,6 +39,7 @@ from pagoda.tiers.io_queue import (
     WorkerBackend,
     WriteRequest,
 )
+from pagoda.tiers.ledger_tier import LedgerTier, open_store
 
 # a lease for chunks that a load has found, until they are read
 _LOAD_LEASE_SECONDS = 10.0
@@ -61,7 +60,7 @@ _LEDGER_SECONDS = 10.0
 _logger = guarded_logger("pagoda.tiers.disk")
 
 
-class DiskTier(QueuedTier):
+class DiskTier(QueuedTier, LedgerTier):
     """Stores chunks in one file, with background threads. It survives restarts, and the loss of its
     ledger (by a scan).
 
@@ -161,20 +160,14 @@ class DiskTier(QueuedTier):
             limit_bytes=size_bytes,
             chunk_bytes=layout.chunk_bytes,
         )
-        # also true if this user may not see it
-        made = not os.path.exists(spec.root / spec.name)
-        ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
-        try:
-            slab = ledger.open_slab(
-                lambda file: FileSlab(file, ledger.slots, stride, direct)
-            )
-        except BaseException:
-            ledger.close()
-            raise
-        recorded_tiers.add(
+        ledger, slab = open_store(
             "disk",
-            path,
-            sum(map(len, ledger.space.backed_ranges())) * stride if made else 0,
+            spec,
+            policy,
+            clock,
+            lambda ledger: ledger.open_slab(
+                lambda file: FileSlab(file, ledger.slots, stride, direct)
+            ),
         )
         return cls(
             layout,
@@ -187,10 +180,6 @@ class DiskTier(QueuedTier):
             deadline_seconds=deadline_seconds,
             clock=clock,
         )
-
-    def register(self, namespace: Namespace) -> None:
-        """Record the namespace with its labels. Idempotent and cheap."""
-        self.ledger.namespaces.register(namespace.root, namespace.fields())
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until a rebuild of the ledger has ended; return False after `timeout` seconds.
@@ -221,20 +210,15 @@ class DiskTier(QueuedTier):
         deadline_seconds: float | None = None,
     ) -> int:
         """Return how many leading keys are stored or queued; copies nothing."""
-        if self._closed or self._store.resting:
-            return 0
-        if not self._pool.queue.pending_writes(keys):
-            match = self.ledger.match_prefix(
+        if self._closed or self._store.resting or not self._queued(keys):
+            return super().find(
                 keys,
                 start=start,
-                namespace=namespace,
                 stamp=stamp,
+                namespace=namespace,
                 touch=touch,
-                deadline_seconds=clamp_deadline(
-                    self.deadline_seconds, deadline_seconds
-                ),
+                deadline_seconds=deadline_seconds,
             )
-            return len(match.slots)
         sources = self._sources(
             keys,
             start,
@@ -249,51 +233,8 @@ class DiskTier(QueuedTier):
             len(keys),
         )
 
-    def touch(
-        self,
-        keys: Sequence[bytes],
-        *,
-        namespace: bytes,
-        start: int = 0,
-        stamp: int | None = None,
-        asked: bool = True,
-    ) -> list[bool] | None:
-        """Update the recency of the stored part of a run, in one transaction. See Tier.touch."""
-        if self._refusal() is not None:
-            return None
-        # read first: a chunk that leaves the queue after this is in the ledger
-        queued = self._pool.queue.pending_writes(keys)
-        here = self.ledger.touch(
-            keys,
-            start=start,
-            stamp=stamp,
-            asked=asked,
-            deadline_seconds=self.deadline_seconds,
-        )
-        return here and [
-            present or key in queued
-            for key, present in zip(keys, here, strict=True)
-        ]
-
-    def contains(
-        self, key: bytes, *, deadline_seconds: float | None = None
-    ) -> bool:
-        """Return whether the key is stored or queued; does not update recency."""
-        if self._closed or self._store.resting:
-            return False
-        sources = self._sources(
-            [key], None, None, deadline_seconds, touch=False, lease_seconds=0.0
-        )
-        return not isinstance(next(sources), Reason)
-
-    def holders(self, key: bytes) -> list[str]:
-        """Return what keeps this chunk from eviction: names of pins, "in flight"."""
-        owners = [
-            owner
-            for owner, keys in admin.list_pins(self.ledger).items()
-            if key in keys
-        ]
-        return [*owners, "in flight"] if self.in_flight(key) else owners
+    def _queued(self, keys: Sequence[bytes]) -> Collection[bytes]:
+        return self._pool.queue.pending_writes(keys)
 
     def _stored(
         self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
@@ -415,43 +356,6 @@ class DiskTier(QueuedTier):
             store.ledger.count({f"drop_{Reason.NOT_ADMITTED}": refused})
         count = max(0, min(known.end - start, len(keys)))
         return count, known.refused and count < len(keys)
-
-    # ---- removing --------------------------------------------------------------------------------
-
-    def remove(self, key: bytes) -> bool:
-        """Remove a chunk, queued or stored; return False if it is not here. Waits for a write of it
-        that is running.
-        """
-        if self._closed:
-            return False
-        cancelled = self._cancel_writes(
-            Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds
-        )
-        return admin.remove(self.ledger, [key]) > 0 or any(cancelled)
-
-    def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace (its root), or all; saves in flight store nothing.
-        Return how many.
-        """
-        if self._closed:
-            return 0
-        cancelled = self._cancel_writes(Reason.CLEARED, namespace=namespace)
-        return admin.clear(self.ledger, namespace) + sum(cancelled)
-
-    # ---- statistics ------------------------------------------------------------------------------
-
-    def stats(self) -> Mapping[str, int]:
-        """Return gauges and counters of the store, and this process's `queued_writes`,
-        `queued_reads`, `resting`.
-
-        StoreError if the ledger does not answer.
-        """
-        if self._closed:
-            return {}
-        return {
-            **admin.numbers(self.ledger, self.deadline_seconds),
-            **self._queue_stats(),
-        }
 
 
 class _RunAdmission(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,10 @@ from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
 from pagoda.base.store_place import require_memory
-from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
+from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
 from pagoda.ledger.store_state import FORMAT
 from pagoda.slab import MemorySlab
-from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import (
     Bytes,
     Chunk,
@@ -39,10 +37,10 @@ from pagoda.tiers.base import (
     follows,
     runs,
 )
-from pagoda.tiers.put_and_load import BlockingCalls
+from pagoda.tiers.ledger_tier import LedgerTier, open_store
 
 
-class HostTier(BlockingCalls):
+class HostTier(LedgerTier):
     """Stores chunks in host memory, shared by all processes of the machine unless private. Saves
     and loads end at once.
 
@@ -121,36 +119,23 @@ class HostTier(BlockingCalls):
             chunk_bytes=layout.chunk_bytes,
         )
         require_memory(spec.root)
-        # also true if this user may not see it
-        made = not os.path.exists(spec.root / spec.name)
-        ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
-        try:
-            slab = (
-                ledger.open_slab(
-                    lambda file: MemorySlab(
-                        file, ledger.slots, layout.slot_bytes, ledger.page_guards
-                    )
+
+        def open_slab(ledger: Ledger) -> MemorySlab:
+            if not shared:
+                return MemorySlab(None, ledger.slots, layout.slot_bytes)
+            return ledger.open_slab(
+                lambda file: MemorySlab(
+                    file, ledger.slots, layout.slot_bytes, ledger.page_guards
                 )
-                if shared
-                else MemorySlab(None, ledger.slots, layout.slot_bytes)
             )
-        except BaseException:
-            ledger.close()
-            raise
-        if shared:
-            recorded_tiers.add(
-                "host",
-                path,
-                sum(map(len, ledger.space.backed_ranges())) * layout.slot_bytes
-                if made
-                else 0,
-            )
+
+        ledger, slab = open_store("host", spec, policy, clock, open_slab)
         if populate:
             slab.populate(background=True, backed=ledger.space.backed_ranges())
         return cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
 
     @property
-    def _closed(self) -> bool:
+    def _closed(self) -> bool:  # type: ignore[override]
         # A fork copies private memory but not its ledger: the child must not use the memory with
         # another ledger.
         return self._ended or (
@@ -210,10 +195,6 @@ class HostTier(BlockingCalls):
         self.ledger.abort(reserved)
         self.end_copies(reserved)
 
-    def register(self, namespace: Namespace) -> None:
-        """Record the namespace with its labels. Idempotent and cheap."""
-        self.ledger.namespaces.register(namespace.root, namespace.fields())
-
     def use_device(self, device_index: int) -> None:
         """Register the slab with the GPUs, in the background. Call it before each GPU copy.
         Idempotent and cheap.
@@ -228,85 +209,6 @@ class HostTier(BlockingCalls):
             with contextlib.suppress(RuntimeError):
                 self.slab.pin(device_index, backed=self.ledger.register_device)
                 self._registered = now
-
-    # ---- finding ---------------------------------------------------------------------------------
-
-    def find(
-        self,
-        keys: Sequence[bytes],
-        *,
-        start: int | None = 0,
-        stamp: int | None = None,
-        namespace: bytes | None = None,
-        touch: bool = True,
-        deadline_seconds: float | None = None,
-    ) -> int:
-        """Return how many leading keys are stored; copies nothing."""
-        if self._closed:
-            return 0
-        match = self.ledger.match_prefix(
-            keys,
-            start=start,
-            namespace=namespace,
-            stamp=stamp,
-            touch=touch,
-            deadline_seconds=clamp_deadline(
-                self.deadline_seconds, deadline_seconds
-            ),
-        )
-        return len(match.slots)
-
-    def touch(
-        self,
-        keys: Sequence[bytes],
-        *,
-        namespace: bytes,
-        start: int = 0,
-        stamp: int | None = None,
-        asked: bool = True,
-    ) -> list[bool] | None:
-        """Update the recency of the stored part of a run. See Tier.touch."""
-        if self._closed:
-            return None
-        return self.ledger.touch(
-            keys,
-            start=start,
-            stamp=stamp,
-            asked=asked,
-            deadline_seconds=self.deadline_seconds,
-        )
-
-    def contains(
-        self, key: bytes, *, deadline_seconds: float | None = None
-    ) -> bool:
-        """Return whether the key is stored; does not update recency."""
-        if self._closed:
-            return False
-        seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
-        return (
-            len(
-                self.ledger.match_prefix(
-                    [key], touch=False, deadline_seconds=seconds
-                ).slots
-            )
-            > 0
-        )
-
-    def in_flight(self, key: bytes) -> bool:
-        """Return False: a save has ended when `save` returns."""
-        return False
-
-    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
-        """Return True: nothing is in flight."""
-        return True
-
-    def holders(self, key: bytes) -> list[str]:
-        """Return what keeps this chunk from eviction: names of pins."""
-        return [
-            owner
-            for owner, keys in admin.list_pins(self.ledger).items()
-            if key in keys
-        ]
 
     # ---- saving and loading ----------------------------------------------------------------------
 
@@ -452,36 +354,11 @@ class HostTier(BlockingCalls):
         self.ledger.count({"loaded_chunks": 1, "loaded_bytes": self.chunk_bytes})
         return completed_future(True)
 
-    def _drop_reason(self) -> Reason | None:
-        return Reason.CLOSED if self._closed else None
-
     def _count(self, name: str) -> None:
         if not self._closed:  # a closed ledger no longer counts
             self.ledger.count({name: 1})
 
-    # ---- removing --------------------------------------------------------------------------------
-
-    def remove(self, key: bytes) -> bool:
-        """Remove a chunk; return False if it is absent."""
-        return not self._closed and admin.remove(self.ledger, [key]) > 0
-
-    def clear(self, namespace: bytes | None = None) -> int:
-        """Remove all chunks of one namespace (its root), or all; saves in flight store nothing.
-        Return how many.
-        """
-        return 0 if self._closed else admin.clear(self.ledger, namespace)
-
-    # ---- statistics and the end ------------------------------------------------------------------
-
-    def stats(self) -> Mapping[str, int]:
-        """Return gauges and counters of the store, of all processes that share it. StoreError if it
-        does not answer.
-        """
-        return (
-            {}
-            if self._closed
-            else admin.numbers(self.ledger, self.deadline_seconds)
-        )
+    # ---- the end ---------------------------------------------------------------------------------
 
     def close(self, timeout: float = 5.0) -> None:
         """Close the slab and the ledger. Idempotent. Views of slots stay readable.

@@ -46,6 +46,48 @@ class Transfer(Protocol):
         """Copy slots into the engine's KV; changes only the KV of those chunks."""
 
 
+class Copier(Protocol):
+    """Copies runs of an engine's KV, which have ids."""
+
+    def copy(self, ids: Ids, slots: Sequence[Bytes], *, into_slots: bool) -> None:
+        """Copy the runs of each chunk, [chunks, count], into its slot or, unless their id is below
+        0, out of it; changes nothing else.
+        """
+
+
+class RunTransfer:
+    """A `Transfer` that copies the runs of its chunks with a `Copier`."""
+
+    layout: KVLayout
+    num_tokens: int
+    _copier: Copier
+
+    def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
+        """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
+        self._copy(starts, slots, into_slots=True)
+
+    def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
+        """Copy `slots` into the chunks that begin at `starts`; changes only those tokens, and none
+        whose block is -1.
+        """
+        self._copy(starts, slots, into_slots=False)
+
+    def _copy(
+        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
+    ) -> None:
+        checked = checked_slots(
+            self.layout, self.num_tokens, starts, slots, into_slots=into_slots
+        )
+        ids = self._run_ids(starts, into_slots=into_slots)
+        self._copier.copy(ids, checked, into_slots=into_slots)
+
+    def _run_ids(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
+        """Return the ids of the runs of each chunk, [chunks, count]. Raises ValueError for starts
+        where no chunk begins.
+        """
+        raise NotImplementedError
+
+
 def checked_slots(
     layout: KVLayout,
     tokens: int,

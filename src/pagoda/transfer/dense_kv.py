@@ -13,10 +13,10 @@ import numpy as np
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import (
     Array,
-    Bytes,
+    Ids,
+    RunTransfer,
     Words,
     as_words,
-    checked_slots,
     device_of,
 )
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pagoda.transfer.gpu.layer_events import LayerEvents
 
 
-class DenseKV:
+class DenseKV(RunTransfer):
     """The KV of one sequence: `layers[i] = (K, V)` tensors or arrays [heads, tokens, dim], or
     tokens first.
 
@@ -93,13 +93,13 @@ class DenseKV:
                 offset += heads * dim * layout.chunk_tokens * plane.itemsize
         self._rows = rows
         # ids of the runs of a chunk, relative to its first token
-        self._run_ids = np.zeros(1, np.int64)
+        self._ids_of_chunk = np.zeros(1, np.int64)
         self._copier: CpuCopy | GpuCopy = CpuCopy(
             rows, 1, units=layout.chunk_tokens, threads=threads
         )
         if copy_engine is not None:
             table = dense_run_table(rows, layout)
-            self._run_ids = np.arange(table.count)
+            self._ids_of_chunk = np.arange(table.count)
             self._copier = GpuCopy(copy_engine, table, layers, layer_events)
         # a CUDA device; None for CPU memory
         self.device_index: int | None = self._copier.device_index
@@ -114,24 +114,8 @@ class DenseKV:
             for row in self._rows
         )
 
-    def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
-        self._copy(starts, slots, into_slots=True)
-
-    def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy `slots` into the chunks that begin at `starts`; changes only those tokens."""
-        self._copy(starts, slots, into_slots=False)
-
-    def _copy(
-        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
-    ) -> None:
-        """Check starts and slots, then copy."""
-        checked = checked_slots(
-            self.layout, self.num_tokens, starts, slots, into_slots=into_slots
-        )
-        # [chunks, count]
-        ids = np.array(starts, dtype=np.int64)[:, None] + self._run_ids
-        self._copier.copy(ids, checked, into_slots=into_slots)
+    def _run_ids(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
+        return np.array(starts, dtype=np.int64)[:, None] + self._ids_of_chunk
 
     def _planes(self, number: int, layer: Sequence[Array | None]) -> list[Words]:
         given = [plane for plane in layer if plane is not None]

@@ -15,9 +15,9 @@ from pagoda.transfer.base import (
     Array,
     Bytes,
     Ids,
+    RunTransfer,
     Words,
     as_words,
-    checked_slots,
     device_of,
 )
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
@@ -36,7 +36,7 @@ PoolFormat: TypeAlias = Literal[
 Pools: TypeAlias = "Array | Sequence[Array | Sequence[Array]]"
 
 
-class PagedKV:
+class PagedKV(RunTransfer):
     """The KV of one sequence in paged pools. Tokens are in blocks of `block_size`; a chunk is whole
     blocks.
 
@@ -116,37 +116,26 @@ class PagedKV:
         # a CUDA device; None for CPU memory
         self.device_index: int | None = self._copier.device_index
 
-    def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
-        skipped = self._runs.skip * self._runs.tokens
-        if any(start < skipped for start in starts):
-            raise ValueError(
-                f"starts: the first {skipped} tokens are -1 and have no KV to store"
-            )
-        self._copy(starts, slots, into_slots=True)
-
-    def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy `slots` into the chunks that begin at `starts`; changes only those tokens, and none
-        that is -1.
-        """
-        self._copy(starts, slots, into_slots=False)
-
     def _copy(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
     ) -> None:
-        """Check starts and slots, then copy."""
-        odd = [start for start in starts if start % self._runs.tokens]
+        tokens = self._runs.tokens
+        skipped = self._runs.skip * tokens
+        if into_slots and any(start < skipped for start in starts):
+            raise ValueError(
+                f"starts: the first {skipped} tokens are -1 and have no KV to store"
+            )
+        odd = [start for start in starts if start % tokens]
         if odd:
             raise ValueError(
-                f"starts must be multiples of block_size ({self._runs.tokens}), got {odd[0]}"
+                f"starts must be multiples of block_size ({tokens}), got {odd[0]}"
             )
-        checked = checked_slots(
-            self.layout, self.num_tokens, starts, slots, into_slots=into_slots
-        )
+        super()._copy(starts, slots, into_slots=into_slots)
+
+    def _run_ids(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
         firsts = np.array(starts, dtype=np.int64) // self._runs.tokens
-        # [chunks, count]
-        ids = self._runs.ids[firsts[:, None] + np.arange(self._count)]
-        self._copier.copy(ids, checked, into_slots=into_slots)
+        found: Ids = self._runs.ids[firsts[:, None] + np.arange(self._count)]
+        return found
 
 
 # -- pools, block tables and slot mappings ---------------------------------------------------------

@@ -15,12 +15,11 @@ import numpy as np
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import (
     Array,
-    Bytes,
     Ids,
+    RunTransfer,
     Words,
     as_words,
     check_starts,
-    checked_slots,
 )
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 
@@ -165,17 +164,6 @@ class PageTable:
         other._set(block_table)
         return other
 
-    def chunks(
-        self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
-    ) -> tuple[Ids, list[Bytes]]:
-        """Return the block ids [chunks, blocks] and the slots, all checked. Raises ValueError for
-        what does not fit.
-        """
-        checked = checked_slots(
-            self.layout, self.num_tokens, starts, slots, into_slots=into_slots
-        )
-        return self.blocks_of(starts, into_slots=into_slots), checked
-
     def blocks_of(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
         """Return the ids of each chunk's blocks, [chunks, blocks]. Raises ValueError for starts
         that do not fit.
@@ -200,7 +188,7 @@ class PageTable:
         return found
 
 
-class PagesKV:
+class PagesKV(RunTransfer):
     """The KV of one sequence in planes of pages, each [num_blocks, page_bytes] bytes of CPU memory.
 
     `planes` are int8 or uint8 arrays or tensors, each page contiguous, at any distance from the
@@ -260,23 +248,8 @@ class PagesKV:
         other.num_tokens = other._page_table.num_tokens
         return other
 
-    def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing
-        else.
-        """
-        self._copier.copy(
-            *self._page_table.chunks(starts, slots, into_slots=True),
-            into_slots=True,
-        )
-
-    def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and
-        none that is -1.
-        """
-        self._copier.copy(
-            *self._page_table.chunks(starts, slots, into_slots=False),
-            into_slots=False,
-        )
+    def _run_ids(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
+        return self._page_table.blocks_of(starts, into_slots=into_slots)
 
 
 def _widest_words(array: Words, plane: PagePlane, offset: int) -> Words:

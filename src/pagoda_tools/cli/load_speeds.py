@@ -55,9 +55,9 @@ def speeds_of(
     sources = {}
 
     def chosen(name: str, given: float | None, assumed: float) -> float:
-        sources[name] = (
-            "given" if given else f"{measured}" if name in known else "assumed"
-        )
+        sources[name] = f"{measured}" if name in known else "assumed"
+        if given:
+            sources[name] = "given"
         return given or known.get(name, assumed)
 
     host_gbps = chosen("host", host, HOST_GBPS)

@@ -297,14 +297,9 @@ def _print_dollars(plan: FleetPlan, found: PolicyOutcomes) -> None:
 
 
 def _number(value: float | None) -> str:
-    text = (
-        "-"
-        if value is None
-        else f"{value:,.3g}"
-        if value < 100
-        else f"{value:,.0f}"
-    )
-    return RightAligned(text)
+    if value is None:
+        return RightAligned("-")
+    return RightAligned(f"{value:,.3g}" if value < 100 else f"{value:,.0f}")
 
 
 def _of_link(gbit: float | None, link: float | None) -> str:

@@ -223,12 +223,15 @@ class _Fleet:
         if own < len(ids):
             self._lookups[minute] += 1
 
-            def ask(positions: Sequence[int]) -> int:
+            def ask(positions: Sequence[int]) -> list[bool]:
                 self._asked["look_heads"] += len(positions)
-                return sum(at < loaded for at in positions)
+                return [at < loaded for at in positions]
 
             leading_run(
-                len(ids) - own, ask, probes=EXACT_REQUESTS, exact=EXACT_REQUESTS
+                range(len(ids) - own),
+                ask,
+                probes=EXACT_REQUESTS,
+                exact=EXACT_REQUESTS,
             )
         believed = now - 1e3 * BELIEVED_SECONDS
         touched = sum(

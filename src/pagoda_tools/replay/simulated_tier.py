@@ -24,6 +24,7 @@ from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.transaction import BATCH
 from pagoda.tiers.remote.redis import GHOST_SECONDS
+from pagoda.tiers.remote.redis_pool import mixed
 
 _LEASE_NS = int(PRESENT_LEASE_SECONDS * 1e9)
 _SHARE_NS = 1_000_000_000
@@ -371,7 +372,4 @@ def marks_of_ids(ids: Sequence[int]) -> Marks:
     """Return a mark for each id, as evenly spread as the first bytes of a key (the mixing of
     splitmix64).
     """
-    mixed = np.array(ids, np.uint64) + _GOLDEN
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    return mixed(np.array(ids, np.uint64) + _GOLDEN)

@@ -46,6 +46,15 @@ _INTERIMS = 16  # 1xx responses before the final one
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
 
 
+class Request(NamedTuple):
+    """A request: its first line, its headers, and the pieces of its body."""
+
+    method: str
+    target: str
+    fields: Mapping[str, str]
+    body: Sequence[memoryview] = ()
+
+
 class Response(NamedTuple):
     """The head of a response. `length`: the announced bytes of the body; None: not announced."""
 
@@ -104,19 +113,16 @@ class HttpConnection:
             fields["Content-Length"] = str(sum(piece.nbytes for piece in body))
         if time.monotonic() - self._used > IDLE_SECONDS:
             self.drop()
+        request = Request(method, target, fields, body)
         with self.dropped_on_error():
             is_old = self._socket is not None
             try:
-                response = self._exchange(
-                    method, target, fields, body, until, is_new=not is_old
-                )
+                response = self._exchange(request, until, is_new=not is_old)
             except (ConnectionError, EOFError):
                 if not is_old or self._closed:
                     raise
                 self.drop()  # the server had closed it while it was idle
-                response = self._exchange(
-                    method, target, fields, body, until, is_new=True
-                )
+                response = self._exchange(request, until, is_new=True)
         return (
             response._replace(length=0, is_chunked=False)
             if method == "HEAD"
@@ -238,14 +244,7 @@ class HttpConnection:
         self._wakes_at = 1
 
     def _exchange(
-        self,
-        method: str,
-        target: str,
-        fields: Mapping[str, str],
-        body: Sequence[memoryview],
-        until: float,
-        *,
-        is_new: bool,
+        self, request: Request, until: float, *, is_new: bool
     ) -> Response:
         """Send one request, connect before if need be, and read the head of its response.
 
@@ -253,15 +252,14 @@ class HttpConnection:
         """
         lines = "".join(
             f"{name}: {value}\r\n"
-            for name, value in {"Host": self.authority, **fields}.items()
+            for name, value in {"Host": self.authority, **request.fields}.items()
         )
-        head = memoryview(
-            f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
-        )
+        first = f"{request.method} {request.target} HTTP/1.1\r\n"
+        head = memoryview(f"{first}{lines}\r\n".encode("latin-1"))
         sock = self._socket or self._connect(until)
         self._used = time.monotonic()
         try:
-            for piece in (head, *body):
+            for piece in (head, *request.body):
                 at = 0
                 while at < piece.nbytes:
                     sock.settimeout(seconds_left(until))

@@ -5,6 +5,9 @@ fleet.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 # the keys that are asked about at once if a store answers many in one round trip; more would take
 # longer than that
@@ -14,30 +17,30 @@ EXACT_REQUESTS = 16
 
 
 def leading_run(
-    count: int,
-    ask: Callable[[Sequence[int]], int],
+    keys: Sequence[_T],
+    ask: Callable[[list[_T]], Sequence[bool]],
     *,
     probes: int = 16,
     exact: int,
 ) -> int:
-    """Return how many of `count` keys are present before the first absent one.
+    """Return how many of `keys` are present before the first absent one.
 
     Up to `exact` keys (at least `probes`) are one question. With more keys, each question is about
     `probes` positions, one of which is the first unknown one, until few positions are left between
     a present and an absent one. A missing key between present ones may be overlooked, so the result
     may be too high; reading that key is then a miss.
 
-    `ask` is given positions and returns how many of them are present before the first absent one;
-    its exceptions are raised.
+    `ask` is given keys and returns which of them are present; its exceptions are raised.
     """
     # keys before `low` are assumed to be present; `high` is absent
     low = 0
-    high = count
+    high = len(keys)
     while low < high:
         left = high - low
         number = left if left <= exact else probes
         asked = [low + left * nth // number for nth in range(number)]
-        present = ask(asked)
+        here = ask([keys[at] for at in asked])
+        present = [*here, False].index(False)
         high = asked[present] if present < number else high
         low = asked[present - 1] + 1 if present else low
     return low

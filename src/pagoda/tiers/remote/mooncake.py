@@ -191,13 +191,9 @@ class MooncakeProcess:
         if self._aborted:
             raise ConnectionError(f"{self._pool}: aborted") from None
         code = self._process.poll()
-        how = (
-            ""
-            if code is None
-            else f" (signal {-code})"
-            if code < 0
-            else f" (exit code {code})"
-        )
+        how = ""
+        if code is not None:
+            how = f" (signal {-code})" if code < 0 else f" (exit code {code})"
         raise ConnectionError(
             f"{self._pool}: the process that calls Mooncake ended{how}"
         ) from None

@@ -33,6 +33,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 import numpy as np
 
 from pagoda.base.metrics import Reason
+from pagoda.base.urls import OBJECT_STORES
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote import obstore_runner, s3_list_delete, store_urls
@@ -123,7 +124,7 @@ class ObjectStoreClient(StoreClient):
         """
         parts, path = store_urls.parse_store_url(url)
         store_urls.check_prefix(prefix)
-        self.name = name or store_urls.TIER_NAMES[parts.scheme]
+        self.name = name or OBJECT_STORES[parts.scheme]
         self._base = "/".join(
             part for part in (path, prefix, str(NAME_FORMAT)) if part
         )
@@ -176,7 +177,7 @@ class ObjectStoreConnection(StoreConnection):
         self._base = base
         self._address = address
         self._url = url
-        self._is_webdav = store_urls.TIER_NAMES[url.scheme] == "webdav"
+        self._is_webdav = OBJECT_STORES[url.scheme] == "webdav"
         self._is_direct = is_direct
         # to sign requests to a whole S3 bucket, which obstore does not sign
         self._secret = secret

@@ -12,10 +12,9 @@ import atexit
 import sys
 import time
 from collections.abc import Mapping
-from urllib.parse import quote, urlunsplit
 
 from pagoda.base.errors import ConfigError, StoreError
-from pagoda.base.urls import split_url
+from pagoda.base.urls import RemoteUrl
 from pagoda.tiers.remote.store_client import StoreClient
 from pagoda.tiers.remote.store_urls import password_in
 
@@ -63,7 +62,7 @@ def open_client(
                 name=name,
                 password_file=password_file,
             )
-            layout = url.partition("://")[0].partition("+")[2]
+            layout = RemoteUrl.of(url).layout
             if layout == "pool":
                 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 
@@ -111,12 +110,7 @@ def url_with_password(url: str, password_file: str) -> str:
     """
     if not password_file:
         return url
-    parts = split_url(url)
-    password = password_in(password_file)
-    user, _, place = parts.netloc.rpartition("@")
-    return urlunsplit(
-        parts._replace(netloc=f"{user}:{quote(password, safe='')}@{place}")
-    )
+    return RemoteUrl.of(url).with_password(password_in(password_file))
 
 
 def _settle() -> None:

@@ -27,6 +27,7 @@ from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Condition, Pool
+from pagoda.base.urls import RemoteUrl
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.pagoda_server import (
@@ -341,7 +342,8 @@ class _PeerName:
     def __init__(self, named: PeerUrl, most: int, clock: Clock) -> None:
         """`most`: how many addresses are used."""
         self.peers: tuple[Peer, ...] = ()
-        self._url = urlsplit(named.url)
+        self._url = RemoteUrl.of(named.url)
+        self._port = self._url.parts.port or 80
         self._most = most
         self._clock = clock
         self._sends_token = named.sends_token
@@ -363,11 +365,11 @@ class _PeerName:
             return
 
     def _resolve(self) -> None:
-        host = self._url.hostname or ""
-        port = self._url.port or 80
         try:
             found = resolve(
-                host, port, time.monotonic() + _RESOLVE_PATIENCE_SECONDS
+                self._url.parts.hostname or "",
+                self._port,
+                time.monotonic() + _RESOLVE_PATIENCE_SECONDS,
             )
         except OSError as error:
             self._log.warn(
@@ -411,11 +413,8 @@ class _PeerName:
         return sorted(ordered[: self._most])
 
     def _url_of(self, address: str) -> str:
-        credentials, at, _ = self._url.netloc.rpartition("@")
         host = f"[{address}]" if ":" in address else address
-        return (
-            f"{self._url.scheme}://{credentials}{at}{host}:{self._url.port or 80}"
-        )
+        return self._url.at(f"{host}:{self._port}")
 
 
 class PeersConnection(StoreConnection):

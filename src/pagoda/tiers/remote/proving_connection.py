@@ -6,15 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from urllib.parse import SplitResult
 
 from pagoda.base import serve_proof
 from pagoda.base.metrics import Reason
-from pagoda.tiers.remote.http import HttpConnection, Response
+from pagoda.tiers.remote.http import HttpConnection, Request, Response
 from pagoda.tiers.remote.store_client import RefusedError, ServerError
 
-_PROBE = f"/v1/{bytes(32).hex()}/{bytes(32).hex()}"
+_PROBE = Request("HEAD", f"/v1/{bytes(32).hex()}/{bytes(32).hex()}", {})
 """A small request: neither a namespace nor a key, so nothing is stored under it."""
 _ANSWERS = (200, 201, 204, 404, 409)
 """The statuses that a caller takes for an answer; all others are errors, and those may come from
@@ -69,26 +68,19 @@ class ProvingConnection(HttpConnection):
         self._number = 0
 
     def _exchange(
-        self,
-        method: str,
-        target: str,
-        fields: Mapping[str, str],
-        body: Sequence[memoryview],
-        until: float,
-        *,
-        is_new: bool,
+        self, request: Request, until: float, *, is_new: bool
     ) -> Response:
         if self._socket is None:
             self._ask_for_nonce(until)
             # keys and KV are sent only to a server that has proved itself
-            if body:
-                self._prove("HEAD", _PROBE, {}, (), until, is_new=is_new)
-        return self._prove(method, target, fields, body, until, is_new=is_new)
+            if request.body:
+                self._prove(_PROBE, until, is_new=is_new)
+        return self._prove(request, until, is_new=is_new)
 
     def _ask_for_nonce(self, until: float) -> None:
         question = {"Authorization": serve_proof.SCHEME}
         response = super()._exchange(
-            "HEAD", _PROBE, question, (), until, is_new=True
+            _PROBE._replace(fields=question), until, is_new=True
         )
         if response.status >= 500:
             raise ServerError(f"the server answered {response.status}")
@@ -106,16 +98,7 @@ class ProvingConnection(HttpConnection):
                 Reason.IO_ERROR, f"{_PASSED_ON}, or {self._remedy}"
             )
 
-    def _prove(
-        self,
-        method: str,
-        target: str,
-        fields: Mapping[str, str],
-        body: Sequence[memoryview],
-        until: float,
-        *,
-        is_new: bool,
-    ) -> Response:
+    def _prove(self, request: Request, until: float, *, is_new: bool) -> Response:
         """Send a request with its proof; return the answer if that has a right one, or is an
         error.
         """
@@ -123,10 +106,12 @@ class ProvingConnection(HttpConnection):
         unsigned = serve_proof.Proof(
             self._nonce, self._salt, self._number, self._where
         )
-        proof = unsigned.signed(self._key, method, target, self.authority)
-        headers = {**fields, "Authorization": proof.header}
+        proof = unsigned.signed(
+            self._key, request.method, request.target, self.authority
+        )
+        fields = {**request.fields, "Authorization": proof.header}
         response = super()._exchange(
-            method, target, headers, body, until, is_new=is_new
+            request._replace(fields=fields), until, is_new=is_new
         )
         if response.status == 401:
             is_passed_on = any(

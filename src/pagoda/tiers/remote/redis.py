@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from itertools import compress, takewhile
+from itertools import compress
 from typing import ClassVar, NamedTuple, Self, TypedDict, Unpack
 
 from pagoda.base.errors import ConfigError
@@ -201,21 +201,17 @@ class RedisConnection(StoreConnection):
         Of more keys, 16 positions are asked for first (up to 8192 keys: 2 round trips): see
         `leading_run`.
         """
-
-        def ask(positions: Sequence[int]) -> int:
-            names = (self._names.chunk(namespace, keys[at]) for at in positions)
-            replies = self._execute(
-                [command(b"EXISTS", name) for name in names], until
-            )
-            return sum(1 for _ in takewhile(lambda reply: reply == 1, replies))
-
-        return leading_run(len(keys), ask, exact=EXACT_KEYS)
+        return leading_run(
+            keys,
+            lambda some: self.present(namespace, some, until),
+            exact=EXACT_KEYS,
+        )
 
     def present(
         self, namespace: bytes, keys: Sequence[bytes], until: float
     ) -> list[bool]:
         """Return which keys are present; changes nothing. One round trip."""
-        names = (self._names.chunk(namespace, key) for key in keys)
+        names = self._names.chunks(namespace, keys)
         replies = self._execute(
             [command(b"EXISTS", name) for name in names], until
         )
@@ -249,17 +245,11 @@ class RedisConnection(StoreConnection):
         """
         self._renew_rules(until)
         lives = self._lives
-        names = [self._names.chunk(namespace, key) for key in keys]
+        names = self._names.chunks(namespace, keys)
         replies = self._replies(
             [command(b"HLEN", name) for name in names], until, NUMBER
         )
-        known = [
-            0
-            if isinstance(each, ErrorReply) and each.code == "WRONGTYPE"
-            else each
-            for each in replies
-        ]
-        present = [fields != 0 for fields in self._checked(known)]
+        present = [fields not in (0, None) for fields in self._of_hashes(replies)]
         used = list(
             compress(zip(names, ranks or [0] * len(keys), strict=True), present)
         )
@@ -267,13 +257,12 @@ class RedisConnection(StoreConnection):
         left = iter(
             self._execute([each for use in commands for each in use], until)
         )
-        said = [[next(left) for _ in use] for use in commands]
-        asked = zip(used, said, strict=True)
-        if short := [
-            lives.extend(name, rank)
-            for (name, rank), remaining in asked
-            if lives.learn(remaining, rank)
-        ]:
+        short: list[bytes] = []
+        for (name, rank), use in zip(used, commands, strict=True):
+            remaining = [next(left) for _ in use]
+            if lives.learn(remaining, rank):
+                short.append(lives.extend(name, rank))
+        if short:
             self._execute(short, until)
         return present
 
@@ -291,11 +280,7 @@ class RedisConnection(StoreConnection):
             if self._second_sight
             else [True] * len(keys)
         )
-        asked = [
-            self._names.chunk(namespace, key)
-            for key, before in zip(keys, seen, strict=True)
-            if before
-        ]
+        asked = self._names.chunks(namespace, compress(keys, seen))
         claims = iter(self._claim(asked, until) if asked else ())
         return [next(claims) if before else PutResult.UNSEEN for before in seen]
 
@@ -305,7 +290,7 @@ class RedisConnection(StoreConnection):
         """Return which chunks are present or were asked for before, by any machine; remember all as
         asked for.
         """
-        names = [self._names.chunk(namespace, key) for key in keys]
+        names = self._names.chunks(namespace, keys)
         life = self._lives.outlasts(b"%d" % int(GHOST_SECONDS * 1000))
         commands = [command(b"EXISTS", name) for name in names]
         commands += [
@@ -365,14 +350,13 @@ class RedisConnection(StoreConnection):
         )
         if errors:
             raise self._refusal(errors[0])
-        return [
-            PutResult.PRESENT
-            if at in here
-            else None
-            if at in again
-            else PutResult.BUSY
-            for at in found
-        ]
+        results: list[PutResult | None] = []
+        for at in found:
+            if at in here:
+                results.append(PutResult.PRESENT)
+            else:
+                results.append(None if at in again else PutResult.BUSY)
+        return results
 
     def release(
         self, namespace: bytes, keys: Sequence[bytes], until: float
@@ -380,7 +364,7 @@ class RedisConnection(StoreConnection):
         """End the claims of this process that no put has ended. One round trip."""
         self._drop(
             until,
-            claims=[self._names.chunk(namespace, key) + b":w" for key in keys],
+            claims=[name + b":w" for name in self._names.chunks(namespace, keys)],
         )
 
     def put(self, request: PutRequest, until: float) -> PutResult:
@@ -587,9 +571,7 @@ class RedisConnection(StoreConnection):
         self, namespace: bytes, keys: Sequence[bytes], until: float
     ) -> int:
         """Remove chunks; return how many were present."""
-        return self._unlink(
-            [self._names.chunk(namespace, key) for key in keys], until
-        )
+        return self._unlink(self._names.chunks(namespace, keys), until)
 
     def clear(self, namespace: bytes | None, deadline: ListingDeadline) -> int:
         """Remove all chunks of one namespace, or all of ours, with their drafts and claims; return
@@ -656,19 +638,13 @@ class RedisConnection(StoreConnection):
         self, namespace: bytes, keys: Sequence[bytes], until: float
     ) -> dict[bytes, bytes]:
         """Return the header pages of the chunks that are present. One round trip."""
-        names = [self._names.chunk(namespace, key) for key in keys]
+        names = self._names.chunks(namespace, keys)
         replies = self._replies(
             [command(b"HGET", name, b"h") for name in names], until, _PAGE
         )
-        known = [
-            None
-            if isinstance(each, ErrorReply) and each.code == "WRONGTYPE"
-            else each
-            for each in replies
-        ]
         return {
             key: page
-            for key, page in zip(keys, self._checked(known), strict=True)
+            for key, page in zip(keys, self._of_hashes(replies), strict=True)
             if isinstance(page, bytes)
         }
 
@@ -823,6 +799,19 @@ class RedisConnection(StoreConnection):
                 raise self._refusal(reply)
         return replies
 
+    def _of_hashes(self, replies: list[Reply]) -> list[Reply]:
+        """Return replies, None for values that are no hashes: they are not chunks. RefusedError if
+        a reply is another error.
+        """
+        return self._checked(
+            [
+                None
+                if isinstance(each, ErrorReply) and each.code == "WRONGTYPE"
+                else each
+                for each in replies
+            ]
+        )
+
     def _refusal(self, error: ErrorReply) -> RefusedError | OSError:
         """Return the exception of an error; an OSError, which closes the connection, if the server
         cannot serve now.
@@ -941,6 +930,10 @@ class RedisNames:
             namespace.hex().encode(),
             key.hex().encode(),
         )
+
+    def chunks(self, namespace: bytes, keys: Iterable[bytes]) -> list[bytes]:
+        """Return the names of chunks. ValueError as `chunk`."""
+        return [self.chunk(namespace, key) for key in keys]
 
     def question(self, namespace: bytes, keys: Sequence[bytes]) -> bytes:
         """Return the commands that ask whether each of these chunks is present, for several

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from typing import Protocol
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from pagoda.base.errors import ConfigError, StoreError
 from pagoda.base.signal_safe_threads import NO_THREAD, start_thread, wait
-from pagoda.base.urls import split_url
+from pagoda.base.urls import RemoteUrl
 from pagoda.tiers.remote.resp import (
     ErrorReply,
     ReplyShape,
@@ -29,7 +30,6 @@ from pagoda.tiers.remote.store_urls import (
     REDIS_OPTIONS,
     REDIS_SHAPE,
     check_redis_url,
-    node_urls,
     password_in,
 )
 
@@ -230,23 +230,23 @@ class SentinelAddress(RedisAddress):
 
     def __init__(self, url: str, password_file: str = "") -> None:
         """ConfigError: the URL or the password file cannot be used."""
-        parts = split_url(url)
+        remote = RemoteUrl.of(url)
+        parts = remote.parts
         _, self._service, *db = parts.path.split("/")
         options = dict(parse_qsl(parts.query))
         username, file = (
             options.pop(f"sentinel_{name}", "")
             for name in ("username", "password_file")
         )
-        place = parts._replace(path="/" + "/".join(db))
-        hosts = parts.netloc.rpartition("@")[2]
+        master = parts._replace(path="/" + "/".join(db), query=urlencode(options))
         super().__init__(
-            node_urls(urlunsplit(place._replace(query=urlencode(options))))[0],
-            password_file,
+            replace(remote, parts=master).at(remote.hosts[0]), password_file
         )
+        hosts = ",".join(remote.hosts)
         self.text = f"{parts.scheme}://{hosts}/{self._service}/{self.db}"
         places = [
             host if urlsplit(f"//{host}").port else f"{host}:{_SENTINEL_PORT}"
-            for host in hosts.split(",")
+            for host in remote.hosts
         ]
         own = {
             name: value
@@ -254,11 +254,11 @@ class SentinelAddress(RedisAddress):
             if name.startswith("ssl_")
         }
         own["username"] = username
-        asked = parts._replace(
-            netloc=",".join(places), path="", query=urlencode(own)
+        asked = replace(
+            remote, parts=parts._replace(path="", query=urlencode(own)), login=""
         )
         self._sentinels = [
-            RedisAddress(each, file) for each in node_urls(urlunsplit(asked))
+            RedisAddress(asked.at(place), file) for place in places
         ]
 
     def _place(self, until: float) -> dict[str, object]:

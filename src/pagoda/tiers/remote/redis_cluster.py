@@ -10,13 +10,16 @@ from binascii import crc_hqx
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Self
-from urllib.parse import urlunsplit
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.urls import place_of
 from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_address import HOST
-from pagoda.tiers.remote.redis_nodes import RedisNode, RedisNodesClient
+from pagoda.tiers.remote.redis_nodes import (
+    RedisNode,
+    RedisNodesClient,
+    Shares,
+)
 from pagoda.tiers.remote.resp import (
     NUMBER,
     ErrorReply,
@@ -196,15 +199,13 @@ class RedisClusterClient(RedisNodesClient):
         super().reset()
         self._lock = threading.Lock()
 
-    def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) each master has, of those that are
-        in use.
-
-        ConnectionError: no master is in use.
+    def shares(self, keys: Sequence[bytes]) -> Shares:
+        """Return which of these keys each master has, of those that are in use. ConnectionError: no
+        master is in use.
         """
         owners = self._owners
         used = set(self._used(self.nodes))
-        shares: dict[RedisNode, list[int]] = {}
+        shares: Shares = {}
         for at, key in enumerate(keys):
             node = owners[crc_hqx(key.hex().encode(), 0) % _SLOTS]
             if node is not None and node in used:
@@ -266,7 +267,7 @@ class RedisClusterClient(RedisNodesClient):
             place = place_of(f"{name}:{port}", port)
             if place not in known:
                 known[place] = RedisNode(
-                    self._client_of(self._url_of(f"{name}:{port}")), self._clock
+                    self._client_of(self._url.at(f"{name}:{port}")), self._clock
                 )
             owners[first : last + 1] = [known[place]] * (last + 1 - first)
         self._owners = owners
@@ -274,13 +275,6 @@ class RedisClusterClient(RedisNodesClient):
             dict.fromkeys(node for node in owners if node is not None)
         )
         self.version += 1
-
-    def _url_of(self, place: str) -> str:
-        credentials, at, _ = self._url.netloc.rpartition("@")
-        scheme = self._url.scheme.partition("+")[0]
-        return urlunsplit(
-            self._url._replace(scheme=scheme, netloc=f"{credentials}{at}{place}")
-        )
 
 
 def _slot_range(reply: object) -> SlotRange:

@@ -17,11 +17,11 @@ import heapq
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import Self, TypeVar, Unpack
 
 import numpy as np
@@ -31,7 +31,7 @@ from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Pool, wait
-from pagoda.base.urls import place_of, split_url
+from pagoda.base.urls import RemoteUrl, place_of
 from pagoda.tiers.breaker import CircuitBreaker
 from pagoda.tiers.remote.redis import (
     ChunkUse,
@@ -51,7 +51,6 @@ from pagoda.tiers.remote.store_client import (
     Usage,
     reason_of,
 )
-from pagoda.tiers.remote.store_urls import node_urls
 
 # after two failures in a row a node is left out until it answers a probe
 _FAILURES = 2
@@ -69,6 +68,13 @@ _logger = guarded_logger("pagoda.tiers.remote")
 _T = TypeVar("_T")
 _Calls = Mapping["RedisNode", Callable[[RedisConnection], _T]]
 _Touched = tuple[list[bool], RefusedError | None]
+
+
+class NodesOptions(RedisOptions, total=False):
+    """The options of a client of several Redis: see RedisNodesClient."""
+
+    look_seconds: float  # 0.05 unless given
+    clock: Clock
 
 
 class RedisNode:
@@ -130,6 +136,27 @@ class RedisNode:
         return RefusedError(reason, text, contained=True)
 
 
+Shares = dict[RedisNode, list[int]]
+"""Which of some keys are on each node: their indices, in order."""
+
+
+def writable(shares: Shares) -> Shares:
+    """Return the shares of the nodes that do not refuse writes."""
+    return {
+        node: share
+        for node, share in shares.items()
+        if not node.write_breaker.resting
+    }
+
+
+def by_key(
+    shares: Shares, answers: Mapping[RedisNode, Sequence[_T]]
+) -> Iterator[tuple[int, _T]]:
+    """Yield the index of each key whose node has answered, with the answer."""
+    for node, answer in answers.items():
+        yield from zip(shares[node], answer, strict=True)
+
+
 class RedisNodesClient(StoreClient):
     """Several Redis as one store: what is common to a pool and a cluster. Thread-safe, keeps no
     connection.
@@ -151,21 +178,19 @@ class RedisNodesClient(StoreClient):
 
         `look_seconds`: how long a caller waits for a lookup.
         """
-        self._url = split_url(url)
+        self._url = RemoteUrl.of(url)
         self.patience_seconds = look_seconds * _PATIENCE_SHARE
         self._clock = clock or Clock()
         self._client_of = partial(self._client_type, **options)
         self.nodes = self._seeds = [
             RedisNode(self._client_of(each), self._clock)
-            for each in node_urls(url)
+            for each in self._url.node_urls()
         ]
         first = self.nodes[0].client
         self.name = first.name
         # the same text on all machines
         places = ",".join(sorted(node.place for node in self.nodes))
-        self.address = (
-            f"{self._url.scheme}://{places}/{first.address.rpartition('/')[2]}"
-        )
+        self.address = f"{self._url.parts.scheme}://{places}/{first.address.rpartition('/')[2]}"
         self.believed_seconds = first.believed_seconds
         self.version = 0  # version of the list of nodes
         self._probes = Pool(_MOST_THREADS, "pagoda-redis-probe")
@@ -180,10 +205,8 @@ class RedisNodesClient(StoreClient):
         """Return a new connection that is still to be opened."""
         return RedisNodesConnection(self)
 
-    def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) each node has. ConnectionError: no
-        node is in use.
-        """
+    def shares(self, keys: Sequence[bytes]) -> Shares:
+        """Return which of these keys each node has. ConnectionError: no node is in use."""
         raise NotImplementedError
 
     def node_of(self, key: bytes) -> RedisNode:
@@ -348,11 +371,7 @@ class RedisNodesConnection(StoreConnection):
         for node, (present, refusal) in touched.items():
             if refusal is not None:
                 node.contain(refusal)
-            there = [
-                at
-                for at, is_here in zip(shares[node], present, strict=True)
-                if is_here
-            ]
+            there = list(compress(shares[node], present))
             self._note_touched(node, [keys[at] for at in there])
             for at in there:
                 here[at] = True
@@ -369,21 +388,15 @@ class RedisNodesConnection(StoreConnection):
 
         Nothing is claimed on a node that refuses writes: others would wait for the chunk.
         """
-        places = self._client.shares(keys) if keys else {}
-        asked = [
-            at
-            for node, share in places.items()
-            if not node.write_breaker.resting
-            for at in share
-        ]
+        places = writable(self._client.shares(keys)) if keys else {}
+        asked = list(chain.from_iterable(places.values()))
         some = [keys[at] for at in asked]
         shares, claimed = self._ask_for(
             some, self._claimed, namespace, until, patience_seconds=math.inf
         )
         results: list[PutResult | None] = [None] * len(keys)
-        for node, settled in claimed.items():
-            for at, result in zip(shares[node], settled, strict=True):
-                results[asked[at]] = result
+        for at, result in by_key(shares, claimed):
+            results[asked[at]] = result
         return results
 
     def release(
@@ -551,26 +564,40 @@ class RedisNodesConnection(StoreConnection):
         namespace: bytes,
         until: float,
         patience_seconds: float | None = None,
-    ) -> tuple[dict[RedisNode, list[int]], dict[RedisNode, _T]]:
+    ) -> tuple[Shares, dict[RedisNode, _T]]:
         """Ask each node about its share of the keys; return the shares, and the answers of those
         that answer.
         """
         for _ in range(_MOST_MOVES):
             shares = self._client.shares(keys) if keys else {}
-            calls: _Calls[_T] = {
-                node: partial(
-                    question,
-                    namespace=namespace,
-                    keys=[keys[at] for at in share],
-                    until=until,
-                )
-                for node, share in shares.items()
-            }
             self._has_moved = False
-            answers = self._ask(calls, until, patience_seconds)
+            answers = self._ask_shares(
+                shares, keys, question, namespace, until, patience_seconds
+            )
             if not self._has_moved:
                 break
         return shares, answers
+
+    def _ask_shares(
+        self,
+        shares: Shares,
+        keys: Sequence[bytes],
+        question: Callable[..., _T],
+        namespace: bytes,
+        until: float,
+        patience_seconds: float | None = math.inf,
+    ) -> dict[RedisNode, _T]:
+        """Ask each node about its share of the keys; return the answers of those that answer."""
+        calls: _Calls[_T] = {
+            node: partial(
+                question,
+                namespace=namespace,
+                keys=[keys[at] for at in share],
+                until=until,
+            )
+            for node, share in shares.items()
+        }
+        return self._ask(calls, until, patience_seconds)
 
     def _call_for(
         self,

@@ -26,19 +26,21 @@ from typing import Generic, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import (
     RedirectError,
     RedisConnection,
     RedisNames,
-    RedisOptions,
 )
 from pagoda.tiers.remote.redis_nodes import (
+    NodesOptions,
     RedisNode,
     RedisNodesClient,
     RedisNodesConnection,
+    Shares,
+    by_key,
+    writable,
 )
 from pagoda.tiers.remote.store_client import (
     GetRequest,
@@ -84,19 +86,12 @@ class RedisPoolClient(RedisNodesClient):
     end of a name do not matter).
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        look_seconds: float = 0.05,
-        clock: Clock | None = None,
-        **options: Unpack[RedisOptions],
-    ) -> None:
+    def __init__(self, url: str, **options: Unpack[NodesOptions]) -> None:
         """Connect to nothing yet. Arguments and errors are those of `RedisNodesClient`."""
         # the node that takes a chunk may be another one at the second sight: see
         # `RedisPoolConnection.claim`
         self.second_sight = options.pop("second_sight", False)
-        super().__init__(url, look_seconds=look_seconds, clock=clock, **options)
+        super().__init__(url, **options)
         self.names = RedisNames(options.get("prefix", "pagoda"))
         self.keeps_runs = False  # as far as is known
 
@@ -119,14 +114,13 @@ class RedisPoolClient(RedisNodesClient):
 
     # ---- places
 
-    def shares(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) have their own place on each node.
-
-        ConnectionError: no node is in use.
+    def shares(self, keys: Sequence[bytes]) -> Shares:
+        """Return which of these keys have their own place on each node. ConnectionError: no node is
+        in use.
         """
         nodes = self.in_use()
         heads = np.frombuffer(b"".join(key[:8] for key in keys), "<u8")
-        first = np.argmax([_mixed(heads ^ node.seed) for node in nodes], axis=0)
+        first = np.argmax([mixed(heads ^ node.seed) for node in nodes], axis=0)
         shares = {
             node: np.flatnonzero(first == number).tolist()
             for number, node in enumerate(nodes)
@@ -148,11 +142,9 @@ class RedisPoolClient(RedisNodesClient):
             self._runs.note([stamp], first)
             self._first_of.note(keys, first)
 
-    def places(self, keys: Sequence[bytes]) -> dict[RedisNode, list[int]]:
-        """Return which of these keys (their indices, in order) are stored on each node if they are
-        new.
-
-        ConnectionError: no node is in use.
+    def places(self, keys: Sequence[bytes]) -> Shares:
+        """Return which of these keys are stored on each node if they are new. ConnectionError: no
+        node is in use.
         """
         return (
             self.shares([self._deciding_key(key) for key in keys]) if keys else {}
@@ -217,9 +209,8 @@ class RedisPoolConnection(RedisNodesConnection):
         """
         silent = False
 
-        def ask(positions: Sequence[int]) -> int:
+        def ask(asked: Sequence[bytes]) -> list[bool]:
             nonlocal silent
-            asked = [keys[at] for at in positions]
             question = self._client.names.question(namespace, asked)
             nodes = self._client.in_use()
             calls = dict.fromkeys(
@@ -227,10 +218,9 @@ class RedisPoolConnection(RedisNodesConnection):
             )
             answers = self._ask(calls, until)
             silent |= len(answers) < len(nodes)
-            here = self._merged(asked, answers)
-            return here.index(False) if False in here else len(here)
+            return self._merged(asked, answers)
 
-        found = leading_run(len(keys), ask, exact=EXACT_KEYS)
+        found = leading_run(keys, ask, exact=EXACT_KEYS)
         if keys and not found and silent:
             text = "a node that may have the first chunk did not answer"
             raise RefusedError(Reason.DEADLINE, text, contained=True)
@@ -255,20 +245,11 @@ class RedisPoolConnection(RedisNodesConnection):
         for at in unseen:
             results[at] = PutResult.UNSEEN
         wanted = [at for at in range(len(keys)) if at not in unseen]
-        places = self._client.places([keys[at] for at in wanted])
-        asked = {
-            node: [wanted[at] for at in share]
-            for node, share in places.items()
-            if not node.write_breaker.resting
-        }
-        answers = self._ask(
-            self._calls(asked, self._claimed, namespace, keys, until),
-            until,
-            math.inf,
-        )
-        for node, claims in answers.items():
-            for at, result in zip(asked[node], claims, strict=True):
-                results[at] = result
+        some = [keys[at] for at in wanted]
+        places = writable(self._client.places(some))
+        answers = self._ask_shares(places, some, self._claimed, namespace, until)
+        for at, result in by_key(places, answers):
+            results[wanted[at]] = result
         return results
 
     def _unseen(
@@ -281,24 +262,9 @@ class RedisPoolConnection(RedisNodesConnection):
         asks for the chunk may have another first chunk, so its run has another place. Where it
         cannot be asked, a chunk counts as seen.
         """
-        shares = {
-            node: share
-            for node, share in self._client.shares(keys).items()
-            if not node.write_breaker.resting
-        }
-        answers = self._ask(
-            self._calls(shares, self._seen, namespace, keys, until),
-            until,
-            math.inf,
-        )
-        unseen: set[int] = set()
-        for node, seen in answers.items():
-            unseen.update(
-                at
-                for at, before in zip(shares[node], seen, strict=True)
-                if not before
-            )
-        return unseen
+        shares = writable(self._client.shares(keys))
+        answers = self._ask_shares(shares, keys, self._seen, namespace, until)
+        return {at for at, seen in by_key(shares, answers) if not seen}
 
     @staticmethod
     def _seen(
@@ -319,14 +285,13 @@ class RedisPoolConnection(RedisNodesConnection):
         self, namespace: bytes, keys: Sequence[bytes], until: float
     ) -> None:
         """End claims that no put has ended, on the nodes that answer."""
-        calls = self._calls(
+        self._ask_shares(
             self._client.places(keys),
+            keys,
             RedisConnection.release,
             namespace,
-            keys,
             until,
         )
-        self._ask(calls, until, math.inf)
 
     def put(self, request: PutRequest, until: float) -> PutResult:
         """Store a chunk at the place of its run; see RedisConnection."""
@@ -394,33 +359,18 @@ class RedisPoolConnection(RedisNodesConnection):
         namespace: bytes,
         until: float,
         patience_seconds: float | None = None,
-    ) -> tuple[dict[RedisNode, list[int]], dict[RedisNode, _T]]:
+    ) -> tuple[Shares, dict[RedisNode, _T]]:
         """Ask each node in use about all keys; return the answers of those that answer, and that
         all were asked.
         """
         nodes = self._client.in_use() if keys else []
         everything = {node: list(range(len(keys))) for node in nodes}
-        calls = self._calls(everything, question, namespace, keys, until)
-        return everything, self._ask(calls, until, patience_seconds)
+        return everything, self._ask_shares(
+            everything, keys, question, namespace, until, patience_seconds
+        )
 
     def _note_touched(self, node: RedisNode, keys: Sequence[bytes]) -> None:
         self._client.note_present(node, keys)
-
-    @staticmethod
-    def _calls(
-        shares: Mapping[RedisNode, Sequence[int]],
-        question: Callable[..., _T],
-        namespace: bytes,
-        keys: Sequence[bytes],
-        until: float,
-    ) -> dict[RedisNode, Callable[[RedisConnection], _T]]:
-        calls: dict[RedisNode, Callable[[RedisConnection], _T]] = {}
-        for node, share in shares.items():
-            asked = [keys[at] for at in share]
-            calls[node] = partial(
-                question, namespace=namespace, keys=asked, until=until
-            )
-        return calls
 
     def _merged(
         self, keys: Sequence[bytes], answers: Mapping[RedisNode, Sequence[bool]]
@@ -483,7 +433,7 @@ class RedisPoolConnection(RedisNodesConnection):
         )
 
 
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return a hash of each word (the last step of SplitMix64). It must never change: it decides
     where chunks are.
     """

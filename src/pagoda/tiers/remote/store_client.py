@@ -171,12 +171,11 @@ class StoreConnection(Protocol):
         Of many keys, only some positions may be asked about: see `leading_run`. This default uses
         `touch`, with up to `exact_keys` at once: it is for stores in which a touch changes nothing.
         """
-
-        def ask(positions: Sequence[int]) -> int:
-            here = self.touch(namespace, [keys[at] for at in positions], until)
-            return here.index(False) if False in here else len(here)
-
-        return leading_run(len(keys), ask, exact=self.exact_keys)
+        return leading_run(
+            keys,
+            lambda some: self.touch(namespace, some, until),
+            exact=self.exact_keys,
+        )
 
     def touch(
         self,

@@ -11,45 +11,32 @@ import base64
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from pagoda.base.errors import ConfigError
-from pagoda.base.urls import split_url
+from pagoda.base.urls import (
+    OBJECT_STORES,
+    PREFIX,
+    REDIS_SCHEMES,
+    TLS_OPTIONS,
+)
 
 # with these options, obstore's requests contain more than a URL or are sent elsewhere
 _REQUEST_OPTIONS = re.compile(
     "skip_signature|s3_express|request_payer|server_side_encryption|sse_.*|checksum_algorithm|default_headers|proxy_.*"
     "|root_certificate|allow_invalid_certificates|unsigned_payload"
 )
-# by the scheme
-TIER_NAMES = {
-    "s3": "s3",
-    "gs": "gs",
-    "az": "az",
-    "http": "webdav",
-    "https": "webdav",
-}
-_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _PATH = re.compile(r"([A-Za-z0-9_~=+-][A-Za-z0-9_.~=+-]*(/|$))*")
 _LONGEST_PASSWORD_BYTES = 4096
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
-_REDIS_TLS_OPTIONS = (
-    "ssl_ca_certs",
-    "ssl_ca_path",
-    "ssl_cert_reqs",
-    "ssl_certfile",
-    "ssl_check_hostname",
-    "ssl_keyfile",
-)
 REDIS_OPTIONS = (
     "db",
     "username",
     "password",
     "credential_provider",
-    *_REDIS_TLS_OPTIONS,
+    *TLS_OPTIONS,
 )
 REDIS_SHAPE = (
     "not the URL of a Redis: write redis://user:password@host:port/db, with special characters "
@@ -65,10 +52,9 @@ def check_redis_url(url: str) -> str:
         host = parts.hostname
     except ValueError:
         raise ConfigError(REDIS_SHAPE) from None
-    if parts.scheme not in _REDIS_SCHEMES:
+    if parts.scheme not in REDIS_SCHEMES:
         raise ConfigError(
-            "the URL of a Redis begins with one of "
-            f"{', '.join(f'{name}://' for name in _REDIS_SCHEMES)}"
+            f"the URL of a Redis begins with one of {_named(REDIS_SCHEMES)}"
         )
     place = (
         parts.path
@@ -86,17 +72,8 @@ def check_redis_url(url: str) -> str:
     return parts.scheme
 
 
-def node_urls(url: str) -> list[str]:
-    """Return the URL of each Redis in a URL like
-    `redis+pool://[user:password@]host:port,host:port[/db]`.
-    """
-    parts = split_url(url)
-    credentials, at, hosts = parts.netloc.rpartition("@")
-    parts = parts._replace(scheme=parts.scheme.partition("+")[0])
-    return [
-        urlunsplit(parts._replace(netloc=f"{credentials}{at}{host}"))
-        for host in hosts.split(",")
-    ]
+def _named(schemes: Iterable[str]) -> str:
+    return ", ".join(f"{scheme}://" for scheme in schemes)
 
 
 def password_in(file: str) -> str:
@@ -126,21 +103,21 @@ def parse_store_url(url: str) -> tuple[SplitResult, str]:
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
     if (
-        parts.scheme not in TIER_NAMES
+        parts.scheme not in OBJECT_STORES
         or not parts.hostname
         or parts.query
         or not _PATH.fullmatch(path)
     ):
-        known = ", ".join(f"{scheme}://" for scheme in TIER_NAMES)
         raise ValueError(
-            f"an object store's URL is needed: {known} with a bucket or host and a plain path"
+            f"an object store's URL is needed: {_named(OBJECT_STORES)} with a bucket or host and "
+            "a plain path"
         )
     return parts, path
 
 
 def check_prefix(prefix: str) -> None:
     """Raise ValueError if names cannot begin with `prefix`."""
-    if not _PREFIX.fullmatch(prefix):
+    if not PREFIX.fullmatch(prefix):
         raise ValueError(
             f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - at the start"
         )
@@ -194,7 +171,7 @@ def endpoint_of(
     """Return where requests go, if the URL itself, an option or an environment variable names
     it.
     """
-    if TIER_NAMES[parts.scheme] == "webdav":
+    if OBJECT_STORES[parts.scheme] == "webdav":
         return parts
     given = {without_vendor(name): value for name, value in options.items()}
     names = ("endpoint_url_s3", "endpoint_url", "endpoint", "base_url")

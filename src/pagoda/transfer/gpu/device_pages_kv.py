@@ -15,7 +15,7 @@ import numpy as np
 
 from pagoda.base.signal_safe_threads import Pool
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Bytes, checked_slots
+from pagoda.transfer.base import Bytes, Ids, RunTransfer, checked_slots
 from pagoda.transfer.gpu.copy_engine import CopyEngine, GpuCopy, copy_engine_of
 from pagoda.transfer.gpu.device import CpuDevice, DeviceEvent
 from pagoda.transfer.gpu.layer_events import LayerEvents
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class DevicePagesKV:
+class DevicePagesKV(RunTransfer):
     """The KV of one sequence in planes of pages on a CUDA device, or in CPU memory; otherwise as
     `PagesKV`.
 
@@ -40,6 +40,8 @@ class DevicePagesKV:
     Thread-safe as `Transfer` says. Raises ValueError that names what does not match, before
     anything is copied.
     """
+
+    _copier: GpuCopy
 
     def __init__(
         self,
@@ -99,23 +101,8 @@ class DevicePagesKV:
         other._copier = self._copier.after_now()
         return other
 
-    def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy the chunks that begin at `starts` into this part of `slots`; changes nothing
-        else.
-        """
-        self._copier.copy(
-            *self._page_table.chunks(starts, slots, into_slots=True),
-            into_slots=True,
-        )
-
-    def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Copy this part of `slots` into the blocks of `starts`; changes only those blocks, and
-        none that is -1.
-        """
-        self._copier.copy(
-            *self._page_table.chunks(starts, slots, into_slots=False),
-            into_slots=False,
-        )
+    def _run_ids(self, starts: Sequence[int], *, into_slots: bool) -> Ids:
+        return self._page_table.blocks_of(starts, into_slots=into_slots)
 
     def preallocate(self, snapshot_bytes: int) -> tuple[SnapshotBuffer, int]:
         """Allocate now the device memory of copies and snapshots; returns the snapshots' buffer,

@@ -1,0 +1,200 @@
+"""What the host tier and the disk tier have in common: the chunks of one store, which its ledger
+finds.
+
+Saves of the disk tier wait in a queue, in which its chunks are found too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from pagoda.base.clock import Clock
+from pagoda.base.metrics import Reason
+from pagoda.keys import Namespace
+from pagoda.ledger import Ledger, StoreSpec, admin
+from pagoda.tiers import recorded_tiers
+from pagoda.tiers.base import clamp_deadline
+from pagoda.tiers.put_and_load import BlockingCalls
+
+_Slab = TypeVar("_Slab")
+
+
+def open_store(
+    name: str,
+    spec: StoreSpec,
+    policy: str,
+    clock: Clock | None,
+    open_slab: Callable[[Ledger], _Slab],
+) -> tuple[Ledger, _Slab]:
+    """Open or create a store for the tier `name`, and add it to the register unless it is private.
+
+    Raises StoreError, ValueError; then nothing stays open.
+    """
+    # also true if this user may not see it
+    made = not os.path.exists(spec.root / spec.name)
+    ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
+    try:
+        slab = open_slab(ledger)
+    except BaseException:
+        ledger.close()
+        raise
+    if not spec.private:
+        slots = sum(map(len, ledger.space.backed_ranges())) if made else 0
+        recorded_tiers.add(name, spec.root, slots * spec.slot_bytes)
+    return ledger, slab
+
+
+class LedgerTier(BlockingCalls):
+    """A tier over the ledger of one store. Thread-safe.
+
+    A subclass has `_closed`: nothing is found then.
+    """
+
+    ledger: Ledger
+    _closed: bool
+
+    def register(self, namespace: Namespace) -> None:
+        """Record the namespace with its labels. Idempotent and cheap."""
+        self.ledger.namespaces.register(namespace.root, namespace.fields())
+
+    # ---- the queue of saves: by default there is none --------------------------------------------
+
+    def in_flight(self, key: bytes) -> bool:
+        """Return whether a save of this key is queued or running; by default `save` waits for its
+        end.
+        """
+        return False
+
+    def wait(self, keys: Iterable[bytes], timeout: float) -> bool:
+        """Wait until the saves of these keys have ended; return False after `timeout` seconds."""
+        return True
+
+    def _drop_reason(self) -> Reason | None:
+        return Reason.CLOSED if self._closed else None
+
+    def _queued(self, keys: Sequence[bytes]) -> Collection[bytes]:
+        """Return which of these keys are queued, or are being saved."""
+        return ()
+
+    def _cancel_writes(
+        self,
+        reason: Reason,
+        *,
+        key: bytes | None = None,
+        namespace: bytes | None = None,
+        wait_seconds: float = 0.0,
+    ) -> tuple[int, int]:
+        """Cancel the saves of a key or a namespace; return how many were queued, and how many were
+        running.
+        """
+        return 0, 0
+
+    def _queue_stats(self) -> Mapping[str, int]:
+        return {}
+
+    # ---- finding ---------------------------------------------------------------------------------
+
+    def find(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        touch: bool = True,
+        deadline_seconds: float | None = None,
+    ) -> int:
+        """Return how many leading keys are stored; copies nothing."""
+        if self._closed or self.resting:
+            return 0
+        match = self.ledger.match_prefix(
+            keys,
+            start=start,
+            namespace=namespace,
+            stamp=stamp,
+            touch=touch,
+            deadline_seconds=clamp_deadline(
+                self.deadline_seconds, deadline_seconds
+            ),
+        )
+        return len(match.slots)
+
+    def contains(
+        self, key: bytes, *, deadline_seconds: float | None = None
+    ) -> bool:
+        """Return whether `find` would find this key; does not update recency."""
+        found = self.find(
+            [key], start=None, touch=False, deadline_seconds=deadline_seconds
+        )
+        return found > 0
+
+    def touch(
+        self,
+        keys: Sequence[bytes],
+        *,
+        namespace: bytes,
+        start: int = 0,
+        stamp: int | None = None,
+        asked: bool = True,
+    ) -> list[bool] | None:
+        """Update the recency of the stored part of a run, in one transaction. See Tier.touch."""
+        if self._closed or self.resting:
+            return None
+        # read first: a chunk that leaves the queue after this is in the ledger
+        queued = self._queued(keys)
+        here = self.ledger.touch(
+            keys,
+            start=start,
+            stamp=stamp,
+            asked=asked,
+            deadline_seconds=self.deadline_seconds,
+        )
+        if here is None or not queued:
+            return here
+        return [
+            present or key in queued
+            for key, present in zip(keys, here, strict=True)
+        ]
+
+    def holders(self, key: bytes) -> list[str]:
+        """Return what keeps this chunk from eviction: names of pins, "in flight"."""
+        pins = admin.list_pins(self.ledger)
+        owners = [owner for owner, keys in pins.items() if key in keys]
+        if self.in_flight(key):
+            owners.append("in flight")
+        return owners
+
+    # ---- removing, statistics --------------------------------------------------------------------
+
+    def remove(self, key: bytes) -> bool:
+        """Remove a chunk, queued or stored; return False if it is not here. Waits for a save of it
+        that is running.
+        """
+        if self._closed:
+            return False
+        cancelled = self._cancel_writes(
+            Reason.REMOVED, key=key, wait_seconds=self.deadline_seconds
+        )
+        return admin.remove(self.ledger, [key]) > 0 or any(cancelled)
+
+    def clear(self, namespace: bytes | None = None) -> int:
+        """Remove all chunks of one namespace (its root), or all; saves in flight store nothing.
+        Return how many.
+        """
+        if self._closed:
+            return 0
+        cancelled = self._cancel_writes(Reason.CLEARED, namespace=namespace)
+        return admin.clear(self.ledger, namespace) + sum(cancelled)
+
+    def stats(self) -> Mapping[str, int]:
+        """Return gauges and counters of the store, of all processes that share it; those of a queue
+        are this process's.
+
+        StoreError if the ledger does not answer.
+        """
+        if self._closed:
+            return {}
+        numbers = admin.numbers(self.ledger, self.deadline_seconds)
+        return {**numbers, **self._queue_stats()}
