@@ -345,6 +345,9 @@ def test_leases_are_counted_outside_the_gate(
             inside.append(ledger.session.gate.entered())
             return columns.lease_until
 
-    monkeypatch.setattr(ledger, "columns", Watched())
-    assert admin.numbers(ledger)["leased"] == admin.gauges(ledger)["leased"]
+    with (
+        monkeypatch.context() as watching
+    ):  # the fixture checks the ledger afterwards
+        watching.setattr(ledger, "columns", Watched())
+        assert admin.numbers(ledger)["leased"] == admin.gauges(ledger)["leased"]
     assert inside == [False, False]

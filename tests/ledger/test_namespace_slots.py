@@ -11,7 +11,7 @@ import pytest
 from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.ledger.lmdb_tables import Tables
 from tests.children import in_child
-from tests.ledger.support import OTHER, TENANT, keys, opened, put, there
+from tests.ledger.support import OTHER, TENANT, keys, opened, present, put
 
 NEW = keys(*range(10**6, 10**6 + 16))
 
@@ -62,7 +62,7 @@ def test_a_clear_of_few_chunks_costs_the_same_in_a_large_store(
             work = Work(ledger, patch)
             assert admin.clear(ledger, TENANT) == 16
             spent.append((work.rows, work.transactions))
-        assert not any(there(ledger, NEW))
+        assert not any(present(ledger, NEW))
         admin.check(ledger)
         ledger.close()
     assert spent[0] == spent[1]
@@ -76,8 +76,8 @@ def test_hints_that_are_wrong_leave_no_chunk(shm_root: Path, damage: int) -> Non
     put(ledger, NEW)
     ledger.session.namespace_slots._numbers[::2] = damage
     assert admin.clear(ledger, TENANT) == 16
-    assert not any(there(ledger, NEW))
-    assert all(there(ledger, keys(*range(20))))
+    assert not any(present(ledger, NEW))
+    assert all(present(ledger, keys(*range(20))))
     admin.check(ledger)
 
 
@@ -90,7 +90,7 @@ def test_hints_that_name_all_slots_remove_no_chunk_of_others(
     numbers = ledger.session.namespace_slots._numbers
     numbers[:] = numbers.max()
     assert admin.clear(ledger, TENANT) == 16
-    assert all(there(ledger, keys(*range(20))))
+    assert all(present(ledger, keys(*range(20))))
 
 
 def test_all_rows_are_read_once_and_the_hints_are_right_again(
@@ -123,7 +123,7 @@ def test_chunks_evicted_since_are_not_looked_for_in_all_rows(
     ledger = opened(shm_root, 32)
     put(ledger, keys(*range(10)), chained=False)
     put(ledger, keys(*range(100, 100 + 30)), OTHER, chained=False)
-    left = sum(there(ledger, keys(*range(10))))
+    left = sum(present(ledger, keys(*range(10))))
     assert 0 < left < 10
     work = Work(ledger, monkeypatch)
     assert admin.clear(ledger, TENANT) == left

@@ -46,7 +46,7 @@ _INTERIMS = 16  # 1xx responses before the final one
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})[ \r]")
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """A request: its first line, its headers, and the pieces of its body."""
 
     method: str
@@ -113,7 +113,7 @@ class HttpConnection:
             fields["Content-Length"] = str(sum(piece.nbytes for piece in body))
         if time.monotonic() - self._used > IDLE_SECONDS:
             self.drop()
-        request = Request(method, target, fields, body)
+        request = HttpRequest(method, target, fields, body)
         with self.dropped_on_error():
             is_old = self._socket is not None
             try:
@@ -244,7 +244,7 @@ class HttpConnection:
         self._wakes_at = 1
 
     def _exchange(
-        self, request: Request, until: float, *, is_new: bool
+        self, request: HttpRequest, until: float, *, is_new: bool
     ) -> Response:
         """Send one request, connect before if need be, and read the head of its response.
 

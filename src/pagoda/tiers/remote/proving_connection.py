@@ -10,10 +10,10 @@ from urllib.parse import SplitResult
 
 from pagoda.base import serve_proof
 from pagoda.base.metrics import Reason
-from pagoda.tiers.remote.http import HttpConnection, Request, Response
+from pagoda.tiers.remote.http import HttpConnection, HttpRequest, Response
 from pagoda.tiers.remote.store_client import RefusedError, ServerError
 
-_PROBE = Request("HEAD", f"/v1/{bytes(32).hex()}/{bytes(32).hex()}", {})
+_PROBE = HttpRequest("HEAD", f"/v1/{bytes(32).hex()}/{bytes(32).hex()}", {})
 """A small request: neither a namespace nor a key, so nothing is stored under it."""
 _ANSWERS = (200, 201, 204, 404, 409)
 """The statuses that a caller takes for an answer; all others are errors, and those may come from
@@ -68,7 +68,7 @@ class ProvingConnection(HttpConnection):
         self._number = 0
 
     def _exchange(
-        self, request: Request, until: float, *, is_new: bool
+        self, request: HttpRequest, until: float, *, is_new: bool
     ) -> Response:
         if self._socket is None:
             self._ask_for_nonce(until)
@@ -98,7 +98,9 @@ class ProvingConnection(HttpConnection):
                 Reason.IO_ERROR, f"{_PASSED_ON}, or {self._remedy}"
             )
 
-    def _prove(self, request: Request, until: float, *, is_new: bool) -> Response:
+    def _prove(
+        self, request: HttpRequest, until: float, *, is_new: bool
+    ) -> Response:
         """Send a request with its proof; return the answer if that has a right one, or is an
         error.
         """
