@@ -7,12 +7,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from pagoda import Cache, KVLayout, PagodaError
 from pagoda.tiers import recorded_tiers
-from tests.cli.shelf import answer, run_here
+from testbed.servers import free_port
+from tests.cli.shelf import LLAMA, answer, disk, host, put, run_here, save
 from tests.config.hostile import Listener, listening
 
 COMMANDS = (
@@ -134,3 +137,98 @@ def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(
     file.unlink()
     os.mkfifo(file)
     is_shown_and_not_asked(listener, "no longer names it")
+
+
+QUIET = (
+    ("stats",),
+    ("ls",),
+    ("ls", "--by", "namespace"),
+    ("top", "--once"),
+    ("check",),
+    ("explain", "--tokens", "1,2,3"),
+    ("clear", "--yes"),
+)
+
+
+@pytest.mark.parametrize("command", QUIET, ids=" ".join)
+def test_a_tier_that_is_in_no_configuration_is_a_remark_when_it_is_silent(
+    command: tuple[str, ...], shm_root: Path
+) -> None:
+    put(host(shm_root / "host"), LLAMA, range(16))
+    gone = f"redis://127.0.0.1:{free_port()}/0"
+    recorded_tiers.add("remote", gone)
+    here = {"PAGODA_HOST_PATH": str(shm_root / "host")}
+    code, _, err = run_here(*command, **here)
+    assert code == 0, err
+    if command[0] != "top":
+        (line,) = [line for line in err.splitlines() if gone in line]
+        assert "in no configuration" in line
+        assert f"pagoda remove {gone}" in line
+        assert run_here(*command, **here, PAGODA_REMOTE=gone)[0] == 1
+
+
+@pytest.mark.parametrize("command", QUIET[:-1], ids=" ".join)
+def test_a_store_that_is_in_no_configuration_is_a_remark_when_it_does_not_open(
+    command: tuple[str, ...], shm_root: Path
+) -> None:
+    put(host(shm_root / "host"), LLAMA, range(16))
+    store = shm_root / "old" / "layout"
+    put(host(store.parent), LLAMA, range(16))
+    recorded_tiers.add("host", store.parent)
+    (store / "state").write_bytes(b"{}")
+    here = {"PAGODA_HOST_PATH": str(shm_root / "host")}
+    code, out, err = run_here(*command, **here)
+    assert code == 0, err
+    assert str(store) in out + err
+    assert "in no configuration" in out + err
+    there = {"PAGODA_HOST_PATH": str(store.parent)}
+    assert run_here(*command, **there)[0] == 1
+    named = [*command, store]
+    assert run_here(*named, **here)[0] == 1
+
+
+def test_a_remark_is_told_to_programs_too(shm_root: Path) -> None:
+    gone = f"redis://127.0.0.1:{free_port()}/0"
+    recorded_tiers.add("remote", gone)
+    here = {"PAGODA_HOST_PATH": str(shm_root)}
+    for command in (QUIET[0], QUIET[1], QUIET[2], QUIET[5], QUIET[6]):
+        found = answer(*command, **here)
+        assert found["unconfigured"] == [gone], command
+    found = answer("check", **here)
+    assert found["ok"] is True
+    assert found["remotes"][0]["configured"] is False  # type: ignore[index]
+
+
+def test_damage_and_what_clear_left_here_fail_in_any_store(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    with disk(tmp_path / "disk") as tier:
+        save(tier, LLAMA, range(32))
+        slab = tier.ledger.slab_path
+    recorded_tiers.add("disk", tmp_path / "disk")
+    here = {"PAGODA_HOST_PATH": str(shm_root)}
+    assert run_here("check", "--read", **here)[0] == 0
+    with slab.open("r+b") as file:
+        file.seek(6000)
+        file.write(b"wrong" * 100)
+    assert run_here("check", "--read", **here)[0] == 1
+    (slab.parent / "state").write_bytes(b"{}")
+    code, _, err = run_here("clear", "--yes", **here)
+    assert code == 1
+    assert "not cleared" in err
+
+
+def test_a_tier_that_never_answered_is_not_in_the_register(
+    shm_root: Path,
+) -> None:
+    layout = KVLayout.dense(layers=1, kv_heads=1, head_dim=8, dtype="float16")
+    address_of_none = f"redis://127.0.0.1:{free_port()}/0"
+    with suppress(PagodaError):
+        Cache(
+            namespace=LLAMA,
+            layout=layout,
+            host_size="1MiB",
+            host_path=str(shm_root),
+            remote=address_of_none,
+        ).close()
+    assert [entry.tier for entry in recorded_tiers.entries()] == ["host"]

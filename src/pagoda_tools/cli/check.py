@@ -17,6 +17,7 @@ from pagoda_tools.cli import FAILED, printing
 from pagoda_tools.cli.stores import (
     AsJson,
     ConfigFile,
+    Configured,
     Directory,
     Wide,
     attached,
@@ -52,11 +53,16 @@ class StoreCheck:
     @property
     def word(self) -> str:
         """The verdict in a word or two."""
-        if self.corrupt or self.damaged:
+        if self.is_damaged:
             return "DAMAGED"
         if self.trouble:
             return "NOT OPENED"
         return "being rebuilt" if self.gauges["unscanned"] else "ok"
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether tables or chunks are wrong, not only out of reach."""
+        return self.corrupt or bool(self.damaged)
 
     @property
     def ok(self) -> bool:
@@ -97,21 +103,35 @@ def check(
             )
             bars.update(task, visible=False)
     remotes = pinged(remotes_of(directory, config))
-    ok = all(verdict.ok for verdict in verdicts) and not any(
-        asked.trouble for asked in remotes
-    )
+    named = Configured(directory, config)
+    # damage is a failure wherever it is; a store that cannot be opened may have been given up
+    wrong = [
+        verdict
+        for verdict in verdicts
+        if not verdict.ok
+        and (verdict.is_damaged or named.names(verdict.directory))
+    ]
+    silent = [
+        asked for asked in remotes if asked.trouble and named.names(asked.address)
+    ]
+    ok = not wrong and not silent
     if as_json:
-        stores = [{"ok": verdict.ok, **asdict(verdict)} for verdict in verdicts]
-        printing.print_json(
+        stores = [
             {
-                "ok": ok,
-                "stores": stores,
-                "remotes": [remote._asdict() for remote in remotes],
+                "ok": verdict.ok,
+                **asdict(verdict),
+                "configured": named.names(verdict.directory),
             }
-        )
+            for verdict in verdicts
+        ]
+        shared = [
+            {**asked._asdict(), "configured": named.names(asked.address)}
+            for asked in remotes
+        ]
+        printing.print_json({"ok": ok, "stores": stores, "remotes": shared})
     else:
-        _print(verdicts, wide)
-        _print_remotes(remotes)
+        _print(verdicts, wide, named)
+        _print_remotes(remotes, named)
     return 0 if ok else FAILED
 
 
@@ -202,7 +222,7 @@ def _verified(ledger: Ledger, slab: FileSlab) -> Iterator[tuple[ChunkRow, bool]]
             yield row, sound
 
 
-def _print(verdicts: list[StoreCheck], wide: bool) -> None:
+def _print(verdicts: list[StoreCheck], wide: bool, named: Configured) -> None:
     if not verdicts:
         printing.note(printing.NOTHING_STORED)
         return
@@ -223,8 +243,11 @@ def _print(verdicts: list[StoreCheck], wide: bool) -> None:
         "", rows, without=() if wide else ("unreachable", "stale hints")
     )
     for verdict in verdicts:
-        if verdict.trouble:
-            printing.note(f"{verdict.directory}: {verdict.trouble}")
+        text = f"{verdict.directory}: {verdict.trouble}"
+        if verdict.is_damaged and verdict.trouble:
+            printing.note(text)
+        elif verdict.trouble:
+            named.note(verdict.directory, text)
         if unscanned := verdict.gauges.get("unscanned"):
             who = "by the next process that has the tier open"
             printing.note(
@@ -237,14 +260,15 @@ def _print(verdicts: list[StoreCheck], wide: bool) -> None:
             printing.note(f"{verdict.directory}: damaged chunks {keys}{done}")
 
 
-def _print_remotes(remotes: list[RemoteCheck]) -> None:
+def _print_remotes(remotes: list[RemoteCheck], named: Configured) -> None:
     rows = [(asked.tier, asked.verdict, asked.address) for asked in remotes]
     if rows:
         printing.print_table("remote tiers", ("tier", "verdict", "address"), rows)
     for asked in remotes:
-        for text in (asked.trouble, *asked.warnings):
-            if text:
-                printing.note(text)
+        if asked.trouble:
+            named.note(asked.address, asked.trouble)
+        for text in asked.warnings:
+            printing.note(text)
         if asked.nodes:
             printing.note(
                 f"{asked.tier}: all machines must have the same nodes: {asked.nodes}"

@@ -82,17 +82,20 @@ def clear(
         **{str(store): trouble for store, trouble in failed.items()},
         **deaf,
     }
-    _print(gone, left, broken, as_json)
+    # what is stored on this machine and was not cleared is a failure, whoever named it
+    named = stores.Configured(directory, config)
+    unnamed = [place for place in named.unnamed(broken) if "://" in place]
+    _print(gone, left, broken, unnamed, as_json)
     nameless = sum(not row.fields for row in known.values())
     if nameless and model is not None:
         printing.note(
             f"{nameless} namespace(s) have no model name on this machine and were not cleared "
             f"(pagoda ls --by namespace lists them, --namespace clears one)"
         )
-    if broken:
-        troubles = "; ".join(
-            f"{store}: {trouble}" for store, trouble in broken.items()
-        )
+    for address in unnamed:
+        named.note(address, f"not cleared: {address}: {broken[address]}")
+    if failures := [place for place in broken if place not in unnamed]:
+        troubles = "; ".join(f"{place}: {broken[place]}" for place in failures)
         raise FailedError(f"not cleared: {troubles}")
     return 0
 
@@ -101,13 +104,20 @@ def _print(
     cleared: list[ClearedStore],
     left: list[str],
     broken: dict[str, str],
+    unnamed: list[str],
     as_json: bool,
 ) -> None:
     if as_json:
         number = sum(store.chunks for store in cleared)
         gone = [store._asdict() for store in cleared]
         printing.print_json(
-            {"cleared": number, "stores": gone, "left": left, "failed": broken}
+            {
+                "cleared": number,
+                "stores": gone,
+                "left": left,
+                "failed": broken,
+                "unconfigured": unnamed,
+            }
         )
     else:
         printing.print_table("", ("tier", "chunks cleared", "directory"), cleared)

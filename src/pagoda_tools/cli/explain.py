@@ -61,16 +61,15 @@ def explain(
         *neighbours_of(directory, stores.configured(config)),
         *remotes_of(directory, config),
     ]
-    troubles = [asked.trouble for asked in pinged(specs)]
-    silent = {
-        spec.name: trouble
-        for spec, trouble in zip(specs, troubles, strict=True)
-        if trouble
-    }
-    remotes = [
-        spec for spec, trouble in zip(specs, troubles, strict=True) if not trouble
-    ]
-    with stores.all_attached(directory, config, silent) as tiers:
+    asked = dict(zip(specs, pinged(specs), strict=True))
+    troubles = {spec: one.trouble for spec, one in asked.items() if one.trouble}
+    remotes = [spec for spec in specs if spec not in troubles]
+    broken: dict[str, str] = {}
+    with stores.all_attached(directory, config, broken) as tiers:
+        silent = {
+            **{spec.name: trouble for spec, trouble in troubles.items()},
+            **broken,
+        }
         prompt = prompt_of(
             ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill
         )
@@ -83,6 +82,8 @@ def explain(
                     f"nothing is stored of the server's model, {served}: this is about other models"
                 )
         found = explanations(prompt, roots)
+    named = stores.Configured(directory, config)
+    places = [*broken, *(spec.redacted for spec in troubles)]
     if as_json:
         rows = [answer._asdict() for one in found for answer in one.answers]
         near = [one.nearest_row() for one in found if one.nearest is not None]
@@ -91,6 +92,7 @@ def explain(
             "answers": rows,
             "nearest": near,
             "failed": silent,
+            "unconfigured": named.unnamed(places),
         }
         printing.print_json(whole)
     elif not found and not silent:
@@ -98,9 +100,9 @@ def explain(
     else:
         for one in found:
             _print(one, prompt.num_tokens)
-    for trouble in filter(None, troubles):
-        printing.note(trouble)
-    return FAILED if silent else 0
+    for spec, trouble in troubles.items():
+        named.note(spec.redacted, trouble)
+    return FAILED if any(map(named.names, places)) else 0
 
 
 def _print(found: PromptExplanation, asked_tokens: int) -> None:

@@ -96,8 +96,11 @@ def ls(
         )
         if root in wanted
     ]
+    named = stores.Configured(directory, config)
     if by is By.NAMESPACE:
-        _print_totals([*totals, *shared], broken, wide, as_json)
+        _print_totals(
+            [*totals, *shared], broken, named.unnamed(broken), wide, as_json
+        )
     elif as_json:
         chunks = [chunk.as_json() for chunk in found]
         counted = [
@@ -110,6 +113,7 @@ def ls(
                 "total": number,
                 "remotes": counted,
                 "failed": broken,
+                "unconfigured": named.unnamed(broken),
             }
         )
     else:
@@ -126,8 +130,8 @@ def ls(
     if not (number or shared or broken):
         printing.note("no chunks are stored")
     for address, trouble in broken.items():
-        printing.note(f"not listed: {address}: {trouble}")
-    return FAILED if broken else 0
+        named.note(address, f"not listed: {address}: {trouble}")
+    return FAILED if any(map(named.names, broken)) else 0
 
 
 def _listed(
@@ -208,13 +212,18 @@ def _totals(listed: Iterator[Listed]) -> list[Total]:
 
 
 def _print_totals(
-    totals: list[Total], broken: dict[str, str], wide: bool, as_json: bool
+    totals: list[Total],
+    broken: dict[str, str],
+    unnamed: list[str],
+    wide: bool,
+    as_json: bool,
 ) -> None:
     if as_json:
         printing.print_json(
             {
                 "namespaces": [total._asdict() for total in totals],
                 "failed": broken,
+                "unconfigured": unnamed,
             }
         )
         return

@@ -60,9 +60,14 @@ def pin(
             for root in roots
         ]
     done = [one for one in found if one.num_tokens]
+    named = stores.Configured(directory, config)
     if as_json:
         printing.print_json(
-            {"pinned": [one._asdict() for one in done], "failed": broken}
+            {
+                "pinned": [one._asdict() for one in done],
+                "failed": broken,
+                "unconfigured": named.unnamed(broken),
+            }
         )
     elif done:
         rows = [(one.tier, one.num_tokens, one.model) for one in done]
@@ -72,7 +77,7 @@ def pin(
             "nothing was pinned: no tier has its beginning, or too many pins (see pagoda explain)"
         )
     _name_remotes(directory, config)
-    return FAILED if broken or not done else 0
+    return FAILED if any(map(named.names, broken)) or not done else 0
 
 
 def unpin(
@@ -97,14 +102,21 @@ def unpin(
             str(ledger.directory): admin.unpin(ledger, keys, owner)
             for ledger in tiers
         }
+    named = stores.Configured(directory, config)
     if as_json:
-        printing.print_json({"ended": ended, "failed": broken})
+        printing.print_json(
+            {
+                "ended": ended,
+                "failed": broken,
+                "unconfigured": named.unnamed(broken),
+            }
+        )
     elif tiers or not broken:
         printing.note(
             f"{sum(ended.values()):,} chunks are no longer pinned by {owner}"
         )
     _name_remotes(directory, config)
-    return FAILED if broken else 0
+    return FAILED if any(map(named.names, broken)) else 0
 
 
 def _name_remotes(directory: Path | None, config: Path | None) -> None:

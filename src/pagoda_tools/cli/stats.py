@@ -21,6 +21,7 @@ from pagoda_tools.cli.remote_stores import (
 from pagoda_tools.cli.stores import (
     AsJson,
     ConfigFile,
+    Configured,
     Directory,
     Wide,
     find_stores,
@@ -52,14 +53,22 @@ def stats(
         raise UsageError("--json and --prometheus: choose one")
     found, broken = snapshots(find_stores(directory, config))
     shared = [remote_usage(spec) for spec in remotes_of(directory, config)]
+    named = Configured(directory, config)
+    troubles = {str(store): trouble for store, trouble in broken.items()}
+    troubles |= {one.address: one.error for one in shared if one.error}
     if as_json:
         failures = [
             {"directory": str(store), "error": trouble}
             for store, trouble in broken.items()
         ]
         stores = [snapshot.as_json() for snapshot in found] + failures
+        remotes = [remote._asdict() for remote in shared]
         printing.print_json(
-            {"stores": stores, "remotes": [remote._asdict() for remote in shared]}
+            {
+                "stores": stores,
+                "remotes": remotes,
+                "unconfigured": named.unnamed(troubles),
+            }
         )
     elif prometheus:
         print(_exposition(found, broken, shared), end="")
@@ -67,17 +76,13 @@ def stats(
         if found or not broken:
             _print(found, wide)
         _print_shared(shared)
-    troubles = [
-        *broken.values(),
-        *(remote.error for remote in shared if remote.error),
-    ]
     if not as_json:
-        for text in (
-            *troubles,
-            *(warning for remote in shared for warning in remote.warnings),
-        ):
-            printing.note(text)
-    return FAILED if troubles else 0
+        for place, trouble in troubles.items():
+            named.note(place, trouble)
+        for remote in shared:
+            for warning in remote.warnings:
+                printing.note(warning)
+    return FAILED if any(map(named.names, troubles)) else 0
 
 
 def snapshots(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
@@ -73,6 +73,58 @@ def configured(file: Path | None) -> Config:
     from pagoda.config.sources import load
 
     return load(file=file).config
+
+
+class Configured:
+    """The tiers that the command line or the configuration names.
+
+    Trouble with one of them fails a command. The register has more: what this user opened once, with
+    an argument or from a file that is gone. That may have gone for good, so trouble with it is a
+    remark.
+    """
+
+    def __init__(self, directory: Path | None, config_file: Path | None) -> None:
+        """Read the configuration. `directory`: the one that the command is about; then it is all
+        that counts. Raises ConfigError.
+        """
+        config = configured(config_file)
+        self._everything = directory is not None
+        self._roots = {os.path.realpath(root) for root in config.roots().values()}
+        self._addresses = {
+            spec.redacted
+            for spec in (
+                *config.remotes(),
+                *config.peer_servers(),
+                *config.lookup_server(),
+            )
+        }
+
+    def names(self, place: Path | str) -> bool:
+        """Return whether a store, by its directory, or a remote tier, by its URL without secrets,
+        is named.
+        """
+        if self._everything or str(place) in self._addresses:
+            return True
+        above = os.path.realpath(os.path.dirname(place))
+        return bool(self._roots & {os.path.realpath(place), above})
+
+    def unnamed(self, places: Iterable[Path | str]) -> list[str]:
+        """Return those of these places that are not named."""
+        return [str(place) for place in places if not self.names(place)]
+
+    def note(self, place: Path | str, trouble: str) -> bool:
+        """Print what is wrong with a tier; return whether it fails the command."""
+        fails = self.names(place)
+        printing.note(trouble if fails else remark(place, trouble))
+        return fails
+
+
+def remark(place: Path | str, trouble: str) -> str:
+    """Return the sentence about trouble with a tier that is only in the register."""
+    return (
+        f"{trouble} (a remark, because it is in no configuration: `pagoda remove {place}` takes it "
+        "off this list)"
+    )
 
 
 def given_size(option: str, text: str) -> int | str:
@@ -205,6 +257,7 @@ def all_attached(
 
     Stores that cannot be opened are left out: stderr and `broken` have their errors.
     """
+    named = Configured(directory, config_file)
     with ExitStack() as stack:
         ledgers: list[Ledger] = []
         for store in find_stores(directory, config_file):
@@ -212,7 +265,7 @@ def all_attached(
                 ledgers.append(stack.enter_context(attached(store)))
             except PagodaError as trouble:
                 broken[str(store)] = str(trouble)
-                printing.note(str(trouble))
+                named.note(store, str(trouble))
         yield ledgers
 
 

@@ -19,7 +19,13 @@ from pagoda_tools.cli.remote_stores import (
     patience,
     remotes_of,
 )
-from pagoda_tools.cli.stores import AsJson, ConfigFile, find_stores, given_bytes
+from pagoda_tools.cli.stores import (
+    AsJson,
+    ConfigFile,
+    Configured,
+    find_stores,
+    given_bytes,
+)
 
 if TYPE_CHECKING:
     from pagoda.codec import Header
@@ -112,15 +118,23 @@ def warm(
             left -= done[-1].bytes
             if done[-1].ended == "traffic":
                 break
+    named = Configured(None, config)
     if as_json:
         printing.print_json(
-            {"remotes": [one._asdict() for one in done], "failed": broken}
+            {
+                "remotes": [one._asdict() for one in done],
+                "failed": broken,
+                "unconfigured": named.unnamed(broken),
+            }
         )
     else:
         rows = [one._replace(bytes=printing.size(one.bytes)) for one in done]  # type: ignore[arg-type]
         printing.print_table(
             "", ("tier", "chunks", "size", "damaged", "ended by", "address"), rows
         )
+    # where nothing at all was loaded, the trouble is the answer
+    for where in named.unnamed(broken) if done else ():
+        named.note(where, f"not loaded: {where}: {broken.pop(where)}")
     if broken:
         troubles = "; ".join(
             f"{where}: {trouble}" for where, trouble in broken.items()
