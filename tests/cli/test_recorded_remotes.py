@@ -196,7 +196,7 @@ def test_a_remark_is_told_to_programs_too(shm_root: Path) -> None:
         assert found["unconfigured"] == [gone], command
     found = answer("check", **here)
     assert found["ok"] is True
-    assert found["remotes"][0]["configured"] is False  # type: ignore[index]
+    assert found["unconfigured"] == [gone]
 
 
 def test_damage_and_what_clear_left_here_fail_in_any_store(

@@ -141,7 +141,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
             "tier chunks owner",
         ],
     ),
-    "ls": (["ls"], ["tier key position"]),
+    "ls": (["ls"], ["store key position"]),
     "ls --by namespace": (["ls", "--by", "namespace"], ["tier namespace chunks"]),
     "check": (
         ["check", "--read"],

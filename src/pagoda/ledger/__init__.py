@@ -46,6 +46,7 @@ Modules, in the order in which a request reaches them:
     guard_watch         the thread that sees when files of an open store are removed or replaced
     store_state         the state file of a store, the names of its files, and what it vouches for
     store_stats         `StoreStats`: what people and monitors are shown of a store
+    store_names         one short name for each store, for people
     table_integrity     whether tables can be trusted: checksums, the check of all rows
 """
 

@@ -9,7 +9,7 @@ methods of `Ledger`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -21,6 +21,7 @@ from pagoda.base.errors import LedgerCorrupt, StoreError
 from pagoda.base.metrics import Reason
 from pagoda.ledger import hold_pin_remove, queries, table_integrity
 from pagoda.ledger.chunk_notes import ChunkNotes
+from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.lmdb_tables import (
     COUNTERS_ROW,
@@ -53,37 +54,98 @@ def list_chunks(
 
     `slot`: only the chunk in that slot, if it has one, within the deadline.
     """
+    now = (
+        ledger.session.clock.monotonic_ns()
+    )  # one moment, so ages can be compared
     if slot is not None:
         return iter(
             ledger.session.read(
-                partial(_chunk_in, ledger, slot), deadline_seconds
+                partial(_chunk_in, ledger, now, slot), deadline_seconds
             )
         )
     rows = ledger.session.read_rows(
-        lambda tables: tables.slots, partial(_chunk_row, ledger), most=_PAGE
+        lambda tables: tables.slots,
+        partial(_chunk_row, ledger, now),
+        most=_PAGE,
     )
     return islice(rows, limit)
 
 
+def latest_chunks(
+    ledger: Ledger,
+    limit: int,
+    roots: Container[bytes] | None = None,
+    number: int | None = None,
+) -> list[ChunkRow]:
+    """Return the `limit` chunks used last, the latest first; reads no more rows than that.
+
+    With `roots`, only chunks of these namespaces, of which there are `number` (None: as many as the
+    store has): then it reads rows until it has found enough. The columns say which are latest.
+    These are hints on a disk: if they name fewer chunks than there are, all are walked.
+    Raises StoreError.
+    """
+    known = ledger.session.read(_totals)["ready"] if number is None else number
+    wanted = min(limit, known)
+    found: list[ChunkRow] = []
+    now = ledger.session.clock.monotonic_ns()
+    slots = _latest_slots(ledger, limit if roots is None else ledger.slots)
+    for start in range(0, len(slots), _PAGE):
+        if len(found) >= wanted:
+            break
+        rows = ledger.session.read(
+            partial(_chunks_in, ledger, now, slots[start : start + _PAGE])
+        )
+        found += [
+            row for row in rows if roots is None or row.namespace_root in roots
+        ]
+    if len(found) < wanted:
+        every = list_chunks(ledger)
+        found = [
+            row for row in every if roots is None or row.namespace_root in roots
+        ]
+        found.sort(key=lambda row: (row.last_use_age_seconds, row.position))
+    return found[:limit]
+
+
+def _latest_slots(ledger: Ledger, most: int) -> list[int]:
+    """Return the slots of the chunks used last, the latest first, as the columns say: `most`, and
+    those that were used at the same moment as the last one.
+    """
+    stamps = ledger.columns.last_use[: ledger.slots].copy()
+    ready = np.flatnonzero(stamps != NOT_READY)
+    if len(ready) > most > 0:
+        least = np.partition(stamps[ready], -most)[-most]
+        ready = ready[stamps[ready] >= least]
+    order = np.lexsort((ledger.columns.position[ready], -stamps[ready]))
+    return [int(slot) for slot in ready[order]]
+
+
+def _chunks_in(
+    ledger: Ledger, now: int, slots: Sequence[int], txn: Txn, tables: Tables
+) -> list[ChunkRow]:
+    return [
+        row for slot in slots for row in _chunk_in(ledger, now, slot, txn, tables)
+    ]
+
+
 def _chunk_in(
-    ledger: Ledger, slot: int, txn: Txn, tables: Tables
+    ledger: Ledger, now: int, slot: int, txn: Txn, tables: Tables
 ) -> list[ChunkRow]:
     row = txn.get(SLOT_KEY.pack(slot), db=tables.slots)
     return (
         []
         if row is None
-        else [_chunk_row(ledger, txn, tables, SLOT_KEY.pack(slot), row)]
+        else [_chunk_row(ledger, now, txn, tables, SLOT_KEY.pack(slot), row)]
     )
 
 
 def _chunk_row(
-    ledger: Ledger, txn: Txn, tables: Tables, key: bytes, row: bytes
+    ledger: Ledger, now: int, txn: Txn, tables: Tables, key: bytes, row: bytes
 ) -> ChunkRow:
     columns = ledger.columns
     session = ledger.session
     slot: int = SLOT_KEY.unpack(key)[0]
     generation, namespace, position, tokens, name = SLOT.unpack(row)
-    now = session.clock.monotonic_ns()
     age = (session.stamp(now) - int(columns.last_use[slot])) / 1e9
     leased = columns.lease_until[slot] > now
     pinned = txn.get(name, db=tables.pins) is not None

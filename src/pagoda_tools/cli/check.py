@@ -116,19 +116,17 @@ def check(
     ]
     ok = not wrong and not silent
     if as_json:
-        stores = [
+        stores = [{"ok": verdict.ok, **asdict(verdict)} for verdict in verdicts]
+        places = [one.directory for one in verdicts if not one.ok]
+        silent_places = [one.address for one in remotes if one.trouble]
+        printing.print_json(
             {
-                "ok": verdict.ok,
-                **asdict(verdict),
-                "configured": named.names(verdict.directory),
+                "ok": ok,
+                "stores": stores,
+                "remotes": [remote._asdict() for remote in remotes],
+                "unconfigured": named.unnamed([*places, *silent_places]),
             }
-            for verdict in verdicts
-        ]
-        shared = [
-            {**asked._asdict(), "configured": named.names(asked.address)}
-            for asked in remotes
-        ]
-        printing.print_json({"ok": ok, "stores": stores, "remotes": shared})
+        )
     else:
         _print(verdicts, wide, named)
         _print_remotes(remotes, named)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Mapping
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 from typer import Option
 
-from pagoda_tools.cli import FAILED, printing, stores
+from pagoda_tools.cli import FAILED, UsageError, printing, stores
 from pagoda_tools.cli.remote_stores import censuses, remotes_of
 
 if TYPE_CHECKING:
-    from pagoda.ledger import ChunkRow, NamespaceRow
+    from pagoda.ledger import ChunkRow, Ledger, NamespaceRow
+
+T = TypeVar("T")
+
+
+_LIMIT = 100
 
 
 class By(StrEnum):
@@ -24,34 +29,53 @@ class By(StrEnum):
     NAMESPACE = "namespace"
 
 
+class _Store(NamedTuple):
+    """A store that was read: its name for people, and how many of its chunks are chosen."""
+
+    tier: str
+    name: str
+    slot_bytes: int
+    chunks: int
+    namespaces: dict[bytes, NamespaceRow]
+
+    def fields_of(self, root: bytes) -> Mapping[str, str]:
+        row = self.namespaces.get(root)
+        return {} if row is None else row.fields
+
+
 class Listed(NamedTuple):
     """One chunk in the list."""
 
-    tier: str
-    slot_bytes: int
+    store: _Store
     namespace: NamespaceRow | None
     row: ChunkRow
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The fields of its namespace."""
+        return {} if self.namespace is None else self.namespace.fields
 
     def as_json(self) -> dict[str, object]:
         """Return the chunk as plain values."""
         row = self.row._asdict()
-        fields = self.namespace.fields if self.namespace else {}
         names = {
             "key": row.pop("key").hex(),
             "namespace": row.pop("namespace_root").hex(),
         }
         return {
-            "tier": self.tier,
+            "tier": self.store.tier,
+            "store": self.store.name,
             **names,
-            "model": fields.get("model", ""),
+            "model": self.fields.get("model", ""),
             **row,
         }
 
 
 class Total(NamedTuple):
-    """The chunks of one namespace in one tier."""
+    """The chunks of one namespace in one store."""
 
     tier: str
+    store: str
     namespace: str
     model: str
     chunks: int
@@ -67,7 +91,8 @@ def ls(
     by: By = By.CHUNK,
     model: stores.Model = None,
     namespace: stores.Prefix = None,
-    limit: Annotated[int, Option(min=0)] = 100,
+    limit: Annotated[int | None, Option(min=0)] = None,
+    everything: Annotated[bool, Option("--all")] = False,
     wide: stores.Wide = False,
     as_json: stores.AsJson = False,
     config: stores.ConfigFile = None,
@@ -76,20 +101,34 @@ def ls(
 
     Args:
         by: One line per chunk or per namespace.
-        limit: The most chunks to list; 0 = all.
+        limit: The most chunks to list, by default 100; 0 = all.
+        everything: List all chunks.
     """
     known: dict[bytes, NamespaceRow] = {}
     broken: dict[str, str] = {}
-    listed = _listed(
-        stores.find_stores(directory, config), model, namespace, known, broken
-    )
-    totals = _totals(listed) if by is By.NAMESPACE else []
-    found, number = _latest(listed, limit)  # `_totals` has consumed them
+    if everything and limit is not None:
+        raise UsageError("--all and --limit: choose one")
+    most = 0 if everything else _LIMIT if limit is None else limit
+    directories = stores.find_stores(directory, config)
+    totals: list[Total] = []
+    found: list[Listed] = []
+    number = 0
+    read = partial(_found, directories, model, namespace, known, broken)
+    if by is By.NAMESPACE:
+        totals = _totals(read(_sums))
+    else:
+        found, number = _latest(read(partial(_rows, most)), most)
     counts, silent = censuses(remotes_of(directory, config), known)
     broken |= silent
     wanted = stores.chosen(known, model, namespace, broken)
     shared = [
-        Total(spec.name, root.hex(), stores.label(known[root].fields), chunks)
+        Total(
+            spec.name,
+            spec.name,
+            root.hex(),
+            stores.label(known[root].fields),
+            chunks,
+        )
         for spec, found_there in counts.items()
         for root, chunks in sorted(
             found_there.items(), key=lambda count: -count[1]
@@ -119,7 +158,10 @@ def ls(
     else:
         _print_chunks(found, wide)
         if number > len(found):
-            printing.note(f"{number - len(found):,} more (--limit 0 shows all)")
+            printing.note(
+                f"{number - len(found):,} more of {number:,} chunks (--all lists them, --by "
+                "namespace counts them)"
+            )
         for tier in dict.fromkeys(total.tier for total in shared):
             chunks_there = sum(
                 total.chunks for total in shared if total.tier == tier
@@ -127,88 +169,124 @@ def ls(
             printing.note(
                 f"{tier}: {chunks_there:,} more chunks (--by namespace shows of which namespaces)"
             )
-    if not (number or shared or broken):
+    if not (number or totals or shared or broken):
         printing.note("no chunks are stored")
     for address, trouble in broken.items():
         named.note(address, f"not listed: {address}: {trouble}")
     return FAILED if any(map(named.names, broken)) else 0
 
 
-def _listed(
+def _found(
     directories: list[Path],
     model: str | None,
     prefix: str | None,
     known: dict[bytes, NamespaceRow],
     broken: dict[str, str],
-) -> Iterator[Listed]:
-    """Yield the chosen chunks, store by store; adds namespaces to `known`, stores that cannot be
-    read to `broken`.
+    read: Callable[[Ledger, Container[bytes] | None, int], T],
+) -> list[tuple[_Store, T]]:
+    """Do `read` with each store; adds namespaces to `known`, stores that cannot be read to
+    `broken`.
+
+    `read` gets the ledger, the namespaces that are chosen (None: all), and how many chunks they
+    have.
     """
-    from pagoda.base.errors import PagodaError
+    from pagoda.ledger import admin
+    from pagoda.ledger.store_names import store_names
+
+    def looked(ledger: Ledger) -> tuple[_Store, T]:
+        namespaces = admin.list_namespaces(ledger)
+        known.update(namespaces)
+        wanted = stores.chosen(namespaces, model, prefix, True)
+        everything = model is None and prefix is None
+        chunks = sum(row.chunks for row in wanted.values())
+        rows = read(ledger, None if everything else wanted, chunks)
+        store = _Store(
+            ledger.tier, ledger.tier, ledger.slot_bytes, chunks, namespaces
+        )
+        return store, rows
+
+    here, failed = stores.in_each(directories, looked)
+    broken |= {str(store): trouble for store, trouble in failed.items()}
+    names = store_names(
+        [(store.tier, directory) for directory, (store, _) in here.items()]
+    )
+    return [
+        (store._replace(name=name), rows)
+        for name, (store, rows) in zip(names, here.values(), strict=True)
+    ]
+
+
+def _latest(
+    found: list[tuple[_Store, list[ChunkRow]]], limit: int
+) -> tuple[list[Listed], int]:
+    """Return the `limit` chunks used last (0 = all) and the number of all chosen chunks."""
+    listed = [
+        Listed(store, store.namespaces.get(row.namespace_root), row)
+        for store, rows in found
+        for row in rows
+    ]
+    listed.sort(
+        key=lambda chunk: (chunk.row.last_use_age_seconds, chunk.row.position)
+    )
+    number = sum(store.chunks for store, _ in found)
+    # chunks come and go while they are read
+    return listed[: limit or None], max(number, len(listed))
+
+
+def _rows(
+    limit: int,
+    ledger: Ledger,
+    roots: Container[bytes] | None,
+    number: int,
+) -> list[ChunkRow]:
+    """Return the chunks that may be listed of one store."""
     from pagoda.ledger import admin
 
-    for store in directories:
-        try:
-            with stores.attached(store) as ledger:
-                namespaces = admin.list_namespaces(ledger)
-                known.update(namespaces)
-                wanted = stores.chosen(namespaces, model, prefix, True)
-                everything = model is None and prefix is None
-                for row in admin.list_chunks(ledger):
-                    if everything or row.namespace_root in wanted:
-                        yield Listed(
-                            ledger.tier,
-                            ledger.slot_bytes,
-                            namespaces.get(row.namespace_root),
-                            row,
-                        )
-        except PagodaError as trouble:
-            broken[str(store)] = str(trouble)
+    if limit:
+        return admin.latest_chunks(ledger, limit, roots, number)
+    return [
+        row
+        for row in admin.list_chunks(ledger)
+        if roots is None or row.namespace_root in roots
+    ]
 
 
-def _latest(listed: Iterator[Listed], limit: int) -> tuple[list[Listed], int]:
-    """Return the `limit` chunks used last (0 = all) and the number of all chunks; keeps only these
-    in memory.
-    """
-    number = 0
+def _sums(
+    ledger: Ledger, roots: Container[bytes] | None, _number: int
+) -> dict[bytes, Total]:
+    """Return the totals of one store, without its name and those of models. Reads all chunks."""
+    from pagoda.ledger import admin
 
-    def counted() -> Iterator[Listed]:
-        nonlocal number
-        for chunk in listed:
-            number += 1
-            yield chunk
-
-    def order(chunk: Listed) -> tuple[float, int]:
-        return chunk.row.last_use_age_seconds, chunk.row.position
-
-    found = (
-        heapq.nsmallest(limit, counted(), key=order)
-        if limit
-        else sorted(counted(), key=order)
-    )
-    return found, number
-
-
-def _totals(listed: Iterator[Listed]) -> list[Total]:
-    totals: dict[tuple[str, bytes], Total] = {}
-    for chunk in listed:
-        row = chunk.row
-        at = chunk.tier, row.namespace_root
+    totals: dict[bytes, Total] = {}
+    for row in admin.list_chunks(ledger):
+        root = row.namespace_root
+        if roots is not None and root not in roots:
+            continue
         seconds = row.last_use_age_seconds
-        name = stores.label(chunk.namespace.fields if chunk.namespace else {})
-        old = totals.get(at) or Total(
-            chunk.tier, row.namespace_root.hex(), name, 0
-        )
-        totals[at] = old._replace(
+        old = totals.get(root) or Total("", "", root.hex(), "", 0, 0, 0)
+        totals[root] = old._replace(
             chunks=old.chunks + 1,
             tokens=(old.tokens or 0) + row.tokens,
-            stored_bytes=(old.stored_bytes or 0) + chunk.slot_bytes,
+            stored_bytes=(old.stored_bytes or 0) + ledger.slot_bytes,
             newest_seconds=seconds
             if old.newest_seconds is None
             else min(old.newest_seconds, seconds),
             oldest_seconds=max(old.oldest_seconds or 0.0, seconds),
         )
-    return sorted(totals.values(), key=lambda total: -total.chunks)
+    return totals
+
+
+def _totals(found: list[tuple[_Store, dict[bytes, Total]]]) -> list[Total]:
+    totals = [
+        total._replace(
+            tier=store.tier,
+            store=store.name,
+            model=stores.label(store.fields_of(root)),
+        )
+        for store, totals_there in found
+        for root, total in totals_there.items()
+    ]
+    return sorted(totals, key=lambda total: -total.chunks)
 
 
 def _print_totals(
@@ -229,7 +307,7 @@ def _print_totals(
         return
     rows = [
         {
-            "tier": total.tier,
+            "store": total.store,
             "namespace": total.namespace[:12],
             "chunks": total.chunks,
             "tokens": total.tokens,
@@ -248,7 +326,7 @@ def _print_totals(
 def _print_chunks(found: list[Listed], wide: bool) -> None:
     rows = [
         {
-            "tier": chunk.tier,
+            "store": chunk.store.name,
             "key": chunk.row.key.hex()[:12],
             "namespace": chunk.row.namespace_root.hex()[:12],
             "position": chunk.row.position,
@@ -258,9 +336,7 @@ def _print_chunks(found: list[Listed], wide: bool) -> None:
             "flags": " ".join(
                 flag for flag in ("leased", "pinned") if getattr(chunk.row, flag)
             ),
-            "model": stores.label(
-                chunk.namespace.fields if chunk.namespace else {}
-            ),
+            "model": stores.label(chunk.fields),
         }
         for chunk in found
     ]

@@ -78,9 +78,9 @@ def configured(file: Path | None) -> Config:
 class Configured:
     """The tiers that the command line or the configuration names.
 
-    Trouble with one of them fails a command. The register has more: what this user opened once, with
-    an argument or from a file that is gone. That may have gone for good, so trouble with it is a
-    remark.
+    Trouble with one of them fails a command. The register has more: what this user opened once,
+    with an argument or from a file that is gone. That may have gone for good, so trouble with it is
+    a remark.
     """
 
     def __init__(self, directory: Path | None, config_file: Path | None) -> None:

@@ -32,9 +32,11 @@ from pagoda_tools.cli.stats import (
 from pagoda_tools.cli.stores import (
     AsJson,
     ConfigFile,
+    Configured,
     Directory,
     configured,
     find_stores,
+    remark,
 )
 from pagoda_tools.cli.text_tables import printable, table_lines, wrapped
 
@@ -106,7 +108,8 @@ def top(
                     Group(*_view(sample, out.width)[: out.height - 1]),
                     refresh=True,
                 )
-    return FAILED if sample.failed else 0
+    named = Configured(directory, config)
+    return FAILED if any(map(named.names, sample.failed)) else 0
 
 
 def _samples(
@@ -119,6 +122,7 @@ def _samples(
 
     config = configured(config_file)
     specs = remotes_of(directory, config_file)
+    named = Configured(directory, config_file)
     policy = f"{config.policy}, {config.write_policy}"
     remotes = LatelyAsked(
         lambda: [remote_usage(spec) for spec in specs], _ASK_SECONDS
@@ -129,7 +133,11 @@ def _samples(
         # enough that most first samples have the answers
         patience = 60.0 if once else 0.2
         sample = _sample(
-            directories, remotes.known(patience) if specs else (), before, policy
+            directories,
+            remotes.known(patience) if specs else (),
+            before,
+            policy,
+            named,
         )
         yield sample
         if once:
@@ -146,10 +154,11 @@ def _sample(
     remotes: Sequence[RemoteUsage],
     before: TopSample | None,
     policy: str,
+    named: Configured,
 ) -> TopSample:
     found, broken = snapshots(directories)
     failed = {
-        str(store): trouble
+        str(store): trouble if named.names(store) else remark(store, trouble)
         for store, trouble in broken.items()
         if not _is_gone(store)
     }
