@@ -80,7 +80,7 @@ def test_stats_of_two_tiers_from_the_configuration(
     shown = done_here("stats", **where).stdout
     assert "llama kv_dtype=bfloat16" in shown
     assert "qwen" in shown
-    assert re.search(r"host +absent +2", shown)
+    assert re.search(r"host:layout +absent +2", shown)
     assert "queue_full" not in shown  # only reasons that happened are shown
 
 

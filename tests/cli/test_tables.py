@@ -133,16 +133,19 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "stats": (
         ["stats"],
         [
-            "tier ready free pinned members",
+            "store ready free pinned members",
             "counted in lookups hits hit tokens from host from disk from remote",
-            "tier stored bytes loaded bytes evicted damaged",
-            "tier namespace chunks",
+            "store stored bytes loaded bytes evicted damaged",
+            "store namespace chunks",
             "tier state used limit address",
-            "tier chunks owner",
+            "store chunks owner",
         ],
     ),
     "ls": (["ls"], ["store key position"]),
-    "ls --by namespace": (["ls", "--by", "namespace"], ["tier namespace chunks"]),
+    "ls --by namespace": (
+        ["ls", "--by", "namespace"],
+        ["store namespace chunks"],
+    ),
     "check": (
         ["check", "--read"],
         ["tier verdict chunks read damaged directory", "tier verdict address"],
@@ -257,7 +260,7 @@ def test_a_wider_terminal_shows_what_is_long_in_its_row(
     code, text = in_terminal("stats")
     assert code == 0
     assert re.search(
-        rf"host .*  {os.environ['PAGODA_HOST_PATH']}/layout\n", text
+        rf"host:layout .*  {os.environ['PAGODA_HOST_PATH']}/layout\n", text
     ), text
 
 

@@ -4,6 +4,7 @@ and go.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -32,18 +33,25 @@ PATIENCE = 30.0
 class Terminal:
     """The command in a real terminal of 24 lines of 80 columns."""
 
-    def __init__(self, *args: object, term: str = "xterm-256color") -> None:
+    def __init__(
+        self,
+        *args: object,
+        term: str = "xterm-256color",
+        stdin: int | None = None,
+    ) -> None:
         self.ours, theirs = pty.openpty()
         termios.tcsetwinsize(theirs, (24, 80))
         self.before = termios.tcgetattr(theirs)
         self._theirs = theirs
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, *map(str, args)],
-            stdin=theirs,
+            stdin=theirs if stdin is None else stdin,
             stdout=theirs,
             stderr=theirs,
             env={**os.environ, "TERM": term},
             start_new_session=True,
+            # the terminal's own session, as in a shell
+            preexec_fn=lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0),
         )
         self.text = ""
 
@@ -58,10 +66,25 @@ class Terminal:
                 seen += piece
                 self.text += piece
 
+    def type(self, text: str) -> None:
+        os.write(self.ours, text.encode())
+
+    def resize(self, lines: int, columns: int) -> None:
+        termios.tcsetwinsize(self._theirs, (lines, columns))
+
     def end(self, number: signal.Signals) -> int:
         """Send the signal; return the exit code. The terminal must be as it was."""
         self.process.send_signal(number)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Wait for the end; return the exit code. The terminal must be as it was."""
         code = self.process.wait(PATIENCE)
+        end = time.monotonic() + PATIENCE
+        # after a kill, another process gives it back
+        while termios.tcgetattr(self._theirs) != self.before:
+            assert time.monotonic() < end
+            time.sleep(0.01)
         while select.select([self.ours], [], [], 0.2)[0]:
             self.text += os.read(self.ours, 65536).decode(errors="replace")
         assert termios.tcgetattr(self._theirs) == self.before
@@ -82,11 +105,12 @@ def test_one_view_has_all_tiers_and_fits(machine: Path) -> None:
         lines = text.splitlines()
         assert len(lines) <= 24 and max(map(cell_len, lines)) <= 80, text
         assert re.search(
-            r"host +[█░]{20} +3\.1 % +8\.00 KiB of 256\.00 KiB +2 chunks", text
+            r"host:layout +[█░]{6,20} +3\.1 % +8\.00 KiB of +256\.00 KiB +2 chunks",
+            text,
         ), text
-        assert re.search(r"disk +[█░]{20} +6\.2 %", text) and re.search(
-            r"redis .*answers", text
-        ), text
+        assert re.search(
+            r"disk:[0-9a-f]{6} +[█░]{6,20} +6\.2 %", text
+        ) and re.search(r"redis .*answers", text), text
         for word in (
             "policy hindsight",
             "misses: other_namespace 12.3 M",
@@ -94,7 +118,7 @@ def test_one_view_has_all_tiers_and_fits(machine: Path) -> None:
             "from remote",
         ):
             assert word in text, text
-        assert "pinned chunks: pagoda 1 in host" in text
+        assert "pinned chunks: pagoda 1 in host:layout" in text
         assert "meta-llama/Llama-3.1-8B-Instruct" in text
 
 
@@ -221,9 +245,9 @@ def test_live_in_a_terminal_and_its_end(
     ledger = host(shm_root)
     put(ledger, LLAMA, range(32))
     live = Terminal("top", shm_root, "--interval", 0.2)
-    live.until("host .* 2 chunks")
+    live.until("host:layout .* 2 chunks")
     put(ledger, LLAMA, range(64))
-    live.until("host .* 4 chunks")
+    live.until("host:layout .* 4 chunks")
     assert live.end(number) == code
     assert (
         max(cell_len(line) for line in ESCAPES.sub("", live.text).splitlines())
@@ -252,7 +276,7 @@ def test_a_broken_store_is_named_and_hides_no_other(
     (shm_root / "bad" / "state").write_bytes(b"{}")
     code, text = in_pipe("top", shm_root, "--once")
     assert code == 1
-    assert re.search("host .* 1 chunks", text)
+    assert re.search("host:good .* 1 chunk", text)
     assert f"{shm_root}/bad: " in text
     monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root / "nothing"))
     # longer than a name can be

@@ -5,7 +5,8 @@ Exit codes: 0 success, 1 failure (damage was found, or a store cannot be used), 
 line on stderr says what is wrong), 130 interrupted.
 
     app, docstring_help    the commands and their names; the help of their options
-    stats, top, ls, check  show what is stored and what hits; list chunks; find damage
+    stats, top, ls, check  show what is stored and what hits; list chunks; find damage:
+                           `headline`, `top_view`, `live_screen`
     explain                says why a prompt misses: `prompt_source`, `prompt_explanation`,
                            `nearest_prompt`, `prompt_keys`
     clear, pin, remove     change what is stored

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
+import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from pagoda.base.metrics import TIER_KINDS, by_reason
 from pagoda_tools.cli import FAILED, UsageError, printing
+from pagoda_tools.cli.headline import headline, trouble_line
 from pagoda_tools.cli.remote_stores import (
     Unanswered,
     ask,
@@ -32,6 +37,8 @@ from pagoda_tools.cli.stores import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.text import Text
+
     from pagoda.config import RemoteSpec
     from pagoda.ledger.store_stats import StoreStats
     from pagoda_tools.serve.overview import RemoteUsage
@@ -42,15 +49,107 @@ def stats(
     as_json: AsJson = False,
     prometheus: Annotated[bool, Option("--prometheus")] = False,
     wide: Wide = False,
+    watch: Annotated[bool, Option("--watch")] = False,
+    interval: Annotated[float | None, Option(min=0.1, max=3600)] = None,
     config: ConfigFile = None,
 ) -> int:
     """Show what the stores hold, what hit, what missed and why.
 
     Args:
         prometheus: Print the Prometheus text format.
+        watch: Show it again and again, until Ctrl-C or q. With --json: one line each time.
+        interval: With --watch: seconds between two looks, by default 2.
     """
     if as_json and prometheus:
         raise UsageError("--json and --prometheus: choose one")
+    if watch and prometheus:
+        raise UsageError("--watch and --prometheus: choose one")
+    if interval is not None and not watch:
+        raise UsageError("--interval is for --watch")
+    show = partial(_show, directory, as_json, prometheus, wide, config)
+    if watch:
+        find_stores(directory, config)  # a wrong directory ends it at once
+        return _watched(show, 2.0 if interval is None else interval, as_json)
+    return show()
+
+
+def _watched(
+    show: Callable[[], int], interval_seconds: float, as_json: bool
+) -> int:
+    """Show it until the user ends that; return the last exit code."""
+
+    def look() -> int:
+        try:
+            return show()
+        except UsageError as trouble:  # the directory may come back
+            printing.note(str(trouble))
+            return FAILED
+
+    from rich.text import Text
+
+    from pagoda_tools.cli.live_screen import Key, LiveScreen
+
+    out = printing.console()
+    if as_json or not out.is_terminal or out.is_dumb_terminal:
+        while True:
+            if as_json:
+                _print_line(look)
+            else:
+                print(time.strftime("%H:%M:%S"))
+                look()
+            sys.stdout.flush()
+            time.sleep(interval_seconds)
+    with LiveScreen(out) as screen:
+        while True:
+            said = _TerminalText()
+            # remarks too: they would be drawn over
+            with redirect_stdout(said), redirect_stderr(said):
+                code = look()
+            lines = Text.from_ansi(said.getvalue()).split(allow_blank=False)
+            clock = Text(f"{time.strftime('%H:%M:%S')}  q quit", style="dim")
+            until = time.monotonic() + interval_seconds
+            screen.draw(_cut([clock, *lines], screen.height))
+            while (key := screen.wait(until)) is not None:
+                if key is Key.QUIT:
+                    return code
+                screen.draw(_cut([clock, *lines], screen.height))
+
+
+class _TerminalText(io.StringIO):
+    """What would have been printed to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def _cut(lines: list[Text], height: int) -> list[Text]:
+    """Return as many lines as fit; the last one says how many do not."""
+    from rich.text import Text
+
+    if len(lines) <= height:
+        return lines
+    missing = len(lines) - height + 1
+    rest = f"and {missing} more lines: a larger terminal or pagoda top has them"
+    return [*lines[: height - 1], Text(rest, style="dim")]
+
+
+def _print_line(show: Callable[[], int]) -> None:
+    """Print one JSON object as one line."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        show()
+    if said.getvalue():
+        print(json.dumps(json.loads(said.getvalue())))
+
+
+def _show(
+    directory: Path | None,
+    as_json: bool,
+    prometheus: bool,
+    wide: bool,
+    config: Path | None,
+) -> int:
+    """Show it once; return the exit code."""
     found, broken = snapshots(find_stores(directory, config))
     shared = [remote_usage(spec) for spec in remotes_of(directory, config)]
     named = Configured(directory, config)
@@ -61,7 +160,10 @@ def stats(
             {"directory": str(store), "error": trouble}
             for store, trouble in broken.items()
         ]
-        stores = [snapshot.as_json() for snapshot in found] + failures
+        stores = [
+            {"name": name, **snapshot.as_json()}
+            for name, snapshot in zip(store_names(found), found, strict=True)
+        ] + failures
         remotes = [remote._asdict() for remote in shared]
         printing.print_json(
             {
@@ -74,7 +176,7 @@ def stats(
         print(_exposition(found, broken, shared), end="")
     else:
         if found or not broken:
-            _print(found, wide)
+            _print(found, shared, sum(map(named.names, troubles)), wide)
         _print_shared(shared)
     if not as_json:
         for place, trouble in troubles.items():
@@ -115,21 +217,32 @@ def remote_usage(spec: RemoteSpec) -> RemoteUsage:
         found.limit_bytes,
         "",
         warnings,
+        found.nodes,
+        found.answering,
     )
 
 
-def _print(found: list[StoreStats], wide: bool) -> None:
+def _print(
+    found: list[StoreStats],
+    shared: Sequence[RemoteUsage],
+    troubles: int,
+    wide: bool,
+) -> None:
     if not found:
         printing.note(printing.NOTHING_STORED)
         return
     stores = dict(zip(store_names(found), found, strict=True))
+    if troubles:
+        printing.print_text(trouble_line(troubles))
+    for line in headline(stores, shared):
+        printing.print_text(line)
     _print_room(stores, wide)
     printing.print_dicts("namespaces", namespace_rows(stores))
     printing.print_dicts("hits", hit_rows(stores))
     _print_traffic(stores)
     for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
         rows = [
-            {"tier": tier, "reason": reason, "chunks": count}
+            {"store": tier, "reason": reason, "chunks": count}
             for tier, snapshot in stores.items()
             for reason, count in by_reason(snapshot.counters, prefix).items()
         ]
@@ -141,21 +254,15 @@ def _print(found: list[StoreStats], wide: bool) -> None:
     ]
     printing.print_dicts(
         "pins",
-        [{"tier": tier, "chunks": n, "owner": owner} for tier, owner, n in pins],
+        [{"store": tier, "chunks": n, "owner": owner} for tier, owner, n in pins],
     )
 
 
 def store_names(found: Sequence[StoreStats]) -> list[str]:
-    """Return a name for each store: its tier, and a number from the second store of a tier on."""
-    seen: Counter[str] = Counter()
-    names = []
-    for snapshot in found:
-        seen[snapshot.tier] += 1
-        number = seen[snapshot.tier]
-        names.append(
-            snapshot.tier if number == 1 else f"{snapshot.tier} {number}"
-        )
-    return names
+    """Return the name of each store, which is the same in all commands."""
+    from pagoda.ledger.store_names import store_names as named
+
+    return named([(snapshot.tier, snapshot.directory) for snapshot in found])
 
 
 def hit_rows(stores: Mapping[str, StoreStats]) -> list[dict[str, object]]:
@@ -191,7 +298,7 @@ def _print_room(stores: Mapping[str, StoreStats], wide: bool) -> None:
     rare = ("slots", "unbacked", "reserved", "leased")
     rows = [
         {
-            "tier": tier,
+            "store": tier,
             **{
                 name: printing.count(snapshot.gauges[name])
                 for name in (*counted, *rare)
@@ -219,7 +326,7 @@ def _print_shared(shared: list[RemoteUsage]) -> None:
     rows = [
         {
             "tier": remote.tier,
-            "state": "NO ANSWER" if remote.error else "answers",
+            "state": remote.state,
             "used": printing.size(remote.used_bytes),
             "limit": printing.size(remote.limit_bytes),
             "address": remote.address,
@@ -244,7 +351,7 @@ def namespace_rows(
         found = sorted(found, key=lambda one: -one[2].chunks)[:most]
     return [
         {
-            "tier": tier,
+            "store": tier,
             "namespace": row.root.hex()[:12],
             "chunks": printing.count(row.chunks),
             "bytes": printing.size(row.chunks * slot_bytes),
@@ -267,7 +374,7 @@ def _print_traffic(stores: Mapping[str, StoreStats]) -> None:
         (tier, *(counted(name, one.counters[name]) for name in headings))
         for tier, one in stores.items()
     ]
-    printing.print_table("traffic", ("tier", *headings.values()), rows)
+    printing.print_table("traffic", ("store", *headings.values()), rows)
 
 
 def counted(name: str, number: float) -> str:

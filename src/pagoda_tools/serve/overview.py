@@ -49,6 +49,23 @@ class RemoteUsage(NamedTuple):
     limit_bytes: int | None
     error: str
     warnings: Sequence[str] = ()  # about its settings
+    # of a pool: how many nodes it has, and how many of them answered
+    nodes: int | None = None
+    answering: int | None = None
+
+    @property
+    def state(self) -> str:
+        """Whether it answers, in a few words."""
+        if self.error:
+            return "NO ANSWER"
+        if self.nodes is None:
+            return "answers"
+        return f"{self.answering} of {self.nodes} nodes"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it answers, all of its nodes."""
+        return not self.error and self.nodes == self.answering
 
 
 class LatelyAsked:

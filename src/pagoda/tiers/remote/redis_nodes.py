@@ -522,6 +522,8 @@ class RedisNodesConnection(StoreConnection):
             used or None,
             sum(limits) if 0 < len(limits) == len(usages) else None,
             wrong,
+            nodes=len(calls),
+            answering=len(answers),
         )
 
     def abort(self) -> None:

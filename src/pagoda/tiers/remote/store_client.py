@@ -136,6 +136,9 @@ class Usage(NamedTuple):
     limit_bytes: int | None
     # what is wrong with its configuration, and the command that mends it
     warnings: Sequence[str] = ()
+    # of a store of several nodes: how many there are, and how many of them answered
+    nodes: int | None = None
+    answering: int | None = None
 
 
 class StoreConnection(Protocol):
