@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import pagoda
+
 HEAVY = (
     "numpy",
     "lmdb",
@@ -59,6 +61,28 @@ def test_what_an_engine_imports_is_one_package() -> None:
 
 def test_errors_are_light() -> None:
     after = modules_after("from pagoda import PagodaError")
+    assert not after & set(HEAVY)
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in pagoda.__all__:
+        found = getattr(pagoda, name)
+        if name != "__version__":
+            assert found.__doc__, name
+            assert name in dir(pagoda)
+    assert {"ChunkRef", "Reason", "Stored", "Hit", "Config"} <= set(
+        pagoda.__all__
+    )
+    assert pagoda.Stored(1, 256, 0, 0).reason is None
+    assert pagoda.Reason("absent") is pagoda.Reason.ABSENT
+    ref = pagoda.ChunkRef(
+        b"k" * 32, position=0, parent=None, slot=3, generation=17
+    )
+    assert ref.reserved.generation == 17
+
+
+def test_reasons_are_light() -> None:
+    after = modules_after("from pagoda import Reason")
     assert not after & set(HEAVY)
 
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
         PagodaError,
         StoreError,
     )
-    from pagoda.cache import Cache, Hit
+    from pagoda.base.metrics import Reason
+    from pagoda.cache import Cache, ChunkRef, Hit, Stored
     from pagoda.config import Config
     from pagoda.keys import Namespace
     from pagoda.layout import KVLayout
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "ChunkRef",
     "ClosedError",
     "Config",
     "ConfigError",
@@ -53,14 +55,19 @@ __all__ = [
     "Namespace",
     "NoRoomError",
     "PagodaError",
+    "Reason",
     "StoreError",
+    "Stored",
     "__version__",
 ]
 
 # the module of each public name
 _HOME = dict.fromkeys(__all__, "pagoda.base.errors") | {
     "Cache": "pagoda.cache",
+    "ChunkRef": "pagoda.cache",
     "Hit": "pagoda.cache",
+    "Stored": "pagoda.cache",
+    "Reason": "pagoda.base.metrics",
     "Config": "pagoda.config",
     "KVLayout": "pagoda.layout",
     "Namespace": "pagoda.keys",

@@ -17,7 +17,13 @@ from rich.cells import cell_len
 from pagoda.tiers import recorded_tiers
 from pagoda_tools.cli import top_view
 from pagoda_tools.cli.live_screen import Key, keys_in
-from pagoda_tools.cli.top_view import Moment, Shown, TopSample, View, view_lines
+from pagoda_tools.cli.top_view import (
+    Moment,
+    ChosenView,
+    TopSample,
+    View,
+    view_lines,
+)
 from pagoda_tools.serve.overview import RemoteUsage
 from tests.cli.shelf import LLAMA, QWEN, RUN, host, put, refused, run_here
 from tests.cli.test_top import ESCAPES, PATIENCE, Terminal
@@ -269,7 +275,7 @@ def test_the_history_has_a_dot_where_nothing_was_asked(shm_root: Path) -> None:
 
 def test_a_view_scrolls_no_further_than_its_end(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
-    shown = Shown()
+    shown = ChosenView()
     found = sample(shm_root)
     whole = shown.lines(found, (), 80, 100, True)
     for _ in range(200):

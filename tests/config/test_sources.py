@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 
 from pagoda.base.errors import ConfigError
 from pagoda.config import Config, option_names
-from pagoda.config.sources import load, schema
+from pagoda.config.sources import file_of, load, schema
 
 
 @pytest.fixture
@@ -358,3 +359,88 @@ def test_a_home_that_is_not_known_hinders_only_what_needs_it(
         disk_size="1GiB",
     )
     refused("~/pagoda.toml", "home directory", environ={}, file="~/pagoda.toml")
+
+
+def test_a_file_alone(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGODA_HOST_SIZE", "1GiB")
+    (nowhere / "pagoda.toml").write_text("chunk_tokens = 64\n")
+    file = nowhere / "mine.toml"
+    file.write_text('disk_size = "1GiB"\ndisk_path = "/a"\npolicy = "lru"\n')
+    config = Config.from_file(file, policy="arc", disk_path=Path("/b"))
+    assert config.disk_bytes == 2**30
+    assert (config.policy, config.disk_path) == ("arc", "/b")
+    assert (config.host_size, config.chunk_tokens) == ("auto", 256)
+    assert config.origins["disk_size"] == f"file {file}"
+    assert config.origins["policy"] == "argument policy"
+    assert config.origins["host_size"] == "default"
+    assert list(config.origins) == option_names()
+    assert Config.from_file(str(file)).policy == "lru"
+
+
+def test_the_environment_alone(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (nowhere / "pagoda.toml").write_text("chunk_tokens = 64\n")
+    named = nowhere / "named.toml"
+    named.write_text('policy = "lru"\nhost_size = "2GiB"\n')
+    given = {"PAGODA_HOST_SIZE": "1GiB"}
+    config = Config.from_env(given)
+    assert (config.host_bytes, config.chunk_tokens) == (2**30, 256)
+    assert config.origins["host_size"] == "environment PAGODA_HOST_SIZE"
+    config = Config.from_env({**given, "PAGODA_CONFIG": str(named)})
+    assert (config.host_bytes, config.policy) == (2**30, "lru")
+    assert config.origins["policy"] == f"file {named}"
+    config = Config.from_env(given, host_size=0)
+    assert (config.host_size, config.origins["host_size"]) == (
+        0,
+        "argument host_size",
+    )
+    monkeypatch.setenv("PAGODA_POLICY", "arc")
+    assert Config.from_env().policy == "arc"
+    assert load().config.origins == load().origins
+
+
+def test_what_is_wrong_with_either_is_one_clear_error(nowhere: Path) -> None:
+    file = nowhere / "mine.toml"
+    file.write_text('polcy = "lru"\n')
+    with pytest.raises(ConfigError, match=r"polcy: no such option.*policy"):
+        Config.from_file(file)
+    file.write_text("chunk_tokens = 0\n")
+    with pytest.raises(ConfigError, match=f"chunk_tokens.*file {file}"):
+        Config.from_file(file)
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        Config.from_file(nowhere / "none.toml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        Config.from_file(nowhere)
+    file.chmod(0o666)
+    with pytest.raises(ConfigError):
+        Config.from_file(file)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="argument"):
+        Config.from_file(file, polcy="lru")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"PAGODA_POLCY.*PAGODA_POLICY"):
+        Config.from_env({"PAGODA_POLCY": "lru"})
+    with pytest.raises(ConfigError, match="PAGODA_CONFIG"):
+        Config.from_env({"PAGODA_CONFIG": str(nowhere / "none.toml")})
+    assert Config.from_env({"PAGODA_SERVICE_HOST": "1.2.3.4"}) == Config()
+
+
+def test_where_the_values_of_a_config_made_by_hand_came_from() -> None:
+    config = Config(policy="lru", chunk_tokens=256)
+    assert config.origins["policy"] == "argument policy"
+    assert config.origins["chunk_tokens"] == "default"
+    with pytest.raises(TypeError):
+        config.origins["policy"] = "me"  # type: ignore[index]
+    assert config == Config.from_env({"PAGODA_POLICY": "lru"})
+    assert hash(config) == hash(Config.from_env({"PAGODA_POLICY": "lru"}))
+    copied = pickle.loads(pickle.dumps(Config.from_env({"PAGODA_POLICY": "lru"})))
+    assert copied.origins["policy"] == "environment PAGODA_POLICY"
+
+
+def test_a_remote_tier_of_a_file_is_known_by_that_file(nowhere: Path) -> None:
+    file = nowhere / "mine.toml"
+    file.write_text('remote = "redis://127.0.0.1:1/7"\n')
+    Config.from_file(file)
+    assert file_of("redis://127.0.0.1:1/7") == str(file)
+    Config.from_env({"PAGODA_REMOTE": "redis://127.0.0.1:1/7"})
+    assert file_of("redis://127.0.0.1:1/7") == ""

@@ -19,6 +19,15 @@ from pagoda.base.clock import Clock
 class Reason(StrEnum):
     """Why a chunk was not served (a miss) or not stored (a drop). The value is the lower-case
     name.
+
+    `Hit.reason` and `Stored.reason` have it, and the counters `miss_...` and `drop_...` are named
+    by it. docs/reference/metrics.md says what each means and what to do. Later versions add
+    reasons and rename none.
+
+    Example:
+        >>> from pagoda import Reason
+        >>> Reason.SHORT_PROMPT == "short_prompt"
+        True
     """
 
     # mostly for misses

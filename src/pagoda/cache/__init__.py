@@ -35,5 +35,6 @@ from __future__ import annotations
 
 from pagoda.cache.cache import Cache
 from pagoda.cache.results import Cleared, Hit, Stored
+from pagoda.cache.writeback import ChunkRef
 
-__all__ = ["Cache", "Cleared", "Hit", "Stored"]
+__all__ = ["Cache", "ChunkRef", "Cleared", "Hit", "Stored"]

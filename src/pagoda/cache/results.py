@@ -69,6 +69,9 @@ class Hit:
 class Stored(NamedTuple):
     """The result of one `store`; num_chunks + present + refused = the number of whole chunks
     offered.
+
+    Immutable. A store raises nothing for what it could not store: `refused` counts it, and
+    `reason` says why.
     """
 
     # newly stored: readable now, or when a lower tier has received what the host refused

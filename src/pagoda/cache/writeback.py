@@ -67,12 +67,28 @@ Generations = npt.NDArray[np.uint64]
 class ChunkRef(NamedTuple):
     """A chunk of a run, and where its bytes are: in a host slot, in a staging buffer, or nowhere
     (names only).
+
+    Engines that copy themselves make it from what `Cache.slots` reserved, and hand it to
+    `Cache.slots.commit` and `Cache.slots.note_access`. Immutable.
+
+    Args:
+        key: 32 bytes, which name the chunk and all tokens before it.
+        position: which chunk of its prompt it is, from 0 on.
+        parent: the key of the chunk before it; None: it is the first one.
+        slot: its slot of the host tier; -1: not in a slot.
+        generation: the number of that reservation of the slot; no two are equal.
+        staged: the buffer with its bytes, if it is in none; only PagodaKV sets it.
+
+    Example:
+        >>> from pagoda import ChunkRef
+        >>> ChunkRef(b"k" * 32, position=0, parent=None, slot=3, generation=17).reserved.slot
+        3
     """
 
     key: bytes
     position: int
     parent: bytes | None
-    slot: int  # -1: not in a slot
+    slot: int
     generation: int
     staged: StagedChunk | None = None
 

@@ -14,9 +14,11 @@ and options, and records where every value came from.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from types import MappingProxyType
+from typing import TypedDict, TypeVar, Unpack
 
 from pagoda import policy as policies
 from pagoda.base.errors import ConfigError
@@ -275,6 +277,89 @@ class Config:
                 f"disk_path = {self.disk_path!r}: is host_path too; each tier needs its own "
                 "directory"
             )
+
+    @classmethod
+    def from_file(
+        cls, path: str | os.PathLike[str], **options: Unpack[ConfigOptions]
+    ) -> Config:
+        """Return the options of one TOML file. Reads no other file and no variable; changes
+        nothing.
+
+        Args:
+            path: the file; `pagoda config schema` describes it. A leading ~ is the home directory.
+            options: these come before what the file says.
+
+        Raises:
+            ConfigError: no such file, not TOML, an unknown option or a wrong value, or a file that
+                others can change.
+
+        Example:
+            >>> from tempfile import TemporaryDirectory
+            >>> with TemporaryDirectory() as directory:
+            ...     path = Path(directory, "pagoda.toml")
+            ...     _ = path.write_text('host_size = "16GiB"')
+            ...     config = Config.from_file(path, policy="lru")
+            >>> config.host_bytes, config.origins["policy"], config.origins["chunk_tokens"]
+            (17179869184, 'argument policy', 'default')
+        """
+        from pagoda.config.sources import load_file
+
+        return load_file(path, **options).config
+
+    @classmethod
+    def from_env(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        **options: Unpack[ConfigOptions],
+    ) -> Config:
+        """Return the options of the PAGODA_... variables, over the file that PAGODA_CONFIG names.
+        Reads no other file; changes nothing.
+
+        `Cache(...)` without a Config reads these and the usual files as well.
+
+        Args:
+            environ: the variables; None: those of this process.
+            options: these come before the variables.
+
+        Raises:
+            ConfigError: an unknown variable that begins with PAGODA_, a wrong value, or a file that
+                cannot be read.
+
+        Example:
+            >>> config = Config.from_env({"PAGODA_HOST_SIZE": "16GiB"})
+            >>> config.host_bytes, config.origins["host_size"]
+            (17179869184, 'environment PAGODA_HOST_SIZE')
+        """
+        from pagoda.config.sources import load_environment
+
+        return load_environment(environ, **options).config
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Where the value of each option came from: "default", "file /etc/pagoda.toml",
+        "environment PAGODA_HOST_SIZE", "option --host-size", "argument host_size".
+
+        A Config that was made by hand knows only which values differ from the defaults: these are
+        arguments.
+        """
+        noted: Mapping[str, str] | None = getattr(self, "_origins", None)
+        if noted is not None:
+            return MappingProxyType(dict(noted))
+        usual = defaults()
+        return MappingProxyType(
+            {
+                name: "default"
+                if getattr(self, name) == usual[name]
+                else f"argument {name}"
+                for name in option_names()
+            }
+        )
+
+    def note_origins(self, origins: Mapping[str, str]) -> None:
+        """Keep where the values came from, for `origins`. Only for `pagoda.config.sources`, before
+        anyone else has this object.
+        """
+        object.__setattr__(self, "_origins", dict(origins))
 
     @property
     def host_bytes(self) -> int:

@@ -111,13 +111,40 @@ def load(
         {name: value for name, value in (cli or {}).items() if value is not None}
     )
     variables = _environment(environ)
+    return _combined(files_of(file, environ), variables | options | arguments)
+
+
+def load_file(file: str | os.PathLike[str], **kwargs: object) -> Loaded:
+    """Return the options of one TOML file, and of nothing else but these keywords, which come
+    first. See `load`.
+    """
+    arguments = _arguments(kwargs)
+    return _combined(files_of(file, {}), arguments)
+
+
+def load_environment(
+    environ: Mapping[str, str] | None = None, **kwargs: object
+) -> Loaded:
+    """Return the options of the PAGODA_... variables and of the file that PAGODA_CONFIG names, if
+    it is set, and of these keywords, which come first; no other file is read. See `load`.
+    """
+    environ = os.environ if environ is None else environ
+    arguments = _arguments(kwargs)
+    variables = _environment(environ)
+    named = bool(environ.get(FILE_VARIABLE))
+    read = files_of(None, environ) if named else FilesRead()
+    return _combined(read, variables | arguments)
+
+
+def _combined(read: FilesRead, above: _Given) -> Loaded:
+    """Return the options of these files, and `above` them. Logs which files were read."""
     global _last_read
-    read = _last_read = files_of(file, environ)
+    _last_read = read
     _log_files(read)
     in_files: _Given = {}
     for one in reversed(read.files):
         in_files |= _in_file(one)
-    given = {**in_files, **variables, **options, **arguments}
+    given = in_files | above
     origins = {
         name: given[name][1] if name in given else DEFAULT
         for name in option_names()
@@ -133,6 +160,7 @@ def load(
         except ConfigError as trouble:
             raise ConfigError(f"{trouble} ({origins[option.name]})") from None
     config = Config(**values)  # type: ignore[arg-type]
+    config.note_origins(origins)
     named_in = next(
         (one.path for one in read.files if _origin(one) == origins["remote"]), ""
     )

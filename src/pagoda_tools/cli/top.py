@@ -36,7 +36,7 @@ from pagoda_tools.cli.top_view import (
     RATES,
     STEPS,
     Moment,
-    Shown,
+    ChosenView,
     TopSample,
     by_name,
     view_lines,
@@ -88,7 +88,7 @@ def top(
 
 def _live(sampler: _Sampler, interval: float, out: Console) -> TopSample:
     """Draw a view in place until the user ends it; return the last sample."""
-    shown = Shown()
+    shown = ChosenView()
     with LiveScreen(out) as screen:
         while True:
             sample = sampler.take(patience=0.2)

@@ -102,7 +102,7 @@ class TopSample(NamedTuple):
 
 
 @dataclass
-class Shown:
+class ChosenView:
     """What the user has chosen to see."""
 
     view: View = View.OVERVIEW
