@@ -18,8 +18,8 @@ from pagoda.tiers import recorded_tiers
 from pagoda_tools.cli import top_view
 from pagoda_tools.cli.live_screen import Key, keys_in
 from pagoda_tools.cli.top_view import (
-    Moment,
     ChosenView,
+    Moment,
     TopSample,
     View,
     view_lines,

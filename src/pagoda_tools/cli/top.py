@@ -35,8 +35,8 @@ from pagoda_tools.cli.stores import (
 from pagoda_tools.cli.top_view import (
     RATES,
     STEPS,
-    Moment,
     ChosenView,
+    Moment,
     TopSample,
     by_name,
     view_lines,
