@@ -459,6 +459,7 @@ def test_an_object_store_is_checked_listed_and_cleared(shm_root: Path) -> None:
                 "nodes": "",
                 "warnings": [],
                 "in_part": False,
+                "answering": "",
             }
         ]
         found = answer("clear", "-y", **where)

@@ -251,7 +251,8 @@ class RemoteCheck(NamedTuple):
     pool.
 
     The nodes must be the same on all machines. `warnings`: what is wrong with its settings.
-    `in_part`: some nodes answer and are used; the trouble names the others.
+    `in_part`: some nodes answer and are used; the trouble names the others. `answering`: how many,
+    such as "2 of 3 nodes".
     """
 
     tier: str
@@ -260,13 +261,16 @@ class RemoteCheck(NamedTuple):
     nodes: str = ""
     warnings: Sequence[str] = ()
     in_part: bool = False
+    answering: str = ""
 
     @property
     def verdict(self) -> str:
         """One word or two for the table."""
         if not self.trouble:
             return "answers"
-        return "answers in part" if self.in_part else "NO ANSWER"
+        if self.in_part:
+            return self.answering or "answers in part"
+        return "NO ANSWER"
 
 
 def pinged(specs: Sequence[RemoteSpec]) -> list[RemoteCheck]:
@@ -297,7 +301,12 @@ def _checked(spec: RemoteSpec) -> RemoteCheck:
         warnings = ask(spec, partial(_ping, spec))
     except Unanswered as trouble:
         return RemoteCheck(
-            spec.name, spec.redacted, str(trouble), nodes, in_part=trouble.in_part
+            spec.name,
+            spec.redacted,
+            str(trouble),
+            nodes,
+            in_part=trouble.in_part,
+            answering=_answering(spec) if trouble.in_part else "",
         )
     return RemoteCheck(
         spec.name,
@@ -306,6 +315,17 @@ def _checked(spec: RemoteSpec) -> RemoteCheck:
         nodes,
         [worded(spec, warning) for warning in warnings],
     )
+
+
+def _answering(spec: RemoteSpec) -> str:
+    """Return how many nodes of a pool answer; an empty string if that cannot be found out."""
+    with suppress(Unanswered):
+        found = ask(
+            spec, lambda link: link.usage(time.monotonic() + patience(spec))
+        )
+        if found.nodes is not None:
+            return f"{found.answering} of {found.nodes} nodes"
+    return ""
 
 
 def worded(spec: RemoteSpec, warning: str) -> str:

@@ -105,7 +105,7 @@ def _watched(
             # remarks too: they would be drawn over
             with redirect_stdout(said), redirect_stderr(said):
                 code = look()
-            lines = Text.from_ansi(said.getvalue()).split(allow_blank=False)
+            lines = Text.from_ansi(said.getvalue()).wrap(out, screen.width)
             clock = Text(f"{time.strftime('%H:%M:%S')}  q quit", style="dim")
             until = time.monotonic() + interval_seconds
             screen.draw(_cut([clock, *lines], screen.height))
@@ -122,12 +122,12 @@ class _TerminalText(io.StringIO):
         return True
 
 
-def _cut(lines: list[Text], height: int) -> list[Text]:
+def _cut(lines: Sequence[Text], height: int) -> list[Text]:
     """Return as many lines as fit; the last one says how many do not."""
     from rich.text import Text
 
     if len(lines) <= height:
-        return lines
+        return list(lines)
     missing = len(lines) - height + 1
     rest = f"and {missing} more lines: a larger terminal or pagoda top has them"
     return [*lines[: height - 1], Text(rest, style="dim")]

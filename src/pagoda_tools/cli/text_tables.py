@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 _GAP = "  "
 _WIDEST_PROSE = 100  # longer lines are hard to read
+_UNBROKEN = "\0"  # a space at which no line ends, while lines are made
 
 
 class RightAligned(str):
@@ -38,7 +39,12 @@ def table_lines(
     ]
     if not right[-1]:  # long text, which may be below its row
         widths[-1] = cell_len(columns[-1])
-    lines = [aligned(columns).rstrip()]
+    heading = aligned(columns).rstrip()
+    if cell_len(heading) > width and not right[-1]:
+        heading = aligned(
+            [*columns[:-1], ""]
+        ).rstrip()  # its values are below, too
+    lines = [heading]
     for *cells, last in texts:
         if right[-1]:
             lines.append(aligned([*cells, last]))
@@ -69,13 +75,14 @@ def printable(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return sentences as lines, broken between words. Pure."""
-    return textwrap.wrap(
-        printable(text),
+    """Return sentences as lines, broken between words, never before a per cent sign. Pure."""
+    lines = textwrap.wrap(
+        printable(text).replace(" %", f"{_UNBROKEN}%"),
         max(1, min(width, _WIDEST_PROSE)),
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
 def cell(value: object) -> str:
