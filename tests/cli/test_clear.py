@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import select
@@ -28,6 +29,7 @@ from tests.cli.shelf import (
     pagoda,
     put,
     refused,
+    run_here,
     save,
     writer,
 )
@@ -223,9 +225,13 @@ def test_a_remote_tier_whose_password_is_not_kept_is_named(
     put(host(shm_root), LLAMA, range(64))
     recorded_tiers.add("host", shm_root)
     recorded_tiers.add("remote", "redis://:***@127.0.0.1:1/0")
-    found = answer("clear", "--yes", code=1)
+    code, out, err = run_here("clear", "--yes", "--json")
+    found = json.loads(out)
     assert found["cleared"] == 4
-    assert list(found["failed"]) == ["redis://:***@127.0.0.1:1/0"]  # type: ignore[call-overload]
+    assert list(found["failed"]) == ["redis://:***@127.0.0.1:1/0"]
+    # it is in no configuration: a remark
+    assert code == 0
+    assert "not cleared: redis://:***@127.0.0.1:1/0" in err
     looked = done_here("stats")
     assert looked.returncode == 0
     assert "redis://:***@127.0.0.1:1/0" in looked.stderr

@@ -63,11 +63,7 @@ def pin(
     named = stores.Configured(directory, config)
     if as_json:
         printing.print_json(
-            {
-                "pinned": [one._asdict() for one in done],
-                "failed": broken,
-                "unconfigured": named.unnamed(broken),
-            }
+            {"pinned": [one._asdict() for one in done], "failed": broken}
         )
     elif done:
         rows = [(one.tier, one.num_tokens, one.model) for one in done]
@@ -104,13 +100,7 @@ def unpin(
         }
     named = stores.Configured(directory, config)
     if as_json:
-        printing.print_json(
-            {
-                "ended": ended,
-                "failed": broken,
-                "unconfigured": named.unnamed(broken),
-            }
-        )
+        printing.print_json({"ended": ended, "failed": broken})
     elif tiers or not broken:
         printing.note(
             f"{sum(ended.values()):,} chunks are no longer pinned by {owner}"

@@ -121,11 +121,7 @@ def warm(
     named = Configured(None, config)
     if as_json:
         printing.print_json(
-            {
-                "remotes": [one._asdict() for one in done],
-                "failed": broken,
-                "unconfigured": named.unnamed(broken),
-            }
+            {"remotes": [one._asdict() for one in done], "failed": broken}
         )
     else:
         rows = [one._replace(bytes=printing.size(one.bytes)) for one in done]  # type: ignore[arg-type]
