@@ -17,6 +17,7 @@ from prometheus_client.samples import Sample
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import COUNTERS, LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.cache.counters import CacheCounters
+from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, NamespaceRow, admin
 from pagoda.ledger.store_stats import StoreStats
 from pagoda.tiers.remote.store_client import Usage
@@ -270,7 +271,7 @@ def test_loads_are_a_histogram_by_tier(shm_root: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_edge_of_a_bucket_belongs_to_it(seconds: float, edge: str) -> None:
-    counters = CacheCounters(None, Clock())
+    counters = CacheCounters(None, Clock(), Namespace(model="m"))
     counters.add(
         counters.load_counts(
             2, 9, {"disk": seconds, "redis": seconds, "s3": seconds}
