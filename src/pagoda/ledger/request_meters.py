@@ -74,7 +74,6 @@ _NAMES_AT = 128
 _MODEL_BYTES = 96
 _MODEL_CHARS = 80
 _TENANT_BYTES = 24
-_WORD = 0xFFFF_FFFF_FFFF_FFFF
 _IDLE_SECONDS = 3600
 # how long a member with no free row, or no memory, does not look for one
 _PAUSE_SECONDS = 60.0
@@ -157,16 +156,17 @@ class RequestMeters:
         if base is None:
             base = self._new_base(pair)
         words = self._words
-        words[base] = int(time.time()) & _WORD
-        for name, number in counts.items():
-            place = _PLACE.get(name)
-            if place is not None:
-                words[base + place] = (words[base + place] + number) & _WORD
-        if load is not None:
-            at = base + _LOADED
-            words[at] = (words[at] + load.tokens) & _WORD
-            at = base + _LOAD_TIME
-            words[at] = (words[at] + load.microseconds) & _WORD
+        place_of = _PLACE.get
+        # a damaged counter near its end, or no count at all, stays as it is
+        with suppress(ValueError):
+            words[base] = int(time.time())
+            for name, number in counts.items():
+                place = place_of(name)
+                if place is not None:
+                    words[base + place] += number
+            if load is not None:
+                words[base + _LOADED] += load.tokens
+                words[base + _LOAD_TIME] += load.microseconds
 
     def own(self) -> list[Meter]:
         """Return what is in the rows of this member."""
@@ -206,7 +206,7 @@ class RequestMeters:
         row = names + crc32(names).to_bytes(4, "little")
         begin = base * 8 + _NAMES_AT
         self._page[begin : begin + len(row)] = row
-        self._words[base] = int(time.time()) & _WORD
+        self._words[base] = int(time.time())
 
     def _new_base(self, pair: Pair) -> int:
         """Return the row of a pair that has none yet, or the row that counts for it."""

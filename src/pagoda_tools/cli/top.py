@@ -28,6 +28,7 @@ from pagoda_tools.cli.stats import (
     remote_usage,
     snapshots,
     store_names,
+    usage,
 )
 from pagoda_tools.cli.stores import (
     AsJson,
@@ -194,7 +195,8 @@ def _as_json(sample: TopSample) -> dict[str, object]:
     ]
     remotes = [remote._asdict() for remote in sample.remotes]
     said = {"time": time.time(), "policy": sample.policy, "stores": stores}
-    return {**said, "remotes": remotes, "failed": dict(sample.failed)}
+    more = usage(sample.stores)
+    return {**said, "remotes": remotes, "failed": dict(sample.failed), **more}
 
 
 def _view(sample: TopSample, width: int) -> list[Text]:
