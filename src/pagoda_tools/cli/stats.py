@@ -177,7 +177,7 @@ def usage_rows(
     """Return rows for people of some models or tenants, as `usage` has them; with `most`, only of
     the first ones. Prefill time that was saved is blank if it is not known.
     """
-    rows = []
+    rows: list[dict[str, object]] = []
     for one in usage[:most]:
         by = next(iter(one))
         numbers = {

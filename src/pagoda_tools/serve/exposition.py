@@ -372,17 +372,17 @@ def _usage(stores: Sequence[StoreStats]) -> Iterator[Metric]:
     everything = [meter for store in stores for meter in store.meters]
     speeds = token_seconds(everything)
     bounded = _bounded(everything)
-    counts: dict[str, Tally[tuple[str, ...]]] = {name: Tally() for name in _USAGE}
+    counts: dict[str, dict[tuple[str, ...], float]] = {
+        name: {} for name in _USAGE
+    }
     found: Tally[tuple[str, ...]] = Tally()
     saved: dict[tuple[str, ...], float] = {}
     for store in stores:
         for meter in store.meters:
             own = meter.counts
             labels = (str(store.directory), *bounded[meter.model, meter.tenant])
-            for name, tally in counts.items():
-                seconds = name.endswith("_seconds")
-                counter = name.replace("_seconds", "_microseconds")
-                tally[labels] += own[counter] / 1e6 if seconds else own[counter]
+            for name, by_labels in counts.items():
+                by_labels[labels] = by_labels.get(labels, 0) + _counted(own, name)
             for kind in TIER_KINDS:
                 found[*labels, kind] += own[f"hit_tokens_{kind}"]
             if (sooner := saved_seconds(meter, speeds)) is not None:
@@ -391,6 +391,13 @@ def _usage(stores: Sequence[StoreStats]) -> Iterator[Metric]:
         yield _metric(family, counts[name].items())
     yield _metric(_USAGE_FOUND, found.items())
     yield _metric(_USAGE_SAVED, saved.items())
+
+
+def _counted(counts: Mapping[str, int], name: str) -> float:
+    """Return one count of a meter, times in seconds."""
+    if name.endswith("_seconds"):
+        return counts[name.replace("_seconds", "_microseconds")] / 1e6
+    return counts[name]
 
 
 def _bounded(meters: Iterable[Meter]) -> dict[tuple[str, str], tuple[str, str]]:
