@@ -15,7 +15,7 @@ import pytest
 
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.locks import OPEN
-from pagoda.ledger.request_meters import Load
+from pagoda.ledger.request_meters import TokenLoad
 from pagoda.ledger.store_state import LOCKS, read_state, write_state
 from pagoda_tools.cli import main
 from tests.cli.shelf import (
@@ -91,7 +91,7 @@ def test_models_and_tenants_are_those_of_all_stores(
     a = host(shm_root, name="a")
     b = host(shm_root, name="b")
     many = {"lookups": 1, "asked_tokens": 80, "hit_tokens": 60}
-    a.count(many, ("llama\x1b[2J", "0123456789ab"), Load(60, 1_000_000))
+    a.count(many, ("llama\x1b[2J", "0123456789ab"), TokenLoad(60, 1_000_000))
     b.count(many, ("llama\x1b[2J", "none"))
     b.count(
         {"prefill_tokens": 10, "prefill_microseconds": 10**6},

@@ -16,9 +16,9 @@ from pagoda.ledger.request_meters import (
     OTHER,
     PAGE_BYTES,
     PAIRS,
-    Load,
     Meter,
     RequestMeters,
+    TokenLoad,
     merged,
     model_label,
     read_meters,
@@ -66,7 +66,7 @@ def test_the_next_member_of_a_row_goes_on_with_it(file: Path) -> None:
 
 def test_what_was_counted_before_there_was_a_file_is_added(file: Path) -> None:
     mine = RequestMeters()
-    mine.add(("m", "t"), ASKED, Load(16, 5))
+    mine.add(("m", "t"), ASKED, TokenLoad(16, 5))
     shared(file).add(("m", "t"), ASKED)
     mine.share(file, 0)
     mine.add(("m", "t"), ASKED)
@@ -167,7 +167,7 @@ def test_any_damaged_byte_is_survived(file: Path) -> None:
 def test_a_counter_at_its_end_does_not_raise(file: Path) -> None:
     one = shared(file)
     for number in (2**64 - 1, 5, 2**70, -3):
-        one.add(("m", "t"), {"asked_tokens": number}, Load(number, number))
+        one.add(("m", "t"), {"asked_tokens": number}, TokenLoad(number, number))
     assert len(read_meters(file)) == 1
 
 

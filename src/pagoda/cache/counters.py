@@ -25,10 +25,10 @@ from pagoda.ledger import Ledger, admin
 from pagoda.ledger.request_meters import (
     NO_TENANT,
     OTHER,
-    Load,
     Meter,
     Pair,
     RequestMeters,
+    TokenLoad,
     model_label,
 )
 
@@ -95,7 +95,7 @@ class CacheCounters:
         self,
         counts: Mapping[str, int],
         pair: Pair | None = None,
-        load: Load | None = None,
+        load: TokenLoad | None = None,
     ) -> None:
         """Add to some counters; ignore unknown names. `pair`: the model and the tenant whose meter
         counts them, and what was loaded, too.
@@ -125,7 +125,7 @@ class CacheCounters:
     def count_load(
         self,
         namespace: Namespace | bytes,
-        load: Load,
+        load: TokenLoad,
         more: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Count what a call that is no counted request loaded into the engine's memory.
@@ -154,7 +154,7 @@ class CacheCounters:
         *,
         miss_counted: bool = False,
         more: Mapping[str, int] = MappingProxyType({}),
-        load: Load | None = None,
+        load: TokenLoad | None = None,
     ) -> None:
         """Count one request for that many tokens and its answer, also for its model and its tenant,
         and remember it among the last requests.

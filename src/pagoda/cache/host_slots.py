@@ -33,7 +33,7 @@ from pagoda.cache.writeback import (
 )
 from pagoda.keys import TokenIds, as_token_ids
 from pagoda.ledger import CommitResult, Ledger, Match, Outcome, Refused, Reserved
-from pagoda.ledger.request_meters import Load
+from pagoda.ledger.request_meters import TokenLoad
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
 
@@ -163,7 +163,7 @@ class HostSlots:
             seconds: how long the engine waited for them.
         """
         self._resources.counters.count_load(
-            namespace, Load(tokens, int(seconds * 1e6))
+            namespace, TokenLoad(tokens, int(seconds * 1e6))
         )
 
     def leave_loads_to_another_rank(self) -> None:

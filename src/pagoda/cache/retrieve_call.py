@@ -41,7 +41,7 @@ from pagoda.cache.writeback import (
     refs_in_slots,
 )
 from pagoda.ledger import Busy, Present, Refused, Reserved
-from pagoda.ledger.request_meters import Load
+from pagoda.ledger.request_meters import TokenLoad
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
 
@@ -135,7 +135,7 @@ class RetrieveCall:
         kv = self._kv
         hit = self._refusal()
         loads = dict[str, int]()
-        load: Load | None = None
+        load: TokenLoad | None = None
         if hit is None:
             if (
                 host is not None
@@ -163,7 +163,7 @@ class RetrieveCall:
             hit = request.hit(self._by_tier, *why)
             if kv is not None:
                 seconds = sum(self._load_seconds.values())
-                load = Load(hit.num_tokens, int(seconds * 1e6))
+                load = TokenLoad(hit.num_tokens, int(seconds * 1e6))
         if self._counted:
             resources.counters.count_request(
                 len(hit.mask) - hit.start_tokens,

@@ -90,7 +90,7 @@ Pair = tuple[str, str]
 """The name of a model and of a tenant."""
 
 
-class Load(NamedTuple):
+class TokenLoad(NamedTuple):
     """What one call copied into the engine's memory, and how long that took."""
 
     tokens: int
@@ -149,7 +149,7 @@ class RequestMeters:
             self._merge((meter.model, meter.tenant), meter.counts)
 
     def add(
-        self, pair: Pair, counts: Mapping[str, int], load: Load | None = None
+        self, pair: Pair, counts: Mapping[str, int], load: TokenLoad | None = None
     ) -> None:
         """Add to the counters of a pair; names that no meter has are ignored."""
         base = self._bases.get(pair)
@@ -259,7 +259,7 @@ class RequestMeters:
         return base if not self._words[base] else None
 
     def _merge(self, pair: Pair, counts: Mapping[str, int]) -> None:
-        load = Load(counts["loaded_tokens"], counts["load_microseconds"])
+        load = TokenLoad(counts["loaded_tokens"], counts["load_microseconds"])
         self.add(pair, counts, load)
 
 

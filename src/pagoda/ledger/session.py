@@ -66,10 +66,10 @@ from pagoda.ledger.members import (
 )
 from pagoda.ledger.namespace_slots import NamespaceSlots
 from pagoda.ledger.request_meters import (
-    Load,
     Meter,
     Pair,
     RequestMeters,
+    TokenLoad,
     merged,
     read_meters,
 )
@@ -681,7 +681,7 @@ class Session:
         self,
         counts: Mapping[str, int],
         pair: Pair | None = None,
-        load: Load | None = None,
+        load: TokenLoad | None = None,
     ) -> None:
         """Add to this member's counters, of pagoda.base.metrics.COUNTERS; KeyError for an unknown
         one.
