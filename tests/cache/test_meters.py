@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from multiprocessing.synchronize import Event as EventType
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.ledger.store_stats import StoreStats
 from tests.cache.kit import (
+    CHUNK,
     NAMESPACE,
     SPAWN,
     blank,
@@ -200,6 +202,36 @@ def test_a_forked_child_counts_for_itself(shm_root: Path) -> None:
         )
         served(cache, prompt(5))
         assert asked(cache) == {TENANT: 320, "none": 80}
+        adds_up(cache)
+
+
+def _ask_at_once(cache: Cache, go: EventType) -> None:
+    go.wait(60)
+    for _ in range(40):
+        cache.lookup(prompt(1), salt=SALT)
+
+
+def test_a_forked_child_has_a_page_of_its_own(shm_root: Path) -> None:
+    """It counts before its first transaction, with the parent at the same time."""
+    with cache_at(shm_root, None) as cache:
+        cache.lookup(prompt(1), salt=SALT)
+        (store,) = (ledger.directory for ledger in cache.slots.ledgers.values())  # type: ignore[union-attr]
+        before = (store / "meters").stat().st_blocks
+        fork = multiprocessing.get_context("fork")
+        go = fork.Event()
+        children = [
+            fork.Process(target=_ask_at_once, args=(cache, go)) for _ in range(2)
+        ]
+        for child in children:
+            child.start()
+        go.set()
+        for _ in range(40):
+            cache.lookup(prompt(1), salt=SALT)
+        for child in children:
+            child.join(60)
+            assert child.exitcode == 0
+        assert asked(cache) == {TENANT: 121 * CHUNK}
+        assert (store / "meters").stat().st_blocks > before
         adds_up(cache)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -193,6 +194,20 @@ def test_without_space_a_member_counts_for_itself_and_tries_again(
     assert one.is_waiting()
     one.share(file, 0)
     assert one.row == 0
+    assert asked_by_pair(read_meters(file)) == {("m", "t"): 200}
+
+
+def test_without_space_a_page_that_is_there_is_used(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To allocate it again could fail, and a failure empties what it was to allocate."""
+    shared(file).add(("m", "t"), ASKED)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    shared(file).add(("m", "t"), ASKED)
     assert asked_by_pair(read_meters(file)) == {("m", "t"): 200}
 
 
