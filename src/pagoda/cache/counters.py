@@ -166,6 +166,7 @@ class CacheCounters:
         request loaded into the engine's memory.
         """
         root = namespace if isinstance(namespace, bytes) else namespace.root
+        pair = self._pairs.get(root) or self._pair(namespace)
         hit_tokens = sum(by_tier.values())
         counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
         if reason is Reason.NOT_ASKED:
@@ -184,7 +185,6 @@ class CacheCounters:
             and not miss_counted
         ):
             counts[f"miss_{reason}"] = 1
-        pair = self._pair(namespace)
         if not self.meters_loads:
             load = None
         if (ledger := self._ledger) is None:

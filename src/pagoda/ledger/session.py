@@ -693,11 +693,13 @@ class Session:
         """
         with self._counting:
             if pair is not None:
-                if self._meters.is_waiting():
+                meters = self._meters
+                if meters.row is None and meters.is_waiting():
                     self._share_meters()
-                self._meters.add(pair, counts, load)
+                meters.add(pair, counts, load)
+            column_of = self._column.get
             for counter, n in counts.items():
-                column = self._column.get(counter)
+                column = column_of(counter)
                 if column is not None:
                     # in a forked child the row is not the parent's
                     self._row[column] += n
