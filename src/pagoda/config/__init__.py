@@ -162,7 +162,10 @@ class Config:
     # a field, as all of them
     write_policy: WritePolicy = _option(  # noqa: RUF009
         "write_through",
-        "What reaches lower tiers: all, what was hit often enough, the coldest ahead of eviction.",
+        (
+            "What reaches lower tiers: all ('write_through'), what was hit often enough "
+            "('selective'), the coldest ahead of eviction ('write_back')."
+        ),
     )
     selective_hits: int = _option(
         2,
@@ -192,7 +195,10 @@ class Config:
     )
     policy: str = _option(
         policies.DEFAULT,
-        "Which chunk is evicted first when a tier is full.",
+        (
+            "Which chunk is evicted first when a tier is full, by one of "
+            f"{', '.join(map(repr, policies.NAMES))}."
+        ),
         option_values.one_of(policies.NAMES),
     )
     record: str = _option(
@@ -246,7 +252,10 @@ class Config:
     )
     log_format: LogFormat = _option(  # a field, as all of them  # noqa: RUF009
         "plain",
-        "'json': what this process logs of PagodaKV goes to stderr as JSON, one object per line.",
+        (
+            "'plain': the log of PagodaKV goes where the process's log goes; 'json': to stderr, "
+            "one JSON object per line."
+        ),
     )
 
     def __post_init__(self) -> None:
