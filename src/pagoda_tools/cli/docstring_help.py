@@ -7,13 +7,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_type_hints
+from typing import Annotated, TypeVar, get_type_hints
 
 from typer import Option
-from typer.core import TyperOption
-
-if TYPE_CHECKING:
-    from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _TAG = re.compile(
@@ -37,18 +34,20 @@ def documented(function: _Function) -> _Function:
     return function
 
 
-def show_as_written(command: TyperCommand) -> None:
+def show_as_written(command: object) -> None:
     """Prepare all texts of a command, and of those below it, for the help on a terminal: nothing in
     them is taken for markup and left out, and switches have no type. Changes `command`.
     """
+    assert isinstance(command, TyperCommand | TyperGroup)
     command.help = _escaped(command.help)
     for parameter in command.params:
         if isinstance(parameter, TyperOption):
             parameter.help = _escaped(parameter.help)
             if parameter.is_flag and parameter.metavar is None:
                 parameter.metavar = ""
-    for below in getattr(command, "commands", {}).values():
-        show_as_written(below)
+    if isinstance(command, TyperGroup):
+        for below in command.commands.values():
+            show_as_written(below)
 
 
 def as_written(text: str) -> str:
