@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import ClassVar, TypedDict, TypeVar
 
 from pagoda import policy as policies
 from pagoda.base.errors import ConfigError
@@ -284,6 +284,9 @@ class Config:
                 f"disk_path = {self.disk_path!r}: is host_path too; each tier needs its own "
                 "directory"
             )
+
+    auto_bound: ClassVar[str] = ""
+    """What bounds a `host_size` of "auto", and what to do, if it is not a quarter of the memory."""
 
     @property
     def host_bytes(self) -> int:
