@@ -86,10 +86,7 @@ def test_a_later_start_keeps_what_is_stored_when_less_is_free(
     with_size.close()
     (small / "others").write_bytes(bytes(140 * MIB))
     cached = opened(small)
-    size = (
-        cached.cache.stats()["tiers"]["host"]["slots"] * cached.layout.slot_bytes
-    )
-    assert held - MIB < size <= held
+    assert held - MIB < cached.cache.config.host_bytes <= held
     cached.generate(tokens, max_new_tokens=1, do_sample=False)
     assert cached.last.hit.num_tokens == 39 * CHUNK
     cached.close()
