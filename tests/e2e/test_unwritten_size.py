@@ -92,6 +92,23 @@ def test_a_later_start_keeps_what_is_stored_when_less_is_free(
     cached.close()
 
 
+def test_two_at_once_have_one_limit_whatever_is_free(
+    small: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = opened(small)
+    (small / "others").write_bytes(bytes(40 * MIB))
+    second = opened(small)
+    assert second.cache.config.host_bytes == first.cache.config.host_bytes
+    tokens = prompt(5 * CHUNK)
+    first.generate(tokens, max_new_tokens=1, do_sample=False)
+    second.generate(tokens, max_new_tokens=1, do_sample=False)
+    assert second.last.hit.num_tokens == 4 * CHUNK
+    assert len(said(caplog)) == 2
+    assert "not the" not in caplog.text  # nobody asked for a size
+    second.close()
+    first.close()
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_it_is_never_more_than_1_gib_or_auto(
     shm_root: Path, shared: bool

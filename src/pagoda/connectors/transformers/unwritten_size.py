@@ -15,7 +15,7 @@ from pagoda.base.store_place import free_bytes, free_memory_bytes
 from pagoda.config import Config
 from pagoda.config.sizes import auto_bytes, format_size, nearest_existing
 from pagoda.layout import KVLayout
-from pagoda.ledger.root_usage import holdings
+from pagoda.ledger.root_usage import holdings, root_limit
 
 _log = guarded_logger("pagoda.connectors")
 
@@ -36,28 +36,30 @@ class UnwrittenSize(Config):
     @property
     def host_bytes(self) -> int:
         """The most bytes of the host tier: 1 GiB, an eighth of what is free now, and what "auto" is
-        elsewhere, whichever is least; but never less than its directory holds already.
+        elsewhere, whichever is least; but never less than its directory holds already, or may hold
+        for another process that has it open.
         """
         if not self.host_shared:
             free = free_memory_bytes()
             return _whole(min(MOST_BYTES, free // FREE_SHARE, auto_bytes(None)))
         root = Path(self.host_path)
-        held = _held_bytes(root)
+        held, limit = _held_and_limit(root)
         free = free_bytes(nearest_existing(root), in_memory=True)
         # what it holds is not free, and was taken before: a start neither counts it as another
         # program's nor gives it away
         spare = min(MOST_BYTES, (free + held) // FREE_SHARE, auto_bytes(root))
-        return max(_whole(spare), held)
+        return max(_whole(spare), held, limit)
 
 
-def _held_bytes(root: Path) -> int:
-    """Return what the stores there hold; 0 if the directory is not there or cannot be read, which
-    the opening will say.
+def _held_and_limit(root: Path) -> tuple[int, int]:
+    """Return what the stores there hold, and may hold for those who have them open; 0 if the
+    directory is not there or cannot be read, which the opening will say.
     """
     try:
-        return sum(holding.nbytes for holding in holdings(root))
+        every = holdings(root)
     except OSError:
-        return 0
+        return 0, 0
+    return sum(one.nbytes for one in every), root_limit(every) or 0
 
 
 def _whole(nbytes: int) -> int:
