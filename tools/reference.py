@@ -21,6 +21,7 @@ from pagoda.base.trusted_files import FOUND_OPTIONS
 from pagoda.config import Config
 from pagoda.connectors.vllm.supported_engines import FULL, HYBRID, TESTED, WHY
 from pagoda_tools.cli.app import program
+from pagoda_tools.cli.docstring_help import as_written
 from pagoda_tools.serve.exposition import COUNTED, FAMILIES, MOST_NAMESPACES
 
 if TYPE_CHECKING:
@@ -302,8 +303,8 @@ def _command_text(name: str, command: Command, context: Context) -> str:
         )
         if parameter.param_type_name == "argument":
             spelled = f"`{(parameter.metavar or parameter.name or '').upper()}`"
-        rows.append((spelled, getattr(parameter, "help", None) or ""))
-    text = " ".join((command.help or "").split("\f")[0].split())
+        rows.append((spelled, as_written(getattr(parameter, "help", None) or "")))
+    text = as_written(" ".join((command.help or "").split("\f")[0].split()))
     table = f"\n{_table(('option', 'meaning'), rows)}" if rows else ""
     return f"## `{name}`\n\n{text}\n{table}"
 

@@ -53,6 +53,7 @@ def test_the_tree_of_errors_is_the_documented_one() -> None:
         "PagodaError": [],
         "StoreError": ["PagodaError"],
         "NoRoomError": ["StoreError", "PagodaError"],
+        "MissingLibraryError": ["StoreError", "PagodaError"],
         "LedgerCorrupt": ["StoreError", "PagodaError"],
         "ClosedError": ["PagodaError"],
         "ConfigError": ["PagodaError"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import gc
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -73,6 +74,11 @@ def test_no_exception_of_a_signal_handler_leaves_a_condition_taken() -> None:
 
 
 @pytest.mark.timeout(300, method="thread")
+@pytest.mark.xfail(
+    sys.version_info >= (3, 14),
+    reason="from Python 3.14 on, a signal handler may run after `with` has taken a lock",
+    strict=False,
+)
 def test_nor_does_one_that_ends_a_wait() -> None:
     condition = Condition()
     pool = Pool(2, "interrupted-pool")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args, get_type_hints
 
 import pytest
 import typer
 from typer import Option
 
+from pagoda import policy
+from pagoda.config import Config
+from pagoda_tools.cli import main
 from pagoda_tools.cli.app import program
-from pagoda_tools.cli.docstring_help import documented
+from pagoda_tools.cli.docstring_help import as_written, documented
 
 
 def options(
@@ -101,3 +105,89 @@ def test_no_summary_of_a_command_is_cut_where_its_source_is() -> None:
     for name, command in program.commands.items():
         summary = (command.help or "").split("\n\n")[0]
         assert "\n" not in summary, name
+
+
+def commands(
+    command: object, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object]]:
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*words, name))
+
+
+ENGINE_SERVES = (
+    ("vllm", "serve"),
+    ("sglang", "serve"),
+)  # whose --help is the engine's
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        pytest.param(words, command, id=" ".join(words) or "pagoda")
+        for words, command in commands(program)
+        if words not in ENGINE_SERVES
+    ],
+)
+def test_80_columns_show_the_whole_help(
+    words: tuple[str, ...],
+    command: object,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*words, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    printed = " ".join(shown.replace("│", " ").split())
+    texts = [command.help or ""]  # type: ignore[attr-defined]
+    texts += [
+        getattr(parameter, "help", None) or ""
+        for parameter in command.params  # type: ignore[attr-defined]
+    ]
+    for text in texts:
+        # what is wrapped in its column has at most the type's column between its words
+        wanted = r"[^│]{1,20}?".join(map(re.escape, as_written(text).split()))
+        assert re.search(wanted, printed), text
+
+
+def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    for engine in ("vllm", "sglang"):
+        assert main([engine, "--help"]) == 0
+        assert "pagodakv[otel]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_options_of_an_engine_are_in_panels(
+    engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([engine, "--help"]) == 0
+    shown = capsys.readouterr().out
+    panels = {
+        panel.splitlines()[0].strip("─╮ "): panel
+        for panel in shown.split("╭─ ")[1:]
+    }
+    assert list(panels)[:4] == [
+        "Options",
+        "What the engine shares",
+        "Host memory",
+        "Disk",
+    ]
+    assert "--host-size" in panels["Host memory"]
+    assert "--disk-path" in panels["Disk"]
+    assert max(panel.count("--") for panel in panels.values()) <= 12
+
+
+def test_the_help_of_an_option_names_its_words() -> None:
+    known = {
+        name: get_args(kind)
+        for name, kind in get_type_hints(Config).items()
+        if get_args(kind) and isinstance(get_args(kind)[0], str)
+    }
+    known["policy"] = policy.NAMES
+    assert {"write_policy", "log_format", "disk_codec"} < set(known)
+    texts = dict(options(program))
+    for name, words in known.items():
+        for word in words:
+            assert f"'{word}'" in (texts[f"pagoda vllm {name}"] or ""), name

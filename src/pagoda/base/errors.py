@@ -4,6 +4,7 @@ OSError says of a file.
     PagodaError
      ├── StoreError            a store cannot be opened or used; the message says what to do
      │    ├── NoRoomError      too little memory or disk space for the requested store
+     │    ├── MissingLibraryError  an extra is not installed; the message has the pip line
      │    └── LedgerCorrupt    `Ledger.check` found numbers that contradict each other
      ├── ClosedError           a call on an object that was closed
      └── ConfigError           a bad setting (also a ValueError)
@@ -21,6 +22,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "LedgerCorrupt",
+    "MissingLibraryError",
     "NoRoomError",
     "PagodaError",
     "StoreError",
@@ -39,6 +41,10 @@ class NoRoomError(StoreError):
     """There is too little memory or disk space (or the limit is too low) for the requested
     store.
     """
+
+
+class MissingLibraryError(StoreError):
+    """A store needs a library that is not installed. The message has the line for pip."""
 
 
 class LedgerCorrupt(StoreError):

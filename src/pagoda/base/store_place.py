@@ -256,6 +256,19 @@ def _machine_free_bytes(directory: Path, meminfo: Path = _MEMINFO) -> int | None
     """
     if filesystem(directory) not in _IN_MEMORY:
         return None
+    return _available_bytes(meminfo)
+
+
+def free_memory_bytes() -> int:
+    """Return the bytes of memory that the cgroup and the machine have left for a process."""
+    found = (cgroup_free_bytes(), _available_bytes(_MEMINFO))
+    return min((left for left in found if left is not None), default=_NO_LIMIT)
+
+
+def _available_bytes(meminfo: Path) -> int | None:
+    """Return what the machine has left before the kernel kills processes; None if it does not
+    say.
+    """
     try:
         lines = dict(
             line.split(":", 1) for line in meminfo.read_text().splitlines()

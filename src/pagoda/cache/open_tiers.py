@@ -189,10 +189,17 @@ def _host_bytes(config: Config, layout: KVLayout) -> int:
     chunks = layout.slots_in(size_bytes)
     unlimited = auto_bytes(None)  # without a limit, as the file system allows
     if config.host_size != AUTO or (
-        chunks and (chunks >= _FEW_CHUNKS or size_bytes == unlimited)
+        chunks
+        and (
+            chunks >= _FEW_CHUNKS
+            or size_bytes == unlimited
+            or config.auto_bound  # who bounded it has said how little it is
+        )
     ):
         return size_bytes
-    if size_bytes < unlimited:
+    if config.auto_bound:
+        why = config.auto_bound
+    elif size_bytes < unlimited:
         why = (
             f"the file system of {config.host_path} is that small: mount a larger one "
             "(docker: --shm-size)"

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypedDict, TypeVar, Unpack
+from typing import ClassVar, TypedDict, TypeVar, Unpack
 
 from pagoda import policy as policies
 from pagoda.base.errors import ConfigError
@@ -164,7 +164,10 @@ class Config:
     # a field, as all of them
     write_policy: WritePolicy = _option(  # noqa: RUF009
         "write_through",
-        "What reaches lower tiers: all, what was hit often enough, the coldest ahead of eviction.",
+        (
+            "What reaches lower tiers: all ('write_through'), what was hit often enough "
+            "('selective'), the coldest ahead of eviction ('write_back')."
+        ),
     )
     selective_hits: int = _option(
         2,
@@ -194,7 +197,10 @@ class Config:
     )
     policy: str = _option(
         policies.DEFAULT,
-        "Which chunk is evicted first when a tier is full.",
+        (
+            "Which chunk is evicted first when a tier is full, by one of "
+            f"{', '.join(map(repr, policies.NAMES))}."
+        ),
         option_values.one_of(policies.NAMES),
     )
     record: str = _option(
@@ -248,7 +254,10 @@ class Config:
     )
     log_format: LogFormat = _option(  # a field, as all of them  # noqa: RUF009
         "plain",
-        "'json': what this process logs of PagodaKV goes to stderr as JSON, one object per line.",
+        (
+            "'plain': the log of PagodaKV goes where the process's log goes; 'json': to stderr, "
+            "one JSON object per line."
+        ),
     )
 
     def __post_init__(self) -> None:
@@ -360,6 +369,9 @@ class Config:
         anyone else has this object.
         """
         object.__setattr__(self, "_origins", dict(origins))
+
+    auto_bound: ClassVar[str] = ""
+    """What bounds a `host_size` of "auto", and what to do, if it is not a quarter of the memory."""
 
     @property
     def host_bytes(self) -> int:

@@ -162,7 +162,7 @@ class RemoteSpec:
 
         Raises:
             ConfigError: the password cannot be read, or the engine refuses the URL.
-            StoreError: the engine's library is missing.
+            MissingLibraryError: the engine's library is not installed.
         """
         from pagoda.tiers.remote.open_client import open_client
 
@@ -432,9 +432,7 @@ def _scheme(url: str) -> str:
             if meant
             else did_you_mean(scheme, EXAMPLES)
         )
-        raise ValueError(
-            f"{scheme}:// is no engine that is known here{hint} (known are {known})"
-        )
+        raise ValueError(f"unknown store {scheme}://{hint} (known are {known})")
     return scheme.lower()
 
 

@@ -109,7 +109,11 @@ def _run(args: Sequence[str]) -> int:
 
     # errors are raised and printed as one line, so the library's log is not shown
     logging.getLogger("pagoda").addHandler(logging.NullHandler())
-    from pagoda.base.errors import ConfigError, PagodaError
+    from pagoda.base.errors import (
+        ConfigError,
+        MissingLibraryError,
+        PagodaError,
+    )
     from pagoda_tools.cli.app import program
     from pagoda_tools.cli.printing import left_out_files_noted
 
@@ -124,7 +128,7 @@ def _run(args: Sequence[str]) -> int:
         return code if isinstance(code, int) else 0
     except typer.Abort:
         return _complain("interrupted", INTERRUPTED)
-    except (UsageError, ConfigError) as trouble:
+    except (UsageError, ConfigError, MissingLibraryError) as trouble:
         return _complain(str(trouble), USAGE)
     except RecursionError:  # of a reader of JSON, TOML or YAML
         return _complain("the input is nested too deeply", USAGE)

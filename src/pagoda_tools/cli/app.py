@@ -13,7 +13,7 @@ from pagoda_tools.cli.bench import bench
 from pagoda_tools.cli.check import check
 from pagoda_tools.cli.clear import clear
 from pagoda_tools.cli.demo.demo_command import demo
-from pagoda_tools.cli.docstring_help import documented
+from pagoda_tools.cli.docstring_help import documented, show_as_written
 from pagoda_tools.cli.explain import explain
 from pagoda_tools.cli.ls import ls
 from pagoda_tools.cli.pin import pin, unpin
@@ -82,3 +82,4 @@ def root(
 
 # made once: it takes longer than some commands
 program = typer.main.get_command(app)
+show_as_written(program)

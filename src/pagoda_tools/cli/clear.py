@@ -14,6 +14,7 @@ from pagoda_tools.cli.remote_stores import (
     ask_each,
     censuses,
     cleared,
+    require_libraries,
 )
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def clear(
     everything = model is None and namespace is None
     remotes, withheld = all_remotes(directory, config, opened_too=config is None)
     left: list[str] = []
+    if not local and directory is None:
+        require_libraries(stores.configured(config).remotes())
     if local:
         left = [spec.redacted for spec in (*remotes, *withheld)]
         remotes = ()

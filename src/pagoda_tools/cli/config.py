@@ -161,9 +161,10 @@ def allow(
 @app.command()
 def check(file: File = None, as_json: AsJson = False) -> int:
     """Check the configuration: its values, its directories and whether remote tiers answer."""
-    from pagoda_tools.cli.remote_stores import pinged
+    from pagoda_tools.cli.remote_stores import pinged, require_libraries
 
     config = configured(file)
+    require_libraries(config.remotes())
     asked = pinged(
         [spec for specs in _servers(config).values() for spec in specs]
     )

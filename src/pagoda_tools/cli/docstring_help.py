@@ -1,4 +1,6 @@
-"""Takes the help of a command's arguments from its docstring. `app` applies it to all commands."""
+"""The help of commands: taken from their docstrings, and shown as it is written. `app` applies both
+to all commands.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,12 @@ from inspect import cleandoc
 from typing import Annotated, TypeVar, get_type_hints
 
 from typer import Option
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+_TAG = re.compile(
+    r"\[(?=[a-z#/@][^[]*?\])"
+)  # what rich takes for markup, such as [otel]
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -26,3 +32,28 @@ def documented(function: _Function) -> _Function:
         hints[name].__metadata__[0].help = " ".join(text.split())
     function.__annotations__ = hints
     return function
+
+
+def show_as_written(command: object) -> None:
+    """Prepare all texts of a command, and of those below it, for the help on a terminal: nothing in
+    them is taken for markup and left out, and switches have no type. Changes `command`.
+    """
+    assert isinstance(command, TyperCommand | TyperGroup)
+    command.help = _escaped(command.help)
+    for parameter in command.params:
+        if isinstance(parameter, TyperOption):
+            parameter.help = _escaped(parameter.help)
+            if parameter.is_flag and parameter.metavar is None:
+                parameter.metavar = ""
+    if isinstance(command, TyperGroup):
+        for below in command.commands.values():
+            show_as_written(below)
+
+
+def as_written(text: str) -> str:
+    """Return a help text without its escapes, for other places than the terminal. Pure."""
+    return text.replace("\\[", "[")
+
+
+def _escaped(text: str | None) -> str | None:
+    return None if text is None else _TAG.sub(r"\\[", text)

@@ -32,6 +32,53 @@ from pagoda_tools.cli import FailedError, UsageError
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _SIZES = ("host_size", "disk_size")
+_PANELS: dict[str, dict[str, str]] = {
+    "Host memory": {"host_size": "SIZE", "host_path": "PATH", "host_shared": ""},
+    "Disk": {
+        "disk_size": "SIZE",
+        "disk_path": "PATH",
+        "disk_direct": "BOOL",
+        "disk_codec": "NAME",
+        "durable": "",
+        "io_threads": "N",
+    },
+    "Other machines": {
+        "remote": "URL",
+        "peers": "URL",
+        "lookup": "URL",
+        "weights_epoch": "N",
+    },
+    "What is stored, loaded and evicted": {
+        "chunk_tokens": "N",
+        "policy": "NAME",
+        "write_policy": "NAME",
+        "selective_hits": "N",
+        "min_hit_tokens": "N",
+        "worth_it": "",
+        "deadline_seconds": "N",
+        "queue_chunks": "N",
+        "start_without": "NAME",
+    },
+    "Approximate KV": {
+        "blend_recompute": "SHARE",
+        "blend_min_tokens": "N",
+        "quality_verdicts": "PATH",
+        "unchecked": "",
+    },
+    "Seeing what happens": {
+        "record": "FILE",
+        "prompt_log": "",
+        "log_format": "NAME",
+        "profile": "",
+        "otel": "",
+    },
+}
+"""The options of `Config` as the help shows them: those of one panel together, and what stands for
+their values (a switch has none).
+"""
+
+ENGINE_PANEL = "What the engine shares"
+"""The help's panel of the options that only a connector has."""
 
 PrintOnly: TypeAlias = Annotated[
     bool, Option("--print", help="Print the command instead of running it.")
@@ -39,35 +86,41 @@ PrintOnly: TypeAlias = Annotated[
 Weights: TypeAlias = Annotated[
     str | None,
     Option(
-        help="A name for the weights, instead of a digest of the checkpoint's files."
+        help="A name for the weights, instead of a digest of the checkpoint's files.",
+        metavar="NAME",
+        rich_help_panel=ENGINE_PANEL,
     ),
 ]
 Salt: TypeAlias = Annotated[
     str | None,
-    Option(help="Only engines with the same salt share what is stored."),
+    Option(
+        help="Only engines with the same salt share what is stored.",
+        metavar="TEXT",
+        rich_help_panel=ENGINE_PANEL,
+    ),
 ]
 
 
 def with_config_options(function: _Function) -> _Function:
-    """Replace a command's last parameter `**options` by one option for each option of Config.
-    Changes `function`.
+    """Replace a command's last parameter `**options` by one option for each option of Config, in
+    panels. Changes `function`.
     """
     hints = get_type_hints(Config)
+    helps = {option.name: option.metadata["help"] for option in fields(Config)}
     own = inspect.signature(function, eval_str=True)
     keyword = partial(
         inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY, default=None
     )
     added = []
-    for option in fields(Config):
-        kind = hints[option.name]
-        shown = Option(help=option.metadata["help"])
-        wanted = keyword(
-            option.name,
-            annotation=Annotated[
-                bool | None if kind is bool else str | None, shown
-            ],
-        )
-        added.append(wanted)
+    for panel, names in _PANELS.items():
+        for name, metavar in names.items():
+            shown = Option(
+                help=helps.pop(name), rich_help_panel=panel, metavar=metavar
+            )
+            kind = bool | None if hints[name] is bool else str | None
+            added.append(keyword(name, annotation=Annotated[kind, shown]))
+    if helps:
+        raise AssertionError(f"options without a panel: {', '.join(helps)}")
     parameters = [*list(own.parameters.values())[:-1], *added]
     function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {

@@ -5,7 +5,7 @@ every error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
@@ -67,9 +67,26 @@ def remotes_of(
     left out.
     """
     known, withheld = all_remotes(directory, config_file)
+    if directory is None:
+        require_libraries(configured(config_file).remotes())
     for spec, why in withheld.items():
         printing.note(f"{spec.redacted}: {why}")
     return known
+
+
+def require_libraries(specs: Iterable[RemoteSpec]) -> None:
+    """Raise MissingLibraryError if the library of one of these tiers is not installed. Connects to
+    nothing.
+    """
+    from pagoda.base.errors import MissingLibraryError
+
+    for spec in specs:
+        try:
+            spec.engine()
+        except MissingLibraryError as missing:
+            raise MissingLibraryError(f"{spec.redacted}: {missing}") from None
+        except PagodaError:
+            continue  # said by the command, when it asks
 
 
 def all_remotes(

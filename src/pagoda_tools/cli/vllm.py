@@ -52,10 +52,18 @@ def root(
     ctx: typer.Context,
     print_only: engine_start.PrintOnly = False,
     weights: engine_start.Weights = None,
-    weights_run: str | None = None,
+    weights_run: Annotated[
+        str | None,
+        Option(metavar="NAME", rich_help_panel=engine_start.ENGINE_PANEL),
+    ] = None,
     salt: engine_start.Salt = None,
-    store_output: bool | None = None,
-    canonical_layout: Annotated[bool, Option("--canonical-layout")] = False,
+    store_output: Annotated[
+        bool | None, Option(rich_help_panel=engine_start.ENGINE_PANEL)
+    ] = None,
+    canonical_layout: Annotated[
+        bool,
+        Option("--canonical-layout", rich_help_panel=engine_start.ENGINE_PANEL),
+    ] = False,
     allow_untested_vllm: Annotated[bool, Option("--allow-untested-vllm")] = False,
     **options: str | bool | None,
 ) -> None:

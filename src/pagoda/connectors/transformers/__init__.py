@@ -15,6 +15,7 @@ In the order in which a call meets them:
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
     layerwise         KV that arrives layer by layer, while the model computes
     blending          documents that are reused wherever they are in a prompt, by `pagoda.blend`
+    unwritten_size    how much host memory is taken if nobody wrote a size
     rotary            the rotary embedding of a model, which moves K to another position
 """
 

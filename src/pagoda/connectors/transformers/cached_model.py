@@ -1,6 +1,6 @@
 """Hugging Face Transformers: a model with a cache of its prompts' KV.
 
-cached = CachedModel(model, disk_size="100GiB", disk_path="/var/cache/pagoda")
+cached = CachedModel(model)
 out = cached.generate(input_ids, max_new_tokens=48)             # one call
 
 with cached.prefix(input_ids) as prefix:                        # the two halves
@@ -68,6 +68,10 @@ from pagoda.connectors.transformers.model_identity import (
 )
 from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
 from pagoda.connectors.transformers.numerics import numerics_of
+from pagoda.connectors.transformers.unwritten_size import (
+    tell,
+    with_unwritten_size,
+)
 from pagoda.keys import Int32s, Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer import DenseKV
@@ -197,7 +201,9 @@ class CachedModel(ModelFacade):
         Args:
             model: a causal model of Transformers, on the device on which it stays.
             config: the options of the cache; without it they come from the environment and the
-                configuration file.
+                configuration file. If nobody wrote a `host_size` there either, the cache takes host
+                memory as it fills, at most 1 GiB and an eighth of what is free, and says so in one
+                line of the log.
             cache: a cache made with `layout_of` and `namespace_of`, instead of `config` and
                 `options`.
             revision: the version of the model, if its name alone does not identify it.
@@ -238,6 +244,7 @@ class CachedModel(ModelFacade):
         # for caches that are opened here
         self._config = config if cache is None else None
         if cache is None:
+            tell(config, self._seen.layout)
             cache = Cache(config, namespace=namespace, layout=self._seen.layout)
         else:
             _check_made_for(cache, namespace)
@@ -1146,9 +1153,13 @@ def _configured(config: Config | None, options: ConfigOptions) -> Config:
     if config is not None:
         # Config converts what it is given
         return replace(config, **options)  # type: ignore[arg-type]
-    from pagoda.config.sources import load
+    from pagoda.config.sources import DEFAULT, load
 
-    return load(None, None, None, **options).for_engine()
+    loaded = load(None, None, None, **options)
+    found = loaded.for_engine()
+    if loaded.origins["host_size"] == DEFAULT:
+        return with_unwritten_size(found)
+    return found
 
 
 def _check_made_for(cache: Cache, namespace: Namespace) -> None:

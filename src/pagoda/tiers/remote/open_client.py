@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from pagoda.base.errors import ConfigError, StoreError
+from pagoda.base.errors import ConfigError, MissingLibraryError
 from pagoda.base.urls import RemoteUrl
 from pagoda.tiers.remote.store_client import StoreClient
 from pagoda.tiers.remote.store_urls import password_in
@@ -48,7 +48,7 @@ def open_client(
 
     Raises:
         ConfigError: the password cannot be read, or the URL is invalid.
-        StoreError: the library of the store is not installed; says how to install it.
+        MissingLibraryError: the library of the store is not installed; says how to install it.
     """
     try:
         if kind == "redis":
@@ -97,7 +97,7 @@ def open_client(
 
         return ObjectStoreClient(url, prefix=prefix, name=name, options=options)
     except ModuleNotFoundError as missing:
-        raise StoreError(str(missing)) from None
+        raise MissingLibraryError(str(missing)) from None
     except ConfigError:
         raise
     except ValueError as error:

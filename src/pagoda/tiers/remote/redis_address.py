@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from pagoda.base.errors import ConfigError, StoreError
+from pagoda.base.errors import ConfigError, MissingLibraryError
 from pagoda.base.signal_safe_threads import NO_THREAD, start_thread, wait
 from pagoda.base.urls import RemoteUrl
 from pagoda.tiers.remote.resp import (
@@ -67,7 +67,7 @@ class RedisAddress:
         try:
             from redis import ConnectionPool
         except ImportError:
-            raise StoreError(
+            raise MissingLibraryError(
                 "Redis needs redis-py: pip install 'pagodakv[redis]'"
             ) from None
         scheme = check_redis_url(url)
