@@ -107,7 +107,7 @@ def test_without_the_token_there_is_only_a_form(page: Server) -> None:
     assert form.status == 401
     assert b'type="password"' in form.body
     assert b"prompt" not in form.body
-    for path in ("/stats.json", "/events", "/page/page.js"):
+    for path in ("/stats.json", "/events", "/history.json", "/page/page.js"):
         assert page.ask("GET", path).status == 401
     for path in ("/clear", "/pin", "/unpin", "/warm", "/explain"):
         assert post(page, path, {"everything": True}).status == 401
@@ -291,6 +291,39 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
         == 0
     )  # type: ignore[index]
     running.store(1, 4)
+
+
+def test_a_prompt_is_about_the_model_that_was_chosen(
+    page: Server, running: Engine
+) -> None:
+    prompt = {"tokens": tokens_of(1, 4)}
+    own = {**prompt, "namespace": running.root.hex()}
+    other = {**prompt, "namespace": "00" * 32}
+    (found,) = post(page, "/explain", own).json["namespaces"]  # type: ignore[misc]
+    assert found["namespace"] == running.root.hex()
+    assert post(page, "/pin", own).json["chunks"] == 4
+    assert post(page, "/warm", own).json["chunks"] == 0
+    assert post(page, "/unpin", own).json["chunks"] == 4
+    for path in ("/explain", "/pin", "/unpin", "/warm"):
+        refused = post(page, path, other)
+        assert refused.status == 400
+        assert "no store knows this namespace" in str(refused.json["remedy"])
+        assert post(page, path, {**prompt, "namespace": "x"}).status == 400
+
+
+def test_minutes_of_the_last_day(page: Server, running: Engine) -> None:
+    before = page.ask("GET", "/history.json").json["minutes"]
+    assert isinstance(before, list)
+    running.command("lookup", 1, 4)
+    wait_until(
+        lambda: (
+            sum(
+                minute["lookups"]
+                for minute in page.ask("GET", "/history.json").json["minutes"]  # type: ignore[attr-defined]
+            )
+            > sum(minute["lookups"] for minute in before)
+        )
+    )
 
 
 @pytest.mark.parametrize(

@@ -770,3 +770,55 @@ def test_on_a_phone_the_pagoda_keeps_its_shape_and_tables_say_that_they_scroll(
     page.set_viewport_size({"width": 1400, "height": 740})
     page.wait_for_selector(".requests:not(.more-left)")
     assert not hint.is_visible()
+
+
+def test_the_model_is_chosen_first_and_the_answer_says_what_to_do(
+    fed, serving: Server
+) -> None:  # type: ignore[no-untyped-def]
+    asked: list[object] = []
+    texts = {"before": "You are ", "here": MARKUP, "stored": None}
+    row = {"tier": "host", "num_tokens": 64, "reason": "evicted", "detail": ""}
+    found = {
+        "namespace": "b" * 64,
+        "model": MARKUP,
+        "lines": ["it differs"],
+        "answers": [row],
+        "texts": texts,
+    }
+
+    def answer(route) -> None:  # type: ignore[no-untyped-def]
+        asked.append(route.request.post_data_json)
+        said = {"asked_tokens": 100, "namespaces": [found], "left": {}}
+        route.fulfill(json=said)
+
+    fed.route("**/explain", answer)
+    namespaces = [
+        {
+            "namespace": letter * 64,
+            "fields": {"model": f"model {letter}"},
+            "chunks": {},
+            "bytes": 0,
+        }
+        for letter in "ab"
+    ]
+    send(fed, serving, namespaces=namespaces)
+    fed.fill("#prompt", "1 2 3")
+    fed.click("text=Explain")
+    expect(fed, "#answer", "Choose the model first")
+    assert asked == []
+    assert fed.evaluate("document.activeElement.id") == "model"
+    fed.select_option("#model", label="model b")
+    # what was chosen stays, whatever else is listed next
+    send(fed, serving, namespaces=namespaces[::-1])
+    fed.click("text=Explain")
+    expect(fed, "#answer", "What to do: Give the full tier more room")
+    assert asked == [{"tokens": [1, 2, 3], "namespace": "b" * 64}]
+    words = fed.inner_text("#answer")
+    assert f"You are {MARKUP}" in words
+    assert "(its end)" in words
+    fed.select_option("#model", "all")
+    fed.click("text=Explain")
+    wait_until(lambda: asked[1:] == [{"tokens": [1, 2, 3]}])
+    send(fed, serving, namespaces=namespaces[:1])
+    expect(fed, "#model", "model a")
+    assert fed.input_value("#model") == "a" * 64
