@@ -46,8 +46,9 @@ class CacheCounters:
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the locks."""
+        """Create the locks; a child has nothing in its queues."""
         self._lock = threading.Lock()
+        self._waiting: dict[str, int] = {}
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add to some counters; ignore unknown names."""
@@ -62,6 +63,14 @@ class CacheCounters:
                 self._own.update(known)
         elif known:
             ledger.count(known)
+
+    def set_waiting(self, tier: str, chunks: int) -> None:
+        """Say how many chunks of this process wait to be written to a tier."""
+        self._waiting[tier] = chunks
+        ledger = self._ledger
+        if ledger is not None:
+            total = sum(self._waiting.values())
+            ledger.session.set_gauge("waiting_chunks", total)
 
     def count_request(
         self,

@@ -353,6 +353,7 @@ def _rates(
         "load_seconds_half": load_seconds_within(counts, 0.5),
         "load_seconds_99": load_seconds_within(counts, 0.99),
         "drops": by_reason(counts, "drop_"),
+        "waiting_chunks": sum(store.gauges["waiting_chunks"] for store in stores),
         "being_written": sum(store.gauges["reserved"] for store in stores),
     }
 

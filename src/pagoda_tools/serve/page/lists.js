@@ -45,14 +45,13 @@ export function showRates({ rates, tiers }, fresh) {
     if (!looked) return [figure("Rates", null, "they need two looks at the stores, a second apart")];
     const each = (n) => perSecond(n, looked);
     const drops = Object.entries(rates.drops).sort((a, b) => b[1] - a[1]);
-    const waiting = rates.waiting_chunks;
     return [
       figure("Load time", rates.loads ? duration(rates.load_seconds / rates.loads) : "no loads", rates.loads ? loadWords(rates) : ""),
       figure("Loaded", speed(rates.loaded_bytes / looked),
         rates.load_seconds ? `${speed(rates.loaded_bytes / rates.load_seconds)} while a request loads` : ""),
       figure("Stored", speed(rates.stored_bytes / looked), `${count(rates.being_written)} chunks are being written`),
       figure("Evicted", each(rates.evicted_chunks), rates.evicted_chunks ? busiest(tiers) || "chunks" : "no chunks"),
-      figure("Queue", waiting === undefined ? null : count(waiting), "chunks that wait for the disk and remote tiers"),
+      figure("Queue", count(rates.waiting_chunks), "chunks that wait for the disk and remote tiers"),
       figure("Not stored", each(rates.dropped_chunks), drops.length ? `mostly: ${worded(drops[0][0])}` : "no chunks"),
     ];
   });
