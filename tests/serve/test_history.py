@@ -54,6 +54,14 @@ def test_after_a_pause_there_is_a_gap_and_nothing_is_spread_over_it() -> None:
     assert sum(one.counts["lookups"] for one in history.minutes) == 2
 
 
+def test_two_looks_right_after_each_other_make_no_peak() -> None:
+    history = History()
+    looked(history, 100.0, lookups=0)
+    assert looked(history, 100.1, lookups=10) is None
+    span = looked(history, 101.0, lookups=10)
+    assert (span.counts["lookups"], span.seconds) == (10, 1.0)
+
+
 def test_a_store_that_fails_for_a_moment_does_not_bend_the_sum() -> None:
     history = History()
     counts = {ONE: {"lookups": 0}, TWO: {"lookups": 0}}

@@ -20,7 +20,7 @@ from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger
 from pagoda.ledger.stores_under_root import remove_store
 from pagoda.transfer import DenseKV
-from pagoda_tools.serve import live_feed
+from pagoda_tools.serve import history, live_feed
 from pagoda_tools.serve.blocking_calls import BlockingCallPool
 from pagoda_tools.serve.history import machine_seconds
 from pagoda_tools.serve.live_feed import LiveFeed
@@ -30,7 +30,21 @@ from pagoda_tools.serve.overview import (
     MOST_REQUESTS,
     Overview,
 )
-from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_until
+from tests.serve.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    SECONDS,
+    kv_of,
+    tokens_of,
+    wait_until,
+)
+
+
+@pytest.fixture(autouse=True)
+def _short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looks make a span, however soon one follows the other."""
+    monkeypatch.setattr(history, "SHORTEST_SPAN_SECONDS", 0.0)
 
 
 def opened(root: Path, namespace: Namespace = NAMESPACE) -> Cache:
@@ -286,20 +300,20 @@ def test_while_nobody_looks_only_counters_are_read_and_the_history_has_no_hole(
             calls = BlockingCallPool()
             feed = LiveFeed(overview, calls)
             feed.start()
-            while len(overview.history.seconds) < 5:
-                await asyncio.sleep(0.01)
-            assert not taken
-            cache.lookup(tokens_of(1, 1))
-            cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
-            while not overview.history.recent(machine_seconds()).counts[
-                "stored_bytes"
-            ]:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(SECONDS / 3):
+                while len(overview.history.seconds) < 5:
+                    await asyncio.sleep(0.01)
+                assert not taken
+                cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
+                while not overview.history.recent(machine_seconds()).counts[
+                    "stored_bytes"
+                ]:
+                    await asyncio.sleep(0.01)
             async with feed.reader() as queue:
                 event = await queue.get()
                 assert event is not None
-                history = json.loads(event.partition(b"data: ")[2])["history"]
-                assert sum(one["stored_bytes"] for one in history) == (
+                spans = json.loads(event.partition(b"data: ")[2])["history"]
+                assert sum(one["stored_bytes"] for one in spans) == (
                     LAYOUT.chunk_bytes
                 )
                 for _ in range(3):

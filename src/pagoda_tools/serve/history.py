@@ -25,6 +25,8 @@ MOST_MINUTES = 1440  # spans of about a minute: a day
 # two looks with a longer pause between them have no span: it would spread over the pause what may
 # have happened in one moment of it
 LONGEST_SPAN_SECONDS = 5.0
+# a shorter span would say little: one request in a tenth of a second looks like ten a second
+SHORTEST_SPAN_SECONDS = 0.5
 RECENT_SECONDS = 60.0  # the time that rates are about
 
 _MINUTE_SECONDS = 60.0
@@ -107,9 +109,10 @@ class History:
     ) -> Span | None:
         """Take the counters of all stores at a moment; return the span since the look before.
 
-        None, and no span, if that look is too long ago. A store that is new, or was made again,
-        adds nothing to its first span. While a store fails that was read before, there is no span;
-        if it does not come back soon, the others go on without it.
+        None, and no span, if that look is too long ago, or a moment ago: then it is left out. A
+        store that is new, or was made again, adds nothing to its first span. While a store fails
+        that was read before, there is no span; if it does not come back soon, the others go on
+        without it.
 
         Args:
             now: `machine_seconds()`.
@@ -120,6 +123,8 @@ class History:
         before_at = self._looked_at
         before = self._before
         is_late = before_at is None or now - before_at > LONGEST_SPAN_SECONDS
+        if before_at is not None and 0 <= now - before_at < SHORTEST_SPAN_SECONDS:
+            return None
         if not is_late and any(store in before for store in failed):
             return None
         self._looked_at = now

@@ -9,6 +9,7 @@ import { KINDS, age, byId, count, draw, make, short } from "./elements.js";
 const SECOND_SPANS = 300; // as many as the server keeps
 const WIDTH = 600;
 const HEIGHT = 160;
+const NOW_SECONDS = 2;
 const LEAST_PAUSE = 0.01; // seconds between two spans that are a gap
 
 export const VIEWS = { minutes: 300, hour: 3600, day: 86400 };
@@ -26,6 +27,12 @@ export function addSpan(span) {
 
 export function replaceMinutes(spans) {
   minutes = spans;
+}
+
+// What is going on now: the span that has just ended; null if nobody looked.
+export function newestSpan(now) {
+  const last = seconds.at(-1);
+  return last && now - last.end < NOW_SECONDS ? last : null;
 }
 
 function spansOf(view) {

@@ -1,7 +1,7 @@
 // The operator's page. Everything it shows comes as text from /events (see serve/overview.py); data is
 // never made into markup. This module listens to the events and says whether the figures are fresh.
 
-import { addSpan, replaceMinutes, replaceSpans, showChart } from "./chart.js";
+import { addSpan, newestSpan, replaceMinutes, replaceSpans, showChart } from "./chart.js";
 import { KINDS, age, byId, make } from "./elements.js";
 import { ClockDifference, Freshness } from "./freshness.js";
 import { showNamespaces, showPins, showRates, showReasons, showRequests, showSaved, showScrolling, showSettings, showTroubles, showUsage } from "./lists.js";
@@ -51,7 +51,7 @@ function showPresent() {
   if (latest === null) return;
   const fresh = freshness.isFresh();
   showRates(latest, fresh);
-  showTower(latest.tiers, fresh ? latest.sample : null);
+  showTower(latest.tiers, fresh ? newestSpan(latest.machine_seconds) : null);
   showChart(latest.machine_seconds, view, fresh ? 0 : Math.max(1, freshness.age()));
 }
 
