@@ -681,6 +681,19 @@ class Session:
                 elif counter not in COUNTERS:
                     raise KeyError(counter)
 
+    def counted(self, rows: list[int], totals: CounterRow) -> dict[str, int]:
+        """Return the counters of the members in these rows and of members that left."""
+        summed = self._counters[rows].sum(axis=0, dtype=np.uint64) + totals
+        columns = ((name, self._column.get(name)) for name in COUNTERS)
+        return {
+            name: int(summed[column]) if column is not None else 0
+            for name, column in columns
+        }
+
+    def own_counters(self) -> dict[str, int]:
+        """Return the counters of this member."""
+        return self.counted([], np.asarray(self._row))
+
     def set_gauge(self, gauge: str, value: int) -> None:
         """Set one of this member's gauges, of pagoda.base.metrics.MEMBER_GAUGES."""
         with self._counting:
@@ -697,19 +710,6 @@ class Session:
             name: int(summed[column]) if column is not None else 0
             for name, column in columns
         }
-
-    def counted(self, rows: list[int], totals: CounterRow) -> dict[str, int]:
-        """Return the counters of the members in these rows and of members that left."""
-        summed = self._counters[rows].sum(axis=0, dtype=np.uint64) + totals
-        columns = ((name, self._column.get(name)) for name in COUNTERS)
-        return {
-            name: int(summed[column]) if column is not None else 0
-            for name, column in columns
-        }
-
-    def own_counters(self) -> dict[str, int]:
-        """Return the counters of this member."""
-        return self.counted([], np.asarray(self._row))
 
     # ---- opening, closing, forking
 

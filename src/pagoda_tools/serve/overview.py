@@ -199,8 +199,8 @@ class Overview:
                 ),
             ],
             "totals": shown,
-            "rates": _rates(recent, stores),
             "saved": _saved(stores, self.gpu_price),
+            "rates": _rates(recent, stores),
             "misses": by_reason(totals, "miss_"),
             "drops": by_reason(totals, "drop_"),
             "requests": _requests(stores),
@@ -278,6 +278,7 @@ def _local_tiers(
                 "chunks": sum(one.stats.gauges["ready"] for one in own.values()),
                 "used_bytes": sum(one.stats.used_bytes for one in own.values()),
                 "size_bytes": sum(one.stats.size_bytes for one in own.values()),
+                "most_bytes": sum(_most_bytes(one.stats) for one in own.values()),
                 "hit_tokens": totals[f"hit_tokens_{kind}"],
                 "address": "",
                 "trouble": "",
@@ -308,6 +309,7 @@ def _store_row(
         "chunks": stats.gauges["ready"],
         "used_bytes": stats.used_bytes,
         "size_bytes": stats.size_bytes,
+        "most_bytes": _most_bytes(stats),
         "evicted_per_second": counts.get("evicted_chunks", 0) / recent.seconds
         if known and counts is not None
         else None,
@@ -315,9 +317,14 @@ def _store_row(
     }
 
 
+def _most_bytes(stats: StoreStats) -> int:
+    """Return the size to which a store grows; its present size if it does not grow."""
+    return max(stats.size_bytes, stats.gauges.get("most_bytes", 0))
+
+
 def _fullness(row: Mapping[str, object]) -> tuple[float, float]:
     used = cast("int", row["used_bytes"])
-    size = cast("int", row["size_bytes"])
+    size = cast("int", row["most_bytes"])
     evicted = cast("float | None", row["evicted_per_second"])
     return (used / size if size else 0.0, evicted or 0.0)
 

@@ -10,7 +10,9 @@ const SPIRE = 34;
 const BASE = 14;
 const WINDOWS = 10;
 
-const shareOf = (tier) => (tier.size_bytes && tier.used_bytes !== null ? tier.used_bytes / tier.size_bytes : null);
+// The size that a tier or a store has when it has grown: one that grows is not full at its first piece.
+const sizeOf = (one) => one.most_bytes || one.size_bytes;
+const shareOf = (tier) => (sizeOf(tier) && tier.used_bytes !== null ? tier.used_bytes / sizeOf(tier) : null);
 const halfWidth = (index, storeys) => 46 + Math.min(48, index * Math.max(9, 44 / Math.max(1, storeys - 1)));
 
 function spire() {
@@ -70,7 +72,7 @@ function evicting(store) {
 
 function storeWords(store) {
   const old = store.read_seconds_ago === null ? "" : ` (not read for ${age(store.read_seconds_ago)})`;
-  return `${percent(store.used_bytes, store.size_bytes)} of ${bytes(store.size_bytes)} full${evicting(store)}${old}`;
+  return `${percent(store.used_bytes, sizeOf(store))} of ${bytes(sizeOf(store))} full${evicting(store)}${old}`;
 }
 
 // A sum hides a store that is full and evicts: the fullest one is named beside it.
@@ -87,7 +89,7 @@ function storeLines(tier) {
 }
 
 function fullness(tier) {
-  if (shareOf(tier) !== null) return `${percent(tier.used_bytes, tier.size_bytes)} full`;
+  if (shareOf(tier) !== null) return `${percent(tier.used_bytes, sizeOf(tier))} full`;
   return tier.used_bytes === null ? "fill unknown" : bytes(tier.used_bytes);
 }
 
@@ -98,7 +100,8 @@ function storey(tier, rate) {
   const words = (...text) => facts.push(make("p", { className: "soft" }, ...text));
   if (shareOf(tier) !== null) {
     const chunks = tier.chunks === null ? "" : `, ${count(tier.chunks)} chunks`;
-    words(`${bytes(tier.used_bytes)} of ${bytes(tier.size_bytes)}${chunks}${number > 1 ? `, ${count(number)} stores together` : ""}`);
+    const growing = sizeOf(tier) > tier.size_bytes ? ` (takes ${bytes(tier.size_bytes)} now, and grows)` : "";
+    words(`${bytes(tier.used_bytes)} of ${bytes(sizeOf(tier))}${growing}${chunks}${number > 1 ? `, ${count(number)} stores together` : ""}`);
   }
   facts.push(...storeLines(tier));
   if (tier.address) words(make("code", {}, tier.address));
