@@ -486,6 +486,17 @@ def test_a_silent_connection_is_given_up_and_another_one_is_made(
     assert fed.evaluate("window.streams.length") == 2
     send(fed, serving)
     expect(fed, "#live", "live")
+    # one that was refused and then hangs is given up, too
+    fed.evaluate("window.refused = 1; window.streams.at(-1).close()")
+    expect(fed, "#live", "no connection")
+    fed.clock.run_for(3500)
+    fed.clock.run_for(3500)
+    wait_until(lambda: fed.evaluate("window.streams.length === 3"))
+    fed.clock.run_for(11_000)
+    wait_until(lambda: fed.evaluate("window.streams.length === 4"))
+    send(fed, serving, version="later")
+    expect(fed, "#live", "live")
+    assert fed.locator("#renewed").is_visible()
 
 
 def test_after_a_sleep_the_page_does_not_say_live(fed, serving: Server) -> None:  # type: ignore[no-untyped-def]

@@ -221,7 +221,11 @@ class OperatorRoutes:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(
-            headers={**_HEADERS, "Content-Type": "text/event-stream"}
+            headers={
+                **_HEADERS,
+                "Content-Type": "text/event-stream",
+                "X-Accel-Buffering": "no",  # a proxy that gathers events makes them old
+            }
         )
         try:
             async with self._feed.reader() as queue:

@@ -26,6 +26,7 @@ export class Freshness {
 
   opened() {
     this.openedAt = [performance.now(), Date.now()];
+    if (this.connection === "out") this.connection = "connecting";
   }
 
   // Seconds since the moment that the figures are of; null: there are none yet.

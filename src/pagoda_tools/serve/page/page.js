@@ -125,7 +125,7 @@ async function listen() {
 
 // The network of a sleeping laptop may be gone without a word: nothing is heard, and nothing fails.
 function tick() {
-  if (freshness.connection !== "lost" && freshness.connection !== "out" && freshness.isSilent()) {
+  if (!stream.signal.aborted && freshness.isSilent()) {
     stream.abort();
     listen();
   }
