@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import http.client
 import importlib.util
 import os
@@ -16,95 +15,29 @@ import subprocess
 import sys
 import tempfile
 import time
-import unittest
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from testbed.programs import DAV_MODULE, LIBRARIES, lacking, need, skip
 
 __all__ = [
     "Server",
     "authority",
     "emptied_s3",
     "free_port",
-    "lacking",
     "mooncake_master",
     "mooncake_peer",
     "moto_s3",
-    "need",
     "nginx_dav",
     "pagoda_server",
     "redis_cluster",
     "redis_sentinel",
     "redis_server",
-    "skip",
 ]
 
 # moto takes longest: seconds for its imports on a busy machine
 START_SECONDS = 60.0
 BUCKET = "pagoda"
-# PROPFIND: nginx alone lists nothing
-DAV_MODULE = Path("/usr/lib/nginx/modules/ngx_http_dav_ext_module.so")
-LIBRARIES = {
-    "libibverbs.so.1": "libibverbs1",
-    "libnuma.so.1": "libnuma1",
-    "libcurl.so.4": "libcurl4",
-}  # of Mooncake
-PACKAGES = {
-    **{
-        library: f"the package {package}"
-        for library, package in LIBRARIES.items()
-    },
-    "mooncake": "mooncake-transfer-engine-non-cuda",
-    "redis-server": "the package redis-server",
-    "nginx": "the package nginx",
-    "openssl": "openssl",
-    DAV_MODULE.name: "the package libnginx-mod-http-dav-ext",
-}
-
-
-def need(program: str) -> str:
-    """Return the path of a program, or of Python where `program` is a module.
-
-    Raises:
-        unittest.SkipTest: it is missing. pytest skips the test that this ends. Where CI is set it
-            is a RuntimeError.
-    """
-    path = _path_of(program)
-    if path is None:
-        raise skip(lacking(program))
-    return path
-
-
-def skip(message: str) -> Exception:
-    """Return the exception of a test that cannot run here: an error where CI is set, because CI has
-    everything.
-    """
-    return (
-        RuntimeError(message)
-        if os.environ.get("CI")
-        else unittest.SkipTest(message)
-    )
-
-
-def lacking(*programs: str) -> str:
-    """Return which of these programs or modules is missing, and what to install; empty: none."""
-    missing = next((each for each in programs if _path_of(each) is None), None)
-    return (
-        ""
-        if missing is None
-        else f"{missing} is missing: install {PACKAGES.get(missing, missing)}"
-    )
-
-
-def _path_of(program: str) -> str | None:
-    if program in LIBRARIES:
-        with contextlib.suppress(OSError):
-            return str(ctypes.CDLL(program))
-        return None
-    if program == DAV_MODULE.name:
-        return str(DAV_MODULE) if DAV_MODULE.exists() else None
-    if program.isidentifier() and importlib.util.find_spec(program) is not None:
-        return shutil.which(program) or sys.executable
-    return shutil.which(program)
 
 
 def free_port() -> int:

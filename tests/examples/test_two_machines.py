@@ -17,7 +17,7 @@ import pytest
 from examples.two_machines import __main__ as cli
 from examples.two_machines.story import DOCUMENT_TOKENS, Turn, wrong_with
 from testbed.netns import need_network
-from testbed.servers import need
+from testbed.programs import need
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "examples.two_machines"]

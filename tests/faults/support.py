@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from pagoda.ledger import Ledger, Present, Reserved, StoreSpec
 from pagoda.slab.memory import MemorySlab
 from pagoda.tiers.base import Chunk
 from pagoda.tiers.disk import DiskTier
+from testbed.programs import need
 from tests.children import child, wait
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,12 +184,10 @@ def own_mounts() -> list[str]:
     permitted.
     """
     words = ["unshare", "--mount", "--propagation", "private"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(
-            [*words, "true"], capture_output=True, check=False
-        ).returncode
-    ):
+    need("unshare")
+    if subprocess.run(
+        [*words, "true"], capture_output=True, check=False
+    ).returncode:
         pytest.skip(
             "needs root (unshare --mount) for a file system of its own size"
         )

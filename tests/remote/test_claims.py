@@ -21,7 +21,8 @@ from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError, StoreClient
-from testbed.servers import Server, need, redis_cluster
+from testbed.programs import need
+from testbed.servers import Server, redis_cluster
 from tests.remote.chunks import (
     OTHER,
     PATIENT_SECONDS,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed import netns
+from testbed import netns, programs
 from testbed.netns import Network, need_network, network
 
 SENDS = """
@@ -179,6 +179,7 @@ def test_what_is_not_permitted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             place.run("ip", "link", "set", "nothing", "up")
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(programs, "SYSTEM_DIRECTORIES", ())
     assert (
         netns.why_not()
         == "network namespaces need coreutils and iproute2 and util-linux: install them"

@@ -37,7 +37,13 @@ from pagoda_tools.serve import server
 from pagoda_tools.serve.announcer import Announcer
 from pagoda_tools.serve.served_stores import ServedStores
 from pagoda_tools.serve.server import ServeOptions
-from testbed.servers import Server, free_port, need, pagoda_server, redis_server
+from testbed.programs import need
+from testbed.servers import (
+    Server,
+    free_port,
+    pagoda_server,
+    redis_server,
+)
 from tests.cli.shelf import CHUNK, LLAMA, answer, host, pagoda, put, refused
 from tests.remote.chunks import (
     ROOT,

@@ -31,7 +31,8 @@ from pagoda.tiers.remote.peer_directory import PeerDirectory
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.store_client import RefusedError
 from pagoda_tools.cli import main
-from testbed.servers import Server, need, pagoda_server, redis_server
+from testbed.programs import need
+from testbed.servers import Server, pagoda_server, redis_server
 from tests.faults.support import ROOT as TREE
 from tests.remote.chunks import (
     ROOT,

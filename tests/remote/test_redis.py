@@ -25,7 +25,8 @@ from pagoda.tiers.remote.store_client import (
     PutResult,
     RefusedError,
 )
-from testbed.servers import Server, need
+from testbed.programs import need
+from testbed.servers import Server
 from tests.remote.chunks import walk
 
 need("redis-server")

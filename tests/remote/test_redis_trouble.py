@@ -31,7 +31,8 @@ from pagoda.tiers.remote.store_client import (
     RefusedError,
     Usage,
 )
-from testbed.servers import authority, free_port, need, redis_server
+from testbed.programs import need
+from testbed.servers import authority, free_port, redis_server
 from tests.remote.chunks import begun_since, walk
 from tests.remote.proxy import black_hole
 

@@ -24,7 +24,8 @@ from pagoda.tiers.remote.redis_ttl import LIFE_SECONDS, ChunkLives, ReuseAges
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
 from pagoda_tools.cli.remote_stores import pinged
-from testbed.servers import Server, need, redis_cluster, redis_server
+from testbed.programs import need
+from testbed.servers import Server, redis_cluster, redis_server
 from tests.remote.chunks import (
     LARGE,
     ROOT,

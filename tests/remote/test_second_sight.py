@@ -17,7 +17,8 @@ from pagoda.testing import FakeClock
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
-from testbed.servers import Server, need, redis_server
+from testbed.programs import need
+from testbed.servers import Server, redis_server
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,

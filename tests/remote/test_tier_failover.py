@@ -17,7 +17,8 @@ from pagoda.tiers.base import Done
 from pagoda.tiers.remote import remote_tier, resp
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import WorkerConnection
-from testbed.servers import Server, need, redis_server
+from testbed.programs import need
+from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     LARGE,
     PATIENT_SECONDS,

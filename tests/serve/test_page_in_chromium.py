@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from pagoda import Cache, Namespace
 from pagoda.transfer import DenseKV
+from testbed.programs import lacking, path_of
 from tests.serve.kit import (
     CHUNK,
     LAYOUT,
@@ -26,14 +26,14 @@ from tests.serve.kit import (
     wait_until,
 )
 
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = path_of("chromium")
 MARKUP = "<img src=x onerror=document.title='broken'>"
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None,
-        reason="needs Chromium: apt-get install --no-install-recommends chromium",
+        reason=lacking("chromium"),
     ),
 ]
 
