@@ -26,7 +26,7 @@ from typing import Any  # what Popen takes  # noqa: TID251
 
 from testbed.programs import path_of, skip
 
-_COMMAND_SECONDS = 10.0
+_COMMAND_SECONDS = 60.0
 _PROGRAMS = {
     "ip": "iproute2",
     "tc": "iproute2",

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from testbed.patience import Patience
 from testbed.programs import DAV_MODULE, LIBRARIES, lacking, need, skip
 
 __all__ = [
@@ -115,7 +116,7 @@ class Server:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=60)
 
     def stop(self) -> None:
         """Send SIGSTOP: connections stay open and the kernel accepts new ones, but there are no
@@ -134,9 +135,9 @@ class Server:
     def restart(self) -> None:
         """Kill it and start it on the same port; the contents of its memory are lost."""
         self.kill()
-        deadline = time.monotonic() + START_SECONDS
+        patience = Patience(START_SECONDS)
         while not self._start():
-            if time.monotonic() > deadline:
+            if patience.ended:
                 raise RuntimeError(
                     f"the server did not restart: {self.log()[-2000:]}"
                 )
@@ -151,8 +152,8 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
+        patience = Patience(START_SECONDS)
+        while not patience.ended:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if self._answers(self.port) and self.running:
                     return True
@@ -161,7 +162,7 @@ class Server:
             time.sleep(0.02)
         self.kill()
         raise RuntimeError(
-            f"the server does not answer in {START_SECONDS} s: {self.log()[-2000:]}"
+            f"the server does not answer: {patience.said()}: {self.log()[-2000:]}"
         )
 
 
@@ -294,11 +295,11 @@ def redis_cluster(
                 first.call(
                     "CLUSTER", "MEET", "127.0.0.1", str(server.port), bus_port
                 )
-            until = time.monotonic() + 3.0
+            patience = Patience(3.0)
             while not (
                 done := all(_known(server) == len(servers) for server in servers)
             ):
-                if time.monotonic() > until:
+                if patience.ended:
                     break
                 time.sleep(0.02)
             return done
@@ -332,9 +333,9 @@ def _known(server: Server) -> int:
 
 
 def _wait_for(true: Callable[[], bool], trouble: str) -> None:
-    deadline = time.monotonic() + START_SECONDS
+    patience = Patience(START_SECONDS)
     while not true():
-        if time.monotonic() > deadline:
+        if patience.ended:
             raise RuntimeError(trouble)
         time.sleep(0.02)
 
@@ -400,7 +401,7 @@ def _pongs(path: Path) -> bool:
 def _said(path: Path, line: bytes) -> bytes:
     """Return what a Redis answers to one line; of a long answer perhaps the begin."""
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.connect(str(path))
         client.sendall(line + b"\r\n")
         said = client.recv(1 << 16)
@@ -435,7 +436,7 @@ def emptied_s3(server: Server) -> Server:
 
 
 def _moto_status(port: int, method: str, path: str) -> int:
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         client.request(
             method,
@@ -475,7 +476,7 @@ def nginx_dav() -> Iterator[Server]:
         ]
 
     def answers(port: int) -> bool:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         try:
             client.request("GET", "/none")
             return client.getresponse().status == 404
@@ -536,7 +537,7 @@ def pagoda_server(
         return [*environment, *COMMAND_OF_ANY_VERSION, "serve", *listen, *args]
 
     def answers(port: int) -> bool:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         try:
             client.request("GET", "/healthz")
             return client.getresponse().status == 200

@@ -179,6 +179,24 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
+def source_of(commit: str, place: Path) -> Path:
+    """Unpack the source of an older version into `place` and return the directory `src`; skips the
+    test where the history of the repository is not there.
+    """
+    packed = subprocess.run(
+        ["git", "-C", ROOT, "archive", commit, "src"],
+        capture_output=True,
+        check=False,
+    )
+    if packed.returncode:
+        pytest.skip(
+            f"needs the history of the repository: {packed.stderr.decode().strip()}"
+        )
+    # not `tarfile`, whose safe way of unpacking Python 3.11 has since 3.11.4 only
+    subprocess.run(["tar", "-x", "-C", place], input=packed.stdout, check=True)
+    return place / "src"
+
+
 def own_mounts() -> list[str]:
     """Return the words before a command that give it separate mounts; skips the test if this is not
     permitted.

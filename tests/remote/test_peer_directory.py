@@ -37,6 +37,7 @@ from pagoda_tools.serve import server
 from pagoda_tools.serve.announcer import Announcer
 from pagoda_tools.serve.served_stores import ServedStores
 from pagoda_tools.serve.server import ServeOptions
+from testbed.patience import wait_until
 from testbed.programs import need
 from testbed.servers import (
     Server,
@@ -55,7 +56,6 @@ from tests.remote.chunks import (
     load,
     soon,
     tier_on,
-    wait_until,
 )
 from tests.remote.evil import LyingHttp, LyingRedis, bulk, http
 from tests.serve import kit as serve_kit

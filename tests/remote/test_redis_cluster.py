@@ -19,6 +19,7 @@ from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient, SlotRange
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, RefusedError
+from testbed.patience import wait_until
 from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.remote.chunks import (
     LARGE,
@@ -35,7 +36,6 @@ from tests.remote.chunks import (
     stores,
     tier_on,
     under_load,
-    wait_until,
     walk,
 )
 from tests.remote.evil import LyingRedis

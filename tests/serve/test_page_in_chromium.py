@@ -14,6 +14,7 @@ import pytest
 
 from pagoda import Cache, Namespace
 from pagoda.transfer import DenseKV
+from testbed.patience import wait_until
 from testbed.programs import lacking, path_of
 from tests.serve.kit import (
     CHUNK,
@@ -23,7 +24,6 @@ from tests.serve.kit import (
     kv_of,
     server,
     tokens_of,
-    wait_until,
 )
 
 CHROMIUM = path_of("chromium")

@@ -21,6 +21,7 @@ import yaml
 from pagoda.cache import Cache
 from pagoda.transfer import DenseKV
 from pagoda_tools.serve.exposition import FAMILIES
+from testbed.patience import wait_until
 from testbed.programs import lacking
 from tests.serve.kit import (
     CHUNK,
@@ -30,7 +31,6 @@ from tests.serve.kit import (
     kv_of,
     server,
     tokens_of,
-    wait_until,
 )
 
 MONITORING = (
