@@ -38,6 +38,7 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
+
 def _remove_home(home: str, owner: int) -> None:
     """Remove a home at the end of the process that made it, not of its forks."""
     if os.getpid() == owner:
