@@ -33,11 +33,11 @@ RECORD ?= docs/design/benchmarks
 unexport PYTHONDONTWRITEBYTECODE # the tests are compiled once, not by each of their processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-sglang demo test test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers peers-test bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm mutants-sglang soak soak-sglang \
+.PHONY: help setup setup-vllm setup-sglang demo test test-slow test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers peers-test bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm mutants-sglang soak soak-sglang \
 	format wheel clean
 
 help:
-	@echo "make setup | demo | test | test-all | check | docs | house | format | wheel | clean"
+	@echo "make setup | demo | test | test-slow | test-all | check | docs | house | format | wheel | clean"
 	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-neighbours | bench-full | mutants | soak"
 	@echo "make setup-vllm | test-vllm [VLLM=0.33.0] | bench-vllm | mutants-vllm"
 	@echo "make setup-sglang | test-sglang | soak-sglang | bench-sglang | mutants-sglang"
@@ -90,7 +90,11 @@ tests/__pycache__: | $(READY)
 test: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak and not slow'
 
-# make test-all ARGS='--slow-part N': a third of the slow tests, those whose number is N modulo 3
+# The others, of the files that have some: the workers need not read the rest.
+# make test-slow ARGS='--slow-part N': a third of them, those whose number is N modulo 3
+test-slow: $(READY) | tests/__pycache__
+	$(PYTEST) $(PARALLEL) -m 'slow and not soak' --durations=25 $(ARGS) $$(grep -rl --include='test_*.py' --exclude-dir=vllm --exclude-dir=sglang 'pytest\.mark\.slow' tests)
+
 test-all: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak' --durations=25 $(ARGS)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from remote_links_engine import (
 sys.path.append(str(Path(__file__).parents[1]))  # for testbed
 
 from testbed.netns import Cable, NotPermittedError, Place, network
+from testbed.programs import path_of
 
 LINKS: dict[str, float | None] = {
     "100 Mbit/s": 0.1e9,
@@ -280,7 +280,7 @@ def ends() -> Iterator[tuple[Place, Cable]]:
     """Open two namespaces: one for an engine, one with a Redis and a bare socket; remove them
     afterwards.
     """
-    program = shutil.which("redis-server")
+    program = path_of("redis-server")
     if program is None:
         raise NotPermittedError(
             "redis-server is not installed (Debian, Ubuntu: apt install redis-server)"

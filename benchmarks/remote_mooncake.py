@@ -25,13 +25,8 @@ from remote_ground import (
 
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.remote.mooncake import MooncakeClient
-from testbed.servers import (
-    LIBRARIES,
-    Server,
-    lacking,
-    mooncake_master,
-    mooncake_peer,
-)
+from testbed.programs import LIBRARIES, lacking
+from testbed.servers import Server, mooncake_master, mooncake_peer
 
 _SIDES = 3  # that put into the pool
 

@@ -26,11 +26,10 @@ from remote_ground import (
 )
 
 from pagoda.tiers.remote.object_store import ObjectStoreClient
+from testbed.programs import DAV_MODULE, lacking
 from testbed.servers import (
     BUCKET,
-    DAV_MODULE,
     Server,
-    lacking,
     moto_s3,
     nginx_dav,
 )

@@ -38,7 +38,8 @@ from pagoda.tiers.remote.leading_run import EXACT_KEYS
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 from pagoda.tiers.remote.store_client import PutRequest
-from testbed.servers import Server, lacking, redis_cluster, redis_server
+from testbed.programs import lacking
+from testbed.servers import Server, redis_cluster, redis_server
 
 HIREDIS = importlib.util.find_spec("hiredis") is not None
 PLAIN = "redis_py_hiredis" if HIREDIS else "redis_py"

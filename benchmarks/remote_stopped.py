@@ -24,7 +24,8 @@ from pagoda.tiers import HostTier, Tier
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.transfer import BlockKV
-from testbed.servers import lacking, redis_server
+from testbed.programs import lacking
+from testbed.servers import redis_server
 
 CHUNKS = 16  # of a prompt in host memory; as many more are not stored
 PROMPTS = 8

@@ -164,7 +164,7 @@ def main() -> int:
     options = parser.parse_args()
     # testbed.servers starts the servers
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from testbed.servers import lacking
+    from testbed.programs import lacking
 
     if missing := lacking("redis-server"):
         say(missing)

@@ -19,15 +19,14 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any  # what Popen takes  # noqa: TID251
 
-from testbed.servers import skip
+from testbed.programs import path_of, skip
 
-_COMMAND_SECONDS = 10.0
+_COMMAND_SECONDS = 60.0
 _PROGRAMS = {
     "ip": "iproute2",
     "tc": "iproute2",
@@ -145,7 +144,9 @@ class Place:
                         pipe.close()
 
     def _inside(self, command: tuple[str, ...]) -> list[str]:
-        return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--", *command]
+        program = path_of(command[0]) or command[0]
+        inside = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
+        return [*inside, program, *command[1:]]
 
     def _wait_for_holder(self) -> None:
         """Wait for an echo, which proves that cat runs, and so that the namespace exists."""
@@ -263,11 +264,7 @@ class Network:
 def network() -> Iterator[Network]:
     """Open a network for places; remove all of it afterwards. Raise NotPermittedError."""
     missing = sorted(
-        {
-            package
-            for name, package in _PROGRAMS.items()
-            if shutil.which(name) is None
-        }
+        {package for name, package in _PROGRAMS.items() if path_of(name) is None}
     )
     if missing:
         raise NotPermittedError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import http.client
 import importlib.util
 import os
@@ -16,95 +15,30 @@ import subprocess
 import sys
 import tempfile
 import time
-import unittest
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+from testbed.patience import Patience
+from testbed.programs import DAV_MODULE, LIBRARIES, lacking, need, skip
 
 __all__ = [
     "Server",
     "authority",
     "emptied_s3",
     "free_port",
-    "lacking",
     "mooncake_master",
     "mooncake_peer",
     "moto_s3",
-    "need",
     "nginx_dav",
     "pagoda_server",
     "redis_cluster",
     "redis_sentinel",
     "redis_server",
-    "skip",
 ]
 
 # moto takes longest: seconds for its imports on a busy machine
 START_SECONDS = 60.0
 BUCKET = "pagoda"
-# PROPFIND: nginx alone lists nothing
-DAV_MODULE = Path("/usr/lib/nginx/modules/ngx_http_dav_ext_module.so")
-LIBRARIES = {
-    "libibverbs.so.1": "libibverbs1",
-    "libnuma.so.1": "libnuma1",
-    "libcurl.so.4": "libcurl4",
-}  # of Mooncake
-PACKAGES = {
-    **{
-        library: f"the package {package}"
-        for library, package in LIBRARIES.items()
-    },
-    "mooncake": "mooncake-transfer-engine-non-cuda",
-    "redis-server": "the package redis-server",
-    "nginx": "the package nginx",
-    "openssl": "openssl",
-    DAV_MODULE.name: "the package libnginx-mod-http-dav-ext",
-}
-
-
-def need(program: str) -> str:
-    """Return the path of a program, or of Python where `program` is a module.
-
-    Raises:
-        unittest.SkipTest: it is missing. pytest skips the test that this ends. Where CI is set it
-            is a RuntimeError.
-    """
-    path = _path_of(program)
-    if path is None:
-        raise skip(lacking(program))
-    return path
-
-
-def skip(message: str) -> Exception:
-    """Return the exception of a test that cannot run here: an error where CI is set, because CI has
-    everything.
-    """
-    return (
-        RuntimeError(message)
-        if os.environ.get("CI")
-        else unittest.SkipTest(message)
-    )
-
-
-def lacking(*programs: str) -> str:
-    """Return which of these programs or modules is missing, and what to install; empty: none."""
-    missing = next((each for each in programs if _path_of(each) is None), None)
-    return (
-        ""
-        if missing is None
-        else f"{missing} is missing: install {PACKAGES.get(missing, missing)}"
-    )
-
-
-def _path_of(program: str) -> str | None:
-    if program in LIBRARIES:
-        with contextlib.suppress(OSError):
-            return str(ctypes.CDLL(program))
-        return None
-    if program == DAV_MODULE.name:
-        return str(DAV_MODULE) if DAV_MODULE.exists() else None
-    if program.isidentifier() and importlib.util.find_spec(program) is not None:
-        return shutil.which(program) or sys.executable
-    return shutil.which(program)
 
 
 def free_port() -> int:
@@ -182,7 +116,7 @@ class Server:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=60)
 
     def stop(self) -> None:
         """Send SIGSTOP: connections stay open and the kernel accepts new ones, but there are no
@@ -201,9 +135,9 @@ class Server:
     def restart(self) -> None:
         """Kill it and start it on the same port; the contents of its memory are lost."""
         self.kill()
-        deadline = time.monotonic() + START_SECONDS
+        patience = Patience(START_SECONDS)
         while not self._start():
-            if time.monotonic() > deadline:
+            if patience.ended:
                 raise RuntimeError(
                     f"the server did not restart: {self.log()[-2000:]}"
                 )
@@ -218,8 +152,8 @@ class Server:
                 stderr=log,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
+        patience = Patience(START_SECONDS)
+        while not patience.ended:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 if self._answers(self.port) and self.running:
                     return True
@@ -228,7 +162,7 @@ class Server:
             time.sleep(0.02)
         self.kill()
         raise RuntimeError(
-            f"the server does not answer in {START_SECONDS} s: {self.log()[-2000:]}"
+            f"the server does not answer: {patience.said()}: {self.log()[-2000:]}"
         )
 
 
@@ -361,11 +295,11 @@ def redis_cluster(
                 first.call(
                     "CLUSTER", "MEET", "127.0.0.1", str(server.port), bus_port
                 )
-            until = time.monotonic() + 3.0
+            patience = Patience(3.0)
             while not (
                 done := all(_known(server) == len(servers) for server in servers)
             ):
-                if time.monotonic() > until:
+                if patience.ended:
                     break
                 time.sleep(0.02)
             return done
@@ -399,9 +333,9 @@ def _known(server: Server) -> int:
 
 
 def _wait_for(true: Callable[[], bool], trouble: str) -> None:
-    deadline = time.monotonic() + START_SECONDS
+    patience = Patience(START_SECONDS)
     while not true():
-        if time.monotonic() > deadline:
+        if patience.ended:
             raise RuntimeError(trouble)
         time.sleep(0.02)
 
@@ -467,7 +401,7 @@ def _pongs(path: Path) -> bool:
 def _said(path: Path, line: bytes) -> bytes:
     """Return what a Redis answers to one line; of a long answer perhaps the begin."""
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(10)
+        client.settimeout(60)
         client.connect(str(path))
         client.sendall(line + b"\r\n")
         said = client.recv(1 << 16)
@@ -502,7 +436,7 @@ def emptied_s3(server: Server) -> Server:
 
 
 def _moto_status(port: int, method: str, path: str) -> int:
-    client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         client.request(
             method,
@@ -542,7 +476,7 @@ def nginx_dav() -> Iterator[Server]:
         ]
 
     def answers(port: int) -> bool:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         try:
             client.request("GET", "/none")
             return client.getresponse().status == 404
@@ -603,7 +537,7 @@ def pagoda_server(
         return [*environment, *COMMAND_OF_ANY_VERSION, "serve", *listen, *args]
 
     def answers(port: int) -> bool:
-        client = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         try:
             client.request("GET", "/healthz")
             return client.getresponse().status == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -37,6 +38,13 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
+
+def _remove_home(home: str, owner: int) -> None:
+    """Remove a home at the end of the process that made it, not of its forks."""
+    if os.getpid() == owner:
+        shutil.rmtree(home, ignore_errors=True)
+
+
 # Processes that a test starts use the same sources as the test, not an installed package.
 _package = importlib.util.find_spec("pagoda")
 assert _package is not None
@@ -45,6 +53,21 @@ SOURCES = str(Path(_package.submodule_search_locations[0]).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(
     dict.fromkeys(filter(None, [SOURCES, os.environ.get("PYTHONPATH")]))
 )
+
+# What the tests and their processes write into a home goes into an empty one, and what a user has
+# configured is not read: neither his files nor his variables. Worker processes share it.
+_HOME = "HOME_OF_TESTS"
+if _HOME not in os.environ:
+    _made = tempfile.mkdtemp(prefix="pagoda-test-home-")
+    atexit.register(_remove_home, _made, os.getpid())
+    os.environ[_HOME] = _made
+    for _name in list(os.environ):
+        if _name.startswith("PAGODA_") and not _name.startswith("PAGODA_TEST_"):
+            del os.environ[_name]
+    for _name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        os.environ.pop(_name, None)
+    os.environ["HOME"] = _made
+    os.environ["XDG_STATE_HOME"] = str(Path(_made, "state"))
 
 # A shell that starts the tests in the background makes them ignore Ctrl-C, and their child
 # processes inherit that.

@@ -30,6 +30,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from testbed.programs import need
+
 KINDS = ("resident", "reclaim", "unlocked", "bare")
 SAFE = ("resident", "reclaim")  # where no process may die
 _SECONDS = 2.5  # how long a process works after it has stored
@@ -111,7 +115,7 @@ def file_system(work: Path) -> Iterator[Path]:
     mount.mkdir(exist_ok=True)
     with image.open("wb") as file:
         file.truncate(600 << 20)
-    subprocess.run(["mkfs.xfs", "-q", "-f", image], check=True)
+    subprocess.run([need("mkfs.xfs"), "-q", "-f", image], check=True)
     subprocess.run(["mount", "-o", "loop", image, mount], check=True)
     try:
         yield mount
@@ -176,7 +180,8 @@ def once(kind: str, after_seconds: float) -> int:
                 if kind != "resident":
                     reclaim(group)
                 subprocess.run(
-                    ["xfs_io", "-x", "-c", "shutdown", mount], check=True
+                    [need("xfs_io"), "-x", "-c", "shutdown", mount],
+                    check=True,
                 )
                 until = time.monotonic() + _SECONDS
                 while (

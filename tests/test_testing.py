@@ -17,6 +17,7 @@ from pagoda.base.clock import Clock
 from pagoda.codec import Expected, Header, seal, verify
 from pagoda.slab import PAGE_BYTES, aligned
 from pagoda.testing import FakeClock, Fault, FaultySlab
+from testbed.patience import Patience
 
 SLOTS = 4
 SLOT_BYTES = 4 * PAGE_BYTES
@@ -186,11 +187,11 @@ def test_a_hanging_write_hangs_until_it_is_released(slab: FaultySlab) -> None:
         target=slab.write, args=(1, [filled(SLOT_BYTES)]), daemon=True
     )
     writer.start()
-    assert slab.hanging.wait(20)
+    assert slab.hanging.wait(60)
     slab.write(2, [filled(SLOT_BYTES, 2)])  # the others go on
     assert not stored(slab).any()
     slab.release()
-    writer.join(20)
+    writer.join(60)
     assert np.array_equal(stored(slab), filled(SLOT_BYTES))
 
 
@@ -231,9 +232,9 @@ def test_a_reboot_changes_the_boot_id_and_the_monotonic_clock_only() -> None:
 
 
 def test_sleeping_takes_no_time() -> None:
-    begin = time.monotonic()
+    patience = Patience(5)
     FakeClock().sleep(1000)
-    assert time.monotonic() - begin < 5
+    assert not patience.ended, patience.said()
 
 
 def test_needs_no_test_framework() -> None:

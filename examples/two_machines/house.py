@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from testbed.netns import Cable, Place, network
+from testbed.programs import path_of
 
 ROOT = Path(__file__).parents[2]
 CHUNK_TOKENS = 64
@@ -109,7 +110,7 @@ class House(NamedTuple):
 @contextmanager
 def house() -> Iterator[House]:
     """Start everything; all of it is removed afterwards. Raises NotPermittedError, MachineError."""
-    program = shutil.which("redis-server")
+    program = path_of("redis-server")
     if program is None:
         raise MachineError(
             "redis-server is not installed (Debian, Ubuntu: apt install redis-server)"

@@ -18,6 +18,7 @@ from pagoda.base.boot_identity import (
     monotonic_offset_ns,
     stand_in,
 )
+from testbed.programs import need
 
 KERNELS = Path("/proc/sys/kernel/random/boot_id")
 
@@ -120,8 +121,9 @@ SAME_CLOCK = "from pagoda.base.clock import Clock; print(Clock().monotonic_ns())
 
 
 def test_a_container_with_a_clock_of_its_own_has_the_machines_times() -> None:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("needs root and unshare")
+    need("unshare")
+    if os.geteuid() != 0:
+        pytest.skip("needs root for namespaces of its own")
     inside = [
         "unshare",
         "--time",
@@ -158,8 +160,9 @@ ledger.close()
 
 def test_host_memory_stays_warm_where_proc_is_hidden(shm_root: Path) -> None:
     """As systemd does with ProcSubset=pid. Before, no store could be opened."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("needs root and unshare")
+    need("unshare")
+    if os.geteuid() != 0:
+        pytest.skip("needs root for namespaces of its own")
     command = (
         f"mount -t proc -o subset=pid proc /proc && exec {sys.executable} -c '{HIDDEN_PROC}' "
         f"{shm_root}"

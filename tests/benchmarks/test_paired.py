@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed import servers
+from testbed import programs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TURN = """
@@ -111,8 +111,17 @@ def test_what_is_no_source_tree_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_benchmark_without_its_servers_says_what_to_install() -> None:
+    nothing_installed = (
+        "import runpy, sys; sys.path.insert(0, sys.argv[1]); "
+        "from testbed import programs; programs.SYSTEM_DIRECTORIES = (); "
+        "sys.path.insert(0, sys.argv[1] + '/benchmarks'); "
+        "del sys.argv[:2]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     command = [
         sys.executable,
+        "-c",
+        nothing_installed,
+        str(BENCHMARKS.parent),
         str(BENCHMARKS / "remote.py"),
         "--quick",
         "--only=redis_8mib,webdav_8mib",
@@ -134,9 +143,11 @@ def test_a_benchmark_without_its_servers_says_what_to_install() -> None:
 def test_nginx_without_its_module_is_not_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "DAV_MODULE", tmp_path / servers.DAV_MODULE.name)
-    assert "libnginx-mod-http-dav-ext" in servers.lacking(
-        servers.DAV_MODULE.name
+    monkeypatch.setattr(
+        programs, "DAV_MODULE", tmp_path / programs.DAV_MODULE.name
+    )
+    assert "libnginx-mod-http-dav-ext" in programs.lacking(
+        programs.DAV_MODULE.name
     )  # nginx may be missing, too
 
 

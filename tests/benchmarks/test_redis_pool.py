@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from testbed.servers import lacking
+from testbed.programs import lacking
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "redis_pool.py"
 SOURCES = Path(__file__).parents[2] / "src"

@@ -5,8 +5,7 @@ of the tokens.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -94,14 +93,6 @@ def truth(
         )
         for key in keys
     ]
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for a condition; fails after a while."""
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it did not come about"
-        time.sleep(0.005)
 
 
 def ledger_of(cache: Cache) -> Ledger:

@@ -13,6 +13,7 @@ from pagoda.blocks import Direction, PrefixMatch
 from pagoda.keys import Item
 from pagoda.ledger import admin
 from pagoda.testing import FakeClock
+from testbed.patience import wait_until
 from tests.blocks.kit import (
     BLOCK,
     Engine,
@@ -22,7 +23,6 @@ from tests.blocks.kit import (
     retrieved,
     stored,
     truth,
-    wait_until,
 )
 
 CAT = blake3(b"cat").digest()

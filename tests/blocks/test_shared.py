@@ -13,6 +13,7 @@ import pytest
 
 from pagoda.blocks import PrefixMatch
 from pagoda.ledger import admin
+from testbed.patience import wait_until
 from tests.blocks.kit import (
     Engine,
     cache_at,
@@ -21,7 +22,6 @@ from tests.blocks.kit import (
     retrieved,
     stored,
     truth,
-    wait_until,
     workers_stopped,
 )
 from tests.cache.kit import SPAWN, run_all

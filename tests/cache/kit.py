@@ -5,8 +5,7 @@ the tokens.
 from __future__ import annotations
 
 import multiprocessing
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -138,14 +137,6 @@ def served(
     )
     assert hit.num_tokens == sum(hit.by_tier.values()) == int(hit.mask.sum())
     return hit, kv
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for a condition; fails after a while."""
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it did not come about"
-        time.sleep(0.005)
 
 
 def run_all(

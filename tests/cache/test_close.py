@@ -16,6 +16,7 @@ from pagoda.cache import Cache
 from pagoda.ledger import admin
 from pagoda.testing import Fault
 from pagoda.tiers.base import Bytes
+from testbed.patience import wait_until
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,
@@ -26,7 +27,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 from tests.cache.test_retrieve_call import faulty_cache
 

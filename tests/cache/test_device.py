@@ -26,6 +26,7 @@ from pagoda.slab.memory import MemorySlab
 from pagoda.slab.pinned import device_address
 from pagoda.tiers import HostTier
 from pagoda.transfer import Transfer
+from testbed.patience import wait_until
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,
@@ -40,7 +41,6 @@ from tests.cache.kit import (
     served,
     slots_of,
     stored,
-    wait_until,
 )
 from tests.cache.test_retrieve_call import Watching
 from tests.children import in_child

@@ -19,6 +19,7 @@ from pagoda.ledger import admin
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.tiers import HostTier
 from pagoda.transfer import BlockKV
+from testbed.patience import wait_until
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -30,7 +31,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 
 
@@ -612,7 +612,7 @@ def test_after_close_every_call_is_a_miss(shm_root: Path, tmp_path: Path) -> Non
     assert cache.retrieve(tokens, blank(tokens).transfer).reason is Reason.CLOSED
     assert cache.prefetch(tokens).result(60).reason is Reason.CLOSED
     assert cache.store(tokens, kv_of(tokens).transfer).reason is Reason.CLOSED
-    assert cache.lookup_future(tokens).result(5).reason is Reason.CLOSED
+    assert cache.lookup_future(tokens).result(60).reason is Reason.CLOSED
     assert cache.close()
 
 

@@ -15,6 +15,7 @@ from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
 from pagoda.ledger import Busy, Present, Refused, Reserved, admin
+from testbed.patience import wait_until
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -34,7 +35,6 @@ from tests.cache.kit import (
     served,
     slots_of,
     stored,
-    wait_until,
     written,
 )
 from tests.ledger.support import shut_to_threads

@@ -16,6 +16,7 @@ from pagoda.cache.writeback import Access
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock
 from pagoda.tiers import DiskTier, HostTier
+from testbed.patience import wait_until
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -27,7 +28,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 
 HOT = prompt(20, 1)

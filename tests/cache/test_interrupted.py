@@ -20,6 +20,7 @@ from pagoda.cache import Cache
 from pagoda.cache.staging_buffers import StagingPool
 from pagoda.ledger import admin
 from pagoda.tiers.io_queue import WorkerPool
+from testbed.patience import wait_until
 from tests.cache.kit import (
     CHUNK,
     blank,
@@ -28,7 +29,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 from tests.interrupts import Interrupted, interrupts
 from tests.ledger.support import others_get_in

@@ -18,6 +18,7 @@ from pagoda.cache import Cache, late_tier, open_tiers
 from pagoda.config import Config
 from pagoda.config.sources import load
 from pagoda.ledger.stores_under_root import root_locked
+from testbed.patience import wait_until
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,
@@ -26,7 +27,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 
 REDIS = "redis://127.0.0.1:1/0"  # nobody answers there, and nobody is asked

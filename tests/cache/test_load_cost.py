@@ -16,7 +16,14 @@ from pagoda import Namespace
 from pagoda.base.metrics import Reason
 from pagoda.cache.load_cost import LoadCost, Speed, SpeedTable
 from pagoda.testing import FakeClock
-from tests.cache.kit import CHUNK, cache_at, prompt, served, stored, wait_until
+from testbed.patience import wait_until
+from tests.cache.kit import (
+    CHUNK,
+    cache_at,
+    prompt,
+    served,
+    stored,
+)
 
 MB = 1_000_000
 

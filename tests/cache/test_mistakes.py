@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from pagoda.cache import Cache
 from pagoda.keys import Namespace
 from pagoda.ledger import admin
 from pagoda.testing import FakeClock, Fault
+from testbed.patience import Patience, wait_until
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -31,7 +31,6 @@ from tests.cache.kit import (
     run_all,
     served,
     stored,
-    wait_until,
 )
 from tests.cache.test_retrieve_call import Watching, faulty_cache, on_disk
 
@@ -149,9 +148,9 @@ def test_mistake_1_staging_memory_that_leaks_until_close_hangs(
             cache.retrieve(tokens, blank(tokens).transfer, deadline_seconds=0.0)
         wait_until(lambda: cache.stats()["staging_buffers"] == 0)
         assert served(cache, tokens)[0].num_tokens == 40 * CHUNK
-        began = time.monotonic()
+        patience = Patience(25)
         assert cache.close(timeout=60.0)
-        assert time.monotonic() - began < 25
+        assert not patience.ended, patience.said()
 
 
 def test_mistake_2_locks_held_across_copies(
@@ -292,9 +291,9 @@ def test_mistake_7_threads_that_keep_the_cache_alive_and_a_close_that_waits(
     wait_until(lambda: threading.active_count() <= before + 1)
     with cache_at(shm_root, tmp_path) as again:
         stored(again, prompt(4))
-        began = time.monotonic()
+        patience = Patience(25)
         again.close(timeout=60.0)
-        assert time.monotonic() - began < 25
+        assert not patience.ended, patience.said()
 
 
 def test_mistake_15_a_late_write_into_a_slot_that_is_somebody_else_s(
@@ -455,7 +454,7 @@ def test_mistake_25_a_removal_that_never_ends_on_a_shared_chain(
             tokens = np.concatenate([head, prompt(4, seed + 1)])
             stored(cache, tokens)
         keys = [key for _, _, key in cache.keys(head)]
-        began = time.monotonic()
+        patience = Patience(60)
         for tier in cache._tiers.all:
             assert tier.remove(keys[2])
             assert not tier.remove(keys[2])
@@ -465,4 +464,4 @@ def test_mistake_25_a_removal_that_never_ends_on_a_shared_chain(
             cache.lookup(np.concatenate([head, prompt(4, 3)])).num_tokens == 160
         )
         assert cache.clear().chunks == {"host": 26, "disk": 26}
-        assert time.monotonic() - began < 60
+        assert not patience.ended, patience.said()

@@ -26,6 +26,7 @@ from pagoda.ledger import Ledger, Miss, StoreSpec, admin
 from pagoda.ledger.store_state import OLD_PROMPTS, PROMPTS
 from pagoda_tools.cli.nearest_prompt import keys_of_prompt, nearest_prompt
 from pagoda_tools.cli.prompt_keys import schemes
+from testbed.patience import wait_until
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -37,7 +38,6 @@ from tests.cache.kit import (
     prompt,
     run_all,
     slots_of,
-    wait_until,
 )
 from tests.cli.shelf import put
 

@@ -15,6 +15,7 @@ from pagoda.base.metrics import Reason
 from pagoda.cache import Cache, writeback
 from pagoda.ledger import admin
 from pagoda.transfer.cpu_copy import in_threads
+from testbed.patience import wait_until
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,
@@ -25,7 +26,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 from tests.interrupts import Interrupted
 from tests.thread_limits import interrupted_once, no_threads

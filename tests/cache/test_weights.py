@@ -19,6 +19,7 @@ from pagoda.layout import KVLayout
 from pagoda.ledger import admin
 from pagoda.ledger.epoch_record import NEVER_CHANGED, Epoch, EpochRecord
 from pagoda.tiers import DiskTier
+from testbed.patience import wait_until
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -30,7 +31,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 from tests.faults.support import ROOT, own_mounts, python, succeeded
 

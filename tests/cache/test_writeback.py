@@ -13,6 +13,7 @@ from pagoda.ledger.stores_under_root import stores_in
 from pagoda.slab import FileSlab, MemorySlab
 from pagoda.testing import Fault, FaultySlab
 from pagoda.tiers import DiskTier, HostTier
+from testbed.patience import wait_until
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,
@@ -20,7 +21,6 @@ from tests.cache.kit import (
     config_of,
     kv_of,
     prompt,
-    wait_until,
 )
 
 STRIDE = LAYOUT.slot_bytes + 4096

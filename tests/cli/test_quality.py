@@ -17,6 +17,7 @@ from pagoda.base.quality_verdict import read_verdict
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.model_identity import weights_digest
 from pagoda_tools.quality.prompt_lines import QualityPrompt
+from testbed.patience import Patience
 from tests.cli.shelf import RUN, one_line, run_here
 from tests.quality.tiny import CHUNK, prompts, tiny_llama
 
@@ -326,10 +327,10 @@ def test_an_interrupted_run_leaves_no_verdict(
         stderr=subprocess.PIPE,
         text=True,
     )
-    until = time.monotonic() + 120
+    patience = Patience(120)
     maps = Path(f"/proc/{running.pid}/maps")
     # it measures, or begins to
-    while "libtorch_cpu" not in maps.read_text() and time.monotonic() < until:
+    while "libtorch_cpu" not in maps.read_text() and not patience.ended:
         time.sleep(0.05)
     time.sleep(1)
     running.send_signal(signal.SIGINT)

@@ -12,7 +12,7 @@ import pytest
 
 from pagoda_tools.cli import main
 from pagoda_tools.replay import read_trace
-from tests.cache.kit import wait_until
+from testbed.patience import wait_until
 
 ENGINE = """
 import sys

@@ -22,6 +22,7 @@ import pytest
 from pagoda.policy import DEFAULT
 from pagoda_tools import replay as pagoda_replay
 from pagoda_tools.cli import main
+from testbed.patience import Patience
 from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
 from tests.cli.traces import written
 
@@ -334,8 +335,8 @@ def test_interrupted_is_130_and_no_process_stays(tmp_path: Path) -> None:
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
     assert err.count("\n") <= 1
-    until = time.monotonic() + 10
-    while _members(process.pid) and time.monotonic() < until:
+    patience = Patience(10)
+    while _members(process.pid) and not patience.ended:
         time.sleep(0.05)
     assert not _members(process.pid)
 

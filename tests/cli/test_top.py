@@ -15,13 +15,13 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
 from pagoda.ledger import admin
+from testbed.patience import Patience, wait_until
 from tests.cli.shelf import LLAMA, RUN, disk, host, put, refused, save
 from tests.cli.test_tables import ESCAPES, in_pipe, in_terminal, machine
 
@@ -57,10 +57,10 @@ class Terminal:
 
     def until(self, pattern: str) -> None:
         """Read until what was written since the last call matches. Fails after some seconds."""
-        end = time.monotonic() + PATIENCE
+        patience = Patience(PATIENCE)
         seen = ""
         while not re.search(pattern, ESCAPES.sub("", seen)):
-            assert time.monotonic() < end, f"no {pattern!r} in\n{seen}"
+            assert not patience.ended, f"no {pattern!r} in\n{seen}"
             if select.select([self.ours], [], [], 0.5)[0]:
                 piece = os.read(self.ours, 65536).decode(errors="replace")
                 seen += piece
@@ -80,11 +80,10 @@ class Terminal:
     def ended(self) -> int:
         """Wait for the end; return the exit code. The terminal must be as it was."""
         code = self.process.wait(PATIENCE)
-        end = time.monotonic() + PATIENCE
         # after a kill, another process gives it back
-        while termios.tcgetattr(self._theirs) != self.before:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(
+            lambda: termios.tcgetattr(self._theirs) == self.before, PATIENCE
+        )
         while select.select([self.ours], [], [], 0.2)[0]:
             self.text += os.read(self.ours, 65536).decode(errors="replace")
         assert termios.tcgetattr(self._theirs) == self.before
@@ -213,23 +212,23 @@ def test_rates_and_stores_that_come_and_go(
 
         assert len(sample()["stores"]) == 1
         ledger.count({"lookups": 100, "loaded_bytes": 1 << 20})
-        end = time.monotonic() + PATIENCE
+        patience = Patience(PATIENCE)
         while not (seen := sample())["stores"][0]["per_second"]["lookups"]:
-            assert time.monotonic() < end
+            assert not patience.ended
         rates = seen["stores"][0]["per_second"]
         assert 10 < rates["lookups"] <= 510
         assert rates["loaded_bytes"] > rates["lookups"]
         second = host(shm_root, name="b")
         while len(sample()["stores"]) != 2:
-            assert time.monotonic() < end
+            assert not patience.ended
         ledger.close()
         second.close()
         shutil.rmtree(shm_root)
         while (seen := sample())["stores"]:
-            assert time.monotonic() < end
+            assert not patience.ended
         put(host(shm_root, name="c"), LLAMA, range(16))
         while len(sample()["stores"]) != 1:
-            assert time.monotonic() < end
+            assert not patience.ended
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert process.wait(PATIENCE) == 130

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from pagoda.ledger import admin
 from pagoda.tiers import Chunk, HostTier
 from pagoda.tiers.remote.redis import RedisNames
 from pagoda.tiers.remote.store_client import PutRequest, PutResult
+from testbed.patience import wait_until
 from testbed.servers import Server, free_port, redis_cluster, redis_server
 from tests.cli.shelf import RUN, answer, pagoda, refused, run_here
 from tests.remote.proxy import Fault, proxy_to
@@ -307,7 +308,7 @@ def running(
         text=True,
     )
     try:
-        wait_for(
+        wait_until(
             lambda: (
                 process.poll() is not None
                 or admin.gauges(host.ledger)["ready"] > 0
@@ -317,13 +318,6 @@ def running(
     finally:
         process.kill()
         process.communicate()
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_the_rate_is_kept(

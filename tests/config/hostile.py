@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.groups import others_can_write
+
 OTHER_USER = 65534
 OWN_TOKEN = "VICTIMS-SERVE-TOKEN-0123456789abcdef"
 OWN_SECRET = "PRIVATE-KEY-MATERIAL-42"
@@ -169,6 +171,8 @@ def _large(victim: Victim) -> None:
 
 
 OWN_CLONE = "own clone"
+# where only the group may write, which may be this user alone
+_GROUP_PLACES = ("group-writable", "group-writable file", "group-writable above")
 PLACES: dict[str, Callable[[Victim], None]] = {
     OWN_CLONE: _own,
     "sticky": _sticky,
@@ -186,3 +190,10 @@ if os.geteuid() == 0:  # only root can make files of another user
         "another user's directory": _others_directory,
         "another user's above": _others_above,
     }
+
+
+def is_own(place: str) -> bool:
+    """Return whether only this user can have written a file in that way."""
+    if place in _GROUP_PLACES:
+        return not others_can_write(0o664)
+    return place == OWN_CLONE

@@ -16,7 +16,14 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.tiers import recorded_tiers
 from tests.cli.shelf import answer, done_here, run_here
-from tests.config.hostile import OWN_CLONE, PLACES, Listener, Victim, listening
+from tests.config.hostile import (
+    OWN_CLONE,
+    PLACES,
+    Listener,
+    Victim,
+    is_own,
+    listening,
+)
 
 LAYOUT = KVLayout.opaque(4, 4096, "hostile")
 COMMANDS = (
@@ -71,7 +78,7 @@ def test_no_command_sends_or_writes_anything(victim: Victim, place: str) -> None
                     command,
                 )
                 check_line(err, victim)
-                if place == OWN_CLONE:
+                if is_own(place):
                     assert code == 2 and out == "" and err.count("\n") == 1, (
                         name,
                         command,
@@ -94,10 +101,10 @@ def test_no_cache_sends_or_writes_anything(
             caplog.clear()
             keywords = (
                 {}
-                if name == "host_path" and place == OWN_CLONE
+                if name == "host_path" and is_own(place)
                 else {"host_path": str(shm_root / "host")}
             )
-            if place == OWN_CLONE:
+            if is_own(place):
                 with pytest.raises(ConfigError) as refusal:
                     opened(**keywords)
                 check_line(str(refusal.value), victim)
@@ -109,7 +116,7 @@ def test_no_cache_sends_or_writes_anything(
                 )
             assert (listener.connections, victim.outside()) == (0, before), name
     assert [entry.tier for entry in recorded_tiers.entries()] == (
-        [] if place == OWN_CLONE else ["host"]
+        [] if is_own(place) else ["host"]
     )
 
 
@@ -149,7 +156,7 @@ def test_even_sizes_are_not_read_where_others_could_have_written_them(
     victim: Victim, place: str
 ) -> None:
     put(victim, place, "chunk_tokens = 64\n")
-    assert load().config.chunk_tokens == (64 if place == OWN_CLONE else 256)
+    assert load().config.chunk_tokens == (64 if is_own(place) else 256)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +200,7 @@ def test_all_of_it_works_once_it_is_allowed_and_is_asked_again_after_an_edit(
         assert load().config.unchecked
         assert run_here("config", "allow", "--revoke", **victim.variables)[0] == 0
         assert run_here("config", "allow", "--revoke", **victim.variables)[0] == 2
-        if place == OWN_CLONE:
+        if is_own(place):
             with pytest.raises(ConfigError, match="only found"):
                 load()
         else:

@@ -18,8 +18,8 @@ from pagoda.base.metrics import Reason
 from pagoda.config import Config
 from pagoda.connectors.transformers import CachedModel
 from pagoda.transfer import DenseKV
+from testbed.patience import wait_until
 from testbed.servers import redis_server
-from tests.cache.kit import wait_until
 from tests.children import in_child
 from tests.e2e.house import CHUNK, House
 from tests.e2e.test_blending import LENGTHS, WhileComputing, logits_after, pieces

@@ -23,6 +23,7 @@ from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.layerwise import LayerLoads
 from pagoda.connectors.transformers.model_checks import is_compiled, kv_argument
+from testbed.patience import Patience
 from tests.e2e.slow_device import LONG, SlowDevice, engine_over
 from tests.e2e.tiny import deepseek, generated, llama, prompt
 
@@ -232,10 +233,10 @@ def test_a_load_that_hangs(where: str, warm, house: House) -> None:
         device.before = lambda number: (
             released.wait(LONG) and None if number == LAYERS * RUNS else None
         )
-    began = time.monotonic()
+    patience = Patience(LONG / 2)
     try:
         assert text(cached, store=False) == want
-        assert time.monotonic() - began < LONG / 2
+        assert not patience.ended, patience.said()
         assert cached.last.hit.reason is Reason.DEADLINE
         assert cached.last.columns == 0
     finally:
@@ -275,11 +276,11 @@ def test_close_during_a_load(warm) -> None:
 
 def settled() -> bool:
     """Whether the threads of loads end by themselves."""
-    until = time.monotonic() + LONG
+    patience = Patience(LONG)
     while any(
         thread.name.startswith("pagoda-load") for thread in threading.enumerate()
     ):
-        if time.monotonic() > until:
+        if patience.ended:
             return False
         time.sleep(0.01)
     return True

@@ -12,7 +12,7 @@ from pagoda import Cache
 from pagoda.base.metrics import Reason
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.connectors.transformers.model_checks import kv_argument
-from tests.cache.kit import wait_until
+from testbed.patience import wait_until
 from tests.e2e.house import CHUNK, House
 from tests.e2e.tiny import VOCABULARY, deepseek, generated, llama, prompt, qwen
 from tests.kv_events.router import Router

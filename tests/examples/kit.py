@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import shutil
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache as once
@@ -22,6 +21,7 @@ from pagoda.connectors.transformers import layout_of, namespace_of
 from pagoda.ledger import Ledger, StoreSpec
 from pagoda.testing import FaultySlab
 from pagoda.tiers import DiskTier, HostTier
+from testbed.patience import Patience
 from tests.e2e.tiny import VOCABULARY, generated, llama, qwen
 
 BLOCK = 8
@@ -143,9 +143,9 @@ def serve(
     ends = {id(seq): answer for seq, answer in requests}
     for seq, _ in requests:
         engine.add(seq)
-    until = time.monotonic() + 60
+    patience = Patience(60)
     while engine.busy:
-        assert time.monotonic() < until, (
+        assert not patience.ended, (
             f"{engine.waiting} {engine.running} {engine.manager.stats()}"
         )
         for seq in engine.step():

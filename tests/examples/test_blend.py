@@ -27,6 +27,7 @@ from pagoda import Cache, Config
 from pagoda.base.errors import ConfigError
 from pagoda.connectors.transformers import CachedModel, layout_of, namespace_of
 from pagoda.connectors.transformers.model_checks import kv_argument
+from testbed.patience import Patience
 from tests.e2e.test_blending import LENGTHS, pieces, verdict, whole
 from tests.e2e.tiny import generated, llama, prompt
 from tests.examples.kit import BLOCK, NEW, House, closed, engine_of, model_of
@@ -53,9 +54,9 @@ def request(
 
 def steps(engine: Engine, going: Iterable[Sequence], until) -> None:
     """Step until all of these requests are so."""
-    deadline = time.monotonic() + 60
+    patience = Patience(60)
     while not all(until(seq) for seq in going):
-        assert time.monotonic() < deadline, (
+        assert not patience.ended, (
             f"{engine.waiting} {engine.running} {engine.manager.stats()}"
         )
         engine.step()

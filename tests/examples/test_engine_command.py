@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from examples.paged_engine import __main__ as cli
+from testbed.patience import Patience
 from tests.examples.kit import (
     COMMAND,
     ROOT,
@@ -96,10 +97,10 @@ def test_the_command_is_interrupted_cleanly(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    until = time.monotonic() + 60
+    patience = Patience(60)
     while (
         not (made := list((tmp_path / "temporary").glob("paged-*/*/slab")))
-        and time.monotonic() < until
+        and not patience.ended
     ):
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from pagoda.ledger import Ledger, Present, Reserved, StoreSpec
 from pagoda.slab.memory import MemorySlab
 from pagoda.tiers.base import Chunk
 from pagoda.tiers.disk import DiskTier
+from testbed.programs import need
 from tests.children import child, wait
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,17 +179,33 @@ def succeeded(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
+def source_of(commit: str, place: Path) -> Path:
+    """Unpack the source of an older version into `place` and return the directory `src`; skips the
+    test where the history of the repository is not there.
+    """
+    packed = subprocess.run(
+        ["git", "-C", ROOT, "archive", commit, "src"],
+        capture_output=True,
+        check=False,
+    )
+    if packed.returncode:
+        pytest.skip(
+            f"needs the history of the repository: {packed.stderr.decode().strip()}"
+        )
+    # not `tarfile`, whose safe way of unpacking Python 3.11 has since 3.11.4 only
+    subprocess.run(["tar", "-x", "-C", place], input=packed.stdout, check=True)
+    return place / "src"
+
+
 def own_mounts() -> list[str]:
     """Return the words before a command that give it separate mounts; skips the test if this is not
     permitted.
     """
     words = ["unshare", "--mount", "--propagation", "private"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(
-            [*words, "true"], capture_output=True, check=False
-        ).returncode
-    ):
+    need("unshare")
+    if subprocess.run(
+        [*words, "true"], capture_output=True, check=False
+    ).returncode:
         pytest.skip(
             "needs root (unshare --mount) for a file system of its own size"
         )

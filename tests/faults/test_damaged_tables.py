@@ -32,6 +32,7 @@ from pagoda.ledger.store_state import (
     set_mark,
 )
 from pagoda.ledger.table_integrity import is_damage
+from testbed.patience import Patience
 from tests.faults.support import (
     AfterReboot,
     Store,
@@ -203,8 +204,8 @@ def test_damaged_vouchers_cost_the_chunks_of_a_rebuild_and_nothing_later(
     def begins_again() -> None:
         tier = disk(tmp_path, SLOTS)
         assert not load_from(tier, PROMPT)
-        until = time.monotonic() + 60
-        while len(load_from(tier, PROMPT)) < 24 and time.monotonic() < until:
+        patience = Patience(60)
+        while len(load_from(tier, PROMPT)) < 24 and not patience.ended:
             save_to(tier, PROMPT)  # refused as long as the slots are read back
             time.sleep(0.05)
 

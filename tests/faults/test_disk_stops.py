@@ -5,7 +5,6 @@ tier. Needs root.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from pagoda.config import Config
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer import BlockKV
+from testbed.programs import need
 from tests.disk_stops import SAFE, measured
 
 pytestmark = pytest.mark.soak
@@ -29,12 +29,13 @@ CHUNKS = 8
 def full_later(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A file system that copies on write."""
     kind = request.param.split()[0]
-    if os.geteuid() or shutil.which(f"mkfs.{kind}") is None:
-        pytest.skip(f"needs root and mkfs.{kind}")
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a file system")
+    mkfs = need(f"mkfs.{kind}")
     image = tmp_path / "image"
     image.touch()
     os.truncate(image, 400 << 20)
-    subprocess.run([f"mkfs.{kind}", "-q", image], check=True)
+    subprocess.run([mkfs, "-q", image], check=True)
     mount = tmp_path / request.param.replace(" ", "-")
     mount.mkdir()
     subprocess.run(["mount", "-o", "loop", image, mount], check=True)
@@ -56,8 +57,9 @@ def fill(directory: Path) -> None:
 
 @pytest.mark.parametrize("kind", SAFE)
 def test_no_process_dies_when_its_file_system_stops(kind: str) -> None:
-    if os.geteuid() or shutil.which("mkfs.xfs") is None:
-        pytest.skip("needs root and xfsprogs")
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a file system")
+    need("mkfs.xfs")
     assert measured(kind, 3)[1:] == (0, 0, [])
 
 

@@ -24,6 +24,7 @@ from pagoda.ledger.lmdb_tables import Tables
 from pagoda.ledger.locks import Gate
 from pagoda.ledger.session import Session
 from pagoda.ledger.store_state import TABLES
+from testbed.patience import Patience
 from tests.cache.kit import cache_at
 from tests.children import in_child, in_light_process
 from tests.faults.support import (
@@ -66,10 +67,10 @@ def test_a_child_outlives_its_killed_parent(
 ) -> None:
     done = python(OUTLIVES, shm_root, tmp_path / "said")
     assert done.returncode == -signal.SIGKILL
-    until = time.monotonic() + 90
+    patience = Patience(90)
     said = tmp_path / "said"
     # made first, then written
-    while not (said.exists() and said.read_text()) and time.monotonic() < until:
+    while not (said.exists() and said.read_text()) and not patience.ended:
         time.sleep(0.02)
     assert said.read_text() == "fine", done.stderr
 
@@ -192,10 +193,10 @@ def test_what_was_open_at_a_fork_can_be_closed(shm_root: Path) -> None:
         os.waitpid(pid, 0)
         assert mapped()
     # what `close_dropped` waits for is the whole of it
-    until = time.monotonic() + 8
+    patience = Patience(8)
     while mapped():
         gc.collect()
-        assert close_dropped(60) and time.monotonic() < until, mapped()
+        assert close_dropped(60) and not patience.ended, mapped()
         time.sleep(0.01)
 
 

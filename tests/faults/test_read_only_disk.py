@@ -4,11 +4,11 @@ it.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
+from testbed.programs import need
 from tests.faults.support import own_mounts, python, succeeded
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,7 +32,7 @@ image, where = Path(sys.argv[1]) / "image", Path(sys.argv[1]) / "mount"
 where.mkdir()
 with image.open("wb") as file:
     file.truncate(64 << 20)
-subprocess.run(["mkfs.ext4", "-qF", image], check=True)
+subprocess.run([sys.argv[2], "-qF", image], check=True)
 subprocess.run(["mount", "-o", "loop", image, where], check=True)
 before, after = keys(range(10)), keys(range(100, 110))
 tier = disk(where / "root")
@@ -64,6 +64,5 @@ def test_a_disk_that_turns_read_only_rests_and_is_logged_once(
     """Misses then say that the tier is left out, and not that the chunks were evicted or never
     stored.
     """
-    if shutil.which("mkfs.ext4") is None:
-        pytest.skip("no mkfs.ext4 here")
-    succeeded(python(TURNS_READ_ONLY, tmp_path, before=own_mounts()))
+    mkfs = need("mkfs.ext4")
+    succeeded(python(TURNS_READ_ONLY, tmp_path, mkfs, before=own_mounts()))

@@ -18,6 +18,7 @@ import pytest
 
 from pagoda.base.errors import StoreError
 from pagoda.base.finalizers import close_dropped
+from testbed.patience import Patience
 from tests.cache.kit import cache_at, kv_of, prompt, served
 
 POINTS = 12
@@ -95,9 +96,9 @@ def test_an_opening_whose_directory_is_removed_is_a_store_error_or_works(
     assert opened(shm_root, tmp_path, Removal(shm_root, 0)), (
         "the next process works"
     )
-    until = time.monotonic() + 60
+    patience = Patience(60)
     while left := descriptors(shm_root, tmp_path):
-        assert time.monotonic() < until, left
+        assert not patience.ended, left
         gc.collect()
         assert close_dropped(60)
         time.sleep(0.05)  # a thread of a closed ledger may be in its last pause

@@ -22,6 +22,7 @@ from pagoda.base.errors import StoreError
 from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger, admin, guard_watch, rebuild
 from pagoda.ledger.stores_under_root import in_use, stores_in
+from testbed.patience import Patience
 from tests.children import child
 from tests.ledger.support import Other, keys, opened, put, spec
 
@@ -39,9 +40,9 @@ def replaced(path: Path) -> None:
 
 
 def wait_until_left(ledger: Ledger) -> None:
-    until = time.monotonic() + 60
+    patience = Patience(60)
     while not ledger.session.lost:
-        assert time.monotonic() < until
+        assert not patience.ended
         time.sleep(0.01)
 
 
@@ -49,7 +50,7 @@ def wait_until_logged(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
     """Return the one line about it. The thread that looks writes it just after the process has
     left.
     """
-    until = time.monotonic() + 60
+    patience = Patience(60)
     while True:
         logged = [
             one
@@ -59,7 +60,7 @@ def wait_until_logged(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
         if logged:
             assert len(logged) == 1
             return logged[0]
-        assert time.monotonic() < until
+        assert not patience.ended
         time.sleep(0.01)
 
 
@@ -161,8 +162,8 @@ def test_no_two_writers_without_a_common_lock(
 
     pid = child(work)
     try:
-        until = time.monotonic() + 60
-        while not (root / "removed").exists() and time.monotonic() < until:
+        patience = Patience(60)
+        while not (root / "removed").exists() and not patience.ended:
             time.sleep(0.001)
         ledger = opened(root, kind=kind)
         assert not ledger.session.store.sole, "the other one has it open too"
@@ -303,11 +304,7 @@ def test_the_thread_that_looks_ends_with_the_last_store(tmp_path: Path) -> None:
     thread = guard_watch._thread
     assert thread.is_alive()
     ledger.close()
-    until = time.monotonic() + 60
-    while (
-        thread.is_alive()
-        and not guard_watch._watched
-        and time.monotonic() < until
-    ):
+    patience = Patience(60)
+    while thread.is_alive() and not guard_watch._watched and not patience.ended:
         time.sleep(0.05)
     assert not thread.is_alive() or guard_watch._watched

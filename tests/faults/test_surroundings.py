@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.programs import need
 from tests.faults.surroundings import KINDS, Kind
 
 pytestmark = pytest.mark.timeout(1500)
@@ -140,15 +140,12 @@ def _mount_words(system: str, work: Path, where: Path) -> list[str | Path]:
             (work / name).mkdir()
         layers = f"lowerdir={work / 'lower'},upperdir={work / 'upper'},workdir={work / 'work'}"
         return ["mount", "-t", "overlay", "-o", layers, "overlay", where]
-    if shutil.which(f"mkfs.{system}") is None:
-        pytest.skip(f"no mkfs.{system} here")
+    mkfs = need(f"mkfs.{system}")
     image = work / "image"
     with image.open("wb") as file:
         file.truncate(IMAGE_BYTES)
     quiet = ["-q"] if system in ("xfs", "btrfs") else ["-qF"]
-    subprocess.run(
-        [f"mkfs.{system}", *quiet, image], check=True, capture_output=True
-    )
+    subprocess.run([mkfs, *quiet, image], check=True, capture_output=True)
     return ["mount", "-o", "loop", image, where]
 
 

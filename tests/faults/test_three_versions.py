@@ -12,17 +12,16 @@ import random
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 
 import pytest
 
 from pagoda.ledger.request_meters import read_meters
+from testbed.patience import Patience
 from testbed.servers import COMMAND_OF_ANY_VERSION
-from tests.faults.support import ROOT
+from tests.faults.support import ROOT, source_of
 
 STEPS = Path(__file__).with_name("version_steps.py")
 NOW = "this tree"
@@ -40,20 +39,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sources of each version, by its name."""
     found = {NOW: ROOT / "src"}
     for commit in (*OLDER, WITHOUT_METERS):
-        packed = subprocess.run(
-            ["git", "-C", ROOT, "archive", commit, "src"],
-            capture_output=True,
-            check=False,
-            timeout=60,
-        )
-        if packed.returncode:
-            pytest.skip(
-                f"needs the history of the repository: {packed.stderr.decode().strip()}"
-            )
-        place = tmp_path_factory.mktemp(commit)
-        with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
-            archive.extractall(place, filter="data")
-        found[commit] = place / "src"
+        found[commit] = source_of(commit, tmp_path_factory.mktemp(commit))
     return found
 
 
@@ -246,8 +232,8 @@ def test_two_versions_at_once_never_share_a_disk_store(
     engine = machine.start(
         first, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1"
     )
-    until = time.monotonic() + 120
-    while not ready.exists() and time.monotonic() < until:
+    patience = Patience(120)
+    while not ready.exists() and not patience.ended:
         time.sleep(0.01)
     refused = machine.run(second, "served=0:1")
     assert "another version of PagodaKV uses it" in refused["error"]
@@ -266,8 +252,8 @@ def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
     engine = machine.start(
         NOW, "close", "store=0:1", f"ready={ready}", f"go={go}", "served=0:1"
     )
-    until = time.monotonic() + 120
-    while not ready.exists() and time.monotonic() < until:
+    patience = Patience(120)
+    while not ready.exists() and not patience.ended:
         time.sleep(0.01)
     for is_open in (True, False):
         done = clear_from_terminal(trees[older], machine.host, tmp_path)

@@ -16,7 +16,7 @@ import zmq
 
 from pagoda.kv_events import event_socket
 from pagoda.kv_events.event_socket import MOST_CONNECTIONS, EventSocket
-from tests.cache.kit import wait_until
+from testbed.patience import wait_until
 
 GREETING = (b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL").ljust(64, b"\0")
 READY = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03SUB"

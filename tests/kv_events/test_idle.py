@@ -13,7 +13,13 @@ from pagoda.cache import Cache
 from pagoda.kv_events import store_watch, stored_events
 from pagoda.kv_events.store_watch import StoreWatch
 from pagoda.kv_events.stored_events import StoredEvents
-from tests.cache.kit import SPAWN, cache_at, prompt, stored, wait_until
+from testbed.patience import wait_until
+from tests.cache.kit import (
+    SPAWN,
+    cache_at,
+    prompt,
+    stored,
+)
 from tests.children import in_child
 from tests.kv_events.router import Router
 

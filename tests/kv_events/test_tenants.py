@@ -15,6 +15,7 @@ from pagoda.kv_events.notes import BlockFacts, ChunkNote
 from pagoda.kv_events.publisher import EventPublisher
 from pagoda.kv_events.stored_events import StoredEvents
 from pagoda.ledger import Reserved, admin
+from testbed.patience import Patience
 from tests.cache.kit import CHUNK, cache_at
 
 FACTS = BlockFacts(CHUNK, CHUNK)
@@ -73,9 +74,9 @@ class Engine:
     def published(self) -> int:
         """Return of how many chunks routers know, after a round."""
         self.events._rested = time.thread_time()
-        until = time.monotonic() + 20.0
+        patience = Patience(20.0)
         while not self.events._round():
-            assert time.monotonic() < until
+            assert not patience.ended
         return int(self.tier._held.sum())
 
 

@@ -22,6 +22,7 @@ from pagoda.kv_events.tier_difference import PIECE
 from pagoda.ledger import Reserved
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.columns import NOT_READY
+from testbed.patience import Patience
 from tests.cache.kit import CHUNK, LAYOUT, cache_at
 from tests.ledger.support import gate_taken
 
@@ -221,9 +222,9 @@ def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
     columns.keys[: len(silent)] += np.uint64(1)
     # as if each round came after another use
     columns.last_use[: len(silent)] = NOT_READY - 1
-    until = time.monotonic() + 10.0
+    patience = Patience(10.0)
     while np.count_nonzero(tier._held) < SLOTS - len(silent):
-        assert time.monotonic() < until, "chunks with notes are not published"
+        assert not patience.ended, "chunks with notes are not published"
         events._round()
     root = events._root
     notes = [
@@ -234,7 +235,7 @@ def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
         (slot, key, msgspec.msgpack.encode(note)) for slot, key, note in notes
     )
     while np.count_nonzero(tier._held) < SLOTS:
-        assert time.monotonic() < until, "what was noted later is not published"
+        assert not patience.ended, "what was noted later is not published"
         events._round()
 
 

@@ -19,6 +19,7 @@ from pagoda.ledger.locks import BEYOND, GATE, INTENT, LockFile
 from pagoda.ledger.store_state import STATE, Kind
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock
+from testbed.patience import Patience
 from tests.children import child
 
 TENANT = blake3(b"tenant").digest()
@@ -191,12 +192,12 @@ def others_get_in(ledger: Ledger) -> bool:
     """Return whether this process releases all transaction locks: its upkeep threads hold one for a
     moment.
     """
-    until = time.monotonic() + 20.0
+    patience = Patience(20.0)
     with contextlib.closing(
         LockFile(ledger.directory / STATE, first=BEYOND)
     ) as other:
         while other.held_by_other(GATE) or other.held_by_other(INTENT):
-            if time.monotonic() > until:
+            if patience.ended:
                 return False
             time.sleep(0.001)
     return True

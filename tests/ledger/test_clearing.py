@@ -25,6 +25,7 @@ from pagoda.ledger import (
 from pagoda.ledger.namespace_registry import NamespaceRegistry
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import PROMPTS, Vouched, read_state, read_voucher
+from testbed.patience import Patience
 from tests.children import child, wait
 from tests.ledger.support import OTHER, TENANT, keys, opened, put
 
@@ -283,8 +284,8 @@ def test_a_clear_under_way_is_not_ended_by_others(tmp_path: Path) -> None:
         time.sleep(600)
 
     pid = child(work)
-    until = time.monotonic() + 60
-    while not (tmp_path / "cleared").exists() and time.monotonic() < until:
+    patience = Patience(60)
+    while not (tmp_path / "cleared").exists() and not patience.ended:
         time.sleep(0.01)
     assert present(ledger, keys(1, 2)) == [False, False]
     ledger.clearing.end_clears()

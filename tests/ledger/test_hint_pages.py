@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +36,7 @@ from pagoda.ledger.columns import (
 from pagoda.ledger.hint_pages import Published
 from pagoda.ledger.store_state import COLUMNS, TABLES
 from pagoda.testing import FakeClock
+from testbed.patience import Patience, wait_until
 from tests.children import child, in_child, wait
 from tests.faults.support import open_files_left
 from tests.ledger.support import TENANT, keys, opened, put, small_store
@@ -584,10 +584,10 @@ def test_the_thread_saves_what_was_used(
     put(ledger, keys(*range(4)))
     ranked = set(np.flatnonzero(ledger.columns.last_use != NOT_READY))
     saved = Columns(None, 32, bounded_ghosts(32))
-    until = time.monotonic() + 60
+    patience = Patience(60)
     while (
         set(np.flatnonzero(saved.last_use != NOT_READY)) != ranked
-        and time.monotonic() < until
+        and not patience.ended
     ):
         ledger.match_prefix(keys(0))
         time.sleep(0.02)
@@ -624,8 +624,8 @@ def test_tables_that_cannot_be_read_are_not_touched(
     ledger.session.tend()
     monkeypatch.undo()
     os.dup2(kept, pages._fd)
-    until = time.monotonic() + 60
-    while not hits(ledger, 0) and time.monotonic() < until:
+    patience = Patience(60)
+    while not hits(ledger, 0) and not patience.ended:
         time.sleep(0.05)
     assert hits(ledger, *range(10)) == 10
     assert not ledger.session.resting
@@ -661,13 +661,6 @@ def test_a_store_whose_tables_cannot_be_opened_again_rests_and_says_so(
         assert caplog.text.count("can be read again") == 1
 
     in_child(work)  # which has no other threads
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_a_commit_does_not_read_tables_that_cannot_be_read(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import start_thread
 from pagoda.ledger import Ledger, Refused, StoreSpec, admin
 from pagoda.policy.eviction_queue import RANKED_AT_ONCE, EvictionQueue
+from testbed.patience import wait_until
 from tests.children import child, wait
 from tests.ledger.support import PATIENT_SECONDS, TENANT, keys, opened, put
 
@@ -45,13 +45,6 @@ def ranked_by(ledger: Ledger, seen: list[tuple[str, int]]) -> None:
     queue._rank = noted  # type: ignore[assignment]
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENT_SECONDS
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("policy", ["lru", "hindsight"])
 def test_only_the_upkeep_thread_ranks_all_slots(
     shm_root: Path, policy: str
@@ -63,8 +56,8 @@ def test_only_the_upkeep_thread_ranks_all_slots(
     new = iter(range(10**6, 10**7))
     for _ in range(5):
         put(ledger, keys(*(next(new) for _ in range(16))))
-    wait_for(lambda: ("pagoda-upkeep", SLOTS) in seen)
-    wait_for(lambda: not ledger.evictor.is_low)
+    wait_until(lambda: ("pagoda-upkeep", SLOTS) in seen)
+    wait_until(lambda: not ledger.evictor.is_low)
     for _ in range(SLOTS // 16):
         put(ledger, keys(*(next(new) for _ in range(16))))
     own = [count for name, count in seen if name != "pagoda-upkeep"]
@@ -76,7 +69,7 @@ def test_a_thread_ranks_again_before_the_ranked_slots_are_used_up(
     shm_root: Path,
 ) -> None:
     ledger = filled(shm_root)
-    wait_for(lambda: not ledger.evictor.is_low)
+    wait_until(lambda: not ledger.evictor.is_low)
     queue: EvictionQueue = ledger.evictor._policy._queue  # type: ignore[attr-defined]
     batch = queue._ranked
     new = iter(range(10**6, 10**7))
@@ -84,7 +77,7 @@ def test_a_thread_ranks_again_before_the_ranked_slots_are_used_up(
         put(ledger, keys(*(next(new) for _ in range(16))))
     left = len(batch.rows) - batch.next
     assert 0 < left <= len(batch.rows) // 3
-    wait_for(lambda: queue._ranked is not batch)
+    wait_until(lambda: queue._ranked is not batch)
     ledger.close()
 
 

@@ -33,6 +33,7 @@ from pagoda.ledger.hint_pages import HintPages
 from pagoda.ledger.session import UnavailableError
 from pagoda.ledger.store_directory import OpenStore
 from pagoda.ledger.transaction import Transaction
+from testbed.patience import Patience
 from tests.children import child, in_child, wait
 from tests.ledger.support import (
     OTHER,
@@ -266,7 +267,7 @@ def test_late_commits_of_many_threads_are_all_done(ledger: Ledger) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
     put(ledger, keys(9))
     assert all(present(ledger, keys(1, 2, 3, 4)))
     assert not admin.gauges(ledger)["reserved"]
@@ -291,9 +292,9 @@ def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(
             ),
             lambda: ledger.match_prefix(keys(*range(256)), deadline_seconds=0.3),
         ):
-            began = time.monotonic()
+            patience = Patience(9.0)
             call()
-            assert time.monotonic() - began < 9.0
+            assert not patience.ended, patience.said()
         outcomes = ledger.reserve(
             keys(*range(256)), namespace=TENANT, deadline_seconds=0.0
         )
@@ -305,12 +306,12 @@ def test_every_call_ends_by_its_deadline_however_many_transactions_it_takes(
 
 def test_a_call_of_a_child_ends_by_its_deadline_too(ledger: Ledger) -> None:
     def act() -> None:
-        began = time.monotonic()
+        patience = Patience(20.0)
         assert (
             ledger.match_prefix(keys(1), deadline_seconds=0.3).reason
             is Reason.LEDGER_BUSY
         )
-        assert time.monotonic() - began < 20.0
+        assert not patience.ended, patience.said()
 
     with gate_taken(ledger):
         in_child(act)
@@ -475,14 +476,12 @@ def test_a_fork_while_a_thread_waits_at_the_gate(
             kwargs={"deadline_seconds": 60},
         )
         waiting.start()
-        until = time.monotonic() + 30
-        while not ledger.session.gate.taken and time.monotonic() < until:
+        patience = Patience(30)
+        while not ledger.session.gate.taken and not patience.ended:
             time.sleep(0.005)
-        began = time.monotonic()
+        patience = Patience(25.0)
         pid = child(act)
-        assert time.monotonic() - began < 25.0, (
-            "a fork does not wait for a stopped process"
-        )
+        assert not patience.ended, "a fork does not wait for a stopped process"
     waiting.join(60)
     os.write(send, b"x")
     assert wait(pid) == 0
@@ -513,10 +512,8 @@ def test_a_fork_while_a_thread_writes_hangs_nobody(
             os._exit(0 if missed in (Reason.LEDGER_BUSY, Reason.IO_ERROR) else 2)
         finally:
             os._exit(1)
-    until = time.monotonic() + 30
-    while (
-        not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < until
-    ):
+    patience = Patience(30)
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and not patience.ended:
         time.sleep(0.01)
     if not ended[0]:  # it would hang in the fork itself, before any alarm
         os.kill(pid, signal.SIGKILL)
@@ -537,10 +534,10 @@ def test_two_threads_that_fork_at_once_leave_the_gate_open(
         target=lambda: (session._before_fork(), session._after_in_parent())
     )
     other.start()
-    other.join(10)
+    other.join(60)
     session._after_in_parent()
     assert (
-        ledger.match_prefix(keys(1), deadline_seconds=0.2).reason is Reason.ABSENT
+        ledger.match_prefix(keys(1), deadline_seconds=60).reason is Reason.ABSENT
     )
 
 
@@ -649,9 +646,9 @@ def test_closing_ends_in_time_while_another_sits_in_the_gate(
     ledger = opened(shm_root)
     ledger.reserve(keys(1), namespace=TENANT)
     with gate_taken(ledger):
-        began = time.monotonic()
+        patience = Patience(25.0)
         ledger.close()
-        assert time.monotonic() - began < 25.0
+        assert not patience.ended, patience.said()
     again = opened(shm_root)
     gauges = admin.gauges(again)
     assert gauges["reserved"] == 0

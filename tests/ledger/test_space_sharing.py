@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import Transaction
 from pagoda.ledger.upkeep_thread import UpkeepThread
 from pagoda.slab import FileSlab, MemorySlab, aligned
+from testbed.patience import Patience
 from tests.children import child, in_child, wait
 from tests.faults.support import ROOT, AfterReboot, own_mounts, python, succeeded
 from tests.ledger.support import (
@@ -279,9 +279,9 @@ def test_a_thread_of_the_ledger_gets_what_is_lacking(
 ) -> None:
     one = Room(shm_root)
     two = Room(shm_root, "b")
-    until = time.monotonic() + PATIENT_SECONDS
+    patience = Patience(PATIENT_SECONDS)
     number = 0
-    while two.backed < 32 and time.monotonic() < until:
+    while two.backed < 32 and not patience.ended:
         two.put(keys(number))
         number += 1
     assert two.backed == 32

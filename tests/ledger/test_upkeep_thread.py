@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.ledger.stores_under_root import root_locked
+from testbed.patience import Patience
 from tests.ledger.support import PATIENT_SECONDS, opened
 
 
@@ -23,9 +24,9 @@ def test_a_ledger_that_is_dropped_while_its_thread_waits_for_space_is_no_error(
     with caplog.at_level(logging.ERROR), root_locked(shm_root, PATIENT_SECONDS):
         upkeep.wake(lacks=True)
         thread = upkeep._thread
-        until = time.monotonic() + PATIENT_SECONDS
+        patience = Patience(PATIENT_SECONDS)
         # until the thread asks for space
-        while upkeep._lacks and time.monotonic() < until:
+        while upkeep._lacks and not patience.ended:
             time.sleep(0.001)
         ledger.close()
         del ledger

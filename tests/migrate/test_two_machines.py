@@ -13,6 +13,7 @@ from pagoda.base.serve_token_file import default_token_file
 from pagoda.cache import Cache
 from pagoda.config.sources import load
 from pagoda_tools.migrate.lmcache import translate
+from testbed.patience import wait_until
 from testbed.servers import Server, pagoda_server, redis_server
 from tests.cache import kit
 
@@ -74,7 +75,7 @@ def hits_by(cache: Cache, tier: str) -> None:
         seen.update(name for name, count in hit.by_tier.items() if count)
         return hit.num_tokens == len(tokens)
 
-    kit.wait_until(whole)
+    wait_until(whole)
     assert tier in seen
 
 

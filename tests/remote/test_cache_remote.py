@@ -15,6 +15,7 @@ from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.config.remote_urls import parse
 from pagoda.keys import Namespace
+from testbed.patience import wait_until
 from testbed.servers import BUCKET, Server, redis_server
 from tests.cache.kit import (
     CHUNK,
@@ -30,7 +31,6 @@ from tests.cache.kit import (
     run_all,
     served,
     stored,
-    wait_until,
 )
 from tests.remote.chunks import fresh_prefix, soon
 from tests.remote.proxy import Fault, proxy_to

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagoda.cache import Cache
+from testbed.patience import wait_until
 from testbed.servers import Server, redis_server
 from tests.cache.kit import (
     CHUNK,
@@ -23,7 +24,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 from tests.remote.chunks import begun_since, soon
 from tests.remote.proxy import STALLED, WELL, Fault, Proxy, proxy_to

@@ -21,7 +21,9 @@ from pagoda.tiers.remote.redis_cluster import RedisClusterClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError, StoreClient
-from testbed.servers import Server, need, redis_cluster
+from testbed.patience import wait_until
+from testbed.programs import need
+from testbed.servers import Server, redis_cluster
 from tests.remote.chunks import (
     OTHER,
     PATIENT_SECONDS,
@@ -35,7 +37,6 @@ from tests.remote.chunks import (
     name_of,
     soon,
     tier_on,
-    wait_until,
 )
 from tests.remote.proxy import WELL, Fault, proxy_to
 

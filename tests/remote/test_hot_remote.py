@@ -15,6 +15,7 @@ import redis as client
 
 from pagoda.cache import Cache
 from pagoda.testing import FakeClock
+from testbed.patience import wait_until
 from testbed.servers import BUCKET, Server, emptied_s3, redis_server
 from tests.cache.kit import (
     CHUNK,
@@ -28,7 +29,6 @@ from tests.cache.kit import (
     prompt,
     served,
     stored,
-    wait_until,
 )
 
 HOT = prompt(20, 1)

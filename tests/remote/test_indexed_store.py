@@ -19,6 +19,7 @@ from pagoda.base.metrics import Reason
 from pagoda.config.remote_urls import parse, redacted
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
+from testbed.patience import wait_until
 from testbed.servers import BUCKET, Server, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
 from tests.remote.chunks import (
@@ -29,7 +30,6 @@ from tests.remote.chunks import (
     keys_of,
     soon,
     tier_on,
-    wait_until,
 )
 from tests.remote.evil import LyingRedis
 from tests.remote.object_stores import until

@@ -31,6 +31,7 @@ from pagoda.tiers.remote.mooncake import (
 )
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import PutRequest
+from testbed.patience import wait_until
 from testbed.servers import Server, mooncake_master, mooncake_peer
 from tests.remote.chunks import (
     LARGE,
@@ -49,7 +50,6 @@ from tests.remote.chunks import (
     saved,
     soon,
     tier_on,
-    wait_until,
 )
 
 # seconds after which the master forgets a machine that is silent

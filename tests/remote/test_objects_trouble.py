@@ -450,7 +450,7 @@ def test_user_and_password_of_a_url_are_sent_and_never_shown() -> None:
         thread.start()
         with pytest.raises(RefusedError, match="401") as refused:
             remote.connection().open(until())
-        thread.join(5)
+        thread.join(60)
     sent = b"Basic " + base64.b64encode(b"me:HUSH/HUSH")
     assert b"authorization: " + sent in asked[0].replace(
         b"Authorization", b"authorization"

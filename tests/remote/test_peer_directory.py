@@ -37,7 +37,14 @@ from pagoda_tools.serve import server
 from pagoda_tools.serve.announcer import Announcer
 from pagoda_tools.serve.served_stores import ServedStores
 from pagoda_tools.serve.server import ServeOptions
-from testbed.servers import Server, free_port, need, pagoda_server, redis_server
+from testbed.patience import wait_until
+from testbed.programs import need
+from testbed.servers import (
+    Server,
+    free_port,
+    pagoda_server,
+    redis_server,
+)
 from tests.cli.shelf import CHUNK, LLAMA, answer, host, pagoda, put, refused
 from tests.remote.chunks import (
     ROOT,
@@ -49,7 +56,6 @@ from tests.remote.chunks import (
     load,
     soon,
     tier_on,
-    wait_until,
 )
 from tests.remote.evil import LyingHttp, LyingRedis, bulk, http
 from tests.serve import kit as serve_kit

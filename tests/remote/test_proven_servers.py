@@ -14,12 +14,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -31,8 +29,10 @@ from pagoda.tiers.remote.peer_directory import PeerDirectory
 from pagoda.tiers.remote.peers import PeersClient, PeerUrl
 from pagoda.tiers.remote.store_client import RefusedError
 from pagoda_tools.cli import main
-from testbed.servers import Server, need, pagoda_server, redis_server
-from tests.faults.support import ROOT as TREE
+from testbed.patience import wait_until
+from testbed.programs import need
+from testbed.servers import Server, pagoda_server, redis_server
+from tests.faults.support import source_of
 from tests.remote.chunks import (
     ROOT,
     QuickClock,
@@ -41,7 +41,6 @@ from tests.remote.chunks import (
     keys_of,
     load,
     tier_on,
-    wait_until,
 )
 from tests.remote.evil import Evil
 from tests.remote.evil import http as raw_answer
@@ -494,20 +493,7 @@ class SpreadingProxy(Evil):
 @pytest.fixture(scope="module")
 def older_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source of the older version, from the history of this repository."""
-    packed = subprocess.run(
-        ["git", "-C", TREE, "archive", OLDER, "src"],
-        capture_output=True,
-        check=False,
-        timeout=60,
-    )
-    if packed.returncode:
-        pytest.skip(
-            f"needs the history of the repository: {packed.stderr.decode().strip()}"
-        )
-    place = tmp_path_factory.mktemp(OLDER)
-    with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
-        archive.extractall(place, filter="data")
-    return place / "src"
+    return source_of(OLDER, tmp_path_factory.mktemp(OLDER))
 
 
 def test_an_older_server_is_not_sent_the_token_unless_the_user_allows_it(

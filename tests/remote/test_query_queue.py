@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.query_queue import QueryQueue
 from pagoda.tiers.remote.store_client import StoreConnection
+from testbed.patience import Patience
 
 
 def nothing(_: StoreConnection) -> int:
@@ -67,8 +67,8 @@ def test_a_taker_is_woken() -> None:
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    until = time.monotonic() + 60
+    patience = Patience(60)
     while not came.wait(0.01):
-        assert time.monotonic() < until
+        assert not patience.ended
         queries.wake()
     thread.join(60)

@@ -25,7 +25,9 @@ from pagoda.tiers.remote.store_client import (
     PutResult,
     RefusedError,
 )
-from testbed.servers import Server, need
+from testbed.patience import wait_until
+from testbed.programs import need
+from testbed.servers import Server
 from tests.remote.chunks import walk
 
 need("redis-server")
@@ -54,7 +56,7 @@ SIZES = [
 Client = "redis.Redis[bytes]"
 
 
-def soon(seconds: float = 10.0) -> float:
+def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -184,10 +186,12 @@ def test_a_ttl_begins_when_the_chunk_is_whole(
     )
     for number, size in enumerate((100, 2 * MIB)):
         assert put(connection, number, content(1, size)) is PutResult.STORED
-        assert 0 < client.pttl(client.keys("*")[0]) <= 400
-        time.sleep(0.5)
+        # -1 has no end; -2 has ended already, on a busy machine
+        assert all(
+            client.pttl(name) in (-2, *range(401)) for name in client.keys("*")
+        )
+        wait_until(lambda: client.dbsize() == 0)
         assert get(connection, number, size) is None
-        assert client.dbsize() == 0
     connection.close()
 
 
@@ -414,7 +418,7 @@ def test_a_draft_that_lost_pieces_is_not_published(
             put(connection, 1, content(1, 64 * MIB), seconds=30)
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)
     assert refused.value.reason is Reason.FULL
     assert connection.find(ROOT, [key(1)], soon()) == 0
     assert client.dbsize() == 0

@@ -28,6 +28,7 @@ from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import RefusedError
 from pagoda_tools.cli.remote_stores import pinged
+from testbed.patience import wait_until
 from testbed.servers import Server, redis_server
 from tests.children import in_child
 from tests.remote.chunks import (
@@ -50,7 +51,6 @@ from tests.remote.chunks import (
     soon,
     stores,
     tier_on,
-    wait_until,
     walk,
 )
 from tests.remote.proxy import STALLED, Fault, proxy_to
@@ -521,7 +521,7 @@ def test_a_node_that_stands_still_delays_no_look_up_for_long(
             for _ in range(3):
                 healthy(tier, keys, others)
             assert not tier.resting
-            connection = pool.connection().open(time.monotonic() + 1)
+            connection = pool.connection().open(time.monotonic() + 5)
             with soon(0.25):  # nothing waits for it while it is left out
                 assert connection.find(ROOT, others, time.monotonic() + 5) == len(
                     others
@@ -541,7 +541,7 @@ def test_a_look_up_goes_on_without_a_node_that_stands_still(
     saved(pool, keys)
     here = of(servers, keys)
     lost = next(server for server in servers if keys[0] not in here[server])
-    connection = pool.connection().open(time.monotonic() + 1)
+    connection = pool.connection().open(time.monotonic() + 5)
     try:
         assert (
             connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS) == 60
@@ -657,7 +657,7 @@ def test_a_distant_pool_is_waited_for(shared: list[Server]) -> None:
         saved(pool, keys)
         for proxy in (a, b, c):
             proxy.both(Fault(delay_seconds=0.05))
-        connection = pool.connection().open(time.monotonic() + 1)
+        connection = pool.connection().open(time.monotonic() + 5)
         assert (
             connection.find(ROOT, keys, time.monotonic() + PATIENT_SECONDS) == 12
         )

@@ -14,6 +14,7 @@ from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda_tools.cli.remote_stores import pinged
 from pagoda_tools.cli.stats import remote_usage
+from testbed.patience import wait_until
 from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     PATIENT_SECONDS,
@@ -24,7 +25,6 @@ from tests.remote.chunks import (
     keys_of,
     load,
     tier_on,
-    wait_until,
 )
 from tests.remote.test_redis_pool import of, on, shares
 

@@ -16,8 +16,10 @@ from pagoda.config.remote_urls import parse
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from pagoda.tiers.remote.store_client import RefusedError
+from testbed.patience import wait_until
 from testbed.servers import free_port, redis_sentinel, redis_server
 from tests.remote.chunks import (
+    PATIENT_SECONDS,
     TROUBLE,
     fresh_prefix,
     keys_of,
@@ -26,9 +28,14 @@ from tests.remote.chunks import (
     stores,
     tier_on,
     under_load,
-    wait_until,
 )
 from tests.remote.evil import LyingRedis
+
+# a handshake over TLS takes processor time, which a busy machine gives late
+PATIENT = {
+    "deadline_seconds": PATIENT_SECONDS,
+    "look_seconds": PATIENT_SECONDS,
+}
 
 
 def test_a_lying_sentinel_is_left_for_the_next() -> None:
@@ -48,11 +55,11 @@ def test_a_lying_sentinel_is_left_for_the_next() -> None:
                 liar.lies[b"SENTINEL"] = lambda _, lie=lie: [lie + b"\r\n"]
                 connection = RedisClient(f"{url}/kv").connection()
                 with pytest.raises(OSError, match="no Sentinel names a master"):
-                    connection.open(time.monotonic() + 10)
+                    connection.open(time.monotonic() + PATIENT_SECONDS)
                 connection.close()
                 RedisClient(
                     f"{url},127.0.0.1:{sentinel.port}/kv"
-                ).connection().open(time.monotonic() + 10).close()
+                ).connection().open(time.monotonic() + PATIENT_SECONDS).close()
         finally:
             liar.close()
 
@@ -114,7 +121,7 @@ def test_what_a_sentinel_says_is_shown_without_its_password(
         url = f"redis+sentinel://127.0.0.1:{liar.port}/kv?sentinel_password_file={tmp_path}/password"
         connection = RedisClient(url).connection()
         with pytest.raises(OSError, match=r"what is \*\*\*\?"):
-            connection.open(time.monotonic() + 10)
+            connection.open(time.monotonic() + PATIENT_SECONDS)
         connection.close()
         liar.close()
 
@@ -126,12 +133,14 @@ def test_without_a_sentinel_or_a_service_it_is_said() -> None:
                 f"redis+sentinel://127.0.0.1:{place}/{service}"
             ).connection()
             with pytest.raises(OSError, match="no Sentinel names a master"):
-                connection.open(time.monotonic() + 10)
+                connection.open(time.monotonic() + PATIENT_SECONDS)
             connection.close()
         connection = RedisClient(
             f"redis+sentinel://127.0.0.1:{sentinel.port}/kv/3"
         ).connection()
-        connection.open(time.monotonic() + 10).ping(time.monotonic() + 10)
+        connection.open(time.monotonic() + PATIENT_SECONDS).ping(
+            time.monotonic() + PATIENT_SECONDS
+        )
         connection.close()
 
 
@@ -152,7 +161,11 @@ def test_sentinels_and_their_master_over_tls_with_passwords(
         assert "geheim" not in spec.redacted
         assert own in spec.redacted
         keys = keys_of(10)
-        with tier_on(spec.engine()) as tier:
+        with tier_on(
+            spec.engine(),
+            deadline_seconds=PATIENT_SECONDS,
+            look_seconds=PATIENT_SECONDS,
+        ) as tier:
             stores(tier, keys)
             wait_until(lambda: load(tier, keys) == [None] * 10)
         for url, trouble in (
@@ -174,7 +187,7 @@ def test_sentinels_and_their_master_over_tls_with_passwords(
         ):
             connection = parse(url).engine().connection()
             with pytest.raises((OSError, RefusedError), match=trouble):
-                connection.open(time.monotonic() + 10)
+                connection.open(time.monotonic() + PATIENT_SECONDS)
             connection.close()
 
 
@@ -235,7 +248,11 @@ def test_a_credential_provider_is_asked_for_each_connection(
         spec = parse(f"{scheme}://{place}?credential_provider={name}:Provider")
         assert spec.redacted.endswith(f"?credential_provider={name}:Provider")
         assert not spec.lacks_secret
-        with tier_on(spec.engine()) as tier:
+        with tier_on(
+            spec.engine(),
+            deadline_seconds=PATIENT_SECONDS,
+            look_seconds=PATIENT_SECONDS,
+        ) as tier:
             keys = keys_of(4)
             stores(tier, keys)
             wait_until(lambda: load(tier, keys) == [None] * 4)
@@ -267,8 +284,8 @@ def test_a_credential_provider_is_asked_for_each_connection(
         with pytest.raises(
             OSError, match=r"neither \(password,\) nor|no node answers"
         ):
-            connection.open(time.monotonic() + 10)
-            connection.ping(time.monotonic() + 10)
+            connection.open(time.monotonic() + PATIENT_SECONDS)
+            connection.ping(time.monotonic() + PATIENT_SECONDS)
         connection.close()
         assert sys.modules[name].Provider.asked >= 4
 

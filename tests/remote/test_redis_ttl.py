@@ -24,7 +24,9 @@ from pagoda.tiers.remote.redis_ttl import LIFE_SECONDS, ChunkLives, ReuseAges
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import GetRequest, PutRequest, PutResult
 from pagoda_tools.cli.remote_stores import pinged
-from testbed.servers import Server, need, redis_cluster, redis_server
+from testbed.patience import wait_until
+from testbed.programs import need
+from testbed.servers import Server, redis_cluster, redis_server
 from tests.remote.chunks import (
     LARGE,
     ROOT,
@@ -34,7 +36,6 @@ from tests.remote.chunks import (
     keys_of,
     name_of,
     tier_on,
-    wait_until,
 )
 from tests.remote.evil import LyingRedis, bulk
 
@@ -75,7 +76,7 @@ def by_use(servers: tuple[Server, Server]) -> Server:
 
 
 def soon() -> float:
-    return time.monotonic() + 10.0
+    return time.monotonic() + 60.0
 
 
 def opened(url: str, **options: object) -> contextlib.closing[RedisConnection]:

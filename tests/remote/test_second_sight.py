@@ -17,7 +17,9 @@ from pagoda.testing import FakeClock
 from pagoda.tiers.base import Done
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
-from testbed.servers import Server, need, redis_server
+from testbed.patience import wait_until
+from testbed.programs import need
+from testbed.servers import Server, redis_server
 from tests.cache.kit import (
     CHUNK,
     LAYOUT,
@@ -37,7 +39,6 @@ from tests.remote.chunks import (
     load,
     save,
     tier_on,
-    wait_until,
     walk,
 )
 

@@ -17,7 +17,9 @@ from pagoda.tiers.base import Done
 from pagoda.tiers.remote import remote_tier, resp
 from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.remote_tier import WorkerConnection
-from testbed.servers import Server, need, redis_server
+from testbed.patience import wait_until
+from testbed.programs import need
+from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     LARGE,
     PATIENT_SECONDS,
@@ -33,7 +35,6 @@ from tests.remote.chunks import (
     soon,
     stores,
     tier_on,
-    wait_until,
 )
 from tests.remote.evil import LyingRedis, endless, growth
 from tests.remote.proxy import STALLED, Fault, Proxy, proxy_to, through

@@ -16,6 +16,7 @@ from pagoda.base.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers import Done
 from pagoda.tiers.remote.redis import RedisClient
+from testbed.patience import wait_until
 from testbed.servers import Server, redis_server
 from tests.remote.chunks import (
     DEADLINE_SECONDS,
@@ -38,7 +39,6 @@ from tests.remote.chunks import (
     soon,
     stores,
     tier_on,
-    wait_until,
 )
 from tests.remote.proxy import Fault, Proxy
 

@@ -12,6 +12,7 @@ import redis as client
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.redis import RedisClient
+from testbed.patience import wait_until
 from testbed.servers import Server, free_port
 from tests.remote.chunks import (
     LARGE,
@@ -28,7 +29,6 @@ from tests.remote.chunks import (
     soon,
     stores,
     tier_on,
-    wait_until,
 )
 from tests.remote.proxy import (
     STALLED,

@@ -14,7 +14,8 @@ import pytest
 from pagoda.cache import Cache
 from pagoda.layout import KVLayout
 from pagoda.tiers.remote.redis import RedisClient
-from testbed.servers import need, redis_server
+from testbed.programs import need
+from testbed.servers import redis_server
 from tests.cache.kit import (
     LAYOUT,
     NAMESPACE,

@@ -12,8 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +25,7 @@ from pagoda.keys import Namespace, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.slab import aligned
 from pagoda.tiers.remote.remote_tier import STORE_ID
+from testbed.patience import Patience
 
 if TYPE_CHECKING:
     from testbed.netns import Place
@@ -419,22 +419,29 @@ def server(
             made.stop(signal.SIGKILL)
 
 
-def wait_until(true: Callable[[], object], seconds: float = SECONDS) -> None:
-    """Wait until `true()` is."""
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until, "it did not become true"
-        time.sleep(0.01)
-
-
 def closed_within(connected: socket.socket, seconds: float) -> bool:
-    """Return whether the other side closes a connection in time; reads and drops what it sends."""
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        if select.select([connected], [], [], left)[0]:
+    """Return whether the other side closes a connection in time; reads and drops what it sends.
+
+    The time is that of an idle machine.
+    """
+    return count_closed([connected], 1, seconds) == 1
+
+
+def count_closed(
+    connections: Sequence[socket.socket], wanted: int, seconds: float
+) -> int:
+    """Wait until the other side has closed `wanted` of these connections; return how many it has.
+
+    The time is that of an idle machine. What arrives is dropped.
+    """
+    patience = Patience(seconds)
+    open_ones = set(connections)
+    while len(connections) - len(open_ones) < wanted and not patience.ended:
+        for connected in select.select(list(open_ones), [], [], patience.left)[0]:
             try:
-                if not connected.recv(1 << 20):
-                    return True
+                closed = not connected.recv(1 << 20)
             except ConnectionError:
-                return True
-    return False
+                closed = True
+            if closed:
+                open_ones.remove(connected)
+    return len(connections) - len(open_ones)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from testbed.patience import wait_until
 from tests.serve import kit
 from tests.serve.kit import (
     LAYOUT,
@@ -15,7 +16,6 @@ from tests.serve.kit import (
     payload_of,
     server,
     verified,
-    wait_until,
 )
 
 

@@ -14,8 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from testbed.patience import Patience, wait_until
 from tests.serve import kit
-from tests.serve.kit import TOKEN, Engine, Server, closed_within, engine, server
+from tests.serve.kit import (
+    TOKEN,
+    Engine,
+    Server,
+    closed_within,
+    count_closed,
+    engine,
+    server,
+)
 
 AUTH = f"Authorization: Bearer {TOKEN}\r\n"
 
@@ -43,9 +52,9 @@ def served(running: tuple[Server, Engine, list[bytes]]) -> Iterator[Server]:
     """After each test the server still answers, and soon."""
     yield running[0]
     running[0]._connection = None  # it may have been idle for longest, and ended
-    begun = time.monotonic()
+    patience = Patience(2.0)
     assert running[0].get(running[1].root, running[2][0]).status == 200
-    assert time.monotonic() - begun < 2.0
+    assert not patience.ended, patience.said()
 
 
 @pytest.fixture
@@ -240,9 +249,9 @@ def test_an_endless_body_is_refused(served: Server, path: str) -> None:
         endless.sendall(
             head("PUT", path, f"{AUTH}Content-Length: {1 << 50}\r\n").encode()
         )
-        begun = time.monotonic()
+        patience = Patience(20.0)
         with pytest.raises(ConnectionError):
-            while time.monotonic() < begun + 20.0:
+            while not patience.ended:
                 endless.sendall(bytes(1 << 20))
     assert memory_of(served) < 400 << 20
 
@@ -256,7 +265,7 @@ def test_a_reader_that_does_not_read_is_disconnected(
         before = threads_of(served)
         time.sleep(2.5)
         assert threads_of(served) <= before + 8
-        slow.settimeout(10.0)
+        slow.settimeout(60.0)
         got = 0
         with contextlib.suppress(ConnectionError):
             while piece := slow.recv(1 << 20):
@@ -270,8 +279,7 @@ def test_too_many_connections_are_closed_and_memory_stays_bounded(
     before = memory_of(served)
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(served.socket()) for _ in range(400)]
-        refused = sum(closed_within(connected, 0.005) for connected in many)
-        assert refused >= 100
+        assert count_closed(many, 100, 10.0) >= 100
         assert memory_of(served) - before < 100 << 20
 
 
@@ -318,7 +326,7 @@ def test_many_who_leave_at_once_keep_nobody_out(
             # the silent are ended after a second
             connected.sendall(head("GET", "/healthz", "").encode())
             assert connected.recv(4096)
-        kit.wait_until(
+        wait_until(
             lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) > 200, 10.0
         )
         served.process.send_signal(signal.SIGSTOP)
@@ -345,7 +353,7 @@ def test_who_reads_nothing_of_small_answers_is_disconnected(
             connected = stack.enter_context(served.socket())
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connected.sendall(asked)
-        kit.wait_until(
+        wait_until(
             lambda: (
                 len(os.listdir(f"/proc/{served.process.pid}/fd")) <= files + 1
             ),
@@ -366,11 +374,11 @@ def test_many_who_leave_in_the_middle_leave_nothing(
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             gone.sendall(head("GET", path).encode())
             gone.recv(1000)
-    kit.wait_until(
+    wait_until(
         lambda: len(os.listdir(f"/proc/{served.process.pid}/fd")) <= files + 2,
         10.0,
     )
-    kit.wait_until(lambda: gone_of(served) == before + 50, 10.0)
+    wait_until(lambda: gone_of(served) == before + 50, 10.0)
     assert logged(served).count("Traceback") == 0
 
 

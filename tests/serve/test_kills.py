@@ -19,6 +19,7 @@ import pytest
 
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.store_state import FORMAT
+from testbed.patience import Patience, wait_until
 from tests.serve import kit
 from tests.serve.kit import TOKEN, engine, keys_of, payload_of, server, verified
 
@@ -48,10 +49,10 @@ def test_a_server_that_ends_or_stops_during_a_get_stops_no_engine(
         server(shm_root) as served,
     ):
         key = running.store(1, 2)[0]
-        kit.wait_until(lambda: served.find(running.root, [key]) == 1)
+        wait_until(lambda: served.find(running.root, [key]) == 1)
         with half_read(served, running.root, key):
             served.process.send_signal(number)
-            begun = time.monotonic()
+            patience = Patience(30.0)
             # more than there is room for: what was being sent is evicted in time
             for chain in range(2, 10):
                 running.store(chain, 2)
@@ -59,7 +60,7 @@ def test_a_server_that_ends_or_stops_during_a_get_stops_no_engine(
                     running.command("retrieve", chain, 2)
                     == f"{2 * kit.CHUNK} True"
                 )
-            assert time.monotonic() - begun < 30.0
+            assert not patience.ended, patience.said()
         served.process.send_signal(signal.SIGKILL)
         served.process.wait(kit.SECONDS)
         with contextlib.closing(
@@ -77,9 +78,9 @@ def read_prompts(served: kit.Server, root: bytes) -> int:
     right = busy = 0
     for chain in range(50):
         for position, key in enumerate(keys_of(root, chain, 12)):
-            begun = time.monotonic()
+            patience = Patience(10.0)
             answer = served.get(root, key)
-            assert time.monotonic() - begun < 10.0
+            assert not patience.ended, patience.said()
             if answer.status != 200:
                 assert answer.status in (404, 503)
                 busy += answer.status == 503
@@ -109,7 +110,7 @@ def test_an_engine_that_ends_or_stops_while_it_stores_costs_readers_only_misses(
                 time.sleep(rng.uniform(0.0, 0.05))
                 running.process.send_signal(number)
                 read_prompts(served, running.root)
-            kit.wait_until(lambda: read_prompts(served, running.root) > 10)
+            wait_until(lambda: read_prompts(served, running.root) > 10)
 
 
 @pytest.mark.slow
@@ -121,7 +122,7 @@ def test_a_chunk_that_is_replaced_while_it_is_sent_never_passes(
         server(shm_root) as served,
     ):
         key = running.store(1, 1)[0]
-        kit.wait_until(lambda: served.find(running.root, [key]) == 1)
+        wait_until(lambda: served.find(running.root, [key]) == 1)
         with half_read(served, running.root, key) as reading:
             assert (
                 served.ask(
@@ -164,7 +165,7 @@ def test_eviction_during_gets_is_a_miss_or_the_right_bytes(
         server(tmp_path if disk else shm_root) as served,
     ):
         running.store(0, 12)
-        kit.wait_until(
+        wait_until(
             lambda: served.find(running.root, keys_of(running.root, 0, 12))
         )
         # 32 slots, and 50 prompts of 12 chunks in turn
@@ -212,12 +213,12 @@ def test_a_store_that_is_removed_or_made_again_is_noticed(shm_root: Path) -> Non
         for chain in (1, 2):
             with engine(host_path=str(shm_root), host_size=2 << 20) as running:
                 keys = running.store(chain, 3)
-                kit.wait_until(lambda: served.find(running.root, keys) == 3)  # noqa: B023
+                wait_until(lambda: served.find(running.root, keys) == 3)  # noqa: B023
                 root = running.root
             os.rename(
                 next(shm_root.glob(f"*.{FORMAT}")), shm_root / f".gone-{chain}"
             )
-            kit.wait_until(lambda: served.find(root, keys) == 0)  # noqa: B023
+            wait_until(lambda: served.find(root, keys) == 0)  # noqa: B023
 
 
 @contextlib.contextmanager
@@ -271,16 +272,16 @@ def test_many_held_stores_cost_no_more_than_one_and_a_stop_waits_for_nobody(
             )
             keys = running.store(1, 1)
         served = stack.enter_context(server(shm_root))
-        kit.wait_until(lambda: served.find(running.root, keys) == 1)
+        wait_until(lambda: served.find(running.root, keys) == 1)
         stack.enter_context(held(shm_root))
         for path, trouble in (
             ("/metrics", b"} 0.0"),
             ("/stats.json", b"ledger_busy"),
         ):
-            begun = time.monotonic()
+            patience = Patience(2.5)
             answer = served.ask("GET", path)
             assert answer.status == 200
-            assert time.monotonic() - begun < 2.5
+            assert not patience.ended, patience.said()
             assert answer.body.count(trouble) >= 3
         chunk = f"/v1/{running.root.hex()}/{keys[0].hex()}"
         for request, body in (
@@ -295,9 +296,9 @@ def test_many_held_stores_cost_no_more_than_one_and_a_stop_waits_for_nobody(
                 + body
             )
         time.sleep(0.5)  # until the operation waits for a store
-        begun = time.monotonic()
+        patience = Patience(6.0)
         assert served.stop() == (0, "")
-        assert time.monotonic() - begun < 6.0
+        assert not patience.ended, patience.said()
 
 
 @pytest.mark.slow
@@ -312,18 +313,18 @@ def test_requests_that_wait_are_bounded_and_health_is_answered(
         server(shm_root) as served,
     ):
         keys = running.store(1, 3)
-        kit.wait_until(lambda: served.find(running.root, keys) == 3)
+        wait_until(lambda: served.find(running.root, keys) == 3)
         with held(shm_root):
             clients = [served.again() for _ in range(20)]
             asking = [
                 threading.Thread(target=one.get, args=(running.root, keys[0]))
                 for one in clients
             ]
-            begun = time.monotonic()
+            patience = Patience(1.0)
             for one in asking:
                 one.start()
             assert json.loads(served.ask("GET", "/healthz").body) == {"ok": True}
-            assert time.monotonic() - begun < 1.0
+            assert not patience.ended, patience.said()
             for one in asking:
-                one.join(20.0)
-        kit.wait_until(lambda: served.get(running.root, keys[0]).status == 200)
+                one.join(60)
+        wait_until(lambda: served.get(running.root, keys[0]).status == 200)

@@ -23,6 +23,7 @@ from pagoda_tools.serve.access import AccessRules
 from pagoda_tools.serve.operations import MOST_TOKENS, PromptTools
 from pagoda_tools.serve.operator_routes import MOST_BODY_BYTES, PageOptions
 from pagoda_tools.serve.server import ServeOptions, make_app
+from testbed.patience import wait_until
 from tests.serve.kit import (
     CHUNK,
     LAYOUT,
@@ -34,7 +35,6 @@ from tests.serve.kit import (
     kv_of,
     server,
     tokens_of,
-    wait_until,
 )
 
 SALT = "tenant-of-the-tests"

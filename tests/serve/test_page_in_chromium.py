@@ -5,7 +5,6 @@ changes stores.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ import pytest
 
 from pagoda import Cache, Namespace
 from pagoda.transfer import DenseKV
+from testbed.patience import wait_until
+from testbed.programs import lacking, path_of
 from tests.serve.kit import (
     CHUNK,
     LAYOUT,
@@ -23,17 +24,16 @@ from tests.serve.kit import (
     kv_of,
     server,
     tokens_of,
-    wait_until,
 )
 
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = path_of("chromium")
 MARKUP = "<img src=x onerror=document.title='broken'>"
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None,
-        reason="needs Chromium: apt-get install --no-install-recommends chromium",
+        reason=lacking("chromium"),
     ),
 ]
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
 import subprocess
 import urllib.parse
@@ -22,6 +21,8 @@ import yaml
 from pagoda.cache import Cache
 from pagoda.transfer import DenseKV
 from pagoda_tools.serve.exposition import FAMILIES
+from testbed.patience import wait_until
+from testbed.programs import lacking
 from tests.serve.kit import (
     CHUNK,
     LAYOUT,
@@ -30,7 +31,6 @@ from tests.serve.kit import (
     kv_of,
     server,
     tokens_of,
-    wait_until,
 )
 
 MONITORING = (
@@ -42,8 +42,8 @@ ALERTS = MONITORING / "alerts.yaml"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not (shutil.which("prometheus") and shutil.which("promtool")),
-        reason="Prometheus is missing: apt-get install --no-install-recommends prometheus",
+        bool(lacking("prometheus", "promtool")),
+        reason=lacking("prometheus", "promtool"),
     ),
 ]
 

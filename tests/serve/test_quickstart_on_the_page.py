@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
+from testbed.patience import Patience
 from tests.serve.kit import SECONDS, TOKEN, server
 
 
@@ -51,11 +51,10 @@ def test_a_hit_of_the_quickstart_is_on_the_page_within_two_seconds(
         cached.generate(ids, max_new_tokens=4)
         assert not shown.is_set()
         cached.generate(ids, max_new_tokens=4)
-        began = time.monotonic()
+        patience = Patience(2.0)
         assert cached.last.hit.num_tokens
         assert shown.wait(SECONDS)
-        took = time.monotonic() - began
+        assert not patience.ended, patience.said()
         watching.join(SECONDS)
         connection.close()
         cached.close()
-    assert took < 2.0

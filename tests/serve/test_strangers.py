@@ -23,6 +23,7 @@ from typing import NamedTuple
 import pytest
 import zmq
 
+from testbed.patience import wait_until
 from tests.serve import kit
 from tests.serve.kit import TOKEN, server
 
@@ -264,7 +265,7 @@ def test_strangers_keep_nobody_out_and_leave_nothing(
                 f"    quiet: {1000 * earlier:.1f} ms before, {1000 * quiet:.1f} ms after"
             )
             assert median <= MOST_TIMES * max(earlier, quiet)
-        kit.wait_until(lambda: resident(listener.pid) <= before + MOST_BYTES)
+        wait_until(lambda: resident(listener.pid) <= before + MOST_BYTES)
         print(
             f"    then {(resident(listener.pid) - before) / (1 << 20):.1f} MiB more"
         )

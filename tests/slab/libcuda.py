@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import shutil
 import subprocess
 import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-import pytest
-
 from pagoda.slab.cuda_driver import LIBRARY, Driver
+from testbed.programs import need, path_of
 
 SOURCE = Path(__file__).with_name("libcuda_stub.c")
 OUT_OF_MEMORY = 2
@@ -25,12 +23,7 @@ NOT_SUPPORTED = 801
 @lru_cache(maxsize=1)
 def built() -> Path:
     """Return the library, compiled once per process; without gcc skip, or fail where CI is set."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        message = "gcc is missing: install the package gcc"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
+    compiler = path_of("gcc") or need("cc")
     directory = Path(tempfile.mkdtemp(prefix="pagoda-libcuda-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     library = directory / LIBRARY

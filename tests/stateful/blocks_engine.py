@@ -376,7 +376,7 @@ class Engine:
     def fetched(self) -> None:
         """Waits for all prefetches."""
         for future in self.fetches:
-            future.result(20)
+            future.result(60)
         self.fetches = []
 
     def settled_below(self) -> None:

@@ -19,6 +19,7 @@ from pagoda.slab import FileSlab
 from pagoda.testing import Fault
 from pagoda.tiers import DiskTier, Done, disk
 from pagoda.tiers.io_queue import ReadRequest, WriteRequest
+from testbed.patience import Patience
 from tests.children import in_child
 from tests.tiers.tools import (
     LAYOUT,
@@ -277,8 +278,8 @@ def test_several_reads_are_in_flight(tmp_path: Path) -> None:
     store(tier, keys)
     slab.fail_next("read", Fault.HANG, times=8)
     loading = tier.load(keys, [room() for _ in keys], namespace=ROOT)
-    deadline = time.monotonic() + SECONDS
-    while slab.struck[Fault.HANG] < 4 and time.monotonic() < deadline:
+    patience = Patience(SECONDS)
+    while slab.struck[Fault.HANG] < 4 and not patience.ended:
         time.sleep(0.005)
     assert slab.struck[Fault.HANG] == 4  # as many as there are threads
     slab.release()
@@ -311,9 +312,9 @@ def test_labels_are_written_with_the_first_chunks(tmp_path: Path) -> None:
     """A process that is killed leaves them to those who list what is stored, and to a rebuild."""
     tier = open_disk(tmp_path)
     store(tier, keys_of(1))
-    until = time.monotonic() + 10
+    patience = Patience(10)
     while ROOT not in read_labels(tier.ledger.directory):
-        assert time.monotonic() < until, "no label was written"
+        assert not patience.ended, "no label was written"
         time.sleep(0.01)
     tier.close()
 
@@ -427,8 +428,8 @@ def test_a_removed_chunk_that_was_being_written_does_not_appear(
     assert slab.hanging.wait(SECONDS)
 
     def release_once_removed() -> None:
-        deadline = time.monotonic() + SECONDS
-        while tier.contains(keys[0]) and time.monotonic() < deadline:
+        patience = Patience(SECONDS)
+        while tier.contains(keys[0]) and not patience.ended:
             time.sleep(0.005)
         slab.release()
 
@@ -538,8 +539,8 @@ def test_a_copy_that_waits_to_be_written_is_dropped_when_another_process_clears(
         )
     else:
         thread.start()
-        until = time.monotonic() + SECONDS
-        while not tier.in_flight(waiting.key) and time.monotonic() < until:
+        patience = Patience(SECONDS)
+        while not tier.in_flight(waiting.key) and not patience.ended:
             time.sleep(0.005)
     in_child(lambda: admin.clear(tier.ledger))
     slab.release()

@@ -24,6 +24,7 @@ from pagoda import Cache, Config, Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer import BlockKV, DenseKV, PagedKV, PagesKV, Transfer, cpu_copy
 from pagoda.transfer.cpu_copy import end_helpers, in_threads
+from testbed.patience import Patience
 from tests.children import in_child
 
 CHUNK = 8
@@ -373,9 +374,9 @@ def test_a_child_that_a_signal_handler_forks_during_a_copy_does_not_wait_for_hel
         if forked == [0]:
             os._exit(2)
         signal.signal(signal.SIGALRM, before)
-    until = time.monotonic() + 10
+    patience = Patience(10)
     while (ended := os.waitpid(forked[0], os.WNOHANG)) == (0, 0):
-        if time.monotonic() > until:
+        if patience.ended:
             os.kill(forked[0], signal.SIGKILL)
         time.sleep(0.01)
     assert os.waitstatus_to_exitcode(ended[1]) == 0
@@ -386,7 +387,7 @@ def test_a_forked_child_copies_with_threads_of_its_own() -> None:
 
     def work() -> None:
         met = threading.Barrier(2)
-        in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
+        in_threads([lambda: met.wait(60)] * 2, 2)  # type: ignore[list-item]
 
     in_child(work)
 
@@ -398,15 +399,15 @@ def test_the_helpers_end_with_the_cache(shm_root: Path) -> None:
     )
     cache = Cache(config, namespace=Namespace(model="m"), layout=layout)
     met = threading.Barrier(2)
-    in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
+    in_threads([lambda: met.wait(60)] * 2, 2)  # type: ignore[list-item]
     assert copying_threads()
     cache.close()
-    until = time.monotonic() + 20
+    patience = Patience(20)
     while copying_threads():
-        assert time.monotonic() < until
+        assert not patience.ended
         time.sleep(0.01)
     met = threading.Barrier(2)
-    in_threads([lambda: met.wait(20)] * 2, 2)  # type: ignore[list-item]
+    in_threads([lambda: met.wait(60)] * 2, 2)  # type: ignore[list-item]
 
 
 # ---- what is copied
