@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "redis_cluster",
     "redis_sentinel",
     "redis_server",
+    "running_server",
     "skip",
 ]
 
@@ -127,8 +128,11 @@ class Server:
         command: Callable[[int], Sequence[str]],
         answers: Callable[[int], bool],
         scheme: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment`: that of the process, instead of this one's."""
         self.root = root
+        self._environment = environment
         self._command = command
         self._answers = answers
         self._scheme = scheme
@@ -217,6 +221,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=self._environment,
             )
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -233,7 +238,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def _running(make: Callable[[Path], Server]) -> Iterator[Server]:
+def running_server(make: Callable[[Path], Server]) -> Iterator[Server]:
+    """Start a server in a new directory; kill it and remove the directory at the end."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-server-"))
     server = None
     try:
@@ -287,7 +293,7 @@ def redis_server(
             "rediss" if tls else "redis",
         )
 
-    with _running(make) as server:
+    with running_server(make) as server:
         yield server
 
 
@@ -448,7 +454,7 @@ def redis_sentinel(
             "redis",
         )
 
-    with _running(make) as server:
+    with running_server(make) as server:
         yield server
 
 
@@ -489,7 +495,9 @@ def moto_s3() -> Iterator[Server]:
     def command(port: int) -> list[str]:
         return [program, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
 
-    with _running(lambda root: Server(root, command, answers, "http")) as server:
+    with running_server(
+        lambda root: Server(root, command, answers, "http")
+    ) as server:
         yield server
 
 
@@ -553,7 +561,7 @@ def nginx_dav() -> Iterator[Server]:
         (root / "files").mkdir()
         return Server(root, lambda port: command(root, port), answers, "http")
 
-    with _running(make) as server:
+    with running_server(make) as server:
         yield server
 
 
@@ -615,7 +623,7 @@ def pagoda_server(
         (root / "token").chmod(0o600)
         return Server(root, lambda port: command(root, port), answers, "http")
 
-    with _running(make) as server:
+    with running_server(make) as server:
         yield server
 
 
@@ -735,7 +743,7 @@ def mooncake_master(*args: str) -> Iterator[Server]:
             *args,
         ]
 
-    with _running(
+    with running_server(
         lambda root: Server(root, command, _accepts, "mooncake")
     ) as server:
         yield server
@@ -760,7 +768,7 @@ def mooncake_peer(master: Server, size: str = "256MB") -> Iterator[Server]:
             *pool,
         ]
 
-    with _running(
+    with running_server(
         lambda root: Server(root, command, _accepts, "mooncake")
     ) as server:
         yield server
