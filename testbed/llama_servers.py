@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import math
 import os
 import shutil
 import sys
@@ -109,10 +110,14 @@ class Completion:
         }
 
     def distance(self, other: Completion) -> float:
-        """Return the largest difference of a log-probability that both have."""
+        """Return the largest difference of a log-probability; infinite if both list none in
+        common.
+        """
         common = self.logprobs.keys() & other.logprobs.keys()
-        assert common
-        return max(abs(self.logprobs[i] - other.logprobs[i]) for i in common)
+        return max(
+            (abs(self.logprobs[i] - other.logprobs[i]) for i in common),
+            default=math.inf,
+        )
 
 
 # byte b is token 3 + b; letters a..z stay

@@ -13,7 +13,11 @@ Endings (`pagoda.connectors.endings`) are for models with windows and recurrent 
 
 from __future__ import annotations
 
-from pagoda.connectors.llamacpp.slot_states import Loaded, Saved, SlotStates
+from pagoda.connectors.llamacpp.slot_states import (
+    LoadedState,
+    SlotStates,
+    StoredState,
+)
 from pagoda.connectors.llamacpp.state_directory import make_state_directory
 
-__all__ = ["Loaded", "Saved", "SlotStates", "make_state_directory"]
+__all__ = ["LoadedState", "SlotStates", "StoredState", "make_state_directory"]

@@ -57,15 +57,17 @@ _LORA_FIELDS = ("id", "path", "scale")
 _IDENTITY_FIELDS = ("model_path", "build_info", "total_slots", "media_marker")
 
 
-class Adapters(NamedTuple):
+class ServerAdapters(NamedTuple):
     """The LoRA adapters of a server: all that it lists of them."""
 
     listed: tuple[tuple[object, ...], ...]
 
     @classmethod
-    def of(cls, server: ServerRequests) -> Adapters:
+    def of(
+        cls, server: ServerRequests, seconds: float = ANSWER_SECONDS
+    ) -> ServerAdapters:
         """Ask the server. Raises ServerTrouble."""
-        answer = server.get("/lora-adapters", ANSWER_SECONDS)
+        answer = server.get("/lora-adapters", seconds)
         if not isinstance(answer, list):
             raise ServerTrouble("/lora-adapters: an unknown answer")
         entries = [
@@ -83,16 +85,18 @@ class Adapters(NamedTuple):
         return str(found.hexdigest())
 
 
-class Identity(NamedTuple):
+class ServerIdentity(NamedTuple):
     """Which start of which server answers."""
 
     properties: tuple[object, ...]
     listeners: tuple[str, ...]  # sockets of this machine that listen on its port
 
     @classmethod
-    def of(cls, server: ServerRequests) -> Identity:
+    def of(
+        cls, server: ServerRequests, seconds: float = ANSWER_SECONDS
+    ) -> ServerIdentity:
         """Ask the server. Raises ServerTrouble."""
-        properties = server.get("/props", ANSWER_SECONDS)
+        properties = server.get("/props", seconds)
         found = tuple(str(properties.get(name)) for name in _IDENTITY_FIELDS)
         return cls(found, _listeners(server.port))
 
@@ -100,8 +104,8 @@ class Identity(NamedTuple):
 class ProbedServer(NamedTuple):
     """What is known of a server."""
 
-    identity: Identity
-    adapters: Adapters
+    identity: ServerIdentity
+    adapters: ServerAdapters
     slots: int
     context: int  # tokens of one slot
     streams: int
@@ -134,7 +138,7 @@ def _probe(
     chunk_tokens: int,
     salt: str,
 ) -> ProbedServer:
-    identity = Identity.of(server)
+    identity = ServerIdentity.of(server)
     properties = server.get("/props", ANSWER_SECONDS)
     slots = int(properties.get("total_slots") or 0)
     path = Path(str(properties.get("model_path") or ""))
@@ -148,7 +152,7 @@ def _probe(
         raise ConfigError(
             f"slot {slot} is not one of the {slots} of {server.url}"
         )
-    adapters = Adapters.of(server)
+    adapters = ServerAdapters.of(server)
     probe = _probe_prompt(server)
     first = _compute(server, directory, slot, probe)
     again = _compute(server, directory, slot, probe)
@@ -189,7 +193,10 @@ def _probe(
             trouble="the server computed other KV for the same tokens the second time, so KV has "
             "no name"
         )
-    if Identity.of(server) != identity or Adapters.of(server) != adapters:
+    if (
+        ServerIdentity.of(server) != identity
+        or ServerAdapters.of(server) != adapters
+    ):
         raise StoreError(
             f"{server.url} was changed while it was probed: try again"
         )
@@ -357,16 +364,16 @@ def _try_window(
     """Do the same where the server uses no state that is shorter than its window. The rows are
     zeros: nobody sees what the server computes after them.
 
-    Then ask for the beginning, whose rows of the window are gone: a server with a window of full
-    size believes that it has them.
+    Then ask for a little less than the state: the rows of the window that this needs are gone, and
+    a server with a window of full size believes that it has them.
     """
     count = probed.cut.window_tokens + PROBE_TOKENS + 8
     if count + 8 > probed.context:
         return ""
     tokens = np.resize(probe.tokens, count)
     other = np.array([probe.tokens[1], probe.tokens[1]], np.int32)
-    shared = PROBE_TOKENS // 2
-    for stop, expected in ((count, count), (shared, 0)):
+    # one row more than the window is in the state beyond what its end needs
+    for stop, expected in ((count, count), (count - 4, 0)):
         prompt = np.concatenate((tokens[:stop], other))
         reused = _restored(
             server,
@@ -453,13 +460,13 @@ def _listeners(port: int) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def slot_state(server: ServerRequests, slot: int) -> Any:
+def slot_state(server: ServerRequests, slot: int, seconds: float) -> Any:
     """Return what the server says of a slot; None if it says nothing (--no-slots).
 
     Raises ServerTrouble.
     """
     try:
-        listed = server.get("/slots", ANSWER_SECONDS)
+        listed = server.get("/slots", seconds)
     except ServerTrouble as trouble:
         if trouble.status in (501, 404):
             return None

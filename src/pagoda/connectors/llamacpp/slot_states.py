@@ -22,9 +22,9 @@ from pagoda.cache.results import CacheStats
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.endings import Endings, choose
 from pagoda.connectors.llamacpp.server_probe import (
-    Adapters,
-    Identity,
     ProbedServer,
+    ServerAdapters,
+    ServerIdentity,
     probe_server,
     slot_state,
 )
@@ -46,6 +46,7 @@ from pagoda.connectors.llamacpp.state_rows import (
     read_ending,
 )
 from pagoda.keys import TokenIds, as_token_ids
+from pagoda.layout import KVLayout
 
 log = guarded_logger("pagoda.llamacpp")
 
@@ -54,7 +55,7 @@ _TRIES = 3  # to compose, if chunks disappear meanwhile
 Tokens = npt.NDArray[np.int32]
 
 
-class Loaded(NamedTuple):
+class LoadedState(NamedTuple):
     """The result of a `load`. True if anything was restored."""
 
     num_tokens: int  # what the slot holds now, of the prompt; 0: the slot was not restored
@@ -65,7 +66,7 @@ class Loaded(NamedTuple):
         return self.num_tokens > 0
 
 
-class Saved(NamedTuple):
+class StoredState(NamedTuple):
     """The result of a `store`. True if the cache has anything of the slot now."""
 
     num_tokens: int  # tokens of the slot that can be loaded now
@@ -80,7 +81,7 @@ class Saved(NamedTuple):
         return self.num_tokens > 0
 
 
-_Answer = TypeVar("_Answer", Loaded, Saved)
+_Answer = TypeVar("_Answer", LoadedState, StoredState)
 
 
 class _Refused(Exception):
@@ -142,7 +143,8 @@ class SlotStates:
                 loaded. Default: an eighth of the free memory.
             probe_slot: the slot that computes the probe; what it holds is lost. Default: the last.
             salt: keeps tenants apart.
-            limit_seconds: for each call; a server that computes an answer lets it wait.
+            limit_seconds: for each call; a server that computes an answer lets it wait. A probe is
+                not limited by it.
             config: the options of the cache; without it they come from the environment and the
                 configuration file.
             options: of `Config`, such as `host_size`, `disk_path` and `chunk_tokens`; they take
@@ -171,13 +173,19 @@ class SlotStates:
         probed = probe_server(
             self._server, self._directory, slot, self._chunk_tokens, self._salt
         )
-        if self._cache is not None:
-            self._cache.close()
         layout = layout_of(probed.cut.state, self._chunk_tokens)
-        self._cache = Cache(
-            self._config, namespace=probed.namespace, layout=layout
+        is_known = (
+            self._cache is not None
+            and self._layout == layout
+            and self._probed.namespace == probed.namespace
         )
-        self._layout = layout
+        if self._cache is not None and not is_known:
+            self._cache.close()
+        if self._cache is None or not is_known:
+            self._cache = Cache(
+                self._config, namespace=probed.namespace, layout=layout
+            )
+        self._layout: KVLayout = layout
         self._endings = Endings(self._cache)
         self._probed: ProbedServer = probed
         if probed.trouble:
@@ -217,7 +225,7 @@ class SlotStates:
         *,
         held_tokens: int = 0,
         limit_seconds: float | None = None,
-    ) -> Loaded:
+    ) -> LoadedState:
         """Restore into `slot` the longest stored state that these tokens begin with.
 
         What the slot holds is replaced, or lost if the server refuses the state. Ask the server
@@ -236,11 +244,11 @@ class SlotStates:
         ids = self._checked(tokens, slot)
         deadline = self._deadline(limit_seconds)
 
-        def work() -> Loaded:
-            self._renew(slot)
+        def work() -> LoadedState:
+            self._renew(slot, deadline)
             return self._load(ids, slot, held_tokens, deadline)
 
-        return self._guarded(work, Loaded, deadline, is_load=True)
+        return self._guarded(work, LoadedState, deadline, is_load=True)
 
     def store(
         self,
@@ -249,7 +257,7 @@ class SlotStates:
         *,
         marks: Iterable[int] = (),
         limit_seconds: float | None = None,
-    ) -> Saved:
+    ) -> StoredState:
         """Save an idle slot, and store what is not stored yet.
 
         Args:
@@ -266,12 +274,12 @@ class SlotStates:
         ids = self._checked(tokens, slot)
         deadline = self._deadline(limit_seconds)
 
-        def work() -> Saved:
-            self._require_same()
+        def work() -> StoredState:
+            self._require_same(deadline)
             return self._store(ids, slot, list(marks), deadline)
 
-        def miss(_: int, reason: Reason, detail: str) -> Saved:
-            return Saved(0, 0, (), reason, detail)
+        def miss(_: int, reason: Reason, detail: str) -> StoredState:
+            return StoredState(0, 0, (), reason, detail)
 
         return self._guarded(work, miss, deadline, is_load=False)
 
@@ -339,18 +347,19 @@ class SlotStates:
             cache.decline(found.detail, loaded=not is_load)
         return miss(0, found.reason, found.detail)
 
-    def _is_same(self) -> bool:
+    def _is_same(self, deadline: Deadline) -> bool:
         """Whether the server is the one that was probed, with the same adapters. ServerTrouble."""
-        adapters = Adapters.of(self._server)
-        is_restarted = Identity.of(self._server) != self._probed.identity
+        adapters = ServerAdapters.of(self._server, deadline.remaining())
+        identity = ServerIdentity.of(self._server, deadline.remaining())
+        is_restarted = identity != self._probed.identity
         if is_restarted:
             self._were_adapters_changed = False
         elif adapters != self._probed.adapters:
             self._were_adapters_changed = True
         return not is_restarted and adapters == self._probed.adapters
 
-    def _require_same(self) -> None:
-        if not self._is_same():
+    def _require_same(self, deadline: Deadline) -> None:
+        if not self._is_same(deadline):
             raise _Refused(
                 Reason.NOT_CACHEABLE,
                 "the server was restarted or its adapters were changed since it was probed: what "
@@ -363,16 +372,18 @@ class SlotStates:
                 "before: nothing is stored until it is restarted",
             )
 
-    def _renew(self, slot: int) -> None:
+    def _renew(self, slot: int, deadline: Deadline) -> None:
         """Probe a server again that is another one now, in the slot that is to be loaded."""
-        if not self._is_same():
+        if not self._is_same(deadline):
             self._open(slot)
             if self._probed.trouble:
                 raise _Refused(Reason.NOT_CACHEABLE, self._probed.trouble)
 
-    def _require_idle(self, slot: int, *, is_base: bool) -> None:
+    def _require_idle(
+        self, slot: int, deadline: Deadline, *, is_base: bool
+    ) -> None:
         """Refuse a slot that computes. `is_base`: and one whose last request chose adapters."""
-        said = slot_state(self._server, slot)
+        said = slot_state(self._server, slot, deadline.remaining())
         if said is None:
             return
         if said.get("is_processing"):
@@ -388,7 +399,7 @@ class SlotStates:
 
     def _load(
         self, ids: Tokens, slot: int, held_tokens: int, deadline: Deadline
-    ) -> Loaded:
+    ) -> LoadedState:
         most = min(len(ids), self._probed.context - 1)
         for _ in range(_TRIES):
             count, why = self._longest(ids, most)
@@ -397,14 +408,14 @@ class SlotStates:
                     detail = (
                         f"{count} tokens are stored, the slot has {held_tokens}"
                     )
-                    return Loaded(0, Reason.BELOW_MINIMUM, detail)
-                return Loaded(0, *why)
-            self._require_idle(slot, is_base=False)
+                    return LoadedState(0, Reason.BELOW_MINIMUM, detail)
+                return LoadedState(0, *why)
+            self._require_idle(slot, deadline, is_base=False)
             loaded = self._compose(ids[:count], slot, deadline)
             if loaded:
-                return Loaded(count, *why)
+                return LoadedState(count, *why)
             most = count - 1
-        return Loaded(
+        return LoadedState(
             0, Reason.EVICTED, "chunks disappeared while they were loaded"
         )
 
@@ -492,10 +503,10 @@ class SlotStates:
 
     def _store(
         self, ids: Tokens, slot: int, marks: list[int], deadline: Deadline
-    ) -> Saved:
+    ) -> StoredState:
         cut = self._probed.cut
         self._require_room(cut.file_bytes(len(ids), self._probed.streams))
-        self._require_idle(slot, is_base=True)
+        self._require_idle(slot, deadline, is_base=True)
         with self._directory.state() as path:
             saved = self._server.save(slot, path.name, deadline.remaining())
             if not saved:
@@ -508,12 +519,12 @@ class SlotStates:
                 # the bytes that were checked are the bytes that are stored
                 path.unlink()
                 self._require_room(os.fstat(fd).st_size)
-                self._require_same()
+                self._require_same(deadline)
                 return self._store_file(fd, ids, marks, deadline)
 
     def _store_file(
         self, fd: int, ids: Tokens, marks: list[int], deadline: Deadline
-    ) -> Saved:
+    ) -> StoredState:
         cut = self._probed.cut
         state = read_state(fd, cut.state)
         common = min(len(ids), len(state.tokens))
@@ -531,7 +542,7 @@ class SlotStates:
         whole = used // size * size
         if not whole and self.kind == "attention":
             detail = f"{common} tokens, a chunk has {size}"
-            return Saved(0, 0, (), Reason.SHORT_PROMPT, detail)
+            return StoredState(0, 0, (), Reason.SHORT_PROMPT, detail)
         stored = self.cache.store(
             ids[:whole],
             StateChunks(fd, state.full, state.tokens, self._layout),
@@ -539,7 +550,7 @@ class SlotStates:
         )
         have = (stored.num_chunks + stored.present) * size
         if self.kind == "attention":
-            return Saved(have, stored.num_tokens, (), stored.reason)
+            return StoredState(have, stored.num_tokens, (), stored.reason)
         reason = stored.reason
         kept = []
         for count in endings:
@@ -551,7 +562,9 @@ class SlotStates:
                 kept.append(count)
             else:
                 reason = reason or Reason.FULL
-        return Saved(max(kept, default=0), stored.num_tokens, tuple(kept), reason)
+        return StoredState(
+            max(kept, default=0), stored.num_tokens, tuple(kept), reason
+        )
 
     def _chosen_endings(
         self, state: StateFile, most: int, marks: list[int]

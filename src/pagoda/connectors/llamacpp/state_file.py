@@ -54,7 +54,7 @@ class UnknownState(Exception):
     """A state file that cannot be used. The message says what is wrong with it."""
 
 
-class Plane(NamedTuple):
+class StatePlane(NamedTuple):
     """K, V or a recurrent state of one layer: ggml's type and the bytes of one cell.
 
     `element_bytes` is above 0 if the plane is transposed: [row_bytes / element_bytes][cells].
@@ -71,7 +71,7 @@ class AttentionShape(NamedTuple):
     layers: int
     transposed: int
     rotations: tuple[int, ...]
-    planes: tuple[Plane, ...]  # K of each layer, then V of each layer
+    planes: tuple[StatePlane, ...]  # K of each layer, then V of each layer
 
     @property
     def row_bytes(self) -> int:
@@ -84,7 +84,7 @@ class RecurrentShape(NamedTuple):
 
     layers: int
     transposed: int
-    planes: tuple[Plane, ...]
+    planes: tuple[StatePlane, ...]
 
     @property
     def state_bytes(self) -> int:
@@ -176,18 +176,22 @@ def read_unknown_state(fd: int) -> StateFile:
 
     Raises UnknownState unless exactly one combination of caches explains every byte.
     """
-    _read_head(_Reader(fd, 0, os.fstat(fd).st_size))
+    size = os.fstat(fd).st_size
+    _read_head(_Reader(fd, 0, size))
     found = []
-    trouble = ""
+    # how far each attempt got, and what was wrong there
+    troubles = []
     for combination in _COMBINATIONS:
+        reader = _Reader(fd, 0, size)
         try:
-            found.append(_read(fd, combination))
+            found.append(_read(reader, combination))
         except UnknownState as error:
-            trouble = str(error)
+            troubles.append((reader.at, str(error)))
     if len(found) != 1:
+        _, furthest = max(troubles, default=(0, ""))
         raise UnknownState(
-            f"its bytes fit {len(found)} of the {len(_COMBINATIONS)} known combinations of caches"
-            f" ({trouble})"
+            f"its bytes fit {len(found)} of the {len(_COMBINATIONS)} known combinations of "
+            f"caches ({furthest})"
         )
     return found[0]
 
@@ -205,7 +209,7 @@ def read_state(fd: int, shape: StateShape) -> StateFile:
         else len(shape.window.planes) > shape.window.layers,
         shape.recurrent is not None,
     )
-    state = _read(fd, combination)
+    state = _read(_Reader(fd, 0, os.fstat(fd).st_size), combination)
     if state.shape != shape:
         raise UnknownState(
             f"its caches are {state.shape.describe()}, those of this server {shape.describe()}"
@@ -260,9 +264,7 @@ class _Reader:
         return struct.unpack(form, self.take(struct.calcsize(form)))
 
 
-def _read(fd: int, combination: _Combination) -> StateFile:
-    size = os.fstat(fd).st_size
-    reader = _Reader(fd, 0, size)
+def _read(reader: _Reader, combination: _Combination) -> StateFile:
     version, tokens = _read_head(reader)
     full = window = recurrent = None
     if combination.full is not None:
@@ -278,8 +280,8 @@ def _read(fd: int, combination: _Combination) -> StateFile:
         None if recurrent is None else recurrent.shape,
     )
     checkpoints = tuple(_read_checkpoints(reader, shape, len(tokens)))
-    if reader.at != size:
-        raise UnknownState(f"{size - reader.at} bytes follow its end")
+    if reader.at != reader.end:
+        raise UnknownState(f"{reader.end - reader.at} bytes follow its end")
     if full is not None:
         _require_run(full.positions, len(tokens), len(tokens))
     if window is not None:
@@ -292,7 +294,7 @@ def _read(fd: int, combination: _Combination) -> StateFile:
             f"{len(tokens)}"
         )
     return StateFile(
-        fd, size, shape, tokens, full, window, recurrent, checkpoints
+        reader.fd, reader.end, shape, tokens, full, window, recurrent, checkpoints
     )
 
 
@@ -350,7 +352,7 @@ def _read_stream(
         raise UnknownState(
             f"a cache has {layers} layers, transposed {transposed}"
         )
-    planes: list[Plane] = []
+    planes: list[StatePlane] = []
     offsets: list[int] = []
     for _ in range(layers):
         plane = _row_plane(reader)
@@ -365,20 +367,20 @@ def _read_stream(
     return AttentionRows(shape, streams, positions, tuple(offsets))
 
 
-def _row_plane(reader: _Reader, least_bytes: int = 1) -> Plane:
+def _row_plane(reader: _Reader, least_bytes: int = 1) -> StatePlane:
     kind, row_bytes = reader.numbers("<iQ")
     _check_row(kind, row_bytes, least_bytes)
-    return Plane(kind, row_bytes)
+    return StatePlane(kind, row_bytes)
 
 
-def _column_plane(reader: _Reader) -> Plane:
+def _column_plane(reader: _Reader) -> StatePlane:
     kind, element_bytes, width = reader.numbers("<iII")
     _check_row(kind, element_bytes * width)
     if TYPES[kind][1:] != (1, element_bytes):
         raise UnknownState(
             f"a transposed plane has elements of {element_bytes} bytes and type {kind}"
         )
-    return Plane(kind, element_bytes * width, element_bytes)
+    return StatePlane(kind, element_bytes * width, element_bytes)
 
 
 def _check_row(kind: int, row_bytes: int, least_bytes: int = 1) -> None:
@@ -400,7 +402,7 @@ def _read_recurrent(reader: _Reader) -> RecurrentState:
         raise UnknownState(
             f"a recurrent cache has {cells} cells, {layers} layers, transposed {transposed}"
         )
-    planes: list[Plane] = []
+    planes: list[StatePlane] = []
     offsets: list[int] = []
     while reader.end - reader.at >= 12 and len(planes) < 2 * layers:
         if os.pread(reader.fd, 4, reader.at) == CHECKPOINTS:
