@@ -37,13 +37,18 @@ class LlamaOptions(TypedDict, total=False):
     ram_mib: int
     context_shift: bool
     lora: Sequence[tuple[str, float]]
+    key: str  # to be sent with each request
+    says_slots: bool
 
 
 class LlamaServer:
     """A running server, and the requests that tests make."""
 
-    def __init__(self, server: Server, states: Path, build: str) -> None:
+    def __init__(
+        self, server: Server, states: Path, build: str, key: str = ""
+    ) -> None:
         self.server = server
+        self._headers = {"Authorization": f"Bearer {key}"}
         self.states = states  # its --slot-save-path
         self.build = build
         self.url = server.url
@@ -62,7 +67,7 @@ class LlamaServer:
             "127.0.0.1", self.server.port, timeout=120
         )
         with contextlib.closing(connection):
-            connection.request(method, path, body)
+            connection.request(method, path, body, self._headers)
             response = connection.getresponse()
             text = response.read()
         if response.status != 200:
@@ -151,7 +156,8 @@ def llama_server(
         return Server(root, command, _is_healthy, "http", environment)
 
     with running_server(make) as server:
-        yield LlamaServer(server, server.root / "states", build)
+        key = options.get("key", "")
+        yield LlamaServer(server, server.root / "states", build, key)
 
 
 def _program(build: str) -> str:
@@ -196,7 +202,8 @@ def _parameters(
         "ctx_shift": options.get("context_shift", False),
         "swa_full": options.get("swa_full", False),
         "warmup": False,
-        "endpoint_slots": True,
+        "endpoint_slots": options.get("says_slots", True),
+        "api_keys": [options["key"]] if "key" in options else [],
         "flash_attn_type": int(options.get("flash", True)),
         "cache_type_k": options.get("k", "f16"),
         "cache_type_v": options.get("v", "f16"),
@@ -226,7 +233,10 @@ def _arguments(
     }
     if "rope_base" in options:
         found["--rope-freq-base"] = options["rope_base"]
-    flags = ["--no-warmup", "--slots", "--no-webui"]
+    flags = ["--no-warmup", "--no-webui"]
+    flags.append("--slots" if options.get("says_slots", True) else "--no-slots")
+    if "key" in options:
+        flags += ["--api-key", options["key"]]
     flags.append("--kv-unified" if options.get("unified") else "--no-kv-unified")
     if options.get("swa_full"):
         flags.append("--swa-full")

@@ -465,6 +465,21 @@ def test_an_empty_slot_and_a_large_state_are_refused(models: Path) -> None:
 # ---- opening
 
 
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_server_with_a_key_that_says_nothing_of_its_slots(
+    build: str, models: Path
+) -> None:
+    tokens = prompt_of(1)
+    options: LlamaOptions = {"key": "secret", "says_slots": False}
+    with llama_server(write_model(models), build, **options) as server:
+        with pytest.raises(StoreError, match="pass api_key"):
+            opened(server)
+        with opened(server, api_key="secret") as states:
+            server.complete(tokens)
+            assert states.store(tokens, 0)
+            check_exact(server, states, tokens, PROMPT // CHUNK * CHUNK)
+
+
 def test_wrong_use_says_what_to_do(models: Path, tmp_path: Path) -> None:
     with llama_server(write_model(models), slots=2) as server:
         with pytest.raises(ConfigError, match="--slot-save-path"):
@@ -484,5 +499,6 @@ def test_wrong_use_says_what_to_do(models: Path, tmp_path: Path) -> None:
         assert os.listdir(server.states) == []
     with pytest.raises(StoreError, match="is a llama-server running there"):
         SlotStates(server.url, tmp_path / "states", **in_memory())
-    with pytest.raises(ConfigError, match="server_url"):
-        SlotStates("localhost:8080", tmp_path / "states", **in_memory())
+    for url in ("localhost:8080", "https://127.0.0.1", "http://127.0.0.1:port"):
+        with pytest.raises(ConfigError, match="server_url"):
+            SlotStates(url, tmp_path / "states", **in_memory())

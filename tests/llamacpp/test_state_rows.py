@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import resource
+import signal
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -440,18 +442,20 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
         read_state(fd, shape)
 
 
-def test_a_full_directory_is_an_error_before_anything_is_written(
-    tmp_path: Path,
-) -> None:
-    """A write through a file without blocks would end the process, or the server."""
+def test_a_full_directory_is_an_error_of_the_write(tmp_path: Path) -> None:
+    """A write through a mapping would end the process instead."""
     model = random_state(random.Random(5), "attention")
     with Opened(tmp_path / "state", model.encode()) as fd:
         cut = cut_of(fd)
+        ending = read_ending(read_state(fd, cut.state), cut, 8)
     with Opened(tmp_path / "composed", b"") as composed:
-        read_only = os.open(tmp_path / "composed", os.O_RDONLY)
+        writer = StateWriter(composed, cut, 1, np.arange(8, dtype=np.int32))
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handled = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (writer.size // 2, before[1]))
         try:
             with pytest.raises(OSError):
-                StateWriter(read_only, cut, 1, np.arange(8, dtype=np.int32))
+                writer.put_ending(ending)
         finally:
-            os.close(read_only)
-        assert os.fstat(composed).st_size == 0
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handled)

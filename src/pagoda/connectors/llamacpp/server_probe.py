@@ -23,6 +23,7 @@ from pagoda.connectors.identity.weight_digests import file_digest, files_digest
 from pagoda.connectors.llamacpp.server_requests import (
     ServerRequests,
     ServerTrouble,
+    number,
 )
 from pagoda.connectors.llamacpp.state_directory import StateDirectory
 from pagoda.connectors.llamacpp.state_file import (
@@ -53,8 +54,9 @@ _PROBE_TEXT = (
     " - 1) + climb(step - 2). Who climbs it sees the river, 4,096 lanterns, and the road home. "
 )
 _LORA_FIELDS = ("id", "path", "scale")
-# of /props; the marker is made anew at each start
-_IDENTITY_FIELDS = ("model_path", "build_info", "total_slots", "media_marker")
+# of /props; made anew at each start, in builds that have it
+_MARKER = "media_marker"
+_IDENTITY_FIELDS = ("model_path", "build_info", "total_slots", _MARKER)
 
 
 class ServerAdapters(NamedTuple):
@@ -89,7 +91,8 @@ class ServerIdentity(NamedTuple):
     """Which start of which server answers."""
 
     properties: tuple[object, ...]
-    listeners: tuple[str, ...]  # sockets of this machine that listen on its port
+    # sockets of this machine that listen on its port, where it does not tell its starts apart
+    listeners: tuple[str, ...]
 
     @classmethod
     def of(
@@ -97,7 +100,11 @@ class ServerIdentity(NamedTuple):
     ) -> ServerIdentity:
         """Ask the server. Raises ServerTrouble."""
         properties = server.get("/props", seconds)
+        if not isinstance(properties, dict):
+            raise ServerTrouble("/props: an unknown answer")
         found = tuple(str(properties.get(name)) for name in _IDENTITY_FIELDS)
+        if properties.get(_MARKER):
+            return cls(found, ())
         return cls(found, _listeners(server.port))
 
 
@@ -184,7 +191,7 @@ def _probe(
         salt=salt,
         numerics=f"llama.cpp state {first.shape.version} probe {first.digest}",
     )
-    context = int(properties["default_generation_settings"]["n_ctx"])
+    context = number(properties, "default_generation_settings", "n_ctx")
     probed = ProbedServer(
         identity, adapters, slots, context, first.streams, cut, namespace, ""
     )
@@ -235,7 +242,10 @@ def _probe_prompt(server: ServerRequests) -> _Probe:
 def _tokenized(server: ServerRequests, text: str, *, add_special: bool) -> Tokens:
     body = {"content": text, "add_special": add_special}
     answer = server.post("/tokenize", body, ANSWER_SECONDS)
-    return np.array(answer["tokens"], np.int32)
+    try:
+        return np.array(answer["tokens"], np.int32)
+    except (KeyError, TypeError, ValueError):
+        raise ServerTrouble("/tokenize: an unknown answer") from None
 
 
 class _Computed(NamedTuple):
@@ -306,7 +316,7 @@ def _ask(
         "cache_prompt": cache_prompt,
     }
     answer = server.post("/completion", body, PROBE_SECONDS)
-    return int(answer["timings"]["cache_n"])
+    return number(answer, "timings", "cache_n")
 
 
 def _digest(state: StateFile) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
-import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 from pagoda.base.errors import ConfigError
 
 _MOST_ANSWER_BYTES = 64 << 20
+_LEAST_SECONDS = 0.001  # 0 would not wait, but fail at once in another way
 
 
 class ServerTrouble(Exception):
@@ -34,14 +35,14 @@ class ServerRequests:
             port = parts.port
         except ValueError as error:
             raise ConfigError(f"server_url = {server_url!r}: {error}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(
-                f"server_url = {server_url!r}: use a URL such as http://127.0.0.1:8080"
+                f"server_url = {server_url!r}: use a URL such as http://127.0.0.1:8080 (states go "
+                "through a directory of this machine, so there is no TLS)"
             )
-        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self.url = f"http://{parts.netloc.rpartition('@')[2]}"
         self.host = parts.hostname
-        self.port = port or (443 if parts.scheme == "https" else 80)
-        self._is_tls = parts.scheme == "https"
+        self.port = port or 80
         self._path = parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
         if api_key:
@@ -57,13 +58,15 @@ class ServerRequests:
 
     def save(self, slot: int, filename: str, seconds: float) -> int:
         """Let the server save a slot; return how many tokens. Raises ServerTrouble."""
-        return int(self._slot(slot, "save", filename, seconds)["n_saved"])
+        return number(self._slot(slot, "save", filename, seconds), "n_saved")
 
     def restore(self, slot: int, filename: str, seconds: float) -> int:
         """Let the server restore a slot; return how many tokens. Raises ServerTrouble, and then the
         slot is empty.
         """
-        return int(self._slot(slot, "restore", filename, seconds)["n_restored"])
+        return number(
+            self._slot(slot, "restore", filename, seconds), "n_restored"
+        )
 
     def erase(self, slot: int, seconds: float) -> None:
         """Let the server empty a slot. Raises ServerTrouble."""
@@ -72,69 +75,83 @@ class ServerRequests:
     def _slot(self, slot: int, action: str, filename: str, seconds: float) -> Any:
         path = f"/slots/{slot}?action={quote(action)}"
         body = {"filename": filename} if filename else {}
-        answer = self.post(path, body, seconds)
-        if not isinstance(answer, dict):
-            raise ServerTrouble(f"{path}: an unknown answer")
-        return answer
+        return self.post(path, body, seconds)
 
     def _ask(
         self, method: str, path: str, body: bytes | None, seconds: float
     ) -> Any:
-        kind = (
-            http.client.HTTPSConnection
-            if self._is_tls
-            else http.client.HTTPConnection
-        )
-        connection = kind(self.host, self.port, timeout=max(seconds, 0.001))
-        cut = _Cut(connection)
-        # a timeout of the socket would start again with every byte
-        timer = threading.Timer(seconds, cut)
-        timer.daemon = True
+        until = time.monotonic() + seconds
+        connection = _Connection(self.host, self.port, until)
         try:
-            timer.start()
             with contextlib.closing(connection):
                 connection.request(method, self._path + path, body, self._headers)
                 response = connection.getresponse()
-                text = _body(response)
-            if cut.done:
-                raise TimeoutError(f"no answer in {seconds:.1f} s")
-            found = json.loads(text) if text else None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            why = f"no answer in {seconds:.1f} s" if cut.done else str(error)
+                text = response.read(_MOST_ANSWER_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            late = time.monotonic() >= until
+            why = f"no answer in {seconds:.1f} s" if late else str(error)
             raise ServerTrouble(
                 f"{self.url}{path}: {type(error).__name__}: {why}"
             ) from error
-        finally:
-            timer.cancel()
-        if response.status != 200:
+        status = response.status
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = text[:200].decode(errors="replace")
+            status = status if status != 200 else 0
+        if status != 200:
             raise ServerTrouble(
-                f"{self.url}{path}: {response.status}: {_message(found)}",
-                response.status,
+                f"{self.url}{path}: {status or 'no JSON'}: {_message(found)}",
+                status,
             )
         return found
 
 
-class _Cut:
-    """Ends a connection, from another thread."""
+class _Connection(http.client.HTTPConnection):
+    """A connection whose waits all end at one time."""
 
-    def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self._connection = connection
-        self.done = False
+    def __init__(self, host: str, port: int, until: float) -> None:
+        super().__init__(host, port)
+        self._until = until
 
-    def __call__(self) -> None:
-        self.done = True
-        sock = self._connection.sock
-        if sock is not None:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+    def connect(self) -> None:
+        """Connect. Raises OSError."""
+        left = max(self._until - time.monotonic(), _LEAST_SECONDS)
+        plain = socket.create_connection((self.host, self.port), left)
+        timed = _TimedSocket(fileno=plain.detach())
+        timed.until = self._until
+        self.sock = timed
 
 
-def _body(response: http.client.HTTPResponse) -> bytes:
-    """Return the body. Raises ValueError if it is too long."""
-    text = response.read(_MOST_ANSWER_BYTES + 1)
-    if len(text) > _MOST_ANSWER_BYTES:
-        raise ValueError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes")
-    return text
+class _TimedSocket(socket.socket):
+    """A socket whose timeout does not start again with every byte that arrives."""
+
+    until: float
+
+    def sendall(self, *args: Any) -> None:
+        """Send within the time that is left."""
+        self._set_timeout()
+        super().sendall(*args)
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        """Receive within the time that is left."""
+        self._set_timeout()
+        return super().recv_into(*args, **kwargs)
+
+    def _set_timeout(self) -> None:
+        self.settimeout(max(self.until - time.monotonic(), _LEAST_SECONDS))
+
+
+def number(answer: Any, *names: str) -> int:
+    """Return a number of an answer, by the names that lead to it. Raises ServerTrouble."""
+    try:
+        for name in names:
+            answer = answer[name]
+        return int(answer)
+    except (KeyError, TypeError, ValueError):
+        raise ServerTrouble(
+            f"an answer has no number {'.'.join(names)}: is this a llama-server?"
+        ) from None
 
 
 def _message(answer: object) -> str:

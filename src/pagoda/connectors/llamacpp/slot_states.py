@@ -465,7 +465,7 @@ class SlotStates:
                         ids[:whole],
                         writer.chunks(self._layout),
                         counted=False,
-                        limit_seconds=deadline.remaining(),
+                        limit_seconds=deadline.last(),
                     )
                     if hit.num_tokens < whole:
                         return False
@@ -546,7 +546,7 @@ class SlotStates:
         stored = self.cache.store(
             ids[:whole],
             StateChunks(fd, state.full, state.tokens, self._layout),
-            limit_seconds=deadline.remaining(),
+            limit_seconds=deadline.last(),
         )
         have = (stored.num_chunks + stored.present) * size
         if self.kind == "attention":

@@ -382,7 +382,7 @@ class StateWriter:
     """Lays out a state file of `tokens` in an empty file, and takes its chunks and its ending.
 
     It has no checkpoints: the next request makes them. `streams`: of the server's caches. Raises
-    OSError if there is no space, before anything is promised to a server.
+    OSError, as does each write that finds no space.
     """
 
     def __init__(
@@ -415,7 +415,8 @@ class StateWriter:
             self._recurrent_at = self._at
             self._at += shape.recurrent.state_bytes
         self.size = self._at
-        os.posix_fallocate(fd, 0, self.size)
+        # no page of it is mapped, so a full file system is an error of a write
+        os.ftruncate(fd, self.size)
         for at, head in self._heads:
             _move(os.pwritev, fd, [np.frombuffer(head, np.uint8)], at)
 
