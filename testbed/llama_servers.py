@@ -36,6 +36,7 @@ class LlamaOptions(TypedDict, total=False):
     swa_full: bool
     ram_mib: int
     context_shift: bool
+    reuse: int  # --cache-reuse
     lora: Sequence[tuple[str, float]]
     key: str  # to be sent with each request
     says_slots: bool
@@ -200,6 +201,7 @@ def _parameters(
         "cpuparams_batch.n_threads": 1,
         "cache_ram_mib": options.get("ram_mib", 0),
         "ctx_shift": options.get("context_shift", False),
+        "n_cache_reuse": options.get("reuse", 0),
         "swa_full": options.get("swa_full", False),
         "warmup": False,
         "endpoint_slots": options.get("says_slots", True),
@@ -226,6 +228,7 @@ def _arguments(
         "--ctx-size": options.get("context", 2048),
         "--parallel": options.get("slots", 1),
         "--threads": 1,
+        "--cache-reuse": options.get("reuse", 0),
         "--cache-ram": options.get("ram_mib", 0),
         "--flash-attn": "on" if options.get("flash", True) else "off",
         "--cache-type-k": options.get("k", "f16"),

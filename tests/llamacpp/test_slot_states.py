@@ -444,6 +444,17 @@ def test_a_window_of_full_size_is_not_served(models: Path) -> None:
         assert states.load(prompt_of(1), 0).reason is Reason.NOT_CACHEABLE
 
 
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_server_that_moves_rows_is_not_served(build: str, models: Path) -> None:
+    """Its slots hold the tokens of a prompt, and KV that was computed after others."""
+    with (
+        llama_server(write_model(models), build, reuse=256) as server,
+        opened(server) as states,
+    ):
+        assert "--cache-reuse" in states.trouble
+        assert not states.load(prompt_of(1), 0)
+
+
 def test_an_empty_slot_and_a_large_state_are_refused(models: Path) -> None:
     tokens = prompt_of(1)
     with llama_server(write_model(models)) as server:

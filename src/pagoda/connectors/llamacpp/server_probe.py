@@ -44,9 +44,11 @@ from pagoda.transfer.base import Bytes
 Tokens = npt.NDArray[np.int32]
 
 PROBE_TOKENS = 64
-PROBE_SECONDS = (
-    300.0  # on a slow machine a large model computes a few tokens a second
-)
+# of the test for --cache-reuse, whose usual number is 256
+_MOVED_TOKENS = 256
+_LEFT_OUT_TOKENS = 8
+# on a slow machine a large model computes a few tokens a second
+PROBE_SECONDS = 300.0
 ANSWER_SECONDS = 10.0
 _PROBE_TEXT = (
     "The pagoda has seven roofs; each is a little smaller than the one below it. 1, 2, 3, 5, 8, 13"
@@ -361,7 +363,46 @@ def _try_restore(
     reused = _restored(
         server, directory, slot, cut, probed.streams, tokens, prompt, probe, put
     )
-    return _not_used(reused, len(tokens))
+    if reused != len(tokens) or probed.cut.state.kind != "attention":
+        return _not_used(reused, len(tokens))
+    return _try_moved(server, directory, slot, probed, probe)
+
+
+def _try_moved(
+    server: ServerRequests,
+    directory: StateDirectory,
+    slot: int,
+    probed: ProbedServer,
+    probe: _Probe,
+) -> str:
+    """Restore a state of zeros, and ask for its tokens without some at the beginning: a server with
+    --cache-reuse moves the rows of the rest, which were computed after other text.
+    """
+    count = 1 + _LEFT_OUT_TOKENS + _MOVED_TOKENS
+    if count + 8 > probed.context:
+        return ""
+    tokens = np.resize(probe.tokens, count)
+    prompt = np.append(tokens[:1], tokens[1 + _LEFT_OUT_TOKENS :])
+    differing = np.flatnonzero(prompt != tokens[: len(prompt)])
+    shared = int(differing[0]) if len(differing) else len(prompt)
+    cut = _whole(probed.cut.state)
+    reused = _restored(
+        server,
+        directory,
+        slot,
+        cut,
+        probed.streams,
+        tokens,
+        prompt,
+        probe,
+        lambda _: None,
+    )
+    if reused <= shared:
+        return ""
+    return (
+        "the server moves KV to other positions (--cache-reuse): what its slots hold is not the KV "
+        "of their tokens; start it without"
+    )
 
 
 def _try_window(
