@@ -19,8 +19,9 @@ from testbed.tiny_gguf import write_adapter, write_model
 LETTERS = range(100, 126)
 SLOTS = 2
 REQUESTS = int(os.environ.get("LLAMA_REQUESTS", "60"))
-# what restored rows may change: a token computed alone or in a batch
-DISTANCE = 0.03
+# What may change a log-probability: tokens that were computed in other batches. KV of another
+# prompt changed it by at least 0.26, 0.32, 0.13 and 0.027 in six tries each.
+MOST_DISTANCE = {"llama": 0.1, "gemma3": 0.1, "lfm2": 0.03, "mamba2": 0.01}
 
 
 class Driver:
@@ -32,8 +33,10 @@ class Driver:
         server: LlamaServer,
         control: LlamaServer,
         kv: Path,
+        most_distance: float,
     ) -> None:
         self._rng = rng
+        self._most_distance = most_distance
         self._server = server
         self._control = control
         self._kv = kv
@@ -86,11 +89,8 @@ class Driver:
         if loaded:
             self.loads += 1
             assert answer.hits >= loaded.num_tokens - 1
-        assert answer.distance(control) <= DISTANCE, (
-            loaded,
-            answer.hits,
-            len(prompt),
-        )
+        distance = answer.distance(control)
+        assert distance <= self._most_distance, (loaded, answer.hits, len(prompt))
         whole = [*prompt, *answer.tokens]
         if rng.random() < 0.1:
             whole[rng.randrange(len(whole))] = 3
@@ -148,7 +148,8 @@ def test_random_traffic_never_gets_another_text(
         llama_server(model, build, **options) as server,
         llama_server(model, build, **options) as control,
     ):
-        driver = Driver(rng, server, control, tmp_path / "kv")
+        most = MOST_DISTANCE[architecture]
+        driver = Driver(rng, server, control, tmp_path / "kv", most)
         for _ in range(REQUESTS):
             driver.step()
         driver.close()
