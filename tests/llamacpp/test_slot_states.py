@@ -18,6 +18,7 @@ from pagoda.base.errors import ConfigError, StoreError
 from pagoda.base.metrics import Reason
 from pagoda.config import ConfigOptions
 from pagoda.connectors.llamacpp import SlotStates
+from pagoda.connectors.llamacpp.server_probe import _PROBE_TEXT
 from testbed.llama_servers import (
     BUILDS,
     Completion,
@@ -542,6 +543,21 @@ def test_a_server_that_moves_rows_is_not_served(build: str, models: Path) -> Non
     ):
         assert "--cache-reuse" in states.trouble
         assert not states.load(prompt_of(1), 0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_probe_leaves_nothing_that_a_prompt_could_use(
+    architecture: str, models: Path
+) -> None:
+    """It restores states of zeros; the server keeps copies of slots in its RAM."""
+    model = write_model(models, architecture)
+    with llama_server(model, ram_mib=64) as server, opened(server) as states:
+        assert server.post("/slots/0?action=save", filename="x")["n_saved"] == 0
+        body = {"content": _PROBE_TEXT, "add_special": True}
+        tokens = server.post("/tokenize", **body)["tokens"]
+        answer = server.complete(tokens)  # type: ignore[arg-type]
+        assert answer.hits == 0
+        assert states.trouble == ""
 
 
 def test_an_empty_slot_and_a_large_state_are_refused(models: Path) -> None:

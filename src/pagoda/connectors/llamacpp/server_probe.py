@@ -7,6 +7,7 @@ the namespace. Then a state is composed, restored and asked for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -210,7 +211,6 @@ def _probe(
             f"{server.url} was changed while it was probed: try again"
         )
     trouble = _try_restore(server, directory, slot, probed, probe, first.ending)
-    server.erase(slot, ANSWER_SECONDS)
     return probed._replace(trouble=trouble)
 
 
@@ -381,7 +381,7 @@ def _try_moved(
     count = 1 + _LEFT_OUT_TOKENS + _MOVED_TOKENS
     if count + 8 > probed.context:
         return ""
-    tokens = np.resize(probe.tokens, count)
+    tokens = _nobodys_tokens(probe, count)
     prompt = np.append(tokens[:1], tokens[1 + _LEFT_OUT_TOKENS :])
     differing = np.flatnonzero(prompt != tokens[: len(prompt)])
     shared = int(differing[0]) if len(differing) else len(prompt)
@@ -421,7 +421,7 @@ def _try_window(
     count = probed.cut.window_tokens + PROBE_TOKENS + 8
     if count + 8 > probed.context:
         return ""
-    tokens = np.resize(probe.tokens, count)
+    tokens = _nobodys_tokens(probe, count)
     other = np.array([probe.tokens[1], probe.tokens[1]], np.int32)
     # one row more than the window is in the state beyond what its end needs
     for stop, expected in ((count, count), (count - 4, 0)):
@@ -476,10 +476,24 @@ def _restored(
     with directory.state() as path:
         with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
             fill(StateWriter(fd, cut, streams, tokens))
-        restored = server.restore(slot, path.name, PROBE_SECONDS)
-    if restored != len(tokens):
-        raise ServerTrouble(f"{restored} of {len(tokens)} tokens were restored")
-    return _ask(server, slot, prompt, probe.letter)
+        try:
+            restored = server.restore(slot, path.name, PROBE_SECONDS)
+            if restored != len(tokens):
+                raise ServerTrouble(
+                    f"{restored} of {len(tokens)} tokens were restored"
+                )
+            return _ask(server, slot, prompt, probe.letter)
+        finally:
+            # its rows may be zeros: nobody may go on from them
+            with contextlib.suppress(ServerTrouble):
+                server.erase(slot, ANSWER_SECONDS)
+
+
+def _nobodys_tokens(probe: _Probe, count: int) -> Tokens:
+    """Return tokens that are the beginning of no prompt: the server may keep a copy of a state of
+    zeros in its RAM.
+    """
+    return np.random.default_rng().choice(probe.tokens[1:], count)
 
 
 def _remedy(trouble: ServerTrouble) -> str:
