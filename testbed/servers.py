@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from testbed.patience import Patience
@@ -34,6 +34,7 @@ __all__ = [
     "redis_cluster",
     "redis_sentinel",
     "redis_server",
+    "running_server",
 ]
 
 # moto takes longest: seconds for its imports on a busy machine
@@ -61,8 +62,11 @@ class Server:
         command: Callable[[int], Sequence[str]],
         answers: Callable[[int], bool],
         scheme: str,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment`: that of the process, instead of this one's."""
         self.root = root
+        self._environment = environment
         self._command = command
         self._answers = answers
         self._scheme = scheme
@@ -151,6 +155,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env=self._environment,
             )
         patience = Patience(START_SECONDS)
         while not patience.ended:
@@ -167,7 +172,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def _running(make: Callable[[Path], Server]) -> Iterator[Server]:
+def running_server(make: Callable[[Path], Server]) -> Iterator[Server]:
+    """Start a server in a new directory; kill it and remove the directory at the end."""
     root = Path(tempfile.mkdtemp(prefix="pagoda-server-"))
     server = None
     try:
@@ -221,7 +227,7 @@ def redis_server(
             "rediss" if tls else "redis",
         )
 
-    with _running(make) as server:
+    with running_server(make) as server:
         yield server
 
 
@@ -382,7 +388,7 @@ def redis_sentinel(
             "redis",
         )
 
-    with _running(make) as server:
+    with running_server(make) as server:
         yield server
 
 
@@ -423,7 +429,9 @@ def moto_s3() -> Iterator[Server]:
     def command(port: int) -> list[str]:
         return [program, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
 
-    with _running(lambda root: Server(root, command, answers, "http")) as server:
+    with running_server(
+        lambda root: Server(root, command, answers, "http")
+    ) as server:
         yield server
 
 
@@ -487,7 +495,7 @@ def nginx_dav() -> Iterator[Server]:
         (root / "files").mkdir()
         return Server(root, lambda port: command(root, port), answers, "http")
 
-    with _running(make) as server:
+    with running_server(make) as server:
         yield server
 
 
@@ -549,7 +557,7 @@ def pagoda_server(
         (root / "token").chmod(0o600)
         return Server(root, lambda port: command(root, port), answers, "http")
 
-    with _running(make) as server:
+    with running_server(make) as server:
         yield server
 
 
@@ -669,7 +677,7 @@ def mooncake_master(*args: str) -> Iterator[Server]:
             *args,
         ]
 
-    with _running(
+    with running_server(
         lambda root: Server(root, command, _accepts, "mooncake")
     ) as server:
         yield server
@@ -694,7 +702,7 @@ def mooncake_peer(master: Server, size: str = "256MB") -> Iterator[Server]:
             *pool,
         ]
 
-    with _running(
+    with running_server(
         lambda root: Server(root, command, _accepts, "mooncake")
     ) as server:
         yield server

@@ -177,6 +177,7 @@ def test_the_names_of_loggers_are_pinned() -> None:
         "pagoda.slab",
         "pagoda.tiers.disk",
         "pagoda.tiers.register",
+        "pagoda.llamacpp",
         "pagoda.quality",
         "pagoda.sglang",
         "pagoda.tiers.remote",

@@ -3,7 +3,7 @@
 Public names are resolved on first use: `import pagoda` loads no numpy, lmdb or torch. Packages, in
 the order in which data reaches them:
 
-    connectors      Transformers, vLLM and SGLang
+    connectors      Transformers, vLLM, SGLang and llama.cpp
     blend           reuse of documents at any position of a prompt
     cache           Cache, which knows all tiers
     transfer        moves KV between an engine's memory and slots

@@ -35,6 +35,7 @@ __all__ = [
     "as_token_ids",
     "chunk_keys",
     "derive_keys",
+    "ending_key",
 ]
 
 # part of every root: raised when the meaning of a key or of stored bytes changes
@@ -49,6 +50,7 @@ _INT32_MAX = 2**31 - 1
 # length is.
 _ITEMS_FOLLOW = struct.pack("<i", -1)
 _DERIVED = struct.pack("<i", -2)
+_ENDING = struct.pack("<i", -3)
 
 
 def as_token_ids(tokens: TokenIds) -> Int32s:
@@ -261,6 +263,16 @@ def derive_keys(digests: Sequence[bytes], root: bytes) -> list[bytes]:
             "32-byte one"
         )
     return [blake3(_DERIVED + digest, key=root).digest() for digest in digests]
+
+
+def ending_key(tail: TokenIds, parent: bytes) -> bytes:
+    """Return the key of what an engine keeps of a prefix beside its whole chunks; changes nothing.
+
+    `tail` has the tokens after the last whole chunk, whose key (or the root) is `parent`. No chunk
+    has such a key. Raises ValueError for bad ids.
+    """
+    _check_chain(parent, 1)
+    return blake3(_ENDING + as_token_ids(tail).tobytes(), key=parent).digest()
 
 
 def _chain(

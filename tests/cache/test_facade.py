@@ -205,6 +205,23 @@ def test_keys_are_public_and_stand_in_for_tokens(cache: Cache) -> None:
     assert (hit.start_tokens, hit.num_tokens) == (64, 96)
 
 
+def test_many_keys_are_asked_for_at_once_also_after_holes(cache: Cache) -> None:
+    stored = prompt(6)
+    keys = [key for _, _, key in cache.keys(stored)]
+    cache.store(stored, kv_of(stored).transfer)
+    absent = [bytes([number]) * 32 for number in range(200)]
+    asked = [*absent[:70], keys[5], *absent[70:], keys[0], keys[3]]
+    found = cache.which(asked)
+    assert [key for key, here in zip(asked, found, strict=True) if here] == [
+        keys[5],
+        keys[0],
+        keys[3],
+    ]
+    assert cache.which([]) == []
+    cache.close()
+    assert cache.which(asked) == [False] * len(asked)
+
+
 def test_keys_that_do_not_fit_are_refused(cache: Cache) -> None:
     tokens = prompt(4)
     triples = cache.keys(tokens)

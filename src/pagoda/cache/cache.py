@@ -65,6 +65,8 @@ _Setting: TypeAlias = Config | Namespace | KVLayout
 _CLOSE_SECONDS = 5.0
 # how long to wait for another thread that opens a cache; each tier has its own deadline
 _OPEN_SECONDS = 120.0
+# of one transaction
+_MOST_KEYS = 64
 
 # guards the three tables below; never held while a cache is opened or closed
 _changed = Condition()
@@ -570,6 +572,25 @@ class Cache:
     def holders(self, key: bytes) -> list[str]:
         """Return the names of the tiers that have a chunk, from the top down."""
         return [tier.name for tier in self._tiers.all if tier.contains(key)]
+
+    def which(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether a tier of this machine has its chunk, also after holes.
+
+        For engines that do not know how long a prefix was stored, and try many lengths at once.
+        Remote tiers are not asked: each key would be a request. A tier that does not answer in time
+        has none. Changes at most the recency of the chunks that are found.
+        """
+        found = [False] * len(keys)
+        if self._resources.closed:
+            return found
+        namespace, tiers = self._weights.scope()
+        for tier in tiers.local().all:
+            for first in range(0, len(keys), _MOST_KEYS):
+                batch = keys[first : first + _MOST_KEYS]
+                here = tier.touch(batch, namespace=namespace.root, asked=False)
+                for index, is_here in enumerate(here or (), first):
+                    found[index] = found[index] or is_here
+        return found
 
     def pin(
         self,

@@ -2,6 +2,7 @@
 files.
 
 checkpoint_files  the files of a checkpoint that an engine loads
+gguf_header       where the tensors of a GGUF file are
 weight_digests    digests of these files
 lora_adapters     digests of an adapter's files
 plain_values      settings as values with the same text everywhere

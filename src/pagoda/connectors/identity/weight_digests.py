@@ -11,6 +11,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from pagoda.base.signal_safe_threads import Pool
+from pagoda.connectors.identity.gguf_header import MAGIC, read_gguf_header
 
 WHOLE_BYTES = 64 << 20  # a file up to this size is read whole
 _EDGE_BYTES = 1 << 20
@@ -50,10 +51,10 @@ def file_digest(path: Path, budget_bytes: int = _FILE_BYTES) -> str:
     """Return 64 hex characters that name one file, by its size and content; changes nothing.
 
     A file up to 64 MiB is read completely. Of a larger one: the first and the last MiB, and pieces
-    at even distances; in a safetensors file also the whole header and pieces of *every* tensor (all
-    bytes of small ones). So every tensor that was trained, scaled or replaced changes the digest.
-    An edit of a few numbers inside a tensor of a large file may not change it: no training does
-    that; after such an edit, set `weights` to a new name.
+    at even distances; in a safetensors or GGUF file also the whole header and pieces of *every*
+    tensor (all bytes of small ones). So every tensor that was trained, scaled or replaced changes
+    the digest. An edit of a few numbers inside a tensor of a large file may not change it: no
+    training does that; after such an edit, set `weights` to a new name.
     """
     found = blake3(derive_key_context="PagodaKV one weight file")
     with open(path, "rb", buffering=0) as file:
@@ -76,6 +77,11 @@ def _ranges(
     spans = [(0, size)]
     if path.suffix == ".safetensors":
         body, spans = _tensors(path, file, size)
+    elif os.pread(file, len(MAGIC), 0) == MAGIC:
+        # by its content: some stores of models name their files by digest
+        header = read_gguf_header(path)
+        body = header.body
+        spans = header.spans or spans
     step = max((size - body) // _PIECES, _MOST_PIECE_BYTES)
     counts = [1 + (end - start) // step for start, end in spans]
     piece = min(

@@ -1,0 +1,597 @@
+"""SlotStates: the slots of a running llama-server, stored and loaded as chunks."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import NamedTuple, TypeVar, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.base.clock import Deadline, seconds_of
+from pagoda.base.errors import ClosedError, StoreError
+from pagoda.base.file_space import opened
+from pagoda.base.finalizers import close_when_dropped
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import Reason
+from pagoda.cache import Cache
+from pagoda.cache.results import CacheStats
+from pagoda.config import Config, ConfigOptions
+from pagoda.connectors.endings import Endings, choose
+from pagoda.connectors.llamacpp.server_probe import (
+    ProbedServer,
+    ServerAdapters,
+    ServerIdentity,
+    probe_server,
+    slot_state,
+)
+from pagoda.connectors.llamacpp.server_requests import (
+    ServerRequests,
+    ServerTrouble,
+)
+from pagoda.connectors.llamacpp.state_directory import StateDirectory
+from pagoda.connectors.llamacpp.state_file import (
+    StateFile,
+    UnknownState,
+    read_state,
+)
+from pagoda.connectors.llamacpp.state_rows import (
+    StateChunks,
+    StateWriter,
+    layout_of,
+    possible_endings,
+    read_ending,
+)
+from pagoda.keys import TokenIds, as_token_ids
+from pagoda.layout import KVLayout
+
+log = guarded_logger("pagoda.llamacpp")
+
+_TRIES = 3  # to compose, if chunks disappear meanwhile
+
+Tokens = npt.NDArray[np.int32]
+
+
+class LoadedState(NamedTuple):
+    """The result of a `load`. True if anything was restored."""
+
+    num_tokens: int  # what the slot holds now, of the prompt; 0: the slot was not restored
+    reason: Reason | None = None  # why not more
+    detail: str = ""  # for people
+
+    def __bool__(self) -> bool:
+        return self.num_tokens > 0
+
+
+class StoredState(NamedTuple):
+    """The result of a `store`. True if the cache has anything of the slot now."""
+
+    num_tokens: int  # tokens of the slot that can be loaded now
+    new_tokens: int  # in chunks that were not stored before
+    endings: tuple[
+        int, ...
+    ] = ()  # the numbers of tokens at which the state can be continued
+    reason: Reason | None = None  # why not more
+    detail: str = ""  # for people
+
+    def __bool__(self) -> bool:
+        return self.num_tokens > 0
+
+
+_Answer = TypeVar("_Answer", LoadedState, StoredState)
+
+
+class _Refused(Exception):
+    """Ends a call with a reason. `is_counted` by the cache already."""
+
+    def __init__(
+        self, reason: Reason, detail: str, *, is_counted: bool = False
+    ) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+        self.is_counted = is_counted
+
+
+class SlotStates:
+    """The slots of one llama-server, stored in and loaded from PagodaKV's tiers: for people with a
+    proxy of their own.
+
+    A request is then: `load` its tokens into a slot, ask the server with `id_slot` of this slot,
+    and `store` the prompt with its answer once the slot is idle. The server must have been started
+    with `--slot-save-path`, on this machine, without `--cache-reuse` and `--context-shift`: after
+    those the KV in a slot is not that of its tokens.
+
+    What is loaded is right or it is not loaded. The namespace has digests of the model, of its
+    adapters, and of the KV that this server computed for a fixed prompt when it was opened; what is
+    stored is keyed by the tokens that the state itself has.
+
+    Failures at run time raise nothing: they are a result with a reason, counted, and logged at most
+    once in ten seconds. Thread-safe; calls wait for each other.
+
+    Example:
+        states = SlotStates("http://127.0.0.1:8080", "/dev/shm/slots", disk_path="/var/kv")
+        loaded = states.load(tokens, slot=0)
+        ...  # POST /completion {"prompt": tokens, "id_slot": 0}
+        states.store(tokens + answer, slot=0)
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        directory: str | os.PathLike[str],
+        *,
+        api_key: str = "",
+        state_bytes: int | None = None,
+        probe_slot: int | None = None,
+        salt: str = "",
+        limit_seconds: float = 30.0,
+        config: Config | None = None,
+        **options: Unpack[ConfigOptions],
+    ) -> None:
+        """Probe the server, which computes 64 tokens twice, and open the cache of its model.
+
+        Args:
+            server_url: of one llama-server, such as "http://127.0.0.1:8080".
+            directory: its `--slot-save-path`, best in /dev/shm; made if there is none. States go
+                through it one at a time. It must be for this user only (mode 700).
+            api_key: of the server.
+            state_bytes: the most bytes of a state file; larger states are neither stored nor
+                loaded. Default: an eighth of the free memory.
+            probe_slot: the slot that computes the probe; what it holds is lost. Default: the last.
+            salt: keeps tenants apart.
+            limit_seconds: for each call; a server that computes an answer lets it wait. A probe is
+                not limited by it.
+            config: the options of the cache; without it they come from the environment and the
+                configuration file.
+            options: of `Config`, such as `host_size`, `disk_path` and `chunk_tokens`; they take
+                precedence over `config`, environment and file.
+
+        Raises ConfigError or StoreError, with what to do.
+        """
+        self._config = _configured(config, options)
+        self._limit_seconds = seconds_of("limit_seconds", limit_seconds)
+        self._server = ServerRequests(server_url, api_key)
+        self._chunk_tokens = self._config.chunk_tokens
+        self._salt = salt
+        self._lock = threading.Lock()
+        self._cache: Cache | None = None
+        self._were_adapters_changed = False
+        self._directory = StateDirectory(directory, state_bytes)
+        self._finalizer = close_when_dropped(self, self._directory.close)
+        try:
+            self._open(probe_slot)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, slot: int | None) -> None:
+        """Probe the server and open the cache of what it computes now."""
+        probed = probe_server(
+            self._server, self._directory, slot, self._chunk_tokens, self._salt
+        )
+        layout = layout_of(probed.cut.state, self._chunk_tokens)
+        is_known = (
+            self._cache is not None
+            and self._layout == layout
+            and self._probed.namespace == probed.namespace
+        )
+        if self._cache is not None and not is_known:
+            self._cache.close()
+        if self._cache is None or not is_known:
+            self._cache = Cache(
+                self._config, namespace=probed.namespace, layout=layout
+            )
+        self._layout: KVLayout = layout
+        self._endings = Endings(self._cache)
+        self._probed: ProbedServer = probed
+        if probed.trouble:
+            log.warning(
+                "nothing is stored or loaded for %s: %s",
+                self._server.url,
+                probed.trouble,
+            )
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing is stored or loaded for this server; empty if it can be used."""
+        return self._probed.trouble
+
+    @property
+    def kind(self) -> str:
+        """What the model is: "attention" (can be continued after every chunk), "window", "hybrid"
+        or "recurrent" (can be continued at endings).
+        """
+        return self._probed.cut.state.kind
+
+    @property
+    def cache(self) -> Cache:
+        """The cache of the model as it is now; it stays this object's to close."""
+        if self._cache is None:
+            raise ClosedError("SlotStates was closed")
+        return self._cache
+
+    def stats(self) -> CacheStats:
+        """Return what `Cache.stats` returns."""
+        return self.cache.stats()
+
+    def load(
+        self,
+        tokens: TokenIds,
+        slot: int,
+        *,
+        held_tokens: int = 0,
+        limit_seconds: float | None = None,
+    ) -> LoadedState:
+        """Restore into `slot` the longest stored state that these tokens begin with.
+
+        What the slot holds is replaced, or lost if the server refuses the state. Ask the server
+        with `id_slot` next: its `cache_n` must be at least `num_tokens` - 1. If the server or its
+        adapters were changed, it is probed again first, in this slot.
+
+        Args:
+            tokens: of the whole prompt, as the server makes them (`/tokenize` with `add_special`).
+            slot: its number.
+            held_tokens: how many leading tokens the slot has by your own account: a state that is
+                not longer is not restored.
+            limit_seconds: instead of that of this object.
+
+        Raises ValueError for wrong use.
+        """
+        ids = self._checked(tokens, slot)
+        deadline = self._deadline(limit_seconds)
+
+        def work() -> LoadedState:
+            self._renew(slot, deadline)
+            return self._load(ids, slot, held_tokens, deadline)
+
+        return self._guarded(work, LoadedState, deadline, is_load=True)
+
+    def store(
+        self,
+        tokens: TokenIds,
+        slot: int,
+        *,
+        marks: Iterable[int] = (),
+        limit_seconds: float | None = None,
+    ) -> StoredState:
+        """Save an idle slot, and store what is not stored yet.
+
+        Args:
+            tokens: the prompt and the answer, as far as you know them. The state must begin with
+                them, or they with it; only what both have is stored.
+            slot: its number.
+            marks: numbers of tokens after which other prompts will go on in another way, such as
+                the end of the system's text: models that are not "attention" can be continued there
+                if the server kept a checkpoint.
+            limit_seconds: instead of that of this object.
+
+        Raises ValueError for wrong use.
+        """
+        ids = self._checked(tokens, slot)
+        deadline = self._deadline(limit_seconds)
+
+        def work() -> StoredState:
+            self._require_same(deadline)
+            return self._store(ids, slot, list(marks), deadline)
+
+        def miss(_: int, reason: Reason, detail: str) -> StoredState:
+            return StoredState(0, 0, (), reason, detail)
+
+        return self._guarded(work, miss, deadline, is_load=False)
+
+    def close(self) -> None:
+        """Close the cache and remove what is in the directory; idempotent."""
+        cache = self._cache
+        self._cache = None
+        if cache is not None:
+            cache.close()
+        self._finalizer()
+
+    def __enter__(self) -> SlotStates:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what both calls share
+
+    def _checked(self, tokens: TokenIds, slot: int) -> Tokens:
+        if type(slot) is not int or not 0 <= slot < self._probed.slots:
+            # a larger number would wrap around, to another conversation
+            raise ValueError(
+                f"slot {slot!r} is not one of the {self._probed.slots}"
+            )
+        return as_token_ids(tokens)
+
+    def _deadline(self, seconds: float | None) -> Deadline:
+        if seconds is None:
+            return Deadline(self._limit_seconds, self._limit_seconds)
+        seconds = seconds_of("limit_seconds", seconds)
+        return Deadline(seconds, seconds)
+
+    def _guarded(
+        self,
+        work: Callable[[], _Answer],
+        miss: Callable[[int, Reason, str], _Answer],
+        deadline: Deadline,
+        *,
+        is_load: bool,
+    ) -> _Answer:
+        """Do the work alone; every failure is an answer, counted and logged."""
+        if not self._lock.acquire(timeout=deadline.remaining()):
+            return miss(0, Reason.BUSY, "another call did not end in time")
+        try:
+            cache = self.cache
+            if self._probed.trouble:
+                raise _Refused(Reason.NOT_CACHEABLE, self._probed.trouble)
+            return work()
+        except _Refused as refused:
+            found = refused
+        except ClosedError as closed:
+            return miss(0, Reason.CLOSED, str(closed))
+        except (ServerTrouble, StoreError, OSError) as trouble:
+            reason = Reason.DEADLINE if deadline.passed else Reason.IO_ERROR
+            found = _Refused(reason, f"{type(trouble).__name__}: {trouble}")
+        except UnknownState as unknown:
+            found = _Refused(
+                Reason.FAILED_CHECK,
+                f"a state of the server was refused: {unknown}",
+            )
+        finally:
+            self._lock.release()
+        if not found.is_counted:
+            cache.decline(found.detail, loaded=not is_load)
+        return miss(0, found.reason, found.detail)
+
+    def _is_same(self, deadline: Deadline) -> bool:
+        """Whether the server is the one that was probed, with the same adapters. ServerTrouble."""
+        adapters = ServerAdapters.of(self._server, deadline.remaining())
+        identity = ServerIdentity.of(self._server, deadline.remaining())
+        is_restarted = identity != self._probed.identity
+        if is_restarted:
+            self._were_adapters_changed = False
+        elif adapters != self._probed.adapters:
+            self._were_adapters_changed = True
+        return not is_restarted and adapters == self._probed.adapters
+
+    def _require_same(self, deadline: Deadline) -> None:
+        if not self._is_same(deadline):
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                "the server was restarted or its adapters were changed since it was probed: what "
+                "its slots hold may be of before; the next load probes it again",
+            )
+        if self._were_adapters_changed:
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                "the adapters were changed while the server ran, and it goes on to use KV of "
+                "before: nothing is stored until it is restarted",
+            )
+
+    def _renew(self, slot: int, deadline: Deadline) -> None:
+        """Probe a server again that is another one now, in the slot that is to be loaded."""
+        if not self._is_same(deadline):
+            self._open(slot)
+            if self._probed.trouble:
+                raise _Refused(Reason.NOT_CACHEABLE, self._probed.trouble)
+
+    def _require_idle(
+        self, slot: int, deadline: Deadline, *, is_base: bool
+    ) -> None:
+        """Refuse a slot that computes. `is_base`: and one whose last request chose adapters."""
+        said = slot_state(self._server, slot, deadline.remaining())
+        if said is None:
+            return
+        if said.get("is_processing"):
+            raise _Refused(Reason.BUSY, f"slot {slot} is computing an answer")
+        if is_base and said.get("params", {}).get("lora"):
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                f"the last request of slot {slot} had the field `lora`: its KV is not that of the "
+                "server's own adapters",
+            )
+
+    # ---- load
+
+    def _load(
+        self, ids: Tokens, slot: int, held_tokens: int, deadline: Deadline
+    ) -> LoadedState:
+        most = min(len(ids), self._probed.context - 1)
+        for _ in range(_TRIES):
+            count, why = self._longest(ids, most)
+            if count <= held_tokens:
+                if count:
+                    detail = (
+                        f"{count} tokens are stored, the slot has {held_tokens}"
+                    )
+                    return LoadedState(0, Reason.BELOW_MINIMUM, detail)
+                return LoadedState(0, *why)
+            self._require_idle(slot, deadline, is_base=False)
+            loaded = self._compose(ids[:count], slot, deadline)
+            if loaded:
+                return LoadedState(count, *why)
+            most = count - 1
+        return LoadedState(
+            0, Reason.EVICTED, "chunks disappeared while they were loaded"
+        )
+
+    def _longest(
+        self, ids: Tokens, most: int
+    ) -> tuple[int, tuple[Reason | None, str]]:
+        """Return how many tokens of `ids` can be loaded, and why not more."""
+        cache = self.cache
+        hit = cache.lookup(ids[:most])
+        why = (hit.reason, hit.detail)
+        if self.kind == "attention":
+            return hit.num_tokens, why
+        if self.kind != "window":
+            most = min(most, len(ids) - 1)
+        count = self._endings.find(
+            ids,
+            whole_chunks=hit.num_tokens // self._chunk_tokens,
+            most_tokens=most,
+            payload_bytes=self._probed.cut.payload_bytes,
+        )
+        if not count and hit.num_tokens:
+            why = (
+                Reason.ABSENT,
+                f"{hit.num_tokens} tokens are stored, but no ending: a {self.kind} model can be "
+                "continued only where its state was kept",
+            )
+        return count, why
+
+    def _compose(self, ids: Tokens, slot: int, deadline: Deadline) -> bool:
+        """Write a state of exactly these tokens and let the server restore it; return whether all
+        of it was there.
+        """
+        cut = self._probed.cut
+        ending = np.empty(0, np.uint8)
+        if self.kind != "attention":
+            found = self._endings.load(ids, cut.payload_bytes(len(ids)))
+            if found is None:
+                return False
+            ending = found
+        with self._directory.state() as path:
+            with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+                self._require_room(cut.file_bytes(len(ids), self._probed.streams))
+                writer = StateWriter(fd, cut, self._probed.streams, ids)
+                whole = len(ids) // self._chunk_tokens * self._chunk_tokens
+                if whole:
+                    hit = self.cache.retrieve(
+                        ids[:whole],
+                        writer.chunks(self._layout),
+                        counted=False,
+                        limit_seconds=deadline.last(),
+                    )
+                    if hit.num_tokens < whole:
+                        return False
+                writer.put_ending(ending)
+                state = read_state(fd, cut.state)
+                if not np.array_equal(state.tokens, ids):
+                    raise UnknownState("a composed state has other tokens")
+            try:
+                restored = self._server.restore(
+                    slot, path.name, deadline.remaining()
+                )
+            except ServerTrouble as trouble:
+                raise _Refused(
+                    Reason.IO_ERROR,
+                    f"the server did not restore the state: {trouble}",
+                ) from None
+        if restored != len(ids):
+            self._server.erase(slot, deadline.last())
+            raise _Refused(
+                Reason.FAILED_CHECK,
+                f"{restored} of {len(ids)} tokens were restored",
+            )
+        return True
+
+    def _require_room(self, nbytes: int) -> None:
+        most = self._directory.state_bytes
+        if nbytes > most:
+            raise _Refused(
+                Reason.TOO_LARGE,
+                f"a state of {nbytes:,} bytes, at most {most:,} may be in {self._directory.path}: "
+                "raise state_bytes",
+            )
+
+    # ---- store
+
+    def _store(
+        self, ids: Tokens, slot: int, marks: list[int], deadline: Deadline
+    ) -> StoredState:
+        cut = self._probed.cut
+        self._require_room(cut.file_bytes(len(ids), self._probed.streams))
+        self._require_idle(slot, deadline, is_base=True)
+        with self._directory.state() as path:
+            saved = self._server.save(slot, path.name, deadline.remaining())
+            if not saved:
+                raise _Refused(
+                    Reason.ABSENT,
+                    f"slot {slot} is empty: with unified slots every request empties the idle ones "
+                    "(--no-cache-idle-slots)",
+                )
+            with opened(path, os.O_RDONLY) as fd:
+                # the bytes that were checked are the bytes that are stored
+                path.unlink()
+                self._require_room(os.fstat(fd).st_size)
+                self._require_same(deadline)
+                return self._store_file(fd, ids, marks, deadline)
+
+    def _store_file(
+        self, fd: int, ids: Tokens, marks: list[int], deadline: Deadline
+    ) -> StoredState:
+        cut = self._probed.cut
+        state = read_state(fd, cut.state)
+        common = min(len(ids), len(state.tokens))
+        differing = np.flatnonzero(ids[:common] != state.tokens[:common])
+        if len(differing):
+            raise _Refused(
+                Reason.FAILED_CHECK,
+                f"the slot has another token {differing[0]} than the {len(ids)} that were given: "
+                "it holds another prompt, or its context was shifted",
+            )
+        endings = self._chosen_endings(state, common, marks)
+        size = self._chunk_tokens
+        # chunks after the last ending could not be used
+        used = common if self.kind == "attention" else max(endings)
+        whole = used // size * size
+        if not whole and self.kind == "attention":
+            detail = f"{common} tokens, a chunk has {size}"
+            return StoredState(0, 0, (), Reason.SHORT_PROMPT, detail)
+        stored = self.cache.store(
+            ids[:whole],
+            StateChunks(fd, state.full, state.tokens, self._layout),
+            limit_seconds=deadline.last(),
+        )
+        have = (stored.num_chunks + stored.present) * size
+        if self.kind == "attention":
+            return StoredState(have, stored.num_tokens, (), stored.reason)
+        reason = stored.reason
+        kept = []
+        for count in endings:
+            # its chunks must be there as well
+            if count // size * size > have:
+                continue
+            payload = read_ending(state, self._probed.cut, count)
+            if self._endings.store(ids[:count], payload):
+                kept.append(count)
+            else:
+                reason = reason or Reason.FULL
+        return StoredState(
+            max(kept, default=0), stored.num_tokens, tuple(kept), reason
+        )
+
+    def _chosen_endings(
+        self, state: StateFile, most: int, marks: list[int]
+    ) -> list[int]:
+        """Return where a state is cut, beside its chunks."""
+        if self.kind == "attention":
+            return []
+        possible = [
+            (lowest, min(highest, most))
+            for lowest, highest in possible_endings(state, self._probed.cut)
+            if lowest <= most
+        ]
+        if not possible:
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                f"a {self.kind} model can be continued only where its state was kept, and this "
+                "state has no such place: it is shorter than the window, or this build of the "
+                "server saves no checkpoints",
+            )
+        return choose(possible, marks)
+
+
+def _configured(config: Config | None, options: ConfigOptions) -> Config:
+    """Return the options, from the environment and the file where `config` is None. ConfigError."""
+    if config is not None:
+        # Config converts what it is given
+        return replace(config, **options)  # type: ignore[arg-type]
+    from pagoda.config.sources import load
+
+    return load(None, None, None, **options).for_engine()

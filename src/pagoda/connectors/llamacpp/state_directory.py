@@ -1,0 +1,147 @@
+"""The directory through which states go between this process and llama.cpp's server.
+
+It is the server's `--slot-save-path`, best in memory, and only this user's. A process holds a lock
+on a file of its own there for as long as it lives; whose lock is free is dead, and its states are
+removed by the next one that opens the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagoda.base.errors import StoreError
+from pagoda.base.file_space import make_directory
+from pagoda.base.store_place import free_bytes, is_in_memory, require_own
+
+_LOCK = "pagoda-lock-"
+_STATE = "pagoda-state-"
+_MEMORY_SHARE = 8  # the part of free memory that one state may take, by default
+
+
+def make_state_directory(path: str | os.PathLike[str]) -> Path:
+    """Make a directory for the states of one server, only for this user, if there is none; return
+    it. Start the server with `--slot-save-path` of it.
+
+    Raises StoreError if it is another user's, or others can read it.
+    """
+    directory = Path(path).absolute()
+    try:
+        make_directory(directory)
+        require_own(directory)
+        mode = stat.S_IMODE(directory.stat().st_mode)
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be made: {error}") from None
+    if mode & 0o077 or not directory.is_dir():
+        raise StoreError(
+            f"{directory} is open to others (mode {mode:o}), and states hold what users wrote: "
+            f"chmod 700 {directory}"
+        )
+    return directory
+
+
+class StateDirectory:
+    """Names for state files in one directory, and their removal. Thread-safe."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], state_bytes: int | None
+    ) -> None:
+        """Open the directory, made if there is none, and remove what dead processes left.
+
+        `state_bytes`: the most bytes of one state; None: an eighth of the free memory. Raises
+        StoreError.
+        """
+        self.path = make_state_directory(path)
+        try:
+            self._token, self._lock = _locked(self.path)
+            self._sweep()
+        except OSError as error:
+            raise StoreError(
+                f"{self.path} cannot be used for states: {error}"
+            ) from None
+        if state_bytes is None:
+            free = free_bytes(self.path, is_in_memory(self.path))
+            state_bytes = free // _MEMORY_SHARE
+        self.state_bytes = state_bytes
+
+    @contextlib.contextmanager
+    def state(self) -> Iterator[Path]:
+        """Yield a path for a state that does not exist yet, and remove it at the end."""
+        path = self.path / f"{_STATE}{self._token}-{secrets.token_hex(4)}"
+        try:
+            yield path
+        finally:
+            self.remove_own()
+
+    def remove_own(self) -> None:
+        """Remove all states of this object, also those that the server wrote after a deadline."""
+        _remove(self.path, f"{_STATE}{self._token}-")
+
+    def close(self) -> None:
+        """Remove everything of this object; idempotent."""
+        if self._lock < 0:
+            return
+        self.remove_own()
+        with contextlib.suppress(OSError):
+            (self.path / f"{_LOCK}{self._token}").unlink()
+        os.close(self._lock)
+        self._lock = -1
+
+    def _sweep(self) -> None:
+        """Remove the states of processes that are dead."""
+        alive = {self._token}
+        for file in self.path.glob(f"{_LOCK}*"):
+            token = file.name.removeprefix(_LOCK)
+            if token != self._token and not _take_over(file):
+                alive.add(token)
+        for file in self.path.glob(f"{_STATE}*"):
+            token = file.name.removeprefix(_STATE).partition("-")[0]
+            if token not in alive:
+                _remove(self.path, file.name)
+
+
+def _locked(directory: Path) -> tuple[str, int]:
+    """Return a new token of this process, and the descriptor that holds its lock. OSError."""
+    while True:
+        token = secrets.token_hex(8)
+        file = directory / f"{_LOCK}{token}"
+        fd = os.open(
+            file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # another process may have taken it for that of a dead one
+            if os.fstat(fd).st_nlink:
+                return token, fd
+        except BlockingIOError:
+            pass
+        os.close(fd)
+
+
+def _take_over(file: Path) -> bool:
+    """Remove a lock that nobody holds; return whether it is gone."""
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.unlink(missing_ok=True)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _remove(directory: Path, prefix: str) -> None:
+    for file in directory.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            file.unlink()

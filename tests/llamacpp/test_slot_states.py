@@ -1,0 +1,620 @@
+"""Slots of real llama.cpp servers, stored and loaded. The control is the slot in memory with as
+many hits: text and log-probabilities must be equal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pagoda.base.errors import ConfigError, StoreError
+from pagoda.base.metrics import Reason
+from pagoda.config import ConfigOptions
+from pagoda.connectors.llamacpp import SlotStates
+from pagoda.connectors.llamacpp.server_probe import _PROBE_TEXT
+from testbed.llama_servers import (
+    BUILDS,
+    Completion,
+    LlamaOptions,
+    LlamaServer,
+    llama_server,
+)
+from testbed.tiny_gguf import (
+    ARCHITECTURES,
+    ATTENTION,
+    HEAD,
+    WINDOWS,
+    write_adapter,
+    write_model,
+)
+
+LETTERS = range(100, 126)  # tokens of the letters a to z
+CHUNK = 64
+PROMPT = 600
+# windows are computed in other batches, so the control is not bit for bit
+WINDOW_DISTANCE = 3e-3
+
+
+def prompt_of(seed: int, length: int = PROMPT) -> list[int]:
+    rng = random.Random(seed)
+    return [1, *(rng.choice(LETTERS) for _ in range(length - 1))]
+
+
+def in_memory() -> ConfigOptions:
+    return {"host_size": "32MiB", "host_shared": False, "chunk_tokens": CHUNK}
+
+
+def on_disk(path: Path) -> ConfigOptions:
+    return {
+        "host_size": 0,
+        "disk_path": str(path),
+        "disk_size": "64MiB",
+        "chunk_tokens": CHUNK,
+    }
+
+
+def opened(server: LlamaServer, **options: object) -> SlotStates:
+    return SlotStates(server.url, server.states, **{**in_memory(), **options})  # type: ignore[arg-type]
+
+
+def erase(server: LlamaServer, slot: int = 0) -> None:
+    server.post(f"/slots/{slot}?action=erase")
+
+
+def check_exact(
+    server: LlamaServer,
+    states: SlotStates,
+    tokens: Sequence[int],
+    expected: int,
+    most_distance: float = 0.0,
+    slot: int = 0,
+) -> None:
+    """Load `tokens`, ask, and compare with a slot that computed as many of them."""
+    erase(server, slot)
+    server.complete(tokens[:expected], slot, predict=0)
+    control = server.complete(tokens, slot)
+    erase(server, slot)
+    loaded = states.load(tokens, slot)
+    assert loaded.num_tokens == expected, loaded
+    # at least one token is computed
+    hits = min(expected, len(tokens) - 1)
+    check_equal(server.complete(tokens, slot), control, hits, most_distance)
+
+
+def check_equal(
+    answer: Completion, control: Completion, hits: int, most_distance: float = 0.0
+) -> None:
+    assert (answer.hits, control.hits) == (hits, hits)
+    assert answer.tokens == control.tokens
+    assert answer.distance(control) <= most_distance
+    if not most_distance:
+        assert answer.logprobs == control.logprobs
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_loaded_slot_answers_as_the_slot_in_memory(
+    architecture: str, build: str, models: Path
+) -> None:
+    tokens = prompt_of(1)
+    with (
+        llama_server(write_model(models, architecture), build) as server,
+        opened(server) as states,
+    ):
+        assert states.trouble == ""
+        answer = server.complete(tokens)
+        stored = states.store([*tokens, *answer.tokens], 0)
+        state_tokens = PROMPT + len(answer.tokens) - 1
+        if architecture in ATTENTION:
+            assert stored.num_tokens == state_tokens // CHUNK * CHUNK
+            check_exact(server, states, tokens, PROMPT // CHUNK * CHUNK)
+        elif build == "A":
+            # the checkpoint 4 tokens before the prompt's end; a window needs 130 rows
+            is_window = architecture in WINDOWS
+            expected = PROMPT - 2 if is_window else PROMPT - 4
+            assert stored.endings[-2:] == (expected, state_tokens)
+            most = WINDOW_DISTANCE if is_window else 0.0
+            check_exact(server, states, tokens, expected, most)
+        elif architecture in WINDOWS:
+            assert stored.reason is Reason.NOT_CACHEABLE
+            assert "saves no checkpoints" in stored.detail
+            assert not states.load(tokens, 0)
+        else:
+            # without checkpoints only a continuation of all that was saved
+            assert stored.endings == (state_tokens,)
+            assert states.load(tokens, 0).reason is Reason.ABSENT
+            longer = [*tokens, *answer.tokens, *prompt_of(2, 20)[1:]]
+            control = server.complete(longer)
+            erase(server)
+            assert states.load(longer, 0).num_tokens == state_tokens
+            check_equal(server.complete(longer), control, state_tokens)
+        assert sorted(os.listdir(server.states))[1:] == []
+
+
+@pytest.mark.parametrize(
+    ("build", "architecture", "slot", "options"),
+    [
+        ("A", "llama", 1, {"slots": 2, "k": "q8_0", "v": "q8_0"}),
+        ("B", "llama", 3, {"slots": 4, "unified": True, "k": "f32", "v": "bf16"}),
+        ("A", "qwen3moe", 0, {"flash": False}),
+        ("B", "qwen3", 1, {"slots": 2, "flash": False}),
+        ("A", "deepseek2", 2, {"slots": 4, "unified": True}),
+        ("A", "gemma3", 1, {"slots": 2, "flash": False}),
+        ("A", "qwen3next", 1, {"slots": 2, "k": "q8_0"}),
+        ("B", "llama", 0, {"flash": False, "k": "bf16"}),
+    ],
+)
+def test_every_form_of_the_cache_is_exact(
+    build: str, architecture: str, slot: int, options: LlamaOptions, models: Path
+) -> None:
+    tokens = prompt_of(1)
+    with (
+        llama_server(
+            write_model(models, architecture), build, **options
+        ) as server,
+        opened(server) as states,
+    ):
+        answer = server.complete(tokens, slot)
+        stored = states.store([*tokens, *answer.tokens], slot)
+        assert stored, stored
+        expected = states.load(tokens, slot).num_tokens
+        assert expected >= PROMPT // CHUNK * CHUNK
+        most = WINDOW_DISTANCE if architecture in WINDOWS else 0.0
+        check_exact(server, states, tokens, expected, most, slot)
+
+
+# two values of two settings are tried together once at least
+SETTINGS: dict[str, tuple[object, ...]] = {
+    "build": BUILDS,
+    "architecture": (
+        "llama",
+        "qwen3",
+        "qwen3moe",
+        "deepseek2",
+        "gemma3",
+        "lfm2",
+        "mamba2",
+    ),
+    "types": (("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "f16"), ("f32", "bf16")),
+    "flash": (True, False),
+    "slots": (1, 2, 4),
+    "unified": (True, False),
+}
+
+
+def can_start(settings: dict[str, object]) -> bool:
+    """Whether the build starts with these settings, and has states that can be continued."""
+    k, v = settings["types"]  # type: ignore[misc]
+    if settings["architecture"] == "deepseek2" and k != v:
+        return False
+    is_b = settings["build"] == "B"
+    # its kernels for q8_0 need instructions that not every processor has
+    if is_b and "q8_0" in (k, v):
+        return False
+    # it saves no checkpoints
+    if is_b and settings["architecture"] in ("gemma3", "lfm2", "mamba2"):
+        return False
+    return settings["flash"] or v != "q8_0"  # type: ignore[return-value]
+
+
+def all_pairs(rng: random.Random) -> list[dict[str, object]]:
+    """Return settings that have every pair of values that can start, chosen greedily."""
+    every = [
+        dict(zip(SETTINGS, values, strict=True))
+        for values in itertools.product(*SETTINGS.values())
+    ]
+    every = [settings for settings in every if can_start(settings)]
+    rng.shuffle(every)
+    left = {pair for settings in every for pair in pairs_of(settings)}
+    chosen = []
+    while left:
+        best = max(every, key=lambda settings: len(left & pairs_of(settings)))
+        chosen.append(best)
+        left -= pairs_of(best)
+    return chosen
+
+
+def pairs_of(settings: dict[str, object]) -> set[object]:
+    return set(itertools.combinations(settings.items(), 2))
+
+
+@pytest.mark.soak
+def test_every_pair_of_settings_is_exact(models: Path) -> None:
+    chosen = all_pairs(random.Random(1))
+    assert len(chosen) <= 60
+    for number, settings in enumerate(chosen):
+        print(number, settings)
+        k, v = settings["types"]  # type: ignore[misc]
+        options: LlamaOptions = {
+            "k": k,
+            "v": v,
+            "flash": bool(settings["flash"]),
+            "slots": int(str(settings["slots"])),
+            "unified": bool(settings["unified"]),
+            "context": 4096,
+        }
+        architecture = str(settings["architecture"])
+        slot = number % options["slots"]
+        tokens = prompt_of(number)
+        model = write_model(models, architecture)
+        with (
+            llama_server(model, str(settings["build"]), **options) as server,
+            opened(server) as states,
+        ):
+            server.complete(tokens, slot)
+            assert states.store(tokens, slot), settings
+            expected = states.load(tokens, slot).num_tokens
+            assert expected >= PROMPT // CHUNK * CHUNK, settings
+            most = WINDOW_DISTANCE if architecture in WINDOWS else 0.0
+            check_exact(server, states, tokens, expected, most, slot)
+
+
+def test_a_conversation_shares_what_another_one_stored(models: Path) -> None:
+    """The chunks of a common beginning are stored once, and serve any continuation."""
+    common = prompt_of(1, 4 * CHUNK)
+    first = [*common, *prompt_of(2, 200)[1:]]
+    second = [*common, *prompt_of(3, 300)[1:]]
+    with (
+        llama_server(write_model(models), slots=2) as server,
+        opened(server) as states,
+    ):
+        server.complete(first, 0)
+        assert states.store(first, 0).new_tokens == len(first) // CHUNK * CHUNK
+        check_exact(server, states, second, len(common), slot=1)
+        stored = states.store(second, 1)
+        assert stored.new_tokens == len(second) // CHUNK * CHUNK - len(common)
+
+
+def test_a_restarted_server_gets_its_prompts_back(
+    models: Path, tmp_path: Path
+) -> None:
+    tokens = prompt_of(1)
+    with llama_server(write_model(models)) as server:
+        with opened(server, **on_disk(tmp_path)) as states:
+            cold = server.complete(tokens)
+            assert states.store(tokens, 0).num_tokens == PROMPT // CHUNK * CHUNK
+        server.server.restart()
+        with opened(server, **on_disk(tmp_path)) as states:
+            loaded = states.load(tokens, 0)
+            assert loaded.num_tokens == PROMPT // CHUNK * CHUNK, loaded
+            answer = server.complete(tokens)
+            assert answer.hits == loaded.num_tokens
+            assert answer.tokens == cold.tokens
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "mamba2", "gemma3"])
+def test_an_ending_is_found_by_another_process(
+    architecture: str, models: Path, tmp_path: Path
+) -> None:
+    """Nothing but the tokens of the prompt says where a state can be continued."""
+    tokens = prompt_of(1)
+    with llama_server(write_model(models, architecture)) as server:
+        with opened(server, **on_disk(tmp_path)) as states:
+            server.complete(tokens)
+            endings = states.store(tokens, 0).endings
+            assert endings
+        with opened(server, **on_disk(tmp_path)) as states:
+            assert states.load(tokens, 0).num_tokens >= PROMPT - 4
+
+
+# ---- other KV for the same tokens
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "other weights",
+        "other rope",
+        "other scale",
+        "other types",
+        "another model",
+    ],
+)
+def test_kv_of_another_model_is_never_loaded(
+    change: str, models: Path, tmp_path: Path
+) -> None:
+    """The server would restore all of them: it compares shapes only."""
+    tokens = prompt_of(1)
+    adapter = str(write_adapter(models))
+    model = write_model(models)
+    options: LlamaOptions = {}
+    other_model, other = {
+        "other weights": (write_model(models, seed=1), options),
+        "other rope": (model, LlamaOptions(rope_base=500000.0)),
+        "other scale": (model, LlamaOptions(lora=[(adapter, 0.25)])),
+        "other types": (model, LlamaOptions(k="q8_0", v="q8_0")),
+        "another model": (write_model(models, "qwen3"), options),
+    }[change]
+    if change == "other scale":
+        options = {"lora": [(adapter, 1.0)]}
+    with (
+        llama_server(model, **options) as server,
+        opened(server, **on_disk(tmp_path)) as states,
+    ):
+        server.complete(tokens)
+        assert states.store(tokens, 0)
+        mine = states.cache.namespace
+    with (
+        llama_server(other_model, **other) as server,
+        opened(server, **on_disk(tmp_path)) as states,
+    ):
+        assert states.cache.namespace.numerics != mine.numerics
+        loaded = states.load(tokens, 0)
+        assert loaded.num_tokens == 0
+        assert server.complete(tokens).hits == 0
+
+
+def test_zeroed_kv_is_seen_by_these_comparisons(models: Path) -> None:
+    """A control of the tests above: other KV of the same shape gives other probabilities."""
+    tokens = prompt_of(1)
+    with llama_server(write_model(models)) as server:
+        cold = server.complete(tokens)
+        server.post("/slots/0?action=save", filename="state")
+        path = server.states / "state"
+        data = path.read_bytes()
+        # head, tokens and cells stay; all rows of the first layer's K are zero
+        cells = struct.unpack_from("<I", data, 8)[0] - 4
+        begin = 12 + 4 * (cells + 4) + 8 + 12 * cells + 16 + 12
+        end = begin + cells * HEAD * 2
+        path.write_bytes(data[:begin] + bytes(end - begin) + data[end:])
+        erase(server)
+        server.post("/slots/0?action=restore", filename="state")
+        answer = server.complete(tokens)
+        assert answer.hits == PROMPT - 1
+        assert answer.distance(cold) > 0.03
+
+
+def test_the_namespace_is_the_same_after_a_restart(models: Path) -> None:
+    with llama_server(write_model(models, "qwen3next"), slots=2) as server:
+        with opened(server) as states:
+            mine = states.cache.namespace
+        server.complete(prompt_of(5), 1)
+        server.server.restart()
+        with opened(server, probe_slot=0) as states:
+            assert states.cache.namespace == mine
+
+
+# ---- the tokens are the state's own
+
+
+def test_a_slot_with_other_tokens_is_not_stored(models: Path) -> None:
+    tokens = prompt_of(1)
+    with llama_server(write_model(models)) as server, opened(server) as states:
+        server.complete(tokens)
+        wrong = [*tokens[:300], 101 if tokens[300] != 101 else 102, *tokens[301:]]
+        stored = states.store(wrong, 0)
+        assert stored.reason is Reason.FAILED_CHECK
+        assert "another token 300 " in stored.detail
+        assert states.stats()["counters"]["drop_not_cacheable"] == 1
+        assert not states.load(wrong, 0)
+        # of a prompt that is known in part only that part is stored
+        assert states.store(tokens[:300], 0).num_tokens == 300 // CHUNK * CHUNK
+
+
+def test_a_context_that_was_shifted_is_not_stored(models: Path) -> None:
+    """After a shift the KV is not that of the tokens."""
+    tokens = prompt_of(1, 500)
+    with (
+        llama_server(
+            write_model(models), context=512, context_shift=True
+        ) as server,
+        opened(server) as states,
+    ):
+        answer = server.complete(tokens, predict=60)
+        stored = states.store([*tokens, *answer.tokens], 0)
+        assert stored.reason is Reason.FAILED_CHECK, stored
+        assert not stored
+
+
+def test_a_prompt_that_the_slot_holds_already_is_not_restored(
+    models: Path,
+) -> None:
+    tokens = prompt_of(1)
+    with llama_server(write_model(models)) as server, opened(server) as states:
+        server.complete(tokens)
+        states.store(tokens, 0)
+        assert (
+            states.load(tokens, 0, held_tokens=580).reason is Reason.BELOW_MINIMUM
+        )
+        assert server.complete(tokens).hits == PROMPT - 1
+
+
+def test_a_prompt_longer_than_the_context_loads_what_fits(
+    models: Path, tmp_path: Path
+) -> None:
+    tokens = prompt_of(1, 900)
+    model = write_model(models)
+    with (
+        llama_server(model) as server,
+        opened(server, **on_disk(tmp_path)) as states,
+    ):
+        server.complete(tokens)
+        assert states.store(tokens, 0).num_tokens == 900 // CHUNK * CHUNK
+    with (
+        llama_server(model, context=512) as server,
+        opened(server, **on_disk(tmp_path)) as states,
+    ):
+        # of 512 tokens one must be left
+        assert states.load(tokens, 0).num_tokens == 448
+        assert server.complete(tokens[:500]).hits == 448
+
+
+# ---- what changes while it runs
+
+
+def test_adapters_that_change_end_storing_and_name_other_kv(models: Path) -> None:
+    """The server goes on to use KV of the old scale."""
+    tokens = prompt_of(1)
+    adapter = str(write_adapter(models))
+    with (
+        llama_server(write_model(models), lora=[(adapter, 1.0)]) as server,
+        opened(server) as states,
+    ):
+        server.complete(tokens)
+        assert states.store(tokens, 0)
+        before = states.cache.namespace
+        server._answer("POST", "/lora-adapters", '[{"id": 0, "scale": 0.25}]')
+        server.complete(tokens)
+        refused = states.store(tokens, 0)
+        assert refused.reason is Reason.NOT_CACHEABLE
+        assert "adapters were changed" in refused.detail
+        assert states.load(tokens, 0).num_tokens == 0
+        assert states.cache.namespace != before
+        server.complete(tokens)
+        assert "until it is restarted" in states.store(tokens, 0).detail
+
+
+def test_a_request_with_adapters_of_its_own_is_not_stored(models: Path) -> None:
+    tokens = prompt_of(1)
+    adapter = str(write_adapter(models))
+    with (
+        llama_server(write_model(models), lora=[(adapter, 1.0)]) as server,
+        opened(server) as states,
+    ):
+        server.complete(tokens, lora=[{"id": 0, "scale": 0.25}])
+        refused = states.store(tokens, 0)
+        assert refused.reason is Reason.NOT_CACHEABLE
+        assert "`lora`" in refused.detail
+
+
+def test_another_server_at_the_same_address_is_probed_again(models: Path) -> None:
+    tokens = prompt_of(1)
+    with llama_server(write_model(models)) as server, opened(server) as states:
+        server.complete(tokens)
+        assert states.store(tokens, 0)
+        server.server.restart()
+        server.complete(tokens)
+        assert "restarted" in states.store(tokens, 0).detail
+        assert states.load(tokens, 0)  # the same model: the same name
+        server.complete(tokens)
+        assert states.store(tokens, 0)
+
+
+def test_a_stopped_server_ends_no_call_after_its_limit(models: Path) -> None:
+    tokens = prompt_of(1)
+    with llama_server(write_model(models)) as server, opened(server) as states:
+        server.complete(tokens)
+        states.store(tokens, 0)
+        server.server.stop()
+        for call in (states.store, states.load):
+            began = time.monotonic()
+            answer = call(tokens, 0, limit_seconds=0.5)
+            # far below the limits of single requests
+            assert time.monotonic() - began < 8
+            assert answer.reason is Reason.DEADLINE, answer
+        server.server.cont()
+        assert states.load(tokens, 0)
+
+
+def test_a_server_that_is_gone_is_a_miss(models: Path) -> None:
+    tokens = prompt_of(1)
+    with llama_server(write_model(models)) as server, opened(server) as states:
+        server.server.kill()
+        assert states.load(tokens, 0).reason is Reason.IO_ERROR
+        assert states.store(tokens, 0).reason is Reason.IO_ERROR
+        assert states.stats()["counters"]["miss_not_cacheable"] == 1
+
+
+def test_a_window_of_full_size_is_not_served(models: Path) -> None:
+    """The server believes that it has rows that no saved state has: wrong text, without a sign."""
+    with (
+        llama_server(write_model(models, "gemma3"), swa_full=True) as server,
+        opened(server) as states,
+    ):
+        assert "--swa-full" in states.trouble
+        server.complete(prompt_of(1))
+        assert states.store(prompt_of(1), 0).reason is Reason.NOT_CACHEABLE
+        assert states.load(prompt_of(1), 0).reason is Reason.NOT_CACHEABLE
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_server_that_moves_rows_is_not_served(build: str, models: Path) -> None:
+    """Its slots hold the tokens of a prompt, and KV that was computed after others."""
+    with (
+        llama_server(write_model(models), build, reuse=256) as server,
+        opened(server) as states,
+    ):
+        assert "--cache-reuse" in states.trouble
+        assert not states.load(prompt_of(1), 0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_a_probe_leaves_nothing_that_a_prompt_could_use(
+    architecture: str, models: Path
+) -> None:
+    """It restores states of zeros; the server keeps copies of slots in its RAM."""
+    model = write_model(models, architecture)
+    with llama_server(model, ram_mib=64) as server, opened(server) as states:
+        assert server.post("/slots/0?action=save", filename="x")["n_saved"] == 0
+        body = {"content": _PROBE_TEXT, "add_special": True}
+        tokens = server.post("/tokenize", **body)["tokens"]
+        answer = server.complete(tokens)  # type: ignore[arg-type]
+        assert answer.hits == 0
+        assert states.trouble == ""
+
+
+def test_an_empty_slot_and_a_large_state_are_refused(models: Path) -> None:
+    tokens = prompt_of(1)
+    with llama_server(write_model(models)) as server:
+        with opened(server) as states:
+            erase(server)
+            assert states.store(tokens, 0).reason is Reason.ABSENT
+            server.complete(tokens)
+            assert states.store(tokens, 0)
+        with opened(server, state_bytes=50000) as states:
+            server.complete(tokens)
+            refused = states.store(tokens, 0)
+            assert refused.reason is Reason.TOO_LARGE
+            assert "raise state_bytes" in refused.detail
+            # shorter than what the slot holds, and still not written beyond the limit for long
+            assert states.store(tokens[:70], 0).reason is Reason.TOO_LARGE
+            assert len(os.listdir(server.states)) == 1
+
+
+# ---- opening
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_server_with_a_key_that_says_nothing_of_its_slots(
+    build: str, models: Path
+) -> None:
+    tokens = prompt_of(1)
+    options: LlamaOptions = {"key": "secret", "says_slots": False}
+    with llama_server(write_model(models), build, **options) as server:
+        with pytest.raises(StoreError, match="pass api_key"):
+            opened(server)
+        with opened(server, api_key="secret") as states:
+            server.complete(tokens)
+            assert states.store(tokens, 0)
+            check_exact(server, states, tokens, PROMPT // CHUNK * CHUNK)
+
+
+def test_wrong_use_says_what_to_do(models: Path, tmp_path: Path) -> None:
+    with llama_server(write_model(models), slots=2) as server:
+        with pytest.raises(ConfigError, match="--slot-save-path"):
+            SlotStates(server.url, tmp_path / "other", **in_memory())
+        os.chmod(server.states, 0o755)
+        with pytest.raises(StoreError, match="chmod 700"):
+            SlotStates(server.url, server.states, **in_memory())
+        os.chmod(server.states, 0o700)
+        with pytest.raises(ConfigError, match="slot 2 is not one of the 2"):
+            SlotStates(server.url, server.states, probe_slot=2, **in_memory())
+        with opened(server) as states:
+            with pytest.raises(ValueError, match="slot 2"):
+                states.load([1, 2, 3], 2)
+            with pytest.raises(ValueError, match="flat"):
+                states.store(["a"], 0)  # type: ignore[list-item]
+        assert states.load([1, 2, 3], 0).reason is Reason.CLOSED
+        assert os.listdir(server.states) == []
+    with pytest.raises(StoreError, match="is a llama-server running there"):
+        SlotStates(server.url, tmp_path / "states", **in_memory())
+    for url in ("localhost:8080", "https://127.0.0.1", "http://127.0.0.1:port"):
+        with pytest.raises(ConfigError, match="server_url"):
+            SlotStates(url, tmp_path / "states", **in_memory())
