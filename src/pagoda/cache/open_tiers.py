@@ -137,6 +137,7 @@ def _open_host(config: Config, layout: KVLayout, clock: Clock) -> HostTier | Non
                 policy=config.policy,
                 deadline_seconds=config.deadline_seconds,
                 clock=clock,
+                grows=config.host_size == AUTO,
             )
         except NoRoomError as error:
             if not has_made_room and config.host_shared:

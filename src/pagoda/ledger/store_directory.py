@@ -112,8 +112,10 @@ class StoreSpec:
 
     `chunk_bytes` is the size of a payload, for processes that know no layout (0: unknown).
     `limit_bytes` limits the slabs of all stores of the root together; the largest limit of the
-    stores in use counts (see `space_sharing`). A `private` store belongs to one process, and is
-    removed when it is closed or the process dies. With `slot_bytes` 0 it has no slab.
+    stores in use counts (see `space_sharing`). With `first_bytes` a store grows as it fills: a new
+    one takes at most that many bytes at once, tables included. A `private` store belongs to one
+    process, and is removed when it is closed or the process dies. With `slot_bytes` 0 it has no
+    slab.
     """
 
     root: Path
@@ -124,6 +126,7 @@ class StoreSpec:
     limit_bytes: int | None = None
     private: bool = False
     chunk_bytes: int = 0
+    first_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -766,6 +769,9 @@ def _first_slots(spec: StoreSpec, state: StoreState) -> int:
     if spec.limit_bytes is not None:
         limit = max(spec.limit_bytes, root_limit(every) or 0)
         slots = min(slots, max(0, limit - held) // spec.slot_bytes)
+    if spec.first_bytes is not None:
+        first = spec.first_bytes - ledger - _SMALL_FILES_BYTES
+        slots = min(slots, max(0, first) // spec.slot_bytes)
     # what other stores hold will be shared: see `space_sharing`
     if held and slots < spec.slots:
         require_free(spec.root, ledger, in_memory)
