@@ -37,13 +37,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from pagoda.base.errors import ClosedError, NoRoomError, StoreError
-from pagoda.base.file_space import allocate_range, data_ranges, punch
+from pagoda.base.file_space import (
+    allocate_range,
+    data_ranges,
+    punch,
+    reserve_in_place,
+)
 from pagoda.base.log import guarded_logger
 from pagoda.base.store_place import free_bytes, growth_room
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY
 from pagoda.ledger.hint_pages import coldest_stamp
-from pagoda.ledger.lmdb_tables import Meta
+from pagoda.ledger.lmdb_tables import Meta, map_bytes
 from pagoda.ledger.root_usage import (
     Holding,
     held_bytes,
@@ -51,7 +56,7 @@ from pagoda.ledger.root_usage import (
     root_limit,
     write_limit,
 )
-from pagoda.ledger.store_state import FORMAT, read_state
+from pagoda.ledger.store_state import FORMAT, TABLES, read_state
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches
 
@@ -340,7 +345,9 @@ class SpaceShare:
         tail = range(meta.backed, meta.backed + count - len(bare))
         if spares:
             tail = self._whole_pages(tail)
-        got = self._allocate([*_ranges(bare), tail])
+        got: list[range] = []
+        if self._allocate_tables(meta.backed, tail.stop):
+            got = self._allocate([*_ranges(bare), tail])
         if not got:
             self._note_refusal("filesystem" if spares else "")
             return 0
@@ -362,6 +369,22 @@ class SpaceShare:
         )
         self.grown += 1
         return sum(map(len, got))
+
+    def _allocate_tables(self, backed: int, stop: int) -> bool:
+        """Allocate the rows of the tables for slots from `backed` to `stop`; False without space
+        for them.
+
+        Tables of a store that grew under an older version, or on a disk, have them already.
+        """
+        if not self._in_memory:
+            return True
+        first = map_bytes(backed)
+        nbytes = min(map_bytes(stop), self._session.store.state.map_bytes) - first
+        if nbytes <= 0:
+            return True
+        with open(self._directory / TABLES, "r+b", buffering=0) as tables:
+            self._session.require_store()
+            return reserve_in_place(tables.fileno(), first, nbytes)
 
     def _whole_pages(self, tail: range) -> range:
         """Return these slots up to a border of huge pages, if there is one after a slot."""
