@@ -517,6 +517,19 @@ class SpaceShare:
                 )
         return self._ledger.slots
 
+    def growable(self) -> int:
+        """Return how many slots in memory could get pages now, of free space; others may be
+        faster.
+        """
+        if not self._in_memory or not self._slot_bytes:
+            return 0
+        with contextlib.suppress(*_TROUBLE):
+            every = holdings(self._root)
+            held = sum(holding.nbytes for holding in every)
+            left = min(self._limit(every) - held, growth_room(self._root).nbytes)
+            return max(0, min(self._meta().unbacked(), left // self._slot_bytes))
+        return 0
+
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""
         takers = [

@@ -145,13 +145,14 @@ class StoreSpec:
 @dataclass(frozen=True)
 class OpenStore:
     """A store that this process has open (it shares byte OPEN). `sole`: no other process had it
-    open at that moment.
+    open at that moment. `made`: it did not exist before.
     """
 
     directory: Path
     state: StoreState
     locks: StoreLocks
     sole: bool
+    made: bool = False
 
     def is_current(self) -> bool:
         """Whether the directory still has this very store, as it was opened. OSError if that cannot
@@ -634,7 +635,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     finally:
         if os.getpid() == maker:  # not in a child that a signal handler forked
             shutil.rmtree(making, ignore_errors=True)
-    return OpenStore(directory, state, locks, sole=True)
+    return OpenStore(directory, state, locks, sole=True, made=True)
 
 
 def _make_ledger(

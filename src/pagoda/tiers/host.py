@@ -135,7 +135,7 @@ class HostTier(LedgerTier):
                 )
             )
 
-        ledger, slab = open_store("host", spec, policy, clock, open_slab)
+        ledger, slab, made = open_store("host", spec, policy, clock, open_slab)
         if populate and shared:
             backed = ledger.space.backed_ranges()
             slab.populate(background=True, backed=backed)
@@ -143,7 +143,9 @@ class HostTier(LedgerTier):
             ledger.space.begin_mapped(slab, last)
         elif populate and not grows:
             slab.populate(background=True)
-        return cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
+        tier = cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
+        tier.made = made
+        return tier
 
     @property
     def _closed(self) -> bool:  # type: ignore[override]
