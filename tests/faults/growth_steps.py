@@ -7,6 +7,8 @@ depend on its key, so that a wrong one is seen.
     cgroup ROOT GROUP MIB  it runs in that cgroup, which has less than the size of the tier
     filled ROOT POINT      fills the tier; killed at that point of the first piece after the opening
     after ROOT             opens what such a process has left, checks and fills it
+    beside ROOT READY GO   stores some, makes READY, waits for GO, checks that, stores more
+    older ROOT             opens and fills what is there; for a version that knows no growth
 
 Prints one line of JSON.
 """
@@ -29,7 +31,7 @@ from blake3 import blake3
 
 from pagoda.base import store_place
 from pagoda.layout import KVLayout
-from pagoda.ledger import Reserved, admin, growth_thread, space_sharing
+from pagoda.ledger import Reserved, admin, space_sharing
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import MemorySlab
 from pagoda.tiers import HostTier
@@ -49,8 +51,9 @@ def payload(number: int) -> np.ndarray:
     return np.frombuffer(blake3(key(number)).digest(CHUNK_BYTES), np.uint8)
 
 
-def opened(root: str, mib: int) -> HostTier:
-    tier = HostTier.open(LAYOUT, root, mib * MIB, policy="lru", grows=True)
+def opened(root: str, mib: int, **options: bool) -> HostTier:
+    options = options or {"grows": True}
+    tier = HostTier.open(LAYOUT, root, mib * MIB, policy="lru", **options)
     tier.ledger.namespaces.register(TENANT, {"model": "growth"})
     return tier
 
@@ -113,9 +116,15 @@ def take_and_free(junk: str, seed: int) -> None:
         time.sleep(draw.uniform(0.0, 0.03))
 
 
+def ask_again_after(seconds: float) -> None:
+    from pagoda.ledger import growth_thread
+
+    growth_thread._NO_ROOM_SECONDS = seconds
+
+
 def full(root: str, rounds: int) -> dict[str, int]:
     """A round counts if a piece was refused in it, and after that the tier grew to its end."""
-    growth_thread._NO_ROOM_SECONDS = 0.01
+    ask_again_after(0.01)
     answer = {"refused": 0, "wrong": 0, "found": 0, "grown": 0, "stored": 0}
     junk = str(Path(root) / "junk")
     turn = 0
@@ -151,7 +160,7 @@ def full(root: str, rounds: int) -> dict[str, int]:
 def cgroup(root: str, group: str, mib: int) -> dict[str, int]:
     """Fill a tier of `mib` in a cgroup that has less; then the cgroup gets more."""
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
-    growth_thread._NO_ROOM_SECONDS = 0.05
+    ask_again_after(0.05)
     tier = opened(root, mib)
     stored = put(tier, range(mib * MIB // CHUNK_BYTES))
     before = admin.gauges(tier.ledger)["unbacked"]
@@ -226,6 +235,43 @@ def after(root: str) -> dict[str, int]:
     return answer
 
 
+def beside(root: str, ready: str, go: str) -> dict[str, int]:
+    """Store some chunks; when another process has filled the store, look for them, and store one
+    more.
+    """
+    tier = opened(root, FILLED_MIB)
+    put(tier, range(16))
+    half = admin.gauges(tier.ledger)["unbacked"]
+    Path(ready).touch()
+    until = time.monotonic() + 120
+    while not Path(go).exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    found, wrong = get(tier, range(20_000))
+    stored = put(tier, [30_000])
+    admin.check(tier.ledger)
+    tier.close()
+    return {"found": found, "wrong": wrong, "stored": stored, "half": half > 0}
+
+
+def older(root: str) -> dict[str, int]:
+    """Open a store in full, as a version does that knows no growth; fill it."""
+    tier = opened(root, FILLED_MIB, populate=False)
+    found, wrong = get(tier, range(16))
+    left = admin.gauges(tier.ledger)["free"]
+    stored = put(tier, range(10_000, 10_000 + left))
+    kept, bad = get(tier, range(10_000, 10_000 + left))
+    admin.check(tier.ledger)
+    unbacked = admin.gauges(tier.ledger)["unbacked"]
+    tier.close()
+    return {
+        "found": found,
+        "wrong": wrong + bad,
+        "lost": left - stored,
+        "missing": left - kept,
+        "unbacked": unbacked,
+    }
+
+
 def main(what: str, root: str, *arguments: str) -> None:
     if what == "full":
         answer = full(root, int(arguments[0]))
@@ -233,6 +279,10 @@ def main(what: str, root: str, *arguments: str) -> None:
         answer = cgroup(root, arguments[0], int(arguments[1]))
     elif what == "filled":
         answer = filled(root, arguments[0])
+    elif what == "beside":
+        answer = beside(root, *arguments)
+    elif what == "older":
+        answer = older(root)
     else:
         answer = after(root)
     print(json.dumps(answer), flush=True)

@@ -9,12 +9,15 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
+import time
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
-from tests.faults.growth_steps import MIB, POINTS
+from tests.faults.growth_steps import CHUNK_BYTES, FILLED_MIB, MIB, POINTS
 from tests.faults.support import ROOT, own_mounts
 
 STEPS = Path(__file__).with_name("growth_steps.py")
@@ -23,12 +26,15 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def ended(
-    *arguments: object, before: tuple[str, ...] = (), code: int = 0
+    *arguments: object,
+    before: tuple[str, ...] = (),
+    code: int = 0,
+    tree: Path = ROOT,
 ) -> dict[str, int]:
     """Run one process to its end; return the last line that it printed."""
     done = subprocess.run(
         [*before, sys.executable, STEPS, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        env={**os.environ, "PYTHONPATH": f"{tree / 'src'}:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -120,3 +126,71 @@ def test_in_a_cgroup_with_less_than_its_size_it_stops_before_a_process_is_killed
     assert answer["found"] >= 100
     assert answer["grown"] == 1, "it goes on when the cgroup has more"
     assert kills(small_group) == 0
+
+
+# The last version that allocates each store in full: its host stores are this version's. Versions
+# of other tables have other directories: see `test_three_versions`.
+_OLDER = "1afea866"
+
+
+@pytest.fixture(scope="module")
+def older_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources of a version that knows no growth."""
+    packed = subprocess.run(
+        ["git", "-C", ROOT, "archive", _OLDER, "src"],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    if packed.returncode:
+        pytest.skip(
+            f"needs the history of the repository: {packed.stderr.decode().strip()}"
+        )
+    place = tmp_path_factory.mktemp("older")
+    with tarfile.open(fileobj=BytesIO(packed.stdout)) as archive:
+        archive.extractall(place, filter="data")
+    return place
+
+
+def test_a_version_that_knows_no_growth_opens_a_store_that_is_half_grown(
+    shm_root: Path, older_tree: Path
+) -> None:
+    ended("filled", shm_root, "listed", code=-9)
+    answer = ended("older", shm_root, tree=older_tree)
+    assert answer == {
+        "found": 16,
+        "wrong": 0,
+        "lost": 0,
+        "missing": 0,
+        "unbacked": 0,
+    }
+    assert ended("after", shm_root)["wrong"] == 0
+
+
+def test_a_version_that_knows_no_growth_fills_the_store_beside_one_that_grows(
+    shm_root: Path, tmp_path: Path, older_tree: Path
+) -> None:
+    ready = tmp_path / "ready"
+    go = tmp_path / "go"
+    process = subprocess.Popen(
+        [sys.executable, STEPS, "beside", shm_root, ready, go],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 120
+    while not ready.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    answer = ended("older", shm_root, tree=older_tree)
+    go.touch()
+    out, _ = process.communicate(timeout=200)
+    here = json.loads(out.splitlines()[-1])
+    slots = FILLED_MIB * MIB // CHUNK_BYTES
+    assert answer["found"] == 16
+    assert answer["wrong"] == answer["lost"] == answer["missing"] == 0
+    assert here == {
+        "found": slots,
+        "wrong": 0,
+        "stored": 1,
+        "half": True,
+    }

@@ -115,18 +115,17 @@ class GrowthThread:
         """Make steps until there are enough free slots, or a step gets nothing from free memory."""
         while not (self._closed or self._session.closed):
             wanted = self._wanted
-            if not self._space.lacks(wanted):
-                self._wanted = 0
-                return
-            found = self._space.more()
-            if not found:
+            lacks = self._space.lacks(wanted)
+            if lacks and not self._space.more():
                 self._rests_until = time.monotonic() + _NO_ROOM_SECONDS
             # what other stores give are chunks of others: one piece for each time it is needed
-            if not self._space.has_grown:
+            ends = not lacks or not self._space.has_grown
+            if ends:
                 self._wanted = 0
-                self._tell()
-                return
+            # also if there were enough: a request may have looked before the last step
             self._tell()
+            if ends:
+                return
 
     def _tell(self) -> None:
         with self._stepped:

@@ -69,7 +69,7 @@ log = guarded_logger("pagoda")
 _MOST_PIECE_BYTES = 64 << 20
 _LEAST_PIECES = 8  # into how many pieces a limit is divided at least
 _RANGE_BYTES = 1 << 30  # how much one call allocates
-# A store that grows keeps as much free as it holds, between this and an eighth of its slots.
+# A store that grows keeps as much free as is in use, between this and an eighth of its slots.
 FIRST_PIECE_BYTES = 16 << 20
 _STEP_BYTES = 32 << 20  # how much of it is allocated at once: some tens of ms
 _FINISHED_BYTES = 8 << 20  # moved into huge pages at once
@@ -208,7 +208,8 @@ class SpaceShare:
         if not meta.unbacked() or not self._slot_bytes:
             return 0
         least = max(1, FIRST_PIECE_BYTES // self._slot_bytes)
-        return min(self._ledger.window, max(least, meta.with_pages()))
+        used = meta.with_pages() - meta.free()
+        return min(self._ledger.window, max(least, used))
 
     def lacks(self, wanted: int) -> bool:
         """Whether more pages are needed: for `wanted` free slots and, ahead of need, for those
