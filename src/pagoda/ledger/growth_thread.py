@@ -21,10 +21,9 @@ log = guarded_logger("pagoda")
 
 _IDLE_SECONDS = 10.0  # the thread ends after this time without use
 _NO_ROOM_SECONDS = 1.0  # the wait before more is asked for again
-# a request does not wait for a thread that makes no progress for so long
-_STALLED_SECONDS = 1.0
-# nor, after that, for this time
-_DISTRUST_SECONDS = 5.0
+# the same after trouble, such as a root whose lock is kept by a stopped process: requests that wait
+# for such a step are slow
+_TROUBLE_SECONDS = 10.0
 
 
 class GrowthThread:
@@ -36,7 +35,6 @@ class GrowthThread:
         self._closed = False
         self._wanted = 0  # slots that requests wait for
         self._rests_until = 0.0
-        self._distrusted_until = 0.0
         self._steps = 0  # how often a step has ended, with more slots or without
         self._stepped = Condition()
         self._woken = Event()
@@ -60,20 +58,17 @@ class GrowthThread:
         """Ask for that many free slots, and wait until the thread has made a step, at the latest
         until that time; False if it makes none now.
         """
-        now = time.monotonic()
-        if self._closed or self.rests or now < self._distrusted_until:
+        if self._closed or self.rests:
             return False
         seen = self._steps
         self._wanted = max(self._wanted, wanted)
         self.wake()
         if not self._thread.is_alive():
             return False
-        stalled = now + _STALLED_SECONDS
-        left = min(until, stalled) - now
         with self._stepped:
-            done = self._stepped.wait_for(lambda: self._steps != seen, left)
-        if not done and stalled <= until:
-            self._distrusted_until = stalled + _DISTRUST_SECONDS
+            done = self._stepped.wait_for(
+                lambda: self._steps != seen, until - time.monotonic()
+            )
         return done and not self.rests
 
     def close(self) -> None:
@@ -104,9 +99,11 @@ class GrowthThread:
             # the ledger was closed and dropped while this thread waited for its root
             return
         except Exception:
+            self._rests_until = time.monotonic() + _TROUBLE_SECONDS
             log.exception(
-                "%s no longer grows in this process",
+                "a piece of %s failed: it is asked for again in %g s",
                 self._session.store.directory,
+                _TROUBLE_SECONDS,
             )
         finally:
             self._tell()
@@ -117,7 +114,10 @@ class GrowthThread:
             wanted = self._wanted
             lacks = self._space.lacks(wanted)
             if lacks and not self._space.more():
-                self._rests_until = time.monotonic() + _NO_ROOM_SECONDS
+                pause = _NO_ROOM_SECONDS
+                if self._space.in_trouble:
+                    pause = max(pause, _TROUBLE_SECONDS)
+                self._rests_until = time.monotonic() + pause
             # what other stores give are chunks of others: one piece for each time it is needed
             ends = not lacks or not self._space.has_grown
             if ends:

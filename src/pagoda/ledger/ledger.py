@@ -509,8 +509,8 @@ class Ledger:
         self._room = totals.free()
         self._ahead = self.space.ahead(totals)
         # another process let the store grow: this one maps the new pages
-        if totals.backed != self.backed:
-            self.backed = totals.backed
+        self.backed = totals.backed
+        if self.space.lags(totals.backed):
             self.growth_thread.wake()
 
     def look_for_pages(self) -> int:

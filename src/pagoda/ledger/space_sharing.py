@@ -109,6 +109,9 @@ class SpaceShare:
         self.grown = 0  # how often it has grown, in this process
         # whether the last `more` found free memory or disk space
         self.has_grown = False
+        self.in_trouble = (
+            False  # whether it failed, by an error or for lack of time
+        )
         # what had too little room for the last piece, empty if it was allocated
         self.refused = ""
         # the mappings of this process, in which new pages are faulted in before they are used
@@ -230,6 +233,7 @@ class SpaceShare:
         excess is given back now.
         """
         self.has_grown = False
+        self.in_trouble = False
         try:
             with root_locked(self._root, _ROOT_SECONDS):
                 self._shrink()
@@ -242,7 +246,12 @@ class SpaceShare:
                 return self.has_grown or self._take()
         except _TROUBLE as error:
             log.debug("no more space for %s: %s", self._directory, error)
+            self.in_trouble = True
             return False
+
+    def lags(self, backed: int) -> bool:
+        """Whether this process has not yet faulted in all slots before `backed`. Cheap."""
+        return backed > self._mapped and bool(self.slabs)
 
     def finish_pages(self) -> bool:
         """Fault in, in huge pages, some of what the store has gained, in whichever process; return
