@@ -131,11 +131,9 @@ class Field:
 
     def ratio(self, name: str) -> float:
         """Return raw bytes per stored byte."""
-        return (
-            self.nbytes / sum(piece.nbytes for piece in self.stored[name])
-            if name in self.stored
-            else 1.0
-        )
+        if name not in self.stored:
+            return 1.0
+        return self.nbytes / sum(piece.nbytes for piece in self.stored[name])
 
     def down(self, name: str) -> Callable[[int], None]:
         """Encode the chunk at a place."""

@@ -232,8 +232,11 @@ def report(
     everything = [*figures, *beside]
     width = max(len(each.key) for each in everything)
     for each in everything:
-        mark = "    " if each not in wanted else "ok  " if each.ok else "MISS"
-        target = each.wanted if each in wanted else ""
+        mark = "    "
+        target = ""
+        if each in wanted:
+            mark = "ok  " if each.ok else "MISS"
+            target = each.wanted
         print(
             f"{each.key:<{width}}  {each.text:>9}  {target:>10}  {mark}  {each.note}"
         )

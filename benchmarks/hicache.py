@@ -119,14 +119,13 @@ class Storage:
         self.pool = pool
         self.is_file = "file_storage_path" in extra
         is_mooncake = "master_server_address" in extra
-        kind = (
-            HiCacheFile
-            if self.is_file
-            else MooncakeStore
-            if is_mooncake
-            else PagodaHiCache
-        )
-        self.made: Any = kind(config, pool) if is_mooncake else kind(config)
+        self.made: Any
+        if is_mooncake:
+            self.made = MooncakeStore(config, pool)
+        elif self.is_file:
+            self.made = HiCacheFile(config)
+        else:
+            self.made = PagodaHiCache(config)
         self.made.register_mem_pool_host(pool)
         self.made.on_host_pools_registered()
 

@@ -165,11 +165,10 @@ def costs(policies: Sequence[str], quick: bool) -> list[Cost]:
 def _costs(what: str, slots: int, runs: dict[str, list[float]]) -> list[Cost]:
     out = []
     for policy, spent in runs.items():
-        ratios = (
-            [own / base for own, base in zip(spent, runs["lru"], strict=True)]
-            if "lru" in runs
-            else []
-        )
+        ratios = []
+        if "lru" in runs:
+            pairs = zip(spent, runs["lru"], strict=True)
+            ratios = [own / base for own, base in pairs]
         rounded = [round(each, 9) for each in spent]
         out.append(
             Cost(

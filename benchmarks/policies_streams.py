@@ -133,13 +133,12 @@ def drawn(seed: int, number: int, requests: int = 5_000) -> Drawn:
         for i in range(turns)
     ]
     made = [part for _, part in parts]
-    result = (
-        streams.mixed(*made)
-        if how == "mixed"
-        else streams.after(*made)
-        if turns > 1
-        else made[0]
-    )
+    if how == "mixed":
+        result = streams.mixed(*made)
+    elif turns > 1:
+        result = streams.after(*made)
+    else:
+        result = made[0]
     texts = [text for text, _ in parts[:kinds]]
     if random.random() < 0.25:
         result = streams.overloaded(result, _log(random, 50, 1_000))

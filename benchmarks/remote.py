@@ -97,8 +97,10 @@ def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _value(figure: Figure) -> str:
-    verdict = "" if figure.target is None else " ok" if figure.ok else " **miss**"
-    return f"{figure.value:.2f}{verdict}"
+    if figure.target is None:
+        return f"{figure.value:.2f}"
+    verdict = "ok" if figure.ok else "**miss**"
+    return f"{figure.value:.2f} {verdict}"
 
 
 def _speeds(figure: Figure) -> tuple[str, ...]:

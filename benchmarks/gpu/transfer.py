@@ -112,7 +112,11 @@ def _measure(options: argparse.Namespace) -> int:
     from benchmarks.gpu.devices import device_maker
     from benchmarks.gpu.plan import FULL, QUICK, TINY
 
-    plan = TINY if options.tiny else QUICK if options.quick else FULL
+    plan = FULL
+    if options.tiny:
+        plan = TINY
+    elif options.quick:
+        plan = QUICK
     seed = (
         int.from_bytes(os.urandom(4), "little")
         if options.seed is None

@@ -179,11 +179,9 @@ class KVLayout:
             scales: the dtype of scales, one per head and token; they follow K and V, first those of
                 K. For other shapes use `of`.
         """
-        dims = (
-            [head_dim, head_dim if v_head_dim is None else v_head_dim]
-            if has_v
-            else [head_dim]
-        )
+        dims = [head_dim]
+        if has_v:
+            dims.append(head_dim if v_head_dim is None else v_head_dim)
         planes = [Plane(kv_heads, dim, dtype) for dim in dims]
         if scales is not None:
             planes += [Plane(kv_heads, 1, scales) for _ in dims]

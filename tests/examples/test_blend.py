@@ -365,13 +365,12 @@ def test_an_exact_request_after_a_blended_one_finds_nothing_approximate(
         )
         for one in [*([filler] if blocks == 24 else []), more, plain, alone]:
             (text,) = answered(engine, one)
-            assert sum(one.hits.values()) == (
-                0
-                if one in (filler, alone)
-                else FIRST
-                if one is more
-                else FIRST + 96
-            )
+            expected = FIRST + 96
+            if one in (filler, alone):
+                expected = 0
+            elif one is more:
+                expected = FIRST
+            assert sum(one.hits.values()) == expected
             assert (
                 text
                 == generated(
@@ -596,11 +595,10 @@ def test_documents_come_from_the_disk(house: House, tmp_path: Path) -> None:
         seq = request(*pieces())
         texts.append(answered(engine, seq))
         brought = [future.result().by_tier for future in seq.prefetches[-3:]]
-        assert (
-            all(set(one) == {tier} for one in brought)
-            if tier
-            else not any(brought)
-        )
+        if tier:
+            assert all(set(one) == {tier} for one in brought)
+        else:
+            assert not any(brought)
         assert seq.hits.get("host", 0) == (sum(LENGTHS[1:]) if tier else 0)
         assert engine.documents.cache.flush(20.0)
         closed(engine)

@@ -732,15 +732,13 @@ def run_case(case: Case, directory: Path) -> Result:
 
 def with_controls(case: Case, result: Result) -> Result:
     """Add what was lost without need."""
-    needed = (
-        1.0
-        if case.harm == "untouched"
-        else 0.95
-        if case.guards_nothing and not result.refusals
-        else 0.0
-    )
+    needed = 0.0
     if case.may_kill:
         needed = 0.0
+    elif case.harm == "untouched":
+        needed = 1.0
+    elif case.guards_nothing and not result.refusals:
+        needed = 0.95
     if result.served < needed * result.kept:
         result.violations.append(
             f"lost: {result.served} of {result.kept} chunks are served"

@@ -576,11 +576,13 @@ def scanned(answers: Iterator[bytes]) -> Iterator[RedisConnection]:
     def serve() -> None:
         with contextlib.suppress(OSError), listener.accept()[0] as peer:
             while asked := peer.recv(1 << 20):
-                peer.sendall(
-                    next(answers)
-                    if b"SCAN" in asked
-                    else b":0\r\n" * (4 if b"INFO" in asked else 1)
-                )
+                if b"SCAN" in asked:
+                    answer = next(answers)
+                elif b"INFO" in asked:
+                    answer = b":0\r\n" * 4
+                else:
+                    answer = b":0\r\n"
+                peer.sendall(answer)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)

@@ -464,12 +464,13 @@ def _listed(results: Sequence[Result], setting: Setting) -> str:
 
 def _rounded(options: dict[str, Option]) -> dict[str, tuple[str, Option]]:
     """Return options in a form that compares correctly: 1 equals 1.0, but 1 does not equal True."""
-    return {
-        name: ("number", round(float(value), 6))
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        else (type(value).__name__, value)
-        for name, value in options.items()
-    }
+    rounded: dict[str, tuple[str, Option]] = {}
+    for name, value in options.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            rounded[name] = ("number", round(float(value), 6))
+        else:
+            rounded[name] = (type(value).__name__, value)
+    return rounded
 
 
 def _text(value: Option) -> str:

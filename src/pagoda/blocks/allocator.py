@@ -169,11 +169,9 @@ class BlockAllocator:
             return self.pool.free
         tail = takewhile(lambda node: not node.locks, reversed(path))
         unlocked = sum(node.place is Place.DEVICE for node in tail)
-        evicting = (
-            sum(node.place is Place.TO_HOST for node in path)
-            if self.tree.evicting
-            else 0
-        )
+        evicting = 0
+        if self.tree.evicting:
+            evicting = sum(node.place is Place.TO_HOST for node in path)
         return (
             self.pool.free
             + self.tree.evictable

@@ -44,11 +44,11 @@ class LowerTiers:
         """The names of the tiers below the host; one that was left out at the start may come
         later.
         """
-        return (
-            ()
-            if self._cache is None
-            else self._cache.tiers[0 if self.slots is None else 1 :]
-        )
+        if self._cache is None:
+            return ()
+        if self.slots is None:
+            return self._cache.tiers
+        return self._cache.tiers[1:]
 
     # ---- roots
 

@@ -614,13 +614,9 @@ class StoredEvents:
         read groups: a window would count as the whole prefix, and its removal as the removal of the
         prefix.
         """
-        return (
-            note
-            if note is None
-            or medium == MEDIA["host"]
-            or self._groups[note.group].needs_all
-            else None
-        )
+        if note is None or medium == MEDIA["host"]:
+            return note
+        return note if self._groups[note.group].needs_all else None
 
     def _notes_elsewhere(
         self, tier: TierDifference, keys: Iterable[bytes]

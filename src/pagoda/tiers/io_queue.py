@@ -192,11 +192,9 @@ class IoQueue:
     def pending_writes(self, keys: Iterable[bytes]) -> dict[bytes, WriteRequest]:
         """Return the outstanding writes of `keys` that are not cancelled, by key."""
         with self._changed:
-            found = (
-                ((key, self._outstanding_writes.get(key)) for key in keys)
-                if self._outstanding_writes
-                else ()
-            )
+            if not self._outstanding_writes:
+                return {}
+            found = ((key, self._outstanding_writes.get(key)) for key in keys)
             return {
                 key: write
                 for key, write in found

@@ -390,12 +390,9 @@ def _run_all(jobs: Sequence[Callable[[], object]]) -> None:
 def _pieces(to: Words, source: Words) -> Iterator[_Job]:
     """Cut a large copy along the first axis that is long enough."""
     parts = to.nbytes // _PIECE_BYTES
-    axis = (
-        next((axis for axis, size in enumerate(to.shape) if size >= parts), None)
-        if parts > 1
-        else None
-    )
-    if axis is None:
+    long_enough = (axis for axis, size in enumerate(to.shape) if size >= parts)
+    axis = next(long_enough, None)
+    if axis is None or parts <= 1:
         yield partial(np.copyto, to, source), to.nbytes
         return
     cuts = [to.shape[axis] * part // parts for part in range(parts + 1)]

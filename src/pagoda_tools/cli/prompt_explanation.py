@@ -231,11 +231,9 @@ def nearest(
 
     def other_fields(other: bytes) -> tuple[str, ...]:
         rows = prompt.known.get(root), prompt.known.get(other)
-        return (
-            tuple(Namespace.differing(*(row.fields for row in rows if row)))
-            if all(rows)
-            else ()
-        )
+        if not all(rows):
+            return ()
+        return tuple(Namespace.differing(*(row.fields for row in rows if row)))
 
     found = nearest_prompt(
         prompt.tokens,

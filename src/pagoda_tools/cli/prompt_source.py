@@ -101,12 +101,10 @@ def read_tokens(source: str | None) -> TokenIds:
         else (f"--tokens {source}", _read("--tokens", source))
     )
     try:
-        words = text.replace(",", " ").split()
-        ids = (
-            json.loads(text)
-            if text.lstrip().startswith("[")
-            else [int(word) for word in words]
-        )
+        if text.lstrip().startswith("["):
+            ids = json.loads(text)
+        else:
+            ids = [int(word) for word in text.replace(",", " ").split()]
         found = as_token_ids(ids)
     except ValueError as trouble:
         raise UsageError(
@@ -225,13 +223,10 @@ def _ask_server(
     """
     key = _api_key(key_file)
     listed = _ask(url, key, "GET", "/v1/models").get("data")
-    rows = (
-        [one for one in listed if isinstance(one, dict)]
-        if isinstance(listed, list)
-        else []
-    )
+    rows = listed if isinstance(listed, list) else []
+    models = [one for one in rows if isinstance(one, dict)]
     # the others are adapters
-    models = [one for one in rows if not one.get("parent")]
+    models = [one for one in models if not one.get("parent")]
     if not models or not isinstance(models[0].get("id"), str):
         raise FailedError(
             f"{url}: /v1/models names no model; check that it is a vLLM server"

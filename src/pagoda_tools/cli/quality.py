@@ -329,9 +329,9 @@ def _usual(
         for name in POLICIES
         for share in shares
     ]
-    return (blends if all(prompt.documents for prompt in prompts) else []), list(
-        codec.LOSSY
-    )
+    if not all(prompt.documents for prompt in prompts):
+        blends = []
+    return blends, list(codec.LOSSY)
 
 
 def _bounds(

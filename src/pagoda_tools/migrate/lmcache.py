@@ -224,14 +224,11 @@ class _FieldReader:
 
     def map(self, field: str, option: str, value: object, why: str = "") -> None:
         self.options[option] = value
-        shown = (
-            redacted(value)
-            if option in ("remote", "lookup") and isinstance(value, str)
-            else value
-        )
-        shown = (
-            [redacted(url) for url in self._peers] if option == "peers" else shown
-        )
+        shown = value
+        if option == "peers":
+            shown = [redacted(url) for url in self._peers]
+        elif option in ("remote", "lookup") and isinstance(value, str):
+            shown = redacted(value)
         self.say(
             field,
             FieldVerdict.MAPPED,

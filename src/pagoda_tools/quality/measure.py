@@ -243,8 +243,6 @@ def _end_tokens(model: torch.nn.Module) -> frozenset[int]:
     found = getattr(
         getattr(model, "generation_config", None), "eos_token_id", None
     )
-    return (
-        frozenset()
-        if found is None
-        else frozenset(found if isinstance(found, list) else [found])
-    )
+    if found is None:
+        return frozenset()
+    return frozenset(found if isinstance(found, list) else [found])

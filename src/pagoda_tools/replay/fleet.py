@@ -82,11 +82,9 @@ class FleetOutcome(NamedTuple):
     @property
     def hit_rate(self) -> float:
         """Served chunks as a share of the chunks that were asked for."""
-        return (
-            sum(tier.hits for tier in self.tiers) / self.accesses
-            if self.accesses
-            else 0.0
-        )
+        if not self.accesses:
+            return 0.0
+        return sum(tier.hits for tier in self.tiers) / self.accesses
 
 
 def simulate_fleet(requests: Iterable[Request], spec: FleetSpec) -> FleetOutcome:

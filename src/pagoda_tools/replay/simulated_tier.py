@@ -164,14 +164,12 @@ class SimulatedTier:
         hindrance: Reason | None = None
         for at in range(start, end, BATCH):
             stop = min(at + BATCH, end)
-            batch = (
-                new
-                if end - start <= BATCH
-                else [i for i in new if at <= i < stop]
-            )
-            allowed = (
-                self._admit(wanted, batch, stop, hindrance) if batch else stop
-            )
+            batch = new
+            if end - start > BATCH:
+                batch = [i for i in new if at <= i < stop]
+            allowed = stop
+            if batch:
+                allowed = self._admit(wanted, batch, stop, hindrance)
             if hindrance is None:
                 hindrance = self._reserve(wanted, at, stop, allowed)
         # a slot that is being filled cannot be a victim: so all become ready only at the end
@@ -180,12 +178,9 @@ class SimulatedTier:
                 wanted.positions
             )
         self.written += len(wanted.rows)
-        missing = (
-            [i for i in new if chain.ids[i] not in known]
-            if hindrance is not None
-            else []
-        )
-        self.refused += len(missing)
+        if hindrance is not None:
+            missing = [i for i in new if chain.ids[i] not in known]
+            self.refused += len(missing)
 
     def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
         """Touch and lease the present chunks after a missing one, before their neighbours can be

@@ -88,11 +88,9 @@ def stable(value: Any) -> Any:
             for name, each in value.items()
             if name not in _OF_FILES
         }
-    return (
-        [stable(each) for each in value]
-        if isinstance(value, list | tuple)
-        else value
-    )
+    if isinstance(value, list | tuple):
+        return [stable(each) for each in value]
+    return value
 
 
 def rope_types(config: Mapping[str, Any]) -> set[object]:

@@ -41,11 +41,9 @@ class PoolPages:
             for page in sorted({0, min(1, count - 1), count - 1})
         ]
         firsts, sizes = places[0]
-        strides = (
-            [b - a for a, b in zip(firsts, places[1][0], strict=True)]
-            if count > 1
-            else sizes
-        )
+        strides = sizes
+        if count > 1:
+            strides = [b - a for a, b in zip(firsts, places[1][0], strict=True)]
         lasts = [
             first + stride * (count - 1)
             for first, stride in zip(firsts, strides, strict=True)

@@ -199,14 +199,12 @@ class Blender:
                     for one in loaded
                     if one.hit.reason is Reason.DEADLINE
                 )
-                left = (
-                    max(
+                left: float | None = None
+                if late:
+                    left = max(
                         self._exact.config.deadline_seconds - late,
                         _MOMENT_SECONDS,
                     )
-                    if late
-                    else None
-                )
                 loads = {**space, "deadline_seconds": left}
                 loaded.append(
                     self._document(
@@ -315,14 +313,12 @@ class Blender:
             exact = self._exact.lookup(
                 prompt, counted=False, **options
             ).num_tokens
-            own = (
-                self.cache.lookup(
+            own = 0
+            if exact:
+                own = self.cache.lookup(
                     chain.tokens, items=items, counted=False, **options
-                )
-                if exact
-                else None
-            )
-            if own is not None and exact > own.num_tokens:
+                ).num_tokens
+            if exact > own:
                 return self._exact.retrieve(
                     prompt,
                     kv_of_row(planes, 0, 0, length, self._plain),

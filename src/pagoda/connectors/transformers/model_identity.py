@@ -124,11 +124,9 @@ def adapters_digest(model: Any, walk: ModelWalk | None = None) -> str:
         active = [] if off else _names(getattr(module, "active_adapters", ()))
         if merged or active:
             scaling = getattr(module, "scaling", {})
-            scales = (
-                {key: scaling.get(key) for key in active}
-                if isinstance(scaling, dict)
-                else str(scaling)
-            )
+            scales: object = str(scaling)
+            if isinstance(scaling, dict):
+                scales = {key: scaling.get(key) for key in active}
             at_work.append([name, active, merged, scales])
     if not at_work:
         return ""

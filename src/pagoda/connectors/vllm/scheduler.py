@@ -360,13 +360,9 @@ class PagodaScheduler:
         make = self._form.notes(request, root)
         shared = self._lookups.shared_tokens(request)
         size = self._chunk_tokens
-        return (
-            make
-            if shared is None
-            else lambda chunk: (
-                make(chunk) if (chunk + 1) * size <= shared else None
-            )
-        )
+        if shared is None:
+            return make
+        return lambda chunk: make(chunk) if (chunk + 1) * size <= shared else None
 
     def _count(self, tracked: TrackedRequest, tokens: int) -> None:
         """Count a request once: the tokens that it may read and asks for, and the tokens from each

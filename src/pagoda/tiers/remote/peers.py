@@ -245,12 +245,8 @@ class PeersClient(StoreClient):
             with self._lock:
                 for key in keys[begin:end]:
                     others = self._holders.pop(key, ())
-                    more = (
-                        tuple(peer for peer in others if peer not in answers)
-                        if others
-                        else ()
-                    )
-                    self._holders[key] = holders + more
+                    silent = tuple(peer for peer in others if peer not in answers)
+                    self._holders[key] = holders + silent
             begin = end
         with self._lock:
             while len(self._holders) > _MOST_KEYS:

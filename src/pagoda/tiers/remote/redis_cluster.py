@@ -166,14 +166,9 @@ class ClusterNodeConnection(RedisConnection):
         (reply,) = self._execute(
             [command(b"CLUSTER", b"SLOTS")], until, _SLOTS_SHAPE
         )
-        ranges = (
-            [_slot_range(each) for each in reply]
-            if isinstance(reply, list)
-            else []
-        )
-        if not ranges:
+        if not isinstance(reply, list) or not reply:
             raise ConnectionError("the cluster has no slots yet")
-        return ranges
+        return [_slot_range(each) for each in reply]
 
 
 class ClusterNodeClient(RedisClient):

@@ -146,9 +146,9 @@ class RedisPoolClient(RedisNodesClient):
         """Return which of these keys are stored on each node if they are new. ConnectionError: no
         node is in use.
         """
-        return (
-            self.shares([self._deciding_key(key) for key in keys]) if keys else {}
-        )
+        if not keys:
+            return {}
+        return self.shares([self._deciding_key(key) for key in keys])
 
     def place_of(self, key: bytes) -> RedisNode:
         """Return the node on which a new chunk is stored. ConnectionError: no node is in use."""

@@ -317,20 +317,19 @@ class PagodaOffloadingManager(OffloadingManager):
             isinstance(first_outcome, Refused)
             and first_outcome.reason is Reason.LEDGER_BUSY
         )
-        return [
-            ChunkRef(
-                key,
-                first + n,
-                keys[n - 1] if n else parent,
-                outcome.slot,
-                outcome.generation,
+        reserved: list[ChunkRef | None] = []
+        allowed = outcomes[: min(refused, default=None)]
+        for n, (key, outcome) in enumerate(zip(keys, allowed, strict=False)):
+            if not isinstance(outcome, Reserved):
+                reserved.append(None)
+                continue
+            before_it = keys[n - 1] if n else parent
+            reserved.append(
+                ChunkRef(
+                    key, first + n, before_it, outcome.slot, outcome.generation
+                )
             )
-            if isinstance(outcome, Reserved)
-            else None
-            for n, (key, outcome) in enumerate(
-                zip(keys, outcomes[: min(refused, default=None)], strict=False)
-            )
-        ]
+        return reserved
 
     def complete_store(
         self, keys: Collection[bytes], req_context: Any, success: bool = True
