@@ -12,6 +12,7 @@ import pytest
 
 from pagoda import Cache, KVLayout, Namespace
 from pagoda.base import store_place
+from pagoda.base.cgroup_memory import CgroupRoom
 from pagoda.base.errors import NoRoomError, StoreError
 from pagoda.base.file_space import allocate, allocate_range, opened
 from pagoda.base.file_systems import filesystem
@@ -313,3 +314,42 @@ def test_a_sandbox_without_locks_is_refused_with_the_reason(
 
 def test_this_machines_memory_may_hold_a_store(shm_root: Path) -> None:
     require_local(shm_root)
+
+
+@pytest.mark.parametrize(
+    ("limit_mib", "free_mib", "room_mib"),
+    [
+        (1024, 1024, 768),  # the least margin is 256 MiB
+        (1024, 200, 0),
+        (20_000, 20_000, 19_000),  # a twentieth
+    ],
+)
+def test_growth_leaves_a_margin_of_the_cgroup(
+    shm_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit_mib: int,
+    free_mib: int,
+    room_mib: int,
+) -> None:
+    mib = 1 << 20
+    rooms = [CgroupRoom(limit_mib * mib, free_mib * mib)]
+    monkeypatch.setattr(store_place, "cgroup_rooms", lambda: rooms)
+    monkeypatch.setattr(store_place, "_machine_free_bytes", lambda _: None)
+    status = os.statvfs(shm_root)
+    of_files = status.f_bavail * status.f_frsize
+    of_files -= int(status.f_blocks * status.f_frsize * 0.05)
+    found = store_place.growth_room(shm_root)
+    if room_mib * mib <= of_files - mib:
+        assert found == (room_mib * mib, "cgroup")
+    else:
+        assert found.bound == "filesystem"
+
+
+def test_growth_leaves_a_margin_of_the_machine(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_place, "cgroup_rooms", list)
+    monkeypatch.setattr(store_place, "_machine_free_bytes", lambda _: 300 << 20)
+    found = store_place.growth_room(shm_root)
+    assert found.bound == "machine"
+    assert found.nbytes <= 44 << 20

@@ -139,7 +139,11 @@ def test_gauges_count_every_slot_once(ledger: Ledger) -> None:
     ledger.reserve(keys(20, 21), namespace=TENANT)
     ledger.lease(*places(stored[:3]), 5.0)
     admin.pin(ledger, keys(0), "ann")
-    assert admin.gauges(ledger) == {
+    gauges = admin.gauges(ledger)
+    sizes = ledger.session.store.state.sizes()
+    assert gauges.pop("most_bytes") == sum(sizes.values())
+    assert gauges.pop("allocated_bytes") >= 32 * ledger.slot_bytes
+    assert gauges == {
         "slots": 32,
         "free": 20,
         "reserved": 2,

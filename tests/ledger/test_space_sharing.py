@@ -31,6 +31,7 @@ from pagoda.ledger import (
     rebuild,
     space_sharing,
 )
+from pagoda.ledger.growth_thread import GrowthThread
 from pagoda.ledger.root_usage import holdings, root_limit, write_limit
 from pagoda.ledger.store_state import Kind, TableMark, set_mark
 from pagoda.ledger.stores_under_root import root_locked
@@ -190,6 +191,7 @@ def no_thread(
     """Let only `more` take space, except in tests of the other ways."""
     if "threads" not in request.fixturenames:
         monkeypatch.setattr(UpkeepThread, "wake", lambda *_, **__: None)
+        monkeypatch.setattr(GrowthThread, "wake", lambda _: None)
 
 
 @pytest.fixture
@@ -295,9 +297,9 @@ def test_a_thread_that_was_woken_at_its_end_is_started_again(
 ) -> None:
     one = Room(shm_root, limit=LIMIT)
     # and the thread ended without seeing it
-    one.ledger.upkeep_thread._woken.set()
-    one.ledger.upkeep_thread.wake(lacks=True)
-    thread = one.ledger.upkeep_thread._thread
+    one.ledger.growth_thread._woken.set()
+    one.ledger.growth_thread.wake()
+    thread = one.ledger.growth_thread._thread
     assert thread.is_alive()
     one.close()
 

@@ -20,13 +20,13 @@ def test_a_ledger_that_is_dropped_while_its_thread_waits_for_space_is_no_error(
 ) -> None:
     ledger = opened(shm_root)
     gone = weakref.ref(ledger)
-    upkeep = ledger.upkeep_thread
+    growth = ledger.growth_thread
     with caplog.at_level(logging.ERROR), root_locked(shm_root, PATIENT_SECONDS):
-        upkeep.wake(lacks=True)
-        thread = upkeep._thread
+        growth.wake()
+        thread = growth._thread
         patience = Patience(PATIENT_SECONDS)
         # until the thread asks for space
-        while upkeep._lacks and not patience.ended:
+        while growth._woken.is_set() and not patience.ended:
             time.sleep(0.001)
         ledger.close()
         del ledger

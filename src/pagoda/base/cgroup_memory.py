@@ -45,22 +45,38 @@ def memory_limit_bytes(root: Path = _CGROUP, process: Path = _OWN_CGROUPS) -> in
     return min([ram, *(limit for limit in limits if limit is not None)])
 
 
+class CgroupRoom(NamedTuple):
+    """The limit of one cgroup, and how much of it is left. Clean page cache counts as free."""
+
+    limit_bytes: int
+    free_bytes: int
+
+
 def cgroup_free_bytes(
     root: Path = _CGROUP, process: Path = _OWN_CGROUPS
 ) -> int | None:
     """Return the bytes that this cgroup may still take; None if unlimited. Clean page cache counts
     as free.
     """
-    left = [
-        _group_free_bytes(group, files) for group, files in _groups(root, process)
-    ]
-    return min((free for free in left if free is not None), default=None)
+    return min(
+        (room.free_bytes for room in cgroup_rooms(root, process)), default=None
+    )
 
 
-def _group_free_bytes(group: Path, files: _GroupFiles) -> int | None:
-    limit = _limit_bytes(group, files)
-    if limit is None:
-        return None
+def cgroup_rooms(
+    root: Path = _CGROUP, process: Path = _OWN_CGROUPS
+) -> list[CgroupRoom]:
+    """Return the room of this process's cgroup and of each of its parents that has a limit."""
+    found: list[CgroupRoom] = []
+    for group, files in _groups(root, process):
+        limit = _limit_bytes(group, files)
+        free = None if limit is None else _free_bytes(group, files, limit)
+        if limit is not None and free is not None:
+            found.append(CgroupRoom(limit, free))
+    return found
+
+
+def _free_bytes(group: Path, files: _GroupFiles, limit: int) -> int | None:
     try:
         used = int((group / files.used).read_text())
         lines = dict(

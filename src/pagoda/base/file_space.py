@@ -95,6 +95,20 @@ def allocate_range(fd: int, offset: int, nbytes: int) -> bool:
     return True
 
 
+def reserve_in_place(fd: int, offset: int, nbytes: int) -> bool:
+    """Reserve the blocks of a part of a file that others may be writing to; False if there is no
+    space for all of them.
+
+    It writes and frees nothing: what was reserved before stays. Where the system has no call for
+    it, the blocks are allocated when they are written.
+    """
+    try:
+        _fallocate(fd, 0, offset, nbytes)
+    except OSError as error:
+        return error.errno in _NO_SUCH_CALL
+    return True
+
+
 def _reserve(fd: int, offset: int, nbytes: int) -> None:
     """Reserve blocks, and lengthen the file as far as needed; what the file has stays. OSError.
 

@@ -61,6 +61,8 @@ class Reason(StrEnum):
     NOT_CACHEABLE = auto()
 
 
+# what may keep a store in memory from growing: see `store_place.Growth`
+GROWTH_BOUNDS = ("filesystem", "cgroup", "machine")
 # every tier except the first two kinds counts as remote
 TIER_KINDS = ("host", "disk", "remote")
 # upper edges of the buckets; one more bucket has no upper edge
@@ -99,6 +101,8 @@ COUNTERS: tuple[str, ...] = (
     "prefill_microseconds",
     "approximate_hit_tokens",
     "hint_write_failures",
+    # pieces that a store in memory did not get, by what had too little room (`store_place.Growth`)
+    *(f"growth_refused_{bound}" for bound in GROWTH_BOUNDS),
 )
 
 

@@ -13,8 +13,9 @@ import os
 import re
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
-from pagoda.base.cgroup_memory import cgroup_free_bytes
+from pagoda.base.cgroup_memory import cgroup_free_bytes, cgroup_rooms
 from pagoda.base.errors import NoRoomError, StoreError
 from pagoda.base.file_systems import filesystem, nearest
 
@@ -41,6 +42,11 @@ _PROBED_BYTE = 1 << 40  # no store locks this byte of a directory
 _NO_LIMIT = 2**63 - 1
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20))
 _LEFT_FOR_OTHERS = 0.95  # of a size that is proposed: others write there too
+# What a store that grows leaves free. Above the limit of a cgroup, or when the machine has no
+# memory left, an allocation does not fail: the kernel kills a process. A file system that is full
+# refuses it, so that a small one needs no more than a share.
+_MARGIN_SHARE = 0.05
+_LEAST_MARGIN_BYTES = 256 << 20
 
 
 def require_local(directory: Path) -> None:
@@ -215,6 +221,38 @@ def free_bytes(directory: Path, in_memory: bool) -> int:
     return min(
         (left for left, _, _ in _bounds(directory, in_memory)), default=_NO_LIMIT
     )
+
+
+class Growth(NamedTuple):
+    """How many bytes a store in memory may still take, and what sets that limit: "filesystem",
+    "cgroup" or "machine".
+    """
+
+    nbytes: int
+    bound: str
+
+
+def growth_room(directory: Path) -> Growth:
+    """Return how much more memory a store that grows may take there now, and leave a margin to
+    others. OSError.
+    """
+    found = [Growth(_NO_LIMIT, "filesystem")]
+    status = os.statvfs(directory)
+    if status.f_blocks:
+        margin = int(status.f_blocks * status.f_frsize * _MARGIN_SHARE)
+        free = status.f_bavail * status.f_frsize
+        found.append(Growth(free - margin, "filesystem"))
+    for limit, free in cgroup_rooms():
+        found.append(Growth(free - _margin_bytes(limit), "cgroup"))
+    if (free_of_machine := _machine_free_bytes(directory)) is not None:
+        ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found.append(Growth(free_of_machine - _margin_bytes(ram), "machine"))
+    least = min(found)
+    return least._replace(nbytes=max(0, least.nbytes))
+
+
+def _margin_bytes(limit: int) -> int:
+    return max(int(limit * _MARGIN_SHARE), _LEAST_MARGIN_BYTES)
 
 
 def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:

@@ -47,12 +47,13 @@ def open_tiers(
     """Open the tiers that `config` describes; return them, and the disk tier if it is left out for
     now.
 
-    Raises StoreError with the remedy; then no tier stays open.
+    Raises StoreError with the remedy; then no tier stays open, and no store that this call made
+    keeps its space.
     """
     with contextlib.ExitStack() as undo:
         host = _open_host(config, layout, clock)
         if host is not None:
-            undo.callback(host.close)
+            undo.callback(host.undo_opening)
         lower: list[Tier] = []
         late: LateTier | None = None
         if config.disk_bytes:
@@ -60,7 +61,7 @@ def open_tiers(
             if isinstance(disk, LateTier):
                 late = disk
             else:
-                undo.callback(disk.close)
+                undo.callback(disk.undo_opening)
                 lower.append(disk)
         if config.peers or config.lookup:
             peers = open_peers(config, layout, clock)
@@ -137,6 +138,7 @@ def _open_host(config: Config, layout: KVLayout, clock: Clock) -> HostTier | Non
                 policy=config.policy,
                 deadline_seconds=config.deadline_seconds,
                 clock=clock,
+                grows=config.host_size == AUTO,
             )
         except NoRoomError as error:
             if not has_made_room and config.host_shared:

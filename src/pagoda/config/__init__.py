@@ -88,7 +88,7 @@ class Config:
     )
     host_size: int | str = _option(
         AUTO,
-        "Host memory of the whole machine: '64GiB', bytes, 'auto' (a quarter), 0 = off.",
+        "Host memory of the whole machine: '64GiB', bytes, 'auto' (grows to a quarter), 0 = off.",
     )
     host_path: str = field(
         default_factory=lambda: f"/dev/shm/pagoda-{os.getuid()}",

@@ -34,6 +34,7 @@ from pagoda.ledger.lmdb_tables import (
 from pagoda.ledger.member_counters import folded
 from pagoda.ledger.outcomes import ChunkRow, NamespaceRow, Report
 from pagoda.ledger.session import PATIENT_SECONDS
+from pagoda.ledger.stores_under_root import allocated_bytes
 from pagoda.ledger.transaction import batches
 
 _PAGE = 256
@@ -347,6 +348,8 @@ def _hinted(ledger: Ledger) -> dict[str, int]:
     leased = ledger.columns.lease_until > ledger.session.clock.monotonic_ns()
     return {
         "leased": int(np.count_nonzero(leased)),
+        "allocated_bytes": allocated_bytes(ledger.directory),
+        "most_bytes": sum(ledger.session.store.state.sizes().values()),
         "hint_bytes": ledger.session.hints.nbytes,
         "locked_bytes": ledger.session.locked_bytes,
     }

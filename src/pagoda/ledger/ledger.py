@@ -42,6 +42,8 @@ from pagoda.ledger.columns import (
     marks_of,
 )
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
+from pagoda.ledger.growth_thread import GrowthThread
+from pagoda.ledger.lmdb_tables import Meta
 from pagoda.ledger.locks import DeadlineMissedError, barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
@@ -77,6 +79,9 @@ log = guarded_logger("pagoda")
 _MOST_MATCHED = 4096
 # the wait for the tables' answer whether a chunk that was read is still there
 _VALID_SECONDS = 1.0
+# the part of its time that a reserve may wait for a store that grows
+_GROWTH_SHARE = 0.8
+_LOOK_SECONDS = 1.0
 T = TypeVar("T")
 
 
@@ -159,21 +164,23 @@ class Ledger:
         self._matched = MatchedChunks(-1)
         self.requests = RequestRing(session.hints.page(REQUESTS, RING_BYTES))
         self._uses = 1
-        # sizes that users in this process asked for
-        self._asked = set[int | None]()
+        # sizes that users in this process asked for, and how much at once
+        self._asked = set[tuple[int | None, int | None]]()
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)
         self.space = SpaceShare(self)
         learned = map_learned(session.hints, self.evictor)
-        self.upkeep_thread = UpkeepThread(
-            session, self.evictor, learned, self.space
-        )
+        self.upkeep_thread = UpkeepThread(session, self.evictor, learned)
+        self.growth_thread = GrowthThread(session, self.space)
         self._now = session.clock.monotonic_ns
         self.count = session.count
         self._last_stamp = 0
-        # free slots, and whether some have no pages, after the last reserve
+        # free slots, and how many should be free (0: all slots have pages), after the last reserve
         self._room = 0
-        self._lacks_pages = False
+        self._ahead = 0
+        # the slots from this one on had no pages when this process looked last
+        self.backed = 0
+        self._looks_again = 0.0
         self.window = window(self.slots)
 
     @property
@@ -298,12 +305,10 @@ class Ledger:
                     ledger._end_clears()
                 elif create:
                     ledger._warn_of_others(spec, policy)
-                if create and spec.limit_bytes not in ledger._asked:
-                    _with_space(
-                        partial(ledger.space.fit_to_limit, spec.limit_bytes),
-                        until,
-                    )
-                    ledger._asked.add(spec.limit_bytes)
+                asked = spec.limit_bytes, spec.first_bytes
+                if create and asked not in ledger._asked:
+                    _with_space(partial(ledger.space.fit_to_limit, *asked), until)
+                    ledger._asked.add(asked)
         except BaseException as error:
             ledger.close()
             if isinstance(error, NoRoomError):
@@ -433,8 +438,7 @@ class Ledger:
         )
         hindrance: Reason | None = None
         try:
-            if self._room < len(request.keys):
-                self._find_present(request, until)
+            self._find_room(request, until)
             for at in range(0, len(request.keys), BATCH):
                 batch = range(at, min(at + BATCH, len(request.keys)))
                 try:
@@ -453,12 +457,13 @@ class Ledger:
             for outcome in outcomes:
                 if isinstance(outcome, Refused):
                     self.count({f"drop_{outcome.reason}": 1})
-            lacks = (
-                self._lacks_pages or self.space.exceeds
-            ) and self._room < self.window
+            if self._room < self._ahead or (
+                self.space.exceeds and self._room < self.window
+            ):
+                self.growth_thread.wake()
             # nothing must be evicted soon while an eighth is free
             low = self._room * 8 < self.columns.capacity and self.evictor.is_low
-            self.upkeep_thread.wake(lacks, low)
+            self.upkeep_thread.wake(low)
             return outcomes
         except BaseException:
             # raised by a signal handler: the caller never learns of these reservations
@@ -473,6 +478,52 @@ class Ledger:
             )
             raise
 
+    def _find_room(
+        self, request: allocation.ReserveRequest, until: float
+    ) -> None:
+        """Find which keys are present if there may be too few free slots for all, and let the store
+        grow.
+        """
+        if self._room < len(request.keys):
+            self._find_present(request, until)
+            self._let_grow(len(request.keys) - len(request.present), until)
+
+    def _let_grow(self, wanted: int, until: float) -> None:
+        """Wait for that many free slots while the store grows, for most of the time until then."""
+        now = time.monotonic()
+        until = now + (until - now) * _GROWTH_SHARE
+        with contextlib.suppress(UnavailableError):
+            while (
+                self._room < wanted
+                and self._ahead
+                and self.growth_thread.wait_for_step(wanted, until)
+            ):
+                self._note_totals(self._totals(until - time.monotonic()))
+
+    def _totals(self, seconds: float) -> Meta:
+        return self.session.read(
+            lambda txn, tables: tables.load_meta(txn), seconds
+        )
+
+    def _note_totals(self, totals: Meta) -> None:
+        self._room = totals.free()
+        self._ahead = self.space.ahead(totals)
+        # another process let the store grow: this one maps the new pages
+        self.backed = totals.backed
+        if self.space.lags(totals.backed):
+            self.growth_thread.wake()
+
+    def look_for_pages(self) -> int:
+        """Return up to which slot the store has grown, as far as this process knows; it looks at
+        most once a second.
+        """
+        now = time.monotonic()
+        if now > self._looks_again:
+            self._looks_again = now + _LOOK_SECONDS
+            with contextlib.suppress(UnavailableError, ClosedError):
+                self._note_totals(self._totals(_VALID_SECONDS))
+        return self.backed
+
     def _find_present(
         self, request: allocation.ReserveRequest, until: float
     ) -> None:
@@ -481,10 +532,11 @@ class Ledger:
         A present chunk is never evicted for another key of the same call.
         """
         with contextlib.suppress(UnavailableError):
-            found, self._room = self.session.read(
+            found, totals = self.session.read(
                 partial(queries.find_entries, keys=request.keys),
                 until - time.monotonic(),
             )
+            self._note_totals(totals)
             request.present.update(
                 i for i, item in enumerate(found) if item is not None
             )
@@ -539,8 +591,7 @@ class Ledger:
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         until = time.monotonic() + deadline_seconds
         # as in `reserve`: with room for all, all are admitted
-        if self._room < len(request.keys):
-            self._find_present(request, until)
+        self._find_room(request, until)
         # not in time: `reserve` asks again
         with contextlib.suppress(DeadlineMissedError):
             self._admit(request, range(len(request.keys)), None, until)
@@ -565,6 +616,9 @@ class Ledger:
         compared = False
         left: list[Outcome] = []
         for _ in range(allocation.ATTEMPTS):
+            if self._room < len(batch) and self._ahead:
+                new = set(batch) - request.present
+                self._let_grow(sum(i < request.end for i in new), until)
             looked = self._room < len(batch)
             # Ask for more than are wanted: some may be pinned or held.
             wanted = max(0, min(request.end, batch.stop) - batch.start)
@@ -590,8 +644,7 @@ class Ledger:
                     Refused(request.keys[i], reason) for i in batch
                 ]
                 return reason
-            self._room = made.totals.free()
-            self._lacks_pages = made.totals.with_pages() < self.slots
+            self._note_totals(made.totals)
             # before the next victims are chosen, so that present chunks are not among them
             self._keep_present(
                 made.outcomes, request.start + batch.start, request.stamp, until
@@ -1123,6 +1176,7 @@ class Ledger:
         try:
             self.namespaces.save_labels(every_seconds=0.0)
             self.upkeep_thread.close()
+            self.growth_thread.close()
             self.session.close()
         finally:
             with _changed:
@@ -1146,8 +1200,8 @@ def _reset_in_child() -> None:
             ledger.session,
             ledger.evictor,
             ledger.upkeep_thread.learned,
-            ledger.space,
         )
+        ledger.growth_thread = GrowthThread(ledger.session, ledger.space)
         # in a thread of the parent, which this process does not have
         if ledger._closing or ledger._borrowed:
             _ledgers.remove(ledger)

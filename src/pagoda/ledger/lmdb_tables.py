@@ -68,7 +68,7 @@ COUNTER_NAMES_ROW = b"counter names"
 CLEARING_ROW = b"clearing"
 _CLEARING = Struct("<32sQQQ")
 
-_BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
+BYTES_PER_SLOT = 640  # all tables, half-full pages and copy-on-write included
 _LEAST_MAP_BYTES = 4 << 20
 # part of the map that only transactions that free slots may use
 _SPARE_BYTES = 1 << 20
@@ -367,4 +367,4 @@ class Tables:
 
 def map_bytes(slots: int) -> int:
     """Return the size of the LMDB file for that many slots."""
-    return _LEAST_MAP_BYTES + _BYTES_PER_SLOT * slots // 4096 * 4096
+    return _LEAST_MAP_BYTES + BYTES_PER_SLOT * slots // 4096 * 4096

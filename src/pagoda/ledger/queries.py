@@ -150,8 +150,8 @@ def _leading(good: NDArray[np.bool_]) -> int:
 
 def find_entries(
     txn: Txn, tables: Tables, keys: Sequence[bytes]
-) -> tuple[list[Present | None], int]:
-    """Return which of these keys have an entry, also after holes, and how many slots are free."""
+) -> tuple[list[Present | None], Meta]:
+    """Return which of these keys have an entry, also after holes, and the totals."""
     rows = [txn.get(key, db=tables.entries) for key in keys]
     if tables.pending_clears(txn):
         rows = [
@@ -162,7 +162,7 @@ def find_entries(
         Present(key, *PLACE.unpack_from(row)) if row is not None else None
         for key, row in zip(keys, rows, strict=True)
     ]
-    return found, tables.load_meta(txn).free()
+    return found, tables.load_meta(txn)
 
 
 def _leading_below(slots: int, rows: NDArray[np.int64]) -> int:

@@ -34,16 +34,21 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pagoda.base.errors import ClosedError, NoRoomError, StoreError
-from pagoda.base.file_space import allocate_range, data_ranges, punch
+from pagoda.base.file_space import (
+    allocate_range,
+    data_ranges,
+    punch,
+    reserve_in_place,
+)
 from pagoda.base.log import guarded_logger
-from pagoda.base.store_place import free_bytes
+from pagoda.base.store_place import free_bytes, growth_room
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY
 from pagoda.ledger.hint_pages import coldest_stamp
-from pagoda.ledger.lmdb_tables import Meta
+from pagoda.ledger.lmdb_tables import Meta, map_bytes
 from pagoda.ledger.root_usage import (
     Holding,
     held_bytes,
@@ -51,7 +56,7 @@ from pagoda.ledger.root_usage import (
     root_limit,
     write_limit,
 )
-from pagoda.ledger.store_state import FORMAT, read_state
+from pagoda.ledger.store_state import FORMAT, TABLES, read_state
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches
 
@@ -64,6 +69,11 @@ log = guarded_logger("pagoda")
 _MOST_PIECE_BYTES = 64 << 20
 _LEAST_PIECES = 8  # into how many pieces a limit is divided at least
 _RANGE_BYTES = 1 << 30  # how much one call allocates
+# A store that grows keeps as much free as is in use, between this and an eighth of its slots.
+FIRST_PIECE_BYTES = 16 << 20
+_STEP_BYTES = 32 << 20  # how much of it is allocated at once: some tens of ms
+_FINISHED_BYTES = 8 << 20  # moved into huge pages at once
+_HUGE_PAGE_BYTES = 2 << 20  # where a piece ends, if its slots allow that
 _ROOT_SECONDS = 2.0
 _BORROW_SECONDS = 0.5
 # how long to wait for copies; a slot that is in use for longer keeps its pages for now
@@ -72,6 +82,15 @@ _SETTLE_SECONDS = 3.0  # how long an opening may take pieces from other stores
 # the pause before a store that had nothing to give is asked again
 _BARREN_SECONDS = 10.0
 _TROUBLE = (StoreError, ClosedError, OSError)
+
+
+class MappedSlab(Protocol):
+    """A slab in memory, mapped by this process: `pagoda.slab.MemorySlab`."""
+
+    def populate_slots(self, slots: range, collapse: bool) -> None:
+        """Fault the pages of these slots in, which are allocated; `collapse` them into huge
+        pages.
+        """
 
 
 class SpaceShare:
@@ -88,6 +107,16 @@ class SpaceShare:
         self._root = ledger.directory.parent
         self._in_memory = ledger.kind == "memory"
         self.grown = 0  # how often it has grown, in this process
+        # whether the last `more` found free memory or disk space
+        self.has_grown = False
+        self.in_trouble = (
+            False  # whether it failed, by an error or for lack of time
+        )
+        # what had too little room for the last piece, empty if it was allocated
+        self.refused = ""
+        # the mappings of this process, in which new pages are faulted in before they are used
+        self.slabs = weakref.WeakSet[MappedSlab]()
+        self._mapped = 0  # the slots before this one are, in huge pages
         # whether the root held more than its limit when that was last checked
         self.exceeds = False
         # what the slab holds beyond its slots when all others are punched
@@ -97,12 +126,15 @@ class SpaceShare:
 
     # ---- taking
 
-    def fit_to_limit(self, asked_bytes: int | None, seconds: float) -> None:
+    def fit_to_limit(
+        self, asked_bytes: int | None, first_bytes: int | None, seconds: float
+    ) -> None:
         """Grow into free space, shrink to a smaller limit, take a first share. NoRoomError names
         the holders.
 
         `asked_bytes`: the limit that is asked for; while other users have asked for a larger one,
-        that one counts.
+        that one counts. `first_bytes`: how much a store that grows as it fills takes now; None: as
+        much as it may.
         """
         if not self._slot_bytes:
             return
@@ -111,11 +143,14 @@ class SpaceShare:
             write_limit(self._directory, asked_bytes, sole=False)
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             # holes that are filled need no metadata: there may be space for more then
-            while self._grow(self._ledger.slots) and time.monotonic() < until:
-                pass
+            if first_bytes is None:
+                while self._grow(self._ledger.slots) and time.monotonic() < until:
+                    pass
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             excess = self._shrink()
             begin_with = self._fair(holdings(self._root)) // 2
+            if first_bytes is not None:
+                begin_with = self._begin_small(first_bytes, begin_with)
             while (
                 self._own_bytes() < begin_with
                 and time.monotonic() < until
@@ -125,7 +160,12 @@ class SpaceShare:
         self._tell(excess)
         meta = self._meta()
         every = holdings(self._root)
-        if not meta.with_pages():
+        # pages for one slot may be more than is taken at once
+        waits = (
+            first_bytes is not None
+            and growth_room(self._root).nbytes >= self._slot_bytes
+        )
+        if not meta.with_pages() and not waits:
             raise NoRoomError(
                 f"no space for a chunk of {self._slot_bytes:,} bytes: {self._holders()}"
             )
@@ -135,7 +175,7 @@ class SpaceShare:
                 "the %d asked for"
             )
             log.warning(text, self._root, self._limit(every), asked_bytes)
-        if not meta.unbacked() or meta.unscanned():
+        if not meta.unbacked() or meta.unscanned() or first_bytes is not None:
             return
         left = self._limit(every) - sum(holding.nbytes for holding in every)
         wanted = min(left, meta.unbacked() * self._slot_bytes)
@@ -152,22 +192,86 @@ class SpaceShare:
                 "memory" if self._in_memory else "the disk",
             )
 
+    def _begin_small(self, first_bytes: int, fair_bytes: int) -> int:
+        """Give a store that grows as it fills its first slots, if it has none; return how many
+        bytes it may take from other stores for them.
+        """
+        first = first_bytes // 2 // self._slot_bytes
+        if first and not self._meta().with_pages():
+            self._grow(first, spares=True)
+        least = max(first_bytes // 2, self._slot_bytes)
+        # what is free will do
+        free = growth_room(self._root).nbytes
+        return 0 if free >= self._slot_bytes else min(least, fair_bytes)
+
+    def ahead(self, meta: Meta) -> int:
+        """Return how many slots should be free, so that the next requests find some; 0 if all slots
+        have pages. Cheap.
+        """
+        if not meta.unbacked() or not self._slot_bytes:
+            return 0
+        least = max(1, FIRST_PIECE_BYTES // self._slot_bytes)
+        used = meta.with_pages() - meta.free()
+        return min(self._ledger.window, max(least, used))
+
+    def lacks(self, wanted: int) -> bool:
+        """Whether more pages are needed: for `wanted` free slots and, ahead of need, for those
+        after them; or the root holds too much. Never raises for a failure at run time.
+        """
+        try:
+            meta = self._meta()
+        except _TROUBLE:
+            return False
+        ahead = self.ahead(meta)
+        few = bool(ahead) and meta.free() < max(ahead, wanted)
+        return few or (self.exceeds and meta.free() < self._ledger.window)
+
     def more(self) -> bool:
         """Get one more piece, free or from other stores; False if there is none now.
 
         If the root holds too much, because leased or used slots could not be given earlier, the
         excess is given back now.
         """
+        self.has_grown = False
+        self.in_trouble = False
         try:
             with root_locked(self._root, _ROOT_SECONDS):
                 self._shrink()
-                grown = self._grow(
-                    self._piece(holdings(self._root)) // self._slot_bytes
-                )
-                return grown > 0 or self._take()
+                piece = self._piece(holdings(self._root))
+                if self._in_memory:
+                    held = max(self._own_bytes(), FIRST_PIECE_BYTES)
+                    piece = min(piece, held, _STEP_BYTES)
+                least = max(1, piece // self._slot_bytes)
+                self.has_grown = self._grow(least, spares=True) > 0
+                return self.has_grown or self._take()
         except _TROUBLE as error:
             log.debug("no more space for %s: %s", self._directory, error)
+            self.in_trouble = True
             return False
+
+    def lags(self, backed: int) -> bool:
+        """Whether this process has not yet faulted in all slots before `backed`. Cheap."""
+        return backed > self._mapped and bool(self.slabs)
+
+    def finish_pages(self) -> bool:
+        """Fault in, in huge pages, some of what the store has gained, in whichever process; return
+        whether there was any.
+        """
+        slabs = list(self.slabs)
+        with contextlib.suppress(*_TROUBLE):
+            backed = self._meta().backed
+            some = max(1, _FINISHED_BYTES // max(1, self._slot_bytes))
+            fresh = range(self._mapped, min(backed, self._mapped + some))
+            self._mapped = max(self._mapped, fresh.stop)
+            for slab in slabs:
+                slab.populate_slots(fresh, collapse=True)
+            return bool(slabs) and len(fresh) > 0
+        return False
+
+    def begin_mapped(self, slab: MappedSlab, backed: int) -> None:
+        """Fault new pages in for this slab too; it does so itself for the slots before `backed`."""
+        self._mapped = max(self._mapped, backed)
+        self.slabs.add(slab)
 
     def after_scan(self) -> None:
         """Allocate pages again, within the limit, for the slots that a scan found empty."""
@@ -208,9 +312,13 @@ class SpaceShare:
             text = "%d bytes above the limit are still in use, and are given back later: %s"
             log.warning(text, excess, self._holders())
 
-    def _grow(self, most: int) -> int:
+    def _grow(self, most: int, spares: bool = False) -> int:
         """Allocate up to `most` slots in free space; return how many. Under the lock of the
         root.
+
+        `spares`: nobody asked for these bytes in particular, so a margin of memory is left to
+        others. The order is: allocate, then list in the tables, which publishes; no slot is touched
+        before.
         """
         meta = self._meta()
         nbytes = self._slot_bytes
@@ -223,11 +331,7 @@ class SpaceShare:
             self._metadata_bytes = self._own_bytes() - listed_bytes
         every = holdings(self._root)
         limit = root_limit(every)
-        count = min(
-            most,
-            meta.unbacked(),
-            free_bytes(self._root, self._in_memory) // nbytes,
-        )
+        count = min(most, meta.unbacked())
         if limit is not None:
             count = min(
                 count,
@@ -235,9 +339,33 @@ class SpaceShare:
             )
         if count <= 0:
             return 0
+        spares = spares and self._in_memory
+        if spares:
+            room = growth_room(self._root)
+            free = room.nbytes
+            bound = room.bound
+        else:
+            free = free_bytes(self._root, self._in_memory)
+            bound = "filesystem"
+        count = min(count, free // nbytes)
+        if count <= 0:
+            self._note_refusal(bound if spares else "")
+            return 0
         bare = self._backing()[1][:count]
         tail = range(meta.backed, meta.backed + count - len(bare))
-        got = self._allocate([*_ranges(bare), tail])
+        if spares:
+            tail = self._whole_pages(tail)
+        got: list[range] = []
+        if self._allocate_tables(meta.backed, tail.stop):
+            got = self._allocate([*_ranges(bare), tail])
+        if not got:
+            self._note_refusal("filesystem" if spares else "")
+            return 0
+        self._note_refusal("")
+        # not by the request that uses them first: that would take it several times as long
+        for slab in list(self.slabs) if spares else ():
+            for slots in got:
+                slab.populate_slots(slots, collapse=False)
         listed = [
             slot for slots in got if slots.start < meta.backed for slot in slots
         ]
@@ -251,6 +379,47 @@ class SpaceShare:
         )
         self.grown += 1
         return sum(map(len, got))
+
+    def _allocate_tables(self, backed: int, stop: int) -> bool:
+        """Allocate the rows of the tables for slots from `backed` to `stop`; False without space
+        for them.
+
+        Tables of a store that grew under an older version, or on a disk, have them already.
+        """
+        if not self._in_memory:
+            return True
+        first = map_bytes(backed)
+        nbytes = min(map_bytes(stop), self._session.store.state.map_bytes) - first
+        if nbytes <= 0:
+            return True
+        with open(self._directory / TABLES, "r+b", buffering=0) as tables:
+            self._session.require_store()
+            return reserve_in_place(tables.fileno(), first, nbytes)
+
+    def _whole_pages(self, tail: range) -> range:
+        """Return these slots up to a border of huge pages, if there is one after a slot."""
+        slots = _HUGE_PAGE_BYTES // math.gcd(_HUGE_PAGE_BYTES, self._slot_bytes)
+        stop = tail.stop // slots * slots
+        whole = tail.stop == self._ledger.slots or stop <= tail.start
+        return tail if whole else range(tail.start, stop)
+
+    def _note_refusal(self, bound: str) -> None:
+        """Count a piece that was refused, and log the first of several; an empty `bound`: it was
+        not.
+        """
+        if bound:
+            self._session.count({f"growth_refused_{bound}": 1})
+        if bound and not self.refused:
+            meta = self._meta()
+            log.warning(
+                "%s keeps its %d of %d chunks for now: the %s has no more memory to spare; it asks "
+                "again while it is used",
+                self._directory,
+                meta.with_pages(),
+                meta.slots,
+                "file system" if bound == "filesystem" else bound,
+            )
+        self.refused = bound
 
     def _allocate(self, wanted: Iterable[range]) -> list[range]:
         """Allocate slots until the file system is full; return those that have pages now."""
@@ -357,6 +526,19 @@ class SpaceShare:
                     self._limit(holdings(self._root)) // self._slot_bytes,
                 )
         return self._ledger.slots
+
+    def growable(self) -> int:
+        """Return how many slots in memory could get pages now, of free space; others may be
+        faster.
+        """
+        if not self._in_memory or not self._slot_bytes:
+            return 0
+        with contextlib.suppress(*_TROUBLE):
+            every = holdings(self._root)
+            held = sum(holding.nbytes for holding in every)
+            left = min(self._limit(every) - held, growth_room(self._root).nbytes)
+            return max(0, min(self._meta().unbacked(), left // self._slot_bytes))
+        return 0
 
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""

@@ -45,6 +45,7 @@ from pagoda.ledger.clear_log import NEVER_CLEARED, ClearLog
 from pagoda.ledger.columns import LONGEST_LEASE_NS, Columns
 from pagoda.ledger.hint_pages import newest_stamp
 from pagoda.ledger.lmdb_tables import (
+    BYTES_PER_SLOT,
     META_ROW,
     NO_MEMBER,
     SLOT_KEY,
@@ -113,8 +114,10 @@ class StoreSpec:
 
     `chunk_bytes` is the size of a payload, for processes that know no layout (0: unknown).
     `limit_bytes` limits the slabs of all stores of the root together; the largest limit of the
-    stores in use counts (see `space_sharing`). A `private` store belongs to one process, and is
-    removed when it is closed or the process dies. With `slot_bytes` 0 it has no slab.
+    stores in use counts (see `space_sharing`). With `first_bytes` a store grows as it fills: a new
+    one takes at most that many bytes at once, tables included. A `private` store belongs to one
+    process, and is removed when it is closed or the process dies. With `slot_bytes` 0 it has no
+    slab.
     """
 
     root: Path
@@ -125,6 +128,7 @@ class StoreSpec:
     limit_bytes: int | None = None
     private: bool = False
     chunk_bytes: int = 0
+    first_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -142,13 +146,14 @@ class StoreSpec:
 @dataclass(frozen=True)
 class OpenStore:
     """A store that this process has open (it shares byte OPEN). `sole`: no other process had it
-    open at that moment.
+    open at that moment. `made`: it did not exist before.
     """
 
     directory: Path
     state: StoreState
     locks: StoreLocks
     sole: bool
+    made: bool = False
 
     def is_current(self) -> bool:
         """Whether the directory still has this very store, as it was opened. OSError if that cannot
@@ -614,7 +619,8 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
                 set_voucher(making, Vouched.CLEARS, NEVER_CLEARED)
             locks = undo.enter_context(closing(StoreLocks(making, STATE, LOCKS)))
             locks.lock(OPEN, exclusive=False)
-            _make_ledger(making, state, scan=state.slots, backed=first)
+            grows = spec.first_bytes is not None
+            _make_ledger(making, state, state.slots, first, grows)
             if first and spec.slot_bytes:
                 allocate(making / SLAB, first * spec.slot_bytes)
             if spec.slot_bytes:
@@ -630,16 +636,22 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
     finally:
         if os.getpid() == maker:  # not in a child that a signal handler forked
             shutil.rmtree(making, ignore_errors=True)
-    return OpenStore(directory, state, locks, sole=True)
+    return OpenStore(directory, state, locks, sole=True, made=True)
 
 
 def _make_ledger(
-    directory: Path, state: StoreState, scan: int, backed: int
+    directory: Path,
+    state: StoreState,
+    scan: int,
+    backed: int,
+    grows: bool = False,
 ) -> None:
     """Make tables, columns and counters of an empty ledger; slots from `scan` on wait to be
     scanned.
 
-    Those from `backed` on have no pages.
+    Those from `backed` on have no pages; if the store `grows`, their part of the tables is a hole,
+    which is allocated before they are. LMDB writes without its mapping, so that a hole costs no
+    signal.
     """
     write_in_place(directory)
     # the meters begin anew with the counters, whose parts they are
@@ -666,7 +678,8 @@ def _make_ledger(
         tables.env.begin(write=True) as txn,
     ):
         txn.put(META_ROW, meta.pack(), db=tables.meta)
-    allocate(directory / TABLES, sizes[TABLES])
+    allocate(directory / TABLES, map_bytes(backed) if grows else sizes[TABLES])
+    lengthen(directory / TABLES, sizes[TABLES])
 
 
 def _rebuild(directory: Path, state: StoreState) -> StoreState:
@@ -704,9 +717,10 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
         clean=False,
     )
     # For a moment both the old and the new columns exist.
+    grows = spec.first_bytes is not None
     need = (
-        _ledger_bytes(resized)
-        - _ledger_bytes(state)
+        _ledger_bytes(resized, state.map_bytes if grows else resized.map_bytes)
+        - _ledger_bytes(state, state.map_bytes)
         + state.sizes().get(COLUMNS, 0)
     )
     try:
@@ -724,7 +738,10 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
         columns.copy_from(old)
     if spec.slot_bytes:
         lengthen(directory / SLAB, resized.slots * spec.slot_bytes)
-    allocate(directory / TABLES, resized.map_bytes)
+    if grows:
+        lengthen(directory / TABLES, resized.map_bytes)
+    else:
+        allocate(directory / TABLES, resized.map_bytes)
     _resize_tables(directory / TABLES, resized.map_bytes, resized.slots)
     return resized
 
@@ -749,15 +766,19 @@ def _resize_tables(path: Path, map_bytes: int, slots: int) -> None:
         transaction.save()
 
 
-def _ledger_bytes(state: StoreState) -> int:
-    return sum(size for name, size in state.sizes().items() if name != SLAB)
+def _ledger_bytes(state: StoreState, tables_bytes: int) -> int:
+    """Return the bytes of all files but the slab, with that many for the tables."""
+    others = sum(
+        size for name, size in state.sizes().items() if name not in (SLAB, TABLES)
+    )
+    return others + tables_bytes
 
 
 def _first_slots(spec: StoreSpec, state: StoreState) -> int:
     """Return how many slots of a new store get pages immediately. NoRoomError if there is too
     little free space.
     """
-    ledger = _ledger_bytes(state)
+    ledger = _ledger_bytes(state, state.map_bytes)
     in_memory = spec.kind == "memory"
     if not spec.slot_bytes:
         require_free(spec.root, ledger, in_memory)
@@ -768,6 +789,11 @@ def _first_slots(spec: StoreSpec, state: StoreState) -> int:
     if spec.limit_bytes is not None:
         limit = max(spec.limit_bytes, root_limit(every) or 0)
         slots = min(slots, max(0, limit - held) // spec.slot_bytes)
+    if spec.first_bytes is not None:
+        fixed = _ledger_bytes(state, map_bytes(0)) + _SMALL_FILES_BYTES
+        first = max(0, spec.first_bytes - fixed)
+        slots = min(slots, first // (spec.slot_bytes + BYTES_PER_SLOT))
+        ledger = _ledger_bytes(state, map_bytes(slots))
     # what other stores hold will be shared: see `space_sharing`
     if held and slots < spec.slots:
         require_free(spec.root, ledger, in_memory)

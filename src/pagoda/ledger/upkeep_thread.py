@@ -1,8 +1,7 @@
 """What a policy learns, and the thread on which it learns and ranks slots, off the request path.
 
-`Ledger` starts the thread on use. The thread also asks for more slots, when a reserve had too few
-(see `space_sharing`), and for a store on disk it keeps the tables in memory and writes the hints
-down (see `hint_pages`).
+`Ledger` starts the thread on use. For a store on disk the thread also keeps the tables in memory
+and writes the hints down (see `hint_pages`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from pagoda.ledger.columns import map_file
 from pagoda.ledger.eviction_policy import Evictor
 from pagoda.ledger.hint_pages import HintPages
 from pagoda.ledger.session import Session, UnavailableError
-from pagoda.ledger.space_sharing import SpaceShare
 
 log = guarded_logger("pagoda")
 
@@ -36,7 +34,6 @@ _PAUSE_SHARE = 10
 _LOW_PAUSE_SHARE = 2
 _IDLE_SECONDS = 10.0  # the thread ends after this time without use
 _LAST_SECONDS = 1.0
-_NO_ROOM_SECONDS = 1.0  # the wait before the root is asked for more space again
 _TEND_SECONDS = 2.0  # between two looks at the pages of tables on a disk
 _SAVE_SECONDS = 60.0  # between two writes of the hints of a store on disk,
 # and longer, so that they write no more than this
@@ -69,13 +66,11 @@ class UpkeepThread:
         session: Session,
         evictor: Evictor,
         learned: NDArray[np.float64] | None,
-        space: SpaceShare,
     ) -> None:
         self._session = session
         self._evictor = evictor
         self.learned = learned
-        self._space = space
-        self._lacks = self._closed = self._low = False
+        self._closed = self._low = False
         self._on_disk = session.published is not None
         self._tended = 0.0
         self._reported = 0.0
@@ -87,20 +82,12 @@ class UpkeepThread:
         self._starting = threading.RLock()
         self._thread = threading.Thread()  # not started, so not alive
 
-    def wake(self, lacks: bool = False, low: bool = False) -> None:
-        """Report a use; `lacks`: there are too few slots; `low`: the policy has few ranked slots
-        left. Cheap.
-        """
-        self._lacks |= lacks
+    def wake(self, low: bool = False) -> None:
+        """Report a use; `low`: the policy has few ranked slots left. Cheap."""
         if low and not self._low:
             self._low = True
             self._hurried.set()
-        idle = (
-            self.learned is None
-            and not self._lacks
-            and not self._low
-            and not self._on_disk
-        )
+        idle = self.learned is None and not self._low and not self._on_disk
         if idle or (self._woken.is_set() and self._thread.is_alive()):
             return
         if_free(self._starting, self._start)
@@ -178,7 +165,7 @@ class UpkeepThread:
             self._saved = time.monotonic()
 
     def _run(self) -> None:
-        shared = rests = 0.0
+        shared = 0.0
         try:
             while not (self._closed or self._session.closed):
                 used = self._woken.wait(_IDLE_SECONDS)
@@ -193,11 +180,6 @@ class UpkeepThread:
                 if self._on_disk:
                     self._unsaved |= used
                     self._tend()
-                if self._lacks and begun > rests:
-                    self._lacks = False
-                    rests = (
-                        0.0 if self._space.more() else begun + _NO_ROOM_SECONDS
-                    )
                 if self.learned is None and not self._low:
                     time.sleep(_PAUSE_SECONDS if self._on_disk else 0.0)
                     continue
@@ -206,9 +188,6 @@ class UpkeepThread:
                     self._share(1.0)
                 self._prepare()
                 self._rest_after(time.monotonic() - begun)
-        except ReferenceError:
-            # the ledger was closed and dropped while this thread waited for its root
-            return
         except Exception:
             log.exception(
                 "learning which chunks to keep has stopped in %s",

@@ -181,6 +181,25 @@ class MemorySlab:
             for thread in running:
                 thread.join()
 
+    def populate_slots(self, slots: range, collapse: bool) -> None:
+        """Fault the pages of these slots in, on this thread; `collapse` them into huge pages, which
+        takes longer. Does nothing once the slab is closed.
+
+        The pages must be allocated. The content does not change, so readers and writers may run
+        meanwhile.
+        """
+        array = self._array
+        ranges = _byte_ranges([slots], self.slot_bytes)
+        for start, length in pinned.pieces(ranges, _PIECE_BYTES):
+            # `array` keeps the mapping alive
+            if array is None or self._stop.is_set():
+                return
+            address = array.ctypes.data + start
+            if not populate(address, length):
+                return
+            if collapse:
+                collapse_huge_pages(address, length)
+
     def _populate(self, array: Bytes, pieces: Iterator[tuple[int, int]]) -> None:
         # `array` keeps the mapping alive as long as this thread may access it, whatever close()
         # does.

@@ -160,7 +160,7 @@ class DiskTier(QueuedTier, LedgerTier):
             limit_bytes=size_bytes,
             chunk_bytes=layout.chunk_bytes,
         )
-        ledger, slab = open_store(
+        ledger, slab, made = open_store(
             "disk",
             spec,
             policy,
@@ -169,7 +169,7 @@ class DiskTier(QueuedTier, LedgerTier):
                 lambda file: FileSlab(file, ledger.slots, stride, direct)
             ),
         )
-        return cls(
+        tier = cls(
             layout,
             ledger,
             slab,
@@ -180,6 +180,8 @@ class DiskTier(QueuedTier, LedgerTier):
             deadline_seconds=deadline_seconds,
             clock=clock,
         )
+        tier.made = made
+        return tier
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait until a rebuild of the ledger has ended; return False after `timeout` seconds.

@@ -24,6 +24,7 @@ from pagoda.base.signal_safe_threads import Condition
 from pagoda.base.store_place import require_memory
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
+from pagoda.ledger.space_sharing import FIRST_PIECE_BYTES
 from pagoda.ledger.store_state import FORMAT
 from pagoda.slab import MemorySlab
 from pagoda.tiers.base import (
@@ -70,7 +71,7 @@ class HostTier(LedgerTier):
         self._abandoned: dict[Reserved, Finalizer] = {}
         # the process that registered the slab (a forked child has not), and the ledger's growth at
         # that time
-        self._registered = 0, 0
+        self._registered = 0, 0, 0
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
@@ -92,6 +93,7 @@ class HostTier(LedgerTier):
         populate: bool = True,
         deadline_seconds: float = 1.0,
         clock: Clock | None = None,
+        grows: bool = False,
     ) -> HostTier:
         """Open or create the store of `layout` under the directory `path`. Raises StoreError,
         ValueError.
@@ -100,6 +102,9 @@ class HostTier(LedgerTier):
         tier closed.
         `populate`: fault pages in, in the background. `size_bytes` is for the slots. The ledger's
         files need about 5 MiB and 1 KiB per slot in addition.
+        `grows`: `size_bytes` is the most that it takes. It begins with some MiB, and takes more as
+        it fills, as long as the machine, the cgroup and the file system have some to spare. Private
+        memory is then taken page by page, as it is used.
         """
         slots = layout.slots_in(size_bytes)
         if slots < 1:
@@ -117,6 +122,7 @@ class HostTier(LedgerTier):
             limit_bytes=size_bytes if shared else None,
             private=not shared,
             chunk_bytes=layout.chunk_bytes,
+            first_bytes=FIRST_PIECE_BYTES if grows and shared else None,
         )
         require_memory(spec.root)
 
@@ -129,10 +135,17 @@ class HostTier(LedgerTier):
                 )
             )
 
-        ledger, slab = open_store("host", spec, policy, clock, open_slab)
-        if populate:
-            slab.populate(background=True, backed=ledger.space.backed_ranges())
-        return cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
+        ledger, slab, made = open_store("host", spec, policy, clock, open_slab)
+        if populate and shared:
+            backed = ledger.space.backed_ranges()
+            slab.populate(background=True, backed=backed)
+            last = backed[-1].stop if backed else 0
+            ledger.space.begin_mapped(slab, last)
+        elif populate and not grows:
+            slab.populate(background=True)
+        tier = cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
+        tier.made = made
+        return tier
 
     @property
     def _closed(self) -> bool:  # type: ignore[override]
@@ -203,7 +216,8 @@ class HostTier(LedgerTier):
         this process: a GPU may still be writing to them. Slots that the ledger has gained since the
         last call are registered too.
         """
-        now = os.getpid(), self.ledger.space.grown
+        grown = self.ledger.space.grown
+        now = os.getpid(), grown, self.ledger.look_for_pages()
         if self._registered != now and not self._closed:
             # no thread can be started: the next copy tries again
             with contextlib.suppress(RuntimeError):

@@ -6,18 +6,22 @@ Saves of the disk tier wait in a queue, in which its chunks are found too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from pagoda.base.clock import Clock
+from pagoda.base.errors import StoreError
 from pagoda.base.metrics import Reason
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, StoreSpec, admin
+from pagoda.ledger.stores_under_root import discard_idle, stores_in
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import clamp_deadline
 from pagoda.tiers.put_and_load import BlockingCalls
 
+_DISCARD_SECONDS = 2.0
 _Slab = TypeVar("_Slab")
 
 
@@ -27,8 +31,9 @@ def open_store(
     policy: str,
     clock: Clock | None,
     open_slab: Callable[[Ledger], _Slab],
-) -> tuple[Ledger, _Slab]:
+) -> tuple[Ledger, _Slab, bool]:
     """Open or create a store for the tier `name`, and add it to the register unless it is private.
+    Return also whether this call made it.
 
     Raises StoreError, ValueError; then nothing stays open.
     """
@@ -43,7 +48,8 @@ def open_store(
     if not spec.private:
         slots = sum(map(len, ledger.space.backed_ranges())) if made else 0
         recorded_tiers.add(name, spec.root, slots * spec.slot_bytes)
-    return ledger, slab
+    # false if another process was faster
+    return ledger, slab, made and ledger.session.store.made
 
 
 class LedgerTier(BlockingCalls):
@@ -54,6 +60,24 @@ class LedgerTier(BlockingCalls):
 
     ledger: Ledger
     _closed: bool
+    made = False
+    """Whether the call that opened this tier also made its store."""
+
+    def undo_opening(self) -> None:
+        """Close the tier of a cache that could not be opened. A store that was made for it, that
+        nobody else has open and that holds no chunk, is removed: it would keep its space for ever.
+        """
+        directory = self.ledger.directory
+        unused = False
+        if self.made:
+            with contextlib.suppress(StoreError):
+                unused = not admin.gauges(self.ledger)["ready"]
+        self.close()
+        if unused:
+            with contextlib.suppress(StoreError, OSError):
+                discard_idle(directory, _DISCARD_SECONDS)
+                if not stores_in(directory.parent):
+                    recorded_tiers.remove(os.path.realpath(directory.parent))
 
     def register(self, namespace: Namespace) -> None:
         """Record the namespace with its labels. Idempotent and cheap."""

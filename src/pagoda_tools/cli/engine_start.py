@@ -232,8 +232,13 @@ def check_tiers(config: Config) -> None:
     ConfigError (the password of a remote tier cannot be read, or its codec cannot be used).
     """
     from pagoda.base.store_place import require_place
+    from pagoda.config.sizes import AUTO
+    from pagoda.ledger.space_sharing import FIRST_PIECE_BYTES
 
-    require_place(Path(config.host_path), config.host_bytes, in_memory=True)
+    host_bytes = config.host_bytes
+    if config.host_size == AUTO:  # it grows as it fills
+        host_bytes = min(host_bytes, FIRST_PIECE_BYTES)
+    require_place(Path(config.host_path), host_bytes, in_memory=True)
     if config.disk_bytes:
         try:
             require_place(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pagoda.base.metrics import TIER_KINDS, by_reason
+from pagoda.base.metrics import GROWTH_BOUNDS, TIER_KINDS, by_reason
 from pagoda_tools.cli import FAILED, UsageError, printing
 from pagoda_tools.cli.headline import headline, trouble_line
 from pagoda_tools.cli.remote_stores import (
@@ -362,10 +362,34 @@ def _print_room(stores: Mapping[str, StoreStats], wide: bool) -> None:
             printing.note(
                 f"{snapshot.directory}: {unscanned:,} slots are still to be scanned"
             )
+        if taken := _memory_taken(snapshot):
+            printing.note(f"{snapshot.directory}: {taken}")
         if nbytes := snapshot.gauges.get("hint_bytes"):
             printing.note(
                 f"{snapshot.directory}: takes {printing.size(nbytes)} of memory to rank its chunks"
             )
+
+
+def _memory_taken(store: StoreStats) -> str:
+    """Return how much memory of the machine a host store has, and what kept it from growing; empty
+    for a store that has all of its memory.
+    """
+    # a server of an earlier version does not send them
+    now = store.gauges.get("allocated_bytes", 0)
+    most = store.gauges.get("most_bytes", 0)
+    refused = {
+        bound: count
+        for bound in GROWTH_BOUNDS
+        if (count := store.counters.get(f"growth_refused_{bound}", 0))
+    }
+    if store.kind != "memory" or not (store.gauges["unbacked"] or refused):
+        return ""
+    told = (
+        f"takes {printing.size(now)} of memory, grows to at most "
+        f"{printing.size(most)}"
+    )
+    why = ", ".join(f"{bound} {count:,}" for bound, count in refused.items())
+    return f"{told}; refused for lack of room: {why}" if why else told
 
 
 def _print_shared(shared: list[RemoteUsage]) -> None:

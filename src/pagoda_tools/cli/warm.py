@@ -162,14 +162,18 @@ def _half(stores: ServedStores) -> int:
     from pagoda.ledger import admin
 
     found = [
-        (admin.gauges(store.ledger), store.chunk_bytes)
+        (
+            admin.gauges(store.ledger),
+            store.ledger.space.growable(),
+            store.chunk_bytes,
+        )
         for store in stores.stores()
         if store.in_memory
     ]
     return (
         sum(
-            (gauges["slots"] - gauges["unbacked"]) * nbytes
-            for gauges, nbytes in found
+            (gauges["slots"] - gauges["unbacked"] + more) * nbytes
+            for gauges, more, nbytes in found
         )
         // 2
     )
@@ -399,7 +403,9 @@ class _Warming:
         """
         from pagoda.ledger import admin
 
-        return admin.gauges(store.ledger)["free"] - store.ledger.window
+        ledger = store.ledger
+        free = admin.gauges(ledger)["free"]
+        return free + ledger.space.growable() - ledger.window
 
     def _pace(self, nbytes: int) -> None:
         """Wait as long as the rate requires after so many bytes. _EndedError: engines look up, load

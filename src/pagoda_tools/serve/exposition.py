@@ -66,6 +66,9 @@ COUNTED: Mapping[str, str] = {
         "Failed writes of a disk store's ranks and speeds to its disk. No chunk depends on "
         "them."
     ),
+    "growth_refused_filesystem": "Pieces that a host store that grows did not get: its file system was full.",  # noqa: E501
+    "growth_refused_cgroup": "Pieces that a host store that grows did not get: its cgroup had no memory to spare.",  # noqa: E501
+    "growth_refused_machine": "Pieces that a host store that grows did not get: the machine had no memory to spare.",  # noqa: E501
     "prefill_tokens": "Tokens that engines computed, as they reported with the time that it took.",
 }
 """The help of each counter. Counters of reasons and load times are not here: their families have
@@ -85,6 +88,8 @@ _GAUGES = {
         "Chunks that wait in the queues of living processes to be written to the tiers below."
     ),
     "leased": "Chunks that a lease keeps from eviction for a while.",
+    "allocated_bytes": "Memory or disk space that all files of the store take now.",
+    "most_bytes": "What they take at most, when the store has grown to its size.",
     "hint_bytes": "Memory that a store on disk takes for ranks, ghosts and counters, beside host_size.",  # noqa: E501
     "locked_bytes": "Memory that one process keeps locked for the tables of a store on disk.",
 }

@@ -1,0 +1,269 @@
+"""A store in memory that begins small and grows as it fills: when it asks for pages, on which
+thread, in which order, and what keeps it from growing.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pagoda.base import store_place
+from pagoda.base.cgroup_memory import CgroupRoom
+from pagoda.ledger import Ledger, StoreSpec, admin, growth_thread, space_sharing
+from pagoda.ledger.space_sharing import FIRST_PIECE_BYTES
+from pagoda.ledger.stores_under_root import allocated_bytes
+from pagoda.ledger.transaction import Transaction
+from pagoda.slab import MemorySlab
+from tests.children import in_child
+from tests.ledger.support import PATIENT_SECONDS, TENANT, keys, put
+
+MIB = 1 << 20
+SLOT = 256 << 10
+
+
+def growing(
+    root: Path,
+    mib: int = 96,
+    slot_bytes: int = SLOT,
+    first: int | None = FIRST_PIECE_BYTES,
+) -> Ledger:
+    """A ledger of a store of at most that size, which grows unless `first` is None."""
+    size = mib * MIB
+    spec = StoreSpec(
+        root,
+        "store",
+        "memory",
+        size // slot_bytes,
+        slot_bytes,
+        limit_bytes=size,
+        first_bytes=first,
+    )
+    ledger = Ledger.open(spec)
+    ledger.namespaces.register(TENANT, {"model": "test"})
+    return ledger
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    until = time.monotonic() + PATIENT_SECONDS
+    while not true() and time.monotonic() < until:
+        time.sleep(0.005)
+    return true()
+
+
+def unbacked(ledger: Ledger) -> int:
+    return admin.gauges(ledger)["unbacked"]
+
+
+@pytest.mark.parametrize("slot_bytes", [64 << 10, MIB, 24 * MIB, 40 * MIB])
+def test_the_opening_takes_a_piece_and_no_more(
+    shm_root: Path, slot_bytes: int
+) -> None:
+    ledger = growing(shm_root, 1024, slot_bytes)
+    assert allocated_bytes(ledger.directory) <= FIRST_PIECE_BYTES
+    assert ledger.slots == 1024 * MIB // slot_bytes
+    admin.check(ledger)
+    ledger.close()
+    again = growing(shm_root, 1024, slot_bytes)
+    assert allocated_bytes(again.directory) <= FIRST_PIECE_BYTES
+    again.close()
+
+
+def test_a_size_that_was_asked_for_is_allocated_at_once(shm_root: Path) -> None:
+    small = growing(shm_root)
+    assert unbacked(small) > 0
+    whole = growing(shm_root, first=None)
+    assert unbacked(whole) == 0
+    assert allocated_bytes(whole.directory) >= 96 * MIB
+    whole.close()
+    small.close()
+
+
+@pytest.mark.parametrize("slot_bytes", [64 << 10, SLOT, 6 * MIB])
+def test_nothing_is_evicted_or_refused_until_the_size_is_reached(
+    shm_root: Path, slot_bytes: int
+) -> None:
+    ledger = growing(shm_root, slot_bytes=slot_bytes)
+    wanted = keys(*range(ledger.slots))
+    assert len(put(ledger, wanted)) == ledger.slots
+    numbers = admin.numbers(ledger)
+    assert (numbers["unbacked"], numbers["ready"]) == (0, ledger.slots)
+    assert numbers["evicted_chunks"] == numbers["drop_full"] == 0
+    admin.check(ledger)
+    ledger.close()
+
+
+def test_a_request_that_looked_before_the_last_step_is_answered(
+    shm_root: Path,
+) -> None:
+    ledger = growing(shm_root)
+    ledger.growth_thread.wake()
+    assert eventually(lambda: not ledger.space.lacks(0))
+    until = time.monotonic() + PATIENT_SECONDS
+    assert ledger.growth_thread.wait_for_step(1, until)
+    ledger.close()
+
+
+def test_few_chunks_take_little(shm_root: Path) -> None:
+    ledger = growing(shm_root, 1024)
+    put(ledger, keys(*range(8)))
+    assert eventually(lambda: not ledger.space.lacks(0))
+    assert allocated_bytes(ledger.directory) <= 64 * MIB
+    ledger.close()
+
+
+def test_no_request_allocates(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = set[str]()
+    real = space_sharing.allocate_range
+
+    def noted(fd: int, offset: int, nbytes: int) -> bool:
+        names.add(threading.current_thread().name)
+        return real(fd, offset, nbytes)
+
+    ledger = growing(shm_root)
+    monkeypatch.setattr(space_sharing, "allocate_range", noted)
+    put(ledger, keys(*range(ledger.slots)))
+    assert names == {"pagoda-growth"}
+    ledger.close()
+
+
+def test_pages_are_allocated_then_mapped_then_listed(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a slot that is not listed is never given out."""
+    order: list[str] = []
+    ledger = growing(shm_root)
+    slab = MemorySlab(ledger.slab_path, ledger.slots, SLOT, ledger.page_guards)
+    ledger.space.begin_mapped(slab, 0)
+
+    def noting(owner: object, name: str, word: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(*arguments: object, **named: object) -> object:
+            if threading.current_thread().name == "pagoda-growth":
+                order.append(word)
+            return real(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(space_sharing, "reserve_in_place", "tables")
+    noting(space_sharing, "allocate_range", "slab")
+    noting(slab, "populate_slots", "mapped")
+    noting(Transaction, "extend_backed", "listed")
+    ledger.growth_thread.wake()
+    assert eventually(lambda: "listed" in order)
+    assert order[:4] == ["tables", "slab", "mapped", "listed"]
+    ledger.close()
+    slab.close()
+
+
+def test_a_piece_ends_where_huge_pages_meet(shm_root: Path) -> None:
+    ledger = growing(shm_root, slot_bytes=12 << 10)
+    ledger.growth_thread.wake()
+    assert eventually(lambda: not ledger.space.lacks(0))
+    [whole] = ledger.space.backed_ranges()
+    assert whole.stop * (12 << 10) % (2 << 20) == 0
+    ledger.close()
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> list[CgroupRoom]:
+    """The rooms of the cgroup, which the test may change: at first none is left."""
+    rooms = [CgroupRoom(1024 * MIB, 256 * MIB)]
+    monkeypatch.setattr(store_place, "cgroup_rooms", lambda: rooms)
+    monkeypatch.setattr(growth_thread, "_NO_ROOM_SECONDS", 0.01)
+    return rooms
+
+
+def test_what_a_cgroup_has_less_a_margin_bounds_each_piece(
+    shm_root: Path, no_memory: list[CgroupRoom], caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = growing(shm_root)
+    before = unbacked(ledger)
+    room = ledger.slots - before
+    stored = put(ledger, keys(*range(2 * room)), chained=False)
+    assert len(stored) == 2 * room, "it evicts"
+    assert admin.numbers(ledger)["growth_refused_cgroup"] > 0
+    assert unbacked(ledger) == before
+    lines = [one for one in caplog.messages if "the cgroup has no more" in one]
+    assert len(lines) == 1
+    no_memory.clear()
+    number = 1000
+
+    def is_whole() -> bool:
+        nonlocal number
+        put(ledger, keys(number), chained=False)
+        number += 1
+        return unbacked(ledger) == 0
+
+    assert eventually(is_whole), "it asks again while it is used"
+    admin.check(ledger)
+    ledger.close()
+
+
+def test_a_request_does_not_wait_for_a_piece_that_was_refused(
+    shm_root: Path, no_memory: list[CgroupRoom], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_memory[:] = [CgroupRoom(1024 * MIB, 0)]
+    monkeypatch.setattr(growth_thread, "_NO_ROOM_SECONDS", 1e9)
+    ledger = growing(shm_root)
+    put(ledger, keys(*range(ledger.slots - unbacked(ledger) + 8)))
+    assert ledger.growth_thread.rests
+    waited = ledger.growth_thread.wait_for_step(8, time.monotonic() + 1e3)
+    assert not waited
+    ledger.close()
+
+
+def test_a_smaller_size_gives_pages_back_at_the_next_start(
+    shm_root: Path,
+) -> None:
+    ledger = growing(shm_root)
+    wanted = keys(*range(ledger.slots))
+    put(ledger, wanted)
+    ledger.close()
+    smaller = growing(shm_root, 32)
+    assert allocated_bytes(smaller.directory) <= 48 * MIB
+    assert admin.gauges(smaller)["ready"] > 0
+    admin.check(smaller)
+    smaller.close()
+
+
+def test_idle_memory_is_not_taken_away_at_the_next_start(shm_root: Path) -> None:
+    ledger = growing(shm_root)
+    put(ledger, keys(*range(ledger.slots)))
+    ledger.close()
+    again = growing(shm_root)
+    assert admin.gauges(again)["ready"] == again.slots
+    again.close()
+
+
+def test_growth_in_another_process_is_noticed(shm_root: Path) -> None:
+    ledger = growing(shm_root)
+    known = ledger.look_for_pages()
+
+    def fill() -> None:
+        put(ledger, keys(*range(ledger.slots)))
+        ledger.close()
+
+    in_child(fill)
+    ledger._looks_again = 0.0
+    assert ledger.look_for_pages() > known
+    admin.check(ledger)
+    ledger.close()
+
+
+def test_a_ledger_that_is_dropped_leaves_its_thread(shm_root: Path) -> None:
+    ledger = growing(shm_root)
+    ledger.growth_thread.wake()
+    thread = ledger.growth_thread._thread
+    ledger.close()
+    del ledger
+    gc.collect()
+    thread.join(PATIENT_SECONDS)
+    assert not thread.is_alive()
