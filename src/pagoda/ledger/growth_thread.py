@@ -21,10 +21,11 @@ log = guarded_logger("pagoda")
 
 _IDLE_SECONDS = 10.0  # the thread ends after this time without use
 _NO_ROOM_SECONDS = 1.0  # the wait before more is asked for again
-# a request does not wait for a thread that makes no progress for so long
+# Requests do not wait for a thread that has ended no step for so long, nor, after that, for this
+# time, which doubles if it happens again: a process that is stopped may hold the root's lock.
 _STALLED_SECONDS = 1.0
-# nor, after that, for this time
 _DISTRUST_SECONDS = 5.0
+_MOST_DISTRUST_SECONDS = 320.0
 
 
 class GrowthThread:
@@ -37,6 +38,9 @@ class GrowthThread:
         self._wanted = 0  # slots that requests wait for
         self._rests_until = 0.0
         self._distrusted_until = 0.0
+        self._distrust_seconds = _DISTRUST_SECONDS
+        # since when requests have waited for the step that runs now; 0: none has
+        self._awaited_since = 0.0
         self._steps = 0  # how often a step has ended, with more slots or without
         self._stepped = Condition()
         self._woken = Event()
@@ -68,13 +72,24 @@ class GrowthThread:
         self.wake()
         if not self._thread.is_alive():
             return False
-        stalled = now + _STALLED_SECONDS
-        left = min(until, stalled) - now
+        self._awaited_since = self._awaited_since or now
+        stalled = self._awaited_since + _STALLED_SECONDS
         with self._stepped:
+            left = min(until, stalled) - now
             done = self._stepped.wait_for(lambda: self._steps != seen, left)
-        if not done and stalled <= until:
-            self._distrusted_until = stalled + _DISTRUST_SECONDS
+        if not done and time.monotonic() >= stalled:
+            self._distrust()
         return done and not self.rests
+
+    def _distrust(self) -> None:
+        """Let no request wait for a time: the step that several have waited for does not end."""
+        now = time.monotonic()
+        if now >= self._distrusted_until:
+            self._distrusted_until = now + self._distrust_seconds
+            self._distrust_seconds = min(
+                2 * self._distrust_seconds, _MOST_DISTRUST_SECONDS
+            )
+        self._awaited_since = 0.0
 
     def close(self) -> None:
         """End the thread; never waits."""
@@ -118,6 +133,8 @@ class GrowthThread:
             lacks = self._space.lacks(wanted)
             if lacks and not self._space.more():
                 self._rests_until = time.monotonic() + _NO_ROOM_SECONDS
+            elif lacks:
+                self._distrust_seconds = _DISTRUST_SECONDS
             # what other stores give are chunks of others: one piece for each time it is needed
             ends = not lacks or not self._space.has_grown
             if ends:
@@ -130,4 +147,5 @@ class GrowthThread:
     def _tell(self) -> None:
         with self._stepped:
             self._steps += 1
+            self._awaited_since = 0.0
             self._stepped.notify_all()

@@ -250,13 +250,20 @@ class SpaceShare:
         """
         slabs = list(self.slabs)
         with contextlib.suppress(*_TROUBLE):
-            backed = self._meta().backed
-            some = max(1, _FINISHED_BYTES // max(1, self._slot_bytes))
-            fresh = range(self._mapped, min(backed, self._mapped + some))
-            self._mapped = max(self._mapped, fresh.stop)
-            for slab in slabs:
-                slab.populate_slots(fresh, collapse=True)
-            return bool(slabs) and len(fresh) > 0
+            if not slabs or self._mapped >= self._meta().backed:
+                return False
+            # Slots whose pages another store has got since must stay without: under the lock of
+            # the root no store gives pages away.
+            with root_locked(self._root, _ROOT_SECONDS):
+                backed = self.backed_ranges()
+                stop = backed[-1].stop if backed else 0
+                some = max(1, _FINISHED_BYTES // max(1, self._slot_bytes))
+                fresh = range(self._mapped, min(stop, self._mapped + some))
+                for slots in _common(backed, fresh):
+                    for slab in slabs:
+                        slab.populate_slots(slots, collapse=True)
+                self._mapped = max(self._mapped, fresh.stop)
+                return len(fresh) > 0
         return False
 
     def begin_mapped(self, slab: MappedSlab, backed: int) -> None:
@@ -762,6 +769,15 @@ class SpaceShare:
             # otherwise the file might be another store's
             self._session.require_store()
             yield slab.fileno()
+
+
+def _common(ranges: Iterable[range], within: range) -> Iterator[range]:
+    """Return the parts of these ranges that lie within another one."""
+    for one in ranges:
+        start = max(one.start, within.start)
+        stop = min(one.stop, within.stop)
+        if start < stop:
+            yield range(start, stop)
 
 
 def _gives(holding: Holding) -> bool:
