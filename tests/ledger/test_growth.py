@@ -241,14 +241,15 @@ def waits(thread: GrowthThread) -> bool:
     """Whether a request with a short deadline waits for a step."""
     began = time.monotonic()
     thread.wait_for_step(9999, began + 0.01)
-    return time.monotonic() - began >= 0.01
+    return time.monotonic() - began >= 0.005
 
 
 def test_pages_that_another_store_has_got_are_not_faulted_in(
     shm_root: Path,
 ) -> None:
     ledger = growing(shm_root)
-    put(ledger, keys(*range(ledger.slots)))
+    for n in range(ledger.slots):  # the first ones are the coldest
+        put(ledger, keys(n))
     spec = StoreSpec(
         shm_root, "other", "memory", 96 << 2, SLOT, limit_bytes=96 * MIB
     )
