@@ -16,7 +16,7 @@ from pagoda.base import store_place
 from pagoda.base.cgroup_memory import CgroupRoom
 from pagoda.ledger import Ledger, StoreSpec, admin, growth_thread, space_sharing
 from pagoda.ledger.space_sharing import FIRST_PIECE_BYTES
-from pagoda.ledger.stores_under_root import allocated_bytes
+from pagoda.ledger.stores_under_root import allocated_bytes, root_locked
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import MemorySlab
 from tests.children import in_child
@@ -218,6 +218,49 @@ def test_a_request_does_not_wait_for_a_piece_that_was_refused(
     waited = ledger.growth_thread.wait_for_step(8, time.monotonic() + 1e3)
     assert not waited
     ledger.close()
+
+
+def test_a_step_that_fails_is_counted_and_logged_once(
+    shm_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ledger = growing(shm_root)
+    monkeypatch.setattr(space_sharing, "_ROOT_SECONDS", 0.01)
+    # as a process does that was stopped inside
+    with root_locked(shm_root, PATIENT_SECONDS):
+        assert not ledger.space.more()
+        assert not ledger.space.more()
+    assert ledger.space.in_trouble
+    assert admin.numbers(ledger)["growth_failures"] == 2
+    assert caplog.text.count("keeps its size for now") == 1
+    assert ledger.space.more()
+    assert not ledger.space.in_trouble
+    ledger.close()
+
+
+def test_pages_that_another_store_has_got_are_not_faulted_in(
+    shm_root: Path,
+) -> None:
+    ledger = growing(shm_root)
+    for n in range(ledger.slots):  # the first ones are the coldest
+        put(ledger, keys(n))
+    spec = StoreSpec(
+        shm_root, "other", "memory", 96 << 2, SLOT, limit_bytes=96 * MIB
+    )
+    other = Ledger.open(spec)  # as many pages as its fair share
+    held = allocated_bytes(ledger.directory)
+    assert unbacked(ledger) > 0
+    slab = MemorySlab(ledger.slab_path, ledger.slots, SLOT, ledger.page_guards)
+    ledger.space.begin_mapped(
+        slab, 0
+    )  # a process that looked last before it grew
+    while ledger.space.finish_pages():
+        pass
+    assert allocated_bytes(ledger.directory) <= held
+    slab.close()
+    for each in (other, ledger):
+        each.close()
 
 
 def test_a_smaller_size_gives_pages_back_at_the_next_start(

@@ -57,6 +57,7 @@ INTERFACE = {
     "pagoda_growth_refused_filesystem": f"counter {STORE}",
     "pagoda_growth_refused_cgroup": f"counter {STORE}",
     "pagoda_growth_refused_machine": f"counter {STORE}",
+    "pagoda_growth_failures": f"counter {STORE}",
     "pagoda_misses": f"counter {STORE} reason",
     "pagoda_drops": f"counter {STORE} reason",
     "pagoda_load_seconds": f"histogram {STORE}",

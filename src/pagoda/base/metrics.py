@@ -103,6 +103,7 @@ COUNTERS: tuple[str, ...] = (
     "hint_write_failures",
     # pieces that a store in memory did not get, by what had too little room (`store_place.Growth`)
     *(f"growth_refused_{bound}" for bound in GROWTH_BOUNDS),
+    "growth_failures",
 )
 
 

@@ -109,9 +109,8 @@ class SpaceShare:
         self.grown = 0  # how often it has grown, in this process
         # whether the last `more` found free memory or disk space
         self.has_grown = False
-        self.in_trouble = (
-            False  # whether it failed, by an error or for lack of time
-        )
+        # whether it failed, by an error or for lack of time
+        self.in_trouble = False
         # what had too little room for the last piece, empty if it was allocated
         self.refused = ""
         # the mappings of this process, in which new pages are faulted in before they are used
@@ -232,6 +231,7 @@ class SpaceShare:
         If the root holds too much, because leased or used slots could not be given earlier, the
         excess is given back now.
         """
+        was_in_trouble = self.in_trouble
         self.has_grown = False
         self.in_trouble = False
         try:
@@ -245,8 +245,14 @@ class SpaceShare:
                 self.has_grown = self._grow(least, spares=True) > 0
                 return self.has_grown or self._take()
         except _TROUBLE as error:
-            log.debug("no more space for %s: %s", self._directory, error)
             self.in_trouble = True
+            self._session.count({"growth_failures": 1})
+            if not was_in_trouble:
+                log.warning(
+                    "%s keeps its size for now: %s; it asks again while it is used",
+                    self._directory,
+                    error,
+                )
             return False
 
     def lags(self, backed: int) -> bool:
@@ -259,13 +265,19 @@ class SpaceShare:
         """
         slabs = list(self.slabs)
         with contextlib.suppress(*_TROUBLE):
-            backed = self._meta().backed
-            some = max(1, _FINISHED_BYTES // max(1, self._slot_bytes))
-            fresh = range(self._mapped, min(backed, self._mapped + some))
-            self._mapped = max(self._mapped, fresh.stop)
-            for slab in slabs:
-                slab.populate_slots(fresh, collapse=True)
-            return bool(slabs) and len(fresh) > 0
+            if not slabs or self._mapped >= self._meta().backed:
+                return False
+            # Slots whose pages another store has got since must stay without: under the lock of
+            # the root no store gives pages away.
+            with root_locked(self._root, _ROOT_SECONDS):
+                stop = self._meta().backed
+                some = max(1, _FINISHED_BYTES // max(1, self._slot_bytes))
+                fresh = range(self._mapped, min(stop, self._mapped + some))
+                for slots in _common(self.backed_ranges(), fresh):
+                    for slab in slabs:
+                        slab.populate_slots(slots, collapse=True)
+                self._mapped = max(self._mapped, fresh.stop)
+                return len(fresh) > 0
         return False
 
     def begin_mapped(self, slab: MappedSlab, backed: int) -> None:
@@ -771,6 +783,15 @@ class SpaceShare:
             # otherwise the file might be another store's
             self._session.require_store()
             yield slab.fileno()
+
+
+def _common(ranges: Iterable[range], within: range) -> Iterator[range]:
+    """Return the parts of these ranges that lie within another one."""
+    for one in ranges:
+        start = max(one.start, within.start)
+        stop = min(one.stop, within.stop)
+        if start < stop:
+            yield range(start, stop)
 
 
 def _gives(holding: Holding) -> bool:

@@ -388,8 +388,12 @@ def _memory_taken(store: StoreStats) -> str:
         f"takes {printing.size(now)} of memory, grows to at most "
         f"{printing.size(most)}"
     )
-    why = ", ".join(f"{bound} {count:,}" for bound, count in refused.items())
-    return f"{told}; refused for lack of room: {why}" if why else told
+    if refused:
+        why = ", ".join(f"{bound} {count:,}" for bound, count in refused.items())
+        told += f"; refused for lack of room: {why}"
+    if failures := store.counters.get("growth_failures", 0):
+        told += f"; {failures:,} pieces failed: see the engine's log"
+    return told
 
 
 def _print_shared(shared: list[RemoteUsage]) -> None:

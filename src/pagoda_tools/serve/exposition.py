@@ -68,6 +68,7 @@ COUNTED: Mapping[str, str] = {
     ),
     "growth_refused_filesystem": "Pieces that a host store that grows did not get: its file system was full.",  # noqa: E501
     "growth_refused_cgroup": "Pieces that a host store that grows did not get: its cgroup had no memory to spare.",  # noqa: E501
+    "growth_failures": "Pieces that a store did not get for another reason, which is logged.",
     "growth_refused_machine": "Pieces that a host store that grows did not get: the machine had no memory to spare.",  # noqa: E501
     "prefill_tokens": "Tokens that engines computed, as they reported with the time that it took.",
 }
