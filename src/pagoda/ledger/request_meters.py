@@ -137,6 +137,7 @@ class RequestMeters:
         self._pause_until = time.monotonic() + _PAUSE_SECONDS
         if path is None:
             return
+        process = os.getpid()
         page: memoryview | None = None
         with suppress(OSError, ValueError, NoRoomError):
             page = _mapped_page(path, row)
@@ -145,6 +146,11 @@ class RequestMeters:
         private = _meters_in(self._page)
         self.row = row
         self._use(page)
+        if (
+            os.getpid() != process
+        ):  # a child, which a signal handler forked meanwhile
+            self.forget()
+            return
         for meter in private:
             self._merge((meter.model, meter.tenant), meter.counts)
 
@@ -155,17 +161,18 @@ class RequestMeters:
         base = self._bases.get(pair)
         if base is None:
             base = self._new_base(pair)
-        words = self._words
         place_of = _PLACE.get
+        now = int(time.time())
         try:  # `suppress` takes as long as all of this
-            words[base] = int(time.time())
+            # in a child that a signal handler forks meanwhile the rows are not the parent's
+            self._words[base] = now
             for name, number in counts.items():
                 place = place_of(name)
                 if place is not None:
-                    words[base + place] += number
+                    self._words[base + place] += number
             if load is not None:
-                words[base + _LOADED] += load.tokens
-                words[base + _LOAD_TIME] += load.microseconds
+                self._words[base + _LOADED] += load.tokens
+                self._words[base + _LOAD_TIME] += load.microseconds
         except ValueError:
             # a damaged counter near its end, or no count at all, stays as it is
             pass

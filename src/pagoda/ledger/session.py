@@ -1040,6 +1040,8 @@ class Session:
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
         self._meters.forget()
+        # a call of the parent that goes on in the child may still have the one before
+        self._meters = RequestMeters()
         self.gate = Gate(self.store.locks)
         self.member = 0
         self.columns.renew_cells()
