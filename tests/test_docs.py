@@ -43,6 +43,7 @@ def test_the_generated_pages_are_current() -> None:
         "pagoda.keys",
         "pagoda.layout",
         "pagoda.blocks.manager",
+        "pagoda.blocks.block_metrics",
         "pagoda.config",
         "pagoda.cache.cache",
         "pagoda.connectors.transformers.cached_model",

@@ -190,8 +190,8 @@ disk, remote) in that time, above the next lower edge, and `load_microseconds_TI
 
 {_table(("counter", "what it counts"), counted)}
 ## Prometheus
-The names, types and labels are an interface: they stay. `tier` and `store` say which store counted; in `pagoda_hit_tokens_by_tier_total` and
-`pagoda_load_seconds`, `tier` says where the tokens came from. `namespace` is the beginning of its hexadecimal name, as in `pagoda stats`, for the
+The names, types and labels are an interface: they stay. `tier` and `store` say which store counted; in `pagoda_found_tokens_total`,
+`pagoda_usage_found_tokens_total`, `pagoda_hit_tokens_by_tier_total` and `pagoda_load_seconds`, `tier` says where the tokens came from. `namespace` is the beginning of its hexadecimal name, as in `pagoda stats`, for the
 {MOST_NAMESPACES} largest namespaces.
 
 {_table(("metric", "type", "labels", "meaning"), families)}

@@ -15,6 +15,7 @@ import pytest
 
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.locks import OPEN
+from pagoda.ledger.request_meters import TokenLoad
 from pagoda.ledger.store_state import LOCKS, read_state, write_state
 from pagoda_tools.cli import main
 from tests.cli.shelf import (
@@ -82,6 +83,41 @@ def test_stats_of_two_tiers_from_the_configuration(
     assert "qwen" in shown
     assert re.search(r"host:layout +absent +2", shown)
     assert "queue_full" not in shown  # only reasons that happened are shown
+
+
+def test_models_and_tenants_are_those_of_all_stores(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    a = host(shm_root, name="a")
+    b = host(shm_root, name="b")
+    many = {"lookups": 1, "asked_tokens": 80, "hit_tokens": 60}
+    a.count(many, ("llama\x1b[2J", "0123456789ab"), TokenLoad(60, 1_000_000))
+    b.count(many, ("llama\x1b[2J", "none"))
+    b.count(
+        {"prefill_tokens": 10, "prefill_microseconds": 10**6},
+        ("llama\x1b[2J", "none"),
+    )
+    found = answer("stats", shm_root)
+    (model,) = cast("list[dict[str, object]]", found["models"])
+    assert model["asked_tokens"] == 160
+    assert model["hit_rate"] == 0.75
+    assert model["saved_seconds"] == 5.0
+    tenants = cast("list[dict[str, object]]", found["tenants"])
+    assert {one["tenant"]: one["saved_seconds"] for one in tenants} == {
+        "0123456789ab": 5.0,
+        "none": None,
+    }
+    meters = [store["meters"] for store in stores(found)]
+    assert [len(each) for each in meters] == [1, 1]
+    text = done_here("stats", shm_root).stdout
+    assert re.search(r"llama\\x1b\[2J +2 +160 +75\.0 % +60 +5\.0 s", text), text
+    assert re.search(r"0123456789ab +1 +80 +75\.0 % +60 +5\.0 s", text), text
+    assert re.search(r"none +1 +80 +75\.0 % +0 +-", text), text
+    top = answer("top", "--once", shm_root)
+    assert top["models"] == found["models"]
+    assert top["tenants"] == found["tenants"]
+    for ledger in (a, b):
+        ledger.close()
 
 
 def test_one_store_may_be_named_too(shm_root: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.ledger.request_meters import read_meters
 from testbed.servers import COMMAND_OF_ANY_VERSION
 from tests.faults.support import ROOT
 
@@ -30,13 +31,15 @@ OLDER = (
     "ce45306c",
     "db1f5f08",
 )
+# has the format of this version, and counts nothing by model and tenant
+WITHOUT_METERS = "1afea866"
 
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sources of each version, by its name."""
     found = {NOW: ROOT / "src"}
-    for commit in OLDER:
+    for commit in (*OLDER, WITHOUT_METERS):
         packed = subprocess.run(
             ["git", "-C", ROOT, "archive", commit, "src"],
             capture_output=True,
@@ -179,6 +182,58 @@ def test_what_any_version_cleared_stays_cleared(
         assert machine.run(version, "served=0:1,2,3,4", end=end) == gone | {
             "4": [4, 0]
         }
+
+
+def asked_of(root: Path) -> int:
+    """Return the tokens that the meters of the stores in a directory have."""
+    files = list(root.glob("*/meters"))
+    return sum(
+        meter.counts["asked_tokens"]
+        for file in files
+        for meter in read_meters(file)
+    )
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_a_version_without_meters_leaves_those_of_this_one_alone(
+    machine: Machine, end: str
+) -> None:
+    """Both share one store in host memory, at once and in turns; the disk store changes hands."""
+    prompts = {"1": [4, 0], "2": [4, 0]}
+    assert machine.run(NOW, "store=0:1,2", "served=0:1,2", end=end) == prompts
+    counted = asked_of(machine.host)
+    assert counted > 0
+    expected = counted
+    for version in (WITHOUT_METERS, NOW, WITHOUT_METERS, NOW):
+        expected += counted * (version == NOW)
+        assert machine.run(version, "served=0:1,2", end=end) == prompts
+        assert asked_of(machine.host) == expected, version
+
+
+def test_a_version_without_meters_beside_this_one(
+    machine: Machine, tmp_path: Path
+) -> None:
+    ready = tmp_path / "ready"
+    go = tmp_path / "go"
+    engine = machine.start(
+        NOW,
+        "close",
+        "store=0:1",
+        "served=0:1",
+        f"ready={ready}",
+        f"go={go}",
+        "served=0:1",
+    )
+    until = time.monotonic() + 120
+    while not ready.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    counted = asked_of(machine.host)
+    for end in ("close", "kill"):
+        assert machine.run(WITHOUT_METERS, "served=0:1", end=end) == {"1": [4, 0]}
+        assert asked_of(machine.host) == counted
+    go.touch()
+    assert answers(engine) == {"1": [4, 0]}
+    assert asked_of(machine.host) == 2 * counted
 
 
 @pytest.mark.parametrize("first", [NOW, OLDER[0]])

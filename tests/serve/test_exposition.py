@@ -17,13 +17,16 @@ from prometheus_client.samples import Sample
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import COUNTERS, LOAD_BUCKETS, TIER_KINDS, Reason
 from pagoda.cache.counters import CacheCounters
+from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, NamespaceRow, admin
+from pagoda.ledger.request_meters import METER_FIELDS, MOST_SHOWN, Meter
 from pagoda.ledger.store_stats import StoreStats
 from pagoda.tiers.remote.store_client import Usage
 from pagoda_tools.serve.exposition import (
     COUNTED,
     FAMILIES,
     MOST_NAMESPACES,
+    MOST_PAIRS,
     Exposition,
     exposition,
 )
@@ -31,6 +34,7 @@ from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
 from tests.cli.shelf import LLAMA, QWEN, RUN, host, put
 
 STORE = "tier store"
+PAIR = "store model tenant"
 # Dashboards and alert rules name these: to rename one or its labels breaks them without a word. New
 # ones may be added.
 INTERFACE = {
@@ -40,6 +44,7 @@ INTERFACE = {
     "pagoda_hit_tokens": f"counter {STORE}",
     "pagoda_approximate_hit_tokens": f"counter {STORE}",
     "pagoda_hit_tokens_by_tier": f"counter {STORE}",
+    "pagoda_found_tokens": f"counter {STORE}",
     "pagoda_stored_chunks": f"counter {STORE}",
     "pagoda_stored_bytes": f"counter {STORE}",
     "pagoda_loaded_chunks": f"counter {STORE}",
@@ -67,6 +72,15 @@ INTERFACE = {
     "pagoda_locked_bytes": f"gauge {STORE}",
     "pagoda_slot_bytes": f"gauge {STORE}",
     "pagoda_namespace_chunks": f"gauge {STORE} namespace model",
+    "pagoda_usage_lookups": f"counter {PAIR}",
+    "pagoda_usage_hits": f"counter {PAIR}",
+    "pagoda_usage_asked_tokens": f"counter {PAIR}",
+    "pagoda_usage_found_tokens": f"counter {PAIR} tier",
+    "pagoda_usage_loaded_tokens": f"counter {PAIR}",
+    "pagoda_usage_load_seconds": f"counter {PAIR}",
+    "pagoda_usage_prefill_tokens": f"counter {PAIR}",
+    "pagoda_usage_prefill_seconds": f"counter {PAIR}",
+    "pagoda_usage_saved_seconds": f"gauge {PAIR}",
     "pagoda_store_readable": "gauge store",
     "pagoda_remote_reachable": "gauge tier",
     "pagoda_remote_used_bytes": "gauge tier",
@@ -145,6 +159,78 @@ def test_every_counter_is_explained_and_shown(tmp_path: Path) -> None:
 
 def test_a_family_that_no_store_has_is_left_out() -> None:
     assert exposition(Exposition([]))[0] == b""
+
+
+def meter(model: str, tenant: str, **counts: int) -> Meter:
+    return Meter(model, tenant, dict.fromkeys(METER_FIELDS, 0) | counts)
+
+
+def test_models_and_tenants_have_series_and_saved_time_where_speeds_are_known(
+    tmp_path: Path,
+) -> None:
+    """The speed of a model is that of its engines in all stores."""
+    one = [
+        meter("m", "a", asked_tokens=90, hit_tokens_disk=30, loaded_tokens=20),
+        meter("m", "b", asked_tokens=10, load_microseconds=500_000),
+        meter("quiet", "a", loaded_tokens=9),
+    ]
+    two = [meter("m", "none", prefill_tokens=10, prefill_microseconds=5_000_000)]
+    named = samples(
+        Exposition(
+            [
+                snapshot(tmp_path / "1", meters=one),
+                snapshot(tmp_path / "2", meters=two),
+            ]
+        )
+    )
+    found = {
+        tuple(s.labels.values()): s.value
+        for s in named["pagoda_usage_found_tokens_total"]
+    }
+    assert sum(found.values()) == 30
+    (saved,) = named["pagoda_usage_saved_seconds"]
+    assert saved.value == 10
+    assert saved.labels["tenant"] == "a"
+    loads = named["pagoda_usage_load_seconds_total"]
+    assert [s.value for s in loads if s.labels["tenant"] == "b"] == [0.5]
+
+
+def test_series_of_models_and_tenants_are_bounded_and_add_up(
+    tmp_path: Path,
+) -> None:
+    meters = [
+        meter(f"m{model}", f"t{tenant}", asked_tokens=1 + model * tenant)
+        for model in range(70)
+        for tenant in range(30)
+    ]
+    named = samples(Exposition([snapshot(tmp_path, meters=meters)]))
+    asked = named["pagoda_usage_asked_tokens_total"]
+    assert len(asked) <= MOST_PAIRS + MOST_SHOWN + 1
+    assert len({s.labels["model"] for s in asked}) == MOST_SHOWN + 1
+    assert sum(s.value for s in asked) == sum(
+        one.counts["asked_tokens"] for one in meters
+    )
+    of_one = [s.value for s in asked if s.labels["model"] == "m69"]
+    assert sum(of_one) == sum(1 + 69 * tenant for tenant in range(30))
+
+
+def test_the_old_names_of_found_tokens_stay_for_one_release(
+    tmp_path: Path,
+) -> None:
+    counters = dict.fromkeys(COUNTERS, 0) | {
+        "hit_tokens": 7,
+        "hit_tokens_disk": 5,
+        "hit_tokens_remote": 2,
+    }
+    named = samples(Exposition([snapshot(tmp_path, counters=counters)]))
+    new = {s.labels["tier"]: s.value for s in named["pagoda_found_tokens_total"]}
+    assert new == {"host": 0, "disk": 5, "remote": 2}
+    old = named["pagoda_hit_tokens_by_tier_total"]
+    assert {s.labels["tier"]: s.value for s in old} == new
+    assert [s.value for s in named["pagoda_hit_tokens_total"]] == [7]
+    texts = {family.name: family.help for family in FAMILIES}
+    for name in ("hit_tokens", "hit_tokens_by_tier"):
+        assert "use pagoda_found_tokens" in texts[f"pagoda_{name}"]
 
 
 def test_the_stores_of_a_machine_and_those_that_cannot_be_read(
@@ -270,7 +356,7 @@ def test_loads_are_a_histogram_by_tier(shm_root: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_edge_of_a_bucket_belongs_to_it(seconds: float, edge: str) -> None:
-    counters = CacheCounters(None, Clock())
+    counters = CacheCounters(None, Clock(), Namespace(model="m"))
     counters.add(
         counters.load_counts(
             2, 9, {"disk": seconds, "redis": seconds, "s3": seconds}

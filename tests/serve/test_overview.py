@@ -76,6 +76,14 @@ def test_what_was_saved_is_counted_at_the_speed_that_engines_report(
             == known["money"]
             == pytest.approx(4 * CHUNK / 500)
         )
+        (model,) = overview.take()["models"]  # type: ignore[misc, attr-defined]
+        assert model["model"] == NAMESPACE.model
+        assert model["loaded_tokens"] == 4 * CHUNK
+        assert model["saved_seconds"] == pytest.approx(
+            known["first_token_seconds"], abs=1e-5
+        )
+        (tenant,) = overview.take()["tenants"]  # type: ignore[misc, attr-defined]
+        assert tenant["tenant"] == "none"
         # the time to load
         assert 0 < known["engine_seconds"] - known["first_token_seconds"] < 1.0
 

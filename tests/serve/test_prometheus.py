@@ -138,6 +138,7 @@ def test_prometheus_reads_every_metric_with_its_help_and_every_query_has_data(
     ):  # type: ignore[arg-type]
         cache.store(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
         cache.retrieve(tokens_of(1, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        cache.observe_prefill(100, 0.1)  # without it no time was saved
         with prometheus(tmp_path, ":".join(map(str, served.address))) as monitor:
             wait_until(
                 lambda: has_data(monitor, "rate(pagoda_lookups_total[1m])")
@@ -200,9 +201,9 @@ tests:
   - interval: 1m
     input_series:
       - {series: 'pagoda_asked_tokens_total{instance="a"}', values: '0+100x200'}
-      - {series: 'pagoda_hit_tokens_total{instance="a"}', values: '0x200'}
+      - {series: 'pagoda_found_tokens_total{instance="a"}', values: '0x200'}
       - {series: 'pagoda_asked_tokens_total{instance="b"}', values: '0+100x200'}
-      - {series: 'pagoda_hit_tokens_total{instance="b"}', values: '0+1x200'}
+      - {series: 'pagoda_found_tokens_total{instance="b"}', values: '0+1x200'}
       - {series: 'pagoda_failed_checks_total{instance="b",tier="disk",store="/d"}', values: '0x60 1x140'}
     promql_expr_test:
       - eval_time: 100m

@@ -280,12 +280,16 @@ def test_hits_have_their_tier_as_a_label_too(config: object) -> None:
         1,
     )
     labels = {"model_name": "a-model", "engine": "1"}
-    by_tier = [
-        REGISTRY.get_sample_value(
-            "vllm:pagoda_hit_tokens_total", {**labels, "tier": tier}
-        )
-        for tier in TIERS
-    ]
+    by_tier, old_name = (
+        [
+            REGISTRY.get_sample_value(
+                f"vllm:pagoda_{name}_total", {**labels, "tier": tier}
+            )
+            for tier in TIERS
+        ]
+        for name in ("found_tokens", "hit_tokens")
+    )
+    assert old_name == by_tier
     assert dict(zip(TIERS, by_tier, strict=True)) == {
         "host": 7,
         "disk": 2,

@@ -11,6 +11,7 @@ Modules, in the order in which a request passes through them:
     moves            the copies in flight between blocks and host slots
     finished_moves   what is done when their tickets end
     manager_results  the values that the manager returns
+    block_metrics    the figures of a manager for Prometheus; needs the extra `metrics`
 """
 
 from __future__ import annotations

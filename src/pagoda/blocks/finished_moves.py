@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from pagoda.blocks.allocator import BlockAllocator
-from pagoda.blocks.manager_results import Settled
+from pagoda.blocks.manager_results import Direction, Settled
 from pagoda.blocks.moves import LoadMove, StoreMove
 from pagoda.blocks.request_state import RequestState
 from pagoda.blocks.tree import Node
@@ -16,8 +18,13 @@ class Completion:
     Not thread-safe.
     """
 
-    def __init__(self, allocator: BlockAllocator, ranks: int) -> None:
+    def __init__(
+        self, allocator: BlockAllocator, ranks: int, block_tokens: int
+    ) -> None:
         self._allocator = allocator
+        self._block_tokens = block_tokens
+        # of the copies that ended, by direction
+        self.copy_seconds = dict.fromkeys(Direction, 0.0)
         self._tree = allocator.tree
         self._moves = allocator.moves
         self._ranks = ranks
@@ -68,6 +75,9 @@ class Completion:
             return Settled(ended=False)
         free = self._allocator.pool.free
         good = min(move.reports.values())
+        move.seconds = time.perf_counter() - move.planned_at
+        if good:
+            self._count_copies(move, good)
         if isinstance(move, StoreMove):
             self._finish_store(move, good)
             settled = Settled()
@@ -77,6 +87,13 @@ class Completion:
         else:
             settled = self._finish_load(move, good)
         return settled._replace(freed=self._allocator.pool.free - free)
+
+    def _count_copies(self, move: StoreMove | LoadMove, good: int) -> None:
+        """Count copies that have ended, of which the first `good` are valid."""
+        way = Direction.DOWN if isinstance(move, StoreMove) else Direction.UP
+        self._allocator.counts[f"{way}_moves"] += 1
+        self._allocator.counts[f"{way}_blocks"] += good
+        self.copy_seconds[way] += move.seconds
 
     # ---- to the host
 
@@ -98,6 +115,10 @@ class Completion:
         right = self._align_to_items(move, right)
         self._tree.finish_loading(move.nodes[:right])
         self._allocator.counts["promoted_blocks"] += right
+        if right and self._moves.slots is not None:
+            self._moves.slots.count_load(
+                move.nodes[0].root, right * self._block_tokens, move.seconds
+            )
         again: list[str] = []
         shortened: dict[str, int] = {}
         if right < len(move.nodes):

@@ -49,6 +49,10 @@ _COUNTERS = (
     "demoted_blocks",
     "promoted_blocks",
     "cancelled_moves",
+    "down_moves",
+    "down_blocks",
+    "up_moves",
+    "up_blocks",
 )
 
 
@@ -111,7 +115,7 @@ class BlockManager:
         self._moves = allocator.moves
         self._requests = allocator.requests
         self._admission = AdmissionControl(allocator, prefix_caching)
-        self._completion = Completion(allocator, ranks)
+        self._completion = Completion(allocator, ranks, block_tokens)
         # The last nodes of pins, by the key of the last block under a root that does not change
         # with the weights.
         self._pinned: dict[bytes, list[Node]] = {}
@@ -577,7 +581,12 @@ class BlockManager:
         )
 
     def stats(self) -> dict[str, int | float]:
-        """Return gauges, and counters since the start; times in seconds."""
+        """Return gauges, and counters since the start; times in seconds.
+
+        Those of down and of up are the plans whose copies ended well, at least in part: `seconds`
+        is from the plan to the last rank's report. `pagoda.blocks.block_metrics` shows all of it to
+        Prometheus.
+        """
         return {
             **_gauges(self._allocator),
             "pinned": len(self._pinned_nodes()),
@@ -585,6 +594,10 @@ class BlockManager:
             "match_seconds": self._admission.match_seconds,
             "host_seconds": self._lower_tiers.host_seconds,
             "fetch_seconds": self._lower_tiers.fetch_seconds,
+            **{
+                f"{way}_seconds": seconds
+                for way, seconds in self._completion.copy_seconds.items()
+            },
         }
 
     def check(self) -> None:

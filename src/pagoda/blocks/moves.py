@@ -7,6 +7,7 @@ report finds nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -63,6 +64,9 @@ class Move:
     # rank -> how many copies were valid
     reports: dict[int, int] = field(default_factory=dict, kw_only=True)
     cancelled: bool = field(default=False, kw_only=True)
+    planned_at: float = field(default_factory=time.perf_counter, kw_only=True)
+    # from the plan to the report of the last rank; 0: not all have reported
+    seconds: float = field(default=0.0, kw_only=True)
 
 
 @dataclass

@@ -54,6 +54,7 @@ from pagoda.config import Config, ConfigOptions
 from pagoda.keys import Item, Namespace, TokenIds, chunk_keys
 from pagoda.layout import KVLayout
 from pagoda.ledger import admin
+from pagoda.ledger.request_meters import usage_by_model, usage_by_tenant
 from pagoda.tiers.base import Tier
 from pagoda.transfer import Transfer
 
@@ -650,9 +651,7 @@ class Cache:
         self._resources.load_cost.record_prefill(tokens, seconds)
         if tokens > 0 and seconds > 0:
             microseconds = round(seconds * 1e6)
-            self._resources.counters.add(
-                {"prefill_tokens": tokens, "prefill_microseconds": microseconds}
-            )
+            self._resources.counters.count_prefill(tokens, microseconds)
 
     def weights_changed(self, version: str = "") -> int:
         """Declare that the model's weights were updated in place: no chunk of the old weights will
@@ -799,8 +798,8 @@ class Cache:
         return Cleared(chunks, failed)
 
     def stats(self) -> CacheStats:
-        """Return gauges and counters of every tier, hit rate, misses and drops by reason, and
-        measured rates.
+        """Return gauges and counters of every tier, hit rate, misses and drops by reason, measured
+        rates, and what each model and each tenant hit and saved.
 
         "drops" are those of the cache and of all of its tiers. A tier that does not answer within
         `config.deadline_seconds` is empty, and named under "failed"; if it is the first local tier,
@@ -823,6 +822,7 @@ class Cache:
         counters = resources.counters.read(
             0.0 if failed else self.config.deadline_seconds
         )
+        meters = resources.counters.meters()
         dropped = Counter(counters)
         for name, numbers in tiers.items():
             if name != resources.counts_in:  # `counters` have those of that tier
@@ -842,6 +842,8 @@ class Cache:
             + resources.store_staging.in_use,
             "pinned_bytes": host.slab.pinned_bytes if host is not None else 0,
             "rates": resources.load_cost.rates(),
+            "models": usage_by_model(meters),
+            "tenants": usage_by_tenant(meters),
         }
         if left_out := resources.left_out():
             stats["left_out"] = left_out

@@ -20,12 +20,25 @@ from pagoda.base.metrics import (
     RateLimitedLog,
     Reason,
 )
+from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, admin
+from pagoda.ledger.request_meters import (
+    NO_TENANT,
+    OTHER,
+    Meter,
+    Pair,
+    RequestMeters,
+    TokenLoad,
+    model_label,
+)
 
 _KNOWN = frozenset(COUNTERS)
 # the counter of each bucket, by its number
 _BUCKETS = {kind: tuple(LOAD_BUCKETS[kind].values()) for kind in TIER_KINDS}
 _HIT_TOKENS = {kind: f"hit_tokens_{kind}" for kind in TIER_KINDS}
+# the number of namespaces whose model and tenant are remembered
+_MOST_NAMED = 8192
+_TENANT_DIGITS = 12
 _MICROSECONDS = {kind: f"load_microseconds_{kind}" for kind in TIER_KINDS}
 
 
@@ -35,11 +48,24 @@ class CacheCounters:
     """
 
     def __init__(
-        self, ledger: Ledger | None, clock: Clock, approximate: bool = False
+        self, ledger: Ledger | None, clock: Clock, engine: Namespace
     ) -> None:
-        """`approximate`: the cache has a lossy codec."""
-        self._approximate = approximate
+        """Count in that ledger, or in this process alone.
+
+        Args:
+            ledger: of the cache's first local tier; None: there is none.
+            clock: for the log lines.
+            engine: the namespace of the cache, whose model and tenant are those of its prefills.
+        """
+        self._approximate = bool(engine.approximate)
         self._ledger = ledger
+        self._engine = engine
+        # by root of a namespace
+        self._pairs: dict[bytes, Pair] = {}
+        self._unknown = (model_label(engine.model), OTHER)
+        # whether this process reports loads: with several ranks, one does
+        self.meters_loads = True
+        self._own_meters = RequestMeters()
         # used if there is no local tier to share
         self._own: Counter[str] = Counter()
         self._log_lines = RateLimitedLog(clock)
@@ -49,8 +75,31 @@ class CacheCounters:
         """Create the locks."""
         self._lock = threading.Lock()
 
-    def add(self, counts: Mapping[str, int]) -> None:
-        """Add to some counters; ignore unknown names."""
+    def name(self, namespace: Namespace) -> Pair:
+        """Return the model and the tenant that a namespace is counted for; remember them for
+        requests that come with its root alone.
+
+        The tenant is the start of the digest of the salt that is shown with namespaces; the salt
+        itself is a secret.
+        """
+        pair = self._pairs.get(namespace.root)
+        if pair is None:
+            tenant = namespace.fields()["salt"][:_TENANT_DIGITS] or NO_TENANT
+            pair = (model_label(namespace.model), tenant)
+            if len(self._pairs) >= _MOST_NAMED:
+                self._pairs.clear()
+            self._pairs[namespace.root] = pair
+        return pair
+
+    def add(
+        self,
+        counts: Mapping[str, int],
+        pair: Pair | None = None,
+        load: TokenLoad | None = None,
+    ) -> None:
+        """Add to some counters; ignore unknown names. `pair`: the model and the tenant whose meter
+        counts them, and what was loaded, too.
+        """
         known = {
             name: number
             for name, number in counts.items()
@@ -60,31 +109,68 @@ class CacheCounters:
         if ledger is None:
             with self._lock:
                 self._own.update(known)
-        elif known:
-            ledger.count(known)
+                if pair is not None:
+                    self._own_meters.add(pair, known, load)
+        elif known or load is not None:
+            ledger.count(known, pair, load)
+
+    def count_prefill(self, tokens: int, microseconds: int) -> None:
+        """Count what the engine computed, and how long that took."""
+        counts = {
+            "prefill_tokens": tokens,
+            "prefill_microseconds": microseconds,
+        }
+        self.add(counts, self.name(self._engine))
+
+    def count_load(
+        self,
+        namespace: Namespace | bytes,
+        load: TokenLoad,
+        more: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Count what a call that is no counted request loaded into the engine's memory.
+
+        Args:
+            namespace: whose chunks they were; its root if it is known by name.
+            load: counted for the namespace's model and tenant, unless another rank does that.
+            more: counters to add in any case.
+        """
+        if self.meters_loads:
+            self.add(more, self._pair(namespace), load)
+        else:
+            self.add(more)
+
+    def _pair(self, namespace: Namespace | bytes) -> Pair:
+        if isinstance(namespace, Namespace):
+            return self.name(namespace)
+        return self._pairs.get(namespace, self._unknown)
 
     def count_request(
         self,
         num_tokens: int,
         by_tier: Mapping[str, int],
         reason: Reason | None,
-        namespace: bytes,
+        namespace: Namespace | bytes,
         *,
         miss_counted: bool = False,
         more: Mapping[str, int] = MappingProxyType({}),
+        load: TokenLoad | None = None,
     ) -> None:
-        """Count one request for that many tokens and its answer, and remember it among the last
-        requests.
+        """Count one request for that many tokens and its answer, also for its model and its tenant,
+        and remember it among the last requests.
 
         `reason`: why it got no more. `miss_counted`: a tier has already counted the miss.
-        `namespace`: the root, empty if it is not known. Of a request that may not read
-        (`NOT_ASKED`) only the reason is counted, so that it is in no rate. `more`: further counters
-        to add, such as those of the request's loads.
+        `namespace`: its root will do if it is known by name; empty if it is not known. Of a request
+        that may not read (`NOT_ASKED`) only the reason is counted, so that it is in no rate.
+        `more`: further counters to add, such as those of the request's loads. `load`: what the
+        request loaded into the engine's memory.
         """
+        root = namespace if isinstance(namespace, bytes) else namespace.root
+        pair = self._pairs.get(root) or self._pair(namespace)
         hit_tokens = sum(by_tier.values())
         counts = {"lookups": 1, "asked_tokens": num_tokens, **more}
         if reason is Reason.NOT_ASKED:
-            return self._count_unasked(num_tokens, namespace)
+            return self._count_unasked(num_tokens, root)
         if hit_tokens:
             counts["hits"] = 1
             counts["hit_tokens"] = hit_tokens
@@ -99,11 +185,13 @@ class CacheCounters:
             and not miss_counted
         ):
             counts[f"miss_{reason}"] = 1
+        if not self.meters_loads:
+            load = None
         if (ledger := self._ledger) is None:
-            self.add(counts)
+            self.add(counts, pair, load)
         else:
-            ledger.count(counts)
-            ledger.requests.append(counts, namespace, reason or "")
+            ledger.count(counts, pair, load)
+            ledger.requests.append(counts, root, reason or "")
         return None
 
     def _count_unasked(self, num_tokens: int, namespace: bytes) -> None:
@@ -146,6 +234,13 @@ class CacheCounters:
                 return ledger.session.own_counters()
         with self._lock:
             return {name: self._own[name] for name in COUNTERS}
+
+    def meters(self) -> list[Meter]:
+        """Return what all processes that share the tier counted by model and tenant."""
+        if (ledger := self._ledger) is not None:
+            return ledger.session.meters()
+        with self._lock:
+            return self._own_meters.own()
 
     def warn(
         self,

@@ -33,6 +33,7 @@ from pagoda.cache.writeback import (
 )
 from pagoda.keys import TokenIds, as_token_ids
 from pagoda.ledger import CommitResult, Ledger, Match, Outcome, Refused, Reserved
+from pagoda.ledger.request_meters import TokenLoad
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
 
@@ -151,6 +152,25 @@ class HostSlots:
         self._resources.counters.count_request(
             num_tokens, by_tier, reason, namespace
         )
+
+    def count_load(self, namespace: bytes, tokens: int, seconds: float) -> None:
+        """Count what an engine copied out of slots into its own memory, for the saved time of the
+        namespace's model and tenant.
+
+        Args:
+            namespace: its root, as `namespace` returns it.
+            tokens: how many are there now.
+            seconds: how long the engine waited for them.
+        """
+        self._resources.counters.count_load(
+            namespace, TokenLoad(tokens, int(seconds * 1e6))
+        )
+
+    def leave_loads_to_another_rank(self) -> None:
+        """Count no load of this process for models and tenants: with several ranks, each has a part
+        of the same tokens.
+        """
+        self._resources.counters.meters_loads = False
 
     def count_dropped(self, reason: Reason, chunks: int) -> None:
         """Count chunks that an engine computed but does not store."""

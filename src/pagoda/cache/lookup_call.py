@@ -43,8 +43,9 @@ def run_lookup(
     hit = expected_hit(resources, request)
     if counted:
         tokens = len(hit.mask) - hit.start_tokens
-        root = request.namespace.root
-        resources.counters.count_request(tokens, hit.by_tier, hit.reason, root)
+        resources.counters.count_request(
+            tokens, hit.by_tier, hit.reason, request.namespace
+        )
     if hit.reason is Reason.NOT_WORTH_IT:
         measure_again(resources, request, hit)
     return hit

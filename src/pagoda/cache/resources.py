@@ -74,6 +74,7 @@ class Resources:
         if len(self.registered) >= _MOST_REGISTERED:
             self.registered.clear()
         self.registered.add(namespace.root)
+        self.counters.name(namespace)
         self.tiers.register(namespace)
         if wait:
             for _, ledger in self.tiers.ledgers():
@@ -154,9 +155,7 @@ def build_resources(
     cache learns.
     """
     ledgers = tiers.ledgers()
-    counters = CacheCounters(
-        ledgers[0][1] if ledgers else None, clock, bool(engine.approximate)
-    )
+    counters = CacheCounters(ledgers[0][1] if ledgers else None, clock, engine)
     executor = CallExecutor()
     # prompts are not logged in private memory, where no other process could read them
     shared = tiers.host if config.prompt_log and config.host_shared else None

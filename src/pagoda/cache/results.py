@@ -110,6 +110,9 @@ class CacheStats(TypedDict):
     pinned_bytes: int  # host memory that is registered with a GPU
     # "<tier>_bytes_per_second", "prefill_tokens_per_second"
     rates: dict[str, float]
+    # hit rate, tokens and saved seconds: see `usage_by_model`, `usage_by_tenant`
+    models: list[dict[str, object]]
+    tenants: list[dict[str, object]]
     # the tiers that could not be opened at the start, and why
     left_out: NotRequired[dict[str, str]]
     # the settings that make KV approximate, and whether each was measured

@@ -41,6 +41,7 @@ from pagoda.cache.writeback import (
     refs_in_slots,
 )
 from pagoda.ledger import Busy, Present, Refused, Reserved
+from pagoda.ledger.request_meters import TokenLoad
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, Done, Tier
 
@@ -134,6 +135,7 @@ class RetrieveCall:
         kv = self._kv
         hit = self._refusal()
         loads = dict[str, int]()
+        load: TokenLoad | None = None
         if hit is None:
             if (
                 host is not None
@@ -159,15 +161,21 @@ class RetrieveCall:
             if self._reason is Reason.ABSENT:
                 why = resources.explainer.explain(request, self._done, self._hint)
             hit = request.hit(self._by_tier, *why)
+            if kv is not None:
+                seconds = sum(self._load_seconds.values())
+                load = TokenLoad(hit.num_tokens, int(seconds * 1e6))
         if self._counted:
             resources.counters.count_request(
                 len(hit.mask) - hit.start_tokens,
                 hit.by_tier,
                 hit.reason,
-                request.namespace.root,
+                request.namespace,
                 miss_counted=self._miss_counted,
                 more=loads,
+                load=load,
             )
+        elif load is not None:
+            resources.counters.count_load(request.namespace, load, loads)
         else:
             resources.counters.add(loads)
         if hit.reason is Reason.NOT_WORTH_IT:

@@ -34,6 +34,7 @@ Modules, in the order in which a request reaches them:
     chunk_notes         what an engine keeps with its chunks, to report them to routers after a
                         restart
     request_ring        the last requests, with the reason why each got no more tokens
+    request_meters      what each model and each tenant asked for, hit, loaded and computed
     eviction_policy     `Evictor`: the one way to the policy
     upkeep_thread       the thread on which a policy learns, and which asks for more slots
     slots_in_use        which slots of a slab in memory are read or written, so that their pages

@@ -41,9 +41,11 @@ from pagoda.ledger.columns import (
     columns_bytes,
 )
 from pagoda.ledger.member_counters import COUNTERS_BYTES
+from pagoda.ledger.request_meters import METERS_BYTES
 from pagoda.ledger.store_state import (
     COLUMNS,
     COUNTERS_FILE,
+    METERS,
     STATE,
     StoreState,
     read_state,
@@ -75,6 +77,8 @@ class HintPages:
         self._ghosts = bounded_ghosts(state.slots) if self._saved else None
         self._maps: dict[str, mmap.mmap] = {}
         self._made = _make(directory, state) if self._saved else None
+        if self._made is not None:
+            self._fill_meters(self._made / METERS)
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +128,39 @@ class HintPages:
 
         return self._mapped(name, nbytes, fill)
 
+    def meters(self) -> Path | None:
+        """Return the file of the meters, which grows as members come; None if no other process sees
+        this memory.
+        """
+        if not self._saved:
+            return self._directory / METERS
+        return None if self._made is None else self._made / METERS
+
+    def _fill_meters(self, path: Path) -> None:
+        """Make the file of the meters of a store on disk from what was saved, if there is none. No
+        other process needs it: without space, they begin anew.
+        """
+        with contextlib.suppress(OSError, NoRoomError):
+            if path.exists():
+                return
+            with opened(self._directory / METERS, os.O_RDONLY) as fd:
+                saved = os.pread(fd, METERS_BYTES, 0)
+            require_free(path.parent, len(saved), in_memory=True)
+            fresh = path.with_name(f".{secrets.token_hex(8)}")
+            try:
+                with opened(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+                    os.pwrite(fd, saved, 0)
+                os.link(fresh, path)
+            finally:
+                fresh.unlink(missing_ok=True)
+
+    def _save_meters(self) -> None:
+        """Write the meters into the directory of the store. OSError."""
+        if self._made is not None:
+            with contextlib.suppress(FileNotFoundError):
+                content = (self._made / METERS).read_bytes()
+                _write(self._directory / METERS, content, b"")
+
     # ---- what a store on disk keeps
 
     def save(self) -> None:
@@ -144,6 +181,7 @@ class HintPages:
                     _PAGE_BYTES, b"\0"
                 )
             _write(self._directory / name, head, memory)
+        self._save_meters()
 
     def age_seconds(self) -> float:
         """Return how long ago a process saved; infinity if that is not known. OSError."""
@@ -410,7 +448,7 @@ def _remove(path: Path) -> None:
 # ---- the files on the disk
 
 
-def _write(path: Path, head: bytes, memory: mmap.mmap) -> None:
+def _write(path: Path, head: bytes, memory: mmap.mmap | bytes) -> None:
     """Write a file in place. OSError."""
     nbytes = len(head) + len(memory)
     with opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:

@@ -65,6 +65,14 @@ from pagoda.ledger.members import (
     remove_dead,
 )
 from pagoda.ledger.namespace_slots import NamespaceSlots
+from pagoda.ledger.request_meters import (
+    Meter,
+    Pair,
+    RequestMeters,
+    TokenLoad,
+    merged,
+    read_meters,
+)
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.store_directory import OpenStore, reopen_store
 from pagoda.ledger.store_state import PAGE_GUARDS, TABLES
@@ -139,6 +147,8 @@ class Session:
         self._row = np.zeros(WIDTH, np.uint64).data
         self._column: dict[str, int] = {}
         self._counting = threading.Lock()
+        self._meters = RequestMeters()
+        self._counter_row = 0  # of this member
         self.page_guards = (
             PageGuards(store.directory / PAGE_GUARDS, self.columns, self._join)
             if store.state.kind == "memory" and store.state.slot_bytes
@@ -667,19 +677,61 @@ class Session:
 
     # ---- counters
 
-    def count(self, counts: Mapping[str, int]) -> None:
+    def count(
+        self,
+        counts: Mapping[str, int],
+        pair: Pair | None = None,
+        load: TokenLoad | None = None,
+    ) -> None:
         """Add to this member's counters, of pagoda.base.metrics.COUNTERS; KeyError for an unknown
         one.
+
+        Args:
+            counts: by counter.
+            pair: the model and the tenant whose meter counts them too.
+            load: what the engine loaded, for that meter.
         """
         with self._counting:
+            if pair is not None:
+                meters = self._meters
+                if meters.row is None and meters.is_waiting():
+                    self._share_meters()
+                meters.add(pair, counts, load)
+            column_of = self._column.get
             for counter, n in counts.items():
-                column = self._column.get(counter)
+                column = column_of(counter)
                 if column is not None:
                     # in a forked child the row is not the parent's
                     self._row[column] += n
                 # otherwise other versions that used this store have taken all columns
                 elif counter not in COUNTERS:
                     raise KeyError(counter)
+
+    def _share_meters(self) -> None:
+        """Let the meters count where other processes see it, if this is a member of the store.
+        Touches no disk.
+        """
+        path: Path | None = None
+        with contextlib.suppress(OSError):
+            is_here = self.member and not self.lost
+            # the file of a store on disk is in memory, and has its name
+            on_disk = self.published is not None
+            if is_here and (on_disk or self.store.is_current()):
+                path = self.hints.meters()
+        self._meters.share(path, self._counter_row)
+
+    def meters(self) -> list[Meter]:
+        """Return what was counted by model and tenant, by all members: those that ended, too. Never
+        raises: without the file, only what this process counted.
+        """
+        with self._counting:
+            found = self._meters.own()
+            row = self._meters.row
+        path = None if self.lost else self.hints.meters()
+        with contextlib.suppress(OSError):
+            if path is not None:
+                found.extend(read_meters(path, without=row))
+        return merged(found)
 
     def counted(self, rows: list[int], totals: CounterRow) -> dict[str, int]:
         """Return the counters of the members in these rows and of members that left."""
@@ -863,6 +915,7 @@ class Session:
                     raise DeadlineMissedError
                 self._counters[row] = self._row
                 self._row = self._counters[row].data
+                self._counter_row = row
                 self.member = number
             if self.page_guards is not None:
                 self.page_guards.become(row, gate)
@@ -910,6 +963,7 @@ class Session:
             with self._counting:
                 # copied, since another member may soon get the row
                 self._row = np.array(self._row).data
+                self._meters.leave()
             if self.page_guards is not None:
                 self.page_guards.leave()
             if self.member:
@@ -968,6 +1022,7 @@ class Session:
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
+        self._meters.forget()
         self.gate = Gate(self.store.locks)
         self.member = 0
         self.columns.renew_cells()

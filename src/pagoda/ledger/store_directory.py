@@ -67,6 +67,7 @@ from pagoda.ledger.store_state import (
     FORMAT,
     GUARDS_NOTHING,
     LOCKS,
+    METERS,
     NEVER_BOOTED,
     PAGE_GUARDS,
     SLAB,
@@ -641,7 +642,8 @@ def _make_ledger(
     Those from `backed` on have no pages.
     """
     write_in_place(directory)
-    for name in (TABLES, COLUMNS, COUNTERS_FILE):
+    # the meters begin anew with the counters, whose parts they are
+    for name in (TABLES, COLUMNS, COUNTERS_FILE, METERS):
         (directory / name).unlink(missing_ok=True)
     sizes = state.sizes()
     for name in sizes.keys() & {COLUMNS, COUNTERS_FILE, PAGE_GUARDS}:

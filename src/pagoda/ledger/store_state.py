@@ -59,6 +59,7 @@ NOTES = "notes"
 # the last requests: see `request_ring`; not part of FORMAT, so that every version opens the store
 REQUESTS = "requests"
 SPEEDS = "speeds"  # see `cache/load_cost`; not part of FORMAT
+METERS = "meters"  # requests by model and tenant: see `request_meters`; not part of FORMAT
 # What these say is of no use to a process that opens the store alone: numbers for people, and slots
 # in use by others.
 GUARDS_NOTHING = (COUNTERS_FILE, PAGE_GUARDS)

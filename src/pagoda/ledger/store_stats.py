@@ -6,6 +6,7 @@ Calls `admin`; touches no recency and no counter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from pagoda.base.metrics import COUNTERS
 from pagoda.ledger import admin
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.outcomes import NamespaceRow
+from pagoda.ledger.request_meters import Meter
 from pagoda.ledger.request_ring import RecentRequest
 from pagoda.ledger.session import PATIENT_SECONDS
 
@@ -31,6 +33,7 @@ class StoreStats(NamedTuple):
     namespaces: list[NamespaceRow]  # the one with most chunks first
     # requests that were counted in this store, the newest first
     requests: list[RecentRequest]
+    meters: Sequence[Meter] = ()  # what each model and tenant got
 
     @classmethod
     def of(
@@ -53,6 +56,7 @@ class StoreStats(NamedTuple):
             pins={owner: len(keys) for owner, keys in pins.items()},
             namespaces=sorted(namespaces, key=lambda row: -row.chunks),
             requests=ledger.requests.newest(),
+            meters=ledger.session.meters(),
         )
 
     @property
@@ -79,4 +83,10 @@ class StoreStats(NamedTuple):
             {**request._asdict(), "namespace": request.namespace.hex()}
             for request in self.requests
         ]
-        return {**self._asdict(), "namespaces": namespaces, "requests": requests}
+        meters = [meter._asdict() for meter in self.meters]
+        return {
+            **self._asdict(),
+            "namespaces": namespaces,
+            "requests": requests,
+            "meters": meters,
+        }

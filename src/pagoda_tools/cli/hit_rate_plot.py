@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +11,13 @@ from pagoda_tools.cli import FailedError, UsageError
 from pagoda_tools.cli.replay_inputs import OPTIMUM
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from pagoda_tools.cli.replay_inputs import Cell
 
 _REMEDY = "matplotlib is not installed: pip install 'pagodakv[plot]'"
+_FAR = 8  # a configured size is drawn up to this factor from the simulated ones
 
 
 def sizes_of(distinct: int, count: int) -> list[int]:
@@ -49,15 +51,25 @@ def save_png(
     bound: float,
     title: str,
     chunk_bytes: int | None,
+    marked: Mapping[str, int],
 ) -> None:
     """Draw a line for each policy, from cells in ascending size. Raises FailedError if the file
     cannot be written.
+
+    Args:
+        path: the file.
+        cells: hit rates by policy and size.
+        bound: the hit rate of an unlimited cache.
+        title: above the curve.
+        chunk_bytes: of one chunk; None: sizes are in chunks, and none is marked.
+        marked: the configured sizes by name, in bytes: each is a line, or named in the legend if it
+            is far from all simulated ones.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    unit, scale = ("GiB", chunk_bytes / 2**30) if chunk_bytes else ("chunks", 1)
+    scale = chunk_bytes or 1
     for name in dict.fromkeys(cell.policy for cell in cells):
         mine = [cell for cell in cells if cell.policy == name]
         bounds = name == OPTIMUM
@@ -74,23 +86,49 @@ def save_png(
     axes.axhline(100 * bound, color="lightgray", zorder=0, label="infinite")
     axes.set(
         xscale="log",
-        xlabel=unit,
+        xlabel="size" if chunk_bytes else "chunks",
         ylabel="% of chunks served",
         ylim=(0, None),
         title=title,
     )
     sizes = sorted({cell.chunks * scale for cell in cells})
+    if chunk_bytes:
+        _mark(axes, marked, sizes)
     # at most ten labels fit, with the largest size
     sizes = sizes[:: -len(sizes) // 10][::-1]
     axes.set_xticks(
         sizes,
-        [f"{size:,.3g}" if chunk_bytes else f"{size:,}" for size in sizes],
+        [_short(size) if chunk_bytes else f"{size:,}" for size in sizes],
         fontsize=8,
     )
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path)
+
+
+def _mark(axes: Axes, marked: Mapping[str, int], sizes: Sequence[int]) -> None:
+    """Draw a line at each of these sizes; one that is far from all others would press the curve
+    together.
+    """
+    for (name, nbytes), style in zip(marked.items(), (":", "-."), strict=False):
+        label = f"{name} = {_short(nbytes)}"
+        if sizes[0] / _FAR <= nbytes <= sizes[-1] * _FAR:
+            axes.axvline(nbytes, color="black", ls=style, lw=1.2, label=label)
+        else:
+            where = "below" if nbytes < sizes[0] else "above"
+            label = f"{label}, {where} all of these"
+            axes.plot([], [], color="black", ls=style, lw=1.2, label=label)
+
+
+def _short(nbytes: float) -> str:
+    """Return a size with three digits and its unit."""
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if nbytes < 1000 or unit == "PiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:,.3g} {unit}"
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -12,6 +12,10 @@ from pagoda.base.quality_bounds import Interval
 from pagoda_tools.cli.hit_rate_plot import save_figure
 from pagoda_tools.quality.judge import Judged
 
+# how points are drawn, by verdict: also without colours
+_PASSED = ("o", "tab:green")
+_FAILED = ("X", "tab:red")
+
 
 def save_png(path: Path, rows: Sequence[Judged], title: str) -> None:
     """Draw quality against cost: blending by time to first token, codecs by bytes. Raises
@@ -42,6 +46,9 @@ def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
     bound.
     """
     by_time = feature == "blend"
+    bound = next(row.result.bounds.kl for row in rows if row.result is not None)
+    widest = 1.15 * max(_cost(row, by_time).high for row in rows)
+    floor = _floor([row.figures.kl for row in rows], bound)
     lines: dict[str, list[Judged]] = {}
     for row in rows:
         lines.setdefault(
@@ -50,38 +57,58 @@ def _draw(axes: Axes, feature: str, rows: Sequence[Judged]) -> None:
     for name, mine in lines.items():
         mine = sorted(mine, key=_computed)
         x = [_cost(row, by_time) for row in mine]
-        y = [row.figures.kl for row in mine]
+        y = [_raised(row.figures.kl, floor) for row in mine]
         axes.errorbar(
             [one.value for one in x],
             [one.value for one in y],
             xerr=_bars(x),
             yerr=_bars(y),
             label=name,
-            fmt="o-" if by_time else "o",
-            ms=4,
+            fmt="-" if by_time else "none",
             capsize=2,
         )
-        for row, cost in zip(mine, x, strict=True):
-            point = cost.value, row.figures.kl.value
+        for row, cost, kl in zip(mine, x, y, strict=True):
+            passed = row.result is not None and row.result.passed
+            marker, colour = _PASSED if passed else _FAILED
+            axes.plot(cost.value, kl.value, marker, color=colour, ms=7, zorder=3)
+            # its text would not fit beside it
+            is_right = cost.value > 0.6 * widest
+            least = ", KL 0" * (row.figures.kl.value <= 0)
             axes.annotate(
-                row.name,
-                point,
-                xytext=(4, 4),
+                f"{row.name} {'PASS' if passed else 'FAIL'}{least}",
+                (cost.value, kl.value),
+                xytext=(-5, 4) if is_right else (5, 4),
+                ha="right" if is_right else "left",
                 textcoords="offset points",
                 fontsize=7,
+                color=colour,
             )
-    bound = next(row.result.bounds.kl for row in rows if row.result is not None)
     axes.axhline(bound, color="gray", ls="--", lw=1, label=f"bound {bound:g}")
     axes.set(
         xlabel="time to first token / that of computing everything"
         if by_time
         else "bytes / exact bytes",
         ylabel="KL divergence, nats per token",
-        xlim=(0, 1.15 * max(_cost(row, by_time).high for row in rows)),
-        ylim=(0, None),
+        xlim=(0, widest),
+        yscale="log",
     )
-    axes.grid(alpha=0.3)
+    axes.grid(alpha=0.3, which="both")
     axes.legend()
+
+
+def _floor(intervals: Sequence[Interval], bound: float) -> float:
+    """Return what is drawn for 0, and for all that is below it: a logarithmic axis has no 0."""
+    least = min((one.value for one in intervals if one.value > 0), default=bound)
+    return min(least, bound) / 10
+
+
+def _raised(interval: Interval, floor: float) -> Interval:
+    """Return an interval of which nothing is below the floor."""
+    return Interval(
+        max(interval.value, floor),
+        max(interval.low, floor),
+        max(interval.high, floor),
+    )
 
 
 def _computed(row: Judged) -> float:

@@ -8,10 +8,18 @@ from typing import Annotated, TypeAlias
 
 from typer import Option
 
+from pagoda.config import Config
+from pagoda.config.sizes import AUTO
 from pagoda_tools.cli import UsageError, printing, replay_inputs
 from pagoda_tools.cli.load_speeds import speeds_of
 from pagoda_tools.cli.replay_inputs import OPTIMUM, Cell, Trace, best, simulated
-from pagoda_tools.cli.stores import AsJson, ConfigFile, Wide, given_bytes
+from pagoda_tools.cli.stores import (
+    AsJson,
+    ConfigFile,
+    Wide,
+    configured,
+    given_bytes,
+)
 
 Speed: TypeAlias = Annotated[
     float | None,
@@ -157,7 +165,15 @@ def replay(
         chunks = sorted(chunks) or sizes_of(found.distinct, points)
     cells, optimum = _cells(found, names, chunks, jobs, as_json)
     drawn = (
-        {"png": _png(png, [*cells, *optimum.values()], found, chunk_bytes)}
+        {
+            "png": _png(
+                png,
+                [*cells, *optimum.values()],
+                found,
+                chunk_bytes,
+                configured_sizes(configured(config)),
+            )
+        }
         if curve
         else {}
     )
@@ -299,8 +315,19 @@ def _print_cells(
     printing.print_dicts(trace.title, rows, without=(*unknown, *rare))
 
 
+def configured_sizes(config: Config) -> dict[str, int]:
+    """Return the sizes of the tiers that are configured, in bytes, by option."""
+    host = "host_size (auto)" if config.host_size == AUTO else "host_size"
+    sizes = {host: config.host_bytes, "disk_size": config.disk_bytes}
+    return {name: nbytes for name, nbytes in sizes.items() if nbytes}
+
+
 def _png(
-    png: Path | None, cells: Sequence[Cell], trace: Trace, chunk_bytes: int | None
+    png: Path | None,
+    cells: Sequence[Cell],
+    trace: Trace,
+    chunk_bytes: int | None,
+    marked: Mapping[str, int],
 ) -> str | None:
     """Draw the requested PNG, or the usual one if it can be drawn; return its name."""
     from pagoda_tools.cli.hit_rate_plot import check_png, save_png
@@ -311,5 +338,5 @@ def _png(
         printing.note(str(trouble))
         return None
     title = f"{trace.name}: {len(trace.requests):,} requests, {trace.chunk_tokens} tokens per chunk"
-    save_png(png or _PNG, cells, trace.infinite, title, chunk_bytes)
+    save_png(png or _PNG, cells, trace.infinite, title, chunk_bytes, marked)
     return str(png or _PNG)

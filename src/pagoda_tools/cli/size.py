@@ -4,6 +4,7 @@ simulated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from pagoda_tools.cli.stores import AsJson, ConfigFile
 
 _CLOSE = 1.01  # a size is the answer if a size one percent smaller is too small
 _ROUNDING = 1e-9
+_SLOWER = 3.0  # the time to search with a policy, relative to the optimum
 
 
 def size(
@@ -63,29 +65,71 @@ def _sizes(
     """
     from pagoda_tools.cli.trace_pool import TraceJob, TracePool
 
-    with TracePool(trace.requests, jobs, quiet) as pool:
+    with (
+        TracePool(trace.requests, jobs, quiet) as pool,
+        printing.progress(quiet) as bars,
+    ):
+        task = bars.add_task(
+            f"sizes for {trace.name}", total=1.0 + _SLOWER * len(policies)
+        )
+        bar = _OneBar(lambda done: bars.update(task, completed=done))
 
         def bound(sizes: Sequence[int]) -> list[Cell]:
-            return pool.run(
-                [TraceJob(best, (size,)) for size in sizes], "optimum"
-            )
+            work = [TraceJob(best, (size,)) for size in sizes]
+            return pool.run_shown(work, bar.show_probe)
 
-        least = _smallest(bound, target, 0, trace.distinct, pool.jobs)
+        bar.begin_search(1.0)
+        least = _smallest(bound, target, 0, trace.distinct, pool.jobs, bar)
         cells = []
         for name in policies:
 
             def probe(sizes: Sequence[int], name: str = name) -> list[Cell]:
-                title = f"{name}: {sizes[0]:,} to {sizes[-1]:,} chunks"
-                return pool.run(
-                    [TraceJob(simulated, (name, size)) for size in sizes], title
-                )
+                work = [TraceJob(simulated, (name, size)) for size in sizes]
+                return pool.run_shown(work, bar.show_probe)
 
+            bar.begin_search(_SLOWER)
+            low = least.chunks - 1
             cells.append(
-                _smallest(
-                    probe, target, least.chunks - 1, trace.distinct, pool.jobs
-                )
+                _smallest(probe, target, low, trace.distinct, pool.jobs, bar)
             )
     return [*cells, least]
+
+
+class _OneBar:
+    """One progress bar for all searches. How many probes a search needs is known from its range;
+    the bar never goes back.
+    """
+
+    def __init__(self, show: Callable[[float], None]) -> None:
+        """`show` is given the work that is done, as the sum of the weights of searches."""
+        self._show = show
+        self._ended = 0.0  # the weight of the searches before this one
+        self._weight = 0.0
+        self._share = 0.0  # of this search
+        self._next = 0.0  # after the probe that runs
+
+    def begin_search(self, weight: float) -> None:
+        """Begin the next search; the one before has ended."""
+        self._ended = self._ended + self._weight
+        self._weight = weight
+        self._share = self._next = 0.0
+        self._show(self._ended)
+
+    def begin_probe(self, left: int) -> None:
+        """Begin a probe, one of `left` probes that the search still needs at most."""
+        self._share = self._next
+        self._next = self._share + (1 - self._share) / max(1, left)
+
+    def show_probe(self, done: float) -> None:
+        """Show that this share of the probe is done."""
+        share = self._share + done * (self._next - self._share)
+        self._show(self._ended + self._weight * share)
+
+
+def _probes(low: int, high: int, width: int) -> int:
+    """Return how many probes of `width` sizes narrow this range down to the answer."""
+    ratio = math.log(max(high, 2) / max(low, 1)) / math.log(_CLOSE)
+    return max(1, math.ceil(math.log(max(ratio, 1.1)) / math.log(width + 1)))
 
 
 def _smallest(
@@ -94,16 +138,19 @@ def _smallest(
     low: int,
     high: int,
     width: int,
+    bar: _OneBar,
 ) -> Cell:
     """Return the cell of the smallest size above `low` that reaches the target; probes `width`
     sizes at a time.
     """
+    bar.begin_probe(1 + _probes(low, high, width))
     (answer,) = probe([high])
     if answer.hit_rate < target:
         raise FailedError(
             f"{answer.policy} serves {100 * answer.hit_rate:.2f} % even if all chunks fit"
         )
     while answer.chunks - low > 1 and answer.chunks > max(low, 1) * _CLOSE:
+        bar.begin_probe(_probes(low, answer.chunks, width))
         for cell in probe(_between(low, answer.chunks, width)):
             if cell.hit_rate >= target:
                 answer = cell

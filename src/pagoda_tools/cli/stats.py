@@ -33,6 +33,7 @@ from pagoda_tools.cli.stores import (
     in_each,
     label,
 )
+from pagoda_tools.cli.text_tables import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,6 +171,7 @@ def _show(
                 "stores": stores,
                 "remotes": remotes,
                 "unconfigured": named.unnamed(troubles),
+                **usage(found),
             }
         )
     elif prometheus:
@@ -239,6 +241,8 @@ def _print(
     _print_room(stores, wide)
     printing.print_dicts("namespaces", namespace_rows(stores))
     printing.print_dicts("hits", hit_rows(stores))
+    for by, rows in usage(found).items():
+        printing.print_dicts(by, usage_rows(rows))
     _print_traffic(stores)
     for title, prefix in (("misses", "miss_"), ("drops", "drop_")):
         rows = [
@@ -263,6 +267,48 @@ def store_names(found: Sequence[StoreStats]) -> list[str]:
     from pagoda.ledger.store_names import store_names as named
 
     return named([(snapshot.tier, snapshot.directory) for snapshot in found])
+
+
+def usage(found: Iterable[StoreStats]) -> dict[str, list[dict[str, object]]]:
+    """Return what the "models" and the "tenants" of all these stores asked for, hit and saved."""
+    from pagoda.ledger.request_meters import usage_by_model, usage_by_tenant
+
+    meters = [meter for store in found for meter in store.meters]
+    return {
+        "models": usage_by_model(meters),
+        "tenants": usage_by_tenant(meters),
+    }
+
+
+def usage_rows(
+    usage: Sequence[Mapping[str, object]], most: int | None = None
+) -> list[dict[str, object]]:
+    """Return rows for people of some models or tenants, as `usage` has them; with `most`, only of
+    the first ones. Prefill time that was saved is blank if it is not known.
+    """
+    rows: list[dict[str, object]] = []
+    for one in usage[:most]:
+        by = next(iter(one))
+        numbers = {
+            name: float(str(one[name]))
+            for name in ("lookups", "asked_tokens", "hit_tokens", "loaded_tokens")
+        }
+        saved = one["saved_seconds"]
+        rows.append(
+            {
+                by: printable(str(one[by])),
+                "lookups": printing.count(int(numbers["lookups"])),
+                "tokens": printing.count(int(numbers["asked_tokens"])),
+                "hit": printing.share(
+                    numbers["hit_tokens"], numbers["asked_tokens"]
+                ),
+                "loaded": printing.count(int(numbers["loaded_tokens"])),
+                "saved": printing.age(
+                    None if saved is None else float(str(saved))
+                ),
+            }
+        )
+    return rows
 
 
 def hit_rows(stores: Mapping[str, StoreStats]) -> list[dict[str, object]]:

@@ -22,7 +22,7 @@ from typer import Option
 from pagoda_tools.cli import FAILED, UsageError, printing
 from pagoda_tools.cli.live_screen import Key, LiveScreen
 from pagoda_tools.cli.remote_stores import remotes_of
-from pagoda_tools.cli.stats import remote_usage, snapshots
+from pagoda_tools.cli.stats import remote_usage, snapshots, usage
 from pagoda_tools.cli.stores import (
     AsJson,
     ConfigFile,
@@ -225,4 +225,5 @@ def _as_json(sample: TopSample) -> dict[str, object]:
     ]
     remotes = [remote._asdict() for remote in sample.remotes]
     said = {"time": time.time(), "policy": sample.policy, "stores": stores}
-    return {**said, "remotes": remotes, "failed": dict(sample.failed)}
+    more = usage(sample.stores)
+    return {**said, "remotes": remotes, "failed": dict(sample.failed), **more}

@@ -62,26 +62,40 @@ class TracePool(ExitStack):
         self._executor: ProcessPoolExecutor | None = None
 
     def run(self, work: Sequence[TraceJob[R]], title: str) -> list[R]:
-        """Run all jobs and return the results in the order of `work`. Raises the error of any of
-        them.
+        """Run all jobs, with a progress bar of their own, and return the results in the order of
+        `work`. Raises the error of any of them.
         """
         with printing.progress(self._quiet) as bars:
-            task = bars.add_task(title, total=sum(job.weight for job in work))
-            if min(self.jobs, len(work)) <= 1:
-                return [
-                    job.function(self._requests, *job.arguments)
-                    for job in bars.track(work, task_id=task)
-                ]
-            try:
-                return self._spread(
-                    work, lambda weight: bars.update(task, completed=weight)
-                )
-            except BrokenProcessPool:
-                died = "a simulating process has died, perhaps for lack of memory; try --jobs 1"
-                raise FailedError(died) from None
-            except MemoryError:
-                short = "too little memory for so many simulations at once; try --jobs 1"
-                raise FailedError(short) from None
+            task = bars.add_task(title, total=1.0)
+            return self.run_shown(
+                work, lambda share: bars.update(task, completed=share)
+            )
+
+    def run_shown(
+        self, work: Sequence[TraceJob[R]], show_done: Callable[[float], None]
+    ) -> list[R]:
+        """Do the same for a caller that shows the progress itself: `show_done` is given the share
+        of the work that is done, from 0 to 1, again and again.
+        """
+        total = sum(job.weight for job in work)
+        if min(self.jobs, len(work)) <= 1:
+            found = []
+            done = 0.0
+            for job in work:
+                found.append(job.function(self._requests, *job.arguments))
+                done = done + job.weight
+                show_done(done / total)
+            return found
+        try:
+            return self._spread(work, lambda weight: show_done(weight / total))
+        except BrokenProcessPool:
+            died = "a simulating process has died, perhaps for lack of memory; try --jobs 1"
+            raise FailedError(died) from None
+        except MemoryError:
+            short = (
+                "too little memory for so many simulations at once; try --jobs 1"
+            )
+            raise FailedError(short) from None
 
     def _spread(
         self, work: Sequence[TraceJob[R]], show_done: Callable[[float], None]

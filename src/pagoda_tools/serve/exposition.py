@@ -24,12 +24,23 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pagoda.base.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
+from pagoda.ledger.request_meters import (
+    MOST_SHOWN,
+    OTHER,
+    Meter,
+    saved_seconds,
+    token_seconds,
+)
 from pagoda.ledger.store_stats import StoreStats
 from pagoda.tiers.remote.store_client import Usage
 
 MOST_NAMESPACES = 50
 """The number of namespaces with a separate series: those with most chunks. The others are counted
 as "other".
+"""
+MOST_PAIRS = 100
+"""The number of pairs of a model and a tenant with a separate series: those with most requested
+tokens. The others are counted as the tenant "other".
 """
 MODEL_CHARS = 80
 """The longest part of a model's name in a label."""
@@ -38,7 +49,7 @@ COUNTED: Mapping[str, str] = {
     "lookups": "Calls of `lookup` and `retrieve` that were counted.",
     "hits": "Calls that found at least one chunk.",
     "asked_tokens": "Tokens that all these calls requested.",
-    "hit_tokens": "Tokens that these calls found.",
+    "hit_tokens": "Tokens that these calls found; tier: of the store that counts. For one more release: use pagoda_found_tokens.",  # noqa: E501
     "approximate_hit_tokens": "Tokens that were found in a cache with a lossy codec: none is certainly exact.",  # noqa: E501
     "hit_tokens_host": "Tokens found in host memory.",
     "hit_tokens_disk": "Tokens found on the local disk.",
@@ -94,10 +105,18 @@ def _gauge(name: str, labels: tuple[str, ...], text: str) -> MetricFamily:
 
 
 _STORE = ("tier", "store")
+_FOUND = _counter(
+    "found_tokens",
+    _STORE,
+    (
+        "Tokens that calls found; tier: where, host, disk or remote; store: the one that counts. "
+        "Has the meaning of vllm:pagoda_found_tokens, for all engines of the machine."
+    ),
+)
 _HITS_BY_TIER = _counter(
     "hit_tokens_by_tier",
     _STORE,
-    "Tokens found; tier: where, host, disk or remote.",
+    "Tokens found; tier: where. For one more release: use pagoda_found_tokens.",
 )
 _MISSES = _counter(
     "misses",
@@ -126,6 +145,50 @@ _NAMESPACES = _gauge(
     (
         f"Chunks of a namespace; all but the {MOST_NAMESPACES} largest namespaces together are "
         '"other".'
+    ),
+)
+_PAIR = ("store", "model", "tenant")
+_USAGE = {
+    "lookups": _counter(
+        "usage_lookups",
+        _PAIR,
+        (
+            "Calls of lookup and retrieve, by model and tenant. Tenant: the start of a digest of "
+            "the salt; none: without a salt; other: not known, or beyond the bounds."
+        ),
+    ),
+    "hits": _counter(
+        "usage_hits", _PAIR, "Those of them that found at least one chunk."
+    ),
+    "asked_tokens": _counter(
+        "usage_asked_tokens", _PAIR, "Tokens that they requested."
+    ),
+    "loaded_tokens": _counter(
+        "usage_loaded_tokens",
+        _PAIR,
+        "Tokens that were copied into the memory of engines.",
+    ),
+    "load_seconds": _counter(
+        "usage_load_seconds", _PAIR, "Seconds of these loads."
+    ),
+    "prefill_tokens": _counter(
+        "usage_prefill_tokens", _PAIR, "Tokens that engines computed."
+    ),
+    "prefill_seconds": _counter(
+        "usage_prefill_seconds", _PAIR, "Seconds in which they did."
+    ),
+}
+_USAGE_FOUND = _counter(
+    "usage_found_tokens",
+    (*_PAIR, "tier"),
+    "Tokens that they found; tier: where, host, disk or remote.",
+)
+_USAGE_SAVED = _gauge(
+    "usage_saved_seconds",
+    _PAIR,
+    (
+        "An estimate: the loaded tokens at the speed at which engines of the model computed, less "
+        "the seconds of the loads. Absent if no engine of the model reports its speed."
     ),
 )
 _READABLE = _gauge(
@@ -162,6 +225,7 @@ _GAUGE_FAMILIES = {
 
 FAMILIES: tuple[MetricFamily, ...] = (
     *_COUNTER_FAMILIES.values(),
+    _FOUND,
     _HITS_BY_TIER,
     _MISSES,
     _DROPS,
@@ -170,6 +234,9 @@ FAMILIES: tuple[MetricFamily, ...] = (
     *_GAUGE_FAMILIES.values(),
     _SLOT_BYTES,
     _NAMESPACES,
+    *_USAGE.values(),
+    _USAGE_FOUND,
+    _USAGE_SAVED,
     _READABLE,
     _REACHABLE,
     _USED,
@@ -215,6 +282,7 @@ def _metrics(found: Exposition) -> Iterator[Metric]:
         _SLOT_BYTES, [(_place(store), store.slot_bytes) for store in found.stores]
     )
     yield _metric(_NAMESPACES, _namespaces(found.stores).items())
+    yield from _usage(found.stores)
     readable = [((str(store.directory),), 1) for store in found.stores]
     yield _metric(
         _READABLE,
@@ -250,6 +318,7 @@ def _counters(stores: Sequence[StoreStats]) -> Iterator[Metric]:
         for store in stores
         for kind in TIER_KINDS
     ]
+    yield _metric(_FOUND, by_tier)
     yield _metric(_HITS_BY_TIER, by_tier)
     for family, prefix in ((_MISSES, "miss_"), (_DROPS, "drop_")):
         by_reason = [
@@ -296,6 +365,57 @@ def _namespaces(stores: Sequence[StoreStats]) -> Mapping[tuple[str, ...], int]:
                     *(own if row.root in largest else ("other", "")),
                 ] += row.chunks
     return found
+
+
+def _usage(stores: Sequence[StoreStats]) -> Iterator[Metric]:
+    """Yield what each store counted by model and tenant."""
+    everything = [meter for store in stores for meter in store.meters]
+    speeds = token_seconds(everything)
+    bounded = _bounded(everything)
+    counts: dict[str, dict[tuple[str, ...], float]] = {
+        name: {} for name in _USAGE
+    }
+    found: Tally[tuple[str, ...]] = Tally()
+    saved: dict[tuple[str, ...], float] = {}
+    for store in stores:
+        for meter in store.meters:
+            own = meter.counts
+            labels = (str(store.directory), *bounded[meter.model, meter.tenant])
+            for name, by_labels in counts.items():
+                by_labels[labels] = by_labels.get(labels, 0) + _counted(own, name)
+            for kind in TIER_KINDS:
+                found[*labels, kind] += own[f"hit_tokens_{kind}"]
+            if (sooner := saved_seconds(meter, speeds)) is not None:
+                saved[labels] = saved.get(labels, 0.0) + sooner
+    for name, family in _USAGE.items():
+        yield _metric(family, counts[name].items())
+    yield _metric(_USAGE_FOUND, found.items())
+    yield _metric(_USAGE_SAVED, saved.items())
+
+
+def _counted(counts: Mapping[str, int], name: str) -> float:
+    """Return one count of a meter, times in seconds."""
+    if name.endswith("_seconds"):
+        return counts[name.replace("_seconds", "_microseconds")] / 1e6
+    return counts[name]
+
+
+def _bounded(meters: Iterable[Meter]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return the model and the tenant that each pair is shown as."""
+    asked: Tally[tuple[str, str]] = Tally()
+    by_model: Tally[str] = Tally()
+    for meter in meters:
+        tokens = meter.counts["asked_tokens"]
+        asked[meter.model, meter.tenant] += tokens
+        by_model[meter.model] += tokens
+    models = {model for model, _ in by_model.most_common(MOST_SHOWN)}
+    largest = {pair for pair, _ in asked.most_common(MOST_PAIRS)}
+    shown = {}
+    for model, tenant in asked:
+        kept = model if model in models else OTHER
+        own = (model, tenant) in largest and kept == model
+        shown[model, tenant] = (kept, tenant if own else OTHER)
+    return shown
 
 
 def _remotes(remotes: Mapping[str, Usage | None]) -> Iterator[Metric]:

@@ -23,6 +23,7 @@ from pagoda.base.clock import Deadline
 from pagoda.base.errors import PagodaError
 from pagoda.base.metrics import TIER_KINDS, by_reason
 from pagoda.base.signal_safe_threads import begin
+from pagoda.ledger.request_meters import usage_by_model, usage_by_tenant
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.ledger.store_stats import StoreStats
 
@@ -160,6 +161,7 @@ class Overview:
             name: totals[name]
             for name in ("lookups", "hits", "asked_tokens", "hit_tokens")
         }
+        meters = [meter for store in stores for meter in store.meters]
         namespaces = _namespaces(stores)
         pins = _pins(stores)
         return {
@@ -172,6 +174,8 @@ class Overview:
                 *_remote_tiers(remotes, totals["hit_tokens_remote"]),
             ],
             "totals": shown,
+            "models": usage_by_model(meters),
+            "tenants": usage_by_tenant(meters),
             "saved": _saved(stores, self.gpu_price),
             "misses": by_reason(totals, "miss_"),
             "drops": by_reason(totals, "drop_"),

@@ -357,7 +357,7 @@ class PagodaHiCache(HiCacheStorage):
                 and (slots := run.pool.cache.slots) is not None
             ):
                 # the look-up has counted the tokens
-                slots.count_request(0, {}, hit.reason)
+                slots.count_request(0, {}, hit.reason, slots.namespace())
             return (
                 hit.num_tokens // run.pool.pages.layout.chunk_tokens,
                 hit.reason,

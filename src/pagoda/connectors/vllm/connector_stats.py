@@ -45,9 +45,14 @@ COUNTERS: Mapping[str, str] = {
 }
 
 TIERS = ("host", "disk", "peers", "remote")  # every other tier counts as remote
+_FOUND = (
+    "found_tokens",
+    "Tokens found and not computed, by the tier that had them.",
+)
+# the name of the same counts until now
 _HITS = (
     "hit_tokens",
-    "Tokens found and not computed, by the tier that had them.",
+    "For one more release: use vllm:pagoda_found_tokens.",
 )
 
 
@@ -126,8 +131,8 @@ class PagodaPromMetrics(KVConnectorPromMetrics):
     """One Prometheus counter for each name, `vllm:pagoda_<name>_total`, with the labels that vLLM
     gives each engine.
 
-    In addition `vllm:pagoda_hit_tokens_total` has what the counters `hit_tokens_<tier>` have, with
-    the label `tier`.
+    In addition `vllm:pagoda_found_tokens_total` has what the counters `hit_tokens_<tier>` have,
+    with the label `tier`; `vllm:pagoda_hit_tokens_total` is its old name.
     """
 
     def __init__(
@@ -148,15 +153,16 @@ class PagodaPromMetrics(KVConnectorPromMetrics):
             ]
             for name, text in COUNTERS.items()
         }
-        hits = self._counter(*_HITS, [*labelnames, "tier"])
-        for tier in TIERS:
-            values = {
-                engine: [*labels, tier]
-                for engine, labels in per_engine_labelvalues.items()
-            }
-            self._counters[f"hit_tokens_{tier}"].append(
-                create_metric_per_engine(hits, values)
-            )
+        for family in (_FOUND, _HITS):
+            found = self._counter(*family, [*labelnames, "tier"])
+            for tier in TIERS:
+                values = {
+                    engine: [*labels, tier]
+                    for engine, labels in per_engine_labelvalues.items()
+                }
+                self._counters[f"hit_tokens_{tier}"].append(
+                    create_metric_per_engine(found, values)
+                )
 
     def _counter(self, name: str, text: str, labelnames: list[str]) -> Any:
         return self._counter_cls(

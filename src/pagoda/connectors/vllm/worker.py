@@ -142,6 +142,8 @@ class PagodaWorker:
         self._layout = layout
         if seen.part == 0 and seen.writes:
             self._prefills = PrefillSteps(self._cache, seen.planes[0].device)
+        else:
+            self._slots.leave_loads_to_another_rank()
         self.handshake = Handshake(
             namespace, layout, seen.block_tokens, seen.parts
         )
