@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from pagoda.cache import Cache
-from pagoda.ledger import Ledger, StoreSpec
+from pagoda.ledger import Ledger, StoreSpec, admin
+from pagoda.ledger.stores_under_root import stores_in
 from pagoda.slab import FileSlab, MemorySlab
 from pagoda.testing import Fault, FaultySlab
 from pagoda.tiers import DiskTier, HostTier
@@ -109,6 +111,32 @@ def test_a_tier_that_hangs_keeps_no_other_waiting(stack: Stack) -> None:
     assert stack.cache.flush(PATIENT_SECONDS)
     assert stack.slow.stats()["ready"] == 24
     stack.cache.close()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_others_see_how_many_chunks_wait(
+    shm_root: Path, tmp_path: Path, policy: str
+) -> None:
+    stack = Stack(shm_root, tmp_path, write_policy=policy)
+    (store,) = stores_in(shm_root)
+    with closing(Ledger.attach(store)) as other:
+
+        def waiting() -> int:
+            return admin.numbers(other)["waiting_chunks"]
+
+        assert waiting() == 0
+        stack.slab.fail_next("write", Fault.HANG)
+        for seed in range(15):
+            tokens = prompt(4, seed)
+            stack.cache.store(tokens, kv_of(tokens).transfer)
+        wait_until(
+            lambda: waiting() == stack.cache.stats()["waiting_chunks"] > 10,
+            PATIENT_SECONDS,
+        )
+        stack.slab.release()
+        assert stack.cache.flush(PATIENT_SECONDS)
+        assert waiting() == 0
+        stack.cache.close()
 
 
 def test_chunks_that_a_tier_breaks_on_are_not_waited_for(

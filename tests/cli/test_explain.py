@@ -22,6 +22,7 @@ from pagoda.cache.prompt_log import PromptLog
 from pagoda.keys import Namespace, as_token_ids, chunk_keys
 from pagoda.ledger import Ledger, admin
 from pagoda_tools.cli import main, prompt_source
+from pagoda_tools.cli.stores import find_stores
 from tests.cli.shelf import (
     CHUNK,
     LLAMA,
@@ -560,6 +561,30 @@ def test_the_page_cuts_text_by_a_tokenizer_that_is_loaded_once(
     assert list(cut(words([7, 900]))) == [7, 900]
     with pytest.raises(ValueError, match="characters: at most"):
         cut("a" * (5 << 20))
+
+
+def test_the_page_shows_the_text_of_the_token_that_differs(
+    shm_root: Path, tokenizer: Path
+) -> None:
+    from pagoda_tools.cli.web_page_options import page_options
+
+    logged(host(shm_root), LLAMA, PROMPT)
+    (store,) = find_stores(shm_root, None)
+    with contextlib.closing(Ledger.attach(store)) as ledger:
+
+        def texts(tokens: list[int], place: Path | None) -> object:
+            explain = page_options(shm_root, None, None, place).prompts.explain
+            (found,) = explain(tokens, [ledger], None)
+            return found["texts"]
+
+        for place in (tokenizer, tokenizer / "tokenizer.json"):
+            said = cast("dict[str, str]", texts(planted(20), place))
+            assert said["before"].split() == words(PROMPT[8:20]).split()
+            assert said["here"].strip() == f"t{planted(20)[20]}"
+            assert said["stored"].strip() == f"t{PROMPT[20]}"
+        ended = cast("dict[str, str]", texts([*PROMPT, 7], tokenizer))
+        assert (ended["here"].strip(), ended["stored"]) == ("t7", None)
+        assert texts(planted(20), None) is None
 
 
 class Vllm(BaseHTTPRequestHandler):

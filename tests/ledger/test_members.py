@@ -323,3 +323,32 @@ def test_a_member_that_died_while_it_enrolled_is_nobody(
     admin.reap(ledger)
     assert admin.gauges(ledger)["members"] == 1
     ledger.close()
+
+
+def test_a_gauge_is_the_sum_of_what_living_members_say(shm_root: Path) -> None:
+    ledger = opened(shm_root)
+
+    def waiting() -> int:
+        return admin.numbers(ledger)["waiting_chunks"]
+
+    def says(number: int) -> bytes:
+        admin.gauges(ledger)  # become a member
+        ledger.session.set_gauge("waiting_chunks", number)
+        return b"said"
+
+    ledger.session.set_gauge("waiting_chunks", 2)
+    with Other(partial(says, 40)):
+        assert waiting() == 42
+        with Other(partial(says, 7)):
+            assert waiting() == 49
+        assert waiting() == 42
+    # both ended, one after the other, and left their rows as they were
+    assert waiting() == 2
+    admin.reap(ledger)
+    assert waiting() == 2
+    # who comes next has one of their rows
+    with Other(partial(says, 1)):
+        assert waiting() == 3
+    ledger.session.set_gauge("waiting_chunks", 0)
+    assert waiting() == 0
+    ledger.close()

@@ -68,6 +68,7 @@ INTERFACE = {
     "pagoda_members": f"gauge {STORE}",
     "pagoda_pinned": f"gauge {STORE}",
     "pagoda_leased": f"gauge {STORE}",
+    "pagoda_waiting_chunks": f"gauge {STORE}",
     "pagoda_hint_bytes": f"gauge {STORE}",
     "pagoda_locked_bytes": f"gauge {STORE}",
     "pagoda_slot_bytes": f"gauge {STORE}",

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,31 @@ from pagoda.base.metrics import Reason
 from pagoda.ledger import Ledger
 from pagoda.ledger.stores_under_root import remove_store
 from pagoda.transfer import DenseKV
-from pagoda_tools.serve import live_feed
+from pagoda_tools.serve import history, live_feed
 from pagoda_tools.serve.blocking_calls import BlockingCallPool
+from pagoda_tools.serve.history import machine_seconds
 from pagoda_tools.serve.live_feed import LiveFeed
 from pagoda_tools.serve.overview import (
     MOST_NAMESPACES,
     MOST_PINS,
     MOST_REQUESTS,
-    MOST_SAMPLES,
     Overview,
 )
-from tests.serve.kit import CHUNK, LAYOUT, NAMESPACE, kv_of, tokens_of, wait_until
+from tests.serve.kit import (
+    CHUNK,
+    LAYOUT,
+    NAMESPACE,
+    SECONDS,
+    kv_of,
+    tokens_of,
+    wait_until,
+)
+
+
+@pytest.fixture(autouse=True)
+def _short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two looks make a span, however soon one follows the other."""
+    monkeypatch.setattr(history, "SHORTEST_SPAN_SECONDS", 0.0)
 
 
 def opened(root: Path, namespace: Namespace = NAMESPACE) -> Cache:
@@ -115,9 +130,8 @@ def test_a_sample_has_what_happened_between_two_looks(shm_root: Path) -> None:
         assert isinstance(sample, dict)
         assert sample["seconds"] > 0
         assert sample["hit_tokens"] == {"host": 2 * CHUNK, "disk": 0, "remote": 0}
-        for _ in range(MOST_SAMPLES + 5):
-            overview.history.append(sample)
-        assert len(overview.history) == MOST_SAMPLES
+        assert sample["stored_bytes"] == 2 * LAYOUT.chunk_bytes
+        assert sample["lookups"] == 1
 
 
 def test_hits_are_of_the_tier_that_served_and_a_store_that_was_made_again_takes_none_back(
@@ -237,7 +251,12 @@ def test_remote_tiers_are_asked_now_and_then_only(shm_root: Path) -> None:
     overview = Overview(list, remotes)
     first = overview.take()["tiers"]
     second = overview.take()["tiers"]
+    ages = [
+        [tier.pop("answered_seconds_ago") for tier in tiers]  # type: ignore[attr-defined]
+        for tiers in (first, second)
+    ]
     assert first == second
+    assert 0 <= ages[0][0] < ages[1][0]
     assert len(asked) == 1
     redis, s3 = first  # type: ignore[misc]
     assert (redis["used_bytes"], redis["size_bytes"], redis["hit_tokens"]) == (
@@ -270,20 +289,61 @@ def test_a_remote_that_does_not_answer_delays_and_changes_nothing_of_the_rest(
         wait_until(lambda: len(overview.take()["tiers"]) == 2)  # type: ignore[arg-type]
 
 
-def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(
+def test_while_nobody_looks_only_counters_are_read_and_the_history_has_no_hole(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
     with opened(shm_root) as cache:
+        overview = Overview(lambda: ledgers_of(cache))
         taken: list[int] = []
+        take = overview.take
 
-        def ledgers() -> list[Ledger]:
+        def counted_take() -> dict[str, object]:
             taken.append(1)
-            return ledgers_of(cache)
+            return take()
+
+        overview.take = counted_take  # type: ignore[method-assign]
 
         async def look() -> None:
             calls = BlockingCallPool()
-            feed = LiveFeed(Overview(ledgers), calls)
+            feed = LiveFeed(overview, calls)
+            feed.start()
+            async with asyncio.timeout(SECONDS / 3):
+                while len(overview.history.seconds) < 5:
+                    await asyncio.sleep(0.01)
+                assert not taken
+                cache.store(tokens_of(1, 1), DenseKV(kv_of(1, 1), LAYOUT))
+                while not overview.history.recent(machine_seconds()).counts[
+                    "stored_bytes"
+                ]:
+                    await asyncio.sleep(0.01)
+            async with feed.reader() as queue:
+                event = await queue.get()
+                assert event is not None
+                spans = json.loads(event.partition(b"data: ")[2])["history"]
+                assert sum(one["stored_bytes"] for one in spans) == (
+                    LAYOUT.chunk_bytes
+                )
+                for _ in range(3):
+                    await queue.get()
+            for before, after in pairwise(overview.history.seconds):
+                assert after.begin == pytest.approx(before.end, abs=1e-6)
+            feed.close()
+            calls.close()
+
+        asyncio.run(look())
+
+
+def test_slow_readers_are_dropped(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
+    with opened(shm_root) as cache:
+
+        async def look() -> None:
+            calls = BlockingCallPool()
+            feed = LiveFeed(Overview(lambda: ledgers_of(cache)), calls)
+            feed.start()
             async with feed.reader() as slow, feed.reader() as quick:
                 events = 0
                 # until the feed has given it up
@@ -297,13 +357,6 @@ def test_nothing_is_sampled_while_nobody_looks_and_slow_readers_are_dropped(
                         break
                 assert await slow.get() is None
                 assert events >= 4
-            for _ in range(100):
-                await asyncio.sleep(0.01)
-                if feed._sampler is None:
-                    break
-            before = len(taken)
-            await asyncio.sleep(0.1)
-            assert len(taken) == before
             feed.close()
             calls.close()
 
@@ -326,6 +379,7 @@ def test_stores_that_do_not_answer_are_said_to_the_readers(
     async def look() -> None:
         calls = BlockingCallPool()
         feed = LiveFeed(Overview(ledgers), calls)
+        feed.start()
         async with feed.reader() as queue:
             await queue.get()
             hanging.set()
@@ -354,6 +408,7 @@ def test_a_server_that_has_no_thread_left_says_so(
     async def look() -> None:
         calls = BlockingCallPool(threads=1, most_waiting=0)
         feed = LiveFeed(Overview(list), calls)
+        feed.start()
         async with feed.reader() as queue:
             await queue.get()
             held = asyncio.ensure_future(calls.run(free.wait, 60))
@@ -384,6 +439,7 @@ def test_a_stream_goes_on_whatever_is_wrong_with_a_store(
     async def look() -> None:
         calls = BlockingCallPool()
         feed = LiveFeed(Overview(ledgers), calls)
+        feed.start()
         async with feed.reader() as queue:
             await queue.get()
             damaged.set()
@@ -400,3 +456,64 @@ def test_a_stream_goes_on_whatever_is_wrong_with_a_store(
         calls.close()
 
     asyncio.run(look())
+
+
+def test_beside_every_sum_of_several_stores_is_the_fullest_one(
+    shm_root: Path,
+) -> None:
+    with (
+        opened(shm_root / "idle", Namespace("idle")) as idle,
+        opened(shm_root / "busy", Namespace("busy")) as busy,
+    ):
+        ledgers = [*ledgers_of(idle), *ledgers_of(busy)]
+        overview = Overview(lambda: ledgers)
+        overview.take()
+        slots = ledgers[1].slots
+        for number in range(slots // 4 + 3):
+            busy.store(tokens_of(number, 4), DenseKV(kv_of(1, 4), LAYOUT))
+        (tier,) = overview.take()["tiers"]  # type: ignore[misc]
+        fullest, other = tier["stores"]
+        assert fullest["directory"] == str(ledgers[1].directory)
+        # the same layout under two roots
+        short = fullest["name"].rpartition("/")[2]
+        assert (
+            fullest["name"] == f"host:{ledgers[1].directory.parent.name}/{short}"
+        )
+        assert ledgers[1].directory.name.startswith(short)
+        assert fullest["models"] == ["busy"]
+        assert fullest["used_bytes"] > 0.9 * fullest["size_bytes"]
+        assert fullest["evicted_per_second"] > 0
+        assert other["directory"] == str(ledgers[0].directory)
+        assert (other["used_bytes"], other["evicted_per_second"]) == (0, 0)
+        assert tier["used_bytes"] == fullest["used_bytes"]
+        assert tier["size_bytes"] == fullest["size_bytes"] + other["size_bytes"]
+        assert tier["most_bytes"] == fullest["most_bytes"] + other["most_bytes"]
+        # neither grows
+        assert tier["most_bytes"] >= tier["size_bytes"]
+
+
+def test_a_store_that_cannot_be_read_now_keeps_its_figures_and_says_how_old_they_are(
+    shm_root: Path,
+) -> None:
+    with opened(shm_root / "one") as cache, opened(shm_root / "two") as other:
+        ledgers = [*ledgers_of(cache), *ledgers_of(other)]
+        overview = Overview(lambda: ledgers)
+        other.store(tokens_of(1, 3), DenseKV(kv_of(1, 3), LAYOUT))
+        other.lookup(tokens_of(1, 3))
+        before = overview.take()
+        other.close()
+        after = overview.take()
+        assert after["totals"] == before["totals"]
+        (tier,) = after["tiers"]  # type: ignore[misc]
+        assert tier["chunks"] == 3
+        assert tier["stores"][0]["read_seconds_ago"] > 0
+        assert tier["stores"][1]["read_seconds_ago"] is None
+        (trouble,) = after["troubles"]  # type: ignore[misc]
+        assert trouble.endswith("s old")
+        del ledgers[1]
+        assert overview.take()["tiers"][0]["chunks"] == 0  # type: ignore[index]
+
+
+def test_a_store_that_cannot_be_opened_is_named() -> None:
+    overview = Overview(list, unopened=lambda: {Path("/one"): "too new"})
+    assert overview.take()["troubles"] == ["/one: in no figure: too new"]

@@ -102,6 +102,11 @@ COUNTERS: tuple[str, ...] = (
 )
 
 
+# What each process says of itself at present, in the same rows as its counters: only those of
+# processes that live are added up.
+MEMBER_GAUGES: tuple[str, ...] = ("waiting_chunks",)
+
+
 def by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
     """Return the counters of all reasons with that prefix ("miss_", "drop_") that are above 0, by
     reason.

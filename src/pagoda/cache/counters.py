@@ -72,8 +72,9 @@ class CacheCounters:
         reset_now_and_in_child(self)
 
     def reset(self) -> None:
-        """Create the locks."""
+        """Create the locks; a child has nothing in its queues."""
         self._lock = threading.Lock()
+        self._waiting: dict[str, int] = {}
 
     def name(self, namespace: Namespace) -> Pair:
         """Return the model and the tenant that a namespace is counted for; remember them for
@@ -144,6 +145,14 @@ class CacheCounters:
         if isinstance(namespace, Namespace):
             return self.name(namespace)
         return self._pairs.get(namespace, self._unknown)
+
+    def set_waiting(self, tier: str, chunks: int) -> None:
+        """Say how many chunks of this process wait to be written to a tier."""
+        self._waiting[tier] = chunks
+        ledger = self._ledger
+        if ledger is not None:
+            total = sum(self._waiting.values())
+            ledger.session.set_gauge("waiting_chunks", total)
 
     def count_request(
         self,

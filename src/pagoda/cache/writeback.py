@@ -234,6 +234,12 @@ class WriteBackQueue:
         with self._changed:
             return self._waiting + len(self._dirty)
 
+    def _tell_waiting(self) -> None:
+        """Show all processes how many chunks wait. Called with the lock."""
+        self._counters.set_waiting(
+            self.tier.name, self._waiting + len(self._dirty)
+        )
+
     # -- from the calls of the engine: never waits -------------------------------------------------
 
     def enqueue(
@@ -298,6 +304,7 @@ class WriteBackQueue:
             # their slots were reused: those chunks were evicted before they were written
             stale = sum(ref.slot in self._dirty for ref in fresh)
             self._dirty.update((ref.slot, (ref, batch)) for ref in fresh)
+            self._tell_waiting()
             self._wake()
         self._counters.add({f"drop_{Reason.STALE}": stale})
 
@@ -330,6 +337,7 @@ class WriteBackQueue:
                 self._buffered += number if staged else 0
                 self._queue.append(batch)
                 self._wake()
+                self._tell_waiting()
         if late:
             self._drop(late, reason)
 
@@ -396,6 +404,7 @@ class WriteBackQueue:
             self._queue.clear()
             self._accesses.clear()
             self._waiting = self._buffered = 0
+            self._tell_waiting()
             self._noted.set()
             self._changed.notify_all()
             thread = self._thread
@@ -465,6 +474,7 @@ class WriteBackQueue:
         self._buffered -= (
             len(batch.refs) if batch.refs[0].staged is not None else 0
         )
+        self._tell_waiting()
         return batch
 
     def _enqueue_coldest(self, ledger: Ledger) -> None:
@@ -490,6 +500,7 @@ class WriteBackQueue:
         for batch in _regroup(live):
             self._queue.append(batch)
             self._waiting += len(batch.refs)
+        self._tell_waiting()
 
     # -- writing, with `_working` set --------------------------------------------------------------
 

@@ -287,11 +287,14 @@ def numbers(
     ledger: Ledger, deadline_seconds: float = PATIENT_SECONDS
 ) -> dict[str, int]:
     """Return gauges and counters, of one moment. StoreError if they cannot be read in time."""
-    found = ledger.session.read(
-        lambda txn, tables: _totals(txn, tables) | _counters(ledger, txn, tables),
-        deadline_seconds,
-    )
-    return found | _hinted(ledger)
+    session = ledger.session
+
+    def work(txn: Txn, tables: Tables) -> dict[str, int]:
+        counters = _counters(ledger, txn, tables)
+        gauges = session.member_gauges(txn, tables)
+        return _totals(txn, tables) | counters | gauges
+
+    return session.read(work, deadline_seconds) | _hinted(ledger)
 
 
 def check(ledger: Ledger) -> Report:

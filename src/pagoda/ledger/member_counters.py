@@ -1,5 +1,8 @@
 """The counters of a store: one mapped row per member, in columns that the tables name.
 
+The row has gauges too (MEMBER_GAUGES), which a member sets; those of a member that left mean
+nothing.
+
 A version of PagodaKV that has more counters than another appends their names: members of both
 versions share the file, and each reads the columns that it knows. A new counter is therefore no new
 format. `session` and `members` call it.
@@ -13,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.base.metrics import COUNTERS
+from pagoda.base.metrics import COUNTERS, MEMBER_GAUGES
 from pagoda.ledger.lmdb_tables import COUNTER_NAMES_ROW, COUNTERS_ROW, Tables, Txn
 
 MEMBER_ROWS = 512
@@ -29,18 +32,19 @@ def counter_rows(memory: mmap.mmap) -> CounterRow:
 
 
 def columns_of(txn: Txn, tables: Tables) -> dict[str, int]:
-    """Return the column of each counter of this version; counters new to the store get one, in a
-    write transaction.
+    """Return the column of each counter and gauge of this version; those new to the store get one,
+    in a write transaction.
 
     A counter for which no column is left is not counted.
     """
+    here = (*COUNTERS, *MEMBER_GAUGES)
     row = txn.get(COUNTER_NAMES_ROW, db=tables.meta)
     names = msgspec.json.decode(row, type=list[str]) if row is not None else []
     known = set(names)
-    named = [*names, *(name for name in COUNTERS if name not in known)][:WIDTH]
+    named = [*names, *(name for name in here if name not in known)][:WIDTH]
     if named != names:
         txn.put(COUNTER_NAMES_ROW, msgspec.json.encode(named), db=tables.meta)
-    return {name: column for column, name in enumerate(named) if name in COUNTERS}
+    return {name: column for column, name in enumerate(named) if name in here}
 
 
 def folded(row: bytes | None) -> CounterRow:

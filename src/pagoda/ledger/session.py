@@ -35,7 +35,7 @@ from pagoda.base.clock import Clock
 from pagoda.base.errors import ClosedError, LedgerCorrupt, StoreError
 from pagoda.base.fork import call_in_child
 from pagoda.base.log import guarded_logger
-from pagoda.base.metrics import COUNTERS, Reason
+from pagoda.base.metrics import COUNTERS, MEMBER_GAUGES, Reason
 from pagoda.base.signal_safe_threads import if_free
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
@@ -745,6 +745,23 @@ class Session:
     def own_counters(self) -> dict[str, int]:
         """Return the counters of this member."""
         return self.counted([], np.asarray(self._row))
+
+    def set_gauge(self, gauge: str, value: int) -> None:
+        """Set one of this member's gauges, of pagoda.base.metrics.MEMBER_GAUGES."""
+        with self._counting:
+            column = self._column.get(gauge)
+            if column is not None:
+                self._row[column] = value
+
+    def member_gauges(self, txn: Txn, tables: Tables) -> dict[str, int]:
+        """Return the sum of each gauge over the living members."""
+        rows = [row for row, _ in self._living(txn, tables)]
+        summed = self._counters[rows].sum(axis=0, dtype=np.uint64)
+        columns = ((name, self._column.get(name)) for name in MEMBER_GAUGES)
+        return {
+            name: int(summed[column]) if column is not None else 0
+            for name, column in columns
+        }
 
     # ---- opening, closing, forking
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from urllib.parse import urlsplit
 
 from pagoda_tools.cli import FailedError, UsageError
@@ -75,7 +75,7 @@ def read_prompt(
         ids, model = _ask_server(url, words, chat, api_key_file)
     else:
         ids = (
-            text_tokenizer(str(tokenizer))(str(words))
+            text_tokenizer(str(tokenizer)).ids(str(words))
             if chat is None
             else _chat_ids(str(tokenizer), chat)
         )
@@ -145,23 +145,34 @@ def _read(option: str, source: str) -> str:
 # ---- a tokenizer
 
 
-def text_tokenizer(tokenizer: str) -> Callable[[str], Sequence[int]]:
-    """Load a model's tokenizer; return a function from a text to its ids, with the special tokens
-    that engines add.
+class TextTokenizer(NamedTuple):
+    """A tokenizer, as two functions. Both raise UsageError."""
 
-    Both raise UsageError.
-    """
+    ids: Callable[[str], Sequence[int]]
+    """Returns the ids of a text, with the special tokens that engines add."""
+    text: Callable[[Sequence[int]], str]
+    """Returns the text of some ids, with the special tokens."""
+
+
+def text_tokenizer(tokenizer: str) -> TextTokenizer:
+    """Load a model's tokenizer. Raises UsageError."""
     cut: Callable[[str], Sequence[int]]
+    join: Callable[[Sequence[int]], str]
     with _explained(tokenizer):
         if Path(tokenizer).is_file():
             from tokenizers import Tokenizer
 
             single = Tokenizer.from_file(tokenizer)
             cut = lambda text: single.encode(text).ids  # noqa: E731
+            join = lambda ids: single.decode(  # noqa: E731
+                list(ids), skip_special_tokens=False
+            )
         else:
             whole = _of_model(tokenizer)
             cut = lambda text: list(whole(text)["input_ids"])  # noqa: E731
-    return _explained(tokenizer)(cut)
+            join = lambda ids: str(whole.decode(list(ids)))  # noqa: E731
+    explained = _explained(tokenizer)
+    return TextTokenizer(explained(cut), explained(join))
 
 
 def _chat_ids(tokenizer: str, chat: Json) -> Sequence[int]:

@@ -10,8 +10,9 @@ metrics_routes  GET /metrics
 announcer       announces the chunks of the stores in the directory of neighbours
 served_stores   opens the stores beside the engines; finds a chunk by namespace and key
 operator_routes the page, its data as JSON and as a stream of events, login, changes
-live_feed       samples the stores once for all streams, only while there is a stream
+live_feed       reads the stores every second, once for all streams
 overview        all data of the page, from the counters of all stores
+history         what happened in the last day, second by second and minute by minute
 operations      clear, pin, unpin, warm up, explain
 exposition      contents and counters of the stores in Prometheus' text format (extra `metrics`)
 """

@@ -81,6 +81,9 @@ _GAUGES = {
     "unbacked": "Slots that have no memory or disk space at present.",
     "members": "Processes that have the store open, without the one that reads this.",
     "pinned": "Chunks that a pin keeps from eviction.",
+    "waiting_chunks": (
+        "Chunks that wait in the queues of living processes to be written to the tiers below."
+    ),
     "leased": "Chunks that a lease keeps from eviction for a while.",
     "hint_bytes": "Memory that a store on disk takes for ranks, ghosts and counters, beside host_size.",  # noqa: E501
     "locked_bytes": "Memory that one process keeps locked for the tables of a store on disk.",

@@ -1,15 +1,16 @@
-"""The stream of overviews: the stores are sampled once for all readers, and only while there are
-readers.
+"""The stream of overviews: every second the stores are read once for all readers, as long as the
+server runs.
 
 `operator_routes` calls it. It calls `Overview.take` on a thread, so that a slow store does not
-delay the event loop. A reader that is too slow is dropped.
+delay the event loop; while nobody reads, only `Overview.look`, so that charts have no hole where
+nobody looked. A reader that is too slow is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from pagoda_tools.serve.blocking_calls import BlockingCallPool, OverloadedError
@@ -31,18 +32,23 @@ class TooManyReaders(Exception):
 
 
 class LiveFeed:
-    """Gives overviews to readers of one event loop; call `close` on that loop at the end."""
+    """Gives overviews to readers of one event loop. Call `start` and `close` on that loop."""
 
     def __init__(self, overview: Overview, calls: BlockingCallPool) -> None:
         self._overview = overview
         self._calls = calls
         self._readers: set[asyncio.Queue[Event]] = set()
         self._sampler: asyncio.Task[None] | None = None
-        self._taking: asyncio.Future[dict[str, object]] | None = None
+        self._reading: asyncio.Future[None] | None = None
         self._latest: dict[str, object] = {}
-        # times of the loop: the begin of the present and of the latest sample; the last change of
-        # the stores
-        self._taking_at = self._latest_at = self._changed_at = float("-inf")
+        # times of the loop: the begin of the latest overview; the last change of the stores
+        self._latest_at = float("-inf")
+        self._changed_at = float("-inf")
+
+    def start(self) -> None:
+        """Begin to read the stores every second."""
+        if self._sampler is None:
+            self._sampler = asyncio.create_task(self._run())
 
     async def latest(self) -> Mapping[str, object]:
         """Return an overview that is at most half a second old, and newer than the last change.
@@ -53,7 +59,7 @@ class LiveFeed:
             self._changed_at, asyncio.get_running_loop().time() - _FRESH_SECONDS
         )
         while self._latest_at < oldest:
-            await self._take()
+            await self._read_stores(self._overview.take)
         return self._latest
 
     def changed(self) -> None:
@@ -70,88 +76,96 @@ class LiveFeed:
         queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
         self._readers.add(queue)
         try:
-            first = {
-                **await self.latest(),
-                "history": list(self._overview.history),
-            }
-            queue.put_nowait(_event(first))
-            if self._sampler is None:
-                self._sampler = asyncio.create_task(self._run())
+            await self.latest()
+            spans = list(self._overview.history.seconds)
+            history = [span.as_json() for span in spans]
+            queue.put_nowait(self._event({**self._latest, "history": history}))
             yield queue
         finally:
             self._readers.discard(queue)
 
+    async def minutes(self) -> list[dict[str, object]]:
+        """Return what happened in the last day, minute by minute. Raises TimeoutError."""
+        await self.latest()
+        spans = list(self._overview.history.minutes)
+        return [span.as_json() for span in spans]
+
     def close(self) -> None:
-        """End all streams and the sampler."""
+        """End all streams, and no longer read the stores."""
         for queue in self._readers:
             _end(queue)
         if self._sampler is not None:
             self._sampler.cancel()
 
     async def _run(self) -> None:
-        """Sample and send while there are readers."""
-        try:
-            while self._readers:
-                await asyncio.sleep(PERIOD_SECONDS)
-                if not self._readers:
-                    return
-                trouble = ""
-                try:
-                    await self._take()
-                except TimeoutError:
-                    trouble = (
-                        f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for "
-                        "a stopped process"
-                    )
-                except OverloadedError:
-                    trouble = (
-                        "the stores are not read: too many requests wait for a thread of "
-                        "this server"
-                    )
-                except Exception as error:  # noqa: BLE001
-                    # a boundary: readers would not see that the stream ended
-                    trouble = f"the stores cannot be shown: {type(error).__name__}: {error}"
-                shown = (
-                    {**self._latest, "troubles": [trouble], "sample": None}
-                    if trouble
-                    else self._latest
+        """Read the stores every second, and send to the readers."""
+        while True:
+            await asyncio.sleep(PERIOD_SECONDS)
+            work = self._overview.take if self._readers else self._overview.look
+            trouble = ""
+            try:
+                await self._read_stores(work)
+            except TimeoutError:
+                trouble = (
+                    f"the stores have not answered for {_PATIENCE_SECONDS:g} s: look for "
+                    "a stopped process"
                 )
-                event = _event(shown)
-                for queue in list(self._readers):
-                    try:
-                        queue.put_nowait(event)
-                    except asyncio.QueueFull:
-                        self._readers.discard(queue)
-                        _end(queue)
-        finally:
-            self._sampler = None
+            except OverloadedError:
+                trouble = (
+                    "the stores are not read: too many requests wait for a thread of "
+                    "this server"
+                )
+            except Exception as error:  # noqa: BLE001
+                # a boundary: readers would not see that the stream ended
+                trouble = (
+                    f"the stores cannot be shown: {type(error).__name__}: {error}"
+                )
+            self._send(trouble)
 
-    async def _take(self) -> None:
-        """Take a new overview; concurrent callers share one sample. Raises TimeoutError."""
-        if self._taking is None:
-            self._taking_at = asyncio.get_running_loop().time()
-            self._taking = asyncio.ensure_future(
-                self._calls.run(self._overview.take)
-            )
-        taking = self._taking
-        taking_at = self._taking_at
+    def _send(self, trouble: str) -> None:
+        """Send the latest overview to all readers; with a trouble it is an old one."""
+        if not self._readers:
+            return
+        shown = self._latest
+        if trouble:
+            shown = {**shown, "troubles": [trouble], "sample": None}
+        event = self._event(shown)
+        for queue in list(self._readers):
+            try:
+                queue.put_nowait(event)
+            except asyncio.QueueFull:
+                self._readers.discard(queue)
+                _end(queue)
+
+    def _event(self, overview: Mapping[str, object]) -> bytes:
+        """Return an event. It says how old its figures are: no clock of the reader is needed."""
+        age = asyncio.get_running_loop().time() - self._latest_at
+        aged = {**overview, "age_seconds": round(age, 3)}
+        data = json.dumps(aged, separators=(",", ":"))
+        return b"event: snapshot\ndata: " + data.encode() + b"\n\n"
+
+    async def _read_stores(
+        self, work: Callable[[], dict[str, object] | None]
+    ) -> None:
+        """Call `work`, or wait for the call that runs already. Raises TimeoutError.
+
+        Only one call runs at a time. If it has returned an overview, that is the latest.
+        """
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._call(work))
+        reading = self._reading
         try:
-            found = await asyncio.wait_for(
-                asyncio.shield(taking), _PATIENCE_SECONDS
-            )
+            await asyncio.wait_for(asyncio.shield(reading), _PATIENCE_SECONDS)
         finally:
-            if taking.done() and self._taking is taking:
-                self._taking = None
-        self._latest = found
-        self._latest_at = taking_at
+            if reading.done() and self._reading is reading:
+                self._reading = None
 
-
-def _event(overview: Mapping[str, object]) -> bytes:
-    return (
-        b"event: snapshot\ndata: "
-        + json.dumps(overview, separators=(",", ":")).encode()
-        + b"\n\n"
-    )
+    async def _call(self, work: Callable[[], dict[str, object] | None]) -> None:
+        began = asyncio.get_running_loop().time()
+        found = await self._calls.run(work)
+        if found is not None:
+            self._latest = found
+            self._latest_at = began
 
 
 def _end(queue: asyncio.Queue[Event]) -> None:

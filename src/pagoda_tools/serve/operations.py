@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 1 << 20
 OWNER = "pagoda"
 _NO_PINS = "remote tiers have no pins"
+_UNKNOWN = "no store knows this namespace: choose one that the page or pagoda stats lists"
 _SHARED = "shared by all machines: pagoda clear removes its chunks"
 
 
@@ -35,10 +36,10 @@ class PromptTools(NamedTuple):
     PagodaError.
     """
     explain: Callable[
-        [TokenIds, Sequence[Ledger]], Sequence[Mapping[str, object]]
+        [TokenIds, Sequence[Ledger], bytes | None], Sequence[Mapping[str, object]]
     ]
-    """Returns for each namespace: model, namespace, lines for people, answers of the tiers. Raises
-    PagodaError.
+    """Returns for each namespace, or only for that one: model, namespace, lines for people, answers
+    of the tiers, and with a tokenizer the text of the token that differs. Raises PagodaError.
     """
     tokenize: Callable[[str], Sequence[int]] | None = None
     """None: there is no tokenizer, so prompts must be token ids."""
@@ -87,7 +88,7 @@ class Operations:
     def pin(self, asked: Mapping[str, object]) -> dict[str, object]:
         """Protect the chunks of a prompt in the local tiers from eviction."""
         owner = _owner(asked)
-        keys = self._prompts.keys(self._tokens(asked), self._ledgers())
+        keys = self._keys(asked)
 
         def pinned(ledger: Ledger) -> int:
             number = 0
@@ -112,9 +113,7 @@ class Operations:
         owner = _owner(asked)
         keys: list[bytes] | None = None
         if "tokens" in asked or "text" in asked:
-            runs = self._prompts.keys(
-                self._tokens(asked), self._ledgers()
-            ).values()
+            runs = self._keys(asked).values()
             keys = [key for run in runs for key in run]
         ended = self._in_each(
             "not unpinned",
@@ -132,7 +131,7 @@ class Operations:
         """
         warmed = 0
         why = ""
-        runs = self._prompts.keys(self._tokens(asked), self._ledgers())
+        runs = self._keys(asked)
         for root, keys in runs.items():
             for key in keys:
                 outcome = self._warm_one(root, key)
@@ -172,8 +171,11 @@ class Operations:
     def explain(self, asked: Mapping[str, object]) -> dict[str, object]:
         """Return how many leading tokens of a prompt each tier would serve, and why not more."""
         tokens = self._tokens(asked)
+        chosen = _chosen_namespace(asked)
         with self._stores.for_operators() as (ledgers, troubles):
-            found = list(self._prompts.explain(tokens, ledgers))
+            found = list(self._prompts.explain(tokens, ledgers, chosen))
+        if chosen is not None and not found and not troubles:
+            raise ValueError(_UNKNOWN)
         return {
             "asked_tokens": len(tokens),
             "namespaces": found,
@@ -201,8 +203,17 @@ class Operations:
         stored, reason = self._stores.put(store, header, payload)
         return reason if reason is not None else int(stored)
 
-    def _ledgers(self) -> list[Ledger]:
-        return self._stores.ledgers()
+    def _keys(
+        self, asked: Mapping[str, object]
+    ) -> Mapping[bytes, Sequence[bytes]]:
+        """Return the keys of the prompt for each namespace, or only for the one that was chosen."""
+        found = self._prompts.keys(self._tokens(asked), self._stores.ledgers())
+        chosen = _chosen_namespace(asked)
+        if chosen is None:
+            return found
+        if chosen not in found:
+            raise ValueError(_UNKNOWN)
+        return {chosen: found[chosen]}
 
     def _in_each(
         self, failed: str, done: str, why: str, work: Callable[[Ledger], int]
@@ -280,6 +291,12 @@ def _owner(asked: Mapping[str, object]) -> str:
     ):
         raise ValueError('"owner" must be one line of at most 100 characters')
     return owner
+
+
+def _chosen_namespace(asked: Mapping[str, object]) -> bytes | None:
+    """Return the namespace that a prompt is about, None for every one."""
+    name = asked.get("namespace")
+    return None if name is None else _namespace(name)
 
 
 def _namespace(name: object) -> bytes:

@@ -95,6 +95,7 @@ class OperatorRoutes:
         overview = Overview(
             ledgers,
             options.remotes,
+            unopened=stores.unopened,
             settings=options.settings,
             gpu_price=options.gpu_price,
             tokenizer=options.prompts.tokenize is not None,
@@ -109,8 +110,10 @@ class OperatorRoutes:
         self._working = asyncio.Semaphore(1)
         folder = files("pagoda_tools.serve").joinpath("page")
         self._files = {
-            name: folder.joinpath(name).read_bytes()
-            for name in ("index.html", "page.css", "page.js", "icon.svg")
+            file.name: file.read_bytes()
+            for file in folder.iterdir()
+            if file.name.rpartition(".")[2] in _TYPES
+            and file.name != "login.html"
         }
         css = self._files["page.css"].decode()
         self._form, self._form_policy = _login_form(
@@ -126,6 +129,7 @@ class OperatorRoutes:
         router.add_get("/page/{name}", self._own(self._file))
         router.add_get("/stats.json", self._own(self._stats))
         router.add_get("/events", self._own(self._events))
+        router.add_get("/history.json", self._own(self._history))
         router.add_post("/login", self._own(self._log_in))
         router.add_post("/logout", self._own(self._log_out))
         router.add_post("/explain", self._own(self._operating(work.explain)))
@@ -137,10 +141,14 @@ class OperatorRoutes:
             )
             router.add_post(f"/{change.__name__}", self._own(handler))
 
+        async def start(_: web.Application) -> None:
+            self._feed.start()
+
         async def close(_: web.Application) -> None:
             self._feed.close()
             self._people.close()
 
+        app.on_startup.append(start)
         app.on_shutdown.append(close)
 
     def _own(self, handler: Handler) -> Handler:
@@ -202,11 +210,14 @@ class OperatorRoutes:
         try:
             return web.json_response(await self._feed.latest(), headers=_HEADERS)
         except TimeoutError:
-            return refusal(
-                503,
-                "deadline",
-                "look for a stopped process: the stores do not answer",
-            )
+            return _no_answer()
+
+    async def _history(self, _: web.Request) -> web.Response:
+        try:
+            minutes = await self._feed.minutes()
+        except TimeoutError:
+            return _no_answer()
+        return web.json_response({"minutes": minutes}, headers=_HEADERS)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(
@@ -221,11 +232,7 @@ class OperatorRoutes:
             return refusal(503, "too_many_streams", str(full))
         except TimeoutError:
             if not response.prepared:
-                return refusal(
-                    503,
-                    "deadline",
-                    "look for a stopped process: the stores do not answer",
-                )
+                return _no_answer()
             # drop the events that the reader did not take
             if request.transport is not None:
                 request.transport.abort()
@@ -310,6 +317,12 @@ class OperatorRoutes:
             return web.json_response(answer, headers=_HEADERS)
 
         return handle
+
+
+def _no_answer() -> web.Response:
+    return refusal(
+        503, "deadline", "look for a stopped process: the stores do not answer"
+    )
 
 
 class _Login(msgspec.Struct):

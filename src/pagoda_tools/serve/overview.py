@@ -1,8 +1,8 @@
 """All data of the operator's page as one dict: tiers, hits, savings, misses, namespaces, pins.
 
-`live_feed` calls `Overview.take` on a thread, once for all readers. It calls `StoreStats.of`; all
-figures come from the counters that the engines of this machine share. An unknown figure is None,
-with a text that says what to do.
+`live_feed` calls `Overview.take` on a thread, once for all readers, and `Overview.look` while there
+are none. It calls `StoreStats.of`; all figures come from the counters that the engines of this
+machine share. An unknown figure is None, with a text that says what to do.
 """
 
 from __future__ import annotations
@@ -11,29 +11,39 @@ import socket
 import threading
 import time
 from collections import Counter as Tally
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import pagoda
 from pagoda.base.clock import Deadline
 from pagoda.base.errors import PagodaError
 from pagoda.base.metrics import TIER_KINDS, by_reason
 from pagoda.base.signal_safe_threads import begin
+from pagoda.ledger import admin
 from pagoda.ledger.request_meters import usage_by_model, usage_by_tenant
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
+from pagoda.ledger.store_names import store_names
 from pagoda.ledger.store_stats import StoreStats
+from pagoda_tools.serve.history import (
+    History,
+    RecentActivity,
+    StoreId,
+    activity,
+    load_seconds_within,
+    machine_seconds,
+)
 
 if TYPE_CHECKING:
     from pagoda.ledger import Ledger
 
-MOST_SAMPLES = 300
 MOST_NAMESPACES = 50
 MOST_PINS = 50
 MOST_REQUESTS = 20
+MOST_STORES = 20  # of one tier
+_MODELS_OF_STORE = 3
 _REMOTES_SECONDS = 30.0  # the pause between two questions to the remote tiers
 # to wait for them; then an overview has their earlier answers
 _REMOTES_PATIENCE_SECONDS = 0.2
@@ -83,7 +93,15 @@ class LatelyAsked:
         self._every_seconds = every_seconds
         self._said: Sequence[RemoteUsage] = ()
         self._asked_at = float("-inf")
+        self._said_at = float(
+            "-inf"
+        )  # when they were asked for the known answers
         self._asking: threading.Thread | None = None
+
+    @property
+    def age_seconds(self) -> float:
+        """How long ago the known answers were asked for."""
+        return machine_seconds() - self._said_at
 
     def known(self, patience_seconds: float) -> Sequence[RemoteUsage]:
         """Return the last answers; ask again if `every_seconds` are over, and wait so long for the
@@ -91,11 +109,14 @@ class LatelyAsked:
         """
 
         def ask() -> None:
-            self._said = self._ask()
+            asked_at = machine_seconds()
+            said = self._ask()
+            self._said_at = asked_at
+            self._said = said
 
         asks = self._asking is not None and self._asking.is_alive()
-        if not asks and time.monotonic() - self._asked_at > self._every_seconds:
-            self._asked_at = time.monotonic()
+        if not asks and machine_seconds() - self._asked_at > self._every_seconds:
+            self._asked_at = machine_seconds()
             self._asking = threading.Thread(
                 target=ask, name="pagoda-remotes", daemon=True
             )
@@ -104,22 +125,22 @@ class LatelyAsked:
         return self._said
 
 
-class Sample(TypedDict):
-    """The events of a period of `seconds` that ended at `time`."""
+class StoreReading(NamedTuple):
+    """The statistics of a store, and when it was read: `machine_seconds()`."""
 
-    time: float
-    seconds: float
-    hit_tokens: dict[str, int]  # by kind of tier
+    read_at: float
+    stats: StoreStats
 
 
 @dataclass(eq=False)
 class Overview:
-    """Makes the overviews of one server, and keeps the last samples. Used by one thread at a time.
+    """Makes the overviews of one server, and keeps its history. Used by one thread at a time.
 
     Args:
         ledgers: returns the present stores, host tiers first; raises nothing.
         remotes: returns the answers of the remote tiers; it may wait, because it runs on a separate
             thread, at most every half minute.
+        unopened: returns why other stores cannot be opened, by directory.
         settings: constant names and values, for people.
         gpu_price: the price per hour of an engine's GPUs, in any currency; None: not known.
         tokenizer: whether prompts may be text.
@@ -129,6 +150,7 @@ class Overview:
     ledgers: Callable[[], Sequence[Ledger]]
     remotes: Callable[[], Sequence[RemoteUsage]] = tuple
     _: KW_ONLY
+    unopened: Callable[[], Mapping[Path, str]] = dict
     settings: Sequence[tuple[str, str]] = ()
     gpu_price: float | None = None
     tokenizer: bool = False
@@ -136,23 +158,40 @@ class Overview:
 
     def __post_init__(self) -> None:
         self._asked = LatelyAsked(self.remotes, _REMOTES_SECONDS)
-        self._before: tuple[float, dict[Path, StoreStats]] | None = None
-        self.history: deque[Sample] = deque(maxlen=MOST_SAMPLES)
+        self._read: dict[StoreId, StoreReading] = {}
+        self._started_at = machine_seconds()
+        self.history = History()
+
+    def look(self) -> None:
+        """Read only the counters of all stores, and add them to the history."""
+        deadline = Deadline(_STORES_SECONDS)
+        counters = {}
+        failed = []
+        for ledger in self.ledgers():
+            try:
+                counters[_id(ledger)] = admin.counters(ledger, deadline.last())
+            except PagodaError:
+                failed.append(_id(ledger))
+        self.history.add(machine_seconds(), time.time(), counters, failed)
 
     def take(self) -> dict[str, object]:
-        """Read all stores and return the overview, with the sample since the last call (None at
-        first).
+        """Read all stores and return the overview, with the span since the last look (None if
+        there is none).
+
+        A store that cannot be read now keeps the figures of its last reading; `troubles` says so,
+        and since when.
         """
-        ledgers = self.ledgers()
-        now = time.time()
-        deadline = Deadline(_STORES_SECONDS)
-        stores = []
-        troubles = list[str]()
-        for ledger in ledgers:
-            try:
-                stores.append(StoreStats.of(ledger, deadline.last()))
-            except PagodaError as trouble:
-                troubles.append(str(trouble))
+        troubles, failed = self._read_stores()
+        now = machine_seconds()
+        wall = time.time()
+        fresh = {
+            one: reading.stats.counters
+            for one, reading in self._read.items()
+            if one not in failed
+        }
+        span = self.history.add(now, wall, fresh, failed)
+        recent = self.history.recent(now)
+        stores = [reading.stats for reading in self._read.values()]
         remotes = self._asked.known(_REMOTES_PATIENCE_SECONDS)
         totals: Tally[str] = Tally()
         for store in stores:
@@ -167,16 +206,23 @@ class Overview:
         return {
             "version": pagoda.__version__,
             "machine": socket.gethostname(),
-            "time": now,
+            "time": wall,
+            "machine_seconds": now,
+            "started": self._started_at,
             "troubles": troubles,
             "tiers": [
-                *_local_tiers(stores, totals),
-                *_remote_tiers(remotes, totals["hit_tokens_remote"]),
+                *_local_tiers(self._read, failed, totals, recent, now),
+                *_remote_tiers(
+                    remotes,
+                    totals["hit_tokens_remote"],
+                    self._asked.age_seconds,
+                ),
             ],
             "totals": shown,
             "models": usage_by_model(meters),
             "tenants": usage_by_tenant(meters),
             "saved": _saved(stores, self.gpu_price),
+            "rates": _rates(recent, stores),
             "misses": by_reason(totals, "miss_"),
             "drops": by_reason(totals, "drop_"),
             "requests": _requests(stores),
@@ -187,56 +233,140 @@ class Overview:
             "settings": [*self.settings, *_setup(stores)],
             "tokenizer": self.tokenizer,
             "login": self.login,
-            "sample": self._sample(now, stores),
+            "sample": None if span is None else span.as_json(),
         }
 
-    def _sample(self, now: float, stores: Sequence[StoreStats]) -> Sample | None:
-        """Return and keep the sample since the last call; stores that are new since then add
-        nothing.
-        """
-        known = {store.directory: store for store in stores}
-        before = self._before
-        self._before = (now, known)
-        if before is None or now <= before[0]:
-            return None
-        changed: Tally[str] = Tally()
-        for directory, old in before[1].items():
-            if directory in known:
-                fresh = known[directory].counters
-                changed.update(
-                    {
-                        name: max(0, fresh[name] - count)
-                        for name, count in old.counters.items()
-                    }
-                )
-        hits = {kind: changed[f"hit_tokens_{kind}"] for kind in TIER_KINDS}
-        sample = Sample(time=now, seconds=now - before[0], hit_tokens=hits)
-        self.history.append(sample)
-        return sample
+    def _read_stores(self) -> tuple[list[str], set[StoreId]]:
+        """Read all stores into `_read`; return what is wrong, and which could not be read."""
+        deadline = Deadline(_STORES_SECONDS)
+        before = self._read
+        read = {}
+        troubles = []
+        failed = set()
+        for ledger in self.ledgers():
+            one = _id(ledger)
+            try:
+                stats = StoreStats.of(ledger, deadline.last())
+                read[one] = StoreReading(machine_seconds(), stats)
+            except PagodaError as trouble:
+                failed.add(one)
+                known = before.get(one)
+                text = str(trouble)
+                if known is not None:
+                    read[one] = known
+                    age = machine_seconds() - known.read_at
+                    text += f"; its figures are {age:,.0f} s old"
+                troubles.append(text)
+        for directory, text in self.unopened().items():
+            troubles.append(f"{directory}: in no figure: {text}")
+        self._read = read
+        return troubles, failed
+
+
+def _id(ledger: Ledger) -> StoreId:
+    return StoreId(ledger.directory, ledger.store_id)
 
 
 def _local_tiers(
-    stores: Sequence[StoreStats], totals: Mapping[str, int]
+    read: Mapping[StoreId, StoreReading],
+    failed: Collection[StoreId],
+    totals: Mapping[str, int],
+    recent: RecentActivity,
+    now: float,
 ) -> list[dict[str, object]]:
-    """Return one row for each kind of tier that this machine has, from the top down."""
-    return [
-        {
-            "kind": kind,
-            "title": _TITLES[kind],
-            "chunks": sum(store.gauges["ready"] for store in own),
-            "used_bytes": sum(store.used_bytes for store in own),
-            "size_bytes": sum(store.size_bytes for store in own),
-            "hit_tokens": totals[f"hit_tokens_{kind}"],
-            "address": "",
-            "trouble": "",
+    """Return one row for each kind of tier that this machine has, from the top down.
+
+    Beside its sums a row has its single stores, the fullest first: a sum hides a store that is full
+    and evicts.
+    """
+    rows = []
+    names = dict(
+        zip(
+            read,
+            store_names(
+                [(one.stats.tier, one.stats.directory) for one in read.values()]
+            ),
+            strict=True,
+        )
+    )
+    for kind in TIER_KINDS:
+        own = {
+            one: reading
+            for one, reading in read.items()
+            if reading.stats.tier == kind
         }
-        for kind in TIER_KINDS
-        if (own := [store for store in stores if store.tier == kind])
+        if not own:
+            continue
+        stores = [
+            _store_row(reading, recent, one, now, one in failed, names[one])
+            for one, reading in own.items()
+        ]
+        stores.sort(key=_fullness, reverse=True)
+        rows.append(
+            {
+                "kind": kind,
+                "title": _TITLES[kind],
+                "chunks": sum(one.stats.gauges["ready"] for one in own.values()),
+                "used_bytes": sum(one.stats.used_bytes for one in own.values()),
+                "size_bytes": sum(one.stats.size_bytes for one in own.values()),
+                "most_bytes": sum(_most_bytes(one.stats) for one in own.values()),
+                "hit_tokens": totals[f"hit_tokens_{kind}"],
+                "address": "",
+                "trouble": "",
+                "stores": stores[:MOST_STORES],
+                "more_stores": max(0, len(stores) - MOST_STORES),
+            }
+        )
+    return rows
+
+
+def _store_row(
+    reading: StoreReading,
+    recent: RecentActivity,
+    store: StoreId,
+    now: float,
+    is_failing: bool,
+    name: str,
+) -> dict[str, object]:
+    """Return one store of a tier, under the name that all commands give it.
+
+    `read_seconds_ago` is None if it was read just now.
+    """
+    stats = reading.stats
+    counts = recent.by_store.get(store)
+    models = [
+        row.fields.get("model", "") for row in stats.namespaces if row.chunks
     ]
+    known = counts is not None and recent.seconds > 0
+    return {
+        "name": name,
+        "directory": str(stats.directory),
+        "models": list(dict.fromkeys(filter(None, models)))[:_MODELS_OF_STORE],
+        "chunks": stats.gauges["ready"],
+        "used_bytes": stats.used_bytes,
+        "size_bytes": stats.size_bytes,
+        "most_bytes": _most_bytes(stats),
+        "evicted_per_second": counts.get("evicted_chunks", 0) / recent.seconds
+        if known and counts is not None
+        else None,
+        "read_seconds_ago": now - reading.read_at if is_failing else None,
+    }
+
+
+def _most_bytes(stats: StoreStats) -> int:
+    """Return the size to which a store grows; its present size if it does not grow."""
+    return max(stats.size_bytes, stats.gauges.get("most_bytes", 0))
+
+
+def _fullness(row: Mapping[str, object]) -> tuple[float, float]:
+    used = cast("int", row["used_bytes"])
+    size = cast("int", row["most_bytes"])
+    evicted = cast("float | None", row["evicted_per_second"])
+    return (used / size if size else 0.0, evicted or 0.0)
 
 
 def _remote_tiers(
-    remotes: Sequence[RemoteUsage], hit_tokens: int
+    remotes: Sequence[RemoteUsage], hit_tokens: int, age_seconds: float
 ) -> list[dict[str, object]]:
     """Return one row for each remote tier. Engines count the hits of all remote tiers together."""
     return [
@@ -249,9 +379,26 @@ def _remote_tiers(
             "hit_tokens": hit_tokens if len(remotes) == 1 else None,
             "address": remote.address,
             "trouble": remote.error,
+            "answered_seconds_ago": age_seconds,
         }
         for remote in remotes
     ]
+
+
+def _rates(
+    recent: RecentActivity, stores: Sequence[StoreStats]
+) -> dict[str, object]:
+    """Return what happened in the last minute, of which `seconds` were looked at."""
+    counts = recent.counts
+    return {
+        "seconds": recent.seconds,
+        **activity(counts),
+        "load_seconds_half": load_seconds_within(counts, 0.5),
+        "load_seconds_99": load_seconds_within(counts, 0.99),
+        "drops": by_reason(counts, "drop_"),
+        "waiting_chunks": sum(store.gauges["waiting_chunks"] for store in stores),
+        "being_written": sum(store.gauges["reserved"] for store in stores),
+    }
 
 
 def _saved(

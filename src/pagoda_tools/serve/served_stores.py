@@ -208,8 +208,9 @@ class ServedStores:
         self._unserved: dict[
             Path, Ledger
         ] = {}  # only for operators: of lossy codecs, private, of older versions
-        self.unopened: dict[Path, str] = {}
-        """The stores that the last scan found and could not open, and why."""
+        # of the last scan: stores of one process, and stores that could not be opened, and why
+        self._private: list[Path] = []
+        self._unopened: dict[Path, str] = {}
         self._ending = False
         self._log = RateLimitedLog()
 
@@ -291,6 +292,10 @@ class ServedStores:
         return [store.ledger for store in self.stores()] + list(
             self._unserved.values()
         )
+
+    def unopened(self) -> dict[Path, str]:
+        """Return why stores that exist could not be opened at the last scan, by directory."""
+        return dict(self._unopened)
 
     @contextlib.contextmanager
     def for_operators(self) -> Iterator[tuple[list[Ledger], dict[str, str]]]:
