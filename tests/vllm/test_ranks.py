@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from pagoda.ledger.request_meters import read_meters
 from tests.vllm import models, stores
 from tests.vllm.conftest import Same
 from tests.vllm.engines import BLOCK, CHUNK, Engine, connector, loadable, options
@@ -67,6 +69,18 @@ def test_two_ranks_load_from_all_tiers_and_give_the_text_of_one(
         for one in prompts:
             (answer,) = same(ranks.engine, one)
             assert (answer.local, answer.external) == (0, loadable(len(one)))
+    counts = Counter[str]()
+    for file in ranks.host.glob("*/meters"):
+        for meter in read_meters(file):
+            assert meter.tenant == "none"
+            counts.update(meter.counts)
+    found = 2 * sum(loadable(len(one)) for one in prompts)
+    assert counts["hit_tokens"] == found
+    # whole chunks, by one of the two ranks; the time and the speed are known, too
+    assert found <= counts["loaded_tokens"] < 1.5 * found
+    assert counts["load_microseconds"]
+    assert counts["prefill_tokens"]
+    assert counts["prefill_microseconds"]
 
 
 def test_behind_a_local_hit(ranks: Ranks, same: Same) -> None:
