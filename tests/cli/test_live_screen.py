@@ -322,3 +322,15 @@ def test_time_that_was_saved_is_told(shm_root: Path) -> None:
     text = run_here("stats", shm_root)[1]
     assert "hit rate 50.0 % of 1,000 tokens" in text
     assert "saved about 6.7 min" in text  # 500 s less 100 s
+
+
+def test_models_and_tenants_are_shown(shm_root: Path) -> None:
+    ledger = host(shm_root)
+    for number in range(5):
+        counts = {"lookups": 1, "asked_tokens": 100 * number + 100}
+        ledger.count(counts, (f"model-{number}", "0123456789ab"))
+    overview = text_of(sample(shm_root), (), 80)
+    assert re.search("model-4 +1 +500 +0.0 %", overview)
+    assert "model-1 " not in overview
+    assert "0123456789ab" in overview
+    assert "model-0 " in text_of(sample(shm_root), (), 80, View.MODELS)

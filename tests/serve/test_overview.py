@@ -476,6 +476,12 @@ def test_beside_every_sum_of_several_stores_is_the_fullest_one(
         (tier,) = overview.take()["tiers"]  # type: ignore[misc]
         fullest, other = tier["stores"]
         assert fullest["directory"] == str(ledgers[1].directory)
+        # the same layout under two roots
+        short = fullest["name"].rpartition("/")[2]
+        assert (
+            fullest["name"] == f"host:{ledgers[1].directory.parent.name}/{short}"
+        )
+        assert ledgers[1].directory.name.startswith(short)
         assert fullest["models"] == ["busy"]
         assert fullest["used_bytes"] > 0.9 * fullest["size_bytes"]
         assert fullest["evicted_per_second"] > 0

@@ -23,6 +23,8 @@ from pagoda_tools.cli.stats import (
     hit_rows,
     namespace_rows,
     store_names,
+    usage,
+    usage_rows,
 )
 from pagoda_tools.cli.text_tables import printable, table_lines, wrapped
 
@@ -42,6 +44,7 @@ RATES = (
 _BAR_CELLS = 20
 _LEAST_BAR_CELLS = 6
 _NAMESPACES = _OWNERS = 5  # the largest ones are shown
+_USERS = 3  # the models and the tenants that asked for most
 _OWNER_LETTERS = 32
 _REQUESTS = 5  # the last ones are shown
 _MOST_ROWS = 1000  # of a table in a view of its own
@@ -220,6 +223,7 @@ def _overview(
         *_table(_rate_rows(active, sample.rates), width),
         *_table(hit_rows(stores), width),
         *_reason_lines(sample.stores, width),
+        *_usage_tables(sample, width, _USERS),
         *_table(namespace_rows(stores, _NAMESPACES), width),
         *_pin_lines(stores, width),
         *_table(_request_rows(sample.stores, _REQUESTS), width),
@@ -256,12 +260,21 @@ def _stores_view(
 
 
 def _models_view(
-    _sample: TopSample, stores: Mapping[str, StoreStats], width: int
+    sample: TopSample, stores: Mapping[str, StoreStats], width: int
 ) -> list[Text]:
     return [
+        *_usage_tables(sample, width, _MOST_ROWS),
         *_table(namespace_rows(stores, _MOST_ROWS), width),
         *_pin_lines(stores, width),
     ]
+
+
+def _usage_tables(sample: TopSample, width: int, most: int) -> list[Text]:
+    """Return what models and tenants asked for, hit and saved: those that asked for most."""
+    lines = []
+    for rows in usage(sample.stores).values():
+        lines += _table(usage_rows(rows, most), width)
+    return lines
 
 
 def _requests_view(

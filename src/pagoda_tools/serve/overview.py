@@ -25,6 +25,7 @@ from pagoda.base.signal_safe_threads import begin
 from pagoda.ledger import admin
 from pagoda.ledger.request_meters import usage_by_model, usage_by_tenant
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
+from pagoda.ledger.store_names import store_names
 from pagoda.ledger.store_stats import StoreStats
 from pagoda_tools.serve.history import (
     History,
@@ -279,6 +280,15 @@ def _local_tiers(
     and evicts.
     """
     rows = []
+    names = dict(
+        zip(
+            read,
+            store_names(
+                [(one.stats.tier, one.stats.directory) for one in read.values()]
+            ),
+            strict=True,
+        )
+    )
     for kind in TIER_KINDS:
         own = {
             one: reading
@@ -288,7 +298,7 @@ def _local_tiers(
         if not own:
             continue
         stores = [
-            _store_row(reading, recent, one, now, one in failed)
+            _store_row(reading, recent, one, now, one in failed, names[one])
             for one, reading in own.items()
         ]
         stores.sort(key=_fullness, reverse=True)
@@ -316,8 +326,12 @@ def _store_row(
     store: StoreId,
     now: float,
     is_failing: bool,
+    name: str,
 ) -> dict[str, object]:
-    """Return one store of a tier. `read_seconds_ago` is None if it was read just now."""
+    """Return one store of a tier, under the name that all commands give it.
+
+    `read_seconds_ago` is None if it was read just now.
+    """
     stats = reading.stats
     counts = recent.by_store.get(store)
     models = [
@@ -325,6 +339,7 @@ def _store_row(
     ]
     known = counts is not None and recent.seconds > 0
     return {
+        "name": name,
         "directory": str(stats.directory),
         "models": list(dict.fromkeys(filter(None, models)))[:_MODELS_OF_STORE],
         "chunks": stats.gauges["ready"],

@@ -82,7 +82,7 @@ function storeLines(tier) {
   if (number < 2) return [];
   const fullest = make("p", { className: "fullest" }, make("strong", {}, "fullest: "), `${nameOf(stores[0])}: ${storeWords(stores[0])}`);
   const rows = stores.map((store) => make("li", {}, make("strong", {}, nameOf(store)), `: ${storeWords(store)}`,
-    make("br"), make("code", {}, store.directory)));
+    make("br"), make("code", {}, [store.name, store.directory].filter(Boolean).join(" "))));
   if (tier.more_stores) rows.push(make("li", {}, `and ${count(tier.more_stores)} more: pagoda stats lists them`));
   const all = make("details", {}, keyed(make("summary", {}, `all ${count(number)} stores`), `summary ${tier.title}`), make("ul", {}, ...rows));
   return [fullest, keyed(all, `stores ${tier.title}`)];
