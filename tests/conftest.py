@@ -66,6 +66,9 @@ if _HOME not in os.environ:
             del os.environ[_name]
     for _name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
         os.environ.pop(_name, None)
+    # but what vLLM has compiled is used again: minutes of each of its tests
+    _compiled = str(Path.home() / ".cache" / "vllm")
+    os.environ.setdefault("VLLM_CACHE_ROOT", _compiled)
     os.environ["HOME"] = _made
     os.environ["XDG_STATE_HOME"] = str(Path(_made, "state"))
 
