@@ -414,8 +414,14 @@ def test_a_thread_that_begins_too_late_does_nothing(
     thread = threading.Thread(target=lambda: did.append(1), name="pagoda-example")
     assert not begin(thread)
     monkeypatch.undo()
-    _thread.start_new_thread(late[0], ())
-    wait_until(lambda: thread._started.is_set() and not thread.is_alive())  # type: ignore[attr-defined]
+    ended = threading.Event()
+
+    def begin_late() -> None:
+        late[0]()
+        ended.set()
+
+    _thread.start_new_thread(begin_late, ())
+    assert ended.wait(SECONDS)
     assert did == []
 
 
