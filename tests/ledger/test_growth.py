@@ -98,8 +98,10 @@ def test_nothing_is_evicted_or_refused_until_the_size_is_reached(
 
 
 def test_a_request_that_looked_before_the_last_step_is_answered(
-    shm_root: Path,
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # not by the end of the thread
+    monkeypatch.setattr(growth_thread, "_IDLE_SECONDS", 1e3)
     ledger = growing(shm_root)
     ledger.growth_thread.wake()
     assert eventually(lambda: not ledger.space.lacks(0))

@@ -149,7 +149,7 @@ class SpaceShare:
             excess = self._shrink()
             begin_with = self._fair(holdings(self._root)) // 2
             if first_bytes is not None:
-                begin_with = self._begin_small(first_bytes, begin_with)
+                begin_with = self._first_share(first_bytes, begin_with)
             while (
                 self._own_bytes() < begin_with
                 and time.monotonic() < until
@@ -191,13 +191,10 @@ class SpaceShare:
                 "memory" if self._in_memory else "the disk",
             )
 
-    def _begin_small(self, first_bytes: int, fair_bytes: int) -> int:
-        """Give a store that grows as it fills its first slots, if it has none; return how many
-        bytes it may take from other stores for them.
+    def _first_share(self, first_bytes: int, fair_bytes: int) -> int:
+        """Return how many bytes a store that grows as it fills may take from other stores when it
+        is opened.
         """
-        first = first_bytes // 2 // self._slot_bytes
-        if first and not self._meta().with_pages():
-            self._grow(first, spares=True)
         least = max(first_bytes // 2, self._slot_bytes)
         # what is free will do
         free = growth_room(self._root).nbytes
