@@ -55,7 +55,7 @@ def test_the_address_of_the_project_is_written_once(core) -> None:
 def test_this_python_is_among_the_classifiers(core) -> None:
     running = f"Programming Language :: Python :: 3.{sys.version_info.minor}"
     assert running in core.classifiers
-    assert "Programming Language :: Python :: 3.14" in core.classifiers
+    assert "Programming Language :: Python :: 3.13" in core.classifiers
 
 
 def test_no_extra_that_is_named_is_missing() -> None:
