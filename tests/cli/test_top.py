@@ -61,10 +61,16 @@ class Terminal:
         seen = ""
         while not re.search(pattern, ESCAPES.sub("", seen)):
             assert not patience.ended, f"no {pattern!r} in\n{seen}"
-            if select.select([self.ours], [], [], 0.5)[0]:
+            if self.has_output(0.5):
                 piece = os.read(self.ours, 65536).decode(errors="replace")
                 seen += piece
                 self.text += piece
+
+    def has_output(self, seconds: float) -> bool:
+        """Wait for output, at most that long."""
+        poll = select.poll()
+        poll.register(self.ours, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
     def type(self, text: str) -> None:
         os.write(self.ours, text.encode())
@@ -84,7 +90,7 @@ class Terminal:
         wait_until(
             lambda: termios.tcgetattr(self._theirs) == self.before, PATIENCE
         )
-        while select.select([self.ours], [], [], 0.2)[0]:
+        while self.has_output(0.2):
             self.text += os.read(self.ours, 65536).decode(errors="replace")
         assert termios.tcgetattr(self._theirs) == self.before
         assert self.text.rfind("\x1b[?25h") >= self.text.rfind("\x1b[?25l"), (

@@ -14,8 +14,8 @@ import pytest
 
 from pagoda.base import store_place
 from pagoda.base.cgroup_memory import CgroupRoom
+from pagoda.base.store_place import FIRST_PIECE_BYTES
 from pagoda.ledger import Ledger, StoreSpec, admin, growth_thread, space_sharing
-from pagoda.ledger.space_sharing import FIRST_PIECE_BYTES
 from pagoda.ledger.stores_under_root import allocated_bytes, root_locked
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import MemorySlab
@@ -239,6 +239,8 @@ def test_a_step_that_fails_is_counted_and_logged_once(
     assert ledger.space.more()
     assert not ledger.space.in_trouble
     ledger.close()
+    assert not ledger.space.more()
+    assert caplog.text.count("keeps its size for now") == 1, "it was closed"
 
 
 def test_pages_that_another_store_has_got_are_not_faulted_in(

@@ -280,7 +280,7 @@ def test_commands_say_which_nodes_answer(servers: list[Server]) -> None:
     assert [asked.verdict for asked in pinged([parse(url)])] == ["answers"]
     servers[0].kill()
     (asked,) = pinged([parse(url)])
-    assert asked.verdict == "answers in part"
+    assert asked.verdict == "2 of 3 nodes"
     assert f"{servers[0].port}: no answer" in asked.trouble
     usage = remote_usage(parse(url))
     assert not usage.error

@@ -47,6 +47,8 @@ _LEFT_FOR_OTHERS = 0.95  # of a size that is proposed: others write there too
 # refuses it, so that a small one needs no more than a share.
 _MARGIN_SHARE = 0.05
 _LEAST_MARGIN_BYTES = 256 << 20
+# It takes this first, and keeps as much free as is in use, between this and an eighth of its slots.
+FIRST_PIECE_BYTES = 16 << 20
 
 
 def require_local(directory: Path) -> None:

@@ -44,7 +44,7 @@ from pagoda.base.file_space import (
     reserve_in_place,
 )
 from pagoda.base.log import guarded_logger
-from pagoda.base.store_place import free_bytes, growth_room
+from pagoda.base.store_place import FIRST_PIECE_BYTES, free_bytes, growth_room
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY
 from pagoda.ledger.hint_pages import coldest_stamp
@@ -69,9 +69,9 @@ log = guarded_logger("pagoda")
 _MOST_PIECE_BYTES = 64 << 20
 _LEAST_PIECES = 8  # into how many pieces a limit is divided at least
 _RANGE_BYTES = 1 << 30  # how much one call allocates
-# A store that grows keeps as much free as is in use, between this and an eighth of its slots.
-FIRST_PIECE_BYTES = 16 << 20
-_STEP_BYTES = 32 << 20  # how much of it is allocated at once: some tens of ms
+_STEP_BYTES = (
+    32 << 20
+)  # how much a store that grows takes at once: some tens of ms
 _FINISHED_BYTES = 8 << 20  # moved into huge pages at once
 _HUGE_PAGE_BYTES = 2 << 20  # where a piece ends, if its slots allow that
 _ROOT_SECONDS = 2.0
@@ -241,6 +241,8 @@ class SpaceShare:
                 least = max(1, piece // self._slot_bytes)
                 self.has_grown = self._grow(least, spares=True) > 0
                 return self.has_grown or self._take()
+        except ClosedError:
+            return False
         except _TROUBLE as error:
             self.in_trouble = True
             self._session.count({"growth_failures": 1})

@@ -21,10 +21,9 @@ from pagoda.base.finalizers import Finalizer
 from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
-from pagoda.base.store_place import require_memory
+from pagoda.base.store_place import FIRST_PIECE_BYTES, require_memory
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
-from pagoda.ledger.space_sharing import FIRST_PIECE_BYTES
 from pagoda.ledger.store_state import FORMAT
 from pagoda.slab import MemorySlab
 from pagoda.tiers.base import (

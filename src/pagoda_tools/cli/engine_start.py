@@ -231,9 +231,8 @@ def check_tiers(config: Config) -> None:
     directory is another user's, on a network, or has too little room; a library is missing) or
     ConfigError (the password of a remote tier cannot be read, or its codec cannot be used).
     """
-    from pagoda.base.store_place import require_place
+    from pagoda.base.store_place import FIRST_PIECE_BYTES, require_place
     from pagoda.config.sizes import AUTO
-    from pagoda.ledger.space_sharing import FIRST_PIECE_BYTES
 
     host_bytes = config.host_bytes
     if config.host_size == AUTO:  # it grows as it fills
