@@ -14,6 +14,7 @@ import pytest
 
 from pagoda.base import store_place
 from pagoda.base.cgroup_memory import CgroupRoom
+from pagoda.base.errors import NoRoomError
 from pagoda.base.store_place import FIRST_PIECE_BYTES
 from pagoda.ledger import Ledger, StoreSpec, admin, growth_thread, space_sharing
 from pagoda.ledger.stores_under_root import allocated_bytes, root_locked
@@ -207,6 +208,15 @@ def test_what_a_cgroup_has_less_a_margin_bounds_each_piece(
     assert eventually(is_whole), "it asks again while it is used"
     admin.check(ledger)
     ledger.close()
+
+
+def test_without_memory_for_one_chunk_the_error_names_what_is_full(
+    shm_root: Path, no_memory: list[CgroupRoom]
+) -> None:
+    expected = rf"the cgroup of {shm_root} has 0 to spare\. Free some memory"
+    with pytest.raises(NoRoomError, match=expected):
+        growing(shm_root, slot_bytes=24 * MIB)
+    assert len(no_memory) == 1
 
 
 def test_a_request_does_not_wait_for_a_piece_that_was_refused(

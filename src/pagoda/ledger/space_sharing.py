@@ -159,15 +159,8 @@ class SpaceShare:
         self._tell(excess)
         meta = self._meta()
         every = holdings(self._root)
-        # pages for one slot may be more than is taken at once
-        waits = (
-            first_bytes is not None
-            and growth_room(self._root).nbytes >= self._slot_bytes
-        )
-        if not meta.with_pages() and not waits:
-            raise NoRoomError(
-                f"no space for a chunk of {self._slot_bytes:,} bytes: {self._holders()}"
-            )
+        if not meta.with_pages():
+            self._require_later_pages(first_bytes is not None)
         if asked_bytes is not None and self._limit(every) > asked_bytes:
             text = (
                 "%s may hold %d bytes as long as it is open with that size elsewhere, not "
@@ -428,7 +421,7 @@ class SpaceShare:
                 self._directory,
                 meta.with_pages(),
                 meta.slots,
-                "file system" if bound == "filesystem" else bound,
+                _in_words(bound),
             )
         self.refused = bound
 
@@ -584,6 +577,21 @@ class SpaceShare:
             return 0.0
         now = self._session.clock.monotonic_ns() + state.recency_offset
         return math.inf if coldest == NOT_READY else float(now - coldest)
+
+    def _require_later_pages(self, grows: bool) -> None:
+        """Check that a store without pages will get some. One that grows may take them later, if a
+        slot needs more than is taken at once. NoRoomError.
+        """
+        lacks = f"no space for a chunk of {self._slot_bytes:,} bytes"
+        if not grows:
+            raise NoRoomError(f"{lacks}: {self._holders()}")
+        room = growth_room(self._root)
+        if room.nbytes < self._slot_bytes:
+            bound = _in_words(room.bound)
+            raise NoRoomError(
+                f"{lacks}: the {bound} of {self._root} has {room.nbytes:,} to spare. Free some "
+                "memory, choose a smaller chunk_tokens, or set host_size to 0"
+            )
 
     def _holders(self) -> str:
         """Describe which store holds how much of the root, and what can be done."""
@@ -791,6 +799,10 @@ def _common(ranges: Iterable[range], within: range) -> Iterator[range]:
         stop = min(one.stop, within.stop)
         if start < stop:
             yield range(start, stop)
+
+
+def _in_words(bound: str) -> str:
+    return "file system" if bound == "filesystem" else bound
 
 
 def _gives(holding: Holding) -> bool:
