@@ -195,7 +195,7 @@ def _evict(
     plan: Plan, allocator: BlockAllocator, shape: str, watch: Watch
 ) -> None:
     """Evict without a copy, then to the host."""
-    completion = Completion(allocator, 1)
+    completion = Completion(allocator, 1, BLOCK_TOKENS)
     for turn in range(1 + max(9, plan.rounds)):
         clock = watch if turn else Watch()  # the first round warms up
         allocator.lower_tiers.paused = True

@@ -25,7 +25,7 @@ def _converted(name: str, value: object) -> object:
         return getattr(xllamacpp.ggml_type, f"GGML_TYPE_{str(value).upper()}")
     if name == "flash_attn_type":
         return xllamacpp.llama_flash_attn_type(value)
-    if name == "lora_adapters":
+    if name == "lora_adapters" and isinstance(value, list):
         return [_adapter(path, scale) for path, scale in value]
     return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -83,9 +84,13 @@ def test_there_are_few_rounds_while_nothing_changes(
     router.close()
 
 
-def clear_all(host: Path, disk: Path) -> None:
+def clear_all(host: Path, disk: Path, told: Connection) -> None:
+    """Clear when told, then end when told: an opening and an end change more than the tables."""
     with cache_at(host, disk) as cache:
+        told.send("open")
+        told.recv()
         cache.clear()
+        told.recv()
 
 
 @pytest.mark.usefixtures("only_changes")
@@ -97,10 +102,15 @@ def test_a_change_by_another_process_is_reported(
     stored(cache, tokens)
     wait_until(lambda: router.believes(tokens, "STORAGE") == 3)
     wait_until(rounds.at_rest)
-    other = SPAWN.Process(target=clear_all, args=(shm_root, tmp_path))
+    ours, theirs = SPAWN.Pipe()
+    other = SPAWN.Process(target=clear_all, args=(shm_root, tmp_path, theirs))
     other.start()
+    assert ours.recv() == "open"
+    wait_until(rounds.at_rest)
+    ours.send("clear")
     for medium in ("CPU", "STORAGE"):
         wait_until(lambda medium=medium: not router.believes(tokens, medium))  # type: ignore[misc]
+    ours.send("end")
     other.join()
     assert other.exitcode == 0
     router.close()
@@ -156,9 +166,13 @@ def test_weights_that_change_during_a_rest_take_all_back(
     router.close()
 
 
-def change_weights(host: Path, disk: Path) -> None:
+def change_weights(host: Path, disk: Path, told: Connection) -> None:
+    """As `clear_all`."""
     with cache_at(host, disk) as cache:
+        told.send("open")
+        told.recv()
         cache.weights_changed()
+        told.recv()
 
 
 @pytest.mark.usefixtures("only_changes")
@@ -170,9 +184,16 @@ def test_weights_that_another_process_changes_during_a_rest_take_all_back(
     stored(cache, tokens)
     wait_until(lambda: router.believes(tokens, "CPU") == 3)
     wait_until(rounds.at_rest)
-    other = SPAWN.Process(target=change_weights, args=(shm_root, tmp_path))
+    ours, theirs = SPAWN.Pipe()
+    other = SPAWN.Process(
+        target=change_weights, args=(shm_root, tmp_path, theirs)
+    )
     other.start()
+    assert ours.recv() == "open"
+    wait_until(rounds.at_rest)
+    ours.send("change")
     wait_until(lambda: not router.believes(tokens, "CPU"))
+    ours.send("end")
     other.join()
     router.close()
 

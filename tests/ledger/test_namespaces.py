@@ -18,6 +18,7 @@ from pagoda.ledger import (
     clears_and_labels,
     hold_pin_remove,
     rebuild,
+    session,
 )
 from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.ledger.store_state import NAMESPACES
@@ -131,13 +132,14 @@ def test_a_clear_that_cannot_be_written_down_removes_what_is_there(
 
 
 def test_a_list_of_namespaces_takes_no_longer_than_its_deadline(
-    ledger: Ledger,
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tables are read within what is left of it, however often another process keeps the
     gate.
     """
     put(ledger, keys(1))
     ledger.namespaces.write_labels(5.0)
+    monkeypatch.setattr(session, "PATIENT_SECONDS", 600.0)
     with gate_taken(ledger):
         patience = Patience(3)
         with pytest.raises(StoreError):

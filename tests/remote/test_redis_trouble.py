@@ -564,10 +564,11 @@ def test_a_liar_at_the_door(greeting: bytes) -> None:
 @pytest.mark.slow
 def test_no_error_contains_the_password() -> None:
     with Liar(b"", "drip", b"-ERR you said geheim\r\n" * 5) as liar:
+        url = liar.url.replace("//", "//:geheim@")
+        connection = RedisClient(url).connection()
         with pytest.raises(RefusedError) as refused:
-            RedisClient(liar.url.replace("//", "//:geheim@")).connection().open(
-                soon(2)
-            )
+            connection.open(soon(2))
+        connection.close()
         assert str(refused.value) == "ERR you said ***"
 
 

@@ -642,7 +642,7 @@ def test_the_fullest_store_is_beside_the_sum(fed, serving: Server) -> None:  # t
     grown = {**tier, "most_bytes": 1140, "stores": []}
     send(fed, serving, tiers=[grown])
     expect(fed, "#storeys", "10 % full")
-    expect(fed, "#storeys", "114 B of 1.1 KiB (takes 265 B now, and grows)")
+    expect(fed, "#storeys", "114 B of 1.1 KiB (265 B taken, it grows)")
     send(fed, serving, tiers=[{**tier, "stores": [busy]}])
     expect(fed, "#storeys", "2 chunks")
     assert "fullest" not in fed.inner_text("#storeys")

@@ -52,7 +52,8 @@ from pagoda.ledger import Reserved
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda_tools.replay import read_trace
-from tests.cache.kit import config_of, wait_until
+from testbed.patience import wait_until
+from tests.cache.kit import config_of
 from tests.ledger.support import gate_taken
 from tests.thread_limits import no_threads
 from tests.vllm import models, patience

@@ -100,7 +100,7 @@ function storey(tier, rate) {
   const words = (...text) => facts.push(make("p", { className: "soft" }, ...text));
   if (shareOf(tier) !== null) {
     const chunks = tier.chunks === null ? "" : `, ${count(tier.chunks)} chunks`;
-    const growing = sizeOf(tier) > tier.size_bytes ? ` (takes ${bytes(tier.size_bytes)} now, and grows)` : "";
+    const growing = sizeOf(tier) > tier.size_bytes ? ` (${bytes(tier.size_bytes)} taken, it grows)` : "";
     words(`${bytes(tier.used_bytes)} of ${bytes(sizeOf(tier))}${growing}${chunks}${number > 1 ? `, ${count(number)} stores together` : ""}`);
   }
   facts.push(...storeLines(tier));
