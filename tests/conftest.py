@@ -8,12 +8,17 @@ import importlib.util
 import os
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+if TYPE_CHECKING:
+    from pagoda.ledger import Ledger
 
 # Each test has a deadline (pytest-timeout); hypothesis's own deadline would only measure the load
 # of the machine.
@@ -134,13 +139,37 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def _open_ledgers() -> list[Ledger]:
+    """Return the ledgers that this process has open; the package is not imported for it."""
+    module = sys.modules.get("pagoda.ledger.ledger")
+    return list(module._ledgers) if module is not None else []
+
+
+def _close_others(kept: Sequence[Ledger]) -> None:
+    """Close what a test left open: each store has eleven open files, a user may have 1,024."""
+    kept_ids = set(map(id, kept))
+    for ledger in _open_ledgers():
+        if id(ledger) not in kept_ids:
+            ledger._uses = 1
+            ledger.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_store_stays_open() -> Iterator[None]:
+    kept = _open_ledgers()
+    yield
+    _close_others(kept)
+
+
 @pytest.fixture
-def shm_root() -> Iterator[Path]:
+def shm_root(_no_store_stays_open: None) -> Iterator[Path]:
     """Create a directory in shared memory for this test, and remove it afterwards."""
+    kept = _open_ledgers()
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     try:
         yield root
     finally:
+        _close_others(kept)
         shutil.rmtree(root, ignore_errors=True)
 
 
