@@ -297,6 +297,24 @@ def test_an_error_in_the_tables_is_a_miss_and_the_store_is_rebuilt_at_the_next_o
     apart(lambda: serves(tmp_path))
 
 
+def test_the_rows_of_a_store_that_was_not_closed_are_looked_through(
+    tmp_path: Path,
+) -> None:
+    """It has no checksum that could tell."""
+
+    def be_killed_after_a_wrong_row() -> None:
+        tier = disk(tmp_path, SLOTS)
+        assert save_to(tier, PROMPT) == 24
+        spoil_row(tier.ledger)
+
+    apart(be_killed_after_a_wrong_row)
+    before = read_state(store_of(tmp_path))
+    apart(lambda: serves(tmp_path))
+    after = read_state(store_of(tmp_path))
+    assert before is not None and after is not None
+    assert after.incarnation == before.incarnation + 1
+
+
 def test_damage_that_a_look_does_not_find_is_remembered(tmp_path: Path) -> None:
     """A page that could not be read once may be readable at the next opening: it is not believed
     again.
