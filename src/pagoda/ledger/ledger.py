@@ -188,6 +188,12 @@ class Ledger:
         """The name of the tier that the store belongs to: "host" or "disk"."""
         return "host" if self.kind == "memory" else "disk"
 
+    @property
+    def fitting(self) -> int:
+        """How many chunks fit: now if the store gets no more pages, otherwise when it has grown."""
+        stays = self.space.refused or self.growth_thread.rests
+        return self.columns.capacity if stays else self.slots
+
     @classmethod
     def open(
         cls,
@@ -507,6 +513,7 @@ class Ledger:
 
     def _note_totals(self, totals: Meta) -> None:
         self._room = totals.free()
+        self.columns.capacity = max(1, totals.with_pages())
         self._ahead = self.space.ahead(totals)
         # another process let the store grow: this one maps the new pages
         self.backed = totals.backed
