@@ -69,7 +69,7 @@ from pagoda.ledger.store_directory import (
     warn_of_slots,
 )
 from pagoda.ledger.store_state import REQUESTS, SLAB, Kind, read_state
-from pagoda.ledger.stores_under_root import discard_idle, root_locked
+from pagoda.ledger.stores_under_root import discard, in_use, root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
 
@@ -317,10 +317,10 @@ class Ledger:
                     ledger._asked.add(asked)
         except BaseException as error:
             ledger.close()
-            if isinstance(error, NoRoomError):
-                # the root was removed meanwhile
-                with contextlib.suppress(OSError, StoreError):
-                    discard_idle(ledger.directory, 1.0)
+            if isinstance(error, NoRoomError) or (
+                opens and ledger.session.store.made
+            ):
+                discard_empty(ledger.directory, clock)
             raise
         return ledger
 
@@ -1238,6 +1238,30 @@ def _pairs(
             strict=True,
         )
     )
+
+
+def discard_empty(
+    directory: Path, clock: Clock, deadline_seconds: float = 2.0
+) -> bool:
+    """Remove a store that no process has open and that holds no chunk; return whether it was
+    removed. Never raises for a failure at run time: the store stays then.
+
+    Both are found out under the lock of the root, so that no process stores anything in between.
+    """
+    with (
+        contextlib.suppress(StoreError, ClosedError, OSError),
+        root_locked(directory.parent, deadline_seconds),
+    ):
+        if not directory.is_dir() or in_use(directory):
+            return False
+        store = Ledger.attach(directory, clock, deadline_seconds, borrowed=True)
+        with contextlib.closing(store):
+            totals = store._totals(deadline_seconds)
+        if totals.ready or totals.unscanned():
+            return False
+        discard(directory)
+        return True
+    return False
 
 
 def make_room(

@@ -37,13 +37,6 @@ _STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")
 _PRIVATE = ".private-"
 
 
-def discard_idle(directory: Path, deadline_seconds: float) -> None:
-    """Remove a whole store if no process has it open."""
-    with root_locked(directory.parent, deadline_seconds):
-        if directory.is_dir() and not in_use(directory):
-            discard(directory)
-
-
 def discard(directory: Path) -> None:
     """Rename a whole store, then remove it. Only the caller has it open."""
     doomed = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
