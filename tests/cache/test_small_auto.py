@@ -1,4 +1,4 @@
-"""A host store whose size is only an upper limit, on a machine that has room for a quarter of it."""
+"""A host store whose size is only an upper limit, on a machine with room for a quarter of it."""
 
 from __future__ import annotations
 
@@ -69,9 +69,7 @@ def fill(cache: Cache) -> int:
 
 def test_chunks_are_written_before_they_are_evicted(cache: Cache) -> None:
     fitting = fill(cache)
-    wait_until(
-        lambda: cache.stats()["tiers"]["disk"]["ready"] >= fitting // 8
-    )
+    wait_until(lambda: cache.stats()["tiers"]["disk"]["ready"] >= fitting // 8)
 
 
 def test_a_prefetch_fills_half_of_what_fits(cache: Cache) -> None:

@@ -12,8 +12,11 @@ from pagoda.base.metrics import COUNTERS, Reason
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.lmdb_tables import ENTRY, PLACE, SLOT_KEY, Tables, Txn
 from pagoda.ledger.store_stats import StoreStats
+from pagoda.ledger.stores_under_root import allocated_bytes
 from pagoda.ledger.transaction import Transaction
 from pagoda.testing import FakeClock
+from tests.children import in_child
+from tests.faults.support import open_files_left
 from tests.ledger.support import (
     OTHER,
     TENANT,
@@ -355,3 +358,30 @@ def test_leases_are_counted_outside_the_gate(
         watching.setattr(ledger, "columns", Watched())
         assert admin.numbers(ledger)["leased"] == admin.gauges(ledger)["leased"]
     assert inside == [False, False]
+
+
+@pytest.mark.parametrize("call", [admin.gauges, admin.numbers])
+def test_without_a_free_file_descriptor_one_gauge_is_absent(
+    ledger: Ledger, call: Callable[[Ledger], dict[str, int]]
+) -> None:
+    def work() -> None:
+        complete = call(ledger)
+        assert complete["allocated_bytes"] > 0
+        with open_files_left(0):
+            found = call(ledger)
+            assert found.keys() == complete.keys() - {"allocated_bytes"}
+            admin.check(ledger)
+
+    in_child(work)  # which has no other threads
+
+
+def test_a_file_that_vanishes_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(bytes(8192))
+    listed = list(tmp_path.iterdir())
+    least = sum(file.stat().st_blocks * 512 for file in listed) * 2 // 3
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(listed))
+    listed[0].unlink()
+    assert allocated_bytes(tmp_path) == least

@@ -95,10 +95,14 @@ def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Return the bytes that the files of a store take. Changes nothing."""
-    with contextlib.suppress(FileNotFoundError):  # it may be removed at any time
-        return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
-    return 0
+    """Return the bytes that the files of a store take. Changes nothing. Raises OSError."""
+    nbytes = 0
+    # the store or single files of it may be removed at any time
+    with contextlib.suppress(FileNotFoundError):
+        for entry in list(directory.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                nbytes += entry.stat().st_blocks * 512
+    return nbytes
 
 
 def _openers(directory: Path) -> str:
