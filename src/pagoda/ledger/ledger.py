@@ -442,6 +442,7 @@ class Ledger:
             admit_all,
             already_admitted,
         )
+        request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
         hindrance: Reason | None = None
         try:
             self._find_room(request, until)
@@ -492,16 +493,16 @@ class Ledger:
         """
         if self._room < len(request.keys):
             self._find_present(request, until)
-            self._let_grow(len(request.keys) - len(request.present), until)
+            wanted = len(request.keys) - len(request.present)
+            self._let_grow(wanted, request.grow_until)
 
     def _let_grow(self, wanted: int, until: float) -> None:
-        """Wait for that many free slots while the store grows, for most of the time until then."""
-        now = time.monotonic()
-        until = now + (until - now) * _GROWTH_SHARE
+        """Wait until then for that many free slots while the store grows."""
         with contextlib.suppress(UnavailableError):
             while (
                 self._room < wanted
                 and self._ahead
+                and time.monotonic() < until
                 and self.growth_thread.wait_for_step(wanted, until)
             ):
                 self._note_totals(self._totals(until - time.monotonic()))
@@ -597,6 +598,7 @@ class Ledger:
         """
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         until = time.monotonic() + deadline_seconds
+        request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
         # as in `reserve`: with room for all, all are admitted
         self._find_room(request, until)
         # not in time: `reserve` asks again
@@ -625,7 +627,8 @@ class Ledger:
         for _ in range(allocation.ATTEMPTS):
             if self._room < len(batch) and self._ahead:
                 new = set(batch) - request.present
-                self._let_grow(sum(i < request.end for i in new), until)
+                few = sum(i < request.end for i in new)
+                self._let_grow(few, request.grow_until)
             looked = self._room < len(batch)
             # Ask for more than are wanted: some may be pinned or held.
             wanted = max(0, min(request.end, batch.stop) - batch.start)
