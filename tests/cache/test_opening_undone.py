@@ -65,6 +65,14 @@ def test_a_host_store_that_was_there_before_stays(
     assert [entry.tier for entry in recorded_tiers.entries()] == ["host"]
 
 
+def test_an_empty_host_store_that_was_there_before_stays(
+    shm_root: Path, tmp_path: Path, register: None
+) -> None:
+    opened(shm_root, tmp_path / "disk").close()
+    refuse(shm_root, tmp_path / "disk")
+    assert len(stores_in(shm_root)) == 1
+
+
 def test_a_host_store_that_another_cache_has_open_stays(
     shm_root: Path, tmp_path: Path, register: None
 ) -> None:

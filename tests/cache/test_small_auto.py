@@ -69,7 +69,10 @@ def fill(cache: Cache) -> int:
 
 def test_chunks_are_written_before_they_are_evicted(cache: Cache) -> None:
     fitting = fill(cache)
-    wait_until(lambda: cache.stats()["tiers"]["disk"]["ready"] >= fitting // 8)
+    wait_until(
+        lambda: cache.stats()["tiers"]["disk"]["ready"] >= fitting // 8,
+        seconds=10.0,
+    )
 
 
 def test_a_prefetch_fills_half_of_what_fits(cache: Cache) -> None:
