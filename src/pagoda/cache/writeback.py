@@ -489,6 +489,11 @@ class WriteBackQueue:
         if wanted <= 0:
             return
         coldest = ledger.next_victims(wanted).tolist()
+        if len(coldest) < wanted:
+            # the sample of a policy names few chunks if few of many slots have pages
+            dirty = np.fromiter(self._dirty, np.int64, len(self._dirty))
+            oldest = dirty[np.argsort(columns.last_use[dirty])]
+            coldest += oldest[: wanted - len(coldest)].tolist()
         chosen = [
             self._dirty.pop(slot) for slot in coldest if slot in self._dirty
         ]
