@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base.clock import Clock
 from pagoda.cache import Cache
+from pagoda.cache.counters import CacheCounters
 from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.ledger.stores_under_root import stores_in
 from pagoda.slab import FileSlab, MemorySlab
@@ -137,6 +139,29 @@ def test_others_see_how_many_chunks_wait(
         assert stack.cache.flush(PATIENT_SECONDS)
         assert waiting() == 0
         stack.cache.close()
+
+
+def test_two_caches_of_a_process_add_up_what_waits(shm_root: Path) -> None:
+    spec = StoreSpec(
+        shm_root, LAYOUT.fingerprint, "memory", 64, LAYOUT.slot_bytes
+    )
+    with closing(Ledger.open(spec)) as ledger:
+
+        def waiting() -> int:
+            return admin.numbers(ledger)["waiting_chunks"]
+
+        first = CacheCounters(ledger, Clock(), NAMESPACE)
+        second = CacheCounters(ledger, Clock(), NAMESPACE)
+        first.set_waiting("disk", 5)
+        first.set_waiting("remote", 1)
+        second.set_waiting("disk", 3)
+        assert waiting() == 9
+        first.set_waiting("disk", 4)
+        assert waiting() == 8
+        first.close()
+        assert waiting() == 3
+        second.set_waiting("disk", 0)
+        assert waiting() == 0
 
 
 def test_chunks_that_a_tier_breaks_on_are_not_waited_for(

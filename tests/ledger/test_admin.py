@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.base.errors import LedgerCorrupt
+from pagoda.base.errors import LedgerCorrupt, StoreError
 from pagoda.base.metrics import COUNTERS, Reason
 from pagoda.ledger import Ledger, admin
 from pagoda.ledger.lmdb_tables import ENTRY, PLACE, SLOT_KEY, Tables, Txn
 from pagoda.ledger.store_stats import StoreStats
+from pagoda.ledger.stores_under_root import allocated_bytes
 from pagoda.ledger.transaction import Transaction
 from pagoda.testing import FakeClock
+from tests.children import in_child
+from tests.faults.support import open_files_left
 from tests.ledger.support import (
     OTHER,
     TENANT,
@@ -355,3 +358,31 @@ def test_leases_are_counted_outside_the_gate(
         watching.setattr(ledger, "columns", Watched())
         assert admin.numbers(ledger)["leased"] == admin.gauges(ledger)["leased"]
     assert inside == [False, False]
+
+
+@pytest.mark.parametrize("call", [admin.gauges, admin.numbers, admin.check])
+def test_without_a_free_file_descriptor_it_is_an_error_of_the_store(
+    ledger: Ledger, call: Callable[[Ledger], object]
+) -> None:
+    def work() -> None:
+        call(ledger)
+        with (
+            open_files_left(0),
+            pytest.raises(StoreError, match="cannot be read"),
+        ):
+            call(ledger)
+        call(ledger)
+
+    in_child(work)  # which has no other threads
+
+
+def test_a_file_that_vanishes_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(bytes(8192))
+    listed = list(tmp_path.iterdir())
+    least = sum(file.stat().st_blocks * 512 for file in listed) * 2 // 3
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(listed))
+    listed[0].unlink()
+    assert allocated_bytes(tmp_path) == least

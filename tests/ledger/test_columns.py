@@ -104,3 +104,10 @@ def test_half_of_many_slots_are_leased_at_most_whatever_their_order(
         for part in np.array_split(wanted, 64):
             columns.lease(part, now, 10**10)
         assert least <= np.mean(columns.lease_until > now) <= most
+
+
+def test_half_of_what_fits_now_is_leased_at_most(tmp_path: Path) -> None:
+    columns = make(tmp_path, 256)
+    columns.capacity = 64
+    columns.lease(np.arange(64), 10**12, 10**10)
+    assert np.count_nonzero(columns.lease_until > 10**12) == 32

@@ -5,6 +5,7 @@ thread, in which order, and what keeps it from growing.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -324,3 +325,107 @@ def test_a_ledger_that_is_dropped_leaves_its_thread(shm_root: Path) -> None:
     gc.collect()
     thread.join(PATIENT_SECONDS)
     assert not thread.is_alive()
+
+
+def test_pieces_of_other_stores_are_no_new_refusals(
+    shm_root: Path, no_memory: list[CgroupRoom], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each piece comes from the other store after free memory was refused."""
+    spec = StoreSpec(
+        shm_root, "idle", "memory", 256, SLOT, limit_bytes=256 * SLOT
+    )
+    idle = Ledger.open(spec)
+    idle.namespaces.register(TENANT, {"model": "test"})
+    put(idle, keys(*range(256)), chained=False)
+    idle.close()
+    ledger = growing(shm_root)
+    before = unbacked(ledger)
+    steps = 0
+    while ledger.space.more():
+        steps += 1
+    assert steps > 1
+    assert unbacked(ledger) < before
+    assert len(no_memory) == 1
+    assert caplog.text.count("chunks for now") == 1
+    ledger.close()
+
+
+def test_refusals_between_free_pieces_are_logged_once_in_a_while(
+    shm_root: Path, no_memory: list[CgroupRoom], caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = growing(shm_root)
+    refused = list(no_memory)
+    for _ in range(3):
+        no_memory[:] = refused
+        assert not ledger.space.more()
+        no_memory.clear()
+        assert ledger.space.more()
+    assert caplog.text.count("chunks for now") == 1
+    ledger.close()
+
+
+def test_one_request_waits_once_for_growth(
+    shm_root: Path, no_memory: list[CgroupRoom], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for room before it asks the policy, and again before it evicts."""
+    assert len(no_memory) == 1
+    ledger = growing(shm_root)
+    times = list[float]()
+
+    def note(_: int, until: float) -> bool:
+        times.append(until)
+        return False
+
+    monkeypatch.setattr(ledger.growth_thread, "wait_for_step", note)
+    put(ledger, keys(*range(ledger.slots - unbacked(ledger))), chained=False)
+    times.clear()
+    ledger.reserve(keys(1000), namespace=TENANT, deadline_seconds=100.0)
+    assert len(times) > 1
+    assert len(set(times)) == 1
+    ledger.close()
+
+
+def test_other_processes_get_the_root_between_two_pieces_that_are_finished(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = growing(shm_root)
+    spans = list[tuple[float, float]]()
+
+    def finish() -> bool:
+        began = time.monotonic()
+        time.sleep(0.01)
+        spans.append((began, time.monotonic()))
+        return len(spans) < 8
+
+    monkeypatch.setattr(ledger.space, "finish_pages", finish)
+    ledger.growth_thread.wake()
+    assert eventually(lambda: len(spans) == 8)
+    busy = sum(end - began for began, end in spans[:-1])
+    assert spans[-1][0] - spans[0][0] > 1.8 * busy
+    ledger.close()
+
+
+def test_a_slab_may_be_added_while_pages_are_finished(shm_root: Path) -> None:
+    class Slab:
+        def populate_slots(self, slots: range, collapse: bool) -> None:
+            pass
+
+    ledger = growing(shm_root)
+    slabs = [Slab() for _ in range(5_000)]
+
+    def add() -> None:
+        for slab in slabs:
+            ledger.space.begin_mapped(slab, 0)
+
+    thread = threading.Thread(target=add)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        while thread.is_alive():
+            ledger.space.begin_mapped(slabs[0], ledger.slots)
+            ledger.space.finish_pages()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    ledger.close()

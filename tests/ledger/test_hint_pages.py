@@ -34,7 +34,7 @@ from pagoda.ledger.columns import (
     columns_bytes,
 )
 from pagoda.ledger.hint_pages import Published
-from pagoda.ledger.store_state import COLUMNS, TABLES
+from pagoda.ledger.store_state import COLUMNS, METERS, REQUESTS, TABLES
 from pagoda.testing import FakeClock
 from testbed.patience import Patience, wait_until
 from tests.children import child, in_child, wait
@@ -795,3 +795,18 @@ def test_a_chunk_is_known_to_be_there_until_anybody_commits(
         == 0
     )
     assert not ledger.is_valid(slot, generation)
+
+
+@pytest.mark.parametrize("name", [METERS, REQUESTS])
+def test_one_file_that_cannot_be_written_keeps_no_other_from_being_saved(
+    ledger: Ledger, memory: Path, name: str
+) -> None:
+    pair = ("m", "t")
+    ledger.count({"lookups": 1, "asked_tokens": 16}, pair)
+    (ledger.directory / name).unlink(missing_ok=True)
+    (ledger.directory / name).mkdir()
+    assert ledger.session.save_hints()
+    assert admin.counters(ledger)["hint_write_failures"] == 1
+    assert not ledger.session._suspect
+    ledger.close()
+    assert list(memory.iterdir()) == []

@@ -74,7 +74,8 @@ class CacheCounters:
     def reset(self) -> None:
         """Create the locks; a child has nothing in its queues."""
         self._lock = threading.Lock()
-        self._waiting: dict[str, int] = {}
+        self._me = object()  # other caches of this process share the ledger
+        self._waited_for = set[str]()  # tiers for which chunks waited
 
     def name(self, namespace: Namespace) -> Pair:
         """Return the model and the tenant that a namespace is counted for; remember them for
@@ -148,11 +149,11 @@ class CacheCounters:
 
     def set_waiting(self, tier: str, chunks: int) -> None:
         """Say how many chunks of this process wait to be written to a tier."""
-        self._waiting[tier] = chunks
         ledger = self._ledger
         if ledger is not None:
-            total = sum(self._waiting.values())
-            ledger.session.set_gauge("waiting_chunks", total)
+            self._waited_for.add(tier)
+            part = (self._me, tier)
+            ledger.session.set_gauge("waiting_chunks", chunks, part)
 
     def count_request(
         self,
@@ -230,6 +231,10 @@ class CacheCounters:
         """Count in this process only from now on: another member may soon own the row in the shared
         counters.
         """
+        ledger = self._ledger
+        if ledger is not None:
+            for tier in list(self._waited_for):
+                ledger.session.set_gauge("waiting_chunks", 0, (self._me, tier))
         self._ledger = None
 
     def read(self, deadline_seconds: float) -> dict[str, int]:

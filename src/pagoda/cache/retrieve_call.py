@@ -116,7 +116,6 @@ class RetrieveCall:
         # a lower tier that may not have answered in time
         self._silent: Tier | None = None
         self._done = 0
-        self._prefetch_slots = 0  # how many slots a prefetch may fill
         self._polls = 0  # checks of a chunk that another call is storing
         self._by_tier = dict.fromkeys(self._tiers.names, 0)
         self._load_seconds: dict[str, float] = {}  # load time of each tier
@@ -146,7 +145,6 @@ class RetrieveCall:
             with nullcontext() if host is None else host.copying():
                 if host is not None:
                     self._stamp = host.ledger.stamp()
-                    self._prefetch_slots = host.ledger.slots // 2
                 self._serve()
             chunks = (
                 self._by_tier[host.name]
@@ -369,7 +367,9 @@ class RetrieveCall:
         chunks.
         """
         brought = sum(self._by_tier[lower.name] for lower in self._tiers.lower)
-        found = min(found, self._prefetch_slots - brought)
+        host = self._tiers.host
+        room = 0 if host is None else host.ledger.fitting // 2
+        found = min(found, room - brought)
         if found > 0:
             return tier, found
         self._stop(Reason.FULL, "a prefetch fills at most half of the host tier")

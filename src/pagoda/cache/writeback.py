@@ -52,7 +52,7 @@ _MOST_ACCESSED = 1 << 16
 # chunks that are being written by a tier; fewer if its queue is shorter
 _MOST_WRITING = 32
 _WRITE_SECONDS = 60.0  # the thread does not wait longer for a write
-_CLEAN_SHARE = 8  # write_back keeps an eighth of the slots free or clean
+_CLEAN_SHARE = 8  # write_back keeps an eighth of what fits now free or clean
 _LEASE_SECONDS = 30.0  # how long a slot is leased for a write
 # the pause before a lower tier's policy is asked again about a chunk that it refused
 _REFUSED_SECONDS = 1.0
@@ -478,16 +478,22 @@ class WriteBackQueue:
         return batch
 
     def _enqueue_coldest(self, ledger: Ledger) -> None:
-        """Queue the coldest dirty chunks if fewer than a share of the slots are free or clean.
-        Called with the lock.
+        """Queue the coldest dirty chunks if fewer than a share of the chunks that fit now are free
+        or clean. Called with the lock.
         """
         columns = ledger.columns
-        wanted = max(1, self._slots // _CLEAN_SHARE) - int(
-            np.count_nonzero(columns.last_use == NOT_READY)
-        )
+        # slots without pages have no chunk either, and are not free
+        taken = int(np.count_nonzero(columns.last_use != NOT_READY))
+        fitting = columns.capacity
+        wanted = max(1, fitting // _CLEAN_SHARE) - (fitting - taken)
         if wanted <= 0:
             return
         coldest = ledger.next_victims(wanted).tolist()
+        if len(coldest) < wanted:
+            # the sample of a policy names few chunks if few of many slots have pages
+            dirty = np.fromiter(self._dirty, np.int64, len(self._dirty))
+            oldest = dirty[np.argsort(columns.last_use[dirty])]
+            coldest += oldest[: wanted - len(coldest)].tolist()
         chosen = [
             self._dirty.pop(slot) for slot in coldest if slot in self._dirty
         ]

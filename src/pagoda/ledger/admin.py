@@ -344,11 +344,19 @@ def _totals(txn: Txn, tables: Tables) -> dict[str, int]:
 
 
 def _hinted(ledger: Ledger) -> dict[str, int]:
-    """Return the other gauges. Outside the gate: counting leases reads all slots."""
+    """Return the other gauges. Outside the gate: counting leases reads all slots. StoreError if the
+    directory cannot be read, as without a free file descriptor.
+    """
     leased = ledger.columns.lease_until > ledger.session.clock.monotonic_ns()
+    try:
+        allocated = allocated_bytes(ledger.directory)
+    except OSError as error:
+        raise StoreError(
+            f"{ledger.directory} cannot be read: {error.strerror}"
+        ) from error
     return {
         "leased": int(np.count_nonzero(leased)),
-        "allocated_bytes": allocated_bytes(ledger.directory),
+        "allocated_bytes": allocated,
         "most_bytes": sum(ledger.session.store.state.sizes().values()),
         "hint_bytes": ledger.session.hints.nbytes,
         "locked_bytes": ledger.session.locked_bytes,

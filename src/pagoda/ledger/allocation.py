@@ -61,6 +61,9 @@ class ReserveRequest:
     parts: int = 1
     admit_all: bool = False
     already_admitted: bool = False
+    grow_until: float = (
+        0.0  # how long (time.monotonic()) it waits for a store that grows
+    )
     # indices of keys, also in the next two fields
     present: set[int] = field(default_factory=set)
     end: int = sys.maxsize  # from this index on no newcomer is admitted

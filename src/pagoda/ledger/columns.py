@@ -184,8 +184,8 @@ class Columns:
         return np.asarray((self.keys[slots] == asked).all(axis=1))
 
     def lease(self, rows: Rows, now: int, nanoseconds: int) -> None:
-        """Keep these slots from eviction for a while from `now` on; at most half of the slots are
-        leased at once.
+        """Keep these slots from eviction for a while from `now` on; at most half of the chunks that
+        fit now are leased at once.
 
         In a large store a sample is counted: counting all slots would cost more than the rest of a
         lookup.
@@ -199,7 +199,7 @@ class Columns:
             leased = (
                 int(np.count_nonzero(sample > now)) * self.slots // len(sample)
             )
-            room = max(0, self.slots // 2 - leased)
+            room = max(0, self.capacity // 2 - leased)
             rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
         self.lease_until[rows] = np.maximum(
             self.lease_until[rows], now + nanoseconds

@@ -93,8 +93,12 @@ class GrowthThread:
                 self._woken.clear()
                 self._grow()
                 # requests that need more slots come first
-                while not self._woken.is_set() and self._space.finish_pages():
-                    pass
+                while not self._woken.is_set():
+                    began = time.monotonic()
+                    if not self._space.finish_pages():
+                        break
+                    # other processes get the lock of the root in between
+                    self._woken.wait(time.monotonic() - began)
         except ReferenceError:
             # the ledger was closed and dropped while this thread waited for its root
             return

@@ -154,21 +154,28 @@ class HintPages:
             finally:
                 fresh.unlink(missing_ok=True)
 
-    def _save_meters(self) -> None:
-        """Write the meters into the directory of the store. OSError."""
-        if self._made is not None:
-            with contextlib.suppress(FileNotFoundError):
-                content = (self._made / METERS).read_bytes()
-                _write(self._directory / METERS, content, b"")
+    def _save_meters(self) -> bool:
+        """Write the meters into the directory of the store; return False if that failed."""
+        if self._made is None:
+            return True
+        try:
+            content = (self._made / METERS).read_bytes()
+            _write(self._directory / METERS, content, b"")
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
     # ---- what a store on disk keeps
 
-    def save(self) -> None:
-        """Write it into the files of the store, which the caller has found to be this store's.
-        OSError.
+    def save(self) -> bool:
+        """Write it into the files of the store, which the caller has found to be this store's;
+        return whether all was written. OSError if the columns were not.
 
         Readers of these files check what they read, so they may be torn. They are not synced.
         """
+        whole = True
         for name, memory in list(self._maps.items()):
             # the tables have the counters of members that left
             if name in (COUNTERS_FILE, _PUBLISHED):
@@ -180,8 +187,14 @@ class HintPages:
                 head = _HEAD.pack(_MAGIC, self._state.slots, ghosts, store).ljust(
                     _PAGE_BYTES, b"\0"
                 )
-            _write(self._directory / name, head, memory)
-        self._save_meters()
+            try:
+                _write(self._directory / name, head, memory)
+            except OSError:
+                # one small file that cannot be written keeps nothing else from being saved
+                if name == COLUMNS:
+                    raise
+                whole = False
+        return self._save_meters() and whole
 
     def age_seconds(self) -> float:
         """Return how long ago a process saved; infinity if that is not known. OSError."""

@@ -69,7 +69,7 @@ from pagoda.ledger.store_directory import (
     warn_of_slots,
 )
 from pagoda.ledger.store_state import REQUESTS, SLAB, Kind, read_state
-from pagoda.ledger.stores_under_root import discard_idle, root_locked
+from pagoda.ledger.stores_under_root import discard, in_use, root_locked
 from pagoda.ledger.transaction import BATCH, Transaction, batches, window
 from pagoda.ledger.upkeep_thread import UpkeepThread, map_learned
 
@@ -187,6 +187,12 @@ class Ledger:
     def tier(self) -> str:
         """The name of the tier that the store belongs to: "host" or "disk"."""
         return "host" if self.kind == "memory" else "disk"
+
+    @property
+    def fitting(self) -> int:
+        """How many chunks fit: now if the store gets no more pages, otherwise when it has grown."""
+        stays = self.space.refused or self.growth_thread.rests
+        return self.columns.capacity if stays else self.slots
 
     @classmethod
     def open(
@@ -311,10 +317,10 @@ class Ledger:
                     ledger._asked.add(asked)
         except BaseException as error:
             ledger.close()
-            if isinstance(error, NoRoomError):
-                # the root was removed meanwhile
-                with contextlib.suppress(OSError, StoreError):
-                    discard_idle(ledger.directory, 1.0)
+            if isinstance(error, NoRoomError) or (
+                opens and ledger.session.store.made
+            ):
+                discard_empty(ledger.directory, clock)
             raise
         return ledger
 
@@ -436,6 +442,7 @@ class Ledger:
             admit_all,
             already_admitted,
         )
+        request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
         hindrance: Reason | None = None
         try:
             self._find_room(request, until)
@@ -486,16 +493,16 @@ class Ledger:
         """
         if self._room < len(request.keys):
             self._find_present(request, until)
-            self._let_grow(len(request.keys) - len(request.present), until)
+            wanted = len(request.keys) - len(request.present)
+            self._let_grow(wanted, request.grow_until)
 
     def _let_grow(self, wanted: int, until: float) -> None:
-        """Wait for that many free slots while the store grows, for most of the time until then."""
-        now = time.monotonic()
-        until = now + (until - now) * _GROWTH_SHARE
+        """Wait until then for that many free slots while the store grows."""
         with contextlib.suppress(UnavailableError):
             while (
                 self._room < wanted
                 and self._ahead
+                and time.monotonic() < until
                 and self.growth_thread.wait_for_step(wanted, until)
             ):
                 self._note_totals(self._totals(until - time.monotonic()))
@@ -507,6 +514,7 @@ class Ledger:
 
     def _note_totals(self, totals: Meta) -> None:
         self._room = totals.free()
+        self.columns.capacity = max(1, totals.with_pages())
         self._ahead = self.space.ahead(totals)
         # another process let the store grow: this one maps the new pages
         self.backed = totals.backed
@@ -590,6 +598,7 @@ class Ledger:
         """
         request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
         until = time.monotonic() + deadline_seconds
+        request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
         # as in `reserve`: with room for all, all are admitted
         self._find_room(request, until)
         # not in time: `reserve` asks again
@@ -618,7 +627,8 @@ class Ledger:
         for _ in range(allocation.ATTEMPTS):
             if self._room < len(batch) and self._ahead:
                 new = set(batch) - request.present
-                self._let_grow(sum(i < request.end for i in new), until)
+                few = sum(i < request.end for i in new)
+                self._let_grow(few, request.grow_until)
             looked = self._room < len(batch)
             # Ask for more than are wanted: some may be pinned or held.
             wanted = max(0, min(request.end, batch.stop) - batch.start)
@@ -1231,6 +1241,30 @@ def _pairs(
             strict=True,
         )
     )
+
+
+def discard_empty(
+    directory: Path, clock: Clock, deadline_seconds: float = 2.0
+) -> bool:
+    """Remove a store that no process has open and that holds no chunk; return whether it was
+    removed. Never raises for a failure at run time: the store stays then.
+
+    Both are found out under the lock of the root, so that no process stores anything in between.
+    """
+    with (
+        contextlib.suppress(StoreError, ClosedError, OSError),
+        root_locked(directory.parent, deadline_seconds),
+    ):
+        if not directory.is_dir() or in_use(directory):
+            return False
+        store = Ledger.attach(directory, clock, deadline_seconds, borrowed=True)
+        with contextlib.closing(store):
+            totals = store._totals(deadline_seconds)
+        if totals.ready or totals.unscanned():
+            return False
+        discard(directory)
+        return True
+    return False
 
 
 def make_room(

@@ -147,6 +147,8 @@ class Session:
         self._row = np.zeros(WIDTH, np.uint64).data
         self._column: dict[str, int] = {}
         self._counting = threading.Lock()
+        # gauge -> what each of its users in this process has set
+        self._gauge_parts: dict[str, dict[object, int]] = {}
         self._meters = RequestMeters()
         self._counter_row = 0  # of this member
         self.page_guards = (
@@ -504,7 +506,8 @@ class Session:
                 or self.hints.age_seconds() < not_within_seconds
             ):
                 return False
-            self.hints.save()
+            if not self.hints.save():
+                self.count({"hint_write_failures": 1})
         except OSError:
             self.count({"hint_write_failures": 1})
             self.suspect()
@@ -746,12 +749,20 @@ class Session:
         """Return the counters of this member."""
         return self.counted([], np.asarray(self._row))
 
-    def set_gauge(self, gauge: str, value: int) -> None:
-        """Set one of this member's gauges, of pagoda.base.metrics.MEMBER_GAUGES."""
+    def set_gauge(self, gauge: str, value: int, part: object = None) -> None:
+        """Set one of this member's gauges, of pagoda.base.metrics.MEMBER_GAUGES.
+
+        Several users of this process share the member: each sets its own `part`, and the gauge is
+        their sum.
+        """
         with self._counting:
+            parts = self._gauge_parts.setdefault(gauge, {})
+            parts[part] = value
+            if not value:
+                del parts[part]
             column = self._column.get(gauge)
             if column is not None:
-                self._row[column] = value
+                self._row[column] = sum(parts.values())
 
     def member_gauges(self, txn: Txn, tables: Tables) -> dict[str, int]:
         """Return the sum of each gauge over the living members."""
@@ -1039,6 +1050,7 @@ class Session:
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
+        self._gauge_parts = {}
         self._meters.forget()
         # a call of the parent that goes on in the child may still have the one before
         self._meters = RequestMeters()

@@ -44,6 +44,7 @@ from pagoda.base.file_space import (
     reserve_in_place,
 )
 from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.store_place import FIRST_PIECE_BYTES, free_bytes, growth_room
 from pagoda.ledger import hold_pin_remove, queries
 from pagoda.ledger.columns import BARE, NOT_READY
@@ -114,12 +115,14 @@ class SpaceShare:
         # what had too little room for the last piece, empty if it was allocated
         self.refused = ""
         # the mappings of this process, in which new pages are faulted in before they are used
-        self.slabs = weakref.WeakSet[MappedSlab]()
+        # a list, which one thread may read while another adds to it
+        self._slabs: list[weakref.ref[MappedSlab]] = []
         self._mapped = 0  # the slots before this one are, in huge pages
         # whether the root held more than its limit when that was last checked
         self.exceeds = False
         # what the slab holds beyond its slots when all others are punched
         self._metadata_bytes = 0
+        self._log_lines = RateLimitedLog(ledger.session.clock)
         # store -> until when it is not asked
         self._barren: dict[Path, float] = {}
 
@@ -240,22 +243,23 @@ class SpaceShare:
             self.in_trouble = True
             self._session.count({"growth_failures": 1})
             if not was_in_trouble:
-                log.warning(
-                    "%s keeps its size for now: %s; it asks again while it is used",
-                    self._directory,
-                    error,
+                self._log_lines.warn(
+                    log,
+                    Reason.IO_ERROR,
+                    f"{self._directory} keeps its size for now: {error}; it asks again while it is "
+                    "used",
                 )
             return False
 
     def lags(self, backed: int) -> bool:
         """Whether this process has not yet faulted in all slots before `backed`. Cheap."""
-        return backed > self._mapped and bool(self.slabs)
+        return backed > self._mapped and bool(self._slabs)
 
     def finish_pages(self) -> bool:
         """Fault in, in huge pages, some of what the store has gained, in whichever process; return
         whether there was any.
         """
-        slabs = list(self.slabs)
+        slabs = self._mapped_slabs()
         with contextlib.suppress(*_TROUBLE):
             if not slabs or self._mapped >= self._meta().backed:
                 return False
@@ -275,7 +279,11 @@ class SpaceShare:
     def begin_mapped(self, slab: MappedSlab, backed: int) -> None:
         """Fault new pages in for this slab too; it does so itself for the slots before `backed`."""
         self._mapped = max(self._mapped, backed)
-        self.slabs.add(slab)
+        self._slabs.append(weakref.ref(slab, self._slabs.remove))
+
+    def _mapped_slabs(self) -> list[MappedSlab]:
+        found = [reference() for reference in list(self._slabs)]
+        return [slab for slab in found if slab is not None]
 
     def after_scan(self) -> None:
         """Allocate pages again, within the limit, for the slots that a scan found empty."""
@@ -353,7 +361,8 @@ class SpaceShare:
             bound = "filesystem"
         count = min(count, free // nbytes)
         if count <= 0:
-            self._note_refusal(bound if spares else "")
+            if spares:
+                self._note_refusal(bound)
             return 0
         bare = self._backing()[1][:count]
         tail = range(meta.backed, meta.backed + count - len(bare))
@@ -363,11 +372,14 @@ class SpaceShare:
         if self._allocate_tables(meta.backed, tail.stop):
             got = self._allocate([*_ranges(bare), tail])
         if not got:
-            self._note_refusal("filesystem" if spares else "")
+            if spares:
+                self._note_refusal("filesystem")
             return 0
-        self._note_refusal("")
+        # what another store gave says nothing about free memory
+        if spares:
+            self.refused = ""
         # not by the request that uses them first: that would take it several times as long
-        for slab in list(self.slabs) if spares else ():
+        for slab in self._mapped_slabs() if spares else ():
             for slots in got:
                 slab.populate_slots(slots, collapse=False)
         listed = [
@@ -408,20 +420,16 @@ class SpaceShare:
         return tail if whole else range(tail.start, stop)
 
     def _note_refusal(self, bound: str) -> None:
-        """Count a piece that was refused, and log the first of several; an empty `bound`: it was
-        not.
-        """
-        if bound:
-            self._session.count({f"growth_refused_{bound}": 1})
-        if bound and not self.refused:
+        """Count a piece that was refused, and log the first of several."""
+        self._session.count({f"growth_refused_{bound}": 1})
+        if not self.refused:
             meta = self._meta()
-            log.warning(
-                "%s keeps its %d of %d chunks for now: the %s has no more memory to spare; it asks "
-                "again while it is used",
-                self._directory,
-                meta.with_pages(),
-                meta.slots,
-                _in_words(bound),
+            self._log_lines.warn(
+                log,
+                Reason.FULL,
+                f"{self._directory} keeps its {meta.with_pages()} of {meta.slots} chunks for now: "
+                f"the {_in_words(bound)} has no more memory to spare; it asks again while it is "
+                "used",
             )
         self.refused = bound
 

@@ -37,13 +37,6 @@ _STORE_NAME = re.compile(r"[0-9a-f]{16}(\.\d+)?")
 _PRIVATE = ".private-"
 
 
-def discard_idle(directory: Path, deadline_seconds: float) -> None:
-    """Remove a whole store if no process has it open."""
-    with root_locked(directory.parent, deadline_seconds):
-        if directory.is_dir() and not in_use(directory):
-            discard(directory)
-
-
 def discard(directory: Path) -> None:
     """Rename a whole store, then remove it. Only the caller has it open."""
     doomed = directory.with_name(f"{_GOING}{secrets.token_hex(6)}")
@@ -102,10 +95,14 @@ def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Return the bytes that the files of a store take. Changes nothing."""
-    with contextlib.suppress(FileNotFoundError):  # it may be removed at any time
-        return sum(entry.stat().st_blocks * 512 for entry in directory.iterdir())
-    return 0
+    """Return the bytes that the files of a store take. Changes nothing. Raises OSError."""
+    nbytes = 0
+    # the store or single files of it may be removed at any time
+    with contextlib.suppress(FileNotFoundError):
+        for entry in list(directory.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                nbytes += entry.stat().st_blocks * 512
+    return nbytes
 
 
 def _openers(directory: Path) -> str:

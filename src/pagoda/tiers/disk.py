@@ -39,7 +39,7 @@ from pagoda.tiers.io_queue import (
     WorkerBackend,
     WriteRequest,
 )
-from pagoda.tiers.ledger_tier import LedgerTier, open_store
+from pagoda.tiers.ledger_tier import LedgerTier, discard_unused, opened_store
 
 # a lease for chunks that a load has found, until they are read
 _LOAD_LEASE_SECONDS = 10.0
@@ -58,6 +58,13 @@ _ADMIT_SECONDS = 0.05
 _LEDGER_SECONDS = 10.0
 
 _logger = guarded_logger("pagoda.tiers.disk")
+
+
+def _require_positive(io_threads: int, queue_chunks: int) -> None:
+    if io_threads < 1 or queue_chunks < 1:
+        raise ValueError(
+            f"io_threads and queue_chunks must be at least 1, got {io_threads}, {queue_chunks}"
+        )
 
 
 class DiskTier(QueuedTier, LedgerTier):
@@ -92,10 +99,7 @@ class DiskTier(QueuedTier, LedgerTier):
         starts.
         """
         codec.require_layout(codec_name, layout)
-        if io_threads < 1 or queue_chunks < 1:
-            raise ValueError(
-                f"io_threads and queue_chunks must be at least 1, got {io_threads}, {queue_chunks}"
-            )
+        _require_positive(io_threads, queue_chunks)
         self.codec = codec_name
         self.chunk_bytes = layout.chunk_bytes
         self.slot_bytes = layout.slot_bytes
@@ -141,6 +145,7 @@ class DiskTier(QueuedTier, LedgerTier):
         has another name and holds only such chunks.
         """
         codec.require_layout(codec_name, layout)
+        _require_positive(io_threads, queue_chunks)
         stride = (
             HEADER_BYTES
             + -(-codec.most_bytes(codec_name, layout) // SLOT_ALIGN) * SLOT_ALIGN
@@ -160,7 +165,7 @@ class DiskTier(QueuedTier, LedgerTier):
             limit_bytes=size_bytes,
             chunk_bytes=layout.chunk_bytes,
         )
-        ledger, slab, made = open_store(
+        with opened_store(
             "disk",
             spec,
             policy,
@@ -168,18 +173,25 @@ class DiskTier(QueuedTier, LedgerTier):
             lambda ledger: ledger.open_slab(
                 lambda file: FileSlab(file, ledger.slots, stride, direct)
             ),
-        )
-        tier = cls(
-            layout,
-            ledger,
-            slab,
-            codec_name=codec_name,
-            durable=durable,
-            io_threads=io_threads,
-            queue_chunks=queue_chunks,
-            deadline_seconds=deadline_seconds,
-            clock=clock,
-        )
+        ) as (ledger, slab, made):
+            pass
+        try:
+            tier = cls(
+                layout,
+                ledger,
+                slab,
+                codec_name=codec_name,
+                durable=durable,
+                io_threads=io_threads,
+                queue_chunks=queue_chunks,
+                deadline_seconds=deadline_seconds,
+                clock=clock,
+            )
+        except BaseException:
+            # it has closed the ledger and the slab
+            if made:
+                discard_unused(ledger.directory)
+            raise
         tier.made = made
         return tier
 

@@ -37,7 +37,7 @@ from pagoda.tiers.base import (
     follows,
     runs,
 )
-from pagoda.tiers.ledger_tier import LedgerTier, open_store
+from pagoda.tiers.ledger_tier import LedgerTier, opened_store
 
 
 class HostTier(LedgerTier):
@@ -134,16 +134,17 @@ class HostTier(LedgerTier):
                 )
             )
 
-        ledger, slab, made = open_store("host", spec, policy, clock, open_slab)
-        if populate and shared:
-            backed = ledger.space.backed_ranges()
-            slab.populate(background=True, backed=backed)
-            last = backed[-1].stop if backed else 0
-            ledger.space.begin_mapped(slab, last)
-        elif populate and not grows:
-            slab.populate(background=True)
-        tier = cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
-        tier.made = made
+        with opened_store("host", spec, policy, clock, open_slab) as opened:
+            ledger, slab, made = opened
+            if populate and shared:
+                backed = ledger.space.backed_ranges()
+                slab.populate(background=True, backed=backed)
+                last = backed[-1].stop if backed else 0
+                ledger.space.begin_mapped(slab, last)
+            elif populate and not grows:
+                slab.populate(background=True)
+            tier = cls(layout, ledger, slab, deadline_seconds=deadline_seconds)
+            tier.made = made
         return tier
 
     @property

@@ -8,48 +8,76 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from pagoda.base.clock import Clock
-from pagoda.base.errors import StoreError
 from pagoda.base.metrics import Reason
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, StoreSpec, admin
-from pagoda.ledger.stores_under_root import discard_idle, stores_in
+from pagoda.ledger.ledger import discard_empty
+from pagoda.ledger.stores_under_root import stores_in
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import clamp_deadline
 from pagoda.tiers.put_and_load import BlockingCalls
 
-_DISCARD_SECONDS = 2.0
-_Slab = TypeVar("_Slab")
+
+class _Slab(Protocol):
+    def close(self) -> None:
+        """Give the mapping or the file back. Idempotent."""
 
 
-def open_store(
+_S = TypeVar("_S", bound=_Slab)
+
+
+@contextlib.contextmanager
+def opened_store(
     name: str,
     spec: StoreSpec,
     policy: str,
     clock: Clock | None,
-    open_slab: Callable[[Ledger], _Slab],
-) -> tuple[Ledger, _Slab, bool]:
+    open_slab: Callable[[Ledger], _S],
+) -> Iterator[tuple[Ledger, _S, bool]]:
     """Open or create a store for the tier `name`, and add it to the register unless it is private.
-    Return also whether this call made it.
+    Give the block also whether this call made it.
 
-    Raises StoreError, ValueError; then nothing stays open.
+    Raises StoreError, ValueError. If that or the block fails, nothing stays open, and no store that
+    was made for it keeps its space.
     """
     # also true if this user may not see it
     made = not os.path.exists(spec.root / spec.name)
     ledger = Ledger.open(spec, policy=policy, clock=clock or Clock())
-    try:
+    with contextlib.ExitStack() as undo:
+        # false if another process was faster
+        made = made and ledger.session.store.made
+        if made:
+            undo.callback(discard_unused, ledger.directory)
+        undo.callback(ledger.close)
         slab = open_slab(ledger)
-    except BaseException:
-        ledger.close()
-        raise
-    if not spec.private:
-        slots = sum(map(len, ledger.space.backed_ranges())) if made else 0
-        recorded_tiers.add(name, spec.root, slots * spec.slot_bytes)
-    # false if another process was faster
-    return ledger, slab, made and ledger.session.store.made
+        undo.callback(slab.close)
+        if not spec.private:
+            slots = sum(map(len, ledger.space.backed_ranges())) if made else 0
+            recorded_tiers.add(name, spec.root, slots * spec.slot_bytes)
+        yield ledger, slab, made
+        undo.pop_all()
+
+
+def discard_unused(directory: Path) -> None:
+    """Remove a store that was made for a tier that could not be opened, and that is closed now: it
+    would keep its space for ever. It stays if others have it open or have stored a chunk in it.
+    """
+    if discard_empty(directory, Clock()):
+        with contextlib.suppress(OSError):
+            if not stores_in(directory.parent):
+                recorded_tiers.remove(os.path.realpath(directory.parent))
 
 
 class LedgerTier(BlockingCalls):
@@ -64,20 +92,12 @@ class LedgerTier(BlockingCalls):
     """Whether the call that opened this tier also made its store."""
 
     def undo_opening(self) -> None:
-        """Close the tier of a cache that could not be opened. A store that was made for it, that
-        nobody else has open and that holds no chunk, is removed: it would keep its space for ever.
+        """Close the tier of a cache that could not be opened; remove a store that was made for it,
+        see `discard_unused`.
         """
-        directory = self.ledger.directory
-        unused = False
-        if self.made:
-            with contextlib.suppress(StoreError):
-                unused = not admin.gauges(self.ledger)["ready"]
         self.close()
-        if unused:
-            with contextlib.suppress(StoreError, OSError):
-                discard_idle(directory, _DISCARD_SECONDS)
-                if not stores_in(directory.parent):
-                    recorded_tiers.remove(os.path.realpath(directory.parent))
+        if self.made:
+            discard_unused(self.ledger.directory)
 
     def register(self, namespace: Namespace) -> None:
         """Record the namespace with its labels. Idempotent and cheap."""
