@@ -19,6 +19,7 @@ from pagoda_tools.cli.headline import headline, trouble_line
 from pagoda_tools.cli.remote_stores import (
     Unanswered,
     ask,
+    exit_code,
     patience,
     remotes_of,
     worded,
@@ -186,7 +187,7 @@ def _show(
         for remote in shared:
             for warning in remote.warnings:
                 printing.note(warning)
-    return FAILED if any(map(named.names, troubles)) else 0
+    return exit_code(named, troubles)
 
 
 def snapshots(

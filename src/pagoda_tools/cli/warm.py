@@ -18,6 +18,7 @@ from pagoda_tools.cli.remote_stores import (
     ask,
     patience,
     remotes_of,
+    require_libraries,
 )
 from pagoda_tools.cli.stores import (
     AsJson,
@@ -91,6 +92,7 @@ def warm(
         raise UsageError(
             "warm needs a remote tier in Redis: set remote to redis://HOST"
         )
+    require_libraries(remotes)
     for spec in specs:
         if spec not in remotes:
             printing.note(
