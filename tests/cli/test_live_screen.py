@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
 
 from pagoda.ledger.request_meters import TokenLoad
 from pagoda.tiers import recorded_tiers
-from pagoda_tools.cli import top_view
-from pagoda_tools.cli.live_screen import Key, keys_in
+from pagoda_tools.cli import top, top_view
+from pagoda_tools.cli.live_screen import Key, LiveScreen, keys_in
 from pagoda_tools.cli.top_view import (
     ChosenView,
     Moment,
@@ -306,6 +308,30 @@ def test_all_commands_call_a_store_by_one_name(
     assert {store["name"] for store in json.loads(out)["stores"]} == names
     _, out, _ = run_here("top", "--once", "--json")
     assert {store["name"] for store in json.loads(out)["stores"]} == names
+
+
+def test_a_sample_with_more_hits_than_requests_is_drawn(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members count one after the other, and a sample comes between."""
+    monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root))
+    ledger = host(shm_root)
+    sampler = top._Sampler(shm_root, None)
+    sampler.take(patience=0.0)
+    ledger.count({"asked_tokens": 100, "hit_tokens": 130})
+    after = sampler.take(patience=0.0)
+    assert "100.0 % hits" in text_of(after, sampler.history, 80)
+
+
+def test_a_line_as_wide_as_the_terminal_keeps_its_last_letter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where the cursor waits on the last column, ESC [ K would erase it."""
+    out = Console(force_terminal=True, width=80, height=24)
+    with LiveScreen(out) as screen:
+        screen.draw([Text("x" * screen.width), Text("short")])
+    drawn = capsys.readouterr().out
+    assert "\x1b[K" + "x" * 80 + "\n\x1b[Kshort" in drawn
 
 
 def test_time_that_was_saved_is_told(shm_root: Path) -> None:

@@ -215,7 +215,8 @@ def _moment(rose: Mapping[Path, Mapping[str, int]], seconds: float) -> Moment:
         total.update(counts)
     asked = total["asked_tokens"]
     return Moment(
-        total["hit_tokens"] / asked if asked else None,
+        # a sample may come between the two counters
+        min(1.0, total["hit_tokens"] / asked) if asked else None,
         total["loaded_bytes"] / seconds,
     )
 
