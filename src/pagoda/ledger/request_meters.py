@@ -440,14 +440,14 @@ def saved_time(meters: Sequence[Meter]) -> SavedTime:
     tokens = 0
     unmeasured = 0
     for meter in meters:
-        loaded = meter.counts["loaded_tokens"]
+        counts = meter.counts
         saved = saved_seconds(meter, speeds)
         if saved is None:
-            unmeasured += loaded
+            unmeasured += counts["loaded_tokens"]
         else:
             seconds += saved
-            load_seconds += meter.counts["load_microseconds"] / 1e6
-            tokens += loaded
+            load_seconds += counts["load_microseconds"] / 1e6
+            tokens += counts["loaded_tokens"]
     return SavedTime(seconds, seconds + load_seconds, tokens, unmeasured)
 
 
