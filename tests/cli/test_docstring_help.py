@@ -36,6 +36,14 @@ def test_every_option_of_every_command_has_its_help() -> None:
     assert not [name for name, text in found.items() if not text]
 
 
+def test_switches_are_shown_without_a_type(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in ((), ("stats",), ("config", "check"), ("vllm",)):
+        main([*command, "--help"])
+        assert "<bool>" not in capsys.readouterr().out, command
+
+
 def test_the_help_is_that_of_the_docstring() -> None:
     @documented
     def command(

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
 
+from pagoda.ledger.request_meters import TokenLoad
 from pagoda.tiers import recorded_tiers
-from pagoda_tools.cli import top_view
-from pagoda_tools.cli.live_screen import Key, keys_in
+from pagoda_tools.cli import top, top_view
+from pagoda_tools.cli.live_screen import Key, LiveScreen, keys_in
 from pagoda_tools.cli.top_view import (
     ChosenView,
     Moment,
@@ -24,7 +27,7 @@ from pagoda_tools.cli.top_view import (
     View,
     view_lines,
 )
-from pagoda_tools.serve.overview import RemoteUsage
+from pagoda_tools.serve.overview import Overview, RemoteUsage
 from tests.cli.shelf import LLAMA, QWEN, RUN, host, put, refused, run_here
 from tests.cli.test_top import ESCAPES, PATIENCE, Terminal
 
@@ -170,7 +173,7 @@ def sample(root: Path, **fields: object) -> TopSample:
 
     found, broken = snapshots(find_stores(root, None))
     assert not broken
-    empty = TopSample(0.0, found, {}, (), {}, "lru", 0, frozenset())
+    empty = TopSample(0.0, found, {}, (), {}, "lru", (), frozenset())
     return empty._replace(**fields)
 
 
@@ -307,21 +310,56 @@ def test_all_commands_call_a_store_by_one_name(
     assert {store["name"] for store in json.loads(out)["stores"]} == names
 
 
-def test_time_that_was_saved_is_told(shm_root: Path) -> None:
+def test_a_sample_with_more_hits_than_requests_is_drawn(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Members count one after the other, and a sample comes between."""
+    monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root))
     ledger = host(shm_root)
-    ledger.count(
-        {
-            "lookups": 1,
-            "asked_tokens": 1000,
-            "hit_tokens": 500,
-            "prefill_tokens": 1000,
-            "prefill_microseconds": 10**9,
-            "load_microseconds_host": 10**8,
-        }
-    )
+    sampler = top._Sampler(shm_root, None)
+    sampler.take(patience=0.0)
+    ledger.count({"asked_tokens": 100, "hit_tokens": 130})
+    after = sampler.take(patience=0.0)
+    assert "100.0 % hits" in text_of(after, sampler.history, 80)
+
+
+def test_a_line_as_wide_as_the_terminal_keeps_its_last_letter(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where the cursor waits on the last column, ESC [ K would erase it."""
+    out = Console(force_terminal=True, width=80, height=24)
+    with LiveScreen(out) as screen:
+        screen.draw([Text("x" * screen.width), Text("short")])
+    drawn = capsys.readouterr().out
+    assert "\x1b[K" + "x" * 80 + "\n\x1b[Kshort" in drawn
+
+
+def test_time_that_was_saved_is_told(shm_root: Path) -> None:
+    """Of each model at its own speed, and the same in all places."""
+    ledger = host(shm_root)
+    counts = {
+        "lookups": 1,
+        "asked_tokens": 1000,
+        "hit_tokens": 600,
+        "load_microseconds_host": 10**8,
+        "prefill_tokens": 1000,
+    }
+    load = TokenLoad(500, 10**8)
+    slow = {**counts, "prefill_microseconds": 10**9}
+    fast = {**counts, "prefill_microseconds": 3 * 10**8}
+    ledger.count(slow, ("slow", "none"), load)
+    ledger.count(fast, ("fast", "none"), load)
     text = run_here("stats", shm_root)[1]
-    assert "hit rate 50.0 % of 1,000 tokens" in text
-    assert "saved about 6.7 min" in text  # 500 s less 100 s
+    assert "hit rate 60.0 % of 2,000 tokens" in text
+    # 500 s less 100 s, and 150 s less 100 s
+    assert "saved about 7.5 min" in text
+    shown = json.loads(run_here("stats", shm_root, "--json")[1])
+    assert sum(one["saved_seconds"] for one in shown["models"]) == 450
+    page = Overview(lambda: [ledger], gpu_price=3600.0).take()["saved"]
+    assert isinstance(page, dict)
+    assert page["first_token_seconds"] == 450
+    assert page["engine_seconds"] == page["money"] == 650
+    assert "1,000 tokens at 2 tokens/s" in page["engine_words"]
 
 
 def test_models_and_tenants_are_shown(shm_root: Path) -> None:

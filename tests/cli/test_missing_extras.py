@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.shelf import done_here, host, one_line
+from tests.cli.shelf import LLAMA, done_here, host, one_line, put
 
 REMOTES = {
     "redis": ("redis://127.0.0.1:1", "redis"),
     "obstore": ("s3://bucket", "objects"),
     "mooncake": ("mooncake://127.0.0.1:1", "mooncake"),
 }
-COMMANDS = {
-    "stats": "stats",
-    "top": "top --once",
-    "ls": "ls",
-    "check": "check",
-    "config check": "config check",
-    "clear": "clear --yes",
-    "explain": "explain --tokens 1,2,3",
-}
+# these change something, or are about the configuration
+REFUSED = ("config check", "clear --yes")
+LOOKING = ("stats", "top --once", "ls", "check", "explain --tokens 1,2,3")
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
@@ -33,7 +28,55 @@ def hide(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     monkeypatch.setitem(sys.modules, library, None)
 
 
-@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+@pytest.mark.parametrize("command", LOOKING)
+def test_what_looks_shows_what_it_has_and_names_the_library(
+    command: str, shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "redis")
+    put(host(shm_root), LLAMA, range(16))
+    url = "redis://127.0.0.1:1"
+    here = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_REMOTE": url}
+    done = done_here(*command.split(), **here)
+    assert done.returncode == 2
+    assert "host" in done.stdout
+    told = " ".join((done.stdout + done.stderr).split())
+    assert "pip install 'pagodakv[redis]'" in told
+    assert url in told
+    # for programs
+    shown = json.loads(done_here(*command.split(), "--json", **here).stdout)
+    assert "pip install 'pagodakv[redis]'" in json.dumps(shown)
+
+
+def test_a_library_that_the_lookup_server_or_warm_needs(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "redis")
+    url = "redis://127.0.0.1:1"
+    host(shm_root).close()
+    for command, option in (
+        ("config check", "PAGODA_LOOKUP"),
+        ("explain --tokens 1,2,3", "PAGODA_LOOKUP"),
+        ("warm", "PAGODA_REMOTE"),
+    ):
+        where = {"PAGODA_HOST_PATH": str(shm_root), option: url}
+        done = done_here(*command.split(), **where)
+        assert done.returncode == 2, (command, done.stderr)
+        assert "pip install 'pagodakv[redis]'" in done.stderr
+
+
+def test_the_page_is_served_without_a_library(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pagoda_tools.cli.web_page_options import page_options
+
+    hide(monkeypatch, "redis")
+    monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root))
+    monkeypatch.setenv("PAGODA_REMOTE", "redis://127.0.0.1:1")
+    (remote,) = page_options(None, None, None, None).remotes()
+    assert "pip install 'pagodakv[redis]'" in remote.error
+
+
+@pytest.mark.parametrize("command", REFUSED)
 @pytest.mark.parametrize("library", REMOTES)
 def test_a_configured_store_whose_library_is_missing(
     library: str,

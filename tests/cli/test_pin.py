@@ -45,6 +45,7 @@ def test_what_is_pinned_stays_until_it_is_unpinned(
             }
         ],
         "failed": {},
+        "unconfigured": [],
     }
     for number in range(23):
         put(ledger, QWEN, range(1000 * (number + 1), 1000 * (number + 1) + 48))

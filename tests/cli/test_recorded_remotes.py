@@ -158,13 +158,46 @@ def test_a_tier_that_is_in_no_configuration_is_a_remark_when_it_is_silent(
     gone = f"redis://127.0.0.1:{free_port()}/0"
     recorded_tiers.add("remote", gone)
     here = {"PAGODA_HOST_PATH": str(shm_root / "host")}
-    code, _, err = run_here(*command, **here)
+    code, out, err = run_here(*command, **here)
     assert code == 0, err
-    if command[0] != "top":
-        (line,) = [line for line in err.splitlines() if gone in line]
-        assert "in no configuration" in line
-        assert f"pagoda remove {gone}" in line
-        assert run_here(*command, **here, PAGODA_REMOTE=gone)[0] == 1
+    assert run_here(*command, **here, PAGODA_REMOTE=gone)[0] == 1
+    if command[0] == "top":
+        told = " ".join(out.split())
+    else:
+        (told,) = [line for line in err.splitlines() if gone in line]
+    assert "in no configuration" in told
+    assert f"pagoda remove {gone}" in told
+
+
+def test_stats_without_a_local_store_begins_with_the_trouble(
+    shm_root: Path,
+) -> None:
+    silent = f"redis://127.0.0.1:{free_port()}/0"
+    here = {"PAGODA_HOST_PATH": str(shm_root), "PAGODA_REMOTE": silent}
+    code, out, err = run_here("stats", **here)
+    assert code == 1
+    assert out.startswith("TROUBLE with 1 tier, named below\n")
+    assert "NO ANSWER" in out
+    assert "nothing is stored" in err
+
+
+PINNING = (
+    ("pin", "--tokens", ",".join(map(str, range(16)))),
+    ("unpin",),
+)
+
+
+@pytest.mark.parametrize("command", PINNING, ids=["pin", "unpin"])
+def test_programs_see_which_failures_of_pins_are_remarks(
+    command: tuple[str, ...], shm_root: Path
+) -> None:
+    put(host(shm_root / "host"), LLAMA, range(16))
+    store = shm_root / "old" / "layout"
+    put(host(store.parent), LLAMA, range(16))
+    recorded_tiers.add("host", store.parent)
+    (store / "state").write_bytes(b"{}")
+    found = answer(*command, PAGODA_HOST_PATH=str(shm_root / "host"))
+    assert list(found["failed"]) == found["unconfigured"] == [str(store)]
 
 
 @pytest.mark.parametrize("command", QUIET[:-1], ids=" ".join)

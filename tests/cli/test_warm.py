@@ -487,6 +487,7 @@ def test_trouble_is_said_for_each_tier(
         "warm", code=1, **where | {"PAGODA_REMOTE": f"{dead},{barred},{url}"}
     )
     assert [one["chunks"] for one in found["remotes"]] == [3]  # type: ignore[attr-defined]
+    assert found["unconfigured"] == []
     one, other = found["failed"].values()  # type: ignore[attr-defined]
     assert "check that it runs there" in one
     assert "check the password and the rights of its user" in other

@@ -112,6 +112,13 @@ def test_a_clock_that_people_set_changes_only_the_time_for_people() -> None:
     assert span.seconds == 1.0
 
 
+def test_short_spans_are_kept_as_long_as_others() -> None:
+    history = History()
+    for n in range(4 * MOST_SECONDS):
+        looked(history, 100.0 + n / 2, lookups=n)
+    assert sum(one.seconds for one in history.seconds) == MOST_SECONDS
+
+
 def test_a_day_is_kept_in_bounded_rings() -> None:
     history = History()
     seconds = 86_400 + 7_200

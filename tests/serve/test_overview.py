@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -332,6 +333,73 @@ def test_while_nobody_looks_only_counters_are_read_and_the_history_has_no_hole(
             calls.close()
 
         asyncio.run(look())
+
+
+def test_a_reader_gets_every_span_although_others_ask_for_figures_too(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poller of /stats.json, and a second page."""
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.1)
+    monkeypatch.setattr(live_feed, "_FRESH_SECONDS", 0.01)
+
+    async def polled(feed: LiveFeed) -> None:
+        while True:
+            await feed.latest()
+            await asyncio.sleep(0.01)
+
+    async def look() -> None:
+        calls = BlockingCallPool()
+        overview = Overview(lambda: ledgers_of(cache))
+        feed = LiveFeed(overview, calls)
+        feed.start()
+        poller = asyncio.create_task(polled(feed))
+        spans = []
+        async with asyncio.timeout(SECONDS), feed.reader() as queue:
+            for _ in range(10):
+                event = await queue.get()
+                assert event is not None
+                said = json.loads(event.partition(b"data: ")[2])
+                spans += said["history"] if "history" in said else said["spans"]
+        # the first may be sent twice: in the history, and after it
+        ends = sorted({one["end"] for one in spans})
+        taken = [one.end for one in overview.history.seconds]
+        assert ends == taken[: len(ends)]
+        assert len(ends) > 10
+        poller.cancel()
+        feed.close()
+        calls.close()
+
+    with opened(shm_root) as cache:
+        asyncio.run(look())
+
+
+def test_events_come_every_second_however_long_the_stores_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The page takes figures of three seconds ago for old ones."""
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.5)
+    begun: list[float] = []
+
+    def slow() -> list[Ledger]:
+        begun.append(machine_seconds())
+        time.sleep(0.5)  # as long as locks are waited for
+        return []
+
+    async def look() -> None:
+        calls = BlockingCallPool()
+        feed = LiveFeed(Overview(slow), calls)
+        async with feed.reader() as queue:
+            await queue.get()
+            feed.start()
+            for _ in range(4):
+                await queue.get()
+        feed.close()
+        calls.close()
+
+    asyncio.run(look())
+    # the first one waits for the period
+    pauses = [after - before for before, after in pairwise(begun[1:])]
+    assert min(pauses) < 0.9
 
 
 def test_slow_readers_are_dropped(

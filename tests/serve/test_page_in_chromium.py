@@ -437,7 +437,8 @@ def fed(browser, serving: Server) -> Iterator[object]:  # type: ignore[no-untype
 def send(page, serving: Server, **changes: object) -> None:  # type: ignore[no-untyped-def]
     """Send the page the present overview of the server, with some changes."""
     stats = serving.ask("GET", "/stats.json").json
-    page.evaluate("event => window.send(event)", {**stats, **changes})
+    event = {**stats, "spans": [], **changes}
+    page.evaluate("event => window.send(event)", event)
     page.wait_for_selector("#storeys .storey")
 
 
@@ -585,13 +586,21 @@ def test_a_day_is_asked_for_and_its_gaps_are_shown(fed, serving: Server) -> None
     fed.route(
         "**/history.json", lambda route: route.fulfill(json={"minutes": minutes})
     )
+
+    def is_drawn(runs: int) -> bool:
+        script = "document.querySelectorAll('#chart .looked').length"
+        return bool(fed.evaluate(script) == runs)
+
     send(fed, serving, machine_seconds=100_000.0, history=[])
     fed.click("text=1 day")
-    wait_until(
-        lambda: fed.evaluate(
-            "document.querySelectorAll('#chart .looked').length === 2"
-        )
-    )
+    wait_until(lambda: is_drawn(2))
+    # after a lost connection, and where the page was hidden
+    minutes.append({**minutes[-1], "end": 100_000.0 - 60 * 50})
+    send(fed, serving, machine_seconds=100_000.0, history=[])
+    wait_until(lambda: is_drawn(3))
+    minutes.append({**minutes[-1], "end": 100_000.0 - 60 * 40})
+    fed.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    wait_until(lambda: is_drawn(4))
     assert "24 h ago" in fed.inner_text("#chart")
     assert fed.get_attribute("#views [value=day]", "aria-pressed") == "true"
 

@@ -23,7 +23,7 @@ import mmap
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -419,6 +419,36 @@ def saved_seconds(meter: Meter, speeds: Mapping[str, float]) -> float | None:
     if speed is None or not loaded:
         return None
     return loaded * speed - meter.counts["load_microseconds"] / 1e6
+
+
+class SavedTime(NamedTuple):
+    """What loads saved, of all models together, each at its own speed."""
+
+    seconds: float  # compute_seconds less the time of the loads
+    compute_seconds: float
+    tokens: int
+    unmeasured_tokens: (
+        int  # in none of the others: of models whose speed is not known
+    )
+
+
+def saved_time(meters: Sequence[Meter]) -> SavedTime:
+    """Return the sum of `saved_seconds` over these meters, and what it is about."""
+    speeds = token_seconds(meters)
+    seconds = 0.0
+    load_seconds = 0.0
+    tokens = 0
+    unmeasured = 0
+    for meter in meters:
+        counts = meter.counts
+        saved = saved_seconds(meter, speeds)
+        if saved is None:
+            unmeasured += counts["loaded_tokens"]
+        else:
+            seconds += saved
+            load_seconds += counts["load_microseconds"] / 1e6
+            tokens += counts["loaded_tokens"]
+    return SavedTime(seconds, seconds + load_seconds, tokens, unmeasured)
 
 
 def _usage(by: str, meters: list[Meter]) -> Iterator[dict[str, object]]:

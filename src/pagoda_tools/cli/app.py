@@ -13,7 +13,11 @@ from pagoda_tools.cli.bench import bench
 from pagoda_tools.cli.check import check
 from pagoda_tools.cli.clear import clear
 from pagoda_tools.cli.demo.demo_command import demo
-from pagoda_tools.cli.docstring_help import documented, show_as_written
+from pagoda_tools.cli.docstring_help import (
+    HELP_OPTIONS,
+    documented,
+    show_as_written,
+)
 from pagoda_tools.cli.explain import explain
 from pagoda_tools.cli.ls import ls
 from pagoda_tools.cli.pin import pin, unpin
@@ -31,7 +35,7 @@ app = typer.Typer(
     name="pagoda",
     help="PagodaKV: a KV cache in tiers, so that no prompt prefix is computed twice.",
     add_completion=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": HELP_OPTIONS},
     pretty_exceptions_enable=False,
 )
 for command in (

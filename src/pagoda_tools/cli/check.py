@@ -90,7 +90,7 @@ def check(
         drop: With --read: remove damaged chunks.
     """
     from pagoda_tools.cli import UsageError
-    from pagoda_tools.cli.remote_stores import pinged, remotes_of
+    from pagoda_tools.cli.remote_stores import exit_code, pinged, remotes_of
 
     if drop and not read:
         raise UsageError("--drop: damage is found only by reading; add --read")
@@ -130,7 +130,9 @@ def check(
     else:
         _print(verdicts, wide, named)
         _print_remotes(remotes, named)
-    return 0 if ok else FAILED
+    if wrong:
+        return FAILED
+    return exit_code(named, [one.address for one in silent])
 
 
 def _judged(

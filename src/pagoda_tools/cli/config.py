@@ -164,10 +164,9 @@ def check(file: File = None, as_json: AsJson = False) -> int:
     from pagoda_tools.cli.remote_stores import pinged, require_libraries
 
     config = configured(file)
-    require_libraries(config.remotes())
-    asked = pinged(
-        [spec for specs in _servers(config).values() for spec in specs]
-    )
+    servers = [spec for specs in _servers(config).values() for spec in specs]
+    require_libraries(servers)
+    asked = pinged(servers)
     troubles = [
         *_troubles(config),
         *(each.trouble for each in asked if each.trouble),

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from inspect import cleandoc
 from typing import Annotated, TypeVar, get_type_hints
 
-from typer import Option
+from typer import Context, Option
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
+HELP_OPTIONS = ["-h", "--help"]
 _TAG = re.compile(
     r"\[(?=[a-z#/@][^[]*?\])"
 )  # what rich takes for markup, such as [otel]
@@ -40,7 +41,11 @@ def show_as_written(command: object) -> None:
     """
     assert isinstance(command, TyperCommand | TyperGroup)
     command.help = _escaped(command.help)
-    for parameter in command.params:
+    # this one is otherwise made when the help is shown
+    own_help = command.get_help_option(
+        Context(command, help_option_names=HELP_OPTIONS)
+    )
+    for parameter in (*command.params, own_help):
         if isinstance(parameter, TyperOption):
             parameter.help = _escaped(parameter.help)
             if parameter.is_flag and parameter.metavar is None:

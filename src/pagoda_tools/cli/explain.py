@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pagoda_tools.cli import FAILED, printing, stores
+from pagoda_tools.cli import printing, stores
 from pagoda_tools.cli.prompt_source import read_prompt
-from pagoda_tools.cli.remote_stores import pinged, remotes_of
+from pagoda_tools.cli.remote_stores import exit_code, pinged, remotes_of
 
 if TYPE_CHECKING:
     from pagoda_tools.cli.prompt_explanation import PromptExplanation
@@ -102,7 +102,7 @@ def explain(
             _print(one, prompt.num_tokens)
     for spec, trouble in troubles.items():
         named.note(spec.redacted, trouble)
-    return FAILED if any(map(named.names, places)) else 0
+    return exit_code(named, places)
 
 
 def _print(found: PromptExplanation, asked_tokens: int) -> None:

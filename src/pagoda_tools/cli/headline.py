@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from pagoda.ledger.store_stats import StoreStats
     from pagoda_tools.serve.overview import RemoteUsage
 
-_SECONDS = 1e6  # microseconds
-
 
 def trouble_line(troubles: int) -> str:
     """Return the sentence about tiers that cannot be used."""
@@ -61,23 +59,13 @@ def _hits(stores: Collection[StoreStats]) -> str:
 
 
 def _saved(stores: Collection[StoreStats]) -> str:
-    """Return what the hits saved: an estimate, from the speed that the engines of a store
-    reported.
-    """
-    seconds = 0.0
-    known = False
-    for store in stores:
-        count = store.counters
-        if count["prefill_tokens"] and count["prefill_microseconds"]:
-            known = True
-            computing = count["prefill_microseconds"] / count["prefill_tokens"]
-            loading = sum(
-                count[f"load_microseconds_{kind}"] for kind in TIER_KINDS
-            )
-            seconds += (count["hit_tokens"] * computing - loading) / _SECONDS
-    if not known or seconds <= 0:
+    """Return what the loads saved: an estimate, the sum of that of all models."""
+    from pagoda.ledger.request_meters import saved_time
+
+    saved = saved_time([meter for store in stores for meter in store.meters])
+    if saved.seconds <= 0:
         return ""
-    return f"saved about {printing.age(seconds)}"
+    return f"saved about {printing.age(saved.seconds)}"
 
 
 def _room(stores: Mapping[str, StoreStats]) -> str:

@@ -144,7 +144,10 @@ class LiveScreen:
                 self._out.print(line, end="\n", soft_wrap=True)
         begin = _HOME if size == self._size else _ALL + _HOME
         self._size = size
-        text = drawn.get().replace("\n", _TO_END_OF_LINE + "\n")
+        # before the text: after a full line the cursor still is on its last letter
+        text = "".join(
+            _TO_END_OF_LINE + line for line in drawn.get().splitlines(True)
+        )
         self._write(begin + text + _TO_END_OF_SCREEN)
 
     def wait(self, until: float) -> Key | None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 from typer import Option
 
-from pagoda_tools.cli import FAILED, UsageError, printing, stores
-from pagoda_tools.cli.remote_stores import censuses, remotes_of
+from pagoda_tools.cli import UsageError, printing, stores
+from pagoda_tools.cli.remote_stores import censuses, exit_code, remotes_of
 
 if TYPE_CHECKING:
     from pagoda.ledger import ChunkRow, Ledger, NamespaceRow
@@ -173,7 +173,7 @@ def ls(
         printing.note("no chunks are stored")
     for address, trouble in broken.items():
         named.note(address, f"not listed: {address}: {trouble}")
-    return FAILED if any(map(named.names, broken)) else 0
+    return exit_code(named, broken)
 
 
 def _found(

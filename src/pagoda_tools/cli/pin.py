@@ -63,7 +63,11 @@ def pin(
     named = stores.Configured(directory, config)
     if as_json:
         printing.print_json(
-            {"pinned": [one._asdict() for one in done], "failed": broken}
+            {
+                "pinned": [one._asdict() for one in done],
+                "failed": broken,
+                "unconfigured": named.unnamed(broken),
+            }
         )
     elif done:
         rows = [(one.tier, one.num_tokens, one.model) for one in done]
@@ -100,7 +104,13 @@ def unpin(
         }
     named = stores.Configured(directory, config)
     if as_json:
-        printing.print_json({"ended": ended, "failed": broken})
+        printing.print_json(
+            {
+                "ended": ended,
+                "failed": broken,
+                "unconfigured": named.unnamed(broken),
+            }
+        )
     elif tiers or not broken:
         printing.note(
             f"{sum(ended.values()):,} chunks are no longer pinned by {owner}"

@@ -15,8 +15,8 @@ from urllib.parse import unquote
 
 from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.base.urls import split_url
-from pagoda_tools.cli import printing
-from pagoda_tools.cli.stores import configured
+from pagoda_tools.cli import FAILED, USAGE, printing
+from pagoda_tools.cli.stores import Configured, configured
 
 if TYPE_CHECKING:
     from pagoda.config import RemoteSpec
@@ -67,8 +67,6 @@ def remotes_of(
     left out.
     """
     known, withheld = all_remotes(directory, config_file)
-    if directory is None:
-        require_libraries(configured(config_file).remotes())
     for spec, why in withheld.items():
         printing.note(f"{spec.redacted}: {why}")
     return known
@@ -77,6 +75,8 @@ def remotes_of(
 def require_libraries(specs: Iterable[RemoteSpec]) -> None:
     """Raise MissingLibraryError if the library of one of these tiers is not installed. Connects to
     nothing.
+
+    For commands that change something; others show what they have, and end with `exit_code`.
     """
     from pagoda.base.errors import MissingLibraryError
 
@@ -87,6 +87,22 @@ def require_libraries(specs: Iterable[RemoteSpec]) -> None:
             raise MissingLibraryError(f"{spec.redacted}: {missing}") from None
         except PagodaError:
             continue  # said by the command, when it asks
+
+
+def exit_code(named: Configured, troubled: Iterable[Path | str]) -> int:
+    """Return the exit code of a command that looked, and had trouble with these places: a failure
+    if the configuration or the command names one; wrong use if a library is missing.
+    """
+    from pagoda.base.errors import MissingLibraryError
+
+    failing = {str(place) for place in troubled if named.names(place)}
+    try:
+        require_libraries(
+            spec for spec in named.servers if spec.redacted in failing
+        )
+    except MissingLibraryError:
+        return USAGE
+    return FAILED if failing else 0
 
 
 def all_remotes(

@@ -19,6 +19,7 @@ from pagoda_tools.cli.headline import headline, trouble_line
 from pagoda_tools.cli.remote_stores import (
     Unanswered,
     ask,
+    exit_code,
     patience,
     remotes_of,
     worded,
@@ -177,8 +178,9 @@ def _show(
     elif prometheus:
         print(_exposition(found, broken, shared), end="")
     else:
-        if found or not broken:
-            _print(found, shared, sum(map(named.names, troubles)), wide)
+        _print(found, shared, sum(map(named.names, troubles)), wide)
+        if not (found or broken):
+            printing.note(printing.NOTHING_STORED)
         _print_shared(shared)
     if not as_json:
         for place, trouble in troubles.items():
@@ -186,7 +188,7 @@ def _show(
         for remote in shared:
             for warning in remote.warnings:
                 printing.note(warning)
-    return FAILED if any(map(named.names, troubles)) else 0
+    return exit_code(named, troubles)
 
 
 def snapshots(
@@ -230,14 +232,13 @@ def _print(
     troubles: int,
     wide: bool,
 ) -> None:
-    if not found:
-        printing.note(printing.NOTHING_STORED)
-        return
     stores = dict(zip(store_names(found), found, strict=True))
     if troubles:
         printing.print_text(trouble_line(troubles))
     for line in headline(stores, shared):
         printing.print_text(line)
+    if not stores:
+        return
     _print_room(stores, wide)
     printing.print_dicts("namespaces", namespace_rows(stores))
     printing.print_dicts("hits", hit_rows(stores))

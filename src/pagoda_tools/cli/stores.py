@@ -90,14 +90,12 @@ class Configured:
         config = configured(config_file)
         self._everything = directory is not None
         self._roots = {os.path.realpath(root) for root in config.roots().values()}
-        self._addresses = {
-            spec.redacted
-            for spec in (
-                *config.remotes(),
-                *config.peer_servers(),
-                *config.lookup_server(),
-            )
-        }
+        self.servers = (
+            *config.remotes(),
+            *config.peer_servers(),
+            *config.lookup_server(),
+        )
+        self._addresses = {spec.redacted for spec in self.servers}
 
     def names(self, place: Path | str) -> bool:
         """Return whether a store, by its directory, or a remote tier, by its URL without secrets,

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pagoda_tools.cli import FAILED, UsageError, printing
+from pagoda_tools.cli import UsageError, printing
 from pagoda_tools.cli.live_screen import Key, LiveScreen
-from pagoda_tools.cli.remote_stores import remotes_of
+from pagoda_tools.cli.remote_stores import exit_code, remotes_of
 from pagoda_tools.cli.stats import remote_usage, snapshots, usage
 from pagoda_tools.cli.stores import (
     AsJson,
@@ -83,7 +83,7 @@ def top(
             if once:
                 break
             time.sleep(interval)
-    return FAILED if any(map(sampler.named.names, sample.failed)) else 0
+    return exit_code(sampler.named, sample.troubled)
 
 
 def _live(sampler: _Sampler, interval: float, out: Console) -> TopSample:
@@ -138,7 +138,7 @@ class _Sampler:
             self._directories = []
             with suppress(UsageError):  # the directory may come back
                 self._directories = self._find()
-        remotes = self._remotes.known(patience) if self._has_remotes else ()
+        answers = self._remotes.known(patience) if self._has_remotes else ()
         found, broken = snapshots(self._directories)
         failed = {
             str(store): trouble
@@ -147,6 +147,12 @@ class _Sampler:
             for store, trouble in broken.items()
             if not _is_gone(store)
         }
+        remotes = [
+            remote
+            if not remote.error or self.named.names(remote.address)
+            else remote._replace(error=remark(remote.address, remote.error))
+            for remote in answers
+        ]
         places = [
             *failed,
             *(remote.address for remote in remotes if remote.error),
@@ -165,7 +171,7 @@ class _Sampler:
                 for store, count in rose.items()
             },
             self._policy,
-            sum(map(self.named.names, places)),
+            [place for place in places if self.named.names(place)],
             frozenset(
                 store for store, count in rose.items() if any(count.values())
             ),
@@ -209,7 +215,8 @@ def _moment(rose: Mapping[Path, Mapping[str, int]], seconds: float) -> Moment:
         total.update(counts)
     asked = total["asked_tokens"]
     return Moment(
-        total["hit_tokens"] / asked if asked else None,
+        # a sample may come between the two counters
+        min(1.0, total["hit_tokens"] / asked) if asked else None,
         total["loaded_bytes"] / seconds,
     )
 

@@ -90,7 +90,7 @@ _QUIET = Moment(None, 0.0)
 class TopSample(NamedTuple):
     """The state at one moment, and by directory the rates of counters since the sample before.
 
-    `failed`: the trouble with each store that cannot be read; `troubles`: how many tiers cannot be
+    `failed`: the trouble with each store that cannot be read; `troubled`: the tiers that cannot be
     used and fail the command.
     """
 
@@ -100,7 +100,7 @@ class TopSample(NamedTuple):
     remotes: Sequence[RemoteUsage]
     rates: Mapping[Path, Mapping[str, float]]
     policy: str
-    troubles: int
+    troubled: Sequence[str]
     changed: frozenset[Path]  # stores whose counters rose
 
 
@@ -166,8 +166,8 @@ class ChosenView:
             below = hidden - self.first
             more = f"+{below} lines  " * (below > 0)
             right = f"{more}< {'help' if self.is_help else self.view} >  {keys}"
-        for short in ("", f"PagodaKV {clock}", clock):
-            if len(title) + 2 + len(right) > width and short:
+        for short in (f"PagodaKV {clock}", clock):
+            if len(title) + 2 + len(right) > width:
                 title = Text(short, style="bold")
         space = width - len(title) - len(right)
         return title.append(" " * max(1, space)).append(right, style="dim")
@@ -200,16 +200,16 @@ def view_lines(
     stores = by_name(sample.stores)
     if not stores and not sample.failed:
         lines.append(Text(printing.NOTHING_STORED))
-    if sample.troubles:
-        lines.append(Text(trouble_line(sample.troubles), style="red"))
+    if sample.troubled:
+        lines.append(Text(trouble_line(len(sample.troubled)), style="red"))
     for text in headline(stores, sample.remotes):
         lines += [Text(line) for line in wrapped(text, width)]
     if any(moment != _QUIET for moment in history):
         lines.append(_history_line(history, width))
-    for where, text in sample.failed.items():
-        lines += [
-            Text(line, style="red") for line in wrapped(f"{where}: {text}", width)
-        ]
+    reasons = [f"{where}: {text}" for where, text in sample.failed.items()]
+    reasons += [remote.error for remote in sample.remotes if remote.error]
+    for text in reasons:
+        lines += [Text(line, style="red") for line in wrapped(text, width)]
     lines += _PARTS[view](sample, stores, width)
     return lines
 
@@ -252,7 +252,7 @@ def _stores_view(
         lines.append(Text())
     for remote in sample.remotes:
         address = f"{remote.tier}: {remote.address}"
-        texts = [address, *filter(None, [remote.error]), *remote.warnings]
+        texts = [address, *remote.warnings]
         style = "red" if remote.error else ""
         for text in texts:
             lines += [Text(line, style=style) for line in wrapped(text, width)]

@@ -18,6 +18,7 @@ from pagoda_tools.cli.remote_stores import (
     ask,
     patience,
     remotes_of,
+    require_libraries,
 )
 from pagoda_tools.cli.stores import (
     AsJson,
@@ -91,6 +92,7 @@ def warm(
         raise UsageError(
             "warm needs a remote tier in Redis: set remote to redis://HOST"
         )
+    require_libraries(remotes)
     for spec in specs:
         if spec not in remotes:
             printing.note(
@@ -119,17 +121,22 @@ def warm(
             if done[-1].ended == "traffic":
                 break
     named = Configured(None, config)
+    # where nothing at all was loaded, the trouble is the answer
+    unnamed = named.unnamed(broken) if done else []
     if as_json:
         printing.print_json(
-            {"remotes": [one._asdict() for one in done], "failed": broken}
+            {
+                "remotes": [one._asdict() for one in done],
+                "failed": broken,
+                "unconfigured": unnamed,
+            }
         )
     else:
         rows = [one._replace(bytes=printing.size(one.bytes)) for one in done]  # type: ignore[arg-type]
         printing.print_table(
             "", ("tier", "chunks", "size", "damaged", "ended by", "address"), rows
         )
-    # where nothing at all was loaded, the trouble is the answer
-    for where in named.unnamed(broken) if done else ():
+    for where in unnamed:
         named.note(where, f"not loaded: {where}: {broken.pop(where)}")
     if broken:
         troubles = "; ".join(

@@ -20,7 +20,9 @@ from typing import NamedTuple
 
 from pagoda.base.metrics import LOAD_BUCKETS, TIER_KINDS, Reason
 
-MOST_SECONDS = 300  # spans of about a second: five minutes
+MOST_SECONDS = (
+    300  # spans of a second, or half of one if others ask: five minutes
+)
 MOST_MINUTES = 1440  # spans of about a minute: a day
 # two looks with a longer pause between them have no span: it would spread over the pause what may
 # have happened in one moment of it
@@ -95,7 +97,7 @@ class History:
     """Keeps the spans of one server, at most a day. Of one thread; others may copy its deques."""
 
     def __init__(self) -> None:
-        self.seconds: deque[Span] = deque(maxlen=MOST_SECONDS)
+        self.seconds: deque[Span] = deque()
         self.minutes: deque[Span] = deque(maxlen=MOST_MINUTES)
         self._looked_at: float | None = None
         self._before: Mapping[StoreId, Counters] = {}
@@ -142,6 +144,8 @@ class History:
             counts.update(rise)
         span = Span(now, now - before_at, wall, counts, by_store)
         self.seconds.append(span)
+        while self.seconds[0].end <= now - MOST_SECONDS:
+            self.seconds.popleft()
         self._add_to_minutes(span)
         return span
 

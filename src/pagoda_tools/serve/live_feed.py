@@ -41,6 +41,9 @@ class LiveFeed:
         self._sampler: asyncio.Task[None] | None = None
         self._reading: asyncio.Future[None] | None = None
         self._latest: dict[str, object] = {}
+        self._sent_until = float(
+            "-inf"
+        )  # the end of the last span that readers have
         # times of the loop: the begin of the latest overview; the last change of the stores
         self._latest_at = float("-inf")
         self._changed_at = float("-inf")
@@ -99,8 +102,12 @@ class LiveFeed:
 
     async def _run(self) -> None:
         """Read the stores every second, and send to the readers."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         while True:
-            await asyncio.sleep(PERIOD_SECONDS)
+            # a store that is waited for does not make the period longer
+            await asyncio.sleep(max(0.0, began + PERIOD_SECONDS - loop.time()))
+            began = loop.time()
             work = self._overview.take if self._readers else self._overview.look
             trouble = ""
             try:
@@ -124,11 +131,19 @@ class LiveFeed:
 
     def _send(self, trouble: str) -> None:
         """Send the latest overview to all readers; with a trouble it is an old one."""
+        # also those that ended because others asked
+        spans = [
+            span
+            for span in list(self._overview.history.seconds)
+            if span.end > self._sent_until
+        ]
+        if spans:
+            self._sent_until = spans[-1].end
         if not self._readers:
             return
-        shown = self._latest
+        shown = {**self._latest, "spans": [span.as_json() for span in spans]}
         if trouble:
-            shown = {**shown, "troubles": [trouble], "sample": None}
+            shown["troubles"] = [trouble]
         event = self._event(shown)
         for queue in list(self._readers):
             try:

@@ -23,7 +23,12 @@ from pagoda.base.errors import PagodaError
 from pagoda.base.metrics import TIER_KINDS, by_reason
 from pagoda.base.signal_safe_threads import begin
 from pagoda.ledger import admin
-from pagoda.ledger.request_meters import usage_by_model, usage_by_tenant
+from pagoda.ledger.request_meters import (
+    Meter,
+    saved_time,
+    usage_by_model,
+    usage_by_tenant,
+)
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.ledger.store_names import store_names
 from pagoda.ledger.store_stats import StoreStats
@@ -221,7 +226,7 @@ class Overview:
             "totals": shown,
             "models": usage_by_model(meters),
             "tenants": usage_by_tenant(meters),
-            "saved": _saved(stores, self.gpu_price),
+            "saved": _saved(meters, totals["hit_tokens"], self.gpu_price),
             "rates": _rates(recent, stores),
             "misses": by_reason(totals, "miss_"),
             "drops": by_reason(totals, "drop_"),
@@ -402,31 +407,14 @@ def _rates(
 
 
 def _saved(
-    stores: Sequence[StoreStats], gpu_price: float | None
+    meters: Sequence[Meter], hit_tokens: int, gpu_price: float | None
 ) -> dict[str, object]:
-    """Return what the hits saved: those of each store at the speed that the engines of this store
-    reported.
-    """
-    compute_seconds = load_seconds = 0.0
-    known_tokens = unknown_tokens = 0
-    for store in stores:
-        count = store.counters
-        if count["prefill_tokens"] and count["prefill_microseconds"]:
-            known_tokens += count["hit_tokens"]
-            token_seconds = (
-                count["prefill_microseconds"] / 1e6 / count["prefill_tokens"]
-            )
-            compute_seconds += count["hit_tokens"] * token_seconds
-            load_seconds += (
-                sum(count[f"load_microseconds_{kind}"] for kind in TIER_KINDS)
-                / 1e6
-            )
-        else:
-            unknown_tokens += count["hit_tokens"]
-    if not known_tokens:
+    """Return what the loads saved: those of each model at the speed that its engines reported."""
+    saved = saved_time(meters)
+    if not saved.tokens:
         remedy = (
             "no engine has reported its speed; your own engine must call cache.observe_prefill"
-            if unknown_tokens
+            if hit_tokens
             else "nothing has hit yet"
         )
         unknown = dict.fromkeys(
@@ -435,9 +423,10 @@ def _saved(
         return unknown | dict.fromkeys(
             ("engine_words", "first_token_words", "money_words"), remedy
         )
+    compute_seconds = saved.compute_seconds
     rest = (
-        f"; without {unknown_tokens:,} tokens of engines that report no speed"
-        * bool(unknown_tokens)
+        f"; without {saved.unmeasured_tokens:,} tokens of engines that report no speed"
+        * bool(saved.unmeasured_tokens)
     )
     money_words = (
         "start the server with --gpu-price"
@@ -445,14 +434,14 @@ def _saved(
         else f"at {gpu_price:g} per hour of an engine"
     )
     speed = (
-        f"{known_tokens:,} tokens at {known_tokens / compute_seconds:,.0f} tokens/s, as "
+        f"{saved.tokens:,} tokens at {saved.tokens / compute_seconds:,.0f} tokens/s, as "
         f"engines reported{rest}"
     )
     return {
         "engine_seconds": compute_seconds,
         "engine_words": f"an estimate: {speed}",
-        "first_token_seconds": compute_seconds - load_seconds,
-        "first_token_words": "an estimate: the time to compute the hit tokens, minus the time to load them",  # noqa: E501
+        "first_token_seconds": saved.seconds,
+        "first_token_words": "an estimate: the time to compute the loaded tokens, minus the time to load them",  # noqa: E501
         "money": compute_seconds / 3600 * gpu_price
         if gpu_price is not None
         else None,

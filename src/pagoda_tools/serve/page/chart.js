@@ -6,7 +6,6 @@
 
 import { KINDS, age, byId, count, draw, make, short } from "./elements.js";
 
-const SECOND_SPANS = 300; // as many as the server keeps
 const WIDTH = 600;
 const HEIGHT = 160;
 const NOW_SECONDS = 2;
@@ -21,8 +20,11 @@ export function replaceSpans(history) {
   seconds = history;
 }
 
-export function addSpan(span) {
-  seconds = [...seconds, span].slice(-SECOND_SPANS);
+// A stream begins with a history, which may have the first of them already.
+export function addSpans(spans) {
+  const last = seconds.length ? seconds.at(-1).end : -Infinity;
+  const added = [...seconds, ...spans.filter((span) => span.end > last)];
+  seconds = added.filter((span) => span.end > added.at(-1).end - VIEWS.minutes);
 }
 
 export function replaceMinutes(spans) {

@@ -1,7 +1,7 @@
 // The operator's page. Everything it shows comes as text from /events (see serve/overview.py); data is
 // never made into markup. This module listens to the events and says whether the figures are fresh.
 
-import { addSpan, newestSpan, replaceMinutes, replaceSpans, showChart } from "./chart.js";
+import { addSpans, newestSpan, replaceMinutes, replaceSpans, showChart } from "./chart.js";
 import { KINDS, age, byId, make } from "./elements.js";
 import { ClockDifference, Freshness } from "./freshness.js";
 import { showNamespaces, showPins, showRates, showReasons, showRequests, showSaved, showScrolling, showSettings, showTroubles, showUsage } from "./lists.js";
@@ -75,8 +75,10 @@ function showFreshness() {
 
 function received(now) {
   if (latest !== null && latest.version !== now.version) byId("renewed").hidden = false;
-  if (now.history) replaceSpans(now.history);
-  else if (now.sample) addSpan(now.sample);
+  if (now.history) {
+    replaceSpans(now.history);
+    askForMinutes();
+  } else addSpans(now.spans);
   freshness.arrived(now.age_seconds);
   clocks.note(now.time);
   refresh(now);
@@ -162,6 +164,7 @@ byId("reload").onclick = () => location.reload();
 for (const place of document.querySelectorAll(".scroll")) place.addEventListener("scroll", showScrolling, { passive: true });
 window.addEventListener("resize", showScrolling);
 for (const name of ["visibilitychange", "resume"]) document.addEventListener(name, tick);
+document.addEventListener("visibilitychange", askForMinutes);
 for (const name of ["focus", "pageshow", "online"]) window.addEventListener(name, tick);
 listenToForms();
 setInterval(tick, TICK_MILLISECONDS);
