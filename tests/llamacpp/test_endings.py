@@ -115,6 +115,15 @@ def test_an_ending_without_all_parts_is_none() -> None:
         assert endings.load(tokens, size_of(44)) is None
 
 
+def test_a_cache_with_a_minimum_is_refused() -> None:
+    """An ending is a few parts by itself: the minimum of a prompt would hide all of them."""
+    with (
+        opened(min_hit_tokens=32) as cache,
+        pytest.raises(ValueError, match="min_hit_tokens"),
+    ):
+        Endings(cache)
+
+
 def test_the_key_of_an_ending_is_no_key_of_a_chunk() -> None:
     root = bytes(32)
     tokens = np.arange(CHUNK, dtype=np.int32)

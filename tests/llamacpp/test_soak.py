@@ -59,6 +59,7 @@ class Driver:
             disk_size="16MiB",
             chunk_tokens=64,
             worth_it=False,
+            adapters_are_fixed=True,
         )
 
     def step(self) -> None:

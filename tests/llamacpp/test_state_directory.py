@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.base.errors import StoreError
+from pagoda.base.errors import ClosedError, StoreError
+from pagoda.connectors.llamacpp import state_directory
 from pagoda.connectors.llamacpp.state_directory import (
     StateDirectory,
     make_state_directory,
@@ -74,6 +75,78 @@ def test_a_state_that_the_server_writes_late_is_removed(tmp_path: Path) -> None:
     directory.close()
     directory.close()
     assert os.listdir(tmp_path) == []
+
+
+_FORK = """
+import os, sys
+from pagoda.connectors.llamacpp.state_directory import StateDirectory
+directory = StateDirectory(sys.argv[1], 1000)
+with directory.state() as path:
+    path.write_bytes(b"state")
+    before = sorted(os.listdir(sys.argv[1]))
+    child = os.fork()
+    if not child:
+        directory.remove_own()
+        with directory.state() as own:
+            own.write_bytes(b"own")
+            assert own.name.split("-")[2] != path.name.split("-")[2]
+            # its lock is held, so it is not taken for that of a dead process
+            StateDirectory(sys.argv[1], 1000).close()
+            assert own.exists() and path.exists()
+        directory.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sorted(os.listdir(sys.argv[1])) == before
+    if not os.fork():
+        print(path.name, flush=True)
+        # lives longer than its parent, and must not hold its lock
+        sys.stdin.read()
+        os._exit(0)
+    os._exit(0)
+"""
+
+
+def test_a_forked_child_leaves_its_parents_files_and_lock(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORK, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        state = process.stdout.readline().strip()
+        assert process.wait() == 0
+        assert state in os.listdir(tmp_path)
+        directory = StateDirectory(tmp_path, 1000)
+        assert state not in os.listdir(tmp_path)
+        directory.close()
+    with pytest.raises(ClosedError), directory.state():
+        pass
+
+
+def test_a_process_that_starts_during_a_sweep_keeps_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead, _ = started(tmp_path)
+    dead.kill()
+    dead.wait()
+    take_over = state_directory._take_over
+    processes = []
+
+    def started_meanwhile(file: Path) -> bool:
+        if not processes:
+            processes.append(started(tmp_path))
+        return take_over(file)
+
+    monkeypatch.setattr(state_directory, "_take_over", started_meanwhile)
+    directory = StateDirectory(tmp_path, 1000)
+    ((process, state),) = processes
+    try:
+        assert state in os.listdir(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
+        directory.close()
 
 
 def test_a_directory_is_only_for_its_user(tmp_path: Path) -> None:

@@ -68,7 +68,13 @@ class Endings:
     """
 
     def __init__(self, cache: Cache) -> None:
-        """`cache`: has the whole chunks as well; it stays the caller's to close."""
+        """`cache`: has the whole chunks as well; it stays the caller's to close.
+
+        Raises ValueError if it has a minimum of tokens: an ending is asked for by itself, so the
+        caller compares the whole prompt with it.
+        """
+        if cache.config.min_hit_tokens:
+            raise ValueError("the cache of endings must have min_hit_tokens = 0")
         self._cache = cache
         self._chunk_tokens = cache.layout.chunk_tokens
         self._lock = threading.Lock()

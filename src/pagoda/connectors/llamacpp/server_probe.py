@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,15 +53,20 @@ _LEFT_OUT_TOKENS = 8
 # on a slow machine a large model computes a few tokens a second
 PROBE_SECONDS = 300.0
 ANSWER_SECONDS = 10.0
+# of a restored state that was not used: a request to another slot may have emptied this one
+_TRIES = 2
 _PROBE_TEXT = (
     "The pagoda has seven roofs; each is a little smaller than the one below it. 1, 2, 3, 5, 8, 13"
     " and 21 are the steps of its stairs. def climb(step): return step if step < 2 else climb(step"
     " - 1) + climb(step - 2). Who climbs it sees the river, 4,096 lanterns, and the road home. "
 )
 _LORA_FIELDS = ("id", "path", "scale")
-# of /props; made anew at each start, in builds that have it
+# of /props; made anew at each start, in builds that have it, unless the environment of the server
+# has LLAMA_MEDIA_MARKER
 _MARKER = "media_marker"
-_IDENTITY_FIELDS = ("model_path", "build_info", "total_slots", _MARKER)
+_RANDOM_MARKER = re.compile(r"<__media_[0-9A-Za-z]{32}__>")
+_SLOTS = "total_slots"
+_IDENTITY_FIELDS = ("model_path", "build_info", _SLOTS, _MARKER)
 
 
 class ServerAdapters(NamedTuple):
@@ -93,8 +100,8 @@ class ServerAdapters(NamedTuple):
 class ServerIdentity(NamedTuple):
     """Which start of which server answers."""
 
-    properties: tuple[object, ...]
-    # sockets of this machine that listen on its port, where it does not tell its starts apart
+    properties: tuple[str, ...]
+    # sockets that listen on its port, as far as they are in this network namespace
     listeners: tuple[str, ...]
 
     @classmethod
@@ -106,9 +113,20 @@ class ServerIdentity(NamedTuple):
         if not isinstance(properties, dict):
             raise ServerTrouble("/props: an unknown answer")
         found = tuple(str(properties.get(name)) for name in _IDENTITY_FIELDS)
-        if properties.get(_MARKER):
-            return cls(found, ())
-        return cls(found, _listeners(server.port))
+        return cls(found, _listeners(server.host, server.port))
+
+    @property
+    def slots(self) -> int:
+        """How many slots the server has; 0 if it does not say."""
+        text = self.properties[_IDENTITY_FIELDS.index(_SLOTS)]
+        return int(text) if text.isdecimal() else 0
+
+    @property
+    def is_of_one_start(self) -> bool:
+        """Whether another start of the server has another identity for certain."""
+        marker = self.properties[_IDENTITY_FIELDS.index(_MARKER)]
+        is_random = _RANDOM_MARKER.fullmatch(marker) is not None
+        return is_random or bool(self.listeners)
 
 
 class ProbedServer(NamedTuple):
@@ -150,7 +168,7 @@ def _probe(
 ) -> ProbedServer:
     identity = ServerIdentity.of(server)
     properties = server.get("/props", ANSWER_SECONDS)
-    slots = int(properties.get("total_slots") or 0)
+    slots = identity.slots
     path = Path(str(properties.get("model_path") or ""))
     if not slots or not path.name:
         raise ConfigError(
@@ -163,9 +181,8 @@ def _probe(
             f"slot {slot} is not one of the {slots} of {server.url}"
         )
     adapters = ServerAdapters.of(server)
+    # all that costs the slot nothing comes before it is emptied
     probe = _probe_prompt(server)
-    first = _compute(server, directory, slot, probe)
-    again = _compute(server, directory, slot, probe)
     try:
         header = read_gguf_header(path)
         weights = _weights(path)
@@ -175,6 +192,9 @@ def _probe(
             f"the model cannot be read, and without it its KV has no name: {error}: run this on "
             "the server's machine, as a user who may read it"
         ) from None
+    _require_same_directory(server, directory, slot)
+    first = _compute(server, directory, slot, probe)
+    again = _compute(server, directory, slot, probe)
     window = header.values.get(
         f"{header.values.get('general.architecture')}.attention.sliding_window", 0
     )
@@ -202,6 +222,12 @@ def _probe(
         return probed._replace(
             trouble="the server computed other KV for the same tokens the second time, so KV has "
             "no name"
+        )
+    if not identity.is_of_one_start:
+        return probed._replace(
+            trouble="restarts cannot be noticed: the server has a fixed LLAMA_MEDIA_MARKER or "
+            "none, and its port is in another network namespace: start it without that, or "
+            "run this where it runs"
         )
     if (
         ServerIdentity.of(server) != identity
@@ -250,6 +276,22 @@ def _tokenized(server: ServerRequests, text: str, *, add_special: bool) -> Token
         raise ServerTrouble("/tokenize: an unknown answer") from None
 
 
+def _require_same_directory(
+    server: ServerRequests, directory: StateDirectory, slot: int
+) -> None:
+    """Raise ConfigError if the server saves its slots elsewhere. The slot is emptied first: what
+    stays there has no tokens.
+    """
+    server.erase(slot, ANSWER_SECONDS)
+    with directory.state() as path:
+        server.save(slot, path.name, ANSWER_SECONDS)
+        if not path.exists():
+            raise ConfigError(
+                f"{server.url} saves its slots in another directory (an empty state, {path.name}, "
+                f"is there now): start it with --slot-save-path {directory.path}"
+            )
+
+
 class _Computed(NamedTuple):
     """A state of the probe: its shape, a digest of its KV, and all of it as an ending."""
 
@@ -271,11 +313,6 @@ def _compute(
         )
     with directory.state() as path:
         saved = server.save(slot, path.name, PROBE_SECONDS)
-        if not path.exists():
-            raise ConfigError(
-                f"{server.url} saves its slots in another directory: start it with "
-                f"--slot-save-path {directory.path}"
-            )
         with opened(path, os.O_RDONLY) as fd:
             try:
                 state = read_unknown_state(fd)
@@ -360,9 +397,21 @@ def _try_restore(
 
     cut = _whole(probed.cut.state)
     prompt = np.append(tokens, tokens[1:3]).astype(np.int32)
-    reused = _restored(
-        server, directory, slot, cut, probed.streams, tokens, prompt, probe, put
-    )
+    reused = 0
+    for _ in range(_TRIES):
+        reused = _restored(
+            server,
+            directory,
+            slot,
+            cut,
+            probed.streams,
+            tokens,
+            prompt,
+            probe,
+            put,
+        )
+        if reused:
+            break
     if reused != len(tokens) or probed.cut.state.kind != "attention":
         return _not_used(reused, len(tokens))
     return _try_moved(server, directory, slot, probed, probe)
@@ -382,9 +431,12 @@ def _try_moved(
     if count + 8 > probed.context:
         return ""
     tokens = _nobodys_tokens(probe, count)
+    # one more token that both begin with would leave one too few to be moved
+    others = probe.tokens[1:][probe.tokens[1:] != tokens[1 + _LEFT_OUT_TOKENS]]
+    if not len(others):
+        return "its vocabulary makes one token of everything: whether it moves KV is unknown"
+    tokens[1] = np.random.default_rng().choice(others)
     prompt = np.append(tokens[:1], tokens[1 + _LEFT_OUT_TOKENS :])
-    differing = np.flatnonzero(prompt != tokens[: len(prompt)])
-    shared = int(differing[0]) if len(differing) else len(prompt)
     cut = _whole(probed.cut.state)
     reused = _restored(
         server,
@@ -397,7 +449,7 @@ def _try_moved(
         probe,
         lambda _: None,
     )
-    if reused <= shared:
+    if reused <= 1:
         return ""
     return (
         "the server moves KV to other positions (--cache-reuse): what its slots hold is not the KV "
@@ -426,17 +478,21 @@ def _try_window(
     # one row more than the window is in the state beyond what its end needs
     for stop, expected in ((count, count), (count - 4, 0)):
         prompt = np.concatenate((tokens[:stop], other))
-        reused = _restored(
-            server,
-            directory,
-            slot,
-            probed.cut,
-            probed.streams,
-            tokens,
-            prompt,
-            probe,
-            lambda _: None,
-        )
+        reused = 0
+        for _ in range(_TRIES if expected else 1):
+            reused = _restored(
+                server,
+                directory,
+                slot,
+                probed.cut,
+                probed.streams,
+                tokens,
+                prompt,
+                probe,
+                lambda _: None,
+            )
+            if reused:
+                break
         if stop == count and reused != expected:
             return _not_used(reused, expected)
         if reused != expected:
@@ -507,8 +563,12 @@ def _remedy(trouble: ServerTrouble) -> str:
     return f"{trouble}: is a llama-server running there, with its model loaded?"
 
 
-def _listeners(port: int) -> tuple[str, ...]:
-    """Return the inodes of the sockets of this machine that listen on a port."""
+def _listeners(host: str, port: int) -> tuple[str, ...]:
+    """Return the inodes of the sockets that listen on a port, if the host is in this network
+    namespace.
+    """
+    if not _is_here(host):
+        return ()
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
@@ -523,6 +583,22 @@ def _listeners(port: int) -> tuple[str, ...]:
             ):
                 found.add(fields[9])
     return tuple(sorted(found))
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host is an address of this network namespace: only then it can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(family, kind, protocol) as bound,
+        ):
+            bound.bind(address)
+            return True
+    return False
 
 
 def slot_state(server: ServerRequests, slot: int, seconds: float) -> Any:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.clock import Deadline, seconds_of
-from pagoda.base.errors import ClosedError, StoreError
+from pagoda.base.errors import ClosedError, PagodaError, StoreError
 from pagoda.base.file_space import opened
 from pagoda.base.finalizers import close_when_dropped
+from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
@@ -51,6 +53,9 @@ from pagoda.layout import KVLayout
 log = guarded_logger("pagoda.llamacpp")
 
 _TRIES = 3  # to compose, if chunks disappear meanwhile
+# a server that could not be probed again is left alone for as many times as long as that took
+_PAUSE = 10
+_LEAST_PAUSE_SECONDS = 60.0
 
 Tokens = npt.NDArray[np.int32]
 
@@ -96,6 +101,21 @@ class _Refused(Exception):
         self.is_counted = is_counted
 
 
+class _Seen(NamedTuple):
+    """Which server answers now, with which adapters."""
+
+    identity: ServerIdentity
+    adapters: ServerAdapters
+
+
+class _FailedProbe(NamedTuple):
+    """A server that could not be probed again."""
+
+    seen: _Seen
+    why: str
+    until: float  # when it may be tried again, of the monotonic clock
+
+
 class SlotStates:
     """The slots of one llama-server, stored in and loaded from PagodaKV's tiers: for people with a
     proxy of their own.
@@ -127,6 +147,7 @@ class SlotStates:
         api_key: str = "",
         state_bytes: int | None = None,
         probe_slot: int | None = None,
+        adapters_are_fixed: bool = False,
         salt: str = "",
         limit_seconds: float = 30.0,
         config: Config | None = None,
@@ -140,8 +161,13 @@ class SlotStates:
                 through it one at a time. It must be for this user only (mode 700).
             api_key: of the server.
             state_bytes: the most bytes of a state file; larger states are neither stored nor
-                loaded. Default: an eighth of the free memory.
+                loaded. Default: an eighth of the free memory. The server is not asked to write one
+                that seems larger; how large it is, is known only once it is written.
             probe_slot: the slot that computes the probe; what it holds is lost. Default: the last.
+            adapters_are_fixed: nobody changes the scales of the server's LoRA adapters
+                (`POST /lora-adapters`) while it runs. It goes on to use KV of the old scales, and
+                a change that was taken back cannot be seen: without this promise KV of a server
+                with adapters is loaded, but not stored.
             salt: keeps tenants apart.
             limit_seconds: for each call; a server that computes an answer lets it wait. A probe is
                 not limited by it.
@@ -157,16 +183,24 @@ class SlotStates:
         self._server = ServerRequests(server_url, api_key)
         self._chunk_tokens = self._config.chunk_tokens
         self._salt = salt
-        self._lock = threading.Lock()
+        self._adapters_are_fixed = adapters_are_fixed
+        self._closed = False
+        self._most_slots = 0
+        self._failed: _FailedProbe | None = None
         self._cache: Cache | None = None
         self._were_adapters_changed = False
         self._directory = StateDirectory(directory, state_bytes)
         self._finalizer = close_when_dropped(self, self._directory.close)
+        reset_now_and_in_child(self)
         try:
             self._open(probe_slot)
         except BaseException:
             self.close()
             raise
+
+    def reset(self) -> None:
+        """Create the lock."""
+        self._lock = threading.Lock()
 
     def _open(self, slot: int | None) -> None:
         """Probe the server and open the cache of what it computes now."""
@@ -181,13 +215,15 @@ class SlotStates:
         )
         if self._cache is not None and not is_known:
             self._cache.close()
-        if self._cache is None or not is_known:
-            self._cache = Cache(
-                self._config, namespace=probed.namespace, layout=layout
-            )
+            self._cache = None
+        if self._cache is None:
+            # the minimum is that of a prompt, and an ending is one of several calls for it
+            config = replace(self._config, min_hit_tokens=0)
+            self._cache = Cache(config, namespace=probed.namespace, layout=layout)
         self._layout: KVLayout = layout
         self._endings = Endings(self._cache)
         self._probed: ProbedServer = probed
+        self._most_slots = max(self._most_slots, probed.slots)
         if probed.trouble:
             log.warning(
                 "nothing is stored or loaded for %s: %s",
@@ -209,9 +245,15 @@ class SlotStates:
 
     @property
     def cache(self) -> Cache:
-        """The cache of the model as it is now; it stays this object's to close."""
-        if self._cache is None:
+        """The cache of the model as it is now; it stays this object's to close.
+
+        Raises ClosedError, or StoreError if the server was changed and cannot be used now.
+        """
+        if self._closed:
             raise ClosedError("SlotStates was closed")
+        if self._cache is None:
+            why = self._failed.why if self._failed else "it is probed now"
+            raise StoreError(f"{self._server.url} was changed: {why}")
         return self._cache
 
     def stats(self) -> CacheStats:
@@ -246,6 +288,7 @@ class SlotStates:
 
         def work() -> LoadedState:
             self._renew(slot, deadline)
+            self._require_slot(slot)
             return self._load(ids, slot, held_tokens, deadline)
 
         return self._guarded(work, LoadedState, deadline, is_load=True)
@@ -276,6 +319,8 @@ class SlotStates:
 
         def work() -> StoredState:
             self._require_same(deadline)
+            self._require_slot(slot)
+            self._require_fixed_adapters()
             return self._store(ids, slot, list(marks), deadline)
 
         def miss(_: int, reason: Reason, detail: str) -> StoredState:
@@ -284,7 +329,21 @@ class SlotStates:
         return self._guarded(work, miss, deadline, is_load=False)
 
     def close(self) -> None:
-        """Close the cache and remove what is in the directory; idempotent."""
+        """Close the cache and remove what is in the directory; idempotent.
+
+        Waits for a call that has begun, but at most `limit_seconds`; a call that takes longer (a
+        probe) does this at its end.
+        """
+        self._closed = True
+        if not self._lock.acquire(timeout=self._limit_seconds):
+            return
+        try:
+            self._release()
+        finally:
+            self._lock.release()
+
+    def _release(self) -> None:
+        """Give up what is held; the lock is held."""
         cache = self._cache
         self._cache = None
         if cache is not None:
@@ -300,10 +359,10 @@ class SlotStates:
     # ---- what both calls share
 
     def _checked(self, tokens: TokenIds, slot: int) -> Tokens:
-        if type(slot) is not int or not 0 <= slot < self._probed.slots:
+        if type(slot) is not int or not 0 <= slot < self._most_slots:
             # a larger number would wrap around, to another conversation
             raise ValueError(
-                f"slot {slot!r} is not one of the {self._probed.slots}"
+                f"slot {slot!r} is not one of the {self._most_slots}"
             )
         return as_token_ids(tokens)
 
@@ -325,15 +384,14 @@ class SlotStates:
         if not self._lock.acquire(timeout=deadline.remaining()):
             return miss(0, Reason.BUSY, "another call did not end in time")
         try:
-            cache = self.cache
-            if self._probed.trouble:
-                raise _Refused(Reason.NOT_CACHEABLE, self._probed.trouble)
+            if self._closed:
+                raise ClosedError("SlotStates was closed")
             return work()
         except _Refused as refused:
             found = refused
         except ClosedError as closed:
             return miss(0, Reason.CLOSED, str(closed))
-        except (ServerTrouble, StoreError, OSError) as trouble:
+        except (ServerTrouble, PagodaError, OSError) as trouble:
             reason = Reason.DEADLINE if deadline.passed else Reason.IO_ERROR
             found = _Refused(reason, f"{type(trouble).__name__}: {trouble}")
         except UnknownState as unknown:
@@ -342,24 +400,34 @@ class SlotStates:
                 f"a state of the server was refused: {unknown}",
             )
         finally:
+            if self._closed:
+                self._release()
             self._lock.release()
-        if not found.is_counted:
+        cache = self._cache
+        if cache is not None and not found.is_counted:
             cache.decline(found.detail, loaded=not is_load)
         return miss(0, found.reason, found.detail)
 
-    def _is_same(self, deadline: Deadline) -> bool:
-        """Whether the server is the one that was probed, with the same adapters. ServerTrouble."""
-        adapters = ServerAdapters.of(self._server, deadline.remaining())
-        identity = ServerIdentity.of(self._server, deadline.remaining())
-        is_restarted = identity != self._probed.identity
-        if is_restarted:
+    def _look(self, seconds: Callable[[], float]) -> _Seen:
+        """Ask which server answers, and remember whether its adapters were changed. `seconds` are
+        left for a request. Raises ServerTrouble.
+        """
+        adapters = ServerAdapters.of(self._server, seconds())
+        identity = ServerIdentity.of(self._server, seconds())
+        if identity != self._probed.identity:
             self._were_adapters_changed = False
         elif adapters != self._probed.adapters:
             self._were_adapters_changed = True
-        return not is_restarted and adapters == self._probed.adapters
+        return _Seen(identity, adapters)
+
+    def _is_same(self, seen: _Seen) -> bool:
+        """Whether the server is the one that was probed, with the same adapters."""
+        if seen.identity != self._probed.identity:
+            return False
+        return seen.adapters == self._probed.adapters
 
     def _require_same(self, deadline: Deadline) -> None:
-        if not self._is_same(deadline):
+        if not self._is_same(self._look(deadline.remaining)):
             raise _Refused(
                 Reason.NOT_CACHEABLE,
                 "the server was restarted or its adapters were changed since it was probed: what "
@@ -371,29 +439,84 @@ class SlotStates:
                 "the adapters were changed while the server ran, and it goes on to use KV of "
                 "before: nothing is stored until it is restarted",
             )
+        if self._probed.trouble:
+            raise _Refused(Reason.NOT_CACHEABLE, self._probed.trouble)
+
+    def _require_fixed_adapters(self) -> None:
+        if self._probed.adapters.listed and not self._adapters_are_fixed:
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                "the server has adapters, and goes on to use KV of scales that were changed and "
+                "changed back: if nobody sends POST /lora-adapters, pass adapters_are_fixed=True",
+            )
+
+    def _require_slot(self, slot: int) -> None:
+        """Refuse a slot that a server does not have since its restart."""
+        if slot >= self._probed.slots:
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                f"the server has {self._probed.slots} slots now, and no slot {slot}",
+            )
 
     def _renew(self, slot: int, deadline: Deadline) -> None:
         """Probe a server again that is another one now, in the slot that is to be loaded."""
-        if not self._is_same(deadline):
-            self._open(slot)
-            if self._probed.trouble:
-                raise _Refused(Reason.NOT_CACHEABLE, self._probed.trouble)
+        seen = self._look(deadline.remaining)
+        if self._cache is None or not self._is_same(seen):
+            self._probe_again(slot, seen)
+        if self._probed.trouble:
+            raise _Refused(Reason.NOT_CACHEABLE, self._probed.trouble)
 
-    def _require_idle(
-        self, slot: int, deadline: Deadline, *, is_base: bool
-    ) -> None:
-        """Refuse a slot that computes. `is_base`: and one whose last request chose adapters."""
-        said = slot_state(self._server, slot, deadline.remaining())
-        if said is None:
-            return
+    def _probe_again(self, slot: int, seen: _Seen) -> None:
+        """Probe a server, unless this has just failed: it takes long and empties the slot."""
+        if slot >= seen.identity.slots:
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                f"the server has {seen.identity.slots} slots now, and no slot {slot}",
+            )
+        began = time.monotonic()
+        failed = self._failed
+        if failed is not None and failed.seen == seen and began < failed.until:
+            raise _Refused(Reason.NOT_CACHEABLE, failed.why)
+        try:
+            self._open(slot)
+        except (PagodaError, OSError, UnknownState) as error:
+            now = time.monotonic()
+            pause = max(_LEAST_PAUSE_SECONDS, _PAUSE * (now - began))
+            why = f"it was probed again, and cannot be used: {error}"
+            self._failed = _FailedProbe(seen, why, now + pause)
+            log.warning(
+                "nothing is stored or loaded for %s: %s", self._server.url, why
+            )
+            raise _Refused(Reason.NOT_CACHEABLE, why) from None
+        self._failed = None
+
+    def _require_idle(self, slot: int, deadline: Deadline) -> Any:
+        """Return what the server says of a slot. Refuse one that computes, and one whose last
+        request chose adapters: its KV is theirs, and the next request with the same ones would go
+        on from what is loaded.
+        """
+        said = slot_state(self._server, slot, deadline.remaining()) or {}
         if said.get("is_processing"):
             raise _Refused(Reason.BUSY, f"slot {slot} is computing an answer")
-        if is_base and said.get("params", {}).get("lora"):
+        if not self._probed.adapters.listed:
+            return said
+        if said and "id_task" not in said and "params" not in said:
+            # no request yet
+            return said
+        params = said.get("params") or {}
+        if "lora" not in params:
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                f"the server has adapters, and does not say which the last request of slot {slot} "
+                "chose: start it without --no-slots",
+            )
+        if params["lora"]:
             raise _Refused(
                 Reason.NOT_CACHEABLE,
                 f"the last request of slot {slot} had the field `lora`: its KV is not that of the "
                 "server's own adapters",
             )
+        return said
 
     # ---- load
 
@@ -403,6 +526,10 @@ class SlotStates:
         most = min(len(ids), self._probed.context - 1)
         for _ in range(_TRIES):
             count, why = self._longest(ids, most)
+            minimum = self._config.min_hit_tokens
+            if 0 < count < minimum:
+                detail = f"{count} of {minimum} tokens"
+                return LoadedState(0, Reason.BELOW_MINIMUM, detail)
             if count <= held_tokens:
                 if count:
                     detail = (
@@ -410,7 +537,7 @@ class SlotStates:
                     )
                     return LoadedState(0, Reason.BELOW_MINIMUM, detail)
                 return LoadedState(0, *why)
-            self._require_idle(slot, deadline, is_base=False)
+            self._require_idle(slot, deadline)
             loaded = self._compose(ids[:count], slot, deadline)
             if loaded:
                 return LoadedState(count, *why)
@@ -488,7 +615,22 @@ class SlotStates:
                 Reason.FAILED_CHECK,
                 f"{restored} of {len(ids)} tokens were restored",
             )
+        self._require_same_after(slot, deadline)
         return True
+
+    def _require_same_after(self, slot: int, deadline: Deadline) -> None:
+        """Empty a restored slot again unless the server is still the one that was probed."""
+        is_same = False
+        try:
+            is_same = self._is_same(self._look(deadline.last))
+        finally:
+            if not is_same:
+                self._server.erase(slot, deadline.last())
+        if not is_same:
+            raise _Refused(
+                Reason.NOT_CACHEABLE,
+                "the server was restarted or its adapters were changed while the slot was restored",
+            )
 
     def _require_room(self, nbytes: int) -> None:
         most = self._directory.state_bytes
@@ -505,8 +647,10 @@ class SlotStates:
         self, ids: Tokens, slot: int, marks: list[int], deadline: Deadline
     ) -> StoredState:
         cut = self._probed.cut
-        self._require_room(cut.file_bytes(len(ids), self._probed.streams))
-        self._require_idle(slot, deadline, is_base=True)
+        said = self._require_idle(slot, deadline)
+        held = said.get("n_prompt_tokens")
+        expected = held if isinstance(held, int) else len(ids)
+        self._require_room(cut.saved_bytes(expected, self._probed.streams))
         with self._directory.state() as path:
             saved = self._server.save(slot, path.name, deadline.remaining())
             if not saved:

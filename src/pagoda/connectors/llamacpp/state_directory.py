@@ -12,11 +12,13 @@ import fcntl
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagoda.base.errors import StoreError
+from pagoda.base.errors import ClosedError, StoreError
 from pagoda.base.file_space import make_directory
+from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.store_place import free_bytes, is_in_memory, require_own
 
 _LOCK = "pagoda-lock-"
@@ -46,7 +48,12 @@ def make_state_directory(path: str | os.PathLike[str]) -> Path:
 
 
 class StateDirectory:
-    """Names for state files in one directory, and their removal. Thread-safe."""
+    """Names for state files in one directory, and their removal. Thread-safe.
+
+    A forked child has none of its parent's files: its first state takes a lock of its own.
+    """
+
+    _lock = -1
 
     def __init__(
         self, path: str | os.PathLike[str], state_bytes: int | None
@@ -57,8 +64,10 @@ class StateDirectory:
         StoreError.
         """
         self.path = make_state_directory(path)
+        self._closed = False
+        reset_now_and_in_child(self)
         try:
-            self._token, self._lock = _locked(self.path)
+            self._own_token()
             self._sweep()
         except OSError as error:
             raise StoreError(
@@ -69,10 +78,32 @@ class StateDirectory:
             state_bytes = free // _MEMORY_SHARE
         self.state_bytes = state_bytes
 
+    def reset(self) -> None:
+        """Leave the files and the lock to the parent, which holds it still."""
+        self._taking = threading.Lock()
+        lock = self._lock
+        self._lock = -1
+        self._token = ""
+        if lock >= 0:
+            os.close(lock)
+
+    def _own_token(self) -> str:
+        """Return the token of this process; it is taken and locked first if there is none.
+
+        Raises OSError, ClosedError.
+        """
+        with self._taking:
+            if self._closed:
+                raise ClosedError(f"{self.path} was closed")
+            if self._lock < 0:
+                self._token, self._lock = _locked(self.path)
+            return self._token
+
     @contextlib.contextmanager
     def state(self) -> Iterator[Path]:
         """Yield a path for a state that does not exist yet, and remove it at the end."""
-        path = self.path / f"{_STATE}{self._token}-{secrets.token_hex(4)}"
+        token = self._own_token()
+        path = self.path / f"{_STATE}{token}-{secrets.token_hex(4)}"
         try:
             yield path
         finally:
@@ -80,26 +111,32 @@ class StateDirectory:
 
     def remove_own(self) -> None:
         """Remove all states of this object, also those that the server wrote after a deadline."""
-        _remove(self.path, f"{_STATE}{self._token}-")
+        if self._token:
+            _remove(self.path, f"{_STATE}{self._token}-")
 
     def close(self) -> None:
         """Remove everything of this object; idempotent."""
-        if self._lock < 0:
-            return
-        self.remove_own()
-        with contextlib.suppress(OSError):
-            (self.path / f"{_LOCK}{self._token}").unlink()
-        os.close(self._lock)
-        self._lock = -1
+        with self._taking:
+            self._closed = True
+            lock = self._lock
+            if lock < 0:
+                return
+            self.remove_own()
+            with contextlib.suppress(OSError):
+                (self.path / f"{_LOCK}{self._token}").unlink()
+            self._lock = -1
+            os.close(lock)
 
     def _sweep(self) -> None:
         """Remove the states of processes that are dead."""
+        # before the locks: a process that starts meanwhile has its lock before its first state
+        states = list(self.path.glob(f"{_STATE}*"))
         alive = {self._token}
         for file in self.path.glob(f"{_LOCK}*"):
             token = file.name.removeprefix(_LOCK)
             if token != self._token and not _take_over(file):
                 alive.add(token)
-        for file in self.path.glob(f"{_STATE}*"):
+        for file in states:
             token = file.name.removeprefix(_STATE).partition("-")[0]
             if token not in alive:
                 _remove(self.path, file.name)

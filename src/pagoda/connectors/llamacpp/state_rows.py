@@ -35,6 +35,8 @@ from pagoda.transfer.base import Bytes, checked_slots
 # the state, because then it computes the last token again.
 ROWS_BEYOND_WINDOW = 2
 RECURRENT_CHUNK_BYTES = 64 << 10
+# of a prompt without messages: near its end, and a batch before
+_USUAL_CHECKPOINTS = 2
 _MOST_BUFFERS = 1024  # of one readv or writev
 _SCRATCH_BYTES = 4 << 20
 
@@ -245,6 +247,16 @@ class EndingShape(NamedTuple):
             total += 12 * len(shape.window.planes) + 4 * streams
         if shape.recurrent is not None:
             total += shape.recurrent.state_bytes
+        return total
+
+    def saved_bytes(self, num_tokens: int, streams: int) -> int:
+        """Return about how large a file is that the server saves: its checkpoints are not known
+        before.
+        """
+        total = self.file_bytes(num_tokens, streams)
+        # builds of the older version save none
+        if VERSIONS[self.state.version]:
+            total += _USUAL_CHECKPOINTS * self.payload_bytes(0)
         return total
 
 
