@@ -20,6 +20,7 @@ from pagoda.base.store_place import FIRST_PIECE_BYTES
 from pagoda.ledger import Ledger, StoreSpec, admin, growth_thread, space_sharing
 from pagoda.ledger.stores_under_root import allocated_bytes, root_locked
 from pagoda.ledger.transaction import Transaction
+from pagoda.policy.eviction_queue import RANKED_AT_ONCE
 from pagoda.slab import MemorySlab
 from tests.children import in_child
 from tests.ledger.support import PATIENT_SECONDS, TENANT, keys, put
@@ -33,6 +34,7 @@ def growing(
     mib: int = 96,
     slot_bytes: int = SLOT,
     first: int | None = FIRST_PIECE_BYTES,
+    policy: str = "lru",
 ) -> Ledger:
     """A ledger of a store of at most that size, which grows unless `first` is None."""
     size = mib * MIB
@@ -45,7 +47,7 @@ def growing(
         limit_bytes=size,
         first_bytes=first,
     )
-    ledger = Ledger.open(spec)
+    ledger = Ledger.open(spec, policy=policy)
     ledger.namespaces.register(TENANT, {"model": "test"})
     return ledger
 
@@ -207,6 +209,21 @@ def test_what_a_cgroup_has_less_a_margin_bounds_each_piece(
         return unbacked(ledger) == 0
 
     assert eventually(is_whole), "it asks again while it is used"
+    admin.check(ledger)
+    ledger.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "hindsight"])
+def test_where_few_of_many_slots_have_pages_victims_are_found(
+    shm_root: Path, no_memory: list[CgroupRoom], policy: str
+) -> None:
+    ledger = growing(shm_root, 1600, 64 << 10, policy=policy, first=16 * MIB)
+    assert ledger.slots > 3 * RANKED_AT_ONCE
+    fitting = ledger.slots - unbacked(ledger)
+    assert 0 < fitting < ledger.slots // 100
+    for number in range(3 * fitting):
+        assert len(put(ledger, keys(number), chained=False)) == 1
+    assert len(no_memory) == 1
     admin.check(ledger)
     ledger.close()
 

@@ -113,6 +113,7 @@ class WatchedHints:
     def __init__(self, columns: Columns) -> None:
         self.slots = columns.slots
         self.capacity = columns.capacity
+        self.backed = columns.backed
         self.most = 0
         for name in (
             "generation",

@@ -26,6 +26,7 @@ import pytest
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
+from pagoda.cache.miss_explainer import unanswered
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
 from pagoda.testing import FakeClock
@@ -266,6 +267,15 @@ def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
             assert "failed repeatedly" in skipped.detail
             assert "refused: 401" in skipped.detail
         assert "not-this-machines" not in hit.detail + skipped.detail
+
+
+def test_a_refusal_is_not_called_a_late_answer(three: list[Server]) -> None:
+    wrong = three[0].url.replace("http://", "http://:not-this-machines-token@")
+    with tier_on(client_of(wrong), **PATIENT) as tier:
+        assert tier.find(fresh_keys(1), namespace=ROOT) == 0
+        found = unanswered(tier)
+        assert found.reason is Reason.IO_ERROR
+        assert "refused: 401" in found.detail
 
 
 @pytest.mark.parametrize("status", [503, 404])

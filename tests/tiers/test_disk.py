@@ -21,6 +21,7 @@ from pagoda.tiers import DiskTier, Done, disk
 from pagoda.tiers.io_queue import ReadRequest, WriteRequest
 from testbed.patience import Patience
 from tests.children import in_child
+from tests.ledger.support import gate_taken
 from tests.tiers.tools import (
     LAYOUT,
     ROOT,
@@ -49,6 +50,21 @@ def worker(*args: object) -> str:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=90, check=True
     ).stdout
+
+
+def test_a_find_behind_queued_writes_ends_at_its_own_deadline(
+    tmp_path: Path,
+) -> None:
+    keys = keys_of(4)
+    tier = open_disk(tmp_path)
+    tier.deadline_seconds = 20.0
+    with gate_taken(tier.ledger):
+        saving = tier.save(chunks_of(keys[:2]), ROOT)
+        patience = Patience(20.0)
+        assert tier.find(keys, namespace=ROOT, deadline_seconds=0.05) == 2
+        assert not patience.ended, patience.said()
+    assert all(oks(saving))
+    tier.close()
 
 
 @pytest.mark.parametrize("direct", [None, False])

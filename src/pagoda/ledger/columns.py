@@ -92,7 +92,7 @@ class Columns:
             self._map = source
         else:
             self._map = map_file(source, nbytes)
-        self.slots = self.capacity = slots
+        self.slots = self.capacity = self.backed = slots
         self._offset = 0
         self.generation: NDArray[np.uint64] = self._view(np.uint64, slots)
         self.keys: NDArray[np.uint64] = self._view(np.uint64, slots * 4).reshape(
@@ -116,6 +116,11 @@ class Columns:
         # the part that policies read
         self.ghosts = Ghosts(self.table.last_use, self.table.hits)
         self.forgotten = self.table.forgotten
+
+    def note_pages(self, backed: int, fitting: int) -> None:
+        """Note that slots from `backed` on have no pages, and how many have some."""
+        self.backed = max(1, backed)
+        self.capacity = max(1, fitting)
 
     def renew_cells(self) -> None:
         """Replace `cells`: memory views of the columns, for single values at two thirds of the

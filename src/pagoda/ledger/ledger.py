@@ -514,7 +514,7 @@ class Ledger:
 
     def _note_totals(self, totals: Meta) -> None:
         self._room = totals.free()
-        self.columns.capacity = max(1, totals.with_pages())
+        self.columns.note_pages(totals.backed, totals.with_pages())
         self._ahead = self.space.ahead(totals)
         # another process let the store grow: this one maps the new pages
         self.backed = totals.backed

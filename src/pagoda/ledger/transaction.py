@@ -421,7 +421,7 @@ class Transaction:
         cells = columns.cells
         if os.getpid() != self._pid:
             return  # a signal handler has forked: the parent publishes
-        columns.capacity = max(1, self.meta.with_pages())
+        columns.note_pages(self.meta.backed, self.meta.with_pages())
         for reason, gone in self._ghosts.items():
             slots = np.array([slot for slot, _ in gone], np.int64)
             marks = marks_of([key for _, key in gone])

@@ -46,11 +46,12 @@ class Hints(Protocol):
     ghosts have more.
 
     `capacity`: how many chunks fit now; it may be less than `slots`, because slots may have no
-    pages.
+    pages. `backed`: the slots from this one on have no chunk, as far as this process knows.
     """
 
     slots: int
     capacity: int
+    backed: int
     generation: NDArray[np.uint64]
     last_use: NDArray[np.int64]
     lease_until: NDArray[np.int64]

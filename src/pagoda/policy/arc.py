@@ -202,8 +202,8 @@ class Arc:
         weight = 1.0
         if not self._is_small:
             self._samples += 1
-            chosen = sampled_slots(hints.slots, SAMPLE, self._samples)
-            weight = hints.slots / len(chosen)
+            chosen = sampled_slots(hints.backed, SAMPLE, self._samples)
+            weight = hints.backed / len(chosen)
         ready = hints.last_use[chosen] != NOT_READY
         t1 = int(np.count_nonzero(ready & (hints.hits[chosen] == 0)))
         t2 = int(np.count_nonzero(ready)) - t1

@@ -51,7 +51,6 @@ Flags = NDArray[np.bool_]
 Chosen: TypeAlias = "Rows | slice"
 """Some slots of the columns, in ascending order, or all of them."""
 
-_ALL = slice(None)
 _NONE: Rows = np.empty(0, np.int64)
 
 
@@ -77,7 +76,9 @@ class _PrefixTree(NamedTuple):
         ready = last_use != NOT_READY
         above = np.arange(len(slots))
         parents = hints.parent_slot[chosen].copy()
-        child = np.flatnonzero(ready & (parents >= 0) & (parents < hints.slots))
+        # a slice may be out of date: another process has let the store grow
+        reach = len(slots) if isinstance(chosen, slice) else hints.slots
+        child = np.flatnonzero(ready & (parents >= 0) & (parents < reach))
         parent = parents[child]
         parent_generation = hints.parent_generation[chosen][child]
         gone = hints.generation[parent] != parent_generation
@@ -210,7 +211,7 @@ class EvictionQueue:
         found, _ = self.unleased(count, stamp, now)
         is_whole = self._ranks_all(count)
         if len(found) < count and (is_whole or not len(found)):
-            chosen = _ALL if is_whole else self._sample(count, stamp)
+            chosen = self._all() if is_whole else self._sample(count, stamp)
             others = self._others(chosen, found, stamp)[: count - len(found)]
             # when these are evicted, their ancestors may be evicted
             if len(others):
@@ -244,17 +245,20 @@ class EvictionQueue:
         """Rank all slots and queue those older than `stamp` that are evicted first, at least
         `least` if there are as many.
         """
-        count = max(_LEAST, self._hints.slots // _SHARE, least)
-        self._ranked = self._snapshot(_ALL, count, stamp, now)
+        count = max(_LEAST, self._hints.backed // _SHARE, least)
+        self._ranked = self._snapshot(self._all(), count, stamp, now)
         self._sampled = self._nothing
 
     def _ranks_all(self, count: int) -> bool:
-        """Whether a call for that many victims ranks all slots: a sample for it would be half of
-        them.
+        """Whether a call for that many victims ranks all slots: few may have chunks, or a sample
+        would be half of them.
         """
-        return (
-            self._is_small or count * _SAMPLED_FOR_EACH * 2 >= self._hints.slots
-        )
+        few = max(RANKED_AT_ONCE, count * _SAMPLED_FOR_EACH * 2)
+        return self._is_small or few >= self._hints.backed
+
+    def _all(self) -> slice:
+        """Return the slots that may have chunks."""
+        return slice(0, self._hints.backed)
 
     def _from_sample(
         self, count: int, stamp: int, now: int
@@ -274,7 +278,7 @@ class EvictionQueue:
         """Return the slots of a new sample for that many victims."""
         self._samples += 1
         size = max(SAMPLE, _SAMPLED_FOR_EACH * count)
-        return sampled_slots(self._hints.slots, size, stamp + self._samples)
+        return sampled_slots(self._hints.backed, size, stamp + self._samples)
 
     def _few(self, count: int, stamp: int, now: int) -> list[int] | None:
         """Do the same as `_valid`, one entry at a time; None if the next few entries do not have
