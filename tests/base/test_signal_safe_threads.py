@@ -187,7 +187,7 @@ def test_an_answer_is_a_future() -> None:
 
 
 def test_a_wait_for_many_takes_no_longer_than_for_one() -> None:
-    answers = [Answer[int]() for _ in range(40)]
+    answers = [Answer[int]() for _ in range(1000)]
     patience = Patience(3)
     wait(answers, 0.1)
     assert patience.waited >= 0.1
