@@ -85,11 +85,14 @@ _LOOK_SECONDS = 1.0
 T = TypeVar("T")
 
 
-class _Slab(Protocol):
-    def close(self) -> None: ...
+class OpenSlab(Protocol):
+    """What a store asks of the slab that it opens, whatever kind it is."""
+
+    def close(self) -> None:
+        """Give the mapping or the file back. Idempotent."""
 
 
-S = TypeVar("S", bound=_Slab)
+S = TypeVar("S", bound=OpenSlab)
 
 _ledgers: list[Ledger] = []  # open, or being closed
 # directories of stores, by the call that opens them

@@ -17,25 +17,19 @@ from collections.abc import (
     Sequence,
 )
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, StoreSpec, admin
-from pagoda.ledger.ledger import discard_empty
+from pagoda.ledger.ledger import OpenSlab, discard_empty
 from pagoda.ledger.stores_under_root import stores_in
 from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import clamp_deadline
 from pagoda.tiers.put_and_load import BlockingCalls
 
-
-class _Slab(Protocol):
-    def close(self) -> None:
-        """Give the mapping or the file back. Idempotent."""
-
-
-_S = TypeVar("_S", bound=_Slab)
+_S = TypeVar("_S", bound=OpenSlab)
 
 
 @contextlib.contextmanager
