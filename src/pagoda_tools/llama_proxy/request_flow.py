@@ -59,11 +59,14 @@ _log = RateLimitedLog()
 
 
 class Stored(NamedTuple):
-    """What is stored of a prompt. `may_load`: it is to be loaded if no slot has as much."""
+    """What is stored of a prompt. `may_load`: it is to be loaded if no slot has as much.
+    `is_unknown`: the server was changed, which only a load finds out.
+    """
 
     tokens: int
     may_load: bool
     why: str = ""  # nothing more is loaded
+    is_unknown: bool = False
 
 
 @dataclass
@@ -300,7 +303,14 @@ class RequestFlow:
         found = await self._call(self._states.find, tokens, salt=salt)
         if found is None:
             return Stored(0, False, "what is stored is not known")
-        return Stored(found.num_tokens, found.num_tokens >= least, found.detail)
+        # what another client has stored is not for this one
+        is_told = found.reason is not Reason.OTHER_NAMESPACE
+        return Stored(
+            found.num_tokens,
+            found.num_tokens >= least,
+            found.detail if is_told else "",
+            is_unknown=found.reason is Reason.NOT_CACHEABLE,
+        )
 
     async def _slot_for(
         self, tokens: Tokens, salt: str, stored: Stored, wanted: object
@@ -363,7 +373,7 @@ class RequestFlow:
         turn.stored = max(turn.stored, min(turn.held, slot.stored_tokens))
         if turn.held < len(slot.tokens):
             await self._saver.save(slot)
-        if self._is_better(stored, turn.held):
+        if stored.is_unknown or self._is_better(stored, turn.held):
             await self._load(turn)
         elif stored.may_load and stored.tokens > turn.held:
             self.counts["not_worth_it"] += 1
@@ -377,6 +387,7 @@ class RequestFlow:
             turn.slot.number,
             held_tokens=turn.held,
             salt=turn.salt,
+            counted=False,
         )
         if loaded is None or not loaded:
             self.counts["not_loaded"] += 1
