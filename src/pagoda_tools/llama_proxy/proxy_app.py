@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,13 +24,13 @@ from pagoda.config import Config
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.client_access import Client, ClientAccess
+from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.load_worth import LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import ROUTES, prompt_of
 from pagoda_tools.llama_proxy.request_body import Body, changed, read_body
 from pagoda_tools.llama_proxy.request_flow import (
     FlowOptions,
     RequestFlow,
-    finished,
     passed,
 )
 from pagoda_tools.llama_proxy.slot_accounts import SlotAccounts, Tokens
@@ -47,7 +48,9 @@ _SHUTDOWN_SECONDS = 5.0
 _THREADS = 4
 _EXIT_SECONDS = 5.0
 _WAITING_CONNECTIONS = 1024
+_INTERRUPTED = 130  # exit code
 _MOVES_KV = b"n_cache_reuse"
+STATUS_PATH = "/pagoda"
 _HARMLESS = frozenset(
     {"/tokenize", "/detokenize", "/apply-template", "/props", "/health"}
 )
@@ -105,8 +108,15 @@ async def run_proxy(
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        if stop.is_set():
+            # who asks twice does not want to wait for what is saved
+            os._exit(_INTERRUPTED)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, end)
     listening = listening_socket(options.listen)
     try:
         states = await asyncio.to_thread(_open_states, options)
@@ -212,6 +222,7 @@ class LlamaProxy:
                 context_tokens=self._states.context_tokens,
                 pins_empty_slots=not options.has_ram_cache,
                 empties_idle_slots=options.empties_idle_slots,
+                others_ask=not options.owns_server,
                 loading_is_off=self._states.trouble or options.loading_is_off,
             ),
         )
@@ -249,10 +260,12 @@ class LlamaProxy:
         self, request: web.Request, client: Client
     ) -> web.StreamResponse:
         route = request.path
-        if request.method in ("GET", "HEAD", "OPTIONS") or not client.may_ask:
-            return await self._pass(request, None, client)
-        if route in _HARMLESS:
-            return await self._pass(request, request.content, client)
+        if route == STATUS_PATH and client.may_ask:
+            return web.json_response(self._status())
+        is_question = request.method not in ("GET", "HEAD", "OPTIONS")
+        if not client.may_ask or not is_question or route in _HARMLESS:
+            body = request.content if request.can_read_body else None
+            return await self._pass(request, body, client)
         if route == "/lora-adapters":
             return await self._change_adapters(request, client)
         if route.startswith("/slots/") and self._options.owns_server:
@@ -262,14 +275,14 @@ class LlamaProxy:
             )
         text = await request.read()
         tokens: Tokens | None = None
-        body = read_body(text) if route in ROUTES else None
-        if body is not None and not self._states.trouble:
-            tokens = await self._tokens(route, body)
+        question = read_body(text) if route in ROUTES else None
+        if question is not None and not self._states.trouble:
+            tokens = await self._tokens(route, question)
             if tokens is not None:
                 if _MOVES_KV in text:
-                    text = changed(text, body, {_MOVES_KV.decode(): 0})
+                    text = changed(text, question, {_MOVES_KV.decode(): 0})
                 answer = await self._flow.answer(
-                    request, route, text, body, tokens, client.salt
+                    request, route, text, question, tokens, client.salt
                 )
                 if answer is not None:
                     return answer
@@ -278,6 +291,16 @@ class LlamaProxy:
             self._accounts.taint()
         send = partial(self._pass, request, text, client)
         return await self._flow.passed_on(send, tokens, client.salt)
+
+    def _status(self) -> dict[str, object]:
+        """Return what `GET /pagoda` says."""
+        states = self._states
+        return {
+            "trouble": states.trouble,
+            "kind": states.kind,
+            "context_tokens": states.context_tokens,
+            **self._flow.status(),
+        }
 
     async def _tokens(self, route: str, body: Body) -> Tokens | None:
         """Return the tokens of a request; None: it is to be passed on as it is."""

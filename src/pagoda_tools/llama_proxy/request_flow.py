@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -30,6 +30,7 @@ from pagoda_tools.llama_proxy.event_stream import (
     is_progress,
     timings_of,
 )
+from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.load_worth import LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import marks_of
 from pagoda_tools.llama_proxy.request_body import changed
@@ -134,13 +135,15 @@ class FlowOptions:
     `min_gain_tokens`: what a load must give beside what the slot has. `context_tokens`: a prompt
     may have; the server refuses longer ones. `pins_empty_slots`: False if
     the server has copies of other slots, which it does not look for in an empty slot that is asked
-    by name. `empties_idle_slots`: every request that starts empties those slots.
+    by name. `empties_idle_slots`: every request that starts empties those slots. `others_ask`: the
+    server is asked not only through this proxy.
     """
 
     min_gain_tokens: int
     context_tokens: int
     pins_empty_slots: bool
     empties_idle_slots: bool
+    others_ask: bool
     loading_is_off: str = ""
 
 
@@ -165,7 +168,6 @@ class RequestFlow:
         self._worth = worth
         self._run = run
         self._options = options
-        self._freed = asyncio.Condition()
         # held from a restore until its request has started, where others empty idle slots
         self._starting = asyncio.Lock()
         self._off: dict[str, str] = {}
@@ -184,6 +186,9 @@ class RequestFlow:
         """Answer a request whose tokens are known; None if no slot became free: the server itself
         chooses one then. Raises aiohttp.ClientError.
         """
+        self._accounts.resize(self._states.slots)
+        if self._options.others_ask:
+            await self._forget_others()
         stored = await self._stored(route, tokens, salt)
         slot = await self._slot_for(tokens, salt, stored, body.get("id_slot"))
         if slot is None:
@@ -210,9 +215,10 @@ class RequestFlow:
             if starting is not None:
                 starting.cancel()
             start.release()
-            slot.lock.release()
-            async with self._freed:
-                self._freed.notify_all()
+            if self._options.others_ask:
+                numbers = await finished(self._task_numbers())
+                slot.task = (numbers or {}).get(slot.number)
+            await self._accounts.give_back(slot)
 
     async def passed_on(
         self,
@@ -240,11 +246,22 @@ class RequestFlow:
                 }
             self._accounts.forget_used(used, since)
         if tokens is not None and used is not None and len(used) == 1:
-            slot = self._accounts.all[used.pop()]
-            if answer.status == 200 and not slot.lock.locked():
+            number = used.pop()
+            slots = [
+                slot for slot in self._accounts.free if slot.number == number
+            ]
+            for slot in slots if answer.status == 200 else ():
                 slot.set(tokens, salt, 0)
+                slot.task = (after or {}).get(number)
                 self._saver.note_answer(slot, 0)
         return answer
+
+    async def _forget_others(self) -> None:
+        """Account for requests that others have sent to the server."""
+        numbers = await self._task_numbers()
+        for slot in self._accounts.free:
+            if numbers is None or numbers.get(slot.number) != slot.task:
+                slot.forget()
 
     async def _task_numbers(self) -> dict[int, object] | None:
         """Return the number of the last request of each slot; None if the server hides it."""
@@ -255,7 +272,7 @@ class RequestFlow:
         if not isinstance(listed, list):
             return None
         return {
-            entry["id"]: (entry.get("id_task"), entry.get("is_processing"))
+            entry["id"]: entry.get("id_task")
             for entry in listed
             if isinstance(entry, dict) and isinstance(entry.get("id"), int)
         }
@@ -319,20 +336,20 @@ class RequestFlow:
         free.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_WAIT_SECONDS), self._freed:
-                while True:
-                    slot = self._best(tokens, salt, stored, wanted)
-                    if slot is not None:
-                        # nobody else can take it: there was no await since we looked
-                        await slot.lock.acquire()
-                        return slot
-                    await self._freed.wait()
+            async with asyncio.timeout(_WAIT_SECONDS):
+                return await self._accounts.take(
+                    lambda free: self._best(free, tokens, salt, stored, wanted)
+                )
         return None
 
     def _best(
-        self, tokens: Tokens, salt: str, stored: Stored, wanted: object
+        self,
+        free: Sequence[SlotAccount],
+        tokens: Tokens,
+        salt: str,
+        stored: Stored,
+        wanted: object,
     ) -> SlotAccount | None:
-        free = self._accounts.free
         if type(wanted) is int and 0 <= wanted < len(self._accounts.all):
             free = [slot for slot in free if slot.number == wanted]
         if not free:
@@ -512,6 +529,24 @@ class RequestFlow:
 
     # ---- afterwards
 
+    def status(self) -> dict[str, object]:
+        """Return what a person asks when there are no hits."""
+        return {
+            "loading_is_off": self._options.loading_is_off,
+            "loading_is_off_for": dict(self._off),
+            "counts": dict(self.counts),
+            "slots": [
+                {
+                    "id": slot.number,
+                    "is_busy": slot.lock.locked(),
+                    "is_known": slot.is_known,
+                    "tokens": len(slot.tokens) + slot.more_tokens,
+                    "stored_tokens": slot.stored_tokens,
+                }
+                for slot in self._accounts.all
+            ],
+        }
+
     def _check(self, route: str, turn: Turn, reused: int | None) -> None:
         """Compare what the server reused with what was restored. Raises _DifferenceError."""
         if not turn.loaded:
@@ -587,16 +622,6 @@ async def passed(
         await response.write(piece)
     await response.write_eof()
     return response
-
-
-async def finished(work: Awaitable[T]) -> T:
-    """Wait for work that must come to its end, also if the request is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
 
 
 async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -29,6 +29,8 @@ class SlotAccount:
     def __init__(self, number: int) -> None:
         self.number = number
         self.lock = asyncio.Lock()
+        # `lock` is held to save it, and is free again soon
+        self.is_saving = False
         self.tokens = NOTHING
         # so many tokens of an answer follow whose ids nobody has told us
         self.more_tokens = 0
@@ -43,6 +45,8 @@ class SlotAccount:
         self.used_at = 0.0
         # at which it is to be saved; None: nothing is new since it was saved
         self.save_at: float | None = None
+        # the server's number of its last request of ours; only where others ask the server too
+        self.task: object = None
         # where the state of models with windows or recurrent layers should be kept
         self.marks: Marks | None = None
 
@@ -108,11 +112,47 @@ class SlotAccounts:
 
     def __init__(self, count: int) -> None:
         self.all = [SlotAccount(number) for number in range(count)]
+        self._freed = asyncio.Condition()
 
     @property
     def free(self) -> list[SlotAccount]:
         """The slots that nobody uses now."""
         return [slot for slot in self.all if not slot.lock.locked()]
+
+    async def take(
+        self, choose: Callable[[Sequence[SlotAccount]], SlotAccount | None]
+    ) -> SlotAccount:
+        """Return the slot that `choose` chooses among those that are free or are being saved, and
+        lock it; wait as long as it chooses none, or one that is being saved.
+        """
+        async with self._freed:
+            while True:
+                slot = choose(
+                    [
+                        slot
+                        for slot in self.all
+                        if slot.is_saving or not slot.lock.locked()
+                    ]
+                )
+                if slot is not None and not slot.lock.locked():
+                    # nobody else can take it: there was no await since we looked
+                    await slot.lock.acquire()
+                    return slot
+                await self._freed.wait()
+
+    async def give_back(self, slot: SlotAccount) -> None:
+        """Unlock a slot, and wake those who wait for one."""
+        slot.is_saving = False
+        slot.lock.release()
+        async with self._freed:
+            self._freed.notify_all()
+
+    def resize(self, count: int) -> None:
+        """Account for a server that was started anew with another number of slots."""
+        while len(self.all) < count:
+            self.all.append(SlotAccount(len(self.all)))
+        while len(self.all) > count and not self.all[-1].lock.locked():
+            self.all.pop()
 
     def forget_used(self, changed: set[int] | None, since: float) -> None:
         """Account for an unaccounted request that began at `since` and has ended.

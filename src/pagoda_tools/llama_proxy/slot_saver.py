@@ -18,6 +18,7 @@ from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda.connectors.llamacpp.slot_states import StoredState
+from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.slot_accounts import SlotAccount, SlotAccounts
 
 _IDLE_SECONDS = 2.0
@@ -112,6 +113,17 @@ class SlotSaver:
                     async with slot.lock:
                         await self.save(slot)
 
+    async def _save_free_one(self, slot: SlotAccount) -> None:
+        if slot.lock.locked():
+            # another request has taken it meanwhile
+            return
+        await slot.lock.acquire()
+        slot.is_saving = True
+        try:
+            await self.save(slot)
+        finally:
+            await self._accounts.give_back(slot)
+
     async def _save_idle_ones(self) -> None:
         while True:
             self._changed.clear()
@@ -122,8 +134,7 @@ class SlotSaver:
                 if slot.save_at is not None and slot.save_at <= now
             ]
             for slot in due:
-                async with slot.lock:
-                    await self.save(slot)
+                await finished(self._save_free_one(slot))
             waiting = [
                 slot.save_at - time.monotonic()
                 for slot in self._accounts.all
