@@ -36,19 +36,20 @@ TEMPLATE = """
   {%- if message.role == "user" %}{% set last.user = loop.index0 %}{% endif -%}
 {%- endfor -%}
 {%- for message in messages -%}
-<|{{ message.role }}|>
+<|{{ message.role }}|>{{ message.tool_call_id }}
   {%- if message.reasoning_content and loop.index0 > last.user -%}
 <think>{{ message.reasoning_content }}</think>
   {%- endif -%}
   {{ say(message.content) }}
   {%- for call in message.tool_calls or [] -%}
-<call>{{ call.function | tojson }}</call>
+<call {{ call.id }}>{{ call.function | tojson }}</call>
   {%- endfor -%}
   <|end|>
 {%- endfor -%}
 {%- if add_generation_prompt %}<|assistant|>
   {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif -%}
   {%- if style %}{{ style }}{% endif -%}
+  {%- if reasoning_effort %}<effort>{{ reasoning_effort }}</effort>{% endif -%}
 {%- endif -%}
 """
 SPECIAL = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
@@ -379,3 +380,244 @@ def test_marks_are_where_other_conversations_part(server: LlamaServer) -> None:
     assert end.endswith("Hello.<|end|><|user|>▁")
     (only,) = marks([says("user", "another")])
     assert only.endswith("<|user|>▁")
+
+
+def block(text: str, **more: object) -> dict[str, object]:
+    return {"type": "text", "text": text, **more}
+
+
+ANTHROPIC_TOOL = {
+    "name": "weather",
+    "description": "Tells the weather",
+    "input_schema": TOOL["function"]["parameters"],  # type: ignore[index]
+}
+USE = {
+    "type": "tool_use",
+    "id": "toolu_1",
+    "name": "weather",
+    "input": {
+        "place": 'Tromsø\n\x1f"/',
+        "days": [1, 2.5, 1e-7, None, True],
+        "x": {},
+    },
+}
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=a51{};You are Claude"
+MESSAGES: dict[str, dict[str, object]] = {
+    "a user": {"messages": [says("user", "hello")]},
+    "a system": {"system": "Be brief.", "messages": [says("user", "hello")]},
+    "no text of the system": {"system": "", "messages": [says("user", "hello")]},
+    "no system": {"system": None, "messages": [says("user", "hello")]},
+    "blocks": {
+        "system": [
+            block("Be brief.", cache_control={"type": "ephemeral"}),
+            block(" And kind."),
+        ],
+        "messages": [
+            says(
+                "user",
+                [block("a", cache_control={"type": "ephemeral"}), block("b")],
+            )
+        ],
+    },
+    "a conversation": {
+        "messages": [
+            says("user", "hello"),
+            says("assistant", [block("Hello.")]),
+            says("user", "again"),
+        ]
+    },
+    "thoughts": {
+        "messages": [
+            says("user", "hello"),
+            says(
+                "assistant",
+                [
+                    {"type": "thinking", "thinking": "Greet. ", "signature": "s"},
+                    {"type": "redacted_thinking", "data": "d"},
+                    USE,
+                ],
+            ),
+            says("user", [{"type": "tool_result", "tool_use_id": "toolu_1"}]),
+        ]
+    },
+    "tools": {
+        "system": "Be brief.",
+        "messages": [says("user", "hello")],
+        "tools": [ANTHROPIC_TOOL, {"name": "other"}],
+        "tool_choice": {"type": "auto"},
+    },
+    "a tool that must be called": {
+        "messages": [says("user", "hello")],
+        "tools": [ANTHROPIC_TOOL],
+        "tool_choice": {"type": "any"},
+    },
+    "no tools": {"messages": [says("user", "hello")], "tools": []},
+    "called tools": {
+        "messages": [
+            says("user", "hello"),
+            says("assistant", [block("I ask."), USE, {**USE, "id": "toolu_2"}]),
+            says(
+                "user",
+                [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_1",
+                        "content": "rain",
+                    },
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "toolu_2",
+                        "content": [block("r"), block("s")],
+                        "is_error": True,
+                    },
+                    block("What now?"),
+                ],
+            ),
+        ],
+        "tools": [ANTHROPIC_TOOL],
+    },
+    "thinking": {
+        "messages": [says("user", "hello")],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "temperature": 0.5,
+        "metadata": {"user_id": "me"},
+        "stop_sequences": ["x"],
+    },
+    "no thinking": {
+        "messages": [says("user", "hello")],
+        "thinking": {"type": "disabled"},
+    },
+    "adaptive thinking": {
+        "messages": [says("user", "hello")],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": []},
+    },
+    "arguments of the template": {
+        "messages": [says("user", "hello")],
+        "chat_template_kwargs": {"style": "short", "enable_thinking": False},
+    },
+    "a number that changes": {
+        "system": [block(BILLING.format("45")), block("cch=12345;")],
+        "messages": [says("user", "hello")],
+    },
+    "a number of another form": {
+        "system": BILLING.format("4567") + "cch=12345;",
+        "messages": [says("user", "hello")],
+    },
+    "an answer to go on with": {
+        "messages": [says("user", "hello"), says("assistant", "The")],
+    },
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_tokens_of_anthropic_messages(server: LlamaServer, name: str) -> None:
+    tokens = check(server, "/v1/messages", MESSAGES[name])
+    count = server.post("/v1/messages/count_tokens", **MESSAGES[name])
+    assert count == {"input_tokens": len(tokens)}
+
+
+def item(text: str, kind: str = "input_text") -> dict[str, object]:
+    return {"type": kind, "text": text}
+
+
+RESPONSES_TOOL = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+FUNCTION_CALL = {
+    "type": "function_call",
+    "call_id": "call_1",
+    "name": "weather",
+    "arguments": '{"place": "Oslo", "days": 1.0}',
+}
+FUNCTION_OUTPUT = {
+    "type": "function_call_output",
+    "call_id": "call_1",
+    "output": "rain",
+}
+REASONING = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "Think."}],
+}
+OUTPUT = {
+    "type": "message",
+    "role": "assistant",
+    "id": "msg_1",
+    "status": "completed",
+    "content": [{**item("Hello.", "output_text"), "annotations": []}],
+}
+RESPONSES: dict[str, dict[str, object]] = {
+    "a text": {"input": "hello"},
+    "instructions": {"input": "hello", "instructions": "Be brief."},
+    "no instructions": {"input": "hello", "instructions": None},
+    "items": {
+        "input": [
+            {"type": "message", **says("developer", "Be brief.")},
+            says(
+                "user", [item("a"), item("b")], status="completed", type="message"
+            ),
+        ]
+    },
+    "a conversation": {
+        "instructions": "Be brief.",
+        "input": [says("user", "hello"), OUTPUT, says("user", "again")],
+    },
+    "tools": {
+        "input": "hello",
+        "tools": [RESPONSES_TOOL, {**RESPONSES_TOOL, "strict": False}],
+        "tool_choice": "auto",
+    },
+    "other tools": {
+        "input": "hello",
+        "tools": [RESPONSES_TOOL, {"type": "web_search"}],
+    },
+    "only other tools": {"input": "hello", "tools": [{"type": "web_search"}]},
+    "a tool that must be called": {
+        "input": "hello",
+        "tools": [RESPONSES_TOOL],
+        "tool_choice": "required",
+    },
+    "called tools": {
+        "input": [
+            says("user", "hello"),
+            REASONING,
+            FUNCTION_CALL,
+            {**FUNCTION_CALL, "call_id": "call_2"},
+            FUNCTION_OUTPUT,
+            {**FUNCTION_OUTPUT, "call_id": "call_2", "output": [item("snow")]},
+            REASONING,
+            OUTPUT,
+            says("user", "again"),
+        ],
+        "tools": [RESPONSES_TOOL],
+    },
+    "an answer before a call": {
+        "input": [says("user", "hello"), OUTPUT, FUNCTION_CALL, FUNCTION_OUTPUT],
+        "tools": [RESPONSES_TOOL],
+    },
+    "two answers": {
+        "input": [says("user", "hello"), OUTPUT, OUTPUT, says("user", "again")]
+    },
+    "reasoning": {"input": "hello", "reasoning": {"effort": "low"}},
+    "a schema": {
+        "input": "hello",
+        "text": {
+            "format": {"type": "json_schema", "name": "x", "schema": SCHEMA}
+        },
+    },
+    "arguments of the template": {
+        "input": "hello",
+        "chat_template_kwargs": {"style": "short"},
+        "store": False,
+        "include": [],
+        "parallel_tool_calls": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_the_tokens_of_responses(server: LlamaServer, name: str) -> None:
+    tokens = check(server, "/v1/responses", RESPONSES[name])
+    count = server.post("/v1/responses/input_tokens", **RESPONSES[name])
+    assert count["input_tokens"] == len(tokens)
