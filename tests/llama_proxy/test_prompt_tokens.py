@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pagoda.connectors.llamacpp.server_requests import ServerRequests
-from pagoda.connectors.llamacpp.state_file import read_unknown_state
+from pagoda.connectors.llamacpp.server_requests import (
+    ServerRequests,
+    ServerTrouble,
+)
+from pagoda.connectors.llamacpp.state_file import (
+    UnknownState,
+    read_unknown_state,
+)
 from pagoda_tools.llama_proxy.prompt_tokens import (
+    ROUTES,
     Ask,
     Prompt,
     marks_of,
@@ -360,26 +371,113 @@ def test_a_chat_that_the_server_refuses(server: LlamaServer) -> None:
     assert "grammar" in prompt.why
 
 
-def test_marks_are_where_other_conversations_part(server: LlamaServer) -> None:
-    def marks(messages: list[dict[str, object]]) -> list[str]:
-        body = {"messages": messages, "tools": [TOOL]}
-        prompt = told(server, "/v1/chat/completions", body)
-        assert prompt.tokens is not None
-        found = asyncio.run(
-            marks_of("/v1/chat/completions", body, prompt.tokens, asking(server))
-        )
-        texts = []
-        for mark in found:
-            tokens = prompt.tokens[:mark].tolist()
-            text = server.post("/detokenize", tokens=tokens)["content"]
-            texts.append(str(text))
-        return texts
+def marked(server: LlamaServer, route: str, body: Body) -> list[str]:
+    """Return the text before each mark."""
+    prompt = told(server, route, body)
+    assert prompt.tokens is not None, prompt.why
+    marks = asyncio.run(marks_of(route, body, prompt.tokens, asking(server)))
+    texts = []
+    for mark in marks:
+        tokens = prompt.tokens[:mark].tolist()
+        text = server.post("/detokenize", tokens=tokens)["content"]
+        texts.append(str(text).replace("▁", " "))
+    return texts
 
-    system, end = marks(CONVERSATION)
-    assert system.endswith("<|system|>▁You▁are▁brief.<|end|><|user|>▁")
-    assert end.endswith("Hello.<|end|><|user|>▁")
-    (only,) = marks([says("user", "another")])
-    assert only.endswith("<|user|>▁")
+
+def test_marks_are_where_other_conversations_part(server: LlamaServer) -> None:
+    body = {"messages": CONVERSATION, "tools": [TOOL]}
+    system, end = marked(server, "/v1/chat/completions", body)
+    assert "<|tools|>" in system
+    assert system.endswith("<|system|> You are brief.<|end|><|user|> ")
+    assert end.endswith("Hello.<|end|><|user|> ")
+
+
+def test_the_only_message_has_one_mark(server: LlamaServer) -> None:
+    body = {"messages": [says("user", "  another")]}
+    (only,) = marked(server, "/v1/chat/completions", body)
+    assert only.endswith("<|user|> ")
+
+
+def test_a_conversation_without_users_has_the_mark_of_its_system(
+    server: LlamaServer,
+) -> None:
+    messages = [says("system", "Be brief."), says("assistant", "Hello.")]
+    (system,) = marked(server, "/v1/chat/completions", {"messages": messages})
+    assert system.endswith("Be brief.<|end|>")
+    assert (
+        marked(server, "/v1/chat/completions", {"messages": messages[:1]}) == []
+    )
+
+
+def test_marks_of_an_answer_that_goes_on(server: LlamaServer) -> None:
+    body = CHATS["an answer to go on with"]
+    system, end = marked(server, "/v1/chat/completions", body)
+    assert system.endswith("brief.<|end|><|user|> ")
+    assert end.endswith("Hello.<|end|><|user|> ")
+
+
+def test_marks_of_the_other_chats(server: LlamaServer) -> None:
+    anthropic = {"system": "Be brief.", **MESSAGES["a conversation"]}
+    responses = {"instructions": "Be brief.", **RESPONSES["called tools"]}
+    for route, body in (
+        ("/v1/messages", anthropic),
+        ("/v1/responses", responses),
+    ):
+        system, end = marked(server, route, body)
+        assert system.endswith("Be brief.<|end|><|user|> ")
+        assert end.endswith("Hello.<|end|><|user|> ")
+
+
+def test_a_text_without_messages_has_no_marks() -> None:
+    tokens = np.arange(9, dtype=np.int32)
+    for route in ("/completion", "/infill", "/unknown"):
+        body = {"prompt": "a", "messages": [says("user", "a")]}
+        assert asyncio.run(marks_of(route, body, tokens, ask_nobody)) == []
+
+
+@pytest.mark.parametrize("route", ["/infill", "/v1/embeddings"])
+def test_routes_whose_prompts_are_not_told(route: str) -> None:
+    body = {"prompt": "a", "input_prefix": "a", "input_suffix": "b", "input": "a"}
+    prompt = asyncio.run(prompt_of(route, body, ask_nobody))
+    assert prompt.tokens is None
+    assert route in prompt.why
+
+
+def test_a_server_that_does_not_answer_is_trouble() -> None:
+    async def ask(path: str, body: Body) -> object:
+        raise ServerTrouble("nobody there")
+
+    body = {"prompt": "a", "messages": [says("user", "a")]}
+    for route in ("/completion", "/v1/chat/completions"):
+        with pytest.raises(ServerTrouble):
+            asyncio.run(prompt_of(route, body, ask))
+    tokens = np.arange(9, dtype=np.int32)
+    with pytest.raises(ServerTrouble):
+        asyncio.run(marks_of("/v1/chat/completions", body, tokens, ask))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        [],
+        {},
+        {"prompt": 1, "tokens": "no"},
+        {"prompt": "a", "tokens": []},
+        {"prompt": "a", "tokens": [1, None]},
+        {"prompt": "a", "tokens": [1, 1 << 40]},
+        {"prompt": "a", "tokens": [-1]},
+    ],
+)
+def test_answers_of_something_else_are_not_believed(answer: object) -> None:
+    async def ask(path: str, body: Body) -> object:
+        return answer
+
+    body = {"prompt": "a", "messages": [says("user", "a")]}
+    for route in ("/completion", "/v1/chat/completions"):
+        prompt = asyncio.run(prompt_of(route, body, ask))
+        assert prompt.tokens is None
+        assert prompt.why
 
 
 def block(text: str, **more: object) -> dict[str, object]:
@@ -621,3 +719,151 @@ def test_the_tokens_of_responses(server: LlamaServer, name: str) -> None:
     tokens = check(server, "/v1/responses", RESPONSES[name])
     count = server.post("/v1/responses/input_tokens", **RESPONSES[name])
     assert count["input_tokens"] == len(tokens)
+
+
+NOT_CONVERTED: list[tuple[str, dict[str, object]]] = [
+    ("/v1/messages", {}),
+    ("/v1/messages", {"messages": "hello"}),
+    ("/v1/messages", {"messages": [7]}),
+    (
+        "/v1/messages",
+        {"messages": [says("user", [{"type": "image", "source": {}}])]},
+    ),
+    ("/v1/messages", {"messages": [says("user", [{"type": "document"}])]}),
+    ("/v1/messages", {"messages": [says("user", "a")], "system": 7}),
+    (
+        "/v1/messages",
+        {"messages": [says("user", "a")], "system": [{"type": "image"}]},
+    ),
+    ("/v1/messages", {"messages": [says("user", "a")], "tools": ["weather"]}),
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                says(
+                    "user",
+                    [{"type": "tool_result", "content": [{"type": "image"}]}],
+                )
+            ]
+        },
+    ),
+    ("/v1/responses", {}),
+    ("/v1/responses", {"input": 7}),
+    ("/v1/responses", {"input": ["a"]}),
+    ("/v1/responses", {"input": [says("assistant", "a")]}),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}),
+    ("/v1/responses", {"input": [{"type": "reasoning", "summary": []}]}),
+    ("/v1/responses", {"input": [says("user", [{"type": "input_image"}])]}),
+    ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}),
+    ("/v1/responses", {"input": "a", "tools": {}}),
+]
+
+
+@pytest.mark.parametrize(("route", "body"), NOT_CONVERTED)
+def test_what_is_not_converted_is_not_asked_for(
+    route: str, body: dict[str, object]
+) -> None:
+    prompt = asyncio.run(prompt_of(route, body, ask_nobody))
+    assert prompt.tokens is None
+    assert prompt.why
+
+
+def test_an_input_of_a_tool_that_is_nested_deeply() -> None:
+    deep: object = 1
+    for _ in range(100_000):
+        deep = [deep]
+    body = {"messages": [says("assistant", [{**USE, "input": deep}])]}
+    prompt = asyncio.run(prompt_of("/v1/messages", body, ask_nobody))
+    assert "nested" in prompt.why
+
+
+# ---- bodies that nobody thought of
+
+_SOMETHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4)
+    | st.sampled_from(["text", "user", "assistant", "message", "tool_use"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "text", "input", "id"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+_NAMES = (
+    *("prompt", "messages", "input", "system", "instructions", "tools"),
+    *("tool_choice", "n", "lora", "cache_prompt", "reasoning"),
+)
+
+
+@given(
+    st.sampled_from(sorted(ROUTES)),
+    st.dictionaries(st.sampled_from(_NAMES), _SOMETHING, max_size=4),
+)
+def test_no_body_raises(route: str, body: dict[str, object]) -> None:
+    async def ask(path: str, body: Body) -> object:
+        return {"prompt": "a", "tokens": [1, 2]}
+
+    prompt = asyncio.run(prompt_of(route, body, ask))
+    assert (prompt.tokens is None) == bool(prompt.why)
+    tokens = np.array([1, 3], np.int32)
+    assert asyncio.run(marks_of(route, body, tokens, ask)) in ([], [1])
+
+
+def changed(rng: random.Random, value: object) -> object:
+    """Return a value that differs here and there."""
+    if rng.random() < 0.02:
+        return rng.choice(
+            [None, True, 7, 2.5, "", "text", [], {}, [{}], ["a", 1]]
+        )
+    if isinstance(value, dict):
+        found = {name: changed(rng, part) for name, part in value.items()}
+        if found and rng.random() < 0.02:
+            del found[rng.choice(list(found))]
+        return found
+    if isinstance(value, list):
+        parts = [changed(rng, part) for part in value]
+        if parts and rng.random() < 0.05:
+            parts.append(rng.choice(parts))
+        if rng.random() < 0.05:
+            rng.shuffle(parts)
+        return parts
+    return value
+
+
+BODIES = {
+    "/completion": [{"prompt": prompt} for prompt in PROMPTS.values()],
+    "/v1/chat/completions": list(CHATS.values()),
+    "/v1/messages": list(MESSAGES.values()),
+    "/v1/responses": list(RESPONSES.values()),
+}
+
+
+def test_changed_bodies_are_told_as_they_are_computed(
+    server: LlamaServer,
+) -> None:
+    rng = random.Random(1)
+    equal = 0
+    for _ in range(120):
+        route = rng.choice(list(BODIES))
+        # the second one's fields beside those of the first
+        mixed = {**rng.choice(BODIES[route]), **rng.choice(BODIES[route])}
+        body = changed(rng, mixed)
+        if not isinstance(body, dict):
+            continue
+        prompt = told(server, route, body)
+        if prompt.tokens is None:
+            continue
+        try:
+            computed = held(server, route, body)
+        except UnknownState:
+            continue  # the server refused it, and its slot is empty
+        assert prompt.tokens.tolist() == computed, body
+        equal += 1
+    assert equal > 60

@@ -9,8 +9,9 @@ here.
     prompt = await prompt_of("/v1/chat/completions", body, ask)
     prompt.tokens    # int32 array, or None, and then `prompt.why`
 
-Nothing here is believed further than a prefix: the server compares the tokens of the slot with the
-request's own, and the proxy compares them with those of the saved state. A wrong guess is a miss.
+Nothing here makes a text wrong: the server compares the tokens of the slot with the request's own,
+and the proxy compares these with the tokens of the saved state. What was told wrongly, such as a
+template that writes the time of day, is a miss.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ COMPLETION = "completion"
 CHAT = "chat"
 MESSAGES = "messages"  # Anthropic's chat
 RESPONSES = "responses"  # OpenAI's other chat
+INFILL = "infill"
 
-# the routes that `prompt_of` knows, and how each says its prompt
+# the routes that compute a prompt in a slot, and how each says it
 ROUTES: Mapping[str, str] = {
     "/completion": COMPLETION,
     "/completions": COMPLETION,
@@ -47,7 +49,13 @@ ROUTES: Mapping[str, str] = {
     "/v1/messages": MESSAGES,
     "/responses": RESPONSES,
     "/v1/responses": RESPONSES,
+    "/infill": INFILL,
 }
+# the server does not say what it puts together for /infill, nor what that depends on
+_INFILL_WHY = (
+    "/infill: how much of its parts the server takes depends on its batch size and other "
+    "arguments, which it does not tell"
+)
 
 _SYSTEM_ROLES = ("system", "developer")
 _MOST_TOKEN = np.iinfo(np.int32).max
@@ -81,6 +89,8 @@ async def prompt_of(route: str, body: Mapping[str, object], ask: Ask) -> Prompt:
         kind = ROUTES.get(route)
         if kind == COMPLETION:
             return Prompt(await _tokens_of_completion(body, ask))
+        if kind == INFILL:
+            raise UnknownPrompt(_INFILL_WHY)
         if kind is None:
             raise UnknownPrompt(f"{route} is not known")
         return Prompt(await _tokens_of_chat(_chat_of(kind, body), ask))
@@ -99,21 +109,23 @@ async def marks_of(
 
     Asks the server at most four times. Raises ServerTrouble if it does not answer.
     """
-    kind = ROUTES.get(route, COMPLETION)
-    if kind == COMPLETION:
+    kind = ROUTES.get(route)
+    if kind not in (CHAT, MESSAGES, RESPONSES):
         return []
     try:
-        chat = _chat_of(kind, body)
+        chat = dict(_chat_of(kind, body))
     except UnknownPrompt:
         return []
     messages = chat.get("messages")
     if not isinstance(messages, list):
         return []
+    # the other conversations end with a user
+    chat.pop("continue_final_message", None)
     found = set()
     for place in _turning_points(messages):
-        other = [*messages[:place], _another_than(messages[place])]
+        chat["messages"] = [*messages[:place], _another_than(messages[place])]
         try:
-            others = await _tokens_of_chat({**chat, "messages": other}, ask)
+            others = await _tokens_of_chat(chat, ask)
         except UnknownPrompt:
             continue
         found.add(_common_prefix(tokens, others))
@@ -193,7 +205,9 @@ async def _tokens_of_chat(body: Mapping[str, object], ask: Ask) -> Tokens:
 
 
 def _require_text(messages: object) -> None:
-    """Raise UnknownPrompt unless all messages are text: of others, the server would load the images."""
+    """Raise UnknownPrompt unless all messages are text. Of others, the server would load what their
+    URLs name.
+    """
     if not isinstance(messages, list) or not messages:
         raise UnknownPrompt("messages is no list of messages")
     for message in messages:
@@ -234,7 +248,8 @@ def _another_than(message: object) -> Mapping[str, object]:
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list) and content and isinstance(content[0], Mapping):
         content = content[0].get("text")
-    is_like = isinstance(content, str) and content[:1] in ("a", "A")
+    # many templates strip a message
+    is_like = isinstance(content, str) and content.lstrip()[:1] in ("a", "A")
     return {"role": "user", "content": "b" if is_like else "a"}
 
 
