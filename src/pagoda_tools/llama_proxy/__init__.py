@@ -9,6 +9,7 @@ have been idle for a while are saved. Everything else passes byte for byte.
     request_flow      one request: tokens, slot, load, question, check, account
     request_body      its JSON
     event_stream      the events of a streamed answer
+    unread_answer     what the client has not read yet
     slot_accounts     what each slot holds by our account, and which one is chosen
     slot_saver        when slots are saved
     load_worth        whether a load is faster than computing

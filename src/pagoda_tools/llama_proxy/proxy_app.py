@@ -248,7 +248,8 @@ class LlamaProxy:
             return await self._answer(request, client)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if request.transport is None or request.transport.is_closing():
-                raise
+                # the client has gone, or got a part of an answer
+                return web.Response()
             _log.warn(
                 _logger,
                 Reason.IO_ERROR,

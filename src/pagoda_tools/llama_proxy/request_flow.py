@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -27,7 +27,6 @@ from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.event_stream import (
     EventStream,
     Timings,
-    is_progress,
     timings_of,
 )
 from pagoda_tools.llama_proxy.finished_work import finished
@@ -43,7 +42,9 @@ from pagoda_tools.llama_proxy.slot_accounts import (
     least_useful,
 )
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
+from pagoda_tools.llama_proxy.unread_answer import UnreadAnswer
 from pagoda_tools.llama_proxy.upstream import Upstream, answer_headers
+from pagoda_tools.serve.access import break_connection
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,6 +55,7 @@ _WAIT_SECONDS = 2.0
 # of answers in a row that reused other tokens than were restored: then that route loads no more
 _MOST_DIFFERENCES = 3
 _LOOK_SECONDS = 0.01
+_LOAD_SECONDS = 10.0
 
 _logger = guarded_logger("pagoda.llamacpp")
 _log = RateLimitedLog()
@@ -86,6 +88,7 @@ class Turn:
     stored: int = 0
     why: str = ""
     marks: Marks | None = None
+    is_over: bool = False
 
     @property
     def expected(self) -> int:
@@ -101,7 +104,8 @@ class Turn:
             f"loaded={self.loaded}",
             f"stored={self.stored}",
         ]
-        if self.why:
+        if self.why and not self.salt:
+            # it may tell of what others have stored
             parts.append(f'why="{printable(self.why)}"')
         return "; ".join(parts)
 
@@ -215,10 +219,17 @@ class RequestFlow:
             if starting is not None:
                 starting.cancel()
             start.release()
-            if self._options.others_ask:
-                numbers = await finished(self._task_numbers())
-                slot.task = (numbers or {}).get(slot.number)
-            await self._accounts.give_back(slot)
+            await finished(self._give_back(turn))
+
+    async def _give_back(self, turn: Turn) -> None:
+        """Let others have the slot of a turn; idempotent."""
+        if turn.is_over:
+            return
+        turn.is_over = True
+        if self._options.others_ask:
+            numbers = await self._task_numbers()
+            turn.slot.task = (numbers or {}).get(turn.slot.number)
+        await self._accounts.give_back(turn.slot)
 
     async def passed_on(
         self,
@@ -405,6 +416,7 @@ class RequestFlow:
             held_tokens=turn.held,
             salt=turn.salt,
             counted=False,
+            limit_seconds=_LOAD_SECONDS,
         )
         if loaded is None or not loaded:
             self.counts["not_loaded"] += 1
@@ -466,8 +478,9 @@ class RequestFlow:
                 request, route, sent, turn, before, shows_progress
             )
         except (asyncio.CancelledError, ConnectionError, aiohttp.ClientError):
-            # what was computed until then is as good
-            self._saver.note_answer(slot, 0)
+            if not turn.is_over:
+                # what was computed until then is as good
+                self._saver.note_answer(slot, 0)
             raise
 
     async def _answered(
@@ -509,23 +522,45 @@ class RequestFlow:
         turn: Turn,
         shows_progress: bool,
     ) -> web.StreamResponse:
-        stream = EventStream(_pieces(answer))
-        first: list[bytes] = []
+        stream = EventStream(
+            answer.content.iter_any(),
+            cuts_progress=turn.loaded > 0 and not shows_progress,
+        )
+        first = b""
         if turn.loaded:
             first = await stream.beginning()
             self._check(route, turn, stream.reused_tokens)
         response = web.StreamResponse(status=200, headers=answer_headers(answer))
         response.headers[HEADER] = turn.header()
         await response.prepare(request)
-        for event in first:
-            if shows_progress or not is_progress(event):
-                await response.write(event)
-        is_raw = shows_progress or not turn.loaded
-        async for piece in stream.rest(with_progress=is_raw):
-            await response.write(piece)
-        self._note(turn, stream.timings)
+        unread = UnreadAnswer()
+        reading = asyncio.create_task(self._read(stream, unread, turn))
+        try:
+            if first:
+                await response.write(first)
+            async for piece in unread.pieces():
+                await response.write(piece)
+            await reading
+        except aiohttp.ClientError:
+            # the server has ended in the middle of its answer
+            break_connection(request.transport)
+            raise
+        finally:
+            reading.cancel()
         await response.write_eof()
         return response
+
+    async def _read(
+        self, stream: EventStream, unread: UnreadAnswer, turn: Turn
+    ) -> None:
+        """Read an answer to its end, and let others have its slot then."""
+        try:
+            async for piece in stream.rest():
+                await unread.put(piece)
+            self._note(turn, stream.timings)
+            await self._give_back(turn)
+        finally:
+            await unread.end()
 
     # ---- afterwards
 
@@ -618,12 +653,11 @@ async def passed(
     if header:
         response.headers[HEADER] = header
     await response.prepare(request)
-    async for piece in answer.content.iter_any():
-        await response.write(piece)
+    try:
+        async for piece in answer.content.iter_any():
+            await response.write(piece)
+    except aiohttp.ClientError:
+        break_connection(request.transport)
+        raise
     await response.write_eof()
     return response
-
-
-async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    async for piece in answer.content.iter_any():
-        yield piece
