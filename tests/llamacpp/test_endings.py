@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,15 @@ import numpy.typing as npt
 import pytest
 
 from pagoda import Cache, KVLayout, Namespace
+from pagoda.base.clock import Deadline
 from pagoda.connectors.endings import Endings, choose
 from pagoda.keys import chunk_keys, ending_key
 from pagoda.layout import Plane
 from pagoda.transfer import DenseKV
+from tests.ledger.support import gate_taken
 
 CHUNK = 8
+STEP = 0.2  # seconds that a busy store lets a step wait
 LAYOUT = KVLayout.of(1, [Plane(1, 4, "float32")], CHUNK)
 Tokens = npt.NDArray[np.int32]
 
@@ -56,6 +60,7 @@ def found(
         whole_chunks=whole,
         most_tokens=most,
         payload_bytes=size_of,
+        deadline=Deadline(60.0),
         salt=salt,
     )
 
@@ -168,6 +173,39 @@ def test_a_tenants_endings_are_removed_with_its_chunks() -> None:
         cache.clear(salt="a")
         assert endings.load(tokens, size_of(45), salt="a") is None
         assert endings.load(tokens, size_of(45)) is not None
+
+
+def test_a_search_in_a_busy_store_ends_in_time(tmp_path: Path) -> None:
+    """Each step waits for the store; a search of a large chunk has many."""
+    layout = KVLayout.of(1, [Plane(1, 4, "float32")], 1024)
+    with Cache(
+        namespace=Namespace("model"),
+        layout=layout,
+        host_size=0,
+        disk_path=str(tmp_path),
+        disk_size="4MiB",
+        deadline_seconds=STEP,
+    ) as cache:
+        endings = Endings(cache)
+        asked = []
+        which = cache.which
+
+        def noted(keys: Sequence[bytes], **options: str | None) -> list[bool]:
+            asked.append(len(keys))
+            return which(keys, **options)
+
+        cache.which = noted  # type: ignore[method-assign]
+        with gate_taken(cache._tiers.ledgers()[0][1]):
+            length = endings.find(
+                np.arange(1000, dtype=np.int32),
+                whole_chunks=0,
+                most_tokens=1000,
+                payload_bytes=size_of,
+                deadline=Deadline(STEP),
+            )
+        assert length == 0
+        # sixteen without the deadline
+        assert len(asked) <= 2
 
 
 def test_an_ending_without_all_parts_is_none() -> None:

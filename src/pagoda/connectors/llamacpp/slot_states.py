@@ -660,14 +660,18 @@ class SlotStates:
         if kind != "attention":
             if kind != "window":
                 most = min(most, len(ids) - 1)
+            deadline = Deadline(self._config.deadline_seconds)
             count = current.endings.find(
                 ids,
                 whole_chunks=hit.num_tokens // self._chunk_tokens,
                 most_tokens=most,
                 payload_bytes=probed.cut.payload_bytes,
+                deadline=deadline,
                 salt=salt,
             )
-            if not count and hit.num_tokens:
+            if not count and deadline.passed:
+                why = (Reason.DEADLINE, "the search for endings took too long")
+            elif not count and hit.num_tokens:
                 why = (
                     Reason.ABSENT,
                     f"{hit.num_tokens} tokens are stored, but no ending: a {kind} model can be "
