@@ -148,6 +148,34 @@ def test_a_find_and_the_load_after_it_are_one_look_up(models: Path) -> None:
         assert len(tenant) == 1
 
 
+def test_only_what_can_be_used_counts_as_a_hit(models: Path) -> None:
+    """Chunks without an ending are no use to a hybrid model, nor are those below the minimum."""
+    tokens = prompt_of(1)
+    with (
+        llama_server(write_model(models, "lfm2"), "B") as server,
+        opened(server, min_hit_tokens=200) as states,
+    ):
+        answer = server.complete(tokens)
+        # without checkpoints only a continuation of all that was saved
+        whole = [*tokens, *answer.tokens]
+        assert states.store(whole, 0)
+        assert not states.find(tokens)
+        counters = states.stats()["counters"]
+        assert (counters["lookups"], counters["hits"]) == (1, 0)
+        assert counters["hit_tokens"] == 0
+        assert counters["miss_absent"] == 1
+        assert states.find([*whole, 5, 6])
+        counters = states.stats()["counters"]
+        assert (counters["lookups"], counters["hits"]) == (2, 1)
+        assert counters["hit_tokens"] == WHOLE
+        server.complete(tokens[:150], predict=0, cache_prompt=False)
+        assert states.store(tokens[:150], 0)
+        assert not states.find(tokens[:160])
+        counters = states.stats()["counters"]
+        assert (counters["lookups"], counters["hits"]) == (3, 1)
+        assert counters["miss_below_minimum"] == 1
+
+
 def test_a_find_asks_the_server_nothing_and_waits_for_no_call(
     models: Path,
 ) -> None:
@@ -263,7 +291,7 @@ def test_a_cache_that_fails_is_a_miss_of_a_find(
         found = states.find(tokens)
         assert found.reason is Reason.IO_ERROR
         assert "mmap closed" in found.detail
-        assert states.stats()["counters"]["miss_not_cacheable"] == 1
+        assert states.stats()["counters"]["miss_io_error"] == 1
 
 
 def test_a_server_that_cannot_be_used_is_a_miss_of_a_find(models: Path) -> None:
