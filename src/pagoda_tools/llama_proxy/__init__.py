@@ -1,0 +1,3 @@
+"""`pagoda llama-server`: a proxy in front of llama.cpp's server, which keeps what its slots
+compute.
+"""
