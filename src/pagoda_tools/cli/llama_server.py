@@ -210,6 +210,7 @@ def _attach(
         owns_server=False,
         # nobody knows
         has_ram_cache=True,
+        empties_idle_slots=True,
         state_bytes=proxy.state_bytes,
         config=proxy.config,
         adapters_are_fixed=adapters_are_fixed,
@@ -290,10 +291,11 @@ async def _serve(
             allow_hosts=proxy.allow_hosts,
             owns_server=True,
             has_ram_cache=arguments.has_ram_cache,
+            empties_idle_slots=arguments.empties_idle_slots,
             state_bytes=proxy.state_bytes,
             config=proxy.config,
             # only the proxy can reach the server, and sees what changes them
-            adapters_are_fixed=False,
+            adapters_are_fixed=True,
             loading_is_off=arguments.loading_is_off,
         )
         await run_proxy(options, _ready, server.ended)
@@ -388,8 +390,8 @@ def _start_line(arguments: ServerArguments, port: int) -> str:
     return line
 
 
-def _ready(url: str) -> None:
-    print(f"pagoda llama-server: {url}", flush=True)
+def _ready(line: str) -> None:
+    print(f"pagoda llama-server: {line}", flush=True)
 
 
 def _url(listen: tuple[str, int]) -> str:

@@ -2,7 +2,8 @@
 on the PATH: `python -m pagoda_tools.llama_proxy.in_process_server -m MODEL.gguf --port 8080`.
 
 It understands those options of llama-server that most people use, under the same names; with
-another one it ends and names it. The key comes from the environment (LLAMA_API_KEY), nothing else does.
+another one it ends and names it. The key comes from the environment (LLAMA_API_KEY), nothing else
+does.
 """
 
 from __future__ import annotations

@@ -191,6 +191,7 @@ class ServerArguments:
     api_keys: tuple[str, ...] = field(repr=False)
     slot_save_path: Path | None  # the user's own
     has_ram_cache: bool  # the server keeps copies of idle slots itself
+    empties_idle_slots: bool  # when a request starts; this build cannot be told otherwise
     loading_is_off: str  # why nothing may be loaded; empty: it may
 
     def command(
@@ -254,6 +255,7 @@ def read_arguments(
         api_keys=tuple(dict.fromkeys(keys)),
         slot_save_path=Path(path.value).absolute() if path else None,
         has_ram_cache=has_ram_cache,
+        empties_idle_slots=has_ram_cache and "--no-cache-idle-slots" not in known,
         loading_is_off=_loading_is_off(settings),
     )
 
