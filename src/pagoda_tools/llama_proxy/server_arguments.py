@@ -191,7 +191,9 @@ class ServerArguments:
     api_keys: tuple[str, ...] = field(repr=False)
     slot_save_path: Path | None  # the user's own
     has_ram_cache: bool  # the server keeps copies of idle slots itself
-    empties_idle_slots: bool  # when a request starts; this build cannot be told otherwise
+    empties_idle_slots: (
+        bool  # when a request starts; this build cannot be told otherwise
+    )
     loading_is_off: str  # why nothing may be loaded; empty: it may
 
     def command(

@@ -148,7 +148,7 @@ class ServerProcess:
         timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
-                why = await self._look(session)
+                why = await self._look_while_it_runs(session)
                 if self.ended.is_set():
                     if tries < _TRIES and _is_taken(self.port):
                         tries += 1
@@ -194,6 +194,19 @@ class ServerProcess:
     async def _wait_for_end(self, process: asyncio.subprocess.Process) -> None:
         await process.wait()
         self.ended.set()
+
+    async def _look_while_it_runs(self, session: aiohttp.ClientSession) -> str:
+        """Return what `_look` does, or at once if the server ends. Raises ServerFailed."""
+        looking = asyncio.create_task(self._look(session))
+        ending = asyncio.create_task(self.ended.wait())
+        try:
+            await asyncio.wait(
+                {looking, ending}, return_when=asyncio.FIRST_COMPLETED
+            )
+            return await looking if looking.done() else "it has ended"
+        finally:
+            looking.cancel()
+            ending.cancel()
 
     async def _look(self, session: aiohttp.ClientSession) -> str:
         """Return why the server is not ready; empty: it is. Raises ServerFailed."""
