@@ -52,7 +52,7 @@ def test_the_command_is_printed_without_secrets() -> None:
     )
     assert command == [
         *("llama-server", "-m", "a b.gguf", "--hf-token", "..."),
-        *"--host 127.0.0.1 --port PORT --slot-save-path DIR".split(),
+        *("--host", "127.0.0.1", "--port", "PORT", "--slot-save-path", "DIR"),
         *ADDED.split(),
     ]
     assert listen == "listen at http://127.0.0.1:9000"
