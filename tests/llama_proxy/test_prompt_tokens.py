@@ -37,7 +37,7 @@ Body = Mapping[str, object]
 # says all that a conversation may have; cuts the thoughts of all answers but the last
 TEMPLATE = """
 {%- macro say(content) -%}
-  {%- if content is string -%}{{ content }}
+  {%- if content is string -%}{{ content | trim }}
   {%- else -%}{%- for part in content or [] -%}{{ part.text }}{%- endfor -%}
   {%- endif -%}
 {%- endmacro -%}
@@ -614,6 +614,64 @@ def test_the_tokens_of_anthropic_messages(server: LlamaServer, name: str) -> Non
     tokens = check(server, "/v1/messages", MESSAGES[name])
     count = server.post("/v1/messages/count_tokens", **MESSAGES[name])
     assert count == {"input_tokens": len(tokens)}
+
+
+# writes the input of a tool as the server made a text of it
+RAW_TEMPLATE = """
+{%- for message in messages -%}
+<|{{ message.role }}|>
+  {%- if message.content is string %}{{ message.content }}{% endif -%}
+  {%- for call in message.tool_calls or [] -%}
+{{ call.function.name }}({{ call.function.arguments }})
+  {%- endfor -%}
+  <|end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}
+"""
+INPUTS = [
+    *(0.1 + 0.2, 3.0, -0.0, 0.0001, 1e-5, 5e-324, 1e14, 123456789012345.6),
+    *(1e16, 12345678901234567.0, 1e22, 1.7976931348623157e308),
+    *(
+        (1 << 64) - 1,
+        -(1 << 63),
+        True,
+        None,
+        "",
+        '\x00\x1f\x7f\u2028é\U0001f600</\\"',
+    ),
+    *([], {}, {"b": [1, {"": 2}], "a": 3}),
+]
+ODD_NUMBERS = [1e15, -9.9e15, 1 << 64, -(1 << 63) - 1]
+
+
+def with_input(value: object) -> dict[str, object]:
+    call = {**USE, "input": {"value": [value]}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+    return {
+        "messages": [
+            says("user", "hello"),
+            says("assistant", [call]),
+            says("user", [result]),
+        ]
+    }
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_inputs_of_tools_are_written_as_the_server_writes_them(
+    build: str, models: Path
+) -> None:
+    model = write_model(models, template=RAW_TEMPLATE, special=SPECIAL)
+    with llama_server(model, build) as server:
+        for value in INPUTS:
+            check(server, "/v1/messages", with_input(value))
+
+
+@pytest.mark.parametrize("value", ODD_NUMBERS)
+def test_numbers_that_the_server_writes_otherwise_are_not_told(
+    value: float,
+) -> None:
+    prompt = asyncio.run(prompt_of("/v1/messages", with_input(value), ask_nobody))
+    assert "input of a tool" in prompt.why
 
 
 def item(text: str, kind: str = "input_text") -> dict[str, object]:

@@ -272,9 +272,25 @@ def _joined_text(
 def _compact(value: object) -> str:
     """Return JSON as the server writes it."""
     try:
+        _require_like_numbers(value)
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except RecursionError:
         raise UnknownPrompt("the input of a tool is nested too deep") from None
+
+
+def _require_like_numbers(value: object) -> None:
+    """Raise UnknownPrompt if there is a number that the server writes in another form."""
+    if isinstance(value, Mapping):
+        for part in value.values():
+            _require_like_numbers(part)
+    elif isinstance(value, list):
+        for part in value:
+            _require_like_numbers(part)
+    elif isinstance(value, float):
+        if 1e15 <= abs(value) < 1e16:
+            raise UnknownPrompt("the input of a tool has a large fraction")
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise UnknownPrompt("the input of a tool has a number above 64 bits")
 
 
 def _shown(kind: object) -> str:
