@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -244,8 +244,9 @@ class Run:
             [token, False] for token in range(320) if not 100 <= token < 126
         ]
         body = {"prompt": "hello " * 60, "n_predict": 2, "logit_bias": letters}
-        connection.request("POST", "/completion", json.dumps(body), headers)
-        with connection.getresponse() as response:
+        with closing(connection):
+            connection.request("POST", "/completion", json.dumps(body), headers)
+            response = connection.getresponse()
             return response.status, json.loads(response.read())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import http.client
 import json
@@ -67,9 +68,9 @@ async def nothing(server: ServerProcess) -> None:
 def status(port: int, path: str, key: str = "") -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    connection.request("GET", path, headers=headers)
-    with connection.getresponse() as response:
-        return response.status
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse().status
 
 
 @pytest.mark.parametrize("name", BUILDS)
