@@ -55,7 +55,6 @@ def run(
             await work(server)
         finally:
             await server.stop()
-            await server.stop()  # once more does nothing
 
     asyncio.run(whole())
     return said
@@ -134,6 +133,7 @@ def test_a_long_load_is_told_and_can_be_ended(
             await asyncio.sleep(0.01)
         waiting.cancel()
         await server.stop()
+        await server.stop()  # once more does nothing
 
     asyncio.run(whole())
     assert said[0].startswith("llama-server has been loading for ")
