@@ -231,7 +231,7 @@ def read_arguments(
     to do.
     """
     settings, keys, passed = _read(words, environment)
-    _refuse(settings, words)
+    _refuse(settings)
     host, port = DEFAULT_LISTEN
     if "host" in settings:
         host = settings["host"].value
@@ -506,7 +506,7 @@ _REFUSED: Sequence[tuple[_Find, str, str]] = (
 )
 
 
-def _refuse(settings: Mapping[str, _Setting], words: Sequence[str]) -> None:
+def _refuse(settings: Mapping[str, _Setting]) -> None:
     """Raise ConfigError for what cannot be used behind the proxy."""
     for find, key, why in _REFUSED:
         if (found := find(settings, key)) is not None:

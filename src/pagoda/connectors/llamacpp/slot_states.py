@@ -300,9 +300,11 @@ class SlotStates:
 
         Asks the server nothing and waits for no other call, so it is for every request of a proxy.
         It is about the server as it was probed last: only `load` notices another one, and probes
-        it. Meanwhile nothing is found (`Reason.BUSY`).
+        it; meanwhile nothing is found. So call `load` also after `Reason.BUSY` and
+        `Reason.NOT_CACHEABLE`: otherwise a server that was changed is never used again.
 
-        It is counted as a look-up: pass `counted=False` to the `load` that follows it.
+        It is counted as a look-up: pass `counted=False` to the `load` that follows it. `reason` and
+        `detail` may tell one tenant what another has stored: they are not for clients.
 
         Args:
             tokens: of the whole prompt.
