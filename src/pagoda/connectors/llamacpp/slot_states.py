@@ -90,7 +90,7 @@ class StoredState(NamedTuple):
         return self.num_tokens > 0
 
 
-class _Wanted(NamedTuple):
+class _WantedPrefix(NamedTuple):
     """What a `store` was asked for."""
 
     ids: Tokens
@@ -408,7 +408,7 @@ class SlotStates:
             raise ValueError(
                 f"more_tokens = {more_tokens!r}: it must be an int, at least 0"
             )
-        wanted = _Wanted(ids, more_tokens, list(marks), salt)
+        wanted = _WantedPrefix(ids, more_tokens, list(marks), salt)
         deadline = self._deadline(limit_seconds)
 
         def work() -> StoredState:
@@ -793,7 +793,7 @@ class SlotStates:
     # ---- store
 
     def _store(
-        self, wanted: _Wanted, slot: int, deadline: Deadline
+        self, wanted: _WantedPrefix, slot: int, deadline: Deadline
     ) -> StoredState:
         cut = self._probed.cut
         said = self._require_idle(slot, deadline)
@@ -816,7 +816,7 @@ class SlotStates:
                 return self._store_file(fd, wanted, deadline)
 
     def _store_file(
-        self, fd: int, wanted: _Wanted, deadline: Deadline
+        self, fd: int, wanted: _WantedPrefix, deadline: Deadline
     ) -> StoredState:
         current = self._usable()
         cut = current.probed.cut
@@ -866,7 +866,7 @@ class SlotStates:
         most = max(kept, default=0)
         return StoredState(most, new, tuple(kept), reason, "", state.tokens)
 
-    def _tokens_to_store(self, wanted: _Wanted, state: StateFile) -> Tokens:
+    def _tokens_to_store(self, wanted: _WantedPrefix, state: StateFile) -> Tokens:
         """Return the tokens of a state that may be stored; refuse those of another prompt."""
         known = wanted.ids
         common = min(len(known), len(state.tokens))
