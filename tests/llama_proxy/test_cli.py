@@ -345,6 +345,17 @@ def test_a_run_from_the_start_to_ctrl_c(
         assert timings["cache_n"] >= 256
 
 
+def test_a_closed_terminal_saves_and_ends(models: Path, tmp_path: Path) -> None:
+    with running(tmp_path, "--", *small(write_model(models))) as run:
+        run.wait_for("pagoda llama-server: ")
+        assert run.ask()[0] == 200
+        run.process.send_signal(signal.SIGHUP)
+        assert run.end() == 0
+        assert directories(run.process.pid) == []
+    assert any((tmp_path / "kv").rglob("*"))
+
+
+@pytest.mark.slow
 def test_the_users_keys_are_the_proxys(models: Path, tmp_path: Path) -> None:
     words = [*small(write_model(models)), "--api-key", "first"]
     with running(tmp_path, "--", *words, LLAMA_API_KEY="second") as run:

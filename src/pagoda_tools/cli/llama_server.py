@@ -215,8 +215,13 @@ def _attach(
         config=proxy.config,
         adapters_are_fixed=adapters_are_fixed,
     )
+
+    async def serve() -> None:
+        _end_with_the_terminal()
+        await run_proxy(options, _ready, None)
+
     with _quiet_end():
-        asyncio.run(run_proxy(options, _ready, None))
+        asyncio.run(serve())
     return 0
 
 
@@ -273,6 +278,7 @@ async def _serve(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    _end_with_the_terminal()
     server = ServerProcess(
         lambda port: arguments.command(program, port, directory),
         arguments.environment,
@@ -369,6 +375,16 @@ def _require_free(listen: tuple[str, int]) -> None:
             f"the proxy cannot listen at {_url(listen)}: {why}: write --listen HOST:PORT before "
             "the --"
         ) from None
+
+
+def _end_with_the_terminal() -> None:
+    """Let a terminal that is closed end this process as SIGTERM does, unless that is ignored
+    (nohup): so slots are saved.
+    """
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGHUP, signal.raise_signal, signal.SIGTERM
+        )
 
 
 @contextlib.contextmanager
