@@ -257,13 +257,15 @@ class Run:
         self.lines += self.process.stdout
         return self.process.wait(120)
 
-    def ask(self, key: str = "") -> tuple[int, dict[str, object]]:
+    def ask(self, key: str = "", host: str = "") -> tuple[int, dict[str, object]]:
         connection = http.client.HTTPConnection(
             "127.0.0.1", self.port, timeout=120
         )
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
+        if host:
+            headers["Host"] = host
         letters = [
             [token, False] for token in range(320) if not 100 <= token < 126
         ]
@@ -346,9 +348,14 @@ def test_a_run_from_the_start_to_ctrl_c(
 
 
 def test_a_closed_terminal_saves_and_ends(models: Path, tmp_path: Path) -> None:
-    with running(tmp_path, "--", *small(write_model(models))) as run:
+    words = ["--allow-host", "a.test", "--", *small(write_model(models))]
+    with running(tmp_path, *words) as run:
         run.wait_for("pagoda llama-server: ")
         assert run.ask()[0] == 200
+        assert [run.ask(host=name)[0] for name in ("a.test", "b.test")] == [
+            200,
+            403,
+        ]
         run.process.send_signal(signal.SIGHUP)
         assert run.end() == 0
         assert directories(run.process.pid) == []

@@ -110,9 +110,9 @@ def llama_server(
         share_all: Clients with different API keys share what is stored.
         state_bytes: The most bytes of a saved slot; default: an eighth of free memory.
         print_only: Print the command and the address instead of starting them.
-        attach: Its URL, as http://127.0.0.1:8080. Its key is in LLAMA_API_KEY.
-        slot_save_path: Its --slot-save-path.
-        adapters_are_fixed: Nobody sends POST /lora-adapters past the proxy.
+        attach: A server that already runs, as http://127.0.0.1:8080; LLAMA_API_KEY is its key.
+        slot_save_path: With --attach: the --slot-save-path of that server.
+        adapters_are_fixed: With --attach: nobody sends it POST /lora-adapters past the proxy.
     """
     from pagoda.config.sources import load
 
