@@ -106,9 +106,12 @@ def test_attach_is_printed() -> None:
 # ---- what is refused
 
 REFUSED = [
-    ("", "write the command line of llama-server after --"),
-    ("-m x.gguf", "-m is no option of this command: those of llama-server"),
-    ("--lisen x", "--lisen is no option of this command"),
+    (
+        "",
+        "write the server's command: pagoda llama-server -- llama-server -m FILE",
+    ),
+    ("-m x.gguf", "-m: no such option (llama-server's own go after --"),
+    ("--lisen x", "--lisen: no such option"),
     ("-- nosuchserver -m x", "nosuchserver is not on the PATH"),
     ("-- /etc/passwd -m x", "/etc/passwd is no program that can be run"),
     ("-- /bin/true -m x", "/bin/true is no llama-server that can save slots"),
@@ -123,7 +126,7 @@ REFUSED = [
     ("--attach http://127.0.0.1:1", "--attach needs --slot-save-path DIR"),
     (
         "--attach http://127.0.0.1:1 --slot-save-path /x -- -m x",
-        "--attach is for a server that already runs",
+        "--attach is for a server that runs",
     ),
     (
         "--attach https://127.0.0.1:1 --slot-save-path /x",

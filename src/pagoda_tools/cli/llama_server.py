@@ -65,8 +65,7 @@ class ServerCommand(TyperCommand):
                 raise
             name = getattr(refusal, "option_name", "")
             raise UsageError(
-                f"{name} is no option of this command: those of llama-server itself go after --, "
-                "as in pagoda llama-server -- llama-server -m MODEL.gguf"
+                f"{name}: no such option (llama-server's own go after --, as in -- -m FILE)"
             ) from None
 
 
@@ -177,11 +176,11 @@ def _attach(
 
     if words:
         raise UsageError(
-            "--attach is for a server that already runs: leave out -- and what follows"
+            "--attach is for a server that runs: leave out -- and what follows"
         )
     if slot_save_path is None:
         raise UsageError(
-            "--attach needs --slot-save-path DIR: that with which the server was started"
+            "--attach needs --slot-save-path DIR: that of the server"
         )
     keys = [key for key in os.environ.get(KEY_VARIABLE, "").split(",") if key]
     server_key = keys[0] if keys else ""
@@ -238,8 +237,7 @@ def _start(proxy: _Proxy, words: Sequence[str]) -> int:
 
     if not words:
         raise UsageError(
-            "write the command line of llama-server after --, as in pagoda llama-server -- "
-            "llama-server -m MODEL.gguf"
+            "write the server's command: pagoda llama-server -- llama-server -m FILE"
         )
     program, shown, rest = _program(words)
     if only_prints(rest):
@@ -325,8 +323,7 @@ def _program(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         raise UsageError(f"{name} is not on the PATH")
     if find_spec("xllamacpp") is None:
         raise UsageError(
-            "there is no llama-server on the PATH: install llama.cpp, write its path after --, or "
-            "pip install 'pagodakv[llamacpp]', which brings a server"
+            "no llama-server is on the PATH: pip install 'pagodakv[llamacpp]' has one"
         )
     # like a script: no module is imported from the working directory
     module = ["-P", "-m", _IN_PROCESS]
