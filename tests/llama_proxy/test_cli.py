@@ -111,6 +111,11 @@ REFUSED = [
         "write the server's command: pagoda llama-server -- llama-server -m FILE",
     ),
     ("-m x.gguf", "-m: no such option (llama-server's own go after --"),
+    (
+        "-- -m x --disk-path /kv",
+        "--disk-path is an option of pagoda: write it before --",
+    ),
+    ("-- -m x --no-worth-it", "--no-worth-it is an option of pagoda"),
     ("--lisen x", "--lisen: no such option"),
     ("-- nosuchserver -m x", "nosuchserver is not on the PATH"),
     ("-- /etc/passwd -m x", "/etc/passwd is no program that can be run"),

@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -144,7 +144,12 @@ def llama_server(
             raise UsageError(
                 f"{name} is for --attach: without it, write what concerns the server after --"
             )
-    return _start(proxy, ctx.args)
+    own = {
+        name
+        for parameter in ctx.command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    return _start(proxy, ctx.args, own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +229,8 @@ def _attach(
     return 0
 
 
-def _start(proxy: _Proxy, words: Sequence[str]) -> int:
-    """Start a server, and serve in front of it."""
+def _start(proxy: _Proxy, words: Sequence[str], own: Collection[str]) -> int:
+    """Start a server, and serve in front of it. `own`: the options of this command."""
     from pagoda_tools.llama_proxy.in_process_server import read_options
     from pagoda_tools.llama_proxy.server_arguments import (
         known_options,
@@ -243,6 +248,9 @@ def _start(proxy: _Proxy, words: Sequence[str]) -> int:
     if only_prints(rest):
         engine_start.become([*program, *rest])
     known = known_options(program, os.environ)
+    for word in rest:
+        if word in own and word not in known:
+            raise UsageError(f"{word} is an option of pagoda: write it before --")
     arguments = read_arguments(rest, os.environ, known)
     if _IN_PROCESS in program:
         read_options(arguments.passed, arguments.environment)
