@@ -106,9 +106,17 @@ def test_attach_is_printed() -> None:
 # ---- what is refused
 
 REFUSED = [
-    ("", "write the command line of llama-server after --"),
-    ("-m x.gguf", "-m is no option of this command: those of llama-server"),
-    ("--lisen x", "--lisen is no option of this command"),
+    (
+        "",
+        "write the server's command: pagoda llama-server -- llama-server -m FILE",
+    ),
+    ("-m x.gguf", "-m: no such option (llama-server's own go after --"),
+    (
+        "-- -m x --disk-path /kv",
+        "--disk-path is an option of pagoda: write it before --",
+    ),
+    ("-- -m x --no-worth-it", "--no-worth-it is an option of pagoda"),
+    ("--lisen x", "--lisen: no such option"),
     ("-- nosuchserver -m x", "nosuchserver is not on the PATH"),
     ("-- /etc/passwd -m x", "/etc/passwd is no program that can be run"),
     ("-- /bin/true -m x", "/bin/true is no llama-server that can save slots"),
@@ -123,7 +131,7 @@ REFUSED = [
     ("--attach http://127.0.0.1:1", "--attach needs --slot-save-path DIR"),
     (
         "--attach http://127.0.0.1:1 --slot-save-path /x -- -m x",
-        "--attach is for a server that already runs",
+        "--attach is for a server that runs",
     ),
     (
         "--attach https://127.0.0.1:1 --slot-save-path /x",
@@ -257,13 +265,15 @@ class Run:
         self.lines += self.process.stdout
         return self.process.wait(120)
 
-    def ask(self, key: str = "") -> tuple[int, dict[str, object]]:
+    def ask(self, key: str = "", host: str = "") -> tuple[int, dict[str, object]]:
         connection = http.client.HTTPConnection(
             "127.0.0.1", self.port, timeout=120
         )
         headers = {"Content-Type": "application/json"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
+        if host:
+            headers["Host"] = host
         letters = [
             [token, False] for token in range(320) if not 100 <= token < 126
         ]
@@ -345,6 +355,22 @@ def test_a_run_from_the_start_to_ctrl_c(
         assert timings["cache_n"] >= 256
 
 
+def test_a_closed_terminal_saves_and_ends(models: Path, tmp_path: Path) -> None:
+    words = ["--allow-host", "a.test", "--", *small(write_model(models))]
+    with running(tmp_path, *words) as run:
+        run.wait_for("pagoda llama-server: ")
+        assert run.ask()[0] == 200
+        assert [run.ask(host=name)[0] for name in ("a.test", "b.test")] == [
+            200,
+            403,
+        ]
+        run.process.send_signal(signal.SIGHUP)
+        assert run.end() == 0
+        assert directories(run.process.pid) == []
+    assert any((tmp_path / "kv").rglob("*"))
+
+
+@pytest.mark.slow
 def test_the_users_keys_are_the_proxys(models: Path, tmp_path: Path) -> None:
     words = [*small(write_model(models)), "--api-key", "first"]
     with running(tmp_path, "--", *words, LLAMA_API_KEY="second") as run:

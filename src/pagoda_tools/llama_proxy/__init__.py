@@ -16,7 +16,8 @@ have been idle for a while are saved. Everything else passes byte for byte.
     upstream          requests to the server
     finished_work     work that ends also if its request is cancelled
     prompt_tokens     the tokens of a request, per route
-    server_arguments, server_process, in_process_server   start llama.cpp's server
+    server_arguments, server_process, in_process_server, slot_directory
+                      start llama.cpp's server
 
 The connector itself is `pagoda.connectors.llamacpp.SlotStates`: this package never reads a state.
 """

@@ -215,8 +215,10 @@ class ServerProcess:
         try:
             async with session.get(f"{self.url}/health") as answer:
                 status = answer.status
-            if status != 200:
+            if status == 503:
                 return "loading the model"
+            if status != 200:
+                return f"/health answers {status}"
             # our own server: it knows the key, and asks for it
             async with session.get(f"{self.url}/props") as answer:
                 is_open = answer.status == 200
