@@ -11,6 +11,7 @@ from typing import cast
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 
@@ -35,6 +36,8 @@ _OF_ONE_CONNECTION = frozenset(
     }
 )
 _KEYS = frozenset({"authorization", "x-api-key"})
+# by aiohttp's server, when it reads a request
+_DECODED = frozenset({"gzip", "deflate", "br", "zstd"})
 
 
 class Upstream:
@@ -51,6 +54,8 @@ class Upstream:
             # each waiting request holds a connection, and clients are bounded already
             connector=aiohttp.TCPConnector(limit=0),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+            # what the server gives to one client is not for the others
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def close(self) -> None:
@@ -73,13 +78,17 @@ class Upstream:
         has ended, the server stops computing. Raises aiohttp.ClientError.
         """
         headers = headers_for(request.headers)
+        if request.headers.get("Content-Encoding", "").lower() in _DECODED:
+            # the body that we read is the decoded one
+            headers.popall("Content-Encoding")
         if is_read:
             headers.popall("Accept-Encoding", None)
         if with_key and self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         response = await self._session.request(
             request.method,
-            self.url + request.raw_path,
+            # as it was sent: another spelling may be another route
+            URL(self.url + _target(request), encoded=True),
             headers=headers,
             data=body,
             allow_redirects=False,
@@ -124,6 +133,15 @@ class Upstream:
             return cast(object, json.loads(text))
         except ValueError:
             raise ServerTrouble(f"{path}: no JSON") from None
+
+
+def _target(request: web.Request) -> str:
+    """Return the path and the query, as the client wrote them."""
+    sent = request.raw_path
+    if sent.startswith("/"):
+        return sent
+    # a whole URL, as for a proxy: what it names is here
+    return request.rel_url.raw_path_qs
 
 
 def headers_for(

@@ -1,0 +1,296 @@
+"""What goes wrong around the proxy: clients that leave, odd requests, servers that stop or change,
+full disks. No text is wrong, no slot is lost, and what was stored stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from pagoda_tools.llama_proxy.finished_work import finished
+from testbed.llama_servers import LlamaServer, llama_server
+from testbed.patience import wait_until
+from testbed.tiny_gguf import write_adapter, write_model
+from tests.llama_proxy.kit import (
+    GREEDY,
+    RunningProxy,
+    running_proxy,
+)
+from tests.llama_proxy.test_proxy import TEXT, bare, emptied
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaServer]:
+    model = write_model(tmp_path_factory.mktemp("model"), "llama", seed=5)
+    with llama_server(model, "A", slots=2, context=4096) as server:
+        yield server
+
+
+def raw(port: int, text: bytes) -> bytes:
+    """Send bytes, and return all that comes back until the connection ends."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(text)
+        found = b""
+        while piece := connection.recv(1 << 16):
+            found += piece
+        return found
+
+
+def asked(
+    target: str,
+    method: str = "POST",
+    body: bytes = b"",
+    host: str = "localhost",
+    more: str = "",
+) -> bytes:
+    head = (
+        f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        f"Content-Length: {len(body)}\r\n{more}\r\n"
+    )
+    return head.encode() + body
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def on_loop(proxy: RunningProxy, work: Coroutine[object, None, T]) -> T:
+    """Run work on the event loop of the proxy."""
+    assert proxy.loop is not None
+    return asyncio.run_coroutine_threadsafe(work, proxy.loop).result(60)
+
+
+# ---- odd requests
+
+
+@pytest.mark.parametrize(
+    "target", ["/x/../slots/0?action=erase", "/%2e/slots/0?action=erase"]
+)
+def test_another_spelling_of_a_path_is_the_servers_to_refuse(
+    server: LlamaServer, target: str
+) -> None:
+    """Otherwise slots and adapters could be changed without the proxy."""
+    with running_proxy(server) as proxy:
+        assert status_of(raw(server.server.port, asked(target))) == 404
+        assert status_of(raw(proxy.port, asked(target))) == 404
+
+
+def test_a_whole_url_is_a_request_for_this_server(server: LlamaServer) -> None:
+    with running_proxy(server) as proxy:
+        answer = raw(proxy.port, asked("http://localhost/health", "GET"))
+        assert status_of(answer) == 200
+        away = raw(proxy.port, asked("http://192.0.2.1:9/health", "GET"))
+        assert status_of(away) == 200
+
+
+@pytest.mark.parametrize(
+    "body", [gzip.compress, lambda text: b"\xef\xbb\xbf" + text]
+)
+def test_a_body_in_another_encoding_is_read(
+    server: LlamaServer, body: Callable[[bytes], bytes]
+) -> None:
+    text = json.dumps({"prompt": "abc", "n_predict": 1, **GREEDY}).encode()
+    is_gzip = body is gzip.compress
+    more = "Content-Encoding: gzip\r\n" if is_gzip else ""
+    with running_proxy(server) as proxy:
+        answer = raw(proxy.port, asked("/completion", body=body(text), more=more))
+    assert status_of(answer) == 200
+    assert b"X-Pagoda: prompt=" in answer
+
+
+def test_a_body_that_is_nested_too_deep_is_refused(server: LlamaServer) -> None:
+    body = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with running_proxy(server) as proxy:
+        answer = raw(proxy.port, asked("/completion", body=body))
+    assert status_of(answer) == 400
+    assert b"nested too deep" in answer
+
+
+def test_names_that_are_none_are_refused(server: LlamaServer) -> None:
+    with running_proxy(server) as proxy:
+        for host, more in (
+            ("[::1", ""),
+            ("localhost", "Origin: http://[x\r\n"),
+            ("", ""),
+        ):
+            answer = raw(proxy.port, asked("/health", "GET", b"", host, more))
+            assert status_of(answer) in (400, 403), host
+
+
+def test_a_page_at_a_foreign_address_is_refused(server: LlamaServer) -> None:
+    """A page may be anybody's that has an address instead of a name."""
+    body = json.dumps({"prompt": "abc", **GREEDY, "n_predict": 1}).encode()
+    with running_proxy(server) as proxy:
+
+        def status(origin: str, host: str = "localhost") -> int:
+            sent = {"Origin": origin, "Host": host}
+            return proxy.send("POST", "/completion", body, **sent).status
+
+        assert status("http://192.0.2.7") == 403
+        assert status("http://192.0.2.7", "192.0.2.9:8080") == 403
+        assert status("http://127.0.0.1:3000") == 200
+        # the page of this server itself, or of another on the same machine
+        assert status("http://192.0.2.9:3000", "192.0.2.9:8080") == 200
+
+
+def test_response_fields_do_not_end_loading(
+    server: LlamaServer, tmp_path: Path
+) -> None:
+    """Such an answer does not say what was reused, so nothing is loaded for it alone."""
+    with running_proxy(server, tmp_path) as proxy:
+        proxy.complete(TEXT)
+    with running_proxy(server, tmp_path) as proxy:
+        for _ in range(4):
+            emptied(server)
+            for slot in proxy.proxy._accounts.all:
+                slot.clear()
+            answer = proxy.complete(TEXT, response_fields=["content"])
+            assert answer.json.keys() == {"content"}
+            assert "response_fields" in answer.told["why"]
+        emptied(server)
+        for slot in proxy.proxy._accounts.all:
+            slot.clear()
+        assert int(proxy.complete(TEXT).told["loaded"]) > 0
+
+
+def test_a_refused_request_leaves_the_account(server: LlamaServer) -> None:
+    emptied(server)
+    with running_proxy(server) as proxy:
+        proxy.complete(TEXT)
+        refused = proxy.post("/infill", {"input_prefix": "a"})
+        assert refused.status >= 400
+        assert int(proxy.complete(TEXT).told["held"]) > 0
+
+
+# ---- users
+
+
+def test_what_one_user_wrote_is_not_told_to_another(server: LlamaServer) -> None:
+    """Also not by a request whose slot the server chooses."""
+    emptied(server)
+    keys = ("first-key", "second-key")
+    body = {"prompt": TEXT, **GREEDY, "n_predict": 2}
+    with running_proxy(server, api_keys=keys) as proxy:
+        proxy.post("/completion", body, keys[0])
+        both = proxy.post("/completion", {**body, "prompt": [TEXT, "b"]}, keys[1])
+        for answer in both.json:
+            assert answer["timings"]["cache_n"] == 0  # type: ignore[index]
+
+
+# ---- clients that leave
+
+
+def test_work_is_finished_however_often_its_request_is_cancelled() -> None:
+    """Otherwise a slot would be given to others while a state is restored into it."""
+
+    async def run() -> list[str]:
+        done = []
+        go_on = asyncio.Event()
+
+        async def work() -> None:
+            await go_on.wait()
+            done.append("work")
+
+        async def ask() -> None:
+            try:
+                await finished(work())
+            finally:
+                done.append("given back")
+
+        task = asyncio.create_task(ask())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0.01)
+        go_on.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return done
+
+    assert asyncio.run(run()) == ["work", "given back"]
+
+
+def test_a_client_that_leaves_before_its_start_keeps_no_slot(
+    server: LlamaServer,
+) -> None:
+    """Where other requests empty idle slots, a request waits until others have started."""
+    emptied(server)
+    with running_proxy(server, empties_idle_slots=True) as proxy:
+        starting = proxy.proxy._flow._starting
+        on_loop(proxy, starting.acquire())
+        body = json.dumps({"prompt": TEXT, **GREEDY, "n_predict": 1}).encode()
+        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+            client.sendall(asked("/completion", body=body))
+            accounts = proxy.proxy._accounts
+            wait_until(lambda: len(accounts.free) == 1)
+        wait_until(lambda: len(accounts.free) == 2)
+        proxy.loop.call_soon_threadsafe(starting.release)  # type: ignore[union-attr]
+        assert proxy.complete(TEXT).status == 200
+
+
+def test_a_client_that_leaves_at_the_end_keeps_no_slot(
+    server: LlamaServer,
+) -> None:
+    """With other clients, the server is asked for its slots before one is given back."""
+    emptied(server)
+    with running_proxy(server, owns_server=False) as proxy:
+        flow = proxy.proxy._flow
+        listed = flow._task_numbers
+        asked_for = asyncio.Event()
+
+        async def slowly() -> object:
+            asked_for.set()
+            await asyncio.sleep(0.2)
+            return await listed()
+
+        client = socket.create_connection(("127.0.0.1", proxy.port))
+        body = {"prompt": TEXT, **GREEDY, "n_predict": 2, "stream": True}
+        client.sendall(asked("/completion", body=json.dumps(body).encode()))
+        client.recv(1)
+        flow._task_numbers = slowly  # type: ignore[assignment, method-assign]
+        wait_until(asked_for.is_set)
+        client.close()
+        flow._task_numbers = listed  # type: ignore[method-assign]
+        wait_until(lambda: len(proxy.proxy._accounts.free) == 2)
+
+
+def test_a_client_that_leaves_changes_the_adapters_all_the_same(
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    with (
+        llama_server(model, "A", lora=[(str(adapter), 1.0)]) as server,
+        running_proxy(server) as proxy,
+    ):
+        proxy.complete(TEXT)
+        change = json.dumps([{"id": 0, "scale": 0.0}]).encode()
+        accounts = proxy.proxy._accounts
+        wait_until(lambda: accounts.all[0].stored_tokens and accounts.free)
+        server.server.stop()
+        try:
+            with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+                client.sendall(asked("/lora-adapters", body=change))
+                wait_until(lambda: not accounts.free)
+                # it is sent at once then
+                time.sleep(0.2)
+        finally:
+            server.server.cont()
+        wait_until(lambda: len(accounts.free) == 1)
+        without = proxy.complete(TEXT)
+        assert without.told["held"] == "0"
+        scale: list[dict[str, float]] = server.get("/lora-adapters")  # type: ignore[assignment]
+        assert scale[0]["scale"] == 0.0
+        expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
+        assert without.text == expected
