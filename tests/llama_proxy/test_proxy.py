@@ -243,11 +243,14 @@ def _is_busy(proxy: RunningProxy) -> list[bool]:
 
 def test_when_all_slots_are_busy_the_server_queues(server: LlamaServer) -> None:
     emptied(server)
-    with running_proxy(server) as proxy, proxy.all_slots_taken():
+    with (
+        running_proxy(server, owns_server=False) as proxy,
+        proxy.all_slots_taken(),
+    ):
         answer = proxy.complete(TEXT)
         assert proxy.counts()["no_free_slot"] == 1
         assert answer.status == 200
-        assert not answer.told
+        assert answer.told.keys() == {"why"}
         assert answer.text == bare(
             server, "/completion", {"prompt": TEXT, "n_predict": 8}
         )

@@ -9,8 +9,10 @@ import contextlib
 import gzip
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -165,12 +167,48 @@ def test_response_fields_do_not_end_loading(
 
 
 def test_a_refused_request_leaves_the_account(server: LlamaServer) -> None:
+    """Otherwise what a slot has is neither continued nor saved."""
     emptied(server)
+    question = {"messages": [{"role": "user", "content": "abc"}], "id_slot": 0}
     with running_proxy(server) as proxy:
-        proxy.complete(TEXT)
-        refused = proxy.post("/infill", {"input_prefix": "a"})
-        assert refused.status >= 400
-        assert int(proxy.complete(TEXT).told["held"]) > 0
+        held = proxy.complete(TEXT, id_slot=0).told
+        # this build has no such route
+        assert proxy.post("/api/chat", question).status == 404
+        assert proxy.complete(TEXT).told["held"] == held["prompt"]
+
+
+def test_no_idle_connection_keeps_a_thread_of_the_server(
+    server: LlamaServer,
+) -> None:
+    """It has a few, and the next save would wait until one of them is tired of waiting."""
+    with running_proxy(server) as proxy:
+        threads = [
+            threading.Thread(target=proxy.send, args=["GET", "/props"])
+            for _ in range(12)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        session = proxy.proxy._upstream._session
+        assert session.connector is not None
+        assert not session.connector._conns
+
+
+def test_a_request_that_waits_for_a_slot_finds_what_was_saved_meanwhile(
+    server: LlamaServer,
+) -> None:
+    """More clients than slots: each prompt is saved while its next request waits."""
+    emptied(server)
+    prompts = [f"{n} roofs over {n} rivers, " * 16 for n in range(6)]
+    with running_proxy(server) as proxy:
+        for _ in range(2):
+            with ThreadPoolExecutor(len(prompts)) as clients:
+                answers = list(clients.map(proxy.complete, prompts))
+        for answer in answers:
+            told = answer.told
+            assert int(told["loaded"]) + int(told["held"]) >= 256, told
+        assert proxy.counts().get("no_free_slot", 0) == 0
 
 
 # ---- users

@@ -25,12 +25,17 @@ from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.client_access import Client, ClientAccess
 from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.load_worth import LoadWorth
-from pagoda_tools.llama_proxy.prompt_tokens import ROUTES, prompt_of
+from pagoda_tools.llama_proxy.prompt_tokens import (
+    ROUTES,
+    RequestPrompt,
+    prompt_of,
+)
 from pagoda_tools.llama_proxy.request_body import Body, changed, read_body
 from pagoda_tools.llama_proxy.request_flow import (
     FlowOptions,
     RequestFlow,
     passed,
+    printable,
 )
 from pagoda_tools.llama_proxy.slot_accounts import (
     SlotAccount,
@@ -294,19 +299,23 @@ class LlamaProxy:
             # the KV in the slot would not be that of its tokens
             text = changed(text, question, {_MOVES_KV: 0})
             question[_MOVES_KV] = 0
+        why = self._states.trouble
         tokens: Tokens | None = None
-        if not self._states.trouble:
-            tokens = await self._tokens(route, question)
+        if not why:
+            prompt = await self._prompt(route, question)
+            tokens = prompt.tokens
+            why = prompt.why
             if tokens is not None:
                 answer = await self._flow.answer(
                     request, route, text, question, tokens, client.salt
                 )
                 if answer is not None:
                     return answer
+                why = "no slot became free, or only an empty one"
         if client.salt or self._accounts.is_any_tainted:
             # the server itself chooses the slot, which may have KV that is not for this request
             text = changed(text, question, {"cache_prompt": False})
-        send = partial(self._pass, request, text, client)
+        send = partial(self._pass, request, text, client, why=why)
         return await self._flow.passed_on(send, tokens, client.salt)
 
     async def _pass_unknown(
@@ -334,26 +343,28 @@ class LlamaProxy:
             **self._flow.status(),
         }
 
-    async def _tokens(self, route: str, body: Body) -> Tokens | None:
-        """Return the tokens of a request; None: it is to be passed on as it is."""
+    async def _prompt(self, route: str, body: Body) -> RequestPrompt:
+        """Return the tokens of a request, or why it is to be passed on as it is."""
         try:
             async with asyncio.timeout(_PROMPT_SECONDS):
-                prompt = await prompt_of(route, body, self._upstream.ask)
+                return await prompt_of(route, body, self._upstream.ask)
         except (ServerTrouble, TimeoutError):
-            return None
-        return prompt.tokens
+            return RequestPrompt(None, "the server did not say its tokens")
 
     async def _pass(
         self,
         request: web.Request,
         body: bytes | aiohttp.StreamReader | None,
         client: Client,
+        *,
+        why: str = "",
     ) -> web.StreamResponse:
-        """Pass a request and its answer on, byte for byte."""
+        """Pass a request and its answer on, byte for byte. `why`: for the client."""
         async with self._upstream.send(
             request, body, with_key=client.may_ask
         ) as answer:
-            return await passed(request, answer)
+            header = f'why="{printable(why)}"' if why else ""
+            return await passed(request, answer, header)
 
     async def _change_adapters(
         self, request: web.Request, client: Client

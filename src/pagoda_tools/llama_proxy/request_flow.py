@@ -50,10 +50,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HEADER = "X-Pagoda"
-# for a slot; after it the server itself chooses
-_WAIT_SECONDS = 2.0
-# the slot that it chooses may have what another user has written
-_WAIT_SECONDS_OF_ONE_USER = 600.0
+# for a slot; after it the server itself chooses, and its queue is no shorter than ours
+_WAIT_SECONDS = 600.0
+# where others may keep a slot busy that is free by our account
+_WAIT_BESIDE_OTHERS_SECONDS = 2.0
+# what was looked up so long ago may have changed: a slot was saved meanwhile
+_LOOKED_UP_SECONDS = 0.05
+# to start while others start
+_START_SECONDS = 2.0
 # of answers in a row that reused other tokens than were restored: then that route loads no more
 _MOST_DIFFERENCES = 3
 _LOOK_SECONDS = 0.01
@@ -198,14 +202,20 @@ class RequestFlow:
         self._accounts.resize(self._states.slots)
         if self._options.others_ask:
             await self._forget_others()
-        stored = await self._stored(route, body, tokens, salt)
+        free = self._accounts.free
+        stored = await self._stored(route, body, tokens, salt, free)
+        looked_up = time.monotonic()
         slot = await self._slot_for(tokens, salt, stored, body.get("id_slot"))
         if slot is None:
             self.counts["no_free_slot"] += 1
             return None
-        turn = Turn(slot, tokens, salt, stored=stored.tokens, why=stored.why)
+        turn = Turn(slot, tokens, salt)
         starting: asyncio.Task[None] | None = None
         try:
+            if time.monotonic() - looked_up > _LOOKED_UP_SECONDS:
+                stored = await self._stored(route, body, tokens, salt, [slot])
+            turn.stored = stored.tokens
+            turn.why = stored.why
             turn.start = await self._held_start()
             await finished(self._prepare(turn, stored))
             if slot.is_empty and not self._options.pins_empty_slots:
@@ -319,7 +329,7 @@ class RequestFlow:
         """
         if self._options.empties_idle_slots:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_WAIT_SECONDS):
+                async with asyncio.timeout(_START_SECONDS):
                     await self._starting.acquire()
                     return _Start(self._starting)
         return _Start(None)
@@ -342,13 +352,18 @@ class RequestFlow:
     # ---- the slot
 
     async def _stored(
-        self, route: str, body: Mapping[str, object], tokens: Tokens, salt: str
+        self,
+        route: str,
+        body: Mapping[str, object],
+        tokens: Tokens,
+        salt: str,
+        slots: Sequence[SlotAccount],
     ) -> StoredPrefix:
-        """Look for what is stored, unless a slot has nearly all."""
+        """Look for what is stored, unless one of these slots has nearly all."""
         least = self._options.min_gain_tokens
         lacking = len(tokens)
-        if free := self._accounts.free:
-            lacking -= fullest(free, tokens, salt).held(tokens, salt)
+        if slots:
+            lacking -= fullest(slots, tokens, salt).held(tokens, salt)
         if lacking < least or len(tokens) >= self._options.context_tokens:
             return StoredPrefix(0, may_load=False)
         off = self._options.loading_is_off or self._off.get(route, "")
@@ -374,7 +389,10 @@ class RequestFlow:
         """Return a locked slot, the one that the client wants or the best; None: none became
         free.
         """
-        wait = _WAIT_SECONDS_OF_ONE_USER if salt else _WAIT_SECONDS
+        wait = _WAIT_SECONDS
+        # the server may choose a slot that has what another user has written
+        if self._options.others_ask and not salt:
+            wait = _WAIT_BESIDE_OTHERS_SECONDS
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 return await self._accounts.take(
