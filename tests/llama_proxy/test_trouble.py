@@ -332,3 +332,50 @@ def test_a_client_that_leaves_changes_the_adapters_all_the_same(
         assert scale[0]["scale"] == 0.0
         expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
         assert without.text == expected
+
+
+def test_a_client_that_leaves_after_its_answer_leaves_the_account(
+    server: LlamaServer,
+) -> None:
+    """Of a request whose slot the server has chosen."""
+    emptied(server)
+    with running_proxy(server, has_ram_cache=True) as proxy:
+        flow = proxy.proxy._flow
+        listed = flow._task_numbers
+        calls: list[int] = []
+
+        async def slowly() -> dict[int, object] | None:
+            calls.append(1)
+            # the second one is after the answer
+            if len(calls) == 2:
+                await asyncio.sleep(0.3)
+            return await listed()
+
+        flow._task_numbers = slowly  # type: ignore[method-assign]
+        assert proxy.complete(TEXT).told.keys() == {"why"}
+        flow._task_numbers = listed  # type: ignore[method-assign]
+        accounts = proxy.proxy._accounts
+        wait_until(lambda: max(len(slot.tokens) for slot in accounts.all))
+        again = proxy.complete(TEXT).told
+        assert again["held"] == again["prompt"]
+
+
+# ---- servers that change
+
+
+def test_a_server_that_was_restarted_is_used_again_for_new_prompts(
+    tmp_path: Path,
+) -> None:
+    """Nothing that was stored before must be asked for."""
+    model = write_model(tmp_path, "llama", seed=5)
+    prompts = [f"{n} roofs over {n} rivers, " * 16 for n in range(4)]
+    with (
+        llama_server(model, "A", slots=1, context=2048) as server,
+        running_proxy(server, owns_server=False) as proxy,
+    ):
+        proxy.complete(prompts[0])
+        server.server.restart()
+        # the first save is refused, the load after it probes the server, and then all is stored
+        for prompt in (*prompts[1:], *prompts[1:]):
+            again = proxy.complete(prompt)
+        assert int(again.told["loaded"]) >= 256, again.told

@@ -263,27 +263,30 @@ class RequestFlow:
         (await self._held_start()).release()
         since = time.monotonic()
         before = await self._task_numbers()
+        held: Tokens | None = None
         try:
             answer = await send()
-        except BaseException:
-            await finished(self._forget_used(before, since))
-            raise
-        slot = await finished(self._forget_used(before, since))
-        if tokens is not None and slot is not None and answer.status == 200:
-            slot.set(tokens, salt, 0)
-            self._saver.note_answer(slot, 0)
-        return answer
+            if answer.status == 200:
+                held = tokens
+            return answer
+        finally:
+            # the client may go as soon as it has its answer
+            await finished(self._note_passed(before, since, held, salt))
 
-    async def _forget_used(
-        self, before: Mapping[int, object] | None, since: float
-    ) -> SlotAccount | None:
-        """Account for a request that could not be followed, which began at `since`, when the slots
-        had these task numbers. Return its slot if that is sure, and nobody has it now.
+    async def _note_passed(
+        self,
+        before: Mapping[int, object] | None,
+        since: float,
+        tokens: Tokens | None,
+        salt: str,
+    ) -> None:
+        """Account for a request that began at `since`, when the slots had these task numbers, in a
+        slot that the server has chosen. `tokens`: what it has left there, if that is known.
         """
         after = await self._task_numbers()
         if before is None or after is None:
             self._accounts.forget_used(None, since)
-            return None
+            return
         used = {number for number in after if after[number] != before.get(number)}
         slots = [
             slot
@@ -291,10 +294,10 @@ class RequestFlow:
             if slot.number in used and slot.used_at < since
         ]
         self._accounts.forget_used(used, since)
-        if len(used) != 1 or not slots:
-            return None
-        slots[0].task = after[slots[0].number]
-        return slots[0]
+        if tokens is not None and len(used) == 1 and slots:
+            slots[0].set(tokens, salt, 0)
+            slots[0].task = after[slots[0].number]
+            self._saver.note_answer(slots[0], 0)
 
     async def _forget_others(self) -> None:
         """Account for requests that others have sent to the server."""
@@ -374,13 +377,16 @@ class RequestFlow:
         found = await self._call(self._states.find, tokens, salt=salt)
         if found is None:
             return StoredPrefix(0, False, "what is stored is not known")
+        is_unknown = found.reason is Reason.NOT_CACHEABLE
+        if self._saver.is_server_doubtful:
+            is_unknown = True
         # what another client has stored is not for this one
         is_told = found.reason is not Reason.OTHER_NAMESPACE
         return StoredPrefix(
             found.num_tokens,
             found.num_tokens >= least,
             found.detail if is_told else "",
-            is_unknown=found.reason is Reason.NOT_CACHEABLE,
+            is_unknown=is_unknown,
         )
 
     async def _slot_for(
@@ -465,6 +471,8 @@ class RequestFlow:
             counted=False,
             limit_seconds=_LOAD_SECONDS,
         )
+        # another server was probed, if it is another one
+        self._saver.is_server_doubtful = False
         if loaded is None or not loaded:
             self.counts["not_loaded"] += 1
             turn.why = "it failed" if loaded is None else loaded.detail
@@ -615,6 +623,12 @@ class RequestFlow:
                 await unread.put(piece)
             self._note(turn, stream.timings)
             await finished(self._give_back(turn))
+        except asyncio.CancelledError:
+            # many clients go at the last event, before the end of the stream
+            timings = stream.timings
+            if timings.answer_tokens is not None and not turn.is_over:
+                self._note(turn, timings)
+            raise
         finally:
             await unread.end()
 

@@ -47,6 +47,8 @@ class SlotSaver:
         self._states = states
         self._run = run
         self._chunk = chunk
+        # a save was refused: the server may be another one now, which only a load finds out
+        self.is_server_doubtful = False
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._save_idle_ones())
 
@@ -96,6 +98,8 @@ class SlotSaver:
                 slot.save_at = time.monotonic() + wait
                 self._changed.set()
                 return
+        if stored.reason is Reason.NOT_CACHEABLE and stored.slot_tokens is None:
+            self.is_server_doubtful = True
         if stored.slot_tokens is not None:
             slot.tokens = stored.slot_tokens
             slot.more_tokens = 0
