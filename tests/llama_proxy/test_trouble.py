@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import pytest
 
+from pagoda.connectors.llamacpp import SlotStates
 from pagoda_tools.llama_proxy.finished_work import finished
 from testbed.llama_servers import LlamaServer, llama_server
 from testbed.patience import wait_until
@@ -358,6 +359,131 @@ def test_a_client_that_leaves_after_its_answer_leaves_the_account(
         wait_until(lambda: max(len(slot.tokens) for slot in accounts.all))
         again = proxy.complete(TEXT).told
         assert again["held"] == again["prompt"]
+
+
+# ---- slots that are saved and loaded
+
+
+@contextlib.contextmanager
+def held_up(states: SlotStates, name: str) -> Iterator[HeldUp]:
+    """Let calls of a method wait at their begin until the end of this."""
+    call = getattr(states, name)
+    held = HeldUp(threading.Event(), threading.Event())
+
+    def slow(*args: object, **kwargs: object) -> object:
+        held.has_begun.set()
+        assert held.may_go_on.wait(60)
+        return call(*args, **kwargs)
+
+    setattr(states, name, slow)
+    try:
+        yield held
+    finally:
+        held.may_go_on.set()
+        setattr(states, name, call)
+
+
+class HeldUp(NamedTuple):
+    """A call that has begun and waits."""
+
+    has_begun: threading.Event
+    may_go_on: threading.Event
+
+
+def test_a_slot_stays_taken_while_a_state_is_loaded_for_a_client_that_left(
+    server: LlamaServer, tmp_path: Path
+) -> None:
+    emptied(server)
+    with running_proxy(server, tmp_path) as proxy:
+        proxy.complete(TEXT)
+    emptied(server)
+    body = json.dumps({"prompt": TEXT, **GREEDY, "n_predict": 1}).encode()
+    with running_proxy(server, tmp_path) as proxy:
+        accounts = proxy.proxy._accounts
+        with held_up(proxy.proxy._states, "load") as load:
+            with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+                client.sendall(asked("/completion", body=body))
+                assert load.has_begun.wait(60)
+            # it has left; the requests of others still take the other slot
+            for _ in range(3):
+                proxy.complete("a short prompt")
+                assert len(accounts.free) == 1
+        wait_until(lambda: len(accounts.free) == 2)
+        # what was loaded for nobody is there
+        assert int(proxy.complete(TEXT).told["held"]) > 0
+
+
+def test_a_request_waits_for_its_slot_that_is_being_saved(
+    server: LlamaServer,
+) -> None:
+    """Another slot would compute all of it."""
+    emptied(server)
+    with running_proxy(server) as proxy, ThreadPoolExecutor(1) as client:
+        with held_up(proxy.proxy._states, "store") as save:
+            first = proxy.complete(TEXT).told
+            assert save.has_begun.wait(60)
+            second = client.submit(proxy.complete, TEXT)
+            time.sleep(0.2)
+            assert not second.done()
+        told = second.result(60).told
+        assert told["slot"] == first["slot"]
+        assert told["held"] == told["prompt"]
+
+
+def test_a_slot_is_saved_before_another_conversation_takes_it(
+    server: LlamaServer,
+) -> None:
+    """Also if it was not idle for long."""
+    emptied(server)
+    prompts = [f"{name} roofs of the pagoda, " * 6 for name in ("blue", "red")]
+    with running_proxy(server) as proxy:
+        for prompt in prompts:
+            proxy.complete(prompt, id_slot=0)
+        again = proxy.complete(prompts[0], id_slot=0)
+        assert int(again.told["loaded"]) >= 64, again.told
+
+
+def test_a_slot_of_doubtful_kv_is_not_saved(server: LlamaServer) -> None:
+    emptied(server)
+    with running_proxy(server) as proxy:
+        proxy.complete(TEXT[:200])
+        slot = max(proxy.proxy._accounts.all, key=lambda slot: len(slot.tokens))
+        assert slot.save_at is not None
+        proxy.proxy._accounts.taint()
+        on_loop(proxy, proxy.proxy._saver.save(slot))
+        assert slot.stored_tokens == 0
+        # and nobody looks at it again and again
+        assert slot.save_at is None
+        assert not proxy.proxy._states.find(slot.tokens)
+
+
+def test_a_request_that_is_passed_on_may_use_a_slot_that_is_being_saved(
+    server: LlamaServer,
+) -> None:
+    emptied(server)
+    with running_proxy(server) as proxy:
+        with held_up(proxy.proxy._states, "store") as save:
+            proxy.complete(TEXT)
+            assert save.has_begun.wait(60)
+            # two prompts, which the proxy does not follow: they use both slots
+            assert proxy.complete([TEXT + "a", TEXT + "b"]).status == 200
+            accounts = proxy.proxy._accounts
+            wait_until(lambda: not any(slot.is_known for slot in accounts.all))
+        wait_until(lambda: len(accounts.free) == 2)
+        assert not any(slot.is_known for slot in accounts.all)
+
+
+def test_a_save_that_fails_for_a_while_is_tried_again(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "llama", seed=5)
+    with llama_server(model, "A") as server, running_proxy(server) as proxy:
+        aside = server.states.with_name("aside")
+        server.states.rename(aside)
+        proxy.complete(TEXT)
+        slot = proxy.proxy._accounts.all[0]
+        wait_until(lambda: slot.failed_saves)
+        aside.rename(server.states)
+        wait_until(lambda: slot.stored_tokens)
+        assert proxy.proxy._states.find(slot.tokens)
 
 
 # ---- servers that change
