@@ -227,6 +227,21 @@ def test_what_one_user_wrote_is_not_told_to_another(server: LlamaServer) -> None
             assert answer["timings"]["cache_n"] == 0  # type: ignore[index]
 
 
+def test_a_slot_of_one_user_is_emptied_for_another(server: LlamaServer) -> None:
+    """Otherwise the time and the reused tokens tell what the first one wrote."""
+    emptied(server)
+    keys = ("first-key", "second-key")
+    body = {"prompt": TEXT, **GREEDY, "n_predict": 2, "id_slot": 0}
+    with running_proxy(server, api_keys=keys) as proxy:
+        for key in keys:
+            answer = proxy.post("/completion", body, key)
+            assert answer.told["slot"] == "0"
+            assert answer.json["timings"]["cache_n"] == 0  # type: ignore[index]
+        # what the first one had was saved before
+        again = proxy.post("/completion", body, keys[0])
+        assert int(again.told["loaded"]) > 0
+
+
 # ---- clients that leave
 
 
@@ -468,7 +483,9 @@ def test_a_request_that_is_passed_on_may_use_a_slot_that_is_being_saved(
             # two prompts, which the proxy does not follow: they use both slots
             assert proxy.complete([TEXT + "a", TEXT + "b"]).status == 200
             accounts = proxy.proxy._accounts
-            wait_until(lambda: not any(slot.is_known for slot in accounts.all))
+            (other,) = accounts.free
+            wait_until(lambda: not other.is_known)
+            assert not any(slot.is_known for slot in accounts.all)
         wait_until(lambda: len(accounts.free) == 2)
         assert not any(slot.is_known for slot in accounts.all)
 
