@@ -15,7 +15,7 @@ have been idle for a while are saved. Everything else passes byte for byte.
     load_worth        whether a load is faster than computing
     upstream          requests to the server
     finished_work     work that ends also if its request is cancelled
-    prompt_tokens     the tokens of a request, per route
+    prompt_tokens, chat_conversion   the tokens of a request, per route
     server_arguments, server_process, in_process_server, slot_directory
                       start llama.cpp's server
 
