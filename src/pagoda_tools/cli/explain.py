@@ -42,7 +42,7 @@ def explain(
         text: The prompt as text, - = stdin; with --tokenizer or --url.
         messages: Chat messages as JSON, - = stdin; with --tokenizer or --url.
         tokenizer: The model's tokenizer: a directory, or tokenizer.json.
-        url: A vLLM server that gives the token ids: http://HOST:PORT.
+        url: A server of vLLM or llama.cpp that gives the token ids: http://HOST:PORT.
         api_key_file: The server's key; default: the variable OPENAI_API_KEY.
         chunk_tokens: Tokens in a chunk; default: as in the stored chunks.
         prefill: Tokens per second that the engine computes: is loading faster?

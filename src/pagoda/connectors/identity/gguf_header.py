@@ -1,5 +1,5 @@
-"""The header of a GGUF file: its small values and where each tensor is. Called by `weight_digests`
-and by the connector of llama.cpp.
+"""The header of a GGUF file: its small values and where each tensor is. Called by `weight_digests`,
+by the connector of llama.cpp and by `pagoda explain`.
 
     | magic, version, tensors, values | values by name | table of tensors | padding | tensors |
 
@@ -68,6 +68,13 @@ def read_gguf_header(path: Path) -> GgufHeader:
                         f"{path} is not a GGUF file, or was cut: its header has no end"
                     ) from None
             length *= 2
+
+
+def namespace_model(path: Path, values: dict[str, Scalar]) -> str:
+    """Return what a namespace calls the model of a GGUF file: by its own name, or else that of the
+    file; pure.
+    """
+    return f"gguf {values.get('general.name') or path.stem}"
 
 
 def shards_of(path: Path, values: dict[str, Scalar]) -> list[Path]:
