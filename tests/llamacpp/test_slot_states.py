@@ -10,19 +10,16 @@ import random
 import shutil
 import struct
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pagoda.base.errors import ConfigError, StoreError
 from pagoda.base.metrics import Reason
-from pagoda.config import ConfigOptions
 from pagoda.connectors.llamacpp import SlotStates, server_probe
 from pagoda.connectors.llamacpp.server_probe import _PROBE_TEXT
 from testbed.llama_servers import (
     BUILDS,
-    Completion,
     LlamaOptions,
     LlamaServer,
     llama_server,
@@ -36,68 +33,18 @@ from testbed.tiny_gguf import (
     write_adapter,
     write_model,
 )
-
-LETTERS = range(100, 126)  # tokens of the letters a to z
-CHUNK = 64
-PROMPT = 600
-# windows are computed in other batches, so the control is not bit for bit
-WINDOW_DISTANCE = 3e-3
-
-
-def prompt_of(seed: int, length: int = PROMPT) -> list[int]:
-    rng = random.Random(seed)
-    return [1, *(rng.choice(LETTERS) for _ in range(length - 1))]
-
-
-def in_memory() -> ConfigOptions:
-    return {"host_size": "32MiB", "host_shared": False, "chunk_tokens": CHUNK}
-
-
-def on_disk(path: Path) -> ConfigOptions:
-    return {
-        "host_size": 0,
-        "disk_path": str(path),
-        "disk_size": "64MiB",
-        "chunk_tokens": CHUNK,
-    }
-
-
-def opened(server: LlamaServer, **options: object) -> SlotStates:
-    return SlotStates(server.url, server.states, **{**in_memory(), **options})  # type: ignore[arg-type]
-
-
-def erase(server: LlamaServer, slot: int = 0) -> None:
-    server.post(f"/slots/{slot}?action=erase")
-
-
-def check_exact(
-    server: LlamaServer,
-    states: SlotStates,
-    tokens: Sequence[int],
-    expected: int,
-    most_distance: float = 0.0,
-    slot: int = 0,
-) -> None:
-    """Load `tokens`, ask, and compare with a slot that computed as many of them."""
-    erase(server, slot)
-    server.complete(tokens[:expected], slot, predict=0)
-    control = server.complete(tokens, slot)
-    erase(server, slot)
-    loaded = states.load(tokens, slot)
-    assert loaded.num_tokens == expected, loaded
-    # at least one token is computed
-    hits = min(expected, len(tokens) - 1)
-    check_equal(server.complete(tokens, slot), control, hits, most_distance)
-
-
-def check_equal(
-    answer: Completion, control: Completion, hits: int, most_distance: float = 0.0
-) -> None:
-    assert (answer.hits, control.hits) == (hits, hits)
-    assert answer.tokens == control.tokens
-    assert answer.distance(control) <= most_distance
-    if not most_distance:
-        assert answer.logprobs == control.logprobs
+from tests.llamacpp.kit import (
+    CHUNK,
+    PROMPT,
+    WINDOW_DISTANCE,
+    check_equal,
+    check_exact,
+    erase,
+    in_memory,
+    on_disk,
+    opened,
+    prompt_of,
+)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -725,6 +672,7 @@ def test_a_cache_that_cannot_be_opened_again_is_a_miss(
             assert states.load(tokens, 0).reason is Reason.NOT_CACHEABLE
         with pytest.raises(StoreError, match="was changed"):
             _ = states.cache
+        assert states.find(tokens).reason is Reason.NOT_CACHEABLE
         kv.unlink()
         server.server.restart()
         assert states.load(tokens, 0).reason is Reason.ABSENT
@@ -783,7 +731,7 @@ def test_close_waits_for_a_call_and_no_call_opens_it_again(
         )
         go_on.set()
         caller.join()
-        assert states._cache is None
+        assert states._current is None
         assert states.load(tokens, 0).reason is Reason.CLOSED
         assert os.listdir(server.states) == []
 
