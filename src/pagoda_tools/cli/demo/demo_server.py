@@ -12,21 +12,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
-
 from pagoda_tools.cli import FailedError, UsageError
-from pagoda_tools.cli.demo.llama_child import KEY_VARIABLE, ServerStart
 from pagoda_tools.cli.demo.random_gguf import token_of, vocabulary_tokens
+from pagoda_tools.llama_proxy.server_arguments import KEY_VARIABLE
 
 SLOT = 0
 # a large model on a slow machine
 ANSWER_SECONDS = 600.0
 _START_SECONDS = 600.0
+_IN_PROCESS = "pagoda_tools.llama_proxy.in_process_server"
 
 
 @dataclass(frozen=True)
@@ -40,23 +39,32 @@ class LlamaAnswer:
     reason: str = ""  # why no more was reused
 
 
-def server_program() -> str:
-    """Return the llama-server that the demo starts; "": that inside `xllamacpp`.
+@dataclass(frozen=True)
+class ServerProgram:
+    """A llama-server. Immutable."""
+
+    name: str  # for people
+    command: tuple[str, ...]  # without its arguments
+
+
+def server_program() -> ServerProgram:
+    """Return the llama-server that the demo starts: a binary, or else that inside `xllamacpp`.
 
     Raises UsageError if there is none.
     """
     program = shutil.which("llama-server")
     if program is not None:
-        return program
+        return ServerProgram(program, (program,))
     if find_spec("xllamacpp") is None:
         raise UsageError(
             "the demo needs a llama-server: put one on the PATH, or pip install "
             "'pagodakv[llamacpp]'"
         )
-    return ""
+    # like a script: no module is imported from the working directory
+    return ServerProgram("xllamacpp", (sys.executable, "-P", "-m", _IN_PROCESS))
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """Return a loopback port without a listener, of those that the system gives to no connection by
     itself.
     """
@@ -69,26 +77,38 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_server(
-    start: ServerStart, log: Path, *, is_random: bool
+    program: ServerProgram,
+    arguments: Mapping[str, object],
+    log: Path,
+    *,
+    is_random: bool,
 ) -> Iterator[DemoServer]:
     """Start a server, wait until it answers, and kill it at the end. What it says is in `log`.
 
     Raises FailedError with what it said if it does not start.
     """
     key = secrets.token_urlsafe(16)
-    command = [sys.executable, "-m", "pagoda_tools.cli.demo.llama_child"]
+    port = _free_port()
+    listen = {"--host": "127.0.0.1", "--port": port}
+    pairs = {**arguments, **listen}.items()
+    command = [
+        *(sys.executable, "-m", "pagoda_tools.cli.demo.llama_child"),
+        *(str(os.getpid()), *program.command),
+        *(str(word) for pair in pairs for word in pair),
+    ]
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            [*command, msgspec.json.encode(start).decode()],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             # Ctrl-C reaches all processes of the terminal's group
             start_new_session=True,
+            # an argument would be seen by others
             env={**os.environ, KEY_VARIABLE: key},
         )
     try:
-        server = DemoServer(start.port, key, is_random=is_random)
+        server = DemoServer(port, key, is_random=is_random)
         if not server.is_ready(process):
             lines = log.read_text(errors="replace").splitlines()
             said = [line for line in lines if "error" in line.lower()] or lines

@@ -7,7 +7,6 @@ started again, and answers them once more with what `SlotStates` stored.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +22,10 @@ from pagoda_tools.cli.demo.demo_server import (
     SLOT,
     DemoServer,
     LlamaAnswer,
-    free_port,
+    ServerProgram,
     running_server,
     server_program,
 )
-from pagoda_tools.cli.demo.llama_child import ServerStart
 from pagoda_tools.cli.demo.own_directories import own_directory
 from pagoda_tools.cli.demo.random_gguf import (
     RandomModel,
@@ -190,7 +188,7 @@ class _LlamaDemo:
     def __init__(
         self,
         size: LlamaSize,
-        program: str,
+        program: ServerProgram,
         model: Path,
         given: _Given | None,
         states: Path,
@@ -232,7 +230,7 @@ class _LlamaDemo:
         ):
             answers["restarted"] = self._ask_warm(server, states, prompts)
         return LlamaShown(
-            self.program or "xllamacpp",
+            self.program.name,
             model,
             parameters,
             kind,
@@ -341,16 +339,20 @@ class _LlamaDemo:
         from pagoda.connectors.llamacpp import make_state_directory
 
         make_state_directory(self.states)
-        start = ServerStart(
-            os.getpid(),
-            self.program,
-            str(self.model),
-            str(self.states),
-            free_port(),
-            self.document_tokens + 2 * _QUESTION_TOKENS,
+        # only such that every build knows
+        arguments: dict[str, object] = {
+            "--model": self.model,
+            "--slot-save-path": self.states,
+            "--ctx-size": self.document_tokens + 2 * _QUESTION_TOKENS,
+            "--parallel": 1,
+        }
+        if self.given is None:
             # one is enough for the random model; two would disturb each other on a busy machine
-            None if self.given else 1,
-        )
-        log = self.states.parent / "log"
-        with running_server(start, log, is_random=not self.given) as server:
+            arguments["--threads"] = 1
+        with running_server(
+            self.program,
+            arguments,
+            self.states.parent / "log",
+            is_random=self.given is None,
+        ) as server:
             yield server
