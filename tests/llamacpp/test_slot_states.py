@@ -376,6 +376,7 @@ def test_a_prompt_that_the_slot_holds_already_is_not_restored(
         assert server.complete(tokens).hits == PROMPT - 1
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_loads_what_fits(
     models: Path, tmp_path: Path
 ) -> None:
@@ -399,6 +400,7 @@ def test_a_prompt_longer_than_the_context_loads_what_fits(
 # ---- what changes while it runs
 
 
+@pytest.mark.slow
 def test_adapters_that_change_end_storing_and_name_other_kv(models: Path) -> None:
     """The server goes on to use KV of the old scale."""
     tokens = prompt_of(1)
@@ -421,6 +423,7 @@ def test_adapters_that_change_end_storing_and_name_other_kv(models: Path) -> Non
         assert "until it is restarted" in states.store(tokens, 0).detail
 
 
+@pytest.mark.slow
 def test_a_request_with_adapters_of_its_own_is_not_stored(models: Path) -> None:
     tokens = prompt_of(1)
     adapter = str(write_adapter(models))
@@ -481,6 +484,7 @@ def test_a_scale_that_was_changed_and_changed_back_is_not_stored(
         assert "adapters_are_fixed" in refused.detail
 
 
+@pytest.mark.slow
 def test_adapters_that_change_during_a_restore_empty_the_slot(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,6 +508,7 @@ def test_adapters_that_change_during_a_restore_empty_the_slot(
         assert server.complete(tokens).hits == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_restart_with_other_weights_is_seen_with_a_fixed_marker(
     build: str,
@@ -540,6 +545,7 @@ def test_a_host_is_here_or_not() -> None:
     assert not server_probe._is_here("192.0.2.1")
 
 
+@pytest.mark.slow
 def test_another_server_at_the_same_address_is_probed_again(models: Path) -> None:
     tokens = prompt_of(1)
     with llama_server(write_model(models)) as server, opened(server) as states:
@@ -567,6 +573,7 @@ def restart_with(server: LlamaServer, old: str, new: str) -> None:
     server.server._command = command
 
 
+@pytest.mark.slow
 def test_trouble_ends_with_a_correct_restart(models: Path) -> None:
     tokens = prompt_of(1)
     with (
@@ -603,6 +610,7 @@ def test_a_restored_state_that_another_request_removed_is_tried_again(
             assert states.trouble == ""
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_read_costs_the_slot_nothing(
     models: Path, tmp_path: Path
 ) -> None:
@@ -624,6 +632,7 @@ def test_a_model_that_cannot_be_read_costs_the_slot_nothing(
         assert states.load(tokens, 0).reason is Reason.ABSENT
 
 
+@pytest.mark.slow
 def test_a_server_with_fewer_slots_and_another_directory_is_a_miss(
     models: Path, tmp_path: Path
 ) -> None:
@@ -654,6 +663,7 @@ def test_a_server_with_fewer_slots_and_another_directory_is_a_miss(
         assert states.load(tokens, 0).reason is Reason.ABSENT
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_opened_again_is_a_miss(
     models: Path, tmp_path: Path
 ) -> None:
@@ -680,6 +690,7 @@ def test_a_cache_that_cannot_be_opened_again_is_a_miss(
         assert states.store(tokens, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "lfm2"])
 def test_a_minimum_is_compared_with_the_whole_prompt(
     architecture: str, models: Path
@@ -752,6 +763,7 @@ def test_a_slot_that_holds_more_than_the_limit_is_not_saved(
         assert not saved
 
 
+@pytest.mark.slow
 def test_a_stopped_server_ends_no_call_after_its_limit(models: Path) -> None:
     tokens = prompt_of(1)
     with llama_server(write_model(models)) as server, opened(server) as states:
@@ -833,6 +845,7 @@ def test_a_probe_leaves_nothing_that_a_prompt_could_use(
         assert states.trouble == ""
 
 
+@pytest.mark.slow
 def test_an_empty_slot_and_a_large_state_are_refused(models: Path) -> None:
     tokens = prompt_of(1)
     with llama_server(write_model(models)) as server:

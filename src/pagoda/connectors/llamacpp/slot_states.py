@@ -262,6 +262,16 @@ class SlotStates:
         return self._probed.cut.state.kind
 
     @property
+    def slots(self) -> int:
+        """How many slots the server has."""
+        return self._probed.slots
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens a slot of the server can hold, prompt and answer."""
+        return self._probed.context
+
+    @property
     def cache(self) -> Cache:
         """The cache of the model as it is now; it stays this object's to close.
 
