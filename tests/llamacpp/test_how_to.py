@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 from testbed.llama_servers import llama_server
 from testbed.servers import free_port
 from testbed.tiny_gguf import write_model
@@ -93,8 +95,9 @@ def test_the_first_command_keeps_a_prompt_over_a_restart(
     environment = {"HOME": str(home)}
     slots = r"X-Pagoda: prompt=\d+; slot=(\d+); held=(\d+); loaded=(\d+)"
     said = []
-    for _ in range(2):
-        with running(line, environment) as output:
+    # llama-swap ends a server by the first, people by the second
+    for end in (signal.SIGTERM, signal.SIGINT):
+        with running(line, environment, end) as output:
             for start in ("pagoda: starting", "pagoda llama-server: http"):
                 shown = re.sub(
                     r"\d+", r"\\d+", command(start).partition("...")[0]
@@ -197,8 +200,12 @@ def test_the_code_of_the_page_runs(models: Path, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(line: str, environment: Mapping[str, str]) -> Iterator[str]:
-    """Run a line of the page until it serves; yield what it has printed. End it as Ctrl-C does."""
+def running(
+    line: str,
+    environment: Mapping[str, str],
+    end: signal.Signals = signal.SIGINT,
+) -> Iterator[str]:
+    """Run a line of the page until it serves; yield what it has printed. End it by a signal."""
     line = re.sub("^pagoda", f"exec {PAGODA}", line)
     with subprocess.Popen(
         ["bash", "-c", line],
@@ -218,7 +225,7 @@ def running(line: str, environment: Mapping[str, str]) -> Iterator[str]:
             else:
                 raise AssertionError("".join(lines))
             yield "".join(lines)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(end)
             rest, _ = process.communicate(timeout=120)
             assert process.returncode == 0, rest
         finally:
