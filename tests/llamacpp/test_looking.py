@@ -32,6 +32,16 @@ def chat(system: str, question: str) -> dict[str, object]:
     }
 
 
+def opened(server: LlamaServer, shm_root: Path) -> SlotStates:
+    config = Config(
+        chunk_tokens=64,
+        host_size=16 << 20,
+        host_path=str(shm_root),
+        worth_it=False,
+    )
+    return SlotStates(server.url, server.states, api_key=KEY, config=config)
+
+
 @contextlib.contextmanager
 def stored(
     model: Path, shm_root: Path, prompts: list[dict[str, object]]
@@ -134,6 +144,38 @@ def test_the_answer_is_about_the_model_of_the_server(
             for row in cast("list[dict[str, object]]", found["answers"])
         }
         assert models_ == {"gguf tiny", "gguf other"}
+
+
+def test_where_a_model_with_windows_goes_on(models: Path, shm_root: Path) -> None:
+    key = {"OPENAI_API_KEY": KEY}
+    model = write_model(models, "gemma3")
+    with stored(model, shm_root, [{"content": TEXT}]) as server:
+        ask = ("explain", shm_root, "--url", server.url, "--text")
+        prompts = [f"{TEXT}Why?", TEXT[:-1], f"{TEXT[:200]}X{TEXT[200:]}"]
+        with opened(server, shm_root) as states:
+            for text in prompts:
+                body = {"content": text, "add_special": True}
+                tokens = server.post("/tokenize", **body)["tokens"]
+                found = states.find(cast("list[int]", tokens)).num_tokens
+                answer = explained(shm_root, server, "--text", text)
+                endings = cast("dict[str, int]", answer["endings"])
+                assert list(endings.values()) == [found]
+        code, out, err = run_here(*ask, prompts[0], **key)
+        assert code == 0, err
+        assert "an ending of " in out
+        # three chunks are there, but not what the windows need after them
+        code, out, err = run_here(*ask, prompts[-1], **key)
+        assert code == 0, err
+        assert " 192 " in out
+        assert "no ending is stored near the end" in out
+    # attention goes on after every chunk
+    with stored(write_model(models), shm_root, [{"content": TEXT}]) as server:
+        _, out, _ = run_here(
+            *("explain", shm_root, "--url", server.url),
+            *("--text", TEXT, "--model", "gguf tiny"),
+            **key,
+        )
+        assert out.count("gguf tiny") == 2
 
 
 @pytest.mark.parametrize("command", ["stats", "top"])

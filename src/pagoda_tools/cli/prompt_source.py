@@ -38,6 +38,15 @@ _CHAT = (
 )
 
 
+class ServedModel(NamedTuple):
+    """The model of a server that was asked."""
+
+    name: str | None
+    """As the connector of the engine has it; None: not known."""
+    may_need_endings: bool = False
+    """Its KV can be continued only at some numbers of tokens."""
+
+
 def read_prompt(
     tokens: str | None,
     text: str | None,
@@ -45,7 +54,7 @@ def read_prompt(
     tokenizer: str | None,
     url: str | None,
     api_key_file: Path | None,
-) -> tuple[TokenIds, str | None]:
+) -> tuple[TokenIds, ServedModel | None]:
     """Return the token ids of the prompt that the options name, and the model of the server, if
     there is one.
 
@@ -231,10 +240,8 @@ def _explained(tokenizer: str) -> Iterator[None]:
 
 def _ask_server(
     url: str, text: str | None, chat: Json | None, key_file: Path | None
-) -> tuple[TokenIds, str | None]:
-    """Return a server's ids for the prompt, and the name of its model as the connector of the
-    engine has it; None if it is not known.
-    """
+) -> tuple[TokenIds, ServedModel]:
+    """Return a server's ids for the prompt, and its model."""
     key = _api_key(key_file)
     listed = _ask(url, key, "GET", "/v1/models").get("data")
     rows = listed if isinstance(listed, list) else []
@@ -257,14 +264,14 @@ def _ask_server(
             if chat.get(name) is not None:
                 question[name] = chat[name]
     root = str(models[0].get("root") or models[0]["id"])
-    return as_token_ids(_tokenized(url, key, question)), model_name(root)
+    ids = as_token_ids(_tokenized(url, key, question))
+    return ids, ServedModel(model_name(root))
 
 
-def _llama_model(url: str, key: str) -> str | None:
-    """Return what namespaces call the model of a llama-server; None if its file cannot be read
-    here.
-    """
+def _llama_model(url: str, key: str) -> ServedModel:
+    """Return the model of a llama-server; its name is None if its file cannot be read here."""
     from pagoda.connectors.identity.gguf_header import (
+        may_need_endings,
         namespace_model,
         read_gguf_header,
     )
@@ -276,9 +283,11 @@ def _llama_model(url: str, key: str) -> str | None:
             f"{url}: is a router of several models: give the URL of the server of one"
         )
     try:
-        return namespace_model(Path(path), read_gguf_header(Path(path)).values)
+        values = read_gguf_header(Path(path)).values
     except OSError:
-        return None
+        return ServedModel(None)
+    name = namespace_model(Path(path), values)
+    return ServedModel(name, may_need_endings(values))
 
 
 def _llama_ids(

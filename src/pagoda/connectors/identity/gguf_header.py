@@ -77,6 +77,15 @@ def namespace_model(path: Path, values: dict[str, Scalar]) -> str:
     return f"gguf {values.get('general.name') or path.stem}"
 
 
+def may_need_endings(values: dict[str, Scalar]) -> bool:
+    """Whether a model seems to have windows or recurrent layers; pure."""
+    name = values.get("general.architecture")
+    recurrent = (f"{name}.ssm.", f"{name}.shortconv.", f"{name}.wkv.")
+    if any(key.startswith(recurrent) for key in values):
+        return True
+    return bool(values.get(f"{name}.attention.sliding_window"))
+
+
 def shards_of(path: Path, values: dict[str, Scalar]) -> list[Path]:
     """Return all files of a model whose first file this is, by the names that llama.cpp gives them;
     changes nothing.
