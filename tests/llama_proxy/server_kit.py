@@ -41,7 +41,7 @@ def arguments_for(model: Path, port: int) -> list[str]:
     return [*words, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def ends(pid: int, seconds: float = 60.0) -> bool:
+def ends(pid: int, seconds: float = 20.0) -> bool:
     """Wait for the end of a process that may be another's child; whether it has ended."""
     try:
         fd = os.pidfd_open(pid)

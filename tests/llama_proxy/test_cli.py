@@ -12,12 +12,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from testbed.llama_servers import BUILDS, llama_server
+from pagoda.config import Config
+from pagoda_tools.cli.llama_server import _check, _Proxy
+from testbed.llama_servers import llama_server
 from testbed.servers import free_port
 from testbed.tiny_gguf import write_model
 from tests.cli.shelf import RUN, done_here, refused
@@ -175,6 +177,28 @@ def test_a_tier_that_cannot_be_opened_is_told_before_the_server_starts() -> None
     assert "starting" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("host", "keys", "is_told"),
+    [("0.0.0.0", [], True), ("0.0.0.0", ["k"], False), ("127.0.0.1", [], False)],
+)
+def test_a_model_that_is_open_to_the_network_is_told(
+    host: str,
+    keys: list[str],
+    is_told: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    proxy = _Proxy(
+        listen=None,
+        allow_hosts=(),
+        share_all=False,
+        state_bytes=None,
+        config=Config(host_size=0),
+        print_only=False,
+    )
+    _check(proxy, (host, 0), keys)
+    assert ("the network can use the model" in capsys.readouterr().err) is is_told
+
+
 def test_what_the_server_prints_is_its_own() -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN, "llama-server", "--", "--version"],
@@ -244,8 +268,9 @@ class Run:
             [token, False] for token in range(320) if not 100 <= token < 126
         ]
         body = {"prompt": "hello " * 60, "n_predict": 2, "logit_bias": letters}
-        connection.request("POST", "/completion", json.dumps(body), headers)
-        with connection.getresponse() as response:
+        with closing(connection):
+            connection.request("POST", "/completion", json.dumps(body), headers)
+            response = connection.getresponse()
             return response.status, json.loads(response.read())
 
 
@@ -289,7 +314,9 @@ def directories(pid: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"pagoda-llama-{os.getuid()}-{pid}-*"))
 
 
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    "build", [pytest.param("A", marks=pytest.mark.slow), "B"]
+)
 def test_a_run_from_the_start_to_ctrl_c(
     build: str, models: Path, tmp_path: Path
 ) -> None:
@@ -331,6 +358,7 @@ def test_the_users_keys_are_the_proxys(models: Path, tmp_path: Path) -> None:
         assert run.end() == 0
 
 
+@pytest.mark.slow
 def test_a_killed_command_leaves_no_server(models: Path, tmp_path: Path) -> None:
     words = small(write_model(models))
     with running(tmp_path, "--", *words) as run:

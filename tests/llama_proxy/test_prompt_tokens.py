@@ -25,7 +25,7 @@ from pagoda.connectors.llamacpp.state_file import (
 from pagoda_tools.llama_proxy.prompt_tokens import (
     ROUTES,
     Ask,
-    Prompt,
+    RequestPrompt,
     marks_of,
     prompt_of,
 )
@@ -82,7 +82,7 @@ def asking(server: LlamaServer) -> Ask:
     return ask
 
 
-def told(server: LlamaServer, route: str, body: Body) -> Prompt:
+def told(server: LlamaServer, route: str, body: Body) -> RequestPrompt:
     return asyncio.run(prompt_of(route, body, asking(server)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import http.client
 import json
@@ -54,7 +55,6 @@ def run(
             await work(server)
         finally:
             await server.stop()
-            await server.stop()  # once more does nothing
 
     asyncio.run(whole())
     return said
@@ -67,9 +67,9 @@ async def nothing(server: ServerProcess) -> None:
 def status(port: int, path: str, key: str = "") -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    connection.request("GET", path, headers=headers)
-    with connection.getresponse() as response:
-        return response.status
+    with contextlib.closing(connection):
+        connection.request("GET", path, headers=headers)
+        return connection.getresponse().status
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -133,6 +133,7 @@ def test_a_long_load_is_told_and_can_be_ended(
             await asyncio.sleep(0.01)
         waiting.cancel()
         await server.stop()
+        await server.stop()  # once more does nothing
 
     asyncio.run(whole())
     assert said[0].startswith("llama-server has been loading for ")

@@ -253,6 +253,24 @@ def test_an_ending_is_found_by_another_process(
             assert states.load(tokens, 0).num_tokens >= PROMPT - 4
 
 
+def test_endings_that_were_seen_are_known_after_a_restart_of_the_server(
+    models: Path,
+) -> None:
+    """They are looked for in the last two chunks only, unless this process has seen them."""
+    tokens = prompt_of(1)
+    other = [*tokens[:300], *prompt_of(2, 100)[1:]]
+    with (
+        llama_server(write_model(models, "lfm2")) as server,
+        opened(server) as states,
+    ):
+        server.complete(tokens)
+        early = states.store(tokens, 0).endings[0]
+        assert early < 300 // CHUNK * CHUNK - CHUNK
+        assert states.load(other, 0).num_tokens == early
+        server.server.restart()
+        assert states.load(other, 0).num_tokens == early
+
+
 # ---- other KV for the same tokens
 
 

@@ -344,6 +344,7 @@ def _check(proxy: _Proxy, listen: tuple[str, int], keys: Sequence[str]) -> None:
     from pagoda.tiers.remote.store_urls import is_loopback
 
     engine_start.check_tiers(proxy.config)
+    printing.show_log(proxy.config.log_format)
     _require_free(listen)
     if not keys and not is_loopback(listen[0]):
         printing.note(

@@ -61,7 +61,7 @@ _SYSTEM_ROLES = ("system", "developer")
 _MOST_TOKEN = np.iinfo(np.int32).max
 
 
-class Prompt(NamedTuple):
+class RequestPrompt(NamedTuple):
     """The tokens of a request's prompt, or why they are not known: the request is passed on as it
     is, and `why` is a sentence for people.
     """
@@ -70,7 +70,9 @@ class Prompt(NamedTuple):
     why: str = ""
 
 
-async def prompt_of(route: str, body: Mapping[str, object], ask: Ask) -> Prompt:
+async def prompt_of(
+    route: str, body: Mapping[str, object], ask: Ask
+) -> RequestPrompt:
     """Return the tokens that the server will have in the slot for this request.
 
     Asks the server at most twice, changes nothing there, and keeps no slot busy. `body` may be
@@ -88,14 +90,14 @@ async def prompt_of(route: str, body: Mapping[str, object], ask: Ask) -> Prompt:
         _require_plain(body)
         kind = ROUTES.get(route)
         if kind == COMPLETION:
-            return Prompt(await _tokens_of_completion(body, ask))
+            return RequestPrompt(await _tokens_of_completion(body, ask))
         if kind == INFILL:
             raise UnknownPrompt(_INFILL_WHY)
         if kind is None:
             raise UnknownPrompt(f"{route} is not known")
-        return Prompt(await _tokens_of_chat(_chat_of(kind, body), ask))
+        return RequestPrompt(await _tokens_of_chat(_chat_of(kind, body), ask))
     except UnknownPrompt as error:
-        return Prompt(None, str(error))
+        return RequestPrompt(None, str(error))
 
 
 async def marks_of(

@@ -61,7 +61,7 @@ _logger = guarded_logger("pagoda.llamacpp")
 _log = RateLimitedLog()
 
 
-class Stored(NamedTuple):
+class StoredPrefix(NamedTuple):
     """What is stored of a prompt. `may_load`: it is to be loaded if no slot has as much.
     `is_unknown`: the server was changed, which only a load finds out.
     """
@@ -317,23 +317,25 @@ class RequestFlow:
 
     # ---- the slot
 
-    async def _stored(self, route: str, tokens: Tokens, salt: str) -> Stored:
+    async def _stored(
+        self, route: str, tokens: Tokens, salt: str
+    ) -> StoredPrefix:
         """Look for what is stored, unless a slot has nearly all."""
         least = self._options.min_gain_tokens
         lacking = len(tokens)
         if free := self._accounts.free:
             lacking -= fullest(free, tokens, salt).held(tokens, salt)
         if lacking < least or len(tokens) >= self._options.context_tokens:
-            return Stored(0, may_load=False)
+            return StoredPrefix(0, may_load=False)
         off = self._options.loading_is_off or self._off.get(route, "")
         if off:
-            return Stored(0, False, off)
+            return StoredPrefix(0, False, off)
         found = await self._call(self._states.find, tokens, salt=salt)
         if found is None:
-            return Stored(0, False, "what is stored is not known")
+            return StoredPrefix(0, False, "what is stored is not known")
         # what another client has stored is not for this one
         is_told = found.reason is not Reason.OTHER_NAMESPACE
-        return Stored(
+        return StoredPrefix(
             found.num_tokens,
             found.num_tokens >= least,
             found.detail if is_told else "",
@@ -341,7 +343,7 @@ class RequestFlow:
         )
 
     async def _slot_for(
-        self, tokens: Tokens, salt: str, stored: Stored, wanted: object
+        self, tokens: Tokens, salt: str, stored: StoredPrefix, wanted: object
     ) -> SlotAccount | None:
         """Return a locked slot, the one that the client wants or the best; None: none became
         free.
@@ -358,7 +360,7 @@ class RequestFlow:
         free: Sequence[SlotAccount],
         tokens: Tokens,
         salt: str,
-        stored: Stored,
+        stored: StoredPrefix,
         wanted: object,
     ) -> SlotAccount | None:
         if type(wanted) is int and 0 <= wanted < len(self._accounts.all):
@@ -379,7 +381,7 @@ class RequestFlow:
             return best
         return best if held >= len(tokens) // 2 else other
 
-    def _is_better(self, stored: Stored, held: int) -> bool:
+    def _is_better(self, stored: StoredPrefix, held: int) -> bool:
         """Whether what is stored is so much more than what a slot has that loading it is faster
         than computing the difference.
         """
@@ -388,7 +390,7 @@ class RequestFlow:
             return False
         return self._worth.is_worth(stored.tokens, gain)
 
-    async def _prepare(self, turn: Turn, stored: Stored) -> None:
+    async def _prepare(self, turn: Turn, stored: StoredPrefix) -> None:
         """Save what the slot loses, and load what it lacks."""
         slot = turn.slot
         if slot.is_tainted:

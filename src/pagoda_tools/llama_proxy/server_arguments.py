@@ -44,7 +44,7 @@ _ONLY_PRINT = (
 )
 
 
-class _Option(NamedTuple):
+class _ServerOption(NamedTuple):
     """An option that this command must know."""
 
     names: tuple[str, ...]
@@ -54,67 +54,69 @@ class _Option(NamedTuple):
     is_ours: bool = False  # the server does not get what the user wrote
 
 
-_OPTIONS: dict[str, _Option] = {
-    "host": _Option(("--host",), ("LLAMA_ARG_HOST",), is_ours=True),
-    "port": _Option(("--port",), ("LLAMA_ARG_PORT",), is_ours=True),
-    "api_key": _Option(("--api-key",), (KEY_VARIABLE,), is_ours=True),
-    "api_key_file": _Option(
+_OPTIONS: dict[str, _ServerOption] = {
+    "host": _ServerOption(("--host",), ("LLAMA_ARG_HOST",), is_ours=True),
+    "port": _ServerOption(("--port",), ("LLAMA_ARG_PORT",), is_ours=True),
+    "api_key": _ServerOption(("--api-key",), (KEY_VARIABLE,), is_ours=True),
+    "api_key_file": _ServerOption(
         ("--api-key-file",), ("LLAMA_ARG_API_KEY_FILE",), is_ours=True
     ),
-    "slot_save_path": _Option(("--slot-save-path",), is_ours=True),
-    "slots": _Option(
+    "slot_save_path": _ServerOption(("--slot-save-path",), is_ours=True),
+    "slots": _ServerOption(
         ("--slots",),
         ("LLAMA_ARG_ENDPOINT_SLOTS",),
         has_value=False,
         negative=("--no-slots",),
         is_ours=True,
     ),
-    "cache_idle_slots": _Option(
+    "cache_idle_slots": _ServerOption(
         ("--cache-idle-slots",),
         ("LLAMA_ARG_CACHE_IDLE_SLOTS",),
         has_value=False,
         negative=("--no-cache-idle-slots",),
         is_ours=True,
     ),
-    "cache_ram": _Option(("-cram", "--cache-ram"), ("LLAMA_ARG_CACHE_RAM",)),
-    "cache_prompt": _Option(
+    "cache_ram": _ServerOption(
+        ("-cram", "--cache-ram"), ("LLAMA_ARG_CACHE_RAM",)
+    ),
+    "cache_prompt": _ServerOption(
         ("--cache-prompt",),
         ("LLAMA_ARG_CACHE_PROMPT",),
         has_value=False,
         negative=("--no-cache-prompt",),
     ),
-    "cache_reuse": _Option(("--cache-reuse",), ("LLAMA_ARG_CACHE_REUSE",)),
-    "context_shift": _Option(
+    "cache_reuse": _ServerOption(("--cache-reuse",), ("LLAMA_ARG_CACHE_REUSE",)),
+    "context_shift": _ServerOption(
         ("--context-shift",),
         ("LLAMA_ARG_CONTEXT_SHIFT",),
         has_value=False,
         negative=("--no-context-shift",),
     ),
-    "swa_full": _Option(
+    "swa_full": _ServerOption(
         ("--swa-full",), ("LLAMA_ARG_SWA_FULL",), has_value=False
     ),
-    "reuse_port": _Option(
+    "reuse_port": _ServerOption(
         ("--reuse-port",), ("LLAMA_ARG_REUSE_PORT",), has_value=False
     ),
-    "api_prefix": _Option(("--api-prefix",), ("LLAMA_ARG_API_PREFIX",)),
-    "ssl": _Option(
+    "api_prefix": _ServerOption(("--api-prefix",), ("LLAMA_ARG_API_PREFIX",)),
+    "ssl": _ServerOption(
         ("--ssl-key-file", "--ssl-cert-file"),
         ("LLAMA_ARG_SSL_KEY_FILE", "LLAMA_ARG_SSL_CERT_FILE"),
     ),
-    "embedding": _Option(
+    "embedding": _ServerOption(
         ("--embedding", "--embeddings", "--embd-gemma-default"),
         ("LLAMA_ARG_EMBEDDINGS",),
         has_value=False,
     ),
-    "reranking": _Option(
+    "reranking": _ServerOption(
         ("--rerank", "--reranking"), ("LLAMA_ARG_RERANKING",), has_value=False
     ),
-    "sleep": _Option(("--sleep-idle-seconds",)),
-    "router": _Option(
+    "sleep": _ServerOption(("--sleep-idle-seconds",)),
+    "router": _ServerOption(
         ("--models-dir", "--models-preset"),
         ("LLAMA_ARG_MODELS_DIR", "LLAMA_ARG_MODELS_PRESET"),
     ),
-    "model": _Option(
+    "model": _ServerOption(
         (
             "-m",
             "--model",
@@ -133,7 +135,7 @@ _OPTIONS: dict[str, _Option] = {
             "LLAMA_ARG_HF_REPO",
         ),
     ),
-    "draft": _Option(
+    "draft": _ServerOption(
         (
             "-md",
             "--model-draft",
@@ -150,8 +152,8 @@ _OPTIONS: dict[str, _Option] = {
             "LLAMA_ARG_HFD_REPO",
         ),
     ),
-    "speculation": _Option(("--spec-type",), ("LLAMA_ARG_SPEC_TYPE",)),
-    "default_speculation": _Option(
+    "speculation": _ServerOption(("--spec-type",), ("LLAMA_ARG_SPEC_TYPE",)),
+    "default_speculation": _ServerOption(
         ("--spec-default", "--fim-qwen-7b-spec", "--fim-qwen-14b-spec"),
         has_value=False,
     ),
@@ -231,7 +233,7 @@ def read_arguments(
     to do.
     """
     settings, keys, passed = _read(words, environment)
-    _refuse(settings, words)
+    _refuse(settings)
     host, port = DEFAULT_LISTEN
     if "host" in settings:
         host = settings["host"].value
@@ -506,7 +508,7 @@ _REFUSED: Sequence[tuple[_Find, str, str]] = (
 )
 
 
-def _refuse(settings: Mapping[str, _Setting], words: Sequence[str]) -> None:
+def _refuse(settings: Mapping[str, _Setting]) -> None:
     """Raise ConfigError for what cannot be used behind the proxy."""
     for find, key, why in _REFUSED:
         if (found := find(settings, key)) is not None:

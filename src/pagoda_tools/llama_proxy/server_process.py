@@ -176,11 +176,13 @@ class ServerProcess:
         """
         if self._process is None or self._watch is None:
             return
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.ended.wait(), STOP_SECONDS)
-        self._signal(signal.SIGKILL)
-        await self._watch
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal(number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), STOP_SECONDS)
+                break
+        # a driver may hold a killed process: it ends with us, or with the driver
+        self._watch.cancel()
 
     def _signal(self, number: signal.Signals) -> None:
         """Send a signal to the server and what it started; not after its end, when another may have

@@ -90,7 +90,7 @@ class StoredState(NamedTuple):
         return self.num_tokens > 0
 
 
-class _Wanted(NamedTuple):
+class _WantedPrefix(NamedTuple):
     """What a `store` was asked for."""
 
     ids: Tokens
@@ -300,9 +300,11 @@ class SlotStates:
 
         Asks the server nothing and waits for no other call, so it is for every request of a proxy.
         It is about the server as it was probed last: only `load` notices another one, and probes
-        it. Meanwhile nothing is found (`Reason.BUSY`).
+        it; meanwhile nothing is found. So call `load` also after `Reason.BUSY` and
+        `Reason.NOT_CACHEABLE`: otherwise a server that was changed is never used again.
 
-        It is counted as a look-up: pass `counted=False` to the `load` that follows it.
+        It is counted as a look-up: pass `counted=False` to the `load` that follows it. `reason` and
+        `detail` may tell one tenant what another has stored: they are not for clients.
 
         Args:
             tokens: of the whole prompt.
@@ -406,7 +408,7 @@ class SlotStates:
             raise ValueError(
                 f"more_tokens = {more_tokens!r}: it must be an int, at least 0"
             )
-        wanted = _Wanted(ids, more_tokens, list(marks), salt)
+        wanted = _WantedPrefix(ids, more_tokens, list(marks), salt)
         deadline = self._deadline(limit_seconds)
 
         def work() -> StoredState:
@@ -791,7 +793,7 @@ class SlotStates:
     # ---- store
 
     def _store(
-        self, wanted: _Wanted, slot: int, deadline: Deadline
+        self, wanted: _WantedPrefix, slot: int, deadline: Deadline
     ) -> StoredState:
         cut = self._probed.cut
         said = self._require_idle(slot, deadline)
@@ -814,7 +816,7 @@ class SlotStates:
                 return self._store_file(fd, wanted, deadline)
 
     def _store_file(
-        self, fd: int, wanted: _Wanted, deadline: Deadline
+        self, fd: int, wanted: _WantedPrefix, deadline: Deadline
     ) -> StoredState:
         current = self._usable()
         cut = current.probed.cut
@@ -864,7 +866,7 @@ class SlotStates:
         most = max(kept, default=0)
         return StoredState(most, new, tuple(kept), reason, "", state.tokens)
 
-    def _tokens_to_store(self, wanted: _Wanted, state: StateFile) -> Tokens:
+    def _tokens_to_store(self, wanted: _WantedPrefix, state: StateFile) -> Tokens:
         """Return the tokens of a state that may be stored; refuse those of another prompt."""
         known = wanted.ids
         common = min(len(known), len(state.tokens))
