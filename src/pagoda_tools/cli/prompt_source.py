@@ -76,8 +76,7 @@ def read_prompt(
         return read_tokens(tokens), None
     if bool(tokenizer) == bool(url):
         raise UsageError(
-            f"{named[0]} needs either --tokenizer PATH, or --url URL of a server of vLLM or "
-            "llama.cpp"
+            f"{named[0]} needs either --tokenizer PATH, or --url URL of a server"
         )
     chat = None if messages is None else _read_messages(messages)
     words = _read("--text", "-") if text == "-" else text

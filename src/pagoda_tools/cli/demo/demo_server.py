@@ -57,8 +57,7 @@ def server_program() -> ServerProgram:
         return ServerProgram(program, (program,))
     if find_spec("xllamacpp") is None:
         raise UsageError(
-            "the demo needs a llama-server: put one on the PATH, or pip install "
-            "'pagodakv[llamacpp]'"
+            "put llama-server on the PATH, or: pip install 'pagodakv[llamacpp]'"
         )
     # like a script: no module is imported from the working directory
     return ServerProgram("xllamacpp", (sys.executable, "-P", "-m", _IN_PROCESS))
