@@ -138,7 +138,10 @@ def test_what_is_not_proven_is_said(
     assert not wrong.is_proof
     demo_command._print_llama(wrong)
     assert said in capsys.readouterr().out
-    assert not replace(shown, control_differs=False).is_proof
+    unrelated = replace(shown, control_differs=False)
+    assert not unrelated.is_proof
+    demo_command._print_llama(unrelated)
+    assert "proves NOTHING" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_line(

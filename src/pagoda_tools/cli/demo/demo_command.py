@@ -227,6 +227,8 @@ def _llama_result(shown: LlamaShown) -> str:
             else ""
         )
         return f"THE TEXT DIFFERS after the restart{rounding}"
+    if not shown.control_differs:
+        return "the text does not depend on the document, so this proves NOTHING"
     sooner = shown.ttft("first") / shown.ttft("restarted")
     return (
         f"after the restart: the same text, the first token {sooner:.1f}x sooner"

@@ -211,6 +211,8 @@ def _streamed(
         if not line.startswith(b"data: "):
             continue
         event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            raise ValueError(event["error"]["message"])
         pieces.append(event["content"])
         if event["content"] and not seconds:
             seconds = time.perf_counter() - began
