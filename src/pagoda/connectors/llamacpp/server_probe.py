@@ -21,7 +21,11 @@ from blake3 import blake3
 
 from pagoda.base.errors import ConfigError, StoreError
 from pagoda.base.file_space import opened
-from pagoda.connectors.identity.gguf_header import read_gguf_header, shards_of
+from pagoda.connectors.identity.gguf_header import (
+    namespace_model,
+    read_gguf_header,
+    shards_of,
+)
 from pagoda.connectors.identity.weight_digests import file_digest, files_digest
 from pagoda.connectors.llamacpp.server_requests import (
     ServerRequests,
@@ -207,7 +211,7 @@ def _probe(
     window_tokens = int(window) if first.shape.window is not None else 0
     cut = EndingShape(first.shape, chunk_tokens, window_tokens)
     namespace = Namespace(
-        model=f"gguf {header.values.get('general.name') or path.stem}",
+        model=namespace_model(path, header.values),
         weights=weights,
         kv_dtype=first.shape.kv_types(),
         lora=lora,
