@@ -95,6 +95,19 @@ def test_a_prompt_comes_back_after_a_restart_of_the_proxy(
     assert b"prompt_progress" not in again.body
 
 
+def test_the_time_that_loads_have_saved_is_known(
+    server: LlamaServer, tmp_path: Path
+) -> None:
+    emptied(server)
+    with running_proxy(server, tmp_path) as proxy:
+        proxy.complete(TEXT)
+    emptied(server)
+    with running_proxy(server, tmp_path) as proxy:
+        assert int(proxy.complete(TEXT).told["loaded"]) > 0
+        models = proxy.proxy._states.stats()["models"]
+    assert [row["model"] for row in models if row["saved_seconds"] is not None]
+
+
 def test_who_asks_for_the_progress_gets_it(
     server: LlamaServer, tmp_path: Path
 ) -> None:

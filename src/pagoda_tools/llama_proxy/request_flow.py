@@ -30,7 +30,7 @@ from pagoda_tools.llama_proxy.event_stream import (
     timings_of,
 )
 from pagoda_tools.llama_proxy.finished_work import finished
-from pagoda_tools.llama_proxy.load_worth import LoadWorth
+from pagoda_tools.llama_proxy.load_worth import LEAST_TOKENS, LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import marks_of
 from pagoda_tools.llama_proxy.request_body import changed
 from pagoda_tools.llama_proxy.slot_accounts import (
@@ -625,6 +625,13 @@ class RequestFlow:
                 why,
             )
 
+    def _computed(self, tokens: int, seconds: float) -> None:
+        """Account for a prompt that the server has computed, if it says something."""
+        if tokens < LEAST_TOKENS or seconds <= 0:
+            return
+        self._worth.computed(tokens, seconds)
+        self._states.observe_prefill(tokens, seconds)
+
     def _note(self, turn: Turn, timings: Timings) -> None:
         """Account for a complete answer."""
         slot = turn.slot
@@ -632,7 +639,7 @@ class RequestFlow:
             # the last one was not computed any more
             slot.more_tokens = max(timings.answer_tokens - 1, 0)
         if timings.computed_tokens is not None:
-            self._worth.computed(timings.computed_tokens, timings.compute_seconds)
+            self._computed(timings.computed_tokens, timings.compute_seconds)
         self._saver.note_answer(slot, len(turn.tokens) - turn.stored)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -289,6 +290,16 @@ class SlotStates:
             why = failed.why if failed else "it is probed now"
             raise StoreError(f"{self._server.url} was changed: {why}")
         return current
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Report how long the server took to compute so many tokens of a prompt (`prompt_n` and
+        `prompt_ms` of its timings): then `pagoda stats` says how much time loads have saved.
+        """
+        current = self._current
+        if current is None:
+            return
+        with contextlib.suppress(ClosedError):
+            current.cache.observe_prefill(tokens, seconds)
 
     def stats(self) -> CacheStats:
         """Return what `Cache.stats` returns."""
