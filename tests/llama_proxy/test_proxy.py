@@ -155,6 +155,44 @@ def test_conversations_that_take_turns_in_too_few_slots_lose_nothing(
                 assert int(answer.told["loaded"]) >= 256, answer.told
 
 
+@pytest.mark.parametrize("build", BUILDS)
+def test_slots_that_share_their_room_lose_nothing(
+    build: str, tmp_path: Path
+) -> None:
+    """The server empties an idle slot whose cells another request needs, and says nothing."""
+    model = write_model(tmp_path, "llama", seed=5)
+    prompts = [TEXT, "a lantern was hung upon the gate before it snowed " * 10]
+    with (
+        llama_server(model, build, slots=2, context=1024, unified=True) as server,
+        running_proxy(server) as proxy,
+    ):
+        expected = [proxy.complete(prompt).text for prompt in prompts]
+        for _ in range(2):
+            for prompt, text in zip(prompts, expected, strict=True):
+                answer = proxy.complete(prompt)
+                assert answer.text == text
+                assert int(answer.told["loaded"]) >= 448, answer.told
+        assert proxy.counts() == {"loads": 4}
+
+
+def test_an_emptied_slot_makes_the_others_doubtful(server: LlamaServer) -> None:
+    emptied(server)
+    other = "quite another prompt, which is long enough, " * 12
+    with running_proxy(server) as proxy:
+        for prompt in (TEXT, other):
+            proxy.complete(prompt)
+        wait_until(lambda: not any(_is_unsaved(proxy)))
+        emptied(server)
+        assert proxy.complete(TEXT).told["held"] != "0"
+        assert proxy.counts()["held_less"] == 1
+        # it is loaded again, not computed in a slot that has nothing
+        assert int(proxy.complete(other).told["loaded"]) >= 448
+
+
+def _is_unsaved(proxy: RunningProxy) -> list[bool]:
+    return [slot.new_tokens >= 64 for slot in proxy.proxy._accounts.all]
+
+
 def test_what_is_no_prompt_passes_byte_for_byte(server: LlamaServer) -> None:
     with running_proxy(server) as proxy:
         for method, path, body in (

@@ -24,6 +24,7 @@ from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+from pagoda_tools.llama_proxy.cell_room import CellRoom
 from pagoda_tools.llama_proxy.event_stream import (
     EventStream,
     Timings,
@@ -172,6 +173,7 @@ class RequestFlow:
         self._worth = worth
         self._run = run
         self._options = options
+        self._room = CellRoom(accounts, states, saver, self._emptied)
         # held from a restore until its request has started, where others empty idle slots
         self._starting = asyncio.Lock()
         self._off: dict[str, str] = {}
@@ -399,6 +401,7 @@ class RequestFlow:
             # what another user's prompt left must not be seen in the time that an answer takes
             await self._saver.save(slot)
             await self._emptied(slot)
+        await self._room.make(slot, len(turn.tokens))
         turn.held = slot.held(turn.tokens, turn.salt)
         turn.stored = max(turn.stored, min(turn.held, slot.stored_tokens))
         if turn.held < len(slot.tokens):
@@ -635,6 +638,12 @@ class RequestFlow:
     def _note(self, turn: Turn, timings: Timings) -> None:
         """Account for a complete answer."""
         slot = turn.slot
+        reused = timings.reused_tokens
+        is_attention = self._states.kind == "attention"
+        if reused is not None and reused < turn.held - 1 and is_attention:
+            # the server has emptied it meanwhile, and perhaps others too
+            self.counts["held_less"] += 1
+            self._accounts.doubt_others(slot)
         if timings.answer_tokens is not None:
             # the last one was not computed any more
             slot.more_tokens = max(timings.answer_tokens - 1, 0)

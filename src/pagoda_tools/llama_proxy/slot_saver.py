@@ -92,6 +92,9 @@ class SlotSaver:
             slot.save_at = time.monotonic() + _AGAIN_SECONDS
             self._changed.set()
             return
+        if stored.reason is Reason.ABSENT:
+            # the server has emptied it
+            slot.forget()
         if stored.slot_tokens is not None:
             slot.tokens = stored.slot_tokens
             slot.more_tokens = 0

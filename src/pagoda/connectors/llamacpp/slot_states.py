@@ -273,6 +273,13 @@ class SlotStates:
         return self._probed.context
 
     @property
+    def shares_cells(self) -> bool:
+        """Whether all slots share the context (`--kv-unified`): the server empties idle ones when a
+        request needs their room.
+        """
+        return self._probed.streams == 1 and self._probed.slots > 1
+
+    @property
     def cache(self) -> Cache:
         """The cache of the model as it is now; it stays this object's to close.
 
