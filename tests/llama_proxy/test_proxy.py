@@ -155,6 +155,19 @@ def test_conversations_that_take_turns_in_too_few_slots_lose_nothing(
                 assert int(answer.told["loaded"]) >= 256, answer.told
 
 
+def test_no_request_meets_a_connection_that_the_server_closes(
+    server: LlamaServer,
+) -> None:
+    emptied(server)
+    with running_proxy(server) as proxy:
+        for number in range(40):
+            answer = proxy.complete(
+                f"{number} lanterns", n_predict=1, stream=True
+            )
+            assert "prompt" in answer.told, answer.told
+        assert "passed_on" not in proxy.counts()
+
+
 @pytest.mark.parametrize("build", BUILDS)
 def test_slots_that_share_their_room_lose_nothing(
     build: str, tmp_path: Path
@@ -298,7 +311,7 @@ def test_when_all_slots_are_busy_the_server_queues(server: LlamaServer) -> None:
         answer = proxy.complete(TEXT)
         assert proxy.counts()["no_free_slot"] == 1
         assert answer.status == 200
-        assert not answer.told
+        assert list(answer.told) == ["why"]
         assert answer.text == bare(
             server, "/completion", {"prompt": TEXT, "n_predict": 8}
         )

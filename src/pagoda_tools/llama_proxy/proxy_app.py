@@ -26,12 +26,17 @@ from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.client_access import Client, ClientAccess
 from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.load_worth import LoadWorth
-from pagoda_tools.llama_proxy.prompt_tokens import ROUTES, prompt_of
+from pagoda_tools.llama_proxy.prompt_tokens import (
+    ROUTES,
+    RequestPrompt,
+    prompt_of,
+)
 from pagoda_tools.llama_proxy.request_body import Body, changed, read_body
 from pagoda_tools.llama_proxy.request_flow import (
     FlowOptions,
     RequestFlow,
     passed,
+    printable,
 )
 from pagoda_tools.llama_proxy.slot_accounts import SlotAccounts, Tokens
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
@@ -277,22 +282,39 @@ class LlamaProxy:
                 "the slots are saved and restored by pagoda: their actions are not for clients",
             )
         text = await request.read()
-        tokens: Tokens | None = None
-        question = read_body(text) if route in ROUTES else None
-        if question is not None and not self._states.trouble:
-            tokens = await self._tokens(route, question)
-            if tokens is not None:
-                if _MOVES_KV in text:
-                    text = changed(text, question, {_MOVES_KV.decode(): 0})
-                answer = await self._flow.answer(
-                    request, route, text, question, tokens, client.salt
-                )
-                if answer is not None:
-                    return answer
+        if route not in ROUTES:
+            return await self._pass_question(request, text, client)
+        question = read_body(text)
+        prompt = await self._prompt(route, question)
+        why = prompt.why
+        if question is not None and prompt.tokens is not None:
+            if _MOVES_KV in text:
+                text = changed(text, question, {_MOVES_KV.decode(): 0})
+            answer = await self._flow.answer(
+                request, route, text, question, prompt.tokens, client.salt
+            )
+            if answer is not None:
+                return answer
+            why = "the server chose a slot: none was free in time, or all were empty"
+        self._flow.counts["passed_on"] += 1
+        header = f'why="{printable(why)}"'
+        return await self._pass_question(
+            request, text, client, prompt.tokens, header
+        )
+
+    async def _pass_question(
+        self,
+        request: web.Request,
+        text: bytes,
+        client: Client,
+        tokens: Tokens | None = None,
+        header: str = "",
+    ) -> web.StreamResponse:
+        """Pass on a request that may take a slot."""
         if _MOVES_KV in text:
             # it may leave KV that is not that of its tokens
             self._accounts.taint()
-        send = partial(self._pass, request, text, client)
+        send = partial(self._pass, request, text, client, header)
         return await self._flow.passed_on(send, tokens, client.salt)
 
     def _status(self) -> dict[str, object]:
@@ -305,26 +327,32 @@ class LlamaProxy:
             **self._flow.status(),
         }
 
-    async def _tokens(self, route: str, body: Body) -> Tokens | None:
-        """Return the tokens of a request; None: it is to be passed on as it is."""
+    async def _prompt(self, route: str, body: Body | None) -> RequestPrompt:
+        """Return the tokens of a request, or why it is to be passed on as it is."""
+        if body is None:
+            return RequestPrompt(None, "the body is no JSON object")
+        if self._states.trouble:
+            return RequestPrompt(None, self._states.trouble)
         try:
             async with asyncio.timeout(_PROMPT_SECONDS):
-                prompt = await prompt_of(route, body, self._upstream.ask)
-        except (ServerTrouble, TimeoutError):
-            return None
-        return prompt.tokens
+                return await prompt_of(route, body, self._upstream.ask)
+        except (ServerTrouble, TimeoutError) as error:
+            why = f"the server did not tell the tokens: {error}"
+            _log.warn(_logger, Reason.IO_ERROR, f"{route}: {why}")
+            return RequestPrompt(None, why)
 
     async def _pass(
         self,
         request: web.Request,
         body: bytes | aiohttp.StreamReader | None,
         client: Client,
+        header: str = "",
     ) -> web.StreamResponse:
         """Pass a request and its answer on, byte for byte."""
         async with self._upstream.send(
             request, body, with_key=client.may_ask
         ) as answer:
-            return await passed(request, answer)
+            return await passed(request, answer, header)
 
     async def _change_adapters(
         self, request: web.Request, client: Client

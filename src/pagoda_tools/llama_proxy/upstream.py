@@ -48,8 +48,10 @@ class Upstream:
         self._session = aiohttp.ClientSession(
             timeout=timeout,
             auto_decompress=False,
-            # each waiting request holds a connection, and clients are bounded already
-            connector=aiohttp.TCPConnector(limit=0),
+            # Each waiting request holds a connection, and clients are bounded already. None is
+            # used twice: the server closes kept ones after 100 requests, or 5 s, and a request that
+            # meets that is lost.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
 
