@@ -123,6 +123,43 @@ class Endings:
         """
         parents = self._parents(tokens, salt)[: whole_chunks + 1]
         lengths = self._lengths(parents, min(most_tokens, len(tokens)))
+        return self._longest(
+            tokens, parents, lengths, payload_bytes, deadline, salt
+        )
+
+    def find_tail(
+        self,
+        tokens: Tokens,
+        *,
+        whole_chunks: int,
+        most_tokens: int,
+        step: int,
+        payload_bytes: Callable[[int], int],
+        deadline: Deadline,
+        salt: str | None = None,
+    ) -> int:
+        """Return the number of tokens of the longest ending after the last whole chunk whose tail
+        is a multiple of `step`; 0: none. The other arguments are those of `find`.
+        """
+        parents = self._parents(tokens, salt)[: whole_chunks + 1]
+        begin = whole_chunks * self._chunk_tokens
+        most = min(most_tokens, len(tokens), begin + self._chunk_tokens - 1)
+        longest = (most - begin) // step
+        lengths = iter([begin + step * k for k in range(longest, 0, -1)])
+        return self._longest(
+            tokens, parents, lengths, payload_bytes, deadline, salt
+        )
+
+    def _longest(
+        self,
+        tokens: Tokens,
+        parents: Sequence[bytes],
+        lengths: Iterator[int],
+        payload_bytes: Callable[[int], int],
+        deadline: Deadline,
+        salt: str | None,
+    ) -> int:
+        """Return the first of these lengths at which an ending is stored; 0: none."""
         while batch := list(islice(lengths, _KEYS_AT_A_TIME)):
             first_parts = [
                 _part_keys(self._key(tokens[:length], parents), 1)[0]
