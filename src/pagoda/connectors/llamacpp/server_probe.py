@@ -105,7 +105,8 @@ class ServerIdentity(NamedTuple):
     """Which start of which server answers."""
 
     properties: tuple[str, ...]
-    # sockets that listen on its port, as far as they are in this network namespace
+    # sockets that listen on its port, as far as they are in this network namespace; not looked for
+    # if the properties are of one start
     listeners: tuple[str, ...]
 
     @classmethod
@@ -117,6 +118,9 @@ class ServerIdentity(NamedTuple):
         if not isinstance(properties, dict):
             raise ServerTrouble("/props: an unknown answer")
         found = tuple(str(properties.get(name)) for name in _IDENTITY_FIELDS)
+        if _is_random(found):
+            # it says enough, and to list the sockets of a machine may take 10 ms
+            return cls(found, ())
         return cls(found, _listeners(server.host, server.port))
 
     @property
@@ -128,9 +132,13 @@ class ServerIdentity(NamedTuple):
     @property
     def is_of_one_start(self) -> bool:
         """Whether another start of the server has another identity for certain."""
-        marker = self.properties[_IDENTITY_FIELDS.index(_MARKER)]
-        is_random = _RANDOM_MARKER.fullmatch(marker) is not None
-        return is_random or bool(self.listeners)
+        return _is_random(self.properties) or bool(self.listeners)
+
+
+def _is_random(properties: tuple[str, ...]) -> bool:
+    """Whether the server made its marker itself, at its start."""
+    marker = properties[_IDENTITY_FIELDS.index(_MARKER)]
+    return _RANDOM_MARKER.fullmatch(marker) is not None
 
 
 class ProbedServer(NamedTuple):
