@@ -478,7 +478,8 @@ class LyingRelay:
             target.close()
 
     def _changed(self, data: bytes) -> bytes:
-        for name in (b'"cache_n":', b'"cache":'):
+        # in the order in which the server says them
+        for name in (b'"cache":', b'"cache_n":'):
             at = data.find(name)
             if at < 0 or not self.is_on or not self.times:
                 continue
