@@ -222,6 +222,31 @@ def test_a_conversation_shares_what_another_one_stored(models: Path) -> None:
         assert stored.new_tokens == len(second) // CHUNK * CHUNK - len(common)
 
 
+def test_a_checkpoint_of_another_prompt_is_no_ending_of_this_one(
+    models: Path,
+) -> None:
+    """A server keeps checkpoints that begin at the first token when another prompt takes the
+    slot.
+    """
+    # its checkpoint, 4 tokens before the end, has one row that the second prompt has not
+    first = prompt_of(1, 129)
+    second = [*first[:124], *prompt_of(2, 125)[1:]]
+    with (
+        llama_server(write_model(models, "gemma3")) as server,
+        opened(server) as states,
+    ):
+        server.complete(first)
+        assert server.complete(second).hits == 124
+        assert states.store(second, 0, marks=[131])
+        for end in range(132, 240, 12):
+            tokens = [*second[:end], *prompt_of(3, 20)[1:]]
+            erase(server)
+            loaded = states.load(tokens, 0)
+            answer = server.complete(tokens)
+            control = server.complete(tokens, 0, cache_prompt=False)
+            assert answer.distance(control) <= WINDOW_DISTANCE, (end, loaded)
+
+
 def test_a_restarted_server_gets_its_prompts_back(
     models: Path, tmp_path: Path
 ) -> None:
