@@ -58,7 +58,9 @@ def test_tenants_share_neither_chunks_nor_endings(
         for salt in ("a", "b"):
             erase(server)
             assert states.load(tokens, 0, salt=salt).num_tokens == expected
-            assert server.complete(tokens).hits == expected
+            # at least one token is computed
+            hits = min(expected, PROMPT - 1)
+            assert server.complete(tokens).hits == hits
 
 
 def test_a_tenant_of_a_call_is_the_tenant_of_an_object(
@@ -146,7 +148,7 @@ def test_a_find_and_the_load_after_it_are_one_look_up(models: Path) -> None:
         assert states.load(tokens, 0)
         assert counted() == (3, 3, 3 * CHUNKS)
         assert not states.find(prompt_of(2))
-        assert counted() == (4, 3, 3 * WHOLE)
+        assert counted() == (4, 3, 3 * CHUNKS)
         tenant = states.stats()["tenants"]
         assert len(tenant) == 1
 

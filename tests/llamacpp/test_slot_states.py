@@ -408,6 +408,9 @@ def test_a_context_that_was_shifted_is_not_stored(models: Path) -> None:
         assert not stored
 
 
+ALONE_DISTANCE = 2e-2
+
+
 @pytest.mark.parametrize("architecture", ATTENTION)
 def test_a_prompt_is_continued_within_a_chunk(
     architecture: str, models: Path
@@ -422,10 +425,12 @@ def test_a_prompt_is_continued_within_a_chunk(
         held = [*tokens, *answer.tokens[:-1]]
         stored = states.store(tokens, 0, more_tokens=len(held) - PROMPT)
         assert stored.num_tokens == len(held) // STEP * STEP
-        # goes on otherwise after the prompt, and after the answer
-        for begin in (tokens, held):
+        # goes on otherwise after the prompt, and after the answer, whose tokens were computed one by
+        # one
+        for begin, distance in ((tokens, 0.0), (held, ALONE_DISTANCE)):
             prompt = [*begin, *prompt_of(2, 30)[1:]]
-            check_exact(server, states, prompt, len(begin) // STEP * STEP)
+            most = len(begin) // STEP * STEP
+            check_exact(server, states, prompt, most, distance)
         # a prompt that ends before the tail has its chunks
         check_exact(server, states, tokens[:590], 590 // CHUNK * CHUNK)
 
