@@ -425,8 +425,7 @@ def test_a_prompt_is_continued_within_a_chunk(
         held = [*tokens, *answer.tokens[:-1]]
         stored = states.store(tokens, 0, more_tokens=len(held) - PROMPT)
         assert stored.num_tokens == len(held) // STEP * STEP
-        # goes on otherwise after the prompt, and after the answer, whose tokens were computed one by
-        # one
+        # goes on otherwise after the prompt, and after the answer, whose tokens were computed alone
         for begin, distance in ((tokens, 0.0), (held, ALONE_DISTANCE)):
             prompt = [*begin, *prompt_of(2, 30)[1:]]
             most = len(begin) // STEP * STEP
