@@ -18,6 +18,7 @@ from pagoda.ledger.locks import OPEN
 from pagoda.ledger.request_meters import TokenLoad
 from pagoda.ledger.store_state import LOCKS, read_state, write_state
 from pagoda_tools.cli import main
+from pagoda_tools.cli.stores import in_each
 from tests.cli.shelf import (
     CHUNK,
     LLAMA,
@@ -38,6 +39,17 @@ from tests.ledger.support import holding
 
 def stores(found: dict[str, object]) -> list[dict[str, dict[str, int]]]:
     return cast("list[dict[str, dict[str, int]]]", found["stores"])
+
+
+def test_a_store_that_is_removed_while_others_are_looked_at_is_no_trouble(
+    shm_root: Path,
+) -> None:
+    """A private store goes with its process, at any time."""
+    ledger = host(shm_root)
+    found = [ledger.directory, shm_root / "host.private-1-0123"]
+    done, broken = in_each(found, lambda ledger: ledger.directory)
+    assert list(done) == [ledger.directory]
+    assert not broken
 
 
 def test_stats_of_two_tiers_from_the_configuration(

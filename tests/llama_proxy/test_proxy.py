@@ -95,6 +95,19 @@ def test_a_prompt_comes_back_after_a_restart_of_the_proxy(
     assert b"prompt_progress" not in again.body
 
 
+def test_the_time_that_loads_have_saved_is_known(
+    server: LlamaServer, tmp_path: Path
+) -> None:
+    emptied(server)
+    with running_proxy(server, tmp_path) as proxy:
+        proxy.complete(TEXT)
+    emptied(server)
+    with running_proxy(server, tmp_path) as proxy:
+        assert int(proxy.complete(TEXT).told["loaded"]) > 0
+        models = proxy.proxy._states.stats()["models"]
+    assert [row["model"] for row in models if row["saved_seconds"] is not None]
+
+
 def test_who_asks_for_the_progress_gets_it(
     server: LlamaServer, tmp_path: Path
 ) -> None:
@@ -140,6 +153,57 @@ def test_conversations_that_take_turns_in_too_few_slots_lose_nothing(
             assert [answer.text for answer in answers] == expected
             for answer in answers:
                 assert int(answer.told["loaded"]) >= 256, answer.told
+
+
+def test_no_request_meets_a_connection_that_the_server_closes(
+    server: LlamaServer,
+) -> None:
+    emptied(server)
+    with running_proxy(server) as proxy:
+        for number in range(40):
+            answer = proxy.complete(
+                f"{number} lanterns", n_predict=1, stream=True
+            )
+            assert "prompt" in answer.told, answer.told
+        assert "passed_on" not in proxy.counts()
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_slots_that_share_their_room_lose_nothing(
+    build: str, tmp_path: Path
+) -> None:
+    """The server empties an idle slot whose cells another request needs, and says nothing."""
+    model = write_model(tmp_path, "llama", seed=5)
+    prompts = [TEXT, "a lantern was hung upon the gate before it snowed " * 10]
+    with (
+        llama_server(model, build, slots=2, context=1024, unified=True) as server,
+        running_proxy(server) as proxy,
+    ):
+        expected = [proxy.complete(prompt).text for prompt in prompts]
+        for _ in range(2):
+            for prompt, text in zip(prompts, expected, strict=True):
+                answer = proxy.complete(prompt)
+                assert answer.text == text
+                assert int(answer.told["loaded"]) >= 448, answer.told
+        assert proxy.counts() == {"loads": 4}
+
+
+def test_an_emptied_slot_makes_the_others_doubtful(server: LlamaServer) -> None:
+    emptied(server)
+    other = "quite another prompt, which is long enough, " * 12
+    with running_proxy(server) as proxy:
+        for prompt in (TEXT, other):
+            proxy.complete(prompt)
+        wait_until(lambda: not any(_is_unsaved(proxy)))
+        emptied(server)
+        assert proxy.complete(TEXT).told["held"] != "0"
+        assert proxy.counts()["held_less"] == 1
+        # it is loaded again, not computed in a slot that has nothing
+        assert int(proxy.complete(other).told["loaded"]) >= 448
+
+
+def _is_unsaved(proxy: RunningProxy) -> list[bool]:
+    return [slot.new_tokens >= 64 for slot in proxy.proxy._accounts.all]
 
 
 def test_what_is_no_prompt_passes_byte_for_byte(server: LlamaServer) -> None:
@@ -250,7 +314,7 @@ def test_when_all_slots_are_busy_the_server_queues(server: LlamaServer) -> None:
         answer = proxy.complete(TEXT)
         assert proxy.counts()["no_free_slot"] == 1
         assert answer.status == 200
-        assert answer.told.keys() == {"why"}
+        assert list(answer.told) == ["why"]
         assert answer.text == bare(
             server, "/completion", {"prompt": TEXT, "n_predict": 8}
         )
@@ -418,7 +482,7 @@ class LyingRelay:
             target.close()
 
     def _changed(self, data: bytes) -> bytes:
-        # the progress first: the end of a short answer may come in the same bytes
+        # in the order in which the server says them
         for name in (b'"cache":', b'"cache_n":'):
             at = data.find(name)
             if at < 0 or not self.is_on or not self.times:

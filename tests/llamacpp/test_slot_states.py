@@ -36,6 +36,7 @@ from testbed.tiny_gguf import (
 from tests.llamacpp.kit import (
     CHUNK,
     PROMPT,
+    STEP,
     WINDOW_DISTANCE,
     check_equal,
     check_exact,
@@ -62,8 +63,8 @@ def test_a_loaded_slot_answers_as_the_slot_in_memory(
         stored = states.store([*tokens, *answer.tokens], 0)
         state_tokens = PROMPT + len(answer.tokens) - 1
         if architecture in ATTENTION:
-            assert stored.num_tokens == state_tokens // CHUNK * CHUNK
-            check_exact(server, states, tokens, PROMPT // CHUNK * CHUNK)
+            assert stored.num_tokens == state_tokens // STEP * STEP
+            check_exact(server, states, tokens, PROMPT // STEP * STEP)
         elif build == "A":
             # the checkpoint 4 tokens before the prompt's end; a window needs 130 rows
             is_window = architecture in WINDOWS
@@ -221,6 +222,31 @@ def test_a_conversation_shares_what_another_one_stored(models: Path) -> None:
         assert stored.new_tokens == len(second) // CHUNK * CHUNK - len(common)
 
 
+def test_a_checkpoint_of_another_prompt_is_no_ending_of_this_one(
+    models: Path,
+) -> None:
+    """A server keeps checkpoints that begin at the first token when another prompt takes the
+    slot.
+    """
+    # its checkpoint, 4 tokens before the end, has one row that the second prompt has not
+    first = prompt_of(1, 129)
+    second = [*first[:124], *prompt_of(2, 125)[1:]]
+    with (
+        llama_server(write_model(models, "gemma3")) as server,
+        opened(server) as states,
+    ):
+        server.complete(first)
+        assert server.complete(second).hits == 124
+        assert states.store(second, 0, marks=[131])
+        for end in range(132, 240, 12):
+            tokens = [*second[:end], *prompt_of(3, 20)[1:]]
+            erase(server)
+            loaded = states.load(tokens, 0)
+            answer = server.complete(tokens)
+            control = server.complete(tokens, 0, cache_prompt=False)
+            assert answer.distance(control) <= WINDOW_DISTANCE, (end, loaded)
+
+
 def test_a_restarted_server_gets_its_prompts_back(
     models: Path, tmp_path: Path
 ) -> None:
@@ -228,13 +254,14 @@ def test_a_restarted_server_gets_its_prompts_back(
     with llama_server(write_model(models)) as server:
         with opened(server, **on_disk(tmp_path)) as states:
             cold = server.complete(tokens)
-            assert states.store(tokens, 0).num_tokens == PROMPT // CHUNK * CHUNK
+            assert states.store(tokens, 0).num_tokens == PROMPT // STEP * STEP
         server.server.restart()
         with opened(server, **on_disk(tmp_path)) as states:
             loaded = states.load(tokens, 0)
-            assert loaded.num_tokens == PROMPT // CHUNK * CHUNK, loaded
+            assert loaded.num_tokens == PROMPT // STEP * STEP, loaded
             answer = server.complete(tokens)
-            assert answer.hits == loaded.num_tokens
+            # at least one token is computed
+            assert answer.hits == min(loaded.num_tokens, PROMPT - 1)
             assert answer.tokens == cold.tokens
 
 
@@ -363,7 +390,7 @@ def test_a_slot_with_other_tokens_is_not_stored(models: Path) -> None:
         assert states.stats()["counters"]["drop_not_cacheable"] == 1
         assert not states.load(wrong, 0)
         # of a prompt that is known in part only that part is stored
-        assert states.store(tokens[:300], 0).num_tokens == 300 // CHUNK * CHUNK
+        assert states.store(tokens[:300], 0).num_tokens == 300 // STEP * STEP
 
 
 def test_a_context_that_was_shifted_is_not_stored(models: Path) -> None:
@@ -381,6 +408,32 @@ def test_a_context_that_was_shifted_is_not_stored(models: Path) -> None:
         assert not stored
 
 
+ALONE_DISTANCE = 2e-2
+
+
+@pytest.mark.parametrize("architecture", ATTENTION)
+def test_a_prompt_is_continued_within_a_chunk(
+    architecture: str, models: Path
+) -> None:
+    """The rows after the last whole chunk are kept at the end of the prompt and of the answer."""
+    tokens = prompt_of(1)
+    with (
+        llama_server(write_model(models, architecture)) as server,
+        opened(server) as states,
+    ):
+        answer = server.complete(tokens, predict=100)
+        held = [*tokens, *answer.tokens[:-1]]
+        stored = states.store(tokens, 0, more_tokens=len(held) - PROMPT)
+        assert stored.num_tokens == len(held) // STEP * STEP
+        # goes on otherwise after the prompt, and after the answer, whose tokens were computed alone
+        for begin, distance in ((tokens, 0.0), (held, ALONE_DISTANCE)):
+            prompt = [*begin, *prompt_of(2, 30)[1:]]
+            most = len(begin) // STEP * STEP
+            check_exact(server, states, prompt, most, distance)
+        # a prompt that ends before the tail has its chunks
+        check_exact(server, states, tokens[:590], 590 // CHUNK * CHUNK)
+
+
 def test_a_prompt_that_the_slot_holds_already_is_not_restored(
     models: Path,
 ) -> None:
@@ -388,9 +441,8 @@ def test_a_prompt_that_the_slot_holds_already_is_not_restored(
     with llama_server(write_model(models)) as server, opened(server) as states:
         server.complete(tokens)
         states.store(tokens, 0)
-        assert (
-            states.load(tokens, 0, held_tokens=580).reason is Reason.BELOW_MINIMUM
-        )
+        held = states.load(tokens, 0, held_tokens=PROMPT)
+        assert held.reason is Reason.BELOW_MINIMUM
         assert server.complete(tokens).hits == PROMPT - 1
 
 
@@ -405,7 +457,7 @@ def test_a_prompt_longer_than_the_context_loads_what_fits(
         opened(server, **on_disk(tmp_path)) as states,
     ):
         server.complete(tokens)
-        assert states.store(tokens, 0).num_tokens == 900 // CHUNK * CHUNK
+        assert states.store(tokens, 0).num_tokens == 900 // STEP * STEP
     with (
         llama_server(model, context=512) as server,
         opened(server, **on_disk(tmp_path)) as states,
@@ -897,7 +949,7 @@ def test_a_server_with_a_key_that_says_nothing_of_its_slots(
         with opened(server, api_key="secret") as states:
             server.complete(tokens)
             assert states.store(tokens, 0)
-            check_exact(server, states, tokens, PROMPT // CHUNK * CHUNK)
+            check_exact(server, states, tokens, PROMPT // STEP * STEP)
 
 
 def test_wrong_use_says_what_to_do(models: Path, tmp_path: Path) -> None:

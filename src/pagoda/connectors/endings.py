@@ -12,7 +12,8 @@ tokens. It is stored in parts, each the size of a chunk of its cache:
 
 Each call takes the salt of a tenant, instead of the cache's: different salts share nothing.
 
-Which endings are worth their bytes: `choose`. Used by the connector of llama.cpp.
+Which endings are worth their bytes: `choose`. Used by the connector of llama.cpp; `pagoda explain`
+looks for them.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ import numpy.typing as npt
 from pagoda.base.clock import Deadline
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
-from pagoda.keys import KEY_BYTES, derive_keys, ending_key
+from pagoda.keys import KEY_BYTES, TokenIds, derive_keys, ending_key
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import Bytes, checked_slots
 
 Tokens = npt.NDArray[np.int32]
 
 # how many chunks are searched for endings, from the last that is stored down
-_SEARCHED_CHUNKS = 2
+SEARCHED_CHUNKS = 2
 _KEYS_AT_A_TIME = 64
 _MOST_REMEMBERED = 4096
 
@@ -122,6 +123,43 @@ class Endings:
         """
         parents = self._parents(tokens, salt)[: whole_chunks + 1]
         lengths = self._lengths(parents, min(most_tokens, len(tokens)))
+        return self._longest(
+            tokens, parents, lengths, payload_bytes, deadline, salt
+        )
+
+    def find_tail(
+        self,
+        tokens: Tokens,
+        *,
+        whole_chunks: int,
+        most_tokens: int,
+        step: int,
+        payload_bytes: Callable[[int], int],
+        deadline: Deadline,
+        salt: str | None = None,
+    ) -> int:
+        """Return the number of tokens of the longest ending after the last whole chunk whose tail
+        is a multiple of `step`; 0: none. The other arguments are those of `find`.
+        """
+        parents = self._parents(tokens, salt)[: whole_chunks + 1]
+        begin = whole_chunks * self._chunk_tokens
+        most = min(most_tokens, len(tokens), begin + self._chunk_tokens - 1)
+        longest = (most - begin) // step
+        lengths = iter([begin + step * k for k in range(longest, 0, -1)])
+        return self._longest(
+            tokens, parents, lengths, payload_bytes, deadline, salt
+        )
+
+    def _longest(
+        self,
+        tokens: Tokens,
+        parents: Sequence[bytes],
+        lengths: Iterator[int],
+        payload_bytes: Callable[[int], int],
+        deadline: Deadline,
+        salt: str | None,
+    ) -> int:
+        """Return the first of these lengths at which an ending is stored; 0: none."""
         while batch := list(islice(lengths, _KEYS_AT_A_TIME)):
             first_parts = [
                 _part_keys(self._key(tokens[:length], parents), 1)[0]
@@ -199,7 +237,7 @@ class Endings:
         """Yield the lengths that are tried, from the longest down."""
         for whole in range(len(parents) - 1, -1, -1):
             begin = whole * self._chunk_tokens
-            if whole > len(parents) - 1 - _SEARCHED_CHUNKS:
+            if whole > len(parents) - 1 - SEARCHED_CHUNKS:
                 tails: Iterable[int] = range(self._chunk_tokens)
             else:
                 with self._lock:
@@ -252,6 +290,13 @@ class _Parts:
 def _part_count(payload_bytes: int, layout: KVLayout) -> int:
     """Return the parts of a payload; an empty one has one as well, which says that it is there."""
     return max(1, -(-payload_bytes // layout.chunk_bytes))
+
+
+def first_part_key(tail: TokenIds, parent: bytes) -> bytes:
+    """Return the key of the first part of an ending, for who only looks; pure. The arguments are
+    those of `ending_key`.
+    """
+    return _part_keys(ending_key(tail, parent), 1)[0]
 
 
 def _part_keys(key: bytes, count: int) -> list[bytes]:

@@ -42,7 +42,7 @@ def explain(
         text: The prompt as text, - = stdin; with --tokenizer or --url.
         messages: Chat messages as JSON, - = stdin; with --tokenizer or --url.
         tokenizer: The model's tokenizer: a directory, or tokenizer.json.
-        url: A vLLM server that gives the token ids: http://HOST:PORT.
+        url: A server of vLLM or llama.cpp that gives the token ids: http://HOST:PORT.
         api_key_file: The server's key; default: the variable OPENAI_API_KEY.
         chunk_tokens: Tokens in a chunk; default: as in the stored chunks.
         prefill: Tokens per second that the engine computes: is loading faster?
@@ -74,12 +74,13 @@ def explain(
             ids, tiers, remotes, stores.configured(config), chunk_tokens, prefill
         )
         roots = stores.chosen(prompt.known, model, namespace, silent)
-        if model is None and served is not None and prompt.known:
-            if of_server := stores.chosen(prompt.known, served, namespace, True):
+        name = served.name if served is not None else None
+        if model is None and name is not None and prompt.known:
+            if of_server := stores.chosen(prompt.known, name, namespace, True):
                 roots = of_server
             else:
                 printing.note(
-                    f"nothing is stored of the server's model, {served}: this is about other models"
+                    f"nothing is stored of the server's model, {name}: this is about other models"
                 )
         found = explanations(prompt, roots)
     named = stores.Configured(directory, config)
@@ -91,6 +92,11 @@ def explain(
             "asked_tokens": prompt.num_tokens,
             "answers": rows,
             "nearest": near,
+            "endings": {
+                one.namespace.hex(): one.ending
+                for one in found
+                if one.ending is not None
+            },
             "failed": silent,
             "unconfigured": named.unnamed(places),
         }
@@ -100,6 +106,12 @@ def explain(
     else:
         for one in found:
             _print(one, prompt.num_tokens)
+            if one.ending == 0 and served is not None and served.may_need_endings:
+                printing.print_text(
+                    "no ending is stored near the end of these chunks: a model with windows or "
+                    "recurrent layers computes all of this prompt",
+                    _INDENT,
+                )
     for spec, trouble in troubles.items():
         named.note(spec.redacted, trouble)
     return exit_code(named, places)
@@ -134,9 +146,13 @@ def in_words(found: PromptExplanation) -> list[str]:
     if (chunk := answer.chunk) is not None:
         first = f"chunk {chunk} (tokens {chunk * size:,} to {(chunk + 1) * size - 1:,})"
         lines.append(f"the first chunk that is not served: {first}")
-    return [
-        line for line in (*lines, answer.detail, *_nearest_lines(found)) if line
-    ]
+    lines.append(answer.detail)
+    if found.ending:
+        lines.append(
+            f"an ending of {found.ending:,} tokens is stored: a model with windows or recurrent "
+            "layers goes on there"
+        )
+    return [line for line in (*lines, *_nearest_lines(found)) if line]
 
 
 def _nearest_lines(found: PromptExplanation) -> list[str]:

@@ -20,6 +20,7 @@ from pagoda.cache.lookup_call import match_tiers
 from pagoda.cache.open_tiers import peers_client
 from pagoda.cache.prompt_log import LoggedPrompt, logged_prompts
 from pagoda.config import Config, RemoteSpec
+from pagoda.connectors.endings import SEARCHED_CHUNKS, first_part_key
 from pagoda.keys import Int32s, Namespace, TokenIds, as_token_ids
 from pagoda.ledger import Ledger, NamespaceRow, admin
 from pagoda.slab import FileSlab, MemorySlab
@@ -65,6 +66,9 @@ class PromptExplanation:
     # one per tier; if there are several, then one for all together
     answers: Sequence[TierAnswer]
     nearest: NearestPrompt | None
+    # the longest ending of the prompt in the tiers of this machine; 0: none, None: its engine has
+    # none
+    ending: int | None = None
 
     def nearest_row(self) -> dict[str, object]:
         """Return the nearest prompt as a row for programs, with the namespace of the comparison."""
@@ -185,10 +189,33 @@ def explanations(
     for root in roots:
         said = answers(prompt, root)
         near = nearest(prompt, root, said[-1])
-        found.append(
-            PromptExplanation(root, prompt.chunk_tokens[root], said, near)
-        )
+        size = prompt.chunk_tokens[root]
+        ending = longest_ending(prompt, root, said[-1].num_tokens // size)
+        found.append(PromptExplanation(root, size, said, near, ending))
     return sorted(found, key=lambda one: -one.answers[-1].num_tokens)
+
+
+def longest_ending(prompt: Prompt, root: bytes, chunks: int) -> int | None:
+    """Return the number of tokens of the longest ending that a new process of llama.cpp's connector
+    would find after so many chunks; 0: none, None: the namespace is another engine's.
+    """
+    numerics = str(prompt.known[root].fields.get("numerics", ""))
+    if not numerics.startswith("llama.cpp "):
+        return None
+    size = prompt.chunk_tokens[root]
+    parents = [root, *prompt.keys[root][:chunks]]
+    for whole in range(chunks, max(chunks - SEARCHED_CHUNKS, -1), -1):
+        begin = whole * size
+        for tail in range(min(size - 1, prompt.num_tokens - begin), -1, -1):
+            if begin + tail == 0:
+                continue
+            ids = prompt.tokens[begin : begin + tail]
+            key = first_part_key(ids, parents[whole])
+            for ledger in prompt.tiers:
+                match = ledger.match_prefix([key], start=None, touch=False)
+                if len(match.slots):
+                    return begin + tail
+    return 0
 
 
 def answers(prompt: Prompt, root: bytes) -> list[TierAnswer]:

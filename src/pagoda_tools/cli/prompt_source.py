@@ -1,5 +1,5 @@
-"""Reads the prompt of a command: token ids, or text or chat messages with a tokenizer or a vLLM
-server.
+"""Reads the prompt of a command: token ids, or text or chat messages with a tokenizer or a server
+of vLLM or llama.cpp.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ Json: TypeAlias = "Mapping[str, object]"
 
 _ASK_SECONDS = 30.0  # the time of one question to a server
 _MOST_BYTES = 64 << 20  # the largest answer
+_CHECK = "check that it is a server of vLLM or llama.cpp"
+# of a chat request, what vLLM's /tokenize takes and templates use
 _CHAT = (
     "messages",
     "tools",
@@ -36,6 +38,15 @@ _CHAT = (
 )
 
 
+class ServedModel(NamedTuple):
+    """The model of a server that was asked."""
+
+    name: str | None
+    """As the connector of the engine has it; None: not known."""
+    may_need_endings: bool = False
+    """Its KV can be continued only at some numbers of tokens."""
+
+
 def read_prompt(
     tokens: str | None,
     text: str | None,
@@ -43,7 +54,7 @@ def read_prompt(
     tokenizer: str | None,
     url: str | None,
     api_key_file: Path | None,
-) -> tuple[TokenIds, str | None]:
+) -> tuple[TokenIds, ServedModel | None]:
     """Return the token ids of the prompt that the options name, and the model of the server, if
     there is one.
 
@@ -65,7 +76,7 @@ def read_prompt(
         return read_tokens(tokens), None
     if bool(tokenizer) == bool(url):
         raise UsageError(
-            f"{named[0]} needs either --tokenizer PATH, or --url URL of a vLLM server"
+            f"{named[0]} needs either --tokenizer PATH, or --url URL of a server"
         )
     chat = None if messages is None else _read_messages(messages)
     words = _read("--text", "-") if text == "-" else text
@@ -116,7 +127,7 @@ def read_tokens(source: str | None) -> TokenIds:
 
 
 def _read_messages(source: str) -> Json:
-    """Return the messages of a chat request, and its other fields that the template uses."""
+    """Return a chat request, or a list of messages as one."""
     text = _read("--messages", source)
     try:
         found = json.loads(text)
@@ -131,7 +142,7 @@ def _read_messages(source: str) -> Json:
         raise UsageError(
             f'--messages {source}: not chat messages, a list of {{"role": ..., "content": ...}}'
         )
-    return {name: asked[name] for name in _CHAT if asked.get(name) is not None}
+    return asked
 
 
 def _read(option: str, source: str) -> str:
@@ -223,15 +234,13 @@ def _explained(tokenizer: str) -> Iterator[None]:
         ) from None
 
 
-# ---- a vLLM server
+# ---- a server of vLLM or llama.cpp
 
 
 def _ask_server(
     url: str, text: str | None, chat: Json | None, key_file: Path | None
-) -> tuple[TokenIds, str]:
-    """Return a server's ids for the prompt, and the name of its model as the vLLM connector has
-    it.
-    """
+) -> tuple[TokenIds, ServedModel]:
+    """Return a server's ids for the prompt, and its model."""
     key = _api_key(key_file)
     listed = _ask(url, key, "GET", "/v1/models").get("data")
     rows = listed if isinstance(listed, list) else []
@@ -239,24 +248,66 @@ def _ask_server(
     # the others are adapters
     models = [one for one in models if not one.get("parent")]
     if not models or not isinstance(models[0].get("id"), str):
-        raise FailedError(
-            f"{url}: /v1/models names no model; check that it is a vLLM server"
-        )
-    question = {
-        "model": models[0]["id"],
-        **({"prompt": text} if chat is None else chat),
-    }
-    ids = _ask(url, key, "POST", "/tokenize", question).get("tokens")
-    if not isinstance(ids, list):
-        raise FailedError(
-            f"{url}: /tokenize returned no tokens; check that it is a vLLM server"
-        )
-    from pagoda.connectors.vllm.identity.engine_namespace import model_name
+        raise FailedError(f"{url}: /v1/models names no model; {_CHECK}")
     from pagoda.keys import as_token_ids
 
-    return as_token_ids(ids), model_name(
-        str(models[0].get("root") or models[0]["id"])
+    if models[0].get("owned_by") == "llamacpp":
+        model = _llama_model(url, key)
+        return as_token_ids(_llama_ids(url, key, text, chat)), model
+    from pagoda.connectors.vllm.identity.engine_namespace import model_name
+
+    question: dict[str, object] = {"model": models[0]["id"], "prompt": text}
+    if chat is not None:
+        del question["prompt"]
+        for name in _CHAT:
+            if chat.get(name) is not None:
+                question[name] = chat[name]
+    root = str(models[0].get("root") or models[0]["id"])
+    ids = as_token_ids(_tokenized(url, key, question))
+    return ids, ServedModel(model_name(root))
+
+
+def _llama_model(url: str, key: str) -> ServedModel:
+    """Return the model of a llama-server; its name is None if its file cannot be read here."""
+    from pagoda.connectors.identity.gguf_header import (
+        may_need_endings,
+        namespace_model,
+        read_gguf_header,
     )
+
+    said = _ask(url, key, "GET", "/props")
+    path = said.get("model_path")
+    if said.get("role") == "router" or not isinstance(path, str) or not path:
+        raise FailedError(
+            f"{url}: is a router of several models: give the URL of the server of one"
+        )
+    try:
+        values = read_gguf_header(Path(path)).values
+    except OSError:
+        return ServedModel(None)
+    name = namespace_model(Path(path), values)
+    return ServedModel(name, may_need_endings(values))
+
+
+def _llama_ids(
+    url: str, key: str, text: str | None, chat: Json | None
+) -> list[int]:
+    """Return the ids that a llama-server makes of a prompt or a chat request."""
+    if chat is not None:
+        found = _ask(url, key, "POST", "/apply-template", chat).get("prompt")
+        if not isinstance(found, str):
+            raise FailedError(
+                f"{url}: /apply-template returned no text; {_CHECK}"
+            )
+        text = found
+    return _tokenized(url, key, {"content": text, "add_special": True})
+
+
+def _tokenized(url: str, key: str, question: Json) -> list[int]:
+    ids = _ask(url, key, "POST", "/tokenize", question).get("tokens")
+    if not isinstance(ids, list):
+        raise FailedError(f"{url}: /tokenize returned no tokens; {_CHECK}")
+    return ids
 
 
 def _api_key(file: Path | None) -> str:
@@ -311,7 +362,7 @@ def _ask(
             or type(trouble).__name__
         )
         raise FailedError(
-            f"{url}: no answer ({why}); check that a vLLM server runs there"
+            f"{url}: no answer ({why}); check that a server runs there"
         ) from None
     finally:
         link.close()
@@ -328,9 +379,7 @@ def _ask(
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise FailedError(
-            f"{url}{path}: the answer is not JSON; check that it is a vLLM server"
-        )
+        raise FailedError(f"{url}{path}: the answer is not JSON; {_CHECK}")
     return found
 
 

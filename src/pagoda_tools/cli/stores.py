@@ -262,6 +262,8 @@ def all_attached(
             try:
                 ledgers.append(stack.enter_context(attached(store)))
             except PagodaError as trouble:
+                if _is_gone(store):
+                    continue
                 broken[str(store)] = str(trouble)
                 named.note(store, str(trouble))
         yield ledgers
@@ -280,8 +282,22 @@ def in_each(
             with attached(store) as ledger:
                 done[store] = work(ledger)
         except (PagodaError, OSError) as trouble:
-            broken[store] = str(trouble)
+            if not _is_gone(store):
+                broken[store] = str(trouble)
     return done, broken
+
+
+def _is_gone(store: Path) -> bool:
+    """Whether a store that was found has been removed since, as private ones are when their process
+    ends: there is nothing to report.
+    """
+    try:
+        store.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def agreed(question: str, command: str) -> bool:

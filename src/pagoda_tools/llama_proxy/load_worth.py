@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_LEAST_TOKENS = 32  # of a measurement: fewer say nothing
+LEAST_TOKENS = 32  # of a measurement: fewer say nothing
 _SHARE = 0.3  # of a new measurement
 # a load that seems too slow is tried again: it may have been a bad moment
 _REFUSED_IN_A_ROW = 16
@@ -20,12 +20,12 @@ class LoadWorth:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Account for a prompt that the server has computed."""
-        if tokens >= _LEAST_TOKENS and seconds > 0:
+        if seconds > 0:
             self._compute_seconds = _mean(self._compute_seconds, seconds / tokens)
 
     def loaded(self, tokens: int, seconds: float) -> None:
         """Account for a load."""
-        if tokens >= _LEAST_TOKENS:
+        if tokens >= LEAST_TOKENS:
             self._load_seconds = _mean(self._load_seconds, seconds / tokens)
 
     def is_worth(self, loaded_tokens: int, saved_tokens: int) -> bool:

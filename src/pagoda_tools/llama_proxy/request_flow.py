@@ -24,13 +24,14 @@ from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+from pagoda_tools.llama_proxy.cell_room import CellRoom
 from pagoda_tools.llama_proxy.event_stream import (
     EventStream,
     Timings,
     timings_of,
 )
 from pagoda_tools.llama_proxy.finished_work import finished
-from pagoda_tools.llama_proxy.load_worth import LoadWorth
+from pagoda_tools.llama_proxy.load_worth import LEAST_TOKENS, LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import MESSAGES, ROUTES, marks_of
 from pagoda_tools.llama_proxy.request_body import changed
 from pagoda_tools.llama_proxy.slot_accounts import (
@@ -181,6 +182,7 @@ class RequestFlow:
         self._worth = worth
         self._run = run
         self._options = options
+        self._room = CellRoom(accounts, states, saver, self._emptied)
         # held from a restore until its request has started, where others empty idle slots
         self._starting = asyncio.Lock()
         self._off: dict[str, str] = {}
@@ -450,6 +452,7 @@ class RequestFlow:
             # what another user's prompt left must not be seen in the time that an answer takes
             await self._saver.save(slot)
             turn.is_spoiled = not await self._emptied(slot)
+        await self._room.make(slot, len(turn.tokens))
         turn.held = slot.held(turn.tokens, turn.salt)
         turn.stored = max(turn.stored, min(turn.held, slot.stored_tokens))
         if turn.held < len(slot.tokens):
@@ -693,14 +696,27 @@ class RequestFlow:
                 why,
             )
 
+    def _computed(self, tokens: int, seconds: float) -> None:
+        """Account for a prompt that the server has computed, if it says something."""
+        if tokens < LEAST_TOKENS or seconds <= 0:
+            return
+        self._worth.computed(tokens, seconds)
+        self._states.observe_prefill(tokens, seconds)
+
     def _note(self, turn: Turn, timings: Timings) -> None:
         """Account for a complete answer."""
         slot = turn.slot
+        reused = timings.reused_tokens
+        is_attention = self._states.kind == "attention"
+        if reused is not None and reused < turn.held - 1 and is_attention:
+            # the server has emptied it meanwhile, and perhaps others too
+            self.counts["held_less"] += 1
+            self._accounts.doubt_others(slot)
         if timings.answer_tokens is not None:
             # the last one was not computed any more
             slot.more_tokens = max(timings.answer_tokens - 1, 0)
         if timings.computed_tokens is not None:
-            self._worth.computed(timings.computed_tokens, timings.compute_seconds)
+            self._computed(timings.computed_tokens, timings.compute_seconds)
         self._saver.note_answer(slot, len(turn.tokens) - turn.stored)
 
 

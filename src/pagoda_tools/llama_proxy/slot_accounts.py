@@ -175,6 +175,14 @@ class SlotAccounts:
             if is_changed or slot.used_at >= since:
                 slot.forget()
 
+    def doubt_others(self, than: SlotAccount) -> None:
+        """Account for a server that has emptied a slot, and perhaps more of the idle ones. What is
+        new in one is saved soon, which shows whether it is still there.
+        """
+        for slot in self.free:
+            if slot is not than and slot.save_at is None:
+                slot.forget()
+
     def taint(self) -> None:
         """Account for a request that may leave KV in any slot which is not that of its tokens."""
         for slot in self.all:

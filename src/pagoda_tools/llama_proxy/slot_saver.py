@@ -100,6 +100,10 @@ class SlotSaver:
                 return
         if stored.reason is Reason.NOT_CACHEABLE and stored.slot_tokens is None:
             self.is_server_doubtful = True
+        if stored.reason is Reason.ABSENT:
+            # the server has emptied it
+            slot.forget()
+            return
         if stored.slot_tokens is not None:
             slot.tokens = stored.slot_tokens
             slot.more_tokens = 0

@@ -51,9 +51,10 @@ class Upstream:
         self._session = aiohttp.ClientSession(
             timeout=timeout,
             auto_decompress=False,
-            # each waiting request holds a connection, and clients are bounded already. The server
-            # keeps one of a few threads for each connection, also for an idle one, so that none is
-            # kept: the next request, or a save, would wait for seconds.
+            # Each waiting request holds a connection, and clients are bounded already. None is
+            # used twice: the server closes kept ones after 100 requests, or 5 s, and a request that
+            # meets that is lost. And it keeps one of a few threads for each, also for an idle one:
+            # a save would wait for that.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             # what the server gives to one client is not for the others

@@ -1,5 +1,5 @@
-"""The header of a GGUF file: its small values and where each tensor is. Called by `weight_digests`
-and by the connector of llama.cpp.
+"""The header of a GGUF file: its small values and where each tensor is. Called by `weight_digests`,
+by the connector of llama.cpp and by `pagoda explain`.
 
     | magic, version, tensors, values | values by name | table of tensors | padding | tensors |
 
@@ -68,6 +68,22 @@ def read_gguf_header(path: Path) -> GgufHeader:
                         f"{path} is not a GGUF file, or was cut: its header has no end"
                     ) from None
             length *= 2
+
+
+def namespace_model(path: Path, values: dict[str, Scalar]) -> str:
+    """Return what a namespace calls the model of a GGUF file: by its own name, or else that of the
+    file; pure.
+    """
+    return f"gguf {values.get('general.name') or path.stem}"
+
+
+def may_need_endings(values: dict[str, Scalar]) -> bool:
+    """Whether a model seems to have windows or recurrent layers; pure."""
+    name = values.get("general.architecture")
+    recurrent = (f"{name}.ssm.", f"{name}.shortconv.", f"{name}.wkv.")
+    if any(key.startswith(recurrent) for key in values):
+        return True
+    return bool(values.get(f"{name}.attention.sliding_window"))
 
 
 def shards_of(path: Path, values: dict[str, Scalar]) -> list[Path]:

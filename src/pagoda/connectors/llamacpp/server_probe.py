@@ -21,7 +21,11 @@ from blake3 import blake3
 
 from pagoda.base.errors import ConfigError, StoreError
 from pagoda.base.file_space import opened
-from pagoda.connectors.identity.gguf_header import read_gguf_header, shards_of
+from pagoda.connectors.identity.gguf_header import (
+    namespace_model,
+    read_gguf_header,
+    shards_of,
+)
 from pagoda.connectors.identity.weight_digests import file_digest, files_digest
 from pagoda.connectors.llamacpp.server_requests import (
     ServerRequests,
@@ -101,7 +105,8 @@ class ServerIdentity(NamedTuple):
     """Which start of which server answers."""
 
     properties: tuple[str, ...]
-    # sockets that listen on its port, as far as they are in this network namespace
+    # sockets that listen on its port, as far as they are in this network namespace; not looked for
+    # if the properties are of one start
     listeners: tuple[str, ...]
 
     @classmethod
@@ -113,6 +118,9 @@ class ServerIdentity(NamedTuple):
         if not isinstance(properties, dict):
             raise ServerTrouble("/props: an unknown answer")
         found = tuple(str(properties.get(name)) for name in _IDENTITY_FIELDS)
+        if _is_random(found):
+            # it says enough, and to list the sockets of a machine may take 10 ms
+            return cls(found, ())
         return cls(found, _listeners(server.host, server.port))
 
     @property
@@ -124,9 +132,13 @@ class ServerIdentity(NamedTuple):
     @property
     def is_of_one_start(self) -> bool:
         """Whether another start of the server has another identity for certain."""
-        marker = self.properties[_IDENTITY_FIELDS.index(_MARKER)]
-        is_random = _RANDOM_MARKER.fullmatch(marker) is not None
-        return is_random or bool(self.listeners)
+        return _is_random(self.properties) or bool(self.listeners)
+
+
+def _is_random(properties: tuple[str, ...]) -> bool:
+    """Whether the server made its marker itself, at its start."""
+    marker = properties[_IDENTITY_FIELDS.index(_MARKER)]
+    return _RANDOM_MARKER.fullmatch(marker) is not None
 
 
 class ProbedServer(NamedTuple):
@@ -207,7 +219,7 @@ def _probe(
     window_tokens = int(window) if first.shape.window is not None else 0
     cut = EndingShape(first.shape, chunk_tokens, window_tokens)
     namespace = Namespace(
-        model=f"gguf {header.values.get('general.name') or path.stem}",
+        model=namespace_model(path, header.values),
         weights=weights,
         kv_dtype=first.shape.kv_types(),
         lora=lora,

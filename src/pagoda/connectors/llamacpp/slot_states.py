@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -52,6 +53,9 @@ from pagoda.layout import KVLayout
 
 log = guarded_logger("pagoda.llamacpp")
 
+# the rows after the last whole chunk are kept in steps of this part of a chunk, so that few places
+# need to be looked at
+_TAIL_STEPS = 8
 _TRIES = 3  # to compose, if chunks disappear meanwhile
 # a server that could not be probed again is left alone for as many times as long as that took
 _PAUSE = 10
@@ -201,6 +205,7 @@ class SlotStates:
         self._limit_seconds = seconds_of("limit_seconds", limit_seconds)
         self._server = ServerRequests(server_url, api_key)
         self._chunk_tokens = self._config.chunk_tokens
+        self._tail_step = max(1, self._chunk_tokens // _TAIL_STEPS)
         self._salt = salt
         self._adapters_are_fixed = adapters_are_fixed
         self._closed = False
@@ -272,6 +277,13 @@ class SlotStates:
         return self._probed.context
 
     @property
+    def shares_cells(self) -> bool:
+        """Whether all slots share the context (`--kv-unified`): the server empties idle ones when a
+        request needs their room.
+        """
+        return self._probed.streams == 1 and self._probed.slots > 1
+
+    @property
     def cache(self) -> Cache:
         """The cache of the model as it is now; it stays this object's to close.
 
@@ -289,6 +301,16 @@ class SlotStates:
             why = failed.why if failed else "it is probed now"
             raise StoreError(f"{self._server.url} was changed: {why}")
         return current
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Report how long the server took to compute so many tokens of a prompt (`prompt_n` and
+        `prompt_ms` of its timings): then `pagoda stats` says how much time loads have saved.
+        """
+        current = self._current
+        if current is None:
+            return
+        with contextlib.suppress(ClosedError):
+            current.cache.observe_prefill(tokens, seconds)
 
     def stats(self) -> CacheStats:
         """Return what `Cache.stats` returns."""
@@ -684,10 +706,21 @@ class SlotStates:
         kind = cut.state.kind
         count = hit.num_tokens
         why = (hit.reason, hit.detail)
-        if kind != "attention":
+        deadline = Deadline(self._config.deadline_seconds)
+        if kind == "attention":
+            tail = current.endings.find_tail(
+                ids,
+                whole_chunks=count // self._chunk_tokens,
+                most_tokens=most,
+                step=self._tail_step,
+                payload_bytes=cut.payload_bytes,
+                deadline=deadline,
+                salt=salt,
+            )
+            count = max(count, tail)
+        else:
             if kind != "window":
                 most = min(most, len(ids) - 1)
-            deadline = Deadline(self._config.deadline_seconds)
             count = current.endings.find(
                 ids,
                 whole_chunks=hit.num_tokens // self._chunk_tokens,
@@ -724,7 +757,7 @@ class SlotStates:
         cut = current.probed.cut
         streams = current.probed.streams
         ending = np.empty(0, np.uint8)
-        if self.kind != "attention":
+        if self.kind != "attention" or len(ids) % self._chunk_tokens:
             size = cut.payload_bytes(len(ids))
             found = current.endings.load(ids, size, salt=salt)
             if found is None:
@@ -822,7 +855,7 @@ class SlotStates:
         cut = current.probed.cut
         state = read_state(fd, cut.state)
         ids = self._tokens_to_store(wanted, state)
-        endings = self._chosen_endings(state, len(ids), wanted.marks)
+        endings = self._chosen_endings(state, wanted, len(ids))
         if not endings and self.kind != "attention":
             detail = (
                 f"a {self.kind} model can be continued only where its state was kept, and this "
@@ -851,8 +884,6 @@ class SlotStates:
         have = (stored.num_chunks + stored.present) * size
         new = stored.num_tokens
         reason = stored.reason
-        if self.kind == "attention":
-            return StoredState(have, new, (), reason, "", state.tokens)
         kept = []
         for count in endings:
             # its chunks must be there as well
@@ -864,6 +895,8 @@ class SlotStates:
             else:
                 reason = reason or Reason.FULL
         most = max(kept, default=0)
+        if self.kind == "attention":
+            most = max(most, have)
         return StoredState(most, new, tuple(kept), reason, "", state.tokens)
 
     def _tokens_to_store(self, wanted: _WantedPrefix, state: StateFile) -> Tokens:
@@ -880,17 +913,25 @@ class SlotStates:
         return state.tokens[: len(known) + wanted.more_tokens]
 
     def _chosen_endings(
-        self, state: StateFile, most: int, marks: list[int]
+        self, state: StateFile, wanted: _WantedPrefix, most: int
     ) -> list[int]:
         """Return where a state is cut, beside its chunks; nowhere if there is no place for it."""
         if self.kind == "attention":
-            return []
+            # the end of the prompt too: an answer is often written otherwise in the next one
+            prompt = min(most, len(wanted.ids))
+            ends = {self._tail_end(most), self._tail_end(prompt)}
+            return sorted(end for end in ends if end % self._chunk_tokens)
         possible = [
             (lowest, min(highest, most))
             for lowest, highest in possible_endings(state, self._probed.cut)
             if lowest <= most
         ]
-        return choose(possible, marks)
+        return choose(possible, wanted.marks)
+
+    def _tail_end(self, tokens: int) -> int:
+        """Return after how many of so many tokens an attention model's tail may end."""
+        tail = tokens % self._chunk_tokens
+        return tokens - tail % self._tail_step
 
 
 def _require_salt(salt: str | None) -> None:

@@ -271,7 +271,7 @@ def possible_endings(state: StateFile, cut: EndingShape) -> list[tuple[int, int]
         points.add(len(state.tokens))
         return [(point, point) for point in sorted(points)]
     ranges = []
-    for first, stop in _joined(_window_spans(state)):
+    for first, stop in _joined(_window_spans(state, cut)):
         # also from the first token on: the server uses no state that is shorter than its window
         lowest = first + cut.window_tokens + ROWS_BEYOND_WINDOW
         if lowest <= stop:
@@ -293,7 +293,7 @@ def read_ending(state: StateFile, cut: EndingShape, num_tokens: int) -> Bytes:
         )
     if state.window is not None:
         rows = cut.window_rows()
-        pieces = _covering(state, num_tokens - rows, num_tokens)
+        pieces = _covering(state, cut, num_tokens - rows, num_tokens)
         for plane, shape in enumerate(state.window.shape.planes):
             size = rows * shape.row_bytes
             _gather(state.fd, pieces, plane, payload[at : at + size])
@@ -305,14 +305,68 @@ def read_ending(state: StateFile, cut: EndingShape, num_tokens: int) -> Bytes:
     return payload
 
 
-def _window_spans(state: StateFile) -> list[tuple[int, int, AttentionRows]]:
+def _window_spans(
+    state: StateFile, cut: EndingShape
+) -> list[tuple[int, int, AttentionRows]]:
     """Return the positions [first, stop) of the windowed rows at hand, and where they are."""
-    sources = [state.window, *(point.window for point in state.checkpoints)]
-    return [
-        (int(rows.positions.min()), int(rows.positions.max()) + 1, rows)
-        for rows in sources
-        if rows is not None
-    ]
+    if state.window is None:
+        return []
+    spans = [_span(state.window)]
+    points = [point.window for point in state.checkpoints]
+    # the last ones first: they may prove those before them
+    for rows in sorted(
+        (rows for rows in points if rows is not None),
+        key=lambda rows: _span(rows)[1],
+        reverse=True,
+    ):
+        if _is_of_these_tokens(state.fd, rows, spans, cut.window_tokens):
+            spans.append(_span(rows))
+    return spans
+
+
+def _span(rows: AttentionRows) -> tuple[int, int, AttentionRows]:
+    first = int(rows.positions.min())
+    return first, int(rows.positions.max()) + 1, rows
+
+
+def _is_of_these_tokens(
+    fd: int,
+    rows: AttentionRows,
+    spans: Sequence[tuple[int, int, AttentionRows]],
+    window_tokens: int,
+) -> bool:
+    """Whether the rows of a checkpoint are of the tokens of the state.
+
+    When a prompt takes the place of another, the server drops the checkpoints that begin less than
+    a window before the tokens that both share. It keeps one that begins at the first token, or that
+    has more rows than the window, though it may end with rows of the other prompt. Such a one must
+    have the same rows as others at the end.
+    """
+    first, stop, _ = _span(rows)
+    if first > 0 and stop - first <= window_tokens:
+        return True
+    for begin, end, others in spans:
+        begin = max(begin, first)
+        if begin < stop <= end:
+            return _are_equal(fd, rows, others, begin, stop)
+    return False
+
+
+def _are_equal(
+    fd: int, left: AttentionRows, right: AttentionRows, first: int, stop: int
+) -> bool:
+    """Whether two attention caches have the same rows at these positions."""
+    planes = (PlaneRows(fd, left), PlaneRows(fd, right))
+    for plane, shape in enumerate(left.shape.planes):
+        size = (stop - first) * shape.row_bytes
+        found = []
+        for source in planes:
+            values = np.empty(size, np.uint8)
+            source.read(plane, first, [values])
+            found.append(values)
+        if not np.array_equal(found[0], found[1]):
+            return False
+    return True
 
 
 def _joined(
@@ -333,9 +387,11 @@ class _Piece(NamedTuple):
     stop: int
 
 
-def _covering(state: StateFile, first: int, stop: int) -> list[_Piece]:
+def _covering(
+    state: StateFile, cut: EndingShape, first: int, stop: int
+) -> list[_Piece]:
     """Return where the windowed rows of [first, stop) are. ValueError: some are missing."""
-    spans = _window_spans(state)
+    spans = _window_spans(state, cut)
     pieces = []
     while first < stop:
         here = [span for span in spans if span[0] <= first < span[1]]

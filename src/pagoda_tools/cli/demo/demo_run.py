@@ -10,14 +10,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from pagoda.tiers import recorded_tiers
 from pagoda_tools.cli import FailedError, UsageError
 from pagoda_tools.cli.demo.demo_child import (
     DemoAnswer,
@@ -26,6 +25,7 @@ from pagoda_tools.cli.demo.demo_child import (
     Size,
     Task,
 )
+from pagoda_tools.cli.demo.own_directories import own_directory
 from pagoda_tools.cli.record import handling
 
 PROCESSES = ("cold", "host", "disk")
@@ -113,12 +113,10 @@ def run_demo(
     loaded or cached, FailedError with the last line of a process that failed.
     """
     outcomes = {}
-    # both signals interrupt the demo, even if the shell had SIGINT ignored
-    stops = dict.fromkeys((signal.SIGINT, signal.SIGTERM), _interrupt)
     with (
-        handling(stops),
-        _own_directory(host_in, "host") as host,
-        _own_directory(disk_in, "disk") as disk,
+        interrupted_by_signals(),
+        own_directory(host_in, "host") as host,
+        own_directory(disk_in, "disk") as disk,
     ):
         for process in PROCESSES:
             if process == "disk":
@@ -129,26 +127,15 @@ def run_demo(
     return Shown(outcomes)
 
 
+def interrupted_by_signals() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which SIGINT and SIGTERM raise KeyboardInterrupt, even if the shell had
+    SIGINT ignored.
+    """
+    return handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM), _interrupt))
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _own_directory(parent: Path, tier: str) -> Iterator[Path]:
-    """Yield a root for a tier under `parent`; at the end, remove it and its entry in the register
-    of tiers.
-    """
-    try:
-        made = Path(tempfile.mkdtemp(prefix="pagoda-demo-", dir=parent))
-    except OSError as trouble:
-        raise UsageError(
-            f"the demo needs a directory in {parent}: {trouble.strerror}"
-        ) from None
-    try:
-        yield made / tier
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        recorded_tiers.remove(os.path.realpath(made / tier))
 
 
 def _run(task: Task, step: Callable[[str], None]) -> DemoOutcome:
