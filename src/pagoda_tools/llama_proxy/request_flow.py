@@ -56,7 +56,7 @@ _WAIT_SECONDS = 600.0
 # where others may keep a slot busy that is free by our account
 _WAIT_BESIDE_OTHERS_SECONDS = 2.0
 # what was looked up so long ago may have changed: a slot was saved meanwhile
-_LOOKED_UP_SECONDS = 0.05
+_LOOKED_UP_SECONDS = 0.005
 # to start while others start
 _START_SECONDS = 2.0
 # of answers in a row that reused other tokens than were restored: then that route loads no more
@@ -77,6 +77,7 @@ class StoredPrefix(NamedTuple):
     may_load: bool
     why: str = ""  # nothing more is loaded
     is_unknown: bool = False
+    is_skipped: bool = False  # nobody looked, because a slot has nearly all
 
 
 class _Start:
@@ -214,7 +215,9 @@ class RequestFlow:
         turn = Turn(slot, tokens, salt)
         starting: asyncio.Task[None] | None = None
         try:
-            if time.monotonic() - looked_up > _LOOKED_UP_SECONDS:
+            is_old = time.monotonic() - looked_up > _LOOKED_UP_SECONDS
+            if is_old or stored.is_skipped:
+                # also if another request has taken the slot that has nearly all
                 stored = await self._stored(route, body, tokens, salt, [slot])
             turn.stored = stored.tokens
             turn.why = stored.why
@@ -369,7 +372,9 @@ class RequestFlow:
         lacking = len(tokens)
         if slots:
             lacking -= fullest(slots, tokens, salt).held(tokens, salt)
-        if lacking < least or len(tokens) >= self._options.context_tokens:
+        if lacking < least:
+            return StoredPrefix(0, may_load=False, is_skipped=True)
+        if len(tokens) >= self._options.context_tokens:
             return StoredPrefix(0, may_load=False)
         off = self._options.loading_is_off or self._off.get(route, "")
         if body.get("response_fields") and body.get("stream") is not True:
