@@ -213,7 +213,6 @@ def _attach(
         allow_hosts=proxy.allow_hosts,
         owns_server=False,
         # nobody knows
-        has_ram_cache=True,
         empties_idle_slots=True,
         state_bytes=proxy.state_bytes,
         config=proxy.config,
@@ -302,7 +301,6 @@ async def _serve(
             share_all=proxy.share_all,
             allow_hosts=proxy.allow_hosts,
             owns_server=True,
-            has_ram_cache=arguments.has_ram_cache,
             empties_idle_slots=arguments.empties_idle_slots,
             state_bytes=proxy.state_bytes,
             config=proxy.config,

@@ -82,7 +82,6 @@ class ProxyOptions:
         share_all: all keys share what is stored.
         allow_hosts: more names for the headers Host and Origin.
         owns_server: nobody else asks the server, and its slots are the proxy's.
-        has_ram_cache: the server keeps copies of slots itself.
         empties_idle_slots: every request that starts may empty the idle slots.
         adapters_are_fixed: nobody changes the server's adapters without the proxy.
         state_bytes: the most bytes of a state file; None: an eighth of the free memory.
@@ -98,7 +97,6 @@ class ProxyOptions:
     share_all: bool = False
     allow_hosts: Sequence[str] = ()
     owns_server: bool = True
-    has_ram_cache: bool = False
     empties_idle_slots: bool = False
     adapters_are_fixed: bool = True
     state_bytes: int | None = None
@@ -221,6 +219,9 @@ class LlamaProxy:
         config = options.config
         self._upstream = Upstream(options.server_url, options.server_key)
         self._accounts = SlotAccounts(self._states.slots)
+        if not options.owns_server:
+            # others may have used it before
+            self._accounts.forget_used(None, 0.0)
         self._saver = SlotSaver(
             self._accounts, self._states, self._run, config.chunk_tokens
         )
@@ -234,7 +235,6 @@ class LlamaProxy:
             FlowOptions(
                 min_gain_tokens=max(config.min_hit_tokens, config.chunk_tokens),
                 context_tokens=self._states.context_tokens,
-                pins_empty_slots=not options.has_ram_cache,
                 empties_idle_slots=options.empties_idle_slots,
                 others_ask=not options.owns_server,
                 loading_is_off=self._states.trouble or options.loading_is_off,

@@ -147,15 +147,12 @@ class FlowOptions:
     """How requests are treated.
 
     `min_gain_tokens`: what a load must give beside what the slot has. `context_tokens`: a prompt
-    may have; the server refuses longer ones. `pins_empty_slots`: False if
-    the server has copies of other slots, which it does not look for in an empty slot that is asked
-    by name. `empties_idle_slots`: every request that starts empties those slots. `others_ask`: the
+    may have; the server refuses longer ones. `empties_idle_slots`: every request that starts empties those slots. `others_ask`: the
     server is asked not only through this proxy.
     """
 
     min_gain_tokens: int
     context_tokens: int
-    pins_empty_slots: bool
     empties_idle_slots: bool
     others_ask: bool
     loading_is_off: str = ""
@@ -220,8 +217,6 @@ class RequestFlow:
             turn.why = stored.why
             turn.start = await self._held_start()
             await finished(self._prepare(turn, stored))
-            if slot.is_empty and not self._options.pins_empty_slots:
-                return None
             turn.marks = partial(
                 marks_of, route, body, tokens, self._upstream.ask
             )
