@@ -147,8 +147,8 @@ class FlowOptions:
     """How requests are treated.
 
     `min_gain_tokens`: what a load must give beside what the slot has. `context_tokens`: a prompt
-    may have; the server refuses longer ones. `empties_idle_slots`: every request that starts empties those slots. `others_ask`: the
-    server is asked not only through this proxy.
+    may have; the server refuses longer ones. `empties_idle_slots`: every request that starts does
+    that. `others_ask`: the server is asked not only through this proxy.
     """
 
     min_gain_tokens: int
@@ -204,6 +204,7 @@ class RequestFlow:
         free = self._accounts.free
         stored = await self._stored(route, body, tokens, salt, free)
         looked_up = time.monotonic()
+        saves = self._saver.saves
         slot = await self._slot_for(tokens, salt, stored, body.get("id_slot"))
         if slot is None:
             self.counts["no_free_slot"] += 1
@@ -211,7 +212,9 @@ class RequestFlow:
         turn = Turn(slot, tokens, salt)
         starting: asyncio.Task[None] | None = None
         try:
-            if time.monotonic() - looked_up > _LOOKED_UP_SECONDS:
+            waited = time.monotonic() - looked_up
+            # what a slot had may have been saved meanwhile, for another prompt
+            if waited > _LOOKED_UP_SECONDS or self._saver.saves != saves:
                 stored = await self._stored(route, body, tokens, salt, [slot])
             turn.stored = stored.tokens
             turn.why = stored.why

@@ -49,6 +49,8 @@ class SlotSaver:
         self._chunk = chunk
         # a save was refused: the server may be another one now, which only a load finds out
         self.is_server_doubtful = False
+        # how many times something was stored
+        self.saves = 0
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._save_idle_ones())
 
@@ -104,6 +106,8 @@ class SlotSaver:
                 return
         if stored.reason is Reason.NOT_CACHEABLE and stored.slot_tokens is None:
             self.is_server_doubtful = True
+        if stored:
+            self.saves += 1
         if stored.slot_tokens is not None:
             slot.tokens = stored.slot_tokens
             slot.more_tokens = 0
