@@ -291,7 +291,13 @@ def _is_gone(store: Path) -> bool:
     """Whether a store that was found has been removed since, as private ones are when their process
     ends: there is nothing to report.
     """
-    return not os.path.lexists(store)
+    try:
+        store.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def agreed(question: str, command: str) -> bool:

@@ -25,9 +25,9 @@ class CellRoom:
         accounts: SlotAccounts,
         states: SlotStates,
         saver: SlotSaver,
-        empty: Callable[[SlotAccount], Awaitable[None]],
+        empty: Callable[[SlotAccount], Awaitable[bool]],
     ) -> None:
-        """`empty`: empties a slot whose lock the caller holds."""
+        """`empty`: empties a slot whose lock the caller holds; says whether it is empty."""
         self._accounts = accounts
         self._states = states
         self._saver = saver

@@ -60,25 +60,47 @@ class ClientAccess:
         if right:
             salt = "" if self._is_shared else hashlib.sha256(right[0]).hexdigest()
             return Client(True, salt)
-        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname
+        host = _hostname(f"//{request.headers.get('Host', '')}")
         if not self._is_here(host):
-            return Client(False, "", f"--allow-host {host}")
+            return Client(False, "", f"--allow-host {host or 'NAME'}")
         origin = request.headers.get("Origin")
         if origin is not None:
-            name = urlsplit(origin).hostname
-            if not self._is_here(name):
+            name = _hostname(origin)
+            # a page at an address may be anybody's, but the one that is at ours
+            if name != host and not self._is_ours(name):
                 return Client(False, "", f"--allow-host {name or origin}")
         return Client(not self._keys, "")
 
     def _is_here(self, name: str | None) -> bool:
-        """Whether a name is this machine's; an address cannot be given another meaning."""
+        """Whether a client that calls this name has asked for this machine: no other page can give
+        an address another meaning.
+        """
+        return _address(name) is not None or self._is_ours(name)
+
+    def _is_ours(self, name: str | None) -> bool:
+        """Whether a name or an address is this machine's."""
         if name is None:
             return False
-        try:
-            ipaddress.ip_address(name.partition("%")[0])
-        except ValueError:
-            return name.lower() in self._hosts
-        return True
+        address = _address(name)
+        if address is not None and address.is_loopback:
+            return True
+        return name.lower() in self._hosts
+
+
+def _hostname(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def _address(
+    name: str | None,
+) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address((name or "").partition("%")[0])
+    except ValueError:
+        return None
 
 
 def _sent_key(request: web.Request) -> str:

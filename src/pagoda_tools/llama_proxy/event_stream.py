@@ -98,11 +98,16 @@ class EventStream:
         of the first if there is one.
         """
         kept = b""
-        for _ in range(_FIRST_EVENTS):
+        seen = 0
+        while seen < _FIRST_EVENTS:
             event = await self._event()
             if event is None:
                 break
             kept += self._kept(event)
+            if _is_comment(event):
+                # the server waits for its turn, however long
+                continue
+            seen += 1
             self.reused_tokens = _reused_in(event)
             if self.reused_tokens is not None:
                 break
@@ -115,7 +120,9 @@ class EventStream:
             event = await self._event()
             if event is None:
                 return
-            is_about_prompt = _progress_in(event) is not None
+            is_about_prompt = (
+                _is_comment(event) or _progress_in(event) is not None
+            )
             if kept := self._kept(event):
                 yield self._noted(kept)
         buffered = self._buffer
@@ -169,6 +176,11 @@ def _reused_in(event: bytes) -> int | None:
     if b'"message_start"' in event:
         return _number(_REUSED[1:2], event)
     return None
+
+
+def _is_comment(event: bytes) -> bool:
+    """Whether an event only keeps the connection open."""
+    return event.startswith(b":") and b"data:" not in event
 
 
 def _progress_in(event: bytes) -> dict[str, object] | None:

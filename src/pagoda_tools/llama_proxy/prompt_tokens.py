@@ -46,6 +46,7 @@ ROUTES: Mapping[str, str] = {
     "/v1/completions": COMPLETION,
     "/chat/completions": CHAT,
     "/v1/chat/completions": CHAT,
+    "/api/chat": CHAT,
     "/v1/messages": MESSAGES,
     "/responses": RESPONSES,
     "/v1/responses": RESPONSES,

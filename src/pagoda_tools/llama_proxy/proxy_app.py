@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -38,23 +37,29 @@ from pagoda_tools.llama_proxy.request_flow import (
     passed,
     printable,
 )
-from pagoda_tools.llama_proxy.slot_accounts import SlotAccounts, Tokens
+from pagoda_tools.llama_proxy.slot_accounts import (
+    SlotAccount,
+    SlotAccounts,
+    Tokens,
+)
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
-from pagoda_tools.llama_proxy.upstream import Upstream
+from pagoda_tools.llama_proxy.upstream import Upstream, answer_headers
 
 T = TypeVar("T")
 
 # of a body: a prompt of millions of tokens, or pictures
 _MOST_BODY_BYTES = 256 << 20
 _PROMPT_SECONDS = 30.0
+_ADAPTER_SECONDS = 60.0
 # requests that still run at the end
 _SHUTDOWN_SECONDS = 5.0
-# one state goes through the directory at a time; others look up what is stored meanwhile
-_THREADS = 4
+# threads beside one for each slot: one state goes through the directory at a time, and others look
+# up what is stored meanwhile
+_LOOKING_UP = 4
 _EXIT_SECONDS = 5.0
 _WAITING_CONNECTIONS = 1024
 _INTERRUPTED = 130  # exit code
-_MOVES_KV = b"n_cache_reuse"
+_MOVES_KV = "n_cache_reuse"
 STATUS_PATH = "/pagoda"
 _HARMLESS = frozenset(
     {"/tokenize", "/detokenize", "/apply-template", "/props", "/health"}
@@ -204,7 +209,9 @@ class LlamaProxy:
             (options.listen[0], *options.allow_hosts),
             share_all=options.share_all,
         )
-        self._pool = Pool(_THREADS, "pagoda-llama", _EXIT_SECONDS)
+        self._pool = Pool(
+            states.slots + _LOOKING_UP, "pagoda-llama", _EXIT_SECONDS
+        )
 
     def app(self) -> web.Application:
         """Return the application; its parts are made when it starts."""
@@ -290,46 +297,56 @@ class LlamaProxy:
             return await self._pass(request, body, client)
         if route == "/lora-adapters":
             return await self._change_adapters(request, client)
-        if route.startswith("/slots/") and self._options.owns_server:
+        if route.startswith("/slots/"):
             return _error(
                 501,
                 "the slots are saved and restored by pagoda: their actions are not for clients",
             )
         text = await request.read()
-        if route not in ROUTES:
-            return await self._pass_question(request, text, client)
-        question = read_body(text)
-        prompt = await self._prompt(route, question)
-        why = prompt.why
-        if question is not None and prompt.tokens is not None:
-            if _MOVES_KV in text:
-                text = changed(text, question, {_MOVES_KV.decode(): 0})
-            answer = await self._flow.answer(
-                request, route, text, question, prompt.tokens, client.salt
-            )
-            if answer is not None:
-                return answer
-            why = "the server chose a slot: none was free in time, or all were empty"
+        try:
+            question = read_body(text) if route in ROUTES else None
+        except RecursionError:
+            return _error(400, "the body is nested too deep")
+        if question is None:
+            return await self._pass_unknown(request, text, client)
+        if question.get(_MOVES_KV):
+            # the KV in the slot would not be that of its tokens
+            text = changed(text, question, {_MOVES_KV: 0})
+            question[_MOVES_KV] = 0
+        why = self._states.trouble
+        tokens: Tokens | None = None
+        if not why:
+            prompt = await self._prompt(route, question)
+            tokens = prompt.tokens
+            why = prompt.why
+            if tokens is not None:
+                answer = await self._flow.answer(
+                    request, route, text, question, tokens, client.salt
+                )
+                if answer is not None:
+                    return answer
+                why = "no slot became free, or only an empty one"
         self._flow.counts["passed_on"] += 1
-        header = f'why="{printable(why)}"'
-        return await self._pass_question(
-            request, text, client, prompt.tokens, header
-        )
-
-    async def _pass_question(
-        self,
-        request: web.Request,
-        text: bytes,
-        client: Client,
-        tokens: Tokens | None = None,
-        header: str = "",
-    ) -> web.StreamResponse:
-        """Pass on a request that may take a slot."""
-        if _MOVES_KV in text:
-            # it may leave KV that is not that of its tokens
-            self._accounts.taint()
-        send = partial(self._pass, request, text, client, header)
+        if client.salt or self._accounts.is_any_tainted:
+            # the server itself chooses the slot, which may have KV that is not for this request
+            text = changed(text, question, {"cache_prompt": False})
+        send = partial(self._pass, request, text, client, why=why)
         return await self._flow.passed_on(send, tokens, client.salt)
+
+    async def _pass_unknown(
+        self, request: web.Request, text: bytes, client: Client
+    ) -> web.StreamResponse:
+        """Pass on what may or may not use a slot."""
+        is_moving = _MOVES_KV.encode() in text
+        if is_moving:
+            self._accounts.taint()
+        try:
+            send = partial(self._pass, request, text, client)
+            return await self._flow.passed_on(send, None, client.salt)
+        finally:
+            if is_moving:
+                # a slot may have been emptied and used again meanwhile
+                self._accounts.taint()
 
     def _status(self) -> dict[str, object]:
         """Return what `GET /pagoda` says."""
@@ -341,31 +358,27 @@ class LlamaProxy:
             **self._flow.status(),
         }
 
-    async def _prompt(self, route: str, body: Body | None) -> RequestPrompt:
+    async def _prompt(self, route: str, body: Body) -> RequestPrompt:
         """Return the tokens of a request, or why it is to be passed on as it is."""
-        if body is None:
-            return RequestPrompt(None, "the body is no JSON object")
-        if self._states.trouble:
-            return RequestPrompt(None, self._states.trouble)
         try:
             async with asyncio.timeout(_PROMPT_SECONDS):
                 return await prompt_of(route, body, self._upstream.ask)
-        except (ServerTrouble, TimeoutError) as error:
-            why = f"the server did not tell the tokens: {error}"
-            _log.warn(_logger, Reason.IO_ERROR, f"{route}: {why}")
-            return RequestPrompt(None, why)
+        except (ServerTrouble, TimeoutError):
+            return RequestPrompt(None, "the server did not say its tokens")
 
     async def _pass(
         self,
         request: web.Request,
         body: bytes | aiohttp.StreamReader | None,
         client: Client,
-        header: str = "",
+        *,
+        why: str = "",
     ) -> web.StreamResponse:
-        """Pass a request and its answer on, byte for byte."""
+        """Pass a request and its answer on, byte for byte. `why`: for the client."""
         async with self._upstream.send(
             request, body, with_key=client.may_ask
         ) as answer:
+            header = f'why="{printable(why)}"' if why else ""
             return await passed(request, answer, header)
 
     async def _change_adapters(
@@ -375,12 +388,35 @@ class LlamaProxy:
         of the adapters before.
         """
         text = await request.read()
-        async with contextlib.AsyncExitStack() as locks:
+        held: list[SlotAccount] = []
+        try:
             for slot in self._accounts.all:
-                await locks.enter_async_context(slot.lock)
-            answer = await self._pass(request, text, client)
-            await finished(self._empty_all())
-            return answer
+                await slot.lock.acquire()
+                held.append(slot)
+                await finished(self._saver.save(slot))
+            # also if the client goes meanwhile: the server may have changed them
+            return await finished(self._changed_adapters(request, text, client))
+        finally:
+            for slot in held:
+                await finished(self._accounts.give_back(slot))
+
+    async def _changed_adapters(
+        self, request: web.Request, text: bytes, client: Client
+    ) -> web.StreamResponse:
+        # until they are emptied
+        self._accounts.taint()
+        async with asyncio.timeout(_ADAPTER_SECONDS):
+            async with self._upstream.send(
+                request, text, with_key=client.may_ask, is_read=True
+            ) as answer:
+                content = await answer.read()
+        await self._empty_all()
+        return web.Response(
+            status=answer.status,
+            reason=answer.reason,
+            headers=answer_headers(answer),
+            body=content,
+        )
 
     async def _empty_all(self) -> None:
         for slot in self._accounts.all:
@@ -388,13 +424,17 @@ class LlamaProxy:
                 await self._upstream.erase(slot.number)
                 slot.clear()
             except ServerTrouble:
+                # it stays tainted
                 slot.forget()
-                slot.is_tainted = True
 
 
 def _error(status: int, message: str) -> web.Response:
     """Return an error in the form of llama.cpp's server."""
-    kinds = {403: "permission_error", 501: "not_supported_error"}
+    kinds = {
+        400: "invalid_request_error",
+        403: "permission_error",
+        501: "not_supported_error",
+    }
     error = {
         "code": status,
         "message": message,

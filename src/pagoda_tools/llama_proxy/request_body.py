@@ -9,12 +9,18 @@ import msgspec
 
 Body = dict[str, object]
 
+# the server takes a text with it as well
+_MARK = b"\xef\xbb\xbf"
+
 
 def read_body(text: bytes) -> Body | None:
-    """Return the object in a body; None if it has another form: the server says what is wrong."""
+    """Return the object in a body; None if it has another form: the server says what is wrong.
+
+    Raises RecursionError for one that is nested too deep.
+    """
     try:
-        found = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        found = msgspec.json.decode(text.removeprefix(_MARK))
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -32,7 +32,7 @@ from pagoda_tools.llama_proxy.event_stream import (
 )
 from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.load_worth import LEAST_TOKENS, LoadWorth
-from pagoda_tools.llama_proxy.prompt_tokens import marks_of
+from pagoda_tools.llama_proxy.prompt_tokens import MESSAGES, ROUTES, marks_of
 from pagoda_tools.llama_proxy.request_body import changed
 from pagoda_tools.llama_proxy.slot_accounts import (
     Marks,
@@ -51,8 +51,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 HEADER = "X-Pagoda"
-# for a slot; after it the server itself chooses
-_WAIT_SECONDS = 2.0
+# for a slot; after it the server itself chooses, and its queue is no shorter than ours
+_WAIT_SECONDS = 600.0
+# where others may keep a slot busy that is free by our account
+_WAIT_BESIDE_OTHERS_SECONDS = 2.0
+# what was looked up so long ago may have changed: a slot was saved meanwhile
+_LOOKED_UP_SECONDS = 0.05
+# to start while others start
+_START_SECONDS = 2.0
 # of answers in a row that reused other tokens than were restored: then that route loads no more
 _MOST_DIFFERENCES = 3
 _LOOK_SECONDS = 0.01
@@ -73,6 +79,24 @@ class StoredPrefix(NamedTuple):
     is_unknown: bool = False
 
 
+class _Start:
+    """The right to let a request start, until it has."""
+
+    def __init__(self, lock: asyncio.Lock | None) -> None:
+        self._lock = lock
+
+    @property
+    def is_held(self) -> bool:
+        return self._lock is not None
+
+    def release(self) -> None:
+        """Let others start; idempotent."""
+        lock = self._lock
+        self._lock = None
+        if lock is not None:
+            lock.release()
+
+
 @dataclass
 class Turn:
     """One request that has a slot.
@@ -91,7 +115,10 @@ class Turn:
     saved: int = 0
     why: str = ""
     marks: Marks | None = None
+    # the slot was to be emptied, and that failed: the server must not use what it has
+    is_spoiled: bool = False
     is_over: bool = False
+    start: _Start = field(default_factory=lambda: _Start(None))
 
     @property
     def expected(self) -> int:
@@ -111,24 +138,6 @@ class Turn:
             # it may tell of what others have stored
             parts.append(f'why="{printable(self.why)}"')
         return "; ".join(parts)
-
-
-class _Start:
-    """The right to let a request start, until it has."""
-
-    def __init__(self, lock: asyncio.Lock | None) -> None:
-        self._lock = lock
-
-    @property
-    def is_held(self) -> bool:
-        return self._lock is not None
-
-    def release(self) -> None:
-        """Let others start; idempotent."""
-        lock = self._lock
-        self._lock = None
-        if lock is not None:
-            lock.release()
 
 
 class _DifferenceError(Exception):
@@ -197,23 +206,31 @@ class RequestFlow:
         self._accounts.resize(self._states.slots)
         if self._options.others_ask:
             await self._forget_others()
-        stored = await self._stored(route, tokens, salt)
+        free = self._accounts.free
+        stored = await self._stored(route, body, tokens, salt, free)
+        looked_up = time.monotonic()
         slot = await self._slot_for(tokens, salt, stored, body.get("id_slot"))
         if slot is None:
             self.counts["no_free_slot"] += 1
             return None
-        turn = Turn(slot, tokens, salt, stored=stored.tokens, why=stored.why)
-        start = _Start(await self._held_start())
+        turn = Turn(slot, tokens, salt)
         starting: asyncio.Task[None] | None = None
         try:
+            if time.monotonic() - looked_up > _LOOKED_UP_SECONDS:
+                stored = await self._stored(route, body, tokens, salt, [slot])
+            turn.stored = stored.tokens
+            turn.why = stored.why
+            turn.start = await self._held_start()
             await finished(self._prepare(turn, stored))
             if slot.is_empty and not self._options.pins_empty_slots:
                 return None
             turn.marks = partial(
                 marks_of, route, body, tokens, self._upstream.ask
             )
-            if start.is_held:
-                starting = asyncio.create_task(self._has_started(slot, start))
+            if turn.start.is_held:
+                starting = asyncio.create_task(
+                    self._has_started(slot, turn.start)
+                )
             try:
                 return await self._ask(request, route, text, body, turn)
             except _DifferenceError as difference:
@@ -222,7 +239,7 @@ class RequestFlow:
         finally:
             if starting is not None:
                 starting.cancel()
-            start.release()
+            turn.start.release()
             await finished(self._give_back(turn))
 
     async def _give_back(self, turn: Turn) -> None:
@@ -230,10 +247,12 @@ class RequestFlow:
         if turn.is_over:
             return
         turn.is_over = True
-        if self._options.others_ask:
-            numbers = await self._task_numbers()
-            turn.slot.task = (numbers or {}).get(turn.slot.number)
-        await self._accounts.give_back(turn.slot)
+        try:
+            if self._options.others_ask:
+                numbers = await self._task_numbers()
+                turn.slot.task = (numbers or {}).get(turn.slot.number)
+        finally:
+            await self._accounts.give_back(turn.slot)
 
     async def passed_on(
         self,
@@ -245,36 +264,53 @@ class RequestFlow:
 
         `send`: asks the server. `tokens`: of the prompt, if they are known.
         """
-        _Start(await self._held_start()).release()
+        (await self._held_start()).release()
         since = time.monotonic()
         before = await self._task_numbers()
-        used: set[int] | None = None
+        held: Tokens | None = None
         try:
             answer = await send()
+            if answer.status == 200:
+                held = tokens
+            return answer
         finally:
-            after = await finished(self._task_numbers())
-            if before is not None and after is not None:
-                used = {
-                    number
-                    for number in after
-                    if after[number] != before.get(number)
-                }
-            self._accounts.forget_used(used, since)
-        if tokens is not None and used is not None and len(used) == 1:
-            number = used.pop()
-            slots = [
-                slot for slot in self._accounts.free if slot.number == number
-            ]
-            for slot in slots if answer.status == 200 else ():
-                slot.set(tokens, salt, 0)
-                slot.task = (after or {}).get(number)
-                self._saver.note_answer(slot, 0)
-        return answer
+            # the client may go as soon as it has its answer
+            await finished(self._note_passed(before, since, held, salt))
+
+    async def _note_passed(
+        self,
+        before: Mapping[int, object] | None,
+        since: float,
+        tokens: Tokens | None,
+        salt: str,
+    ) -> None:
+        """Account for a request that began at `since`, when the slots had these task numbers, in a
+        slot that the server has chosen. `tokens`: what it has left there, if that is known.
+        """
+        after = await self._task_numbers()
+        if before is None or after is None:
+            self._accounts.forget_used(None, since)
+            return
+        used = {number for number in after if after[number] != before.get(number)}
+        slots = [
+            slot
+            for slot in self._accounts.free
+            if slot.number in used and slot.used_at < since
+        ]
+        self._accounts.forget_used(used, since)
+        if tokens is not None and len(used) == 1 and slots:
+            slots[0].set(tokens, salt, 0)
+            slots[0].task = after[slots[0].number]
+            self._saver.note_answer(slots[0], 0)
 
     async def _forget_others(self) -> None:
         """Account for requests that others have sent to the server."""
+        free = [(slot, slot.used_at) for slot in self._accounts.free]
         numbers = await self._task_numbers()
-        for slot in self._accounts.free:
+        for slot, used_at in free:
+            if slot.lock.locked() or slot.used_at != used_at:
+                # one of our own requests came meanwhile
+                continue
             if numbers is None or numbers.get(slot.number) != slot.task:
                 slot.forget()
 
@@ -294,17 +330,16 @@ class RequestFlow:
 
     # ---- the start of a request
 
-    async def _held_start(self) -> asyncio.Lock | None:
-        """Wait until no restored slot waits for its request, and keep others from starting; None if
+    async def _held_start(self) -> _Start:
+        """Wait until no restored slot waits for its request, and keep others from starting, unless
         that is not needed, or takes too long.
         """
-        if not self._options.empties_idle_slots:
-            return None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_WAIT_SECONDS):
-                await self._starting.acquire()
-                return self._starting
-        return None
+        if self._options.empties_idle_slots:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_START_SECONDS):
+                    await self._starting.acquire()
+                    return _Start(self._starting)
+        return _Start(None)
 
     async def _has_started(self, slot: SlotAccount, start: _Start) -> None:
         """Let others start as soon as the server computes in this slot."""
@@ -313,6 +348,8 @@ class RequestFlow:
                 await asyncio.sleep(_LOOK_SECONDS)
                 listed = await self._upstream.get("/slots")
                 for entry in listed if isinstance(listed, list) else ():
+                    if not isinstance(entry, dict):
+                        continue
                     if entry.get("id") == slot.number and entry.get(
                         "is_processing"
                     ):
@@ -322,28 +359,38 @@ class RequestFlow:
     # ---- the slot
 
     async def _stored(
-        self, route: str, tokens: Tokens, salt: str
+        self,
+        route: str,
+        body: Mapping[str, object],
+        tokens: Tokens,
+        salt: str,
+        slots: Sequence[SlotAccount],
     ) -> StoredPrefix:
-        """Look for what is stored, unless a slot has nearly all."""
+        """Look for what is stored, unless one of these slots has nearly all."""
         least = self._options.min_gain_tokens
         lacking = len(tokens)
-        if free := self._accounts.free:
-            lacking -= fullest(free, tokens, salt).held(tokens, salt)
+        if slots:
+            lacking -= fullest(slots, tokens, salt).held(tokens, salt)
         if lacking < least or len(tokens) >= self._options.context_tokens:
             return StoredPrefix(0, may_load=False)
         off = self._options.loading_is_off or self._off.get(route, "")
+        if body.get("response_fields") and body.get("stream") is not True:
+            off = off or "response_fields leaves out how many tokens were reused"
         if off:
             return StoredPrefix(0, False, off)
         found = await self._call(self._states.find, tokens, salt=salt)
         if found is None:
             return StoredPrefix(0, False, "what is stored is not known")
+        is_unknown = found.reason is Reason.NOT_CACHEABLE
+        if self._saver.is_server_doubtful:
+            is_unknown = True
         # what another client has stored is not for this one
         is_told = found.reason is not Reason.OTHER_NAMESPACE
         return StoredPrefix(
             found.num_tokens,
             found.num_tokens >= least,
             found.detail if is_told else "",
-            is_unknown=found.reason is Reason.NOT_CACHEABLE,
+            is_unknown=is_unknown,
         )
 
     async def _slot_for(
@@ -352,8 +399,12 @@ class RequestFlow:
         """Return a locked slot, the one that the client wants or the best; None: none became
         free.
         """
+        wait = _WAIT_SECONDS
+        # the server may choose a slot that has what another user has written
+        if self._options.others_ask and not salt:
+            wait = _WAIT_BESIDE_OTHERS_SECONDS
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_WAIT_SECONDS):
+            async with asyncio.timeout(wait):
                 return await self._accounts.take(
                     lambda free: self._best(free, tokens, salt, stored, wanted)
                 )
@@ -398,11 +449,11 @@ class RequestFlow:
         """Save what the slot loses, and load what it lacks."""
         slot = turn.slot
         if slot.is_tainted:
-            await self._emptied(slot)
+            turn.is_spoiled = not await self._emptied(slot)
         elif slot.salt != turn.salt and not slot.is_empty:
             # what another user's prompt left must not be seen in the time that an answer takes
             await self._saver.save(slot)
-            await self._emptied(slot)
+            turn.is_spoiled = not await self._emptied(slot)
         await self._room.make(slot, len(turn.tokens))
         turn.held = slot.held(turn.tokens, turn.salt)
         turn.stored = max(turn.stored, min(turn.held, slot.stored_tokens))
@@ -428,6 +479,8 @@ class RequestFlow:
             counted=False,
             limit_seconds=_LOAD_SECONDS,
         )
+        # another server was probed, if it is another one
+        self._saver.is_server_doubtful = False
         if loaded is None or not loaded:
             self.counts["not_loaded"] += 1
             turn.why = "it failed" if loaded is None else loaded.detail
@@ -455,12 +508,15 @@ class RequestFlow:
             _log.warn(_logger, Reason.IO_ERROR, f"nothing was loaded: {error!r}")
             return None
 
-    async def _emptied(self, slot: SlotAccount) -> None:
+    async def _emptied(self, slot: SlotAccount) -> bool:
+        """Empty a slot, and return whether it is."""
         try:
             await self._upstream.erase(slot.number)
-            slot.clear()
         except ServerTrouble:
             slot.forget()
+            return False
+        slot.clear()
+        return True
 
     # ---- the question
 
@@ -478,6 +534,11 @@ class RequestFlow:
         shows_progress = body.get("return_progress") is True
         if is_streamed and turn.loaded:
             added["return_progress"] = True
+        if turn.is_spoiled:
+            if ROUTES[route] == MESSAGES:
+                # it has no such field
+                raise aiohttp.ClientError(f"slot {slot.number} was not emptied")
+            added["cache_prompt"] = False
         sent = changed(text, body, added)
         before = slot.copied()
         # until the answer is known: an aborted request leaves a beginning of this
@@ -510,7 +571,7 @@ class RequestFlow:
         async with self._upstream.send(request, sent, is_read=True) as answer:
             kind = answer.headers.get("Content-Type", "")
             if answer.status != 200:
-                if answer.status == 400 and not turn.loaded:
+                if 400 <= answer.status < 500 or answer.status == 501:
                     # a refused request computes nothing
                     turn.slot.restore(before)
                 else:
@@ -543,6 +604,7 @@ class RequestFlow:
         first = b""
         if turn.loaded:
             first = await stream.beginning()
+            turn.start.release()
             self._check(route, turn, stream.reused_tokens)
         response = web.StreamResponse(status=200, headers=answer_headers(answer))
         response.headers[HEADER] = turn.header()
@@ -555,8 +617,8 @@ class RequestFlow:
             async for piece in unread.pieces():
                 await response.write(piece)
             await reading
-        except aiohttp.ClientError:
-            # the server has ended in the middle of its answer
+        except Exception:
+            # the server has ended in the middle of its answer: so it is not complete
             break_connection(request.transport)
             raise
         finally:
@@ -572,7 +634,13 @@ class RequestFlow:
             async for piece in stream.rest():
                 await unread.put(piece)
             self._note(turn, stream.timings)
-            await self._give_back(turn)
+            await finished(self._give_back(turn))
+        except asyncio.CancelledError:
+            # many clients go at the last event, before the end of the stream
+            timings = stream.timings
+            if timings.answer_tokens is not None and not turn.is_over:
+                self._note(turn, timings)
+            raise
         finally:
             await unread.end()
 
@@ -622,7 +690,7 @@ class RequestFlow:
         """Empty a slot that is not what was restored, before it is asked again."""
         self.counts["asked_again"] += 1
         self._count_difference(route, why)
-        await self._emptied(turn.slot)
+        turn.is_spoiled = not await self._emptied(turn.slot)
         turn.loaded = 0
         turn.why = why
 

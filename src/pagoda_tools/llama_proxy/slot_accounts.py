@@ -48,6 +48,8 @@ class SlotAccount:
         self.used_at = 0.0
         # at which it is to be saved; None: nothing is new since it was saved
         self.save_at: float | None = None
+        # in a row, since it was used
+        self.failed_saves = 0
         # the server's number of its last request of ours; only where others ask the server too
         self.task: object = None
         # where the state of models with windows or recurrent layers should be kept
@@ -92,6 +94,7 @@ class SlotAccount:
         self.is_known = True
         self.used_at = time.monotonic()
         self.save_at = None
+        self.failed_saves = 0
         self.marks = None
 
     def clear(self) -> None:
@@ -136,6 +139,11 @@ class SlotAccounts:
         """The slots that nobody uses now."""
         return [slot for slot in self.all if not slot.lock.locked()]
 
+    @property
+    def is_any_tainted(self) -> bool:
+        """Whether some slot must not be used as it is."""
+        return any(slot.is_tainted for slot in self.all)
+
     async def take(
         self, choose: Callable[[Sequence[SlotAccount]], SlotAccount | None]
     ) -> SlotAccount:
@@ -175,9 +183,11 @@ class SlotAccounts:
         """Account for an unaccounted request that began at `since` and has ended.
 
         `changed`: the slots that had another request meanwhile; None: any. A slot that is locked
-        now has a request that came later.
+        now has a request that came later, unless it is only being saved.
         """
-        for slot in self.free:
+        for slot in self.all:
+            if slot.lock.locked() and not slot.is_saving:
+                continue
             is_changed = changed is None or slot.number in changed
             if is_changed or slot.used_at >= since:
                 slot.forget()

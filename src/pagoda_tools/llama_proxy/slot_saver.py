@@ -25,8 +25,10 @@ _IDLE_SECONDS = 2.0
 _LONG_CHUNKS = 4  # of new prompt
 _END_SECONDS = 60.0  # for all slots together
 _MARKS_SECONDS = 10.0
-# a slot that computes for a client who has gone
+# for a save that failed in a way that passes: the first pause; each next one is twice as long
 _AGAIN_SECONDS = 1.0
+_MOST_TRIES = 6
+_PASSING = (Reason.BUSY, Reason.IO_ERROR, Reason.DEADLINE)
 
 _logger = guarded_logger("pagoda.llamacpp")
 _log = RateLimitedLog()
@@ -45,6 +47,8 @@ class SlotSaver:
         self._states = states
         self._run = run
         self._chunk = chunk
+        # a save was refused: the server may be another one now, which only a load finds out
+        self.is_server_doubtful = False
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._save_idle_ones())
 
@@ -63,16 +67,12 @@ class SlotSaver:
         """Save a slot whose lock the caller holds, if enough of it is new. Raises nothing: what
         could not be stored is computed again some time.
         """
-        if slot.save_at is None or slot.new_tokens < self._chunk:
-            return
-        if slot.is_tainted:
+        if slot.save_at is None:
             return
         slot.save_at = None
-        marks = []
-        if slot.marks is not None and self._states.kind != "attention":
-            with contextlib.suppress(ServerTrouble, TimeoutError):
-                async with asyncio.timeout(_MARKS_SECONDS):
-                    marks = await slot.marks()
+        if slot.is_tainted or slot.new_tokens < self._chunk:
+            return
+        marks = await self._marks_of(slot)
         call = partial(
             self._states.store,
             slot.tokens,
@@ -87,14 +87,23 @@ class SlotSaver:
             # a boundary: the slot stays as it is, and the proxy goes on
             _log.warn(_logger, Reason.IO_ERROR, f"a slot was not saved: {error}")
             return
-        if stored.reason is Reason.BUSY:
-            # it computes still, for a client who has gone
-            slot.save_at = time.monotonic() + _AGAIN_SECONDS
-            self._changed.set()
+        if not slot.is_known:
+            # a request that we could not follow has used it meanwhile
             return
         if stored.reason is Reason.ABSENT:
             # the server has emptied it
             slot.forget()
+            return
+        if stored.reason in _PASSING and not stored:
+            # it computes still, for a client who has gone, or the server is in trouble
+            slot.failed_saves += 1
+            if slot.failed_saves <= _MOST_TRIES:
+                wait = _AGAIN_SECONDS * 2 ** (slot.failed_saves - 1)
+                slot.save_at = time.monotonic() + wait
+                self._changed.set()
+                return
+        if stored.reason is Reason.NOT_CACHEABLE and stored.slot_tokens is None:
+            self.is_server_doubtful = True
         if stored.slot_tokens is not None:
             slot.tokens = stored.slot_tokens
             slot.more_tokens = 0
@@ -108,6 +117,16 @@ class SlotSaver:
                 stored.reason,
                 f"slot {slot.number} was not stored: {stored.detail}",
             )
+
+    async def _marks_of(self, slot: SlotAccount) -> list[int]:
+        if slot.marks is None or self._states.kind == "attention":
+            return []
+        try:
+            async with asyncio.timeout(_MARKS_SECONDS):
+                return await slot.marks()
+        except (ServerTrouble, TimeoutError, ValueError) as error:
+            _log.warn(_logger, Reason.IO_ERROR, f"no marks: {error}")
+            return []
 
     async def end(self) -> None:
         """Save all that is new, and stop."""

@@ -11,6 +11,7 @@ from typing import cast
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 
@@ -35,6 +36,8 @@ _OF_ONE_CONNECTION = frozenset(
     }
 )
 _KEYS = frozenset({"authorization", "x-api-key"})
+# by aiohttp's server, when it reads a request
+_DECODED = frozenset({"gzip", "deflate", "br", "zstd"})
 
 
 class Upstream:
@@ -49,10 +52,12 @@ class Upstream:
             timeout=timeout,
             auto_decompress=False,
             # Each waiting request holds a connection, and clients are bounded already. None is
-            # used twice: the server closes kept ones after 100 requests, or 5 s, and a request that
-            # meets that is lost.
+            # kept: the server closes kept ones after streams, 100 requests, or 5 s, and a request
+            # that meets that is lost; and one of its few threads waits for each.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+            # what the server gives to one client is not for the others
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def close(self) -> None:
@@ -75,13 +80,17 @@ class Upstream:
         has ended, the server stops computing. Raises aiohttp.ClientError.
         """
         headers = headers_for(request.headers)
+        if request.headers.get("Content-Encoding", "").lower() in _DECODED:
+            # the body that we read is the decoded one
+            headers.popall("Content-Encoding")
         if is_read:
             headers.popall("Accept-Encoding", None)
         if with_key and self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         response = await self._session.request(
             request.method,
-            self.url + request.raw_path,
+            # as it was sent: another spelling may be another route
+            URL(self.url + _target(request), encoded=True),
             headers=headers,
             data=body,
             allow_redirects=False,
@@ -126,6 +135,15 @@ class Upstream:
             return cast(object, json.loads(text))
         except ValueError:
             raise ServerTrouble(f"{path}: no JSON") from None
+
+
+def _target(request: web.Request) -> str:
+    """Return the path and the query, as the client wrote them."""
+    sent = request.raw_path
+    if sent.startswith("/"):
+        return sent
+    # a whole URL, as for a proxy: what it names is here
+    return request.rel_url.raw_path_qs
 
 
 def headers_for(

@@ -1,0 +1,524 @@
+"""What goes wrong around the proxy: clients that leave, odd requests, servers that stop or change,
+full disks. No text is wrong, no slot is lost, and what was stored stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import pytest
+
+from pagoda.connectors.llamacpp import SlotStates
+from pagoda_tools.llama_proxy.finished_work import finished
+from testbed.llama_servers import LlamaServer, llama_server
+from testbed.patience import wait_until
+from testbed.tiny_gguf import write_adapter, write_model
+from tests.llama_proxy.kit import (
+    GREEDY,
+    RunningProxy,
+    running_proxy,
+)
+from tests.llama_proxy.test_proxy import TEXT, bare, emptied
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlamaServer]:
+    model = write_model(tmp_path_factory.mktemp("model"), "llama", seed=5)
+    with llama_server(model, "A", slots=2, context=4096) as server:
+        yield server
+
+
+def raw(port: int, text: bytes) -> bytes:
+    """Send bytes, and return all that comes back until the connection ends."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(text)
+        found = b""
+        while piece := connection.recv(1 << 16):
+            found += piece
+        return found
+
+
+def asked(
+    target: str,
+    method: str = "POST",
+    body: bytes = b"",
+    host: str = "localhost",
+    more: str = "",
+) -> bytes:
+    head = (
+        f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        f"Content-Length: {len(body)}\r\n{more}\r\n"
+    )
+    return head.encode() + body
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def on_loop(proxy: RunningProxy, work: Coroutine[object, None, T]) -> T:
+    """Run work on the event loop of the proxy."""
+    assert proxy.loop is not None
+    return asyncio.run_coroutine_threadsafe(work, proxy.loop).result(60)
+
+
+# ---- odd requests
+
+
+@pytest.mark.parametrize(
+    "target", ["/x/../slots/0?action=erase", "/%2e/slots/0?action=erase"]
+)
+def test_another_spelling_of_a_path_is_the_servers_to_refuse(
+    server: LlamaServer, target: str
+) -> None:
+    """Otherwise slots and adapters could be changed without the proxy."""
+    with running_proxy(server) as proxy:
+        assert status_of(raw(server.server.port, asked(target))) == 404
+        assert status_of(raw(proxy.port, asked(target))) == 404
+
+
+def test_a_whole_url_is_a_request_for_this_server(server: LlamaServer) -> None:
+    with running_proxy(server) as proxy:
+        answer = raw(proxy.port, asked("http://localhost/health", "GET"))
+        assert status_of(answer) == 200
+        away = raw(proxy.port, asked("http://192.0.2.1:9/health", "GET"))
+        assert status_of(away) == 200
+
+
+@pytest.mark.parametrize(
+    "body", [gzip.compress, lambda text: b"\xef\xbb\xbf" + text]
+)
+def test_a_body_in_another_encoding_is_read(
+    server: LlamaServer, body: Callable[[bytes], bytes]
+) -> None:
+    text = json.dumps({"prompt": "abc", "n_predict": 1, **GREEDY}).encode()
+    is_gzip = body is gzip.compress
+    more = "Content-Encoding: gzip\r\n" if is_gzip else ""
+    with running_proxy(server) as proxy:
+        answer = raw(proxy.port, asked("/completion", body=body(text), more=more))
+    assert status_of(answer) == 200
+    assert b"X-Pagoda: prompt=" in answer
+
+
+def test_a_body_that_is_nested_too_deep_is_refused(server: LlamaServer) -> None:
+    body = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with running_proxy(server) as proxy:
+        answer = raw(proxy.port, asked("/completion", body=body))
+    assert status_of(answer) == 400
+    assert b"nested too deep" in answer
+
+
+def test_names_that_are_none_are_refused(server: LlamaServer) -> None:
+    with running_proxy(server) as proxy:
+        for host, more in (
+            ("[::1", ""),
+            ("localhost", "Origin: http://[x\r\n"),
+            ("", ""),
+        ):
+            answer = raw(proxy.port, asked("/health", "GET", b"", host, more))
+            assert status_of(answer) in (400, 403), host
+
+
+def test_a_page_at_a_foreign_address_is_refused(server: LlamaServer) -> None:
+    """A page may be anybody's that has an address instead of a name."""
+    body = json.dumps({"prompt": "abc", **GREEDY, "n_predict": 1}).encode()
+    with running_proxy(server) as proxy:
+
+        def status(origin: str, host: str = "localhost") -> int:
+            sent = {"Origin": origin, "Host": host}
+            return proxy.send("POST", "/completion", body, **sent).status
+
+        assert status("http://192.0.2.7") == 403
+        assert status("http://192.0.2.7", "192.0.2.9:8080") == 403
+        assert status("http://127.0.0.1:3000") == 200
+        # the page of this server itself, or of another on the same machine
+        assert status("http://192.0.2.9:3000", "192.0.2.9:8080") == 200
+
+
+def test_response_fields_do_not_end_loading(
+    server: LlamaServer, tmp_path: Path
+) -> None:
+    """Such an answer does not say what was reused, so nothing is loaded for it alone."""
+    with running_proxy(server, tmp_path) as proxy:
+        proxy.complete(TEXT)
+    with running_proxy(server, tmp_path) as proxy:
+        for _ in range(4):
+            emptied(server)
+            for slot in proxy.proxy._accounts.all:
+                slot.clear()
+            answer = proxy.complete(TEXT, response_fields=["content"])
+            assert answer.json.keys() == {"content"}
+            assert "response_fields" in answer.told["why"]
+        emptied(server)
+        for slot in proxy.proxy._accounts.all:
+            slot.clear()
+        assert int(proxy.complete(TEXT).told["loaded"]) > 0
+
+
+def test_a_refused_request_leaves_the_account(server: LlamaServer) -> None:
+    """Otherwise what a slot has is neither continued nor saved."""
+    emptied(server)
+    question = {"messages": [{"role": "user", "content": "abc"}], "id_slot": 0}
+    with running_proxy(server) as proxy:
+        held = proxy.complete(TEXT, id_slot=0).told
+        # this build has no such route
+        assert proxy.post("/api/chat", question).status == 404
+        assert proxy.complete(TEXT).told["held"] == held["prompt"]
+
+
+def test_no_idle_connection_keeps_a_thread_of_the_server(
+    server: LlamaServer,
+) -> None:
+    """It has a few, and the next save would wait until one of them is tired of waiting."""
+    with running_proxy(server) as proxy:
+        threads = [
+            threading.Thread(target=proxy.send, args=["GET", "/props"])
+            for _ in range(12)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        session = proxy.proxy._upstream._session
+        assert session.connector is not None
+        assert not session.connector._conns
+
+
+def test_a_request_that_waits_for_a_slot_finds_what_was_saved_meanwhile(
+    server: LlamaServer,
+) -> None:
+    """More clients than slots: each prompt is saved while its next request waits."""
+    emptied(server)
+    prompts = [f"{n} roofs over {n} rivers, " * 16 for n in range(6)]
+    with running_proxy(server) as proxy:
+        for _ in range(2):
+            with ThreadPoolExecutor(len(prompts)) as clients:
+                answers = list(clients.map(proxy.complete, prompts))
+        for answer in answers:
+            told = answer.told
+            assert int(told["loaded"]) + int(told["held"]) >= 256, told
+        assert proxy.counts().get("no_free_slot", 0) == 0
+
+
+# ---- users
+
+
+def test_what_one_user_wrote_is_not_told_to_another(server: LlamaServer) -> None:
+    """Also not by a request whose slot the server chooses."""
+    emptied(server)
+    keys = ("first-key", "second-key")
+    body = {"prompt": TEXT, **GREEDY, "n_predict": 2}
+    with running_proxy(server, api_keys=keys) as proxy:
+        proxy.post("/completion", body, keys[0])
+        both = proxy.post("/completion", {**body, "prompt": [TEXT, "b"]}, keys[1])
+        for answer in both.json:
+            assert answer["timings"]["cache_n"] == 0  # type: ignore[index]
+
+
+def test_a_slot_of_one_user_is_emptied_for_another(server: LlamaServer) -> None:
+    """Otherwise the time and the reused tokens tell what the first one wrote."""
+    emptied(server)
+    keys = ("first-key", "second-key")
+    body = {"prompt": TEXT, **GREEDY, "n_predict": 2, "id_slot": 0}
+    with running_proxy(server, api_keys=keys) as proxy:
+        for key in keys:
+            answer = proxy.post("/completion", body, key)
+            assert answer.told["slot"] == "0"
+            assert answer.json["timings"]["cache_n"] == 0  # type: ignore[index]
+        # what the first one had was saved before
+        again = proxy.post("/completion", body, keys[0])
+        assert int(again.told["loaded"]) > 0
+
+
+# ---- clients that leave
+
+
+def test_work_is_finished_however_often_its_request_is_cancelled() -> None:
+    """Otherwise a slot would be given to others while a state is restored into it."""
+
+    async def run() -> list[str]:
+        done = []
+        go_on = asyncio.Event()
+
+        async def work() -> None:
+            await go_on.wait()
+            done.append("work")
+
+        async def ask() -> None:
+            try:
+                await finished(work())
+            finally:
+                done.append("given back")
+
+        task = asyncio.create_task(ask())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.sleep(0.01)
+        go_on.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return done
+
+    assert asyncio.run(run()) == ["work", "given back"]
+
+
+def test_a_client_that_leaves_before_its_start_keeps_no_slot(
+    server: LlamaServer,
+) -> None:
+    """Where other requests empty idle slots, a request waits until others have started."""
+    emptied(server)
+    with running_proxy(server, empties_idle_slots=True) as proxy:
+        starting = proxy.proxy._flow._starting
+        on_loop(proxy, starting.acquire())
+        body = json.dumps({"prompt": TEXT, **GREEDY, "n_predict": 1}).encode()
+        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+            client.sendall(asked("/completion", body=body))
+            accounts = proxy.proxy._accounts
+            wait_until(lambda: len(accounts.free) == 1)
+        wait_until(lambda: len(accounts.free) == 2)
+        proxy.loop.call_soon_threadsafe(starting.release)  # type: ignore[union-attr]
+        assert proxy.complete(TEXT).status == 200
+
+
+def test_a_client_that_leaves_at_the_end_keeps_no_slot(
+    server: LlamaServer,
+) -> None:
+    """With other clients, the server is asked for its slots before one is given back."""
+    emptied(server)
+    with running_proxy(server, owns_server=False) as proxy:
+        flow = proxy.proxy._flow
+        listed = flow._task_numbers
+        asked_for = asyncio.Event()
+
+        async def slowly() -> object:
+            asked_for.set()
+            await asyncio.sleep(0.2)
+            return await listed()
+
+        client = socket.create_connection(("127.0.0.1", proxy.port))
+        body = {"prompt": TEXT, **GREEDY, "n_predict": 2, "stream": True}
+        client.sendall(asked("/completion", body=json.dumps(body).encode()))
+        client.recv(1)
+        flow._task_numbers = slowly  # type: ignore[assignment, method-assign]
+        wait_until(asked_for.is_set)
+        client.close()
+        flow._task_numbers = listed  # type: ignore[method-assign]
+        wait_until(lambda: len(proxy.proxy._accounts.free) == 2)
+
+
+def test_a_client_that_leaves_changes_the_adapters_all_the_same(
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    with (
+        llama_server(model, "A", lora=[(str(adapter), 1.0)]) as server,
+        running_proxy(server) as proxy,
+    ):
+        proxy.complete(TEXT)
+        change = json.dumps([{"id": 0, "scale": 0.0}]).encode()
+        accounts = proxy.proxy._accounts
+        wait_until(lambda: accounts.all[0].stored_tokens and accounts.free)
+        server.server.stop()
+        try:
+            with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+                client.sendall(asked("/lora-adapters", body=change))
+                wait_until(lambda: not accounts.free)
+                # it is sent at once then
+                time.sleep(0.2)
+        finally:
+            server.server.cont()
+        wait_until(lambda: len(accounts.free) == 1)
+        without = proxy.complete(TEXT)
+        assert without.told["held"] == "0"
+        scale: list[dict[str, float]] = server.get("/lora-adapters")  # type: ignore[assignment]
+        assert scale[0]["scale"] == 0.0
+        expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
+        assert without.text == expected
+
+
+def test_a_client_that_leaves_after_its_answer_leaves_the_account(
+    server: LlamaServer,
+) -> None:
+    """Of a request whose slot the server has chosen."""
+    emptied(server)
+    with running_proxy(server, has_ram_cache=True) as proxy:
+        flow = proxy.proxy._flow
+        listed = flow._task_numbers
+        calls: list[int] = []
+
+        async def slowly() -> dict[int, object] | None:
+            calls.append(1)
+            # the second one is after the answer
+            if len(calls) == 2:
+                await asyncio.sleep(0.3)
+            return await listed()
+
+        flow._task_numbers = slowly  # type: ignore[method-assign]
+        assert proxy.complete(TEXT).told.keys() == {"why"}
+        flow._task_numbers = listed  # type: ignore[method-assign]
+        accounts = proxy.proxy._accounts
+        wait_until(lambda: max(len(slot.tokens) for slot in accounts.all))
+        again = proxy.complete(TEXT).told
+        assert again["held"] == again["prompt"]
+
+
+# ---- slots that are saved and loaded
+
+
+@contextlib.contextmanager
+def held_up(states: SlotStates, name: str) -> Iterator[HeldUp]:
+    """Let calls of a method wait at their begin until the end of this."""
+    call = getattr(states, name)
+    held = HeldUp(threading.Event(), threading.Event())
+
+    def slow(*args: object, **kwargs: object) -> object:
+        held.has_begun.set()
+        assert held.may_go_on.wait(60)
+        return call(*args, **kwargs)
+
+    setattr(states, name, slow)
+    try:
+        yield held
+    finally:
+        held.may_go_on.set()
+        setattr(states, name, call)
+
+
+class HeldUp(NamedTuple):
+    """A call that has begun and waits."""
+
+    has_begun: threading.Event
+    may_go_on: threading.Event
+
+
+def test_a_slot_stays_taken_while_a_state_is_loaded_for_a_client_that_left(
+    server: LlamaServer, tmp_path: Path
+) -> None:
+    emptied(server)
+    with running_proxy(server, tmp_path) as proxy:
+        proxy.complete(TEXT)
+    emptied(server)
+    body = json.dumps({"prompt": TEXT, **GREEDY, "n_predict": 1}).encode()
+    with running_proxy(server, tmp_path) as proxy:
+        accounts = proxy.proxy._accounts
+        with held_up(proxy.proxy._states, "load") as load:
+            with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+                client.sendall(asked("/completion", body=body))
+                assert load.has_begun.wait(60)
+            # it has left; the requests of others still take the other slot
+            for _ in range(3):
+                proxy.complete("a short prompt")
+                assert len(accounts.free) == 1
+        wait_until(lambda: len(accounts.free) == 2)
+        # what was loaded for nobody is there
+        assert int(proxy.complete(TEXT).told["held"]) > 0
+
+
+def test_a_request_waits_for_its_slot_that_is_being_saved(
+    server: LlamaServer,
+) -> None:
+    """Another slot would compute all of it."""
+    emptied(server)
+    with running_proxy(server) as proxy, ThreadPoolExecutor(1) as client:
+        with held_up(proxy.proxy._states, "store") as save:
+            first = proxy.complete(TEXT).told
+            assert save.has_begun.wait(60)
+            second = client.submit(proxy.complete, TEXT)
+            time.sleep(0.2)
+            assert not second.done()
+        told = second.result(60).told
+        assert told["slot"] == first["slot"]
+        assert told["held"] == told["prompt"]
+
+
+def test_a_slot_is_saved_before_another_conversation_takes_it(
+    server: LlamaServer,
+) -> None:
+    """Also if it was not idle for long."""
+    emptied(server)
+    prompts = [f"{name} roofs of the pagoda, " * 6 for name in ("blue", "red")]
+    with running_proxy(server) as proxy:
+        for prompt in prompts:
+            proxy.complete(prompt, id_slot=0)
+        again = proxy.complete(prompts[0], id_slot=0)
+        assert int(again.told["loaded"]) >= 64, again.told
+
+
+def test_a_slot_of_doubtful_kv_is_not_saved(server: LlamaServer) -> None:
+    emptied(server)
+    with running_proxy(server) as proxy:
+        proxy.complete(TEXT[:200])
+        slot = max(proxy.proxy._accounts.all, key=lambda slot: len(slot.tokens))
+        assert slot.save_at is not None
+        proxy.proxy._accounts.taint()
+        on_loop(proxy, proxy.proxy._saver.save(slot))
+        assert slot.stored_tokens == 0
+        # and nobody looks at it again and again
+        assert slot.save_at is None
+        assert not proxy.proxy._states.find(slot.tokens)
+
+
+def test_a_request_that_is_passed_on_may_use_a_slot_that_is_being_saved(
+    server: LlamaServer,
+) -> None:
+    emptied(server)
+    with running_proxy(server) as proxy:
+        with held_up(proxy.proxy._states, "store") as save:
+            proxy.complete(TEXT)
+            assert save.has_begun.wait(60)
+            # two prompts, which the proxy does not follow: they use both slots
+            assert proxy.complete([TEXT + "a", TEXT + "b"]).status == 200
+            accounts = proxy.proxy._accounts
+            (other,) = accounts.free
+            wait_until(lambda: not other.is_known)
+            assert not any(slot.is_known for slot in accounts.all)
+        wait_until(lambda: len(accounts.free) == 2)
+        assert not any(slot.is_known for slot in accounts.all)
+
+
+def test_a_save_that_fails_for_a_while_is_tried_again(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "llama", seed=5)
+    with llama_server(model, "A") as server, running_proxy(server) as proxy:
+        aside = server.states.with_name("aside")
+        server.states.rename(aside)
+        proxy.complete(TEXT)
+        slot = proxy.proxy._accounts.all[0]
+        wait_until(lambda: slot.failed_saves)
+        aside.rename(server.states)
+        wait_until(lambda: slot.stored_tokens)
+        assert proxy.proxy._states.find(slot.tokens)
+
+
+# ---- servers that change
+
+
+def test_a_server_that_was_restarted_is_used_again_for_new_prompts(
+    tmp_path: Path,
+) -> None:
+    """Nothing that was stored before must be asked for."""
+    model = write_model(tmp_path, "llama", seed=5)
+    prompts = [f"{n} roofs over {n} rivers, " * 16 for n in range(4)]
+    with (
+        llama_server(model, "A", slots=1, context=2048) as server,
+        running_proxy(server, owns_server=False) as proxy,
+    ):
+        proxy.complete(prompts[0])
+        server.server.restart()
+        # the first save is refused, the load after it probes the server, and then all is stored
+        for prompt in (*prompts[1:], *prompts[1:]):
+            again = proxy.complete(prompt)
+        assert int(again.told["loaded"]) >= 256, again.told
