@@ -206,6 +206,25 @@ def _is_unsaved(proxy: RunningProxy) -> list[bool]:
     return [slot.new_tokens >= 64 for slot in proxy.proxy._accounts.all]
 
 
+def test_what_could_not_be_stored_is_not_called_stored(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "gemma3", seed=5)
+    with (
+        llama_server(model, "B", slots=2) as server,
+        running_proxy(server) as proxy,
+    ):
+        proxy.complete(TEXT)
+        wait_until(lambda: _why_not_stored(proxy))
+        again = proxy.complete(TEXT)
+        asked = proxy.slot(int(again.told["slot"]))
+    assert again.told["stored"] == "0"
+    assert "no checkpoints" in again.told["why"]
+    assert asked["stored_tokens"] == 0
+
+
+def _why_not_stored(proxy: RunningProxy) -> bool:
+    return any(proxy.slot(number)["why_not_stored"] for number in range(2))
+
+
 def test_what_is_no_prompt_passes_byte_for_byte(server: LlamaServer) -> None:
     with running_proxy(server) as proxy:
         for method, path, body in (

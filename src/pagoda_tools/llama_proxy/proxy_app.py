@@ -107,11 +107,13 @@ class ProxyOptions:
 async def run_proxy(
     options: ProxyOptions,
     ready: Callable[[str], None],
+    say: Callable[[str], None],
     server_ended: asyncio.Event | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM, or until the server has ended; then save what is new.
 
-    Calls `ready` with one line for people when it answers requests. Raises ConfigError or
+    Calls `ready` with one line for people when it answers requests, and `say` with one if the end
+    takes a while. Raises ConfigError or
     StoreError if the server or the address cannot be used.
     """
     stop = asyncio.Event()
@@ -148,6 +150,8 @@ async def run_proxy(
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
+            if stop.is_set() and (awaited := proxy.awaited_at_the_end()):
+                say(f"ending: {awaited}; the same signal again ends at once")
         finally:
             await runner.cleanup()
     finally:
@@ -213,6 +217,16 @@ class LlamaProxy:
         app.cleanup_ctx.append(self._parts)
         app.router.add_route("*", "/{path:.*}", self._handle)
         return app
+
+    def awaited_at_the_end(self) -> str:
+        """Return what the end waits for, as text for people; empty: nothing."""
+        parts = []
+        slots = self._accounts.all
+        if any(slot.lock.locked() and not slot.is_saving for slot in slots):
+            parts.append(f"running answers have {_SHUTDOWN_SECONDS:.0f} s more")
+        if any(slot.is_saving or slot.save_at is not None for slot in slots):
+            parts.append("new slots are saved")
+        return ", then ".join(parts)
 
     async def _parts(self, _: web.Application) -> AsyncIterator[None]:
         options = self._options

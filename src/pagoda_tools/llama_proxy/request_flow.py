@@ -102,7 +102,8 @@ class Turn:
     """One request that has a slot.
 
     `held`: tokens of its prompt that the slot has by our account. `loaded`: tokens that were
-    restored for it. `stored`: leading tokens of its prompt that are stored.
+    restored for it. `stored`: leading tokens of its prompt that are stored. `saved`: that were
+    offered to the store.
     """
 
     slot: SlotAccount
@@ -111,6 +112,7 @@ class Turn:
     held: int = 0
     loaded: int = 0
     stored: int = 0
+    saved: int = 0
     why: str = ""
     marks: Marks | None = None
     # the slot was to be emptied, and that failed: the server must not use what it has
@@ -453,6 +455,9 @@ class RequestFlow:
         await self._room.make(slot, len(turn.tokens))
         turn.held = slot.held(turn.tokens, turn.salt)
         turn.stored = max(turn.stored, min(turn.held, slot.stored_tokens))
+        turn.saved = max(turn.stored, min(turn.held, slot.saved_tokens))
+        if turn.held and not turn.why:
+            turn.why = slot.why_not_stored
         if turn.held < len(slot.tokens):
             await self._saver.save(slot)
         if stored.is_unknown or self._is_better(stored, turn.held):
@@ -535,7 +540,11 @@ class RequestFlow:
         sent = changed(text, body, added)
         before = slot.copied()
         # until the answer is known: an aborted request leaves a beginning of this
-        slot.set(turn.tokens, turn.salt, turn.stored)
+        why_not_stored = slot.why_not_stored
+        turn.saved = max(turn.stored, turn.saved)
+        slot.set(turn.tokens, turn.salt, turn.stored, turn.saved)
+        if turn.saved > turn.stored:
+            slot.why_not_stored = why_not_stored
         slot.marks = turn.marks
         try:
             return await self._answered(
@@ -648,6 +657,7 @@ class RequestFlow:
                     "is_known": slot.is_known,
                     "tokens": len(slot.tokens) + slot.more_tokens,
                     "stored_tokens": slot.stored_tokens,
+                    "why_not_stored": slot.why_not_stored,
                 }
                 for slot in self._accounts.all
             ],
@@ -715,7 +725,7 @@ class RequestFlow:
             slot.more_tokens = max(timings.answer_tokens - 1, 0)
         if timings.computed_tokens is not None:
             self._computed(timings.computed_tokens, timings.compute_seconds)
-        self._saver.note_answer(slot, len(turn.tokens) - turn.stored)
+        self._saver.note_answer(slot, len(turn.tokens) - turn.saved)
 
 
 def printable(text: str) -> str:

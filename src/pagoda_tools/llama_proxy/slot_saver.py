@@ -112,8 +112,10 @@ class SlotSaver:
             slot.tokens = stored.slot_tokens
             slot.more_tokens = 0
         # also if nothing was stored: it would not be stored the next time either
-        slot.stored_tokens = len(slot.tokens) + slot.more_tokens
+        slot.saved_tokens = len(slot.tokens) + slot.more_tokens
+        slot.stored_tokens = stored.num_tokens
         if stored.reason is not None and not stored:
+            slot.why_not_stored = stored.detail
             _log.warn(
                 _logger,
                 stored.reason,
