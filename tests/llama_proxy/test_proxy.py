@@ -188,6 +188,34 @@ def test_slots_that_share_their_room_lose_nothing(
         assert proxy.counts() == {"loads": 4}
 
 
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_server_that_empties_idle_slots_loses_nothing(
+    build: str, tmp_path: Path
+) -> None:
+    """As the binary does by default, which others have started and ask too."""
+    model = write_model(tmp_path, "llama", seed=5)
+    prompts = [
+        f"{name} lanterns upon the gate, " * 20 for name in ("red", "blue")
+    ]
+    with (
+        llama_server(
+            model, build, slots=2, context=4096, unified=True, ram_mib=64
+        ) as server,
+        running_proxy(
+            server, owns_server=False, empties_idle_slots=True
+        ) as proxy,
+    ):
+        expected = [proxy.complete(prompt).text for prompt in prompts]
+        for _ in range(3):
+            wait_until(lambda: not any(_is_unsaved(proxy)))
+            # past the proxy
+            server.complete([1, 100, 101, 102])
+            for prompt, text in zip(prompts, expected, strict=True):
+                answer = proxy.complete(prompt)
+                assert answer.text == text
+                assert answer.json["timings"]["cache_n"] >= 448, answer.told  # type: ignore[index]
+
+
 def test_an_emptied_slot_makes_the_others_doubtful(server: LlamaServer) -> None:
     emptied(server)
     other = "quite another prompt, which is long enough, " * 12

@@ -237,7 +237,11 @@ class LlamaProxy:
             # others may have used it before
             self._accounts.forget_used(None, 0.0)
         self._saver = SlotSaver(
-            self._accounts, self._states, self._run, config.chunk_tokens
+            self._accounts,
+            self._states,
+            self._run,
+            config.chunk_tokens,
+            saves_at_once=options.empties_idle_slots,
         )
         self._flow = RequestFlow(
             self._upstream,

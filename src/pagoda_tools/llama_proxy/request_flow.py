@@ -302,27 +302,38 @@ class RequestFlow:
             self._saver.note_answer(slots[0], 0)
 
     async def _forget_others(self) -> None:
-        """Account for requests that others have sent to the server."""
+        """Account for requests that others have sent to the server, and for idle slots that it has
+        emptied.
+        """
         free = [(slot, slot.used_at) for slot in self._accounts.free]
-        numbers = await self._task_numbers()
+        listed = await self._listed_slots()
         for slot, used_at in free:
             if slot.lock.locked() or slot.used_at != used_at:
                 # one of our own requests came meanwhile
                 continue
-            if numbers is None or numbers.get(slot.number) != slot.task:
+            entry = listed.get(slot.number, {})
+            if entry.get("id_task") != slot.task or slot.task is None:
                 slot.forget()
+            elif entry.get("n_prompt_tokens") == 0:
+                slot.clear()
 
     async def _task_numbers(self) -> dict[int, object] | None:
         """Return the number of the last request of each slot; None if the server hides it."""
+        listed = await self._listed_slots()
+        numbers = {
+            number: entry.get("id_task") for number, entry in listed.items()
+        }
+        return numbers or None
+
+    async def _listed_slots(self) -> dict[int, Mapping[str, object]]:
+        """Return what the server says of its slots; empty if it hides them."""
         try:
             listed = await self._upstream.get("/slots")
         except ServerTrouble:
-            return None
-        if not isinstance(listed, list):
-            return None
+            return {}
         return {
-            entry["id"]: entry.get("id_task")
-            for entry in listed
+            entry["id"]: entry
+            for entry in (listed if isinstance(listed, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("id"), int)
         }
 

@@ -40,9 +40,18 @@ class SlotSaver:
     """Saves the slots of one server. For the event loop."""
 
     def __init__(
-        self, accounts: SlotAccounts, states: SlotStates, run: Run, chunk: int
+        self,
+        accounts: SlotAccounts,
+        states: SlotStates,
+        run: Run,
+        chunk: int,
+        *,
+        saves_at_once: bool = False,
     ) -> None:
-        """`run`: runs a call on another thread. `chunk`: its tokens."""
+        """`run`: runs a call on another thread. `chunk`: its tokens. `saves_at_once`: the next
+        request may empty an idle slot.
+        """
+        self._idle_seconds = 0.0 if saves_at_once else _IDLE_SECONDS
         self._accounts = accounts
         self._states = states
         self._run = run
@@ -59,7 +68,7 @@ class SlotSaver:
         if slot.new_tokens < self._chunk:
             slot.save_at = None
             return
-        wait = _IDLE_SECONDS
+        wait = self._idle_seconds
         if new_prompt_tokens >= _LONG_CHUNKS * self._chunk:
             wait = 0.0
         slot.save_at = time.monotonic() + wait
