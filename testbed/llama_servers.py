@@ -93,7 +93,7 @@ class LlamaServer:
             "return_tokens": True,
             "ignore_eos": True,
             # only letters: others have no entry in the probabilities
-            "logit_bias": _ONLY_LETTERS,
+            "logit_bias": ONLY_LETTERS,
             **more,
         }
         return Completion(self.post("/completion", **body))
@@ -127,7 +127,7 @@ class Completion:
 
 
 # byte b is token 3 + b; letters a..z stay
-_ONLY_LETTERS = [
+ONLY_LETTERS = [
     [token, False] for token in range(320) if not 97 + 3 <= token <= 122 + 3
 ]
 
