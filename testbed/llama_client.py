@@ -181,7 +181,11 @@ class LlamaClient:
             assert isinstance(templated, dict)
             prompt = templated["prompt"]
         if isinstance(prompt, str):
-            asked = {"content": prompt, "add_special": True, "parse_special": True}
+            asked = {
+                "content": prompt,
+                "add_special": True,
+                "parse_special": True,
+            }
             answer = self.post("/tokenize", asked)
             assert isinstance(answer, dict)
             prompt = answer["tokens"]
@@ -280,9 +284,7 @@ def _text_of(answer: Mapping[str, object]) -> str:
     return str(said.get("content") or choice.get("text") or "")
 
 
-def _abort_later(
-    sock: socket.socket, seconds: float | None
-):  # type: ignore[no-untyped-def]
+def _abort_later(sock: socket.socket, seconds: float | None):  # type: ignore[no-untyped-def]
     """Let the client of a connection go away later; return what calls this off."""
     if seconds is None:
         return lambda: None

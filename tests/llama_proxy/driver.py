@@ -175,10 +175,13 @@ class Driver:
                     f"stream {each.stream}, hits {reply.hits}, "
                     f"{reply.headers.get('X-Pagoda')}): {fault}"
                 )
-            may_go_on = not aborted and reply.is_right and not fault
-            if may_go_on and each.conversation is not None:
-                if self._rng.random() < 0.7:
-                    each.conversation.go_on(reply.text)
+            is_right = not aborted and reply.is_right and not fault
+            if (
+                is_right
+                and each.conversation is not None
+                and self._rng.random() < 0.7
+            ):
+                each.conversation.go_on(reply.text)
         if self._is_rough:
             self._start_all()
 

@@ -119,7 +119,9 @@ class Controls:
         elif reply.status != right.status or bool(reply.error) != bool(
             right.error
         ):
-            return f"{reply.status} {reply.error}, not {right.status} {right.error}"
+            return (
+                f"{reply.status} {reply.error}, not {right.status} {right.error}"
+            )
         else:
             wanted = right.text
         self.counts["texts"] += 1
