@@ -68,20 +68,21 @@ class LlamaProxy:
         """Kill only the proxy with SIGKILL, and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self._wait()
+        self.wait()
 
     def stop(self) -> None:
         """End it as a user does, with SIGTERM, and wait for that."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
-        self._wait()
+        self.wait()
 
     def start(self) -> None:
         """Start it again on the same port, if it has ended; wait until it answers."""
         if not self.running:
             self._server.restart()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Wait until the proxy has ended. RuntimeError: it does not."""
         patience = Patience(STOP_SECONDS)
         while self.running:
             if patience.ended:

@@ -8,6 +8,7 @@ adapters change, two proxies share one host tier. `PROXY_STEPS` and `PROXY_SEEDS
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -163,6 +164,10 @@ class Driver:
         for each, reply in zip(asked, replies, strict=True):
             self.counts["requests"] += 1
             self.counts["hit tokens"] += reply.hits
+            loaded = re.search(r"loaded=(\d+)", reply.headers.get("X-Pagoda", ""))
+            if loaded is not None:
+                self.counts["loaded tokens"] += int(loaded[1])
+                self.counts["loads"] += loaded[1] != "0"
             aborted = each.abort_seconds is not None
             is_cut = not reply.ended or reply.status >= 500 or bool(reply.error)
             if is_cut and (trouble or self._is_rough) and reply.status != 400:

@@ -9,7 +9,6 @@ import fcntl
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -106,17 +105,3 @@ class FullDisk:
     def empty(self) -> None:
         """Give it back."""
         self._filler.unlink(missing_ok=True)
-
-
-def wait_for_end(pid: int, seconds: float) -> bool:
-    """Return whether a process that is not ours has ended within that time."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
-        except OSError:
-            return True
-        if state.split()[0] == "Z":
-            return True
-        time.sleep(0.02)
-    return False
