@@ -8,6 +8,7 @@ Heads of 64, 32-bit weights, a vocabulary of bytes. A model takes some MB and a 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -103,6 +104,7 @@ def write_model(
     directory: Path,
     architecture: str = "llama",
     seed: int = 0,
+<<<<<<< HEAD
     size: Size = TINY,
 ) -> Path:
     """Write a random model of one of `ARCHITECTURES`; return its path."""
@@ -112,6 +114,26 @@ def write_model(
     path = directory / f"{name}.gguf"
     if not path.exists():
         model = _Model(architecture, seed, size)
+=======
+    *,
+    template: str = "",
+    special: Sequence[str] = (),
+) -> Path:
+    """Write a random model of one of `ARCHITECTURES`; return its path.
+
+    `template` is the one of its conversations. `special` are more tokens that control something:
+    they stand in place of the first words of the vocabulary.
+    """
+    name = f"{architecture}-{seed}"
+    if template or special:
+        name += f"-{zlib.crc32(repr((template, special)).encode()):08x}"
+    path = directory / f"{name}.gguf"
+    if not path.exists():
+        model = _Model(architecture, seed)
+        model.values.update(_vocabulary(special))
+        if template:
+            model.values["tokenizer.chat_template"] = template
+>>>>>>> me
         write_gguf(path, model.values, model.tensors)
     return path
 
@@ -177,7 +199,6 @@ class _Model:
         self.values: dict[str, Value] = {
             "general.architecture": architecture,
             "general.name": "tiny",
-            **_vocabulary(),
         }
         self._set(
             context_length=32768,
@@ -417,14 +438,18 @@ class _Model:
             self._weights(block + "ffn_gate_inp_shexp", self.size.hidden)
 
 
-def _vocabulary() -> dict[str, Value]:
-    """Return a vocabulary of 3 control tokens, 256 bytes, and words nobody writes."""
+def _vocabulary(special: Sequence[str] = ()) -> dict[str, Value]:
+    """Return a vocabulary of 3 control tokens, 256 bytes, more control tokens, and words nobody
+    writes.
+    """
     bytes_ = [f"<0x{number:02X}>" for number in range(256)]
-    words = [f"word{number}" for number in range(VOCABULARY - 3 - len(bytes_))]
-    kinds = [2, 3, 3, *[6] * len(bytes_), *[1] * len(words)]
+    first_word = 3 + len(bytes_) + len(special)
+    words = [f"word{number}" for number in range(VOCABULARY - first_word)]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *special, *words]
+    kinds = [2, 3, 3, *[6] * len(bytes_), *[3] * len(special), *[1] * len(words)]
     return {
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *bytes_, *words],
+        "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": [0.0] * VOCABULARY,
         "tokenizer.ggml.token_type": np.array(kinds, np.int32),
         "tokenizer.ggml.bos_token_id": 1,

@@ -1,5 +1,13 @@
-"""The models are those of the connector's tests."""
+"""A directory for tiny models, written once for all tests."""
 
-from tests.llamacpp.conftest import models
+from __future__ import annotations
 
-__all__ = ["models"]
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for the models of this session."""
+    return tmp_path_factory.mktemp("models")

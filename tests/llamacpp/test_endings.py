@@ -106,7 +106,8 @@ def test_an_ending_without_all_parts_is_none() -> None:
         store_chunks(cache, tokens)
         assert endings.store(tokens, payload_of(tokens))
         assert size_of(44) > 2 * LAYOUT.chunk_bytes
-        options = endings._options(tokens, endings._parents(tokens), size_of(44))
+        parents = endings._parents(tokens, None)
+        options = endings._options(tokens, parents, size_of(44), None)
         last = list(options["keys"])[-1]
         host = cache._tiers.host
         assert host is not None

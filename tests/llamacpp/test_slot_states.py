@@ -783,7 +783,7 @@ def test_close_waits_for_a_call_and_no_call_opens_it_again(
         )
         go_on.set()
         caller.join()
-        assert states._cache is None
+        assert states._current is None
         assert states.load(tokens, 0).reason is Reason.CLOSED
         assert os.listdir(server.states) == []
 

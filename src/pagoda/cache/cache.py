@@ -573,17 +573,20 @@ class Cache:
         """Return the names of the tiers that have a chunk, from the top down."""
         return [tier.name for tier in self._tiers.all if tier.contains(key)]
 
-    def which(self, keys: Sequence[bytes]) -> list[bool]:
+    def which(
+        self, keys: Sequence[bytes], *, salt: str | None = None
+    ) -> list[bool]:
         """Return for each key whether a tier of this machine has its chunk, also after holes.
 
         For engines that do not know how long a prefix was stored, and try many lengths at once.
         Remote tiers are not asked: each key would be a request. A tier that does not answer in time
-        has none. Changes at most the recency of the chunks that are found.
+        has none. Changes at most the recency of the chunks that are found. `salt` as in the options
+        of calls.
         """
         found = [False] * len(keys)
         if self._resources.closed:
             return found
-        namespace, tiers = self._weights.scope()
+        namespace, tiers = self._weights.scope(salt=salt)
         for tier in tiers.local().all:
             for first in range(0, len(keys), _MOST_KEYS):
                 batch = keys[first : first + _MOST_KEYS]
@@ -699,15 +702,17 @@ class Cache:
             if events is not None:
                 events.look()
 
-    def present_namespace(self, lora: str | None = None) -> Namespace:
-        """Return the namespace of the present weights, with an adapter instead of the namespace's;
-        changes nothing.
+    def present_namespace(
+        self, lora: str | None = None, *, salt: str | None = None
+    ) -> Namespace:
+        """Return the namespace of the present weights, with an adapter and a salt instead of the
+        namespace's; changes nothing.
 
         It changes with `weights_changed`, here or in another process of this machine. Its
         `weights`, `weights_epoch` and `lora` are what a verdict of `pagoda quality` names. Costs
         one stat per local tier.
         """
-        return self._weights.present(lora)
+        return self._weights.present(lora, salt)
 
     def publish_events(
         self, endpoint: str, *, topic: str = "", rank: int | None = None

@@ -169,13 +169,15 @@ class PresentWeights:
                     found.setdefault((str(state.setting), state.checked), state)
         return list(found.values())
 
-    def present(self, lora: str | None = None) -> Namespace:
-        """Return the namespace that names the present weights, with an adapter: the subject of a
-        verdict.
+    def present(
+        self, lora: str | None = None, salt: str | None = None
+    ) -> Namespace:
+        """Return the namespace that names the present weights, with an adapter (the subject of a
+        verdict) and a salt.
         """
-        return self._named(
-            *self._present(None), self._base.lora if lora is None else lora
-        )
+        lora = self._base.lora if lora is None else lora
+        named = self._named(*self._present(None), lora)
+        return named if salt is None else named.with_(salt=salt)
 
     def _present(self, version: str | None) -> tuple[str, Epoch]:
         epoch = self._epoch.epoch()

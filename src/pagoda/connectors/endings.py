@@ -10,6 +10,8 @@ tokens. It is stored in parts, each the size of a chunk of its cache:
     store   whole chunks first, then `Endings.store(tokens, payload)`
     load    `Endings.find(tokens, ...)` -> how many tokens -> `Endings.load` -> payload
 
+Each call takes the salt of a tenant, instead of the cache's: different salts share nothing.
+
 Which endings are worth their bytes: `choose`. Used by the connector of llama.cpp.
 """
 
@@ -81,11 +83,13 @@ class Endings:
         # last whole chunk -> tokens after it, of the endings that this process has seen
         self._seen: dict[bytes, set[int]] = {}
 
-    def store(self, tokens: Tokens, payload: Bytes) -> bool:
+    def store(
+        self, tokens: Tokens, payload: Bytes, *, salt: str | None = None
+    ) -> bool:
         """Store the ending of exactly these tokens; return whether it is in the cache now."""
-        parents = self._parents(tokens)
+        parents = self._parents(tokens, salt)
         parts = _Parts(payload, self._cache.layout, len(parents) - 1)
-        options = self._options(tokens, parents, payload.size)
+        options = self._options(tokens, parents, payload.size, salt)
         stored = self._cache.store(None, parts, **options)
         if stored.refused:
             return False
@@ -99,6 +103,7 @@ class Endings:
         whole_chunks: int,
         most_tokens: int,
         payload_bytes: Callable[[int], int],
+        salt: str | None = None,
     ) -> int:
         """Return the number of tokens of the longest ending that these tokens begin with; 0: none.
 
@@ -110,45 +115,53 @@ class Endings:
             whole_chunks: how many of its chunks are in the cache.
             most_tokens: an ending may have.
             payload_bytes: the bytes of an ending of so many tokens.
+            salt: of a tenant.
         """
-        parents = self._parents(tokens)[: whole_chunks + 1]
+        parents = self._parents(tokens, salt)[: whole_chunks + 1]
         lengths = self._lengths(parents, min(most_tokens, len(tokens)))
         while batch := list(islice(lengths, _KEYS_AT_A_TIME)):
             first_parts = [
                 _part_keys(self._key(tokens[:length], parents), 1)[0]
                 for length in batch
             ]
-            here = self._cache.which(first_parts)
+            here = self._cache.which(first_parts, salt=salt)
             for length, is_here in zip(batch, here, strict=True):
                 if is_here and self._is_whole(
-                    tokens[:length], parents, payload_bytes(length)
+                    tokens[:length], parents, payload_bytes(length), salt
                 ):
                     return length
         return 0
 
-    def load(self, tokens: Tokens, payload_bytes: int) -> Bytes | None:
+    def load(
+        self, tokens: Tokens, payload_bytes: int, *, salt: str | None = None
+    ) -> Bytes | None:
         """Return the ending of exactly these tokens; None if it is not whole."""
-        parents = self._parents(tokens)
+        parents = self._parents(tokens, salt)
         payload = np.empty(payload_bytes, np.uint8)
         parts = _Parts(payload, self._cache.layout, len(parents) - 1)
-        options = self._options(tokens, parents, payload_bytes)
+        options = self._options(tokens, parents, payload_bytes, salt)
         hit = self._cache.retrieve(None, parts, counted=False, **options)
         if hit.num_tokens < parts.count * self._chunk_tokens:
             return None
         self._remember(parents[-1], len(tokens) % self._chunk_tokens)
         return payload
 
-    def _parents(self, tokens: Tokens) -> list[bytes]:
-        """Return the root and the keys of the whole chunks."""
-        root = self._cache.present_namespace().root
-        return [root, *(key for _, _, key in self._cache.keys(tokens))]
+    def _parents(self, tokens: Tokens, salt: str | None) -> list[bytes]:
+        """Return the root and the keys of the whole chunks, which contain the salt."""
+        root = self._cache.present_namespace(salt=salt).root
+        keys = self._cache.keys(tokens, salt=salt)
+        return [root, *(key for _, _, key in keys)]
 
     def _key(self, tokens: Tokens, parents: Sequence[bytes]) -> bytes:
         whole = len(tokens) // self._chunk_tokens
         return ending_key(tokens[whole * self._chunk_tokens :], parents[whole])
 
     def _options(
-        self, tokens: Tokens, parents: Sequence[bytes], payload_bytes: int
+        self,
+        tokens: Tokens,
+        parents: Sequence[bytes],
+        payload_bytes: int,
+        salt: str | None,
     ) -> CallOptions:
         """Return what names the parts: they follow the last whole chunk in its chain."""
         size = self._chunk_tokens
@@ -161,13 +174,17 @@ class Endings:
             ((begin + i) * size, (begin + i + 1) * size, key)
             for i, key in enumerate(chain)
         ]
-        return {"keys": named, "start_tokens": whole * size}
+        return {"keys": named, "start_tokens": whole * size, "salt": salt}
 
     def _is_whole(
-        self, tokens: Tokens, parents: Sequence[bytes], payload_bytes: int
+        self,
+        tokens: Tokens,
+        parents: Sequence[bytes],
+        payload_bytes: int,
+        salt: str | None,
     ) -> bool:
         whole = len(tokens) // self._chunk_tokens
-        options = self._options(tokens, parents[: whole + 1], payload_bytes)
+        options = self._options(tokens, parents[: whole + 1], payload_bytes, salt)
         hit = self._cache.lookup(None, counted=False, **options)
         count = _part_count(payload_bytes, self._cache.layout)
         return hit.num_tokens == count * self._chunk_tokens

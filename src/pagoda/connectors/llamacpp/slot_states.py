@@ -61,9 +61,11 @@ Tokens = npt.NDArray[np.int32]
 
 
 class LoadedState(NamedTuple):
-    """The result of a `load`. True if anything was restored."""
+    """The result of a `load` or a `find`. True if anything was restored, or found."""
 
-    num_tokens: int  # what the slot holds now, of the prompt; 0: the slot was not restored
+    # what the slot holds now, of the prompt; 0: the slot was not restored. Of a `find`: what a load
+    # is expected to restore
+    num_tokens: int
     reason: Reason | None = None  # why not more
     detail: str = ""  # for people
 
@@ -81,24 +83,41 @@ class StoredState(NamedTuple):
     ] = ()  # the numbers of tokens at which the state can be continued
     reason: Reason | None = None  # why not more
     detail: str = ""  # for people
+    # all tokens of the state that was saved (int32); None: it was not read, or is of another prompt
+    slot_tokens: Tokens | None = None
 
     def __bool__(self) -> bool:
         return self.num_tokens > 0
+
+
+class _Wanted(NamedTuple):
+    """What a `store` was asked for."""
+
+    ids: Tokens
+    more_tokens: int
+    marks: list[int]
+    salt: str | None
 
 
 _Answer = TypeVar("_Answer", LoadedState, StoredState)
 
 
 class _Refused(Exception):
-    """Ends a call with a reason. `is_counted` by the cache already."""
+    """Ends a call with a reason."""
 
-    def __init__(
-        self, reason: Reason, detail: str, *, is_counted: bool = False
-    ) -> None:
+    def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
         self.detail = detail
-        self.is_counted = is_counted
+
+
+class _ProbedCache(NamedTuple):
+    """The cache of a server as it was probed. It is replaced as a whole: `find` takes no lock."""
+
+    probed: ProbedServer
+    layout: KVLayout
+    cache: Cache
+    endings: Endings
 
 
 class _Seen(NamedTuple):
@@ -130,7 +149,7 @@ class SlotStates:
     stored is keyed by the tokens that the state itself has.
 
     Failures at run time raise nothing: they are a result with a reason, counted, and logged at most
-    once in ten seconds. Thread-safe; calls wait for each other.
+    once in ten seconds. Thread-safe; calls wait for each other, except `find`.
 
     Example:
         states = SlotStates("http://127.0.0.1:8080", "/dev/shm/slots", disk_path="/var/kv")
@@ -168,7 +187,7 @@ class SlotStates:
                 (`POST /lora-adapters`) while it runs. It goes on to use KV of the old scales, and
                 a change that was taken back cannot be seen: without this promise KV of a server
                 with adapters is loaded, but not stored.
-            salt: keeps tenants apart.
+            salt: keeps tenants apart; the salt of calls that name none.
             limit_seconds: for each call; a server that computes an answer lets it wait. A probe is
                 not limited by it.
             config: the options of the cache; without it they come from the environment and the
@@ -187,7 +206,7 @@ class SlotStates:
         self._closed = False
         self._most_slots = 0
         self._failed: _FailedProbe | None = None
-        self._cache: Cache | None = None
+        self._current: _ProbedCache | None = None
         self._were_adapters_changed = False
         self._directory = StateDirectory(directory, state_bytes)
         self._finalizer = close_when_dropped(self, self._directory.close)
@@ -208,20 +227,19 @@ class SlotStates:
             self._server, self._directory, slot, self._chunk_tokens, self._salt
         )
         layout = layout_of(probed.cut.state, self._chunk_tokens)
-        is_known = (
-            self._cache is not None
-            and self._layout == layout
-            and self._probed.namespace == probed.namespace
-        )
-        if self._cache is not None and not is_known:
-            self._cache.close()
-            self._cache = None
-        if self._cache is None:
+        known = self._current
+        if known is not None and (
+            known.layout != layout or known.probed.namespace != probed.namespace
+        ):
+            self._current = None
+            known.cache.close()
+            known = None
+        if known is None:
             # the minimum is that of a prompt, and an ending is one of several calls for it
             config = replace(self._config, min_hit_tokens=0)
-            self._cache = Cache(config, namespace=probed.namespace, layout=layout)
-        self._layout: KVLayout = layout
-        self._endings = Endings(self._cache)
+            cache = Cache(config, namespace=probed.namespace, layout=layout)
+            known = _ProbedCache(probed, layout, cache, Endings(cache))
+        self._current = known._replace(probed=probed)
         self._probed: ProbedServer = probed
         self._most_slots = max(self._most_slots, probed.slots)
         if probed.trouble:
@@ -244,21 +262,85 @@ class SlotStates:
         return self._probed.cut.state.kind
 
     @property
+    def slots(self) -> int:
+        """How many slots the server has."""
+        return self._probed.slots
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens a slot of the server can hold, prompt and answer."""
+        return self._probed.context
+
+    @property
     def cache(self) -> Cache:
         """The cache of the model as it is now; it stays this object's to close.
 
         Raises ClosedError, or StoreError if the server was changed and cannot be used now.
         """
+        return self._usable().cache
+
+    def _usable(self) -> _ProbedCache:
+        """Return what is open now. Raises ClosedError, StoreError."""
         if self._closed:
             raise ClosedError("SlotStates was closed")
-        if self._cache is None:
-            why = self._failed.why if self._failed else "it is probed now"
+        current = self._current
+        if current is None:
+            failed = self._failed
+            why = failed.why if failed else "it is probed now"
             raise StoreError(f"{self._server.url} was changed: {why}")
-        return self._cache
+        return current
 
     def stats(self) -> CacheStats:
         """Return what `Cache.stats` returns."""
         return self.cache.stats()
+
+    def find(self, tokens: TokenIds, *, salt: str | None = None) -> LoadedState:
+        """Return the longest stored state that these tokens begin with, as `load` would restore it;
+        change nothing but its recency.
+
+        Asks the server nothing and waits for no other call, so it is for every request of a proxy.
+        It is about the server as it was probed last: only `load` notices another one, and probes
+        it. Meanwhile nothing is found (`Reason.BUSY`).
+
+        It is counted as a look-up: pass `counted=False` to the `load` that follows it.
+
+        Args:
+            tokens: of the whole prompt.
+            salt: a tenant, instead of that of this object: different salts share nothing.
+
+        Raises ValueError for wrong use, and nothing else.
+        """
+        ids = as_token_ids(tokens)
+        _require_salt(salt)
+        current = self._current
+        if self._closed or current is None:
+            return self._not_open()
+        if current.probed.trouble:
+            current.cache.decline(current.probed.trouble)
+            return LoadedState(0, Reason.NOT_CACHEABLE, current.probed.trouble)
+        try:
+            count, why = self._longest(current, ids, salt)
+        except Exception as error:  # noqa: BLE001
+            # the boundary: another thread may close the cache in between
+            count = 0
+            why = (Reason.IO_ERROR, f"{type(error).__name__}: {error}")
+        now = self._current
+        if self._closed or now is None or now.cache is not current.cache:
+            return self._not_open()
+        if why[0] is Reason.IO_ERROR:
+            current.cache.decline(why[1])
+        return LoadedState(count, *why)
+
+    def _not_open(self) -> LoadedState:
+        """Return the miss of a `find` while there is no cache for it."""
+        if self._closed:
+            return LoadedState(0, Reason.CLOSED, "SlotStates was closed")
+        failed = self._failed
+        if failed is not None:
+            return LoadedState(0, Reason.NOT_CACHEABLE, failed.why)
+        return LoadedState(
+            0, Reason.BUSY, "the server was changed, and is probed again"
+        )
 
     def load(
         self,
@@ -266,6 +348,8 @@ class SlotStates:
         slot: int,
         *,
         held_tokens: int = 0,
+        salt: str | None = None,
+        counted: bool = True,
         limit_seconds: float | None = None,
     ) -> LoadedState:
         """Restore into `slot` the longest stored state that these tokens begin with.
@@ -279,17 +363,21 @@ class SlotStates:
             slot: its number.
             held_tokens: how many leading tokens the slot has by your own account: a state that is
                 not longer is not restored.
+            salt: a tenant, instead of that of this object: different salts share nothing.
+            counted: whether this is a look-up in the statistics; False after a `find` of the same
+                prompt. Failures are counted in both cases.
             limit_seconds: instead of that of this object.
 
         Raises ValueError for wrong use.
         """
         ids = self._checked(tokens, slot)
+        _require_salt(salt)
         deadline = self._deadline(limit_seconds)
 
         def work() -> LoadedState:
             self._renew(slot, deadline)
             self._require_slot(slot)
-            return self._load(ids, slot, held_tokens, deadline)
+            return self._load(ids, slot, held_tokens, salt, counted, deadline)
 
         return self._guarded(work, LoadedState, deadline, is_load=True)
 
@@ -298,7 +386,9 @@ class SlotStates:
         tokens: TokenIds,
         slot: int,
         *,
+        more_tokens: int = 0,
         marks: Iterable[int] = (),
+        salt: str | None = None,
         limit_seconds: float | None = None,
     ) -> StoredState:
         """Save an idle slot, and store what is not stored yet.
@@ -307,21 +397,30 @@ class SlotStates:
             tokens: the prompt and the answer, as far as you know them. The state must begin with
                 them, or they with it; only what both have is stored.
             slot: its number.
+            more_tokens: the state may go on after `tokens` by up to so many tokens of an answer
+                that you do not know; those that it has are stored as well.
             marks: numbers of tokens after which other prompts will go on in another way, such as
                 the end of the system's text: models that are not "attention" can be continued there
                 if the server kept a checkpoint.
+            salt: a tenant, instead of that of this object: different salts share nothing.
             limit_seconds: instead of that of this object.
 
         Raises ValueError for wrong use.
         """
         ids = self._checked(tokens, slot)
+        _require_salt(salt)
+        if type(more_tokens) is not int or more_tokens < 0:
+            raise ValueError(
+                f"more_tokens = {more_tokens!r}: it must be an int, at least 0"
+            )
+        wanted = _Wanted(ids, more_tokens, list(marks), salt)
         deadline = self._deadline(limit_seconds)
 
         def work() -> StoredState:
             self._require_same(deadline)
             self._require_slot(slot)
             self._require_fixed_adapters()
-            return self._store(ids, slot, list(marks), deadline)
+            return self._store(wanted, slot, deadline)
 
         def miss(_: int, reason: Reason, detail: str) -> StoredState:
             return StoredState(0, 0, (), reason, detail)
@@ -344,10 +443,10 @@ class SlotStates:
 
     def _release(self) -> None:
         """Give up what is held; the lock is held."""
-        cache = self._cache
-        self._cache = None
-        if cache is not None:
-            cache.close()
+        current = self._current
+        self._current = None
+        if current is not None:
+            current.cache.close()
         self._finalizer()
 
     def __enter__(self) -> SlotStates:
@@ -403,9 +502,9 @@ class SlotStates:
             if self._closed:
                 self._release()
             self._lock.release()
-        cache = self._cache
-        if cache is not None and not found.is_counted:
-            cache.decline(found.detail, loaded=not is_load)
+        current = self._current
+        if current is not None:
+            current.cache.decline(found.detail, loaded=not is_load)
         return miss(0, found.reason, found.detail)
 
     def _look(self, seconds: Callable[[], float]) -> _Seen:
@@ -461,7 +560,7 @@ class SlotStates:
     def _renew(self, slot: int, deadline: Deadline) -> None:
         """Probe a server again that is another one now, in the slot that is to be loaded."""
         seen = self._look(deadline.remaining)
-        if self._cache is None or not self._is_same(seen):
+        if self._current is None or not self._is_same(seen):
             self._probe_again(slot, seen)
         if self._probed.trouble:
             raise _Refused(Reason.NOT_CACHEABLE, self._probed.trouble)
@@ -521,15 +620,20 @@ class SlotStates:
     # ---- load
 
     def _load(
-        self, ids: Tokens, slot: int, held_tokens: int, deadline: Deadline
+        self,
+        ids: Tokens,
+        slot: int,
+        held_tokens: int,
+        salt: str | None,
+        counted: bool,
+        deadline: Deadline,
     ) -> LoadedState:
-        most = min(len(ids), self._probed.context - 1)
-        for _ in range(_TRIES):
-            count, why = self._longest(ids, most)
-            minimum = self._config.min_hit_tokens
-            if 0 < count < minimum:
-                detail = f"{count} of {minimum} tokens"
-                return LoadedState(0, Reason.BELOW_MINIMUM, detail)
+        current = self._usable()
+        most = len(ids)
+        for number in range(_TRIES):
+            count, why = self._longest(
+                current, ids, salt, most, counted=counted and not number
+            )
             if count <= held_tokens:
                 if count:
                     detail = (
@@ -538,7 +642,7 @@ class SlotStates:
                     return LoadedState(0, Reason.BELOW_MINIMUM, detail)
                 return LoadedState(0, *why)
             self._require_idle(slot, deadline)
-            loaded = self._compose(ids[:count], slot, deadline)
+            loaded = self._compose(current, ids[:count], slot, salt, deadline)
             if loaded:
                 return LoadedState(count, *why)
             most = count - 1
@@ -547,51 +651,75 @@ class SlotStates:
         )
 
     def _longest(
-        self, ids: Tokens, most: int
+        self,
+        current: _ProbedCache,
+        ids: Tokens,
+        salt: str | None,
+        most: int | None = None,
+        *,
+        counted: bool = True,
     ) -> tuple[int, tuple[Reason | None, str]]:
-        """Return how many tokens of `ids` can be loaded, and why not more."""
-        cache = self.cache
-        hit = cache.lookup(ids[:most])
+        """Return how many tokens of `ids` can be loaded, at most `most`, and why not more."""
+        probed = current.probed
+        most = len(ids) if most is None else most
+        most = min(most, probed.context - 1)
+        kind = probed.cut.state.kind
+        hit = current.cache.lookup(ids[:most], counted=counted, salt=salt)
         why = (hit.reason, hit.detail)
-        if self.kind == "attention":
-            return hit.num_tokens, why
-        if self.kind != "window":
-            most = min(most, len(ids) - 1)
-        count = self._endings.find(
-            ids,
-            whole_chunks=hit.num_tokens // self._chunk_tokens,
-            most_tokens=most,
-            payload_bytes=self._probed.cut.payload_bytes,
-        )
-        if not count and hit.num_tokens:
-            why = (
-                Reason.ABSENT,
-                f"{hit.num_tokens} tokens are stored, but no ending: a {self.kind} model can be "
-                "continued only where its state was kept",
+        count = hit.num_tokens
+        if kind != "attention":
+            if kind != "window":
+                most = min(most, len(ids) - 1)
+            count = current.endings.find(
+                ids,
+                whole_chunks=hit.num_tokens // self._chunk_tokens,
+                most_tokens=most,
+                payload_bytes=probed.cut.payload_bytes,
+                salt=salt,
             )
+            if not count and hit.num_tokens:
+                why = (
+                    Reason.ABSENT,
+                    f"{hit.num_tokens} tokens are stored, but no ending: a {kind} model can be "
+                    "continued only where its state was kept",
+                )
+        minimum = self._config.min_hit_tokens
+        if 0 < count < minimum:
+            detail = f"{count} of {minimum} tokens"
+            return 0, (Reason.BELOW_MINIMUM, detail)
         return count, why
 
-    def _compose(self, ids: Tokens, slot: int, deadline: Deadline) -> bool:
+    def _compose(
+        self,
+        current: _ProbedCache,
+        ids: Tokens,
+        slot: int,
+        salt: str | None,
+        deadline: Deadline,
+    ) -> bool:
         """Write a state of exactly these tokens and let the server restore it; return whether all
         of it was there.
         """
-        cut = self._probed.cut
+        cut = current.probed.cut
+        streams = current.probed.streams
         ending = np.empty(0, np.uint8)
         if self.kind != "attention":
-            found = self._endings.load(ids, cut.payload_bytes(len(ids)))
+            size = cut.payload_bytes(len(ids))
+            found = current.endings.load(ids, size, salt=salt)
             if found is None:
                 return False
             ending = found
         with self._directory.state() as path:
             with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-                self._require_room(cut.file_bytes(len(ids), self._probed.streams))
-                writer = StateWriter(fd, cut, self._probed.streams, ids)
+                self._require_room(cut.file_bytes(len(ids), streams))
+                writer = StateWriter(fd, cut, streams, ids)
                 whole = len(ids) // self._chunk_tokens * self._chunk_tokens
                 if whole:
-                    hit = self.cache.retrieve(
+                    hit = current.cache.retrieve(
                         ids[:whole],
-                        writer.chunks(self._layout),
+                        writer.chunks(current.layout),
                         counted=False,
+                        salt=salt,
                         limit_seconds=deadline.last(),
                     )
                     if hit.num_tokens < whole:
@@ -644,12 +772,12 @@ class SlotStates:
     # ---- store
 
     def _store(
-        self, ids: Tokens, slot: int, marks: list[int], deadline: Deadline
+        self, wanted: _Wanted, slot: int, deadline: Deadline
     ) -> StoredState:
         cut = self._probed.cut
         said = self._require_idle(slot, deadline)
         held = said.get("n_prompt_tokens")
-        expected = held if isinstance(held, int) else len(ids)
+        expected = held if isinstance(held, int) else len(wanted.ids)
         self._require_room(cut.saved_bytes(expected, self._probed.streams))
         with self._directory.state() as path:
             saved = self._server.save(slot, path.name, deadline.remaining())
@@ -664,56 +792,76 @@ class SlotStates:
                 path.unlink()
                 self._require_room(os.fstat(fd).st_size)
                 self._require_same(deadline)
-                return self._store_file(fd, ids, marks, deadline)
+                return self._store_file(fd, wanted, deadline)
 
     def _store_file(
-        self, fd: int, ids: Tokens, marks: list[int], deadline: Deadline
+        self, fd: int, wanted: _Wanted, deadline: Deadline
     ) -> StoredState:
-        cut = self._probed.cut
+        current = self._usable()
+        cut = current.probed.cut
         state = read_state(fd, cut.state)
-        common = min(len(ids), len(state.tokens))
-        differing = np.flatnonzero(ids[:common] != state.tokens[:common])
-        if len(differing):
-            raise _Refused(
-                Reason.FAILED_CHECK,
-                f"the slot has another token {differing[0]} than the {len(ids)} that were given: "
-                "it holds another prompt, or its context was shifted",
+        ids = self._tokens_to_store(wanted, state)
+        endings = self._chosen_endings(state, len(ids), wanted.marks)
+        if not endings and self.kind != "attention":
+            detail = (
+                f"a {self.kind} model can be continued only where its state was kept, and this "
+                "state has no such place: it is shorter than the window, or this build of the "
+                "server saves no checkpoints"
             )
-        endings = self._chosen_endings(state, common, marks)
+            current.cache.decline(detail, loaded=True)
+            return StoredState(
+                0, 0, (), Reason.NOT_CACHEABLE, detail, state.tokens
+            )
         size = self._chunk_tokens
         # chunks after the last ending could not be used
-        used = common if self.kind == "attention" else max(endings)
+        used = len(ids) if self.kind == "attention" else max(endings)
         whole = used // size * size
         if not whole and self.kind == "attention":
-            detail = f"{common} tokens, a chunk has {size}"
-            return StoredState(0, 0, (), Reason.SHORT_PROMPT, detail)
-        stored = self.cache.store(
+            detail = f"{len(ids)} tokens, a chunk has {size}"
+            return StoredState(
+                0, 0, (), Reason.SHORT_PROMPT, detail, state.tokens
+            )
+        stored = current.cache.store(
             ids[:whole],
-            StateChunks(fd, state.full, state.tokens, self._layout),
+            StateChunks(fd, state.full, state.tokens, current.layout),
+            salt=wanted.salt,
             limit_seconds=deadline.last(),
         )
         have = (stored.num_chunks + stored.present) * size
-        if self.kind == "attention":
-            return StoredState(have, stored.num_tokens, (), stored.reason)
+        new = stored.num_tokens
         reason = stored.reason
+        if self.kind == "attention":
+            return StoredState(have, new, (), reason, "", state.tokens)
         kept = []
         for count in endings:
             # its chunks must be there as well
             if count // size * size > have:
                 continue
-            payload = read_ending(state, self._probed.cut, count)
-            if self._endings.store(ids[:count], payload):
+            payload = read_ending(state, cut, count)
+            if current.endings.store(ids[:count], payload, salt=wanted.salt):
                 kept.append(count)
             else:
                 reason = reason or Reason.FULL
-        return StoredState(
-            max(kept, default=0), stored.num_tokens, tuple(kept), reason
-        )
+        most = max(kept, default=0)
+        return StoredState(most, new, tuple(kept), reason, "", state.tokens)
+
+    def _tokens_to_store(self, wanted: _Wanted, state: StateFile) -> Tokens:
+        """Return the tokens of a state that may be stored; refuse those of another prompt."""
+        known = wanted.ids
+        common = min(len(known), len(state.tokens))
+        differing = np.flatnonzero(known[:common] != state.tokens[:common])
+        if len(differing):
+            raise _Refused(
+                Reason.FAILED_CHECK,
+                f"the slot has another token {differing[0]} than the {len(known)} that were given: "
+                "it holds another prompt, or its context was shifted",
+            )
+        return state.tokens[: len(known) + wanted.more_tokens]
 
     def _chosen_endings(
         self, state: StateFile, most: int, marks: list[int]
     ) -> list[int]:
-        """Return where a state is cut, beside its chunks."""
+        """Return where a state is cut, beside its chunks; nowhere if there is no place for it."""
         if self.kind == "attention":
             return []
         possible = [
@@ -721,14 +869,16 @@ class SlotStates:
             for lowest, highest in possible_endings(state, self._probed.cut)
             if lowest <= most
         ]
-        if not possible:
-            raise _Refused(
-                Reason.NOT_CACHEABLE,
-                f"a {self.kind} model can be continued only where its state was kept, and this "
-                "state has no such place: it is shorter than the window, or this build of the "
-                "server saves no checkpoints",
-            )
         return choose(possible, marks)
+
+
+def _require_salt(salt: str | None) -> None:
+    if salt is None:
+        return
+    if type(salt) is not str:
+        raise ValueError(f"salt must be a str, got {type(salt).__name__}")
+    # a ValueError as well, for what has no bytes
+    salt.encode()
 
 
 def _configured(config: Config | None, options: ConfigOptions) -> Config:

@@ -1,0 +1,48 @@
+"""Whether to load is faster than to compute, by what this server and these tiers have shown."""
+
+from __future__ import annotations
+
+_LEAST_TOKENS = 32  # of a measurement: fewer say nothing
+_SHARE = 0.3  # of a new measurement
+# a load that seems too slow is tried again: it may have been a bad moment
+_REFUSED_IN_A_ROW = 16
+
+
+class LoadWorth:
+    """Running means of both speeds. For the event loop."""
+
+    def __init__(self, *, is_asked: bool) -> None:
+        """`is_asked`: whether speeds decide at all (`worth_it` of the configuration)."""
+        self._is_asked = is_asked
+        self._compute_seconds: float | None = None  # of a token
+        self._load_seconds: float | None = None
+        self._refused = 0
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Account for a prompt that the server has computed."""
+        if tokens >= _LEAST_TOKENS and seconds > 0:
+            self._compute_seconds = _mean(self._compute_seconds, seconds / tokens)
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        """Account for a load."""
+        if tokens >= _LEAST_TOKENS:
+            self._load_seconds = _mean(self._load_seconds, seconds / tokens)
+
+    def is_worth(self, loaded_tokens: int, saved_tokens: int) -> bool:
+        """Return whether to load so many tokens is faster than to compute so many of them."""
+        compute = self._compute_seconds
+        load = self._load_seconds
+        if not self._is_asked or compute is None or load is None:
+            return True
+        if load * loaded_tokens <= compute * saved_tokens:
+            self._refused = 0
+            return True
+        self._refused += 1
+        if self._refused <= _REFUSED_IN_A_ROW:
+            return False
+        self._refused = 0
+        return True
+
+
+def _mean(before: float | None, now: float) -> float:
+    return now if before is None else before + _SHARE * (now - before)

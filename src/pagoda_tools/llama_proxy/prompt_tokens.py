@@ -1,0 +1,266 @@
+"""Which tokens llama.cpp's server will have in the slot for a request, before it gets the request.
+
+The proxy asks `prompt_of` for each request that it may help, and `marks_of` before it stores what
+came of one. The server does the work: its `/apply-template` turns a conversation into text, its
+`/tokenize` turns text into tokens, with the code that the request itself will run through. What the
+server is not asked, because it would only refuse it or would begin to download images, is decided
+here.
+
+    prompt = await prompt_of("/v1/chat/completions", body, ask)
+    prompt.tokens    # int32 array, or None, and then `prompt.why`
+
+Nothing here is believed further than a prefix: the server compares the tokens of the slot with the
+request's own, and the proxy compares them with those of the saved state. A wrong guess is a miss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+
+Tokens = npt.NDArray[np.int32]
+# POSTs JSON to a path of the server and returns the JSON of its answer. Raises ServerTrouble.
+Ask = Callable[[str, Mapping[str, object]], Awaitable[object]]
+
+COMPLETION = "completion"
+CHAT = "chat"
+
+# the routes that `prompt_of` knows, and how each says its prompt
+ROUTES: Mapping[str, str] = {
+    "/completion": COMPLETION,
+    "/completions": COMPLETION,
+    "/v1/completions": COMPLETION,
+    "/chat/completions": CHAT,
+    "/v1/chat/completions": CHAT,
+}
+
+_SYSTEM_ROLES = ("system", "developer")
+_MOST_TOKEN = np.iinfo(np.int32).max
+
+
+class Prompt(NamedTuple):
+    """The tokens of a request's prompt, or why they are not known: the request is passed on as it
+    is, and `why` is a sentence for people.
+    """
+
+    tokens: Tokens | None
+    why: str = ""
+
+
+class _NotKnown(Exception):
+    """The tokens of a request cannot be told. The message says why, for people."""
+
+
+async def prompt_of(route: str, body: Mapping[str, object], ask: Ask) -> Prompt:
+    """Return the tokens that the server will have in the slot for this request.
+
+    Asks the server at most twice, changes nothing there, and keeps no slot busy. `body` may be
+    anything that JSON can say.
+
+    Args:
+        route: the path of the request, without a prefix and a query.
+        body: the JSON object of the request.
+        ask: POSTs to the server.
+
+    Raises ServerTrouble if the server does not answer. A request that it refuses is no trouble:
+    it is passed on, and refused then.
+    """
+    try:
+        _require_plain(body)
+        kind = ROUTES.get(route)
+        if kind == COMPLETION:
+            return Prompt(await _tokens_of_completion(body, ask))
+        if kind == CHAT:
+            return Prompt(await _tokens_of_chat(body, ask))
+        raise _NotKnown(f"{route} is not known")
+    except _NotKnown as error:
+        return Prompt(None, str(error))
+
+
+async def marks_of(
+    route: str, body: Mapping[str, object], tokens: Tokens, ask: Ask
+) -> list[int]:
+    """Return after how many of `tokens` other requests will probably go on in another way.
+
+    These are the end of what does not change in a conversation (the system's text and the tools)
+    and the start of its last user message. Each is where `tokens` and those of a conversation
+    with another message at that place part. A route without messages has none.
+
+    Asks the server at most four times. Raises ServerTrouble if it does not answer.
+    """
+    if ROUTES.get(route) != CHAT:
+        return []
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return []
+    found = set()
+    for place in _turning_points(messages):
+        other = [*messages[:place], _another_than(messages[place])]
+        try:
+            others = await _tokens_of_chat({**body, "messages": other}, ask)
+        except _NotKnown:
+            continue
+        found.add(_common_prefix(tokens, others))
+    return sorted(mark for mark in found if 0 < mark < len(tokens))
+
+
+# ---- what no route can have
+
+
+def _require_plain(body: Mapping[str, object]) -> None:
+    """Raise _NotKnown if the request asks for something that a stored prompt does not fit."""
+    if body.get("cache_prompt", True) not in (True, None):
+        raise _NotKnown("cache_prompt is not true")
+    if body.get("lora") not in (None, []):
+        raise _NotKnown("lora: it asks for adapters of its own")
+    if body.get("n_cache_reuse") not in (None, 0):
+        raise _NotKnown("n_cache_reuse moves pieces of the cache")
+    for name in ("n", "n_cmpl"):
+        if body.get(name) not in (None, 1):
+            raise _NotKnown(f"{name} is not 1: several answers")
+
+
+# ---- completions
+
+
+async def _tokens_of_completion(body: Mapping[str, object], ask: Ask) -> Tokens:
+    prompt = _single(body.get("prompt"))
+    if isinstance(prompt, Mapping):
+        prompt = _text_of_object(prompt)
+    if isinstance(prompt, str):
+        return await _tokenized(prompt, ask)
+    if not isinstance(prompt, list) or not prompt:
+        raise _NotKnown("prompt is no text and no list of tokens")
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return _checked(prompt)
+    if kinds != {int, str}:
+        raise _NotKnown("prompt is no list of tokens and texts")
+    _checked([part for part in prompt if isinstance(part, int)])
+    return await _tokenized(prompt, ask)
+
+
+def _single(prompt: object) -> object:
+    """Return the prompt, without the list around it if there is one."""
+    if not isinstance(prompt, list) or int in set(map(type, prompt)):
+        return prompt
+    if len(prompt) != 1:
+        raise _NotKnown(f"prompt is a list of {len(prompt)} prompts")
+    return prompt[0]
+
+
+def _text_of_object(prompt: Mapping[object, object]) -> object:
+    if "multimodal_data" in prompt:
+        raise _NotKnown("prompt has multimodal_data")
+    return prompt.get("prompt_string")
+
+
+# ---- conversations
+
+
+async def _tokens_of_chat(body: Mapping[str, object], ask: Ask) -> Tokens:
+    _require_text(body.get("messages"))
+    answer = await _answer("/apply-template", body, ask)
+    prompt = answer.get("prompt")
+    if not isinstance(prompt, str):
+        raise _NotKnown("/apply-template gave no text")
+    return await _tokenized(prompt, ask)
+
+
+def _require_text(messages: object) -> None:
+    """Raise _NotKnown unless all messages are text: of others, the server would load the images."""
+    if not isinstance(messages, list) or not messages:
+        raise _NotKnown("messages is no list of messages")
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise _NotKnown("a message is no object")
+        content = message.get("content")
+        if content is None or isinstance(content, str):
+            continue
+        if not isinstance(content, list):
+            raise _NotKnown("the content of a message is no text")
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind != "text":
+                raise _NotKnown(
+                    f"a message has a part of type {str(kind)[:40]!r}"
+                )
+
+
+def _turning_points(messages: Sequence[object]) -> list[int]:
+    """Return the numbers of the first message that is not the system's and of the last user
+    message.
+    """
+    roles = [
+        message.get("role") if isinstance(message, Mapping) else None
+        for message in messages
+    ]
+    first = 0
+    while first < len(roles) and roles[first] in _SYSTEM_ROLES:
+        first += 1
+    if first == len(roles):
+        return []
+    users = [place for place, role in enumerate(roles) if role == "user"]
+    return sorted({first, users[-1]}) if users else [first]
+
+
+def _another_than(message: object) -> Mapping[str, object]:
+    """Return a user message that differs from this one in its first character."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list) and content and isinstance(content[0], Mapping):
+        content = content[0].get("text")
+    is_like = isinstance(content, str) and content[:1] in ("a", "A")
+    return {"role": "user", "content": "b" if is_like else "a"}
+
+
+def _common_prefix(tokens: Tokens, others: Tokens) -> int:
+    length = min(len(tokens), len(others))
+    differs = tokens[:length] != others[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+# ---- asking
+
+
+async def _tokenized(content: object, ask: Ask) -> Tokens:
+    """Return the tokens of a prompt, as the server makes them of a request's prompt."""
+    body = {"content": content, "add_special": True, "parse_special": True}
+    answer = await _answer("/tokenize", body, ask)
+    found = answer.get("tokens")
+    if not isinstance(found, list):
+        raise _NotKnown("/tokenize gave no list")
+    return _checked(found)
+
+
+async def _answer(
+    path: str, body: Mapping[str, object], ask: Ask
+) -> Mapping[object, object]:
+    try:
+        answer = await ask(path, body)
+    except ServerTrouble as error:
+        if not error.status:
+            raise
+        raise _NotKnown(str(error)) from error
+    if not isinstance(answer, Mapping):
+        raise _NotKnown(f"{path} gave no object")
+    return answer
+
+
+def _checked(numbers: list[object]) -> Tokens:
+    """Return a list of JSON as tokens. Raises _NotKnown if one cannot be a token."""
+    if not numbers:
+        raise _NotKnown("the prompt is empty")
+    if set(map(type, numbers)) != {int}:
+        raise _NotKnown("a token is no number")
+    try:
+        found = np.array(numbers, np.int64)
+    except OverflowError:
+        raise _NotKnown("a token is too large") from None
+    if found.min() < 0 or found.max() > _MOST_TOKEN:
+        raise _NotKnown("a token is negative or too large")
+    return found.astype(np.int32)

@@ -1,0 +1,147 @@
+"""When slots are saved.
+
+A slot is saved when it has been idle for two seconds, at once after a long new prompt (other
+conversations may begin in the same way), before another conversation takes it, and at the end of
+the proxy; never for less than a chunk of new tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from pagoda.base.log import guarded_logger
+from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.connectors.llamacpp import SlotStates
+from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+from pagoda.connectors.llamacpp.slot_states import StoredState
+from pagoda_tools.llama_proxy.finished_work import finished
+from pagoda_tools.llama_proxy.slot_accounts import SlotAccount, SlotAccounts
+
+_IDLE_SECONDS = 2.0
+_LONG_CHUNKS = 4  # of new prompt
+_END_SECONDS = 60.0  # for all slots together
+_MARKS_SECONDS = 10.0
+# a slot that computes for a client who has gone
+_AGAIN_SECONDS = 1.0
+
+_logger = guarded_logger("pagoda.llamacpp")
+_log = RateLimitedLog()
+
+Run = Callable[[Callable[[], StoredState]], Awaitable[StoredState]]
+
+
+class SlotSaver:
+    """Saves the slots of one server. For the event loop."""
+
+    def __init__(
+        self, accounts: SlotAccounts, states: SlotStates, run: Run, chunk: int
+    ) -> None:
+        """`run`: runs a call on another thread. `chunk`: its tokens."""
+        self._accounts = accounts
+        self._states = states
+        self._run = run
+        self._chunk = chunk
+        self._changed = asyncio.Event()
+        self._task = asyncio.create_task(self._save_idle_ones())
+
+    def note_answer(self, slot: SlotAccount, new_prompt_tokens: int) -> None:
+        """Remember that a slot has been asked, and when it is to be saved."""
+        if slot.new_tokens < self._chunk:
+            slot.save_at = None
+            return
+        wait = _IDLE_SECONDS
+        if new_prompt_tokens >= _LONG_CHUNKS * self._chunk:
+            wait = 0.0
+        slot.save_at = time.monotonic() + wait
+        self._changed.set()
+
+    async def save(self, slot: SlotAccount) -> None:
+        """Save a slot whose lock the caller holds, if enough of it is new. Raises nothing: what
+        could not be stored is computed again some time.
+        """
+        if slot.save_at is None or slot.new_tokens < self._chunk:
+            return
+        slot.save_at = None
+        marks = []
+        if slot.marks is not None and self._states.kind != "attention":
+            with contextlib.suppress(ServerTrouble, TimeoutError):
+                async with asyncio.timeout(_MARKS_SECONDS):
+                    marks = await slot.marks()
+        call = partial(
+            self._states.store,
+            slot.tokens,
+            slot.number,
+            more_tokens=slot.more_tokens,
+            marks=marks,
+            salt=slot.salt,
+        )
+        try:
+            stored = await self._run(call)
+        except Exception as error:  # noqa: BLE001
+            # a boundary: the slot stays as it is, and the proxy goes on
+            _log.warn(_logger, Reason.IO_ERROR, f"a slot was not saved: {error}")
+            return
+        if stored.reason is Reason.BUSY:
+            # it computes still, for a client who has gone
+            slot.save_at = time.monotonic() + _AGAIN_SECONDS
+            self._changed.set()
+            return
+        if stored.slot_tokens is not None:
+            slot.tokens = stored.slot_tokens
+            slot.more_tokens = 0
+        # also if nothing was stored: it would not be stored the next time either
+        slot.stored_tokens = len(slot.tokens) + slot.more_tokens
+        if stored.reason is not None and not stored:
+            _log.warn(
+                _logger,
+                stored.reason,
+                f"slot {slot.number} was not stored: {stored.detail}",
+            )
+
+    async def end(self) -> None:
+        """Save all that is new, and stop."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                for slot in self._accounts.all:
+                    async with slot.lock:
+                        await self.save(slot)
+
+    async def _save_free_one(self, slot: SlotAccount) -> None:
+        if slot.lock.locked():
+            # another request has taken it meanwhile
+            return
+        await slot.lock.acquire()
+        slot.is_saving = True
+        try:
+            await self.save(slot)
+        finally:
+            await self._accounts.give_back(slot)
+
+    async def _save_idle_ones(self) -> None:
+        while True:
+            self._changed.clear()
+            now = time.monotonic()
+            due = [
+                slot
+                for slot in self._accounts.free
+                if slot.save_at is not None and slot.save_at <= now
+            ]
+            for slot in due:
+                await finished(self._save_free_one(slot))
+            waiting = [
+                slot.save_at - time.monotonic()
+                for slot in self._accounts.all
+                if slot.save_at is not None
+            ]
+            # one that is busy now is looked at again when it is free, and has changed
+            wait = max(min(waiting, default=_END_SECONDS), 0.05)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._changed.wait()
