@@ -14,6 +14,7 @@ line on stderr says what is wrong), 130 interrupted.
     serve                  sends chunks to other machines, and shows the page: `web_page_options`
     config                 shows and checks options, and imports those of LMCache
     vllm, sglang           start an engine with its connector: `engine_start`
+    llama_server           starts llama.cpp's server behind the proxy of `llama_proxy`
     bench                  measures the tiers: `bench_tiers`, `load_speeds`
     quality                measures what approximate KV costs in quality: `quality_report`,
                            `quality_plot`

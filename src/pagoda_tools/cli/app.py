@@ -19,6 +19,11 @@ from pagoda_tools.cli.docstring_help import (
     show_as_written,
 )
 from pagoda_tools.cli.explain import explain
+from pagoda_tools.cli.llama_server import (
+    CONTEXT_SETTINGS,
+    ServerCommand,
+    llama_server,
+)
 from pagoda_tools.cli.ls import ls
 from pagoda_tools.cli.pin import pin, unpin
 from pagoda_tools.cli.quality import quality
@@ -66,6 +71,7 @@ app.command()(documented(demo))
 app.add_typer(config.app, name="config")
 app.add_typer(vllm.app, name="vllm")
 app.add_typer(sglang.app, name="sglang")
+app.command(cls=ServerCommand, context_settings=CONTEXT_SETTINGS)(llama_server)
 
 
 @app.callback(invoke_without_command=True)
