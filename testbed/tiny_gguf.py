@@ -104,18 +104,8 @@ def write_model(
     directory: Path,
     architecture: str = "llama",
     seed: int = 0,
-<<<<<<< HEAD
-    size: Size = TINY,
-) -> Path:
-    """Write a random model of one of `ARCHITECTURES`; return its path."""
-    name = f"{architecture}-{seed}"
-    if size != TINY:
-        name += f"-{size.hidden}x{size.layers}x{size.inner}"
-    path = directory / f"{name}.gguf"
-    if not path.exists():
-        model = _Model(architecture, seed, size)
-=======
     *,
+    size: Size = TINY,
     template: str = "",
     special: Sequence[str] = (),
 ) -> Path:
@@ -125,15 +115,16 @@ def write_model(
     they stand in place of the first words of the vocabulary.
     """
     name = f"{architecture}-{seed}"
+    if size != TINY:
+        name += f"-{size.hidden}x{size.layers}x{size.inner}"
     if template or special:
         name += f"-{zlib.crc32(repr((template, special)).encode()):08x}"
     path = directory / f"{name}.gguf"
     if not path.exists():
-        model = _Model(architecture, seed)
+        model = _Model(architecture, seed, size)
         model.values.update(_vocabulary(special))
         if template:
             model.values["tokenizer.chat_template"] = template
->>>>>>> me
         write_gguf(path, model.values, model.tensors)
     return path
 
