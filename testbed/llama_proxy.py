@@ -57,8 +57,10 @@ class LlamaProxy:
     @property
     def children(self) -> list[int]:
         """Return the process ids of its children: of the server that it started."""
-        found = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
-        return [int(word) for word in found.split()]
+        with contextlib.suppress(OSError):
+            listed = Path(f"/proc/{self.pid}/task/{self.pid}/children")
+            return [int(word) for word in listed.read_text().split()]
+        return []  # it has ended
 
     def log(self) -> str:
         """Return what it printed."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
@@ -89,6 +90,7 @@ class Driver:
             self._new_conversation() for _ in range(rng.randint(2, 6))
         ]
         self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by step
         self.faults: list[str] = []
         self._steps: list[tuple[Callable[[], None], int]] = [
             (self._ask_one, 40),
@@ -117,8 +119,11 @@ class Driver:
         weights = [weight for _, weight in self._steps]
         for _ in range(steps):
             thing = self._rng.choices(things, weights)[0]
-            self.counts[thing.__name__.strip("_")] += 1
+            name = thing.__name__.strip("_")
+            began = time.monotonic()
             thing()
+            self.counts[name] += 1
+            self.seconds[name] += time.monotonic() - began
         if self._watch is not None:
             self._watch.cuts = False
         if self._disk is not None:
@@ -187,7 +192,7 @@ class Driver:
                 and self._rng.random() < 0.7
             ):
                 each.conversation.go_on(reply.text)
-        if self._is_rough:
+        if self._is_rough and not trouble:
             self._start_all()
 
     def _ask_one(self) -> None:
@@ -215,7 +220,7 @@ class Driver:
         self._ask([each._replace(question=question, conversation=None)])
 
     def _exceed_the_context(self) -> None:
-        long = Conversation(self._rng, words(self._rng, CONTEXT + 100))
+        long = Conversation(self._rng, words(self._rng, 2 * CONTEXT + 100))
         target = self._rng.choice(self._targets)
         question = long.question(8)
         self._ask([Asked(target, question, self._rng.random() < 0.5)])

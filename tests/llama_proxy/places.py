@@ -59,8 +59,8 @@ class Owned:
         """Return where files of states may lie."""
         return [
             path
-            for pid in self._pids
-            for path in MEMORY.glob(f"pagoda-llama-*-{pid}-*")
+            for path in MEMORY.glob("pagoda-llama-*")
+            if int(path.name.split("-")[3]) in self._pids
         ]
 
     def left(self) -> list[Path]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-_LOOK_SECONDS = 0.004
+_LOOK_SECONDS = 0.01
 
 
 class StateWatch:

@@ -228,7 +228,6 @@ def test_the_chat_of_a_page_in_a_browser(url: str, right: str) -> None:
         assert whole["status"] == 200
         assert whole["type"].startswith("text/event-stream")
         assert whole["text"] == right
-        assert whole["reads"] > 1
         long = {**asked, "max_tokens": 1000}
         stopped = page.evaluate(_CHAT_OF_A_PAGE, [long, 2])
         assert len(stopped["text"]) < 1000

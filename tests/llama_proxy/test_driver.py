@@ -63,7 +63,7 @@ def memory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def small_disk(path: Path, mib: int) -> Iterator[FullDisk]:
-    """Mount a small file system, with room for less than the disk tier would take."""
+    """Mount a small file system."""
     path.mkdir(mode=0o700)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=700"]
     done = subprocess.run(
@@ -99,6 +99,8 @@ def drive(
     driver.run(steps)
     seconds = time.monotonic() - began
     print(f"{seconds:.1f} s, {dict(driver.counts)}, {dict(controls.counts)}")
+    spent = {name: round(each, 1) for name, each in driver.seconds.items()}
+    print(f"seconds by step: {spent}")
     print(
         f"{watch.seen} files of states, at most {watch.most_bytes} bytes at a time, "
         f"{watch.cut} cut short"
@@ -182,9 +184,9 @@ def test_long_traffic_with_a_full_disk(
         "unified": unified,
         "ram_mib": rng.choice((0, 64)),
     }
-    pagoda = stored_in(memory, tmp_path / "disk")
+    pagoda = stored_in(memory, tmp_path / "disk", **{"disk-size": "8MiB"})
     with (
-        small_disk(tmp_path / "disk", 12) as disk,
+        small_disk(tmp_path / "disk", 16) as disk,
         owning_proxy(model, pagoda, build, **options) as proxy,
         controls(model, build, options) as right,
     ):
