@@ -182,7 +182,9 @@ class Driver:
             if fault:
                 self.faults.append(
                     f"request {self.counts['requests']} ({each.question.route}, "
-                    f"stream {each.stream}, hits {reply.hits}, "
+                    f"stream {each.stream}, aborted {each.abort_seconds}, "
+                    f"beside {len(asked)}, trouble {trouble}, "
+                    f"hits {reply.hits} of {reply.hits + reply.computed}, "
                     f"{reply.headers.get('X-Pagoda')}): {fault}"
                 )
             is_right = not aborted and reply.is_right and not fault

@@ -30,6 +30,10 @@ class Bare:
         """Return where files of states may lie."""
         return []
 
+    def log(self) -> str:
+        """Return what was printed."""
+        return self._server.log()
+
     def left(self) -> list[Path]:
         """Return what lies there and should not."""
         return []
@@ -62,6 +66,10 @@ class Owned:
             for path in MEMORY.glob("pagoda-llama-*")
             if int(path.name.split("-")[3]) in self._pids
         ]
+
+    def log(self) -> str:
+        """Return what was printed."""
+        return self._proxy.log()
 
     def left(self) -> list[Path]:
         """Return what lies there now, of a proxy that runs, and of those before it."""
@@ -112,6 +120,10 @@ class Attached:
     def state_directories(self) -> list[Path]:
         """Return where files of states may lie."""
         return [self._server.states]
+
+    def log(self) -> str:
+        """Return what was printed."""
+        return self._proxy.log()
 
     def left(self) -> list[Path]:
         """Return what lies there once nothing is asked any more."""

@@ -105,7 +105,8 @@ def drive(
         f"{watch.seen} files of states, at most {watch.most_bytes} bytes at a time, "
         f"{watch.cut} cut short"
     )
-    assert driver.faults == [], "\n".join(driver.faults)
+    logs = [target.log()[-3000:] for target in targets]
+    assert driver.faults == [], "\n".join([*driver.faults, *logs])
     assert watch.most_bytes <= STATE_BYTES
     # what a killed one left, the next one removes
     for target in targets:

@@ -127,18 +127,31 @@ class Controls:
         self.counts["texts"] += 1
         if reply.text == wanted:
             return ""
-        if self._is_tie(question, wanted, reply.text):
+        lead = self._lead(question, wanted, reply.text)
+        if lead < TIE:
             self.counts["ties"] += 1
             return ""
-        return f"{reply.text!r}, not {wanted!r}"
+        return (
+            f"{reply.text!r}, not {wanted!r}, which leads by {lead:.3g}; "
+            f"the bare server again: {self._again(question)}"
+        )
 
-    def _is_tie(self, question: Question, wanted: str, got: str) -> bool:
-        """Return whether the first other letter is as likely as the right one."""
+    def _again(self, question: Question) -> list[str]:
+        """Return what the bare server answers now: cold, and with what it has."""
+        return [
+            self._client.ask(
+                question.route, {**question.body, "cache_prompt": cached}
+            ).text
+            for cached in (False, True, True)
+        ]
+
+    def _lead(self, question: Question, wanted: str, got: str) -> float:
+        """Return by how much the right letter is likelier than the first other one."""
         first = 0
         while first < min(len(wanted), len(got)) and wanted[first] == got[first]:
             first += 1
         if first == min(len(wanted), len(got)):
-            return False
+            return math.inf
         tokens = self._client.tokens_of(question.route, question.body)
         asked = {
             "prompt": [*tokens, *tokens_of(wanted[:first])],
@@ -153,4 +166,5 @@ class Controls:
         logprobs = {each["id"]: each["logprob"] for each in likely}
         [right] = tokens_of(wanted[first])
         [other] = tokens_of(got[first])
-        return abs(logprobs[right] - logprobs.get(other, -math.inf)) < TIE
+        lead: float = logprobs[right] - logprobs.get(other, -math.inf)
+        return lead
