@@ -53,12 +53,11 @@ def main() -> None:
             "prompt": tokens,
             "id_slot": SLOT,
             "n_predict": args.tokens,
-            "return_tokens": True,
             "temperature": 0,
         }
         answer = post("/completion", body)
         seconds = time.perf_counter() - began
-        stored = states.store([*tokens, *answer["tokens"]], SLOT)
+        stored = states.store(tokens, SLOT, more_tokens=args.tokens)
     reused = answer["timings"]["cache_n"]
     print(answer["content"])
     why = f" ({loaded.reason}: {loaded.detail})" if loaded.reason else ""

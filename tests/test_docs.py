@@ -159,6 +159,7 @@ OF_OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_every_name_in_backticks_in_the_code_exists() -> None:
     """A docstring or a comment that names what was renamed or removed misleads its reader."""
     known = {*COUNTERS, *(str(reason) for reason in Reason)}

@@ -187,6 +187,7 @@ def test_the_names_of_loggers_are_pinned() -> None:
     }
 
 
+@pytest.mark.slow
 def test_each_class_name_is_used_once() -> None:
     """A reader who searches for a class finds one definition."""
     package = Path(__file__).parents[1] / "src"

@@ -308,6 +308,7 @@ def test_mistake_12_a_freed_block_that_counts_as_one_on_the_host(
     hosted.manager.check()
 
 
+@pytest.mark.slow
 def test_mistake_13_waiting_for_ever_on_another_process(shm_root: Path) -> None:
     with cache_at(shm_root, deadline_seconds=0.5) as cache:
         engine = Engine(8, cache)

@@ -63,6 +63,7 @@ def _demotes_for_ever(host: Path, said: str) -> None:
         signal.pause()
 
 
+@pytest.mark.slow
 def test_what_one_process_demotes_another_promotes(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def _stores_and_loads(shm_root: Path) -> None:
     assert library.stub_registrations() == 1
 
 
+@pytest.mark.slow
 def test_kv_on_a_gpu_registers_the_slots_before_its_first_copy(
     shm_root: Path, with_driver: Path
 ) -> None:
@@ -173,6 +174,7 @@ def _copies_by_itself(shm_root: Path) -> None:
         wait_pinned(cache)
 
 
+@pytest.mark.slow
 def test_who_copies_by_itself_says_so(shm_root: Path, with_driver: Path) -> None:
     run_all([SPAWN.Process(target=_copies_by_itself, args=(shm_root,))])
 
@@ -261,6 +263,7 @@ def _begins_to_write(shm_root: Path, uses_device: bool, began: Event) -> None:
         time.sleep(100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uses_device", [True, False])
 def test_slots_that_a_gpu_may_still_write_outlive_their_process(
     shm_root: Path, with_driver: Path, uses_device: bool

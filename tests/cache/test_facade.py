@@ -27,6 +27,7 @@ from tests.cache.kit import (
     blank,
     cache_at,
     config_of,
+    counters_of,
     kv_of,
     prompt,
     served,
@@ -669,3 +670,34 @@ def test_a_run_may_alternate_between_tiers() -> None:
         tier: lambda at, tier=tier: (int(at in has[tier]), None) for tier in has
     }
     assert match_tiers(finders, 5) == (4, {"host": 2, "disk": 2}, None)
+
+
+def test_a_hit_that_the_engine_can_use_in_part_is_counted_in_part(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    tokens = prompt(6)
+    with cache_at(shm_root, tmp_path) as cache:
+        stored(cache, tokens[: 2 * CHUNK], tiers=["host"])
+        stored(cache, tokens[: 4 * CHUNK], tiers=["disk"])
+        assert cache.flush()
+        whole = cache.lookup(tokens)
+        assert whole.by_tier == {"host": 2 * CHUNK, "disk": 2 * CHUNK}
+        part = cache.lookup(
+            tokens,
+            usable=lambda hit: hit.shortened(3 * CHUNK, Reason.ABSENT, "no more"),
+        )
+        assert part.by_tier == {"host": 2 * CHUNK, "disk": CHUNK}
+        assert part.num_tokens == int(part.mask.sum()) == 3 * CHUNK
+        assert (part.reason, part.detail) == (Reason.ABSENT, "no more")
+        nothing = cache.lookup(tokens, usable=lambda hit: hit.shortened(0, None))
+        assert (nothing.num_tokens, nothing.by_tier) == (0, {})
+        # more than there is
+        more = cache.lookup(
+            tokens,
+            start_tokens=CHUNK,
+            usable=lambda hit: hit.shortened(len(tokens), hit.reason),
+        )
+        assert more.num_tokens == int(more.mask.sum()) == 3 * CHUNK
+        counters = counters_of(cache)
+        assert (counters["lookups"], counters["hits"]) == (4, 3)
+        assert counters["hit_tokens"] == 10 * CHUNK

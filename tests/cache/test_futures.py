@@ -222,6 +222,7 @@ def test_a_call_cancelled_before_it_began_does_nothing(shm_root: Path) -> None:
         assert cache.lookup(prompt(3, 9)).num_tokens == 0
 
 
+@pytest.mark.slow
 def test_close_ends_while_calls_are_under_way(
     shm_root: Path, tmp_path: Path
 ) -> None:

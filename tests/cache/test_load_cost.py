@@ -327,6 +327,7 @@ def test_a_tier_that_was_slow_before_a_reboot_is_tried_after_it() -> None:
     assert after.take_probe("disk")
 
 
+@pytest.mark.slow
 def test_the_next_process_knows_what_the_last_one_has_learned(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def _ask(shm_root: Path, salt: str, end: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_other_processes_count_too_and_a_kill_loses_nothing(
     shm_root: Path,
 ) -> None:

@@ -177,6 +177,7 @@ def test_what_only_a_tier_that_was_not_asked_has_is_tier_skipped(
         assert cache.lookup(prompt(3, 1), tiers=["host"]).reason is Reason.ABSENT
 
 
+@pytest.mark.slow
 def test_a_disk_that_keeps_failing_is_left_out_and_says_so(
     shm_root: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ def _stand_in_the_gate(directory: Path, inside: Event) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_ledger_that_another_process_locks_is_ledger_busy(
     shm_root: Path,
 ) -> None:

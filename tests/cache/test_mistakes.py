@@ -320,6 +320,7 @@ def _print_keys(shm_root: Path, path: Path) -> None:
         path.write_bytes(b"".join(key for _, _, key in cache.keys(prompt(4))))
 
 
+@pytest.mark.slow
 def test_mistake_16_keys_that_leave_something_out_or_differ_between_processes(
     shm_root: Path, tmp_path: Path
 ) -> None:
@@ -430,6 +431,7 @@ def test_mistake_22_a_clear_of_one_tier_or_of_another_tenant(
             )
 
 
+@pytest.mark.slow
 def test_mistake_23_metrics_that_reset_themselves(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         keys = [key for _, _, key in cache.keys(prompt(1))]

@@ -641,6 +641,7 @@ def _store_and_exit(root: Path, forks: bool) -> None:
     # ends without a close
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_process_that_ends_has_logged_its_prompts(
     shm_root: Path, forks: bool
@@ -662,6 +663,7 @@ def _log_on_a_full_disk(root: Path) -> None:
             log.flush()
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_only_what_is_not_stored_again(tmp_path: Path) -> None:
     run_all([SPAWN.Process(target=_log_on_a_full_disk, args=(tmp_path,))])
     with closing(opened_at(tmp_path)) as ledger:
@@ -683,6 +685,7 @@ def _log_for_ever(root: Path) -> None:
             log.flush()
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_leave_whole_prompts_and_no_lock(
     tmp_path: Path, ledger: Ledger
 ) -> None:

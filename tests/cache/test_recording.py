@@ -496,6 +496,7 @@ def dropped(cache: Cache) -> int:
     return int(state["dropped"])
 
 
+@pytest.mark.slow
 def test_calls_that_are_too_many_are_dropped(
     trace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -235,6 +235,7 @@ def test_a_chunk_that_stays_busy_is_a_miss_after_the_deadline(
         assert cache.store(tokens, kv_of(tokens).transfer).num_chunks == 4
 
 
+@pytest.mark.slow
 def test_a_chunk_that_stays_busy_is_read_past_its_owner(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -518,6 +518,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_keep_the_epoch_from_being_raised(
     tmp_path: Path,
 ) -> None:
@@ -626,6 +627,7 @@ def _another_process(shm_root: Path, tmp_path: Path, pipe: Connection) -> None:
         pipe.send(cache.store(tokens, kv_of(tokens).transfer).num_chunks)
 
 
+@pytest.mark.slow
 def test_other_processes_notice_at_their_next_call(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_new_size_is_followed(shm_root: Path, size: tuple[int, int]) -> None:
     assert "Traceback" not in live.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_terminal_as_it_was(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(32))
     for command in (("top", shm_root), ("stats", shm_root, "--watch")):
@@ -104,6 +105,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(shm_root: Path) -> None:
         assert "Traceback" not in live.text
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_it_was_stopped(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(16))
@@ -121,6 +123,7 @@ def test_it_goes_on_after_it_was_stopped(shm_root: Path) -> None:
     assert live.ended() == 0
 
 
+@pytest.mark.slow
 def test_stats_are_shown_again_and_again(shm_root: Path) -> None:
     ledger = host(shm_root)
     put(ledger, LLAMA, range(16))

@@ -479,6 +479,7 @@ def test_with_stdout_closed_the_exit_code_remains(shm_root: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_with_stderr_closed_no_remark_is_among_the_output(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(64))
     for place, code in ((shm_root, 0), (shm_root / "none", 2)):

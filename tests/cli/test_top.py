@@ -240,6 +240,7 @@ def test_rates_and_stores_that_come_and_go(
         assert process.wait(PATIENCE) == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)],
@@ -261,6 +262,7 @@ def test_live_in_a_terminal_and_its_end(
     assert "Traceback" not in live.text
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_a_view_below_the_other(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(32))
     live = Terminal("top", shm_root, "--interval", 0.2, term="dumb")

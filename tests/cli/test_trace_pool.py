@@ -32,6 +32,7 @@ def dead(requests: Sequence[Request]) -> list[int]:
     os._exit(9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_results_come_in_the_order_of_the_work(jobs: int) -> None:
     with TracePool(REQUESTS, jobs, quiet=True) as pool:

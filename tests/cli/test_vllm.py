@@ -423,6 +423,7 @@ def not_started(
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "says"),
     [("0.31.2", "older than 0.32"), ("0.99.0", "was not tested")],
@@ -477,6 +478,7 @@ def test_a_disk_that_was_used_before_and_is_down_now_does_not_prevent_the_start(
         subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.slow
 def test_tiers_that_cannot_be_opened_are_refused_before_vllm_is_run(
     tmp_path: Path,
 ) -> None:
@@ -510,6 +512,7 @@ def test_a_remote_tier_without_its_password_is_refused_before_vllm_is_run(
     assert "password_file" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_refusal_loads_nothing_that_takes_long(tmp_path: Path) -> None:
     """Most of what `pagoda vllm` takes is what it imports."""
     run = """if True:

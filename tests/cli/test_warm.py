@@ -374,6 +374,7 @@ def test_a_server_that_counts_uses(where: dict[str, str], host: HostTier) -> Non
     assert [positions(host, run) for run in keys] == [[0], [0, 1, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pool", "cluster"])
 def test_chunks_come_from_all_nodes(
     where: dict[str, str], host: HostTier, kind: str

@@ -88,6 +88,7 @@ def test_every_flipped_byte_of_the_payload_is_detected() -> None:
     assert parse(page) == HEADER
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(stored=HEADERS, asked=HEADERS, seed=st.integers(0, 100))
 def test_every_field_is_compared(

@@ -119,6 +119,7 @@ def verdict(place: Path, weights: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["first_k", "deviation"])
 @pytest.mark.parametrize("name", MODELS)
 def test_computing_everything_again_is_a_full_prefill(
@@ -671,6 +672,7 @@ def test_windows_and_dynamic_rope_are_refused_at_once(
         house.open(mistral(**changes), unchecked=True)
 
 
+@pytest.mark.slow
 def test_scaled_rope_moves_k_without_scaling_it_twice(house: House) -> None:
     for kind in (
         {
@@ -804,6 +806,7 @@ def test_text_is_tokenized_piece_by_piece(house: House) -> None:
     assert found.blend.starts == [0, 13, 25]
 
 
+@pytest.mark.slow
 def test_several_samples_and_beams_begin_from_documents(house: House) -> None:
     model = llama()
     cached = house.open(model)
@@ -825,6 +828,7 @@ def test_several_samples_and_beams_begin_from_documents(house: House) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 def test_an_attention_chosen_later_that_takes_no_mask_is_refused_too(
     house: House,
 ) -> None:
@@ -888,6 +892,7 @@ class ThenOnce:
             self._other.pop()()
 
 
+@pytest.mark.slow
 def test_weights_changed_by_another_thread_at_the_first_use_get_their_own_name(
     house: House,
 ) -> None:
@@ -917,6 +922,7 @@ def test_weights_changed_by_another_thread_at_the_first_use_get_their_own_name(
     assert error_of(before, found) <= 1e-4
 
 
+@pytest.mark.slow
 def test_a_closed_model_computes_documents_and_opens_nothing(
     house: House,
 ) -> None:
@@ -934,6 +940,7 @@ def test_a_closed_model_computes_documents_and_opens_nothing(
     house._open.clear()  # these are closed, and their caches cannot be flushed
 
 
+@pytest.mark.slow
 def test_policies_that_misbehave_are_refused(house: House) -> None:
     cached = house.open(llama(), unchecked=True)
     documents, question = pieces()
@@ -983,6 +990,7 @@ def test_only_objects_that_are_policies_are_taken_and_none_has_the_name_of_anoth
             policy_named(policy)
 
 
+@pytest.mark.slow
 def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:
     model = llama()
     documents, question = pieces()
@@ -1003,6 +1011,7 @@ def test_documents_from_a_lossy_tier_are_nowhere_exact(house: House) -> None:
     assert 1e-6 < error_of(model, found) < 1.0
 
 
+@pytest.mark.slow
 def test_clear_removes_the_prompts_and_the_documents_of_a_tenant(
     house: House,
 ) -> None:

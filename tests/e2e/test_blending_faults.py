@@ -45,6 +45,7 @@ def same(model: torch.nn.Module, found, want: torch.Tensor) -> bool:
     return torch.allclose(logits_after(model, found), want, atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_a_forked_child_blends_whatever_other_threads_were_doing(
     house: House,
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_forked_child_blends_whatever_other_threads_were_doing(
     assert same(model, found[0], want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["raw", "q8"])
 def test_spoilt_bytes_on_the_disk_are_computed(
     codec: str, house: House, tmp_path: Path
@@ -200,6 +202,7 @@ def test_documents_that_do_not_fit_are_computed(house: House) -> None:
     assert sum(stats["misses"].values()) + sum(stats["drops"].values()) > 0
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_stores_the_same_documents(
     house: House,
 ) -> None:
@@ -223,6 +226,7 @@ def test_a_process_that_is_killed_while_it_stores_the_same_documents(
     assert same(model, again, want)
 
 
+@pytest.mark.slow
 def test_a_remote_store_that_does_not_answer_is_waited_for_as_one_call(
     house: House, shm_root: Path
 ) -> None:

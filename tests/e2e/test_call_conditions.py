@@ -116,6 +116,7 @@ PROCESS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROCESS)
 def test_settings_of_the_process_have_their_own_keys(
     name: str, house: House
@@ -143,6 +144,7 @@ def test_settings_of_the_process_have_their_own_keys(
     assert cached.last.hit.num_tokens == 80
 
 
+@pytest.mark.slow
 def test_a_model_that_is_opened_under_autocast_is_cached_under_it(
     house: House,
 ) -> None:
@@ -742,6 +744,7 @@ def test_an_unknown_argument_would_poison_the_cache_if_it_were_let_through(
     assert texts(cached, prompt(96)) != plain
 
 
+@pytest.mark.slow
 def test_controls_of_this_file() -> None:
     """Each setting that has a name here changes something that a test can see, or is a choice of
     kernels.

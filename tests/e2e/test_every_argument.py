@@ -245,6 +245,7 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_a_sample_of_arguments(part: int, house: House) -> None:
     chance = random.Random(SEED + part)

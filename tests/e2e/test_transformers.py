@@ -305,6 +305,7 @@ def test_different_weights_never_share(house: House) -> None:
     )
 
 
+@pytest.mark.slow
 def test_weights_changed_in_place_are_noticed(house: House) -> None:
     model = llama()
     ids = prompt(80)

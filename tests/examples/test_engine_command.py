@@ -198,6 +198,7 @@ def test_usage_is_shown_without_importing_torch() -> None:
     assert "torch" not in done.stderr
 
 
+@pytest.mark.slow
 def test_documents_are_blended_and_the_answer_says_how_much(
     shm_root: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:

@@ -125,6 +125,7 @@ def test_copies_that_fail_give_no_wrong_answer(
     closed(engine)
 
 
+@pytest.mark.slow
 def test_requests_that_wait_for_the_same_failing_copy(house: House) -> None:
     cache = house.cache(slots=512)
     tokens, answer = talks_of("llama")[1][0]

@@ -150,6 +150,7 @@ def test_without_a_cache_and_without_anything() -> None:
     assert engine.manager.free == engine.manager.total == BLOCKS
 
 
+@pytest.mark.slow
 def test_tenants_share_nothing(house: House) -> None:
     engine = engine_of(house.cache(slots=512), blocks=200)
     tokens, answer = talks_of("llama")[1][0]

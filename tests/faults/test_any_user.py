@@ -102,6 +102,7 @@ def imported_late() -> None:
         used(Path(root))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "home", ["unset", "foreign", "unreadable", "missing", "/", "their own"]
 )

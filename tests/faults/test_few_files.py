@@ -23,6 +23,7 @@ CHUNKS = keys(*range(10))
 ENOUGH = 24  # files, for a store to be opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_start_with_too_few_open_files_loses_nothing(
     shm_root: Path, tmp_path: Path, kind: Kind

@@ -62,6 +62,7 @@ Path(sys.argv[2]).write_text("fine")
 """
 
 
+@pytest.mark.slow
 def test_a_child_outlives_its_killed_parent(
     shm_root: Path, tmp_path: Path
 ) -> None:

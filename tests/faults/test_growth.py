@@ -50,6 +50,7 @@ def on_own_tmpfs(place: Path, size: str) -> tuple[str, ...]:
     return (*own_mounts(), "sh", "-c", _ON_OWN_TMPFS, size, str(place))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.soak)])
 def test_on_a_file_system_that_others_fill_it_grows_when_there_is_room_again(
     tmp_path: Path, rounds: int
@@ -62,6 +63,7 @@ def test_on_a_file_system_that_others_fill_it_grows_when_there_is_room_again(
     assert answer["refused"] == answer["grown"] == rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
 def test_a_piece_inside_which_its_process_was_killed_is_no_loss(
     shm_root: Path, point: str
@@ -116,6 +118,7 @@ def kills(group: Path) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_in_a_cgroup_with_less_than_its_size_it_stops_before_a_process_is_killed(
     small_group: Path, shm_root: Path
 ) -> None:
@@ -152,6 +155,7 @@ def older_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_a_version_that_knows_no_growth_opens_a_store_that_is_half_grown(
     shm_root: Path, older_tree: Path
 ) -> None:
@@ -167,6 +171,7 @@ def test_a_version_that_knows_no_growth_opens_a_store_that_is_half_grown(
     assert ended("after", shm_root)["wrong"] == 0
 
 
+@pytest.mark.slow
 def test_a_version_that_knows_no_growth_fills_the_store_beside_one_that_grows(
     shm_root: Path, tmp_path: Path, older_tree: Path
 ) -> None:

@@ -29,6 +29,7 @@ def fill(root: Path, name: str, limit_bytes: int, slots: int) -> None:
     apart(work)
 
 
+@pytest.mark.slow
 def test_three_layouts_in_turn_stay_below_the_roots_limit(shm_root: Path) -> None:
     limit = 512 * SLOT_BYTES
     for turn in range(3):

@@ -144,6 +144,7 @@ def test_who_comes_after_state_was_replaced_waits_until_the_others_have_left(
         ledger.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_no_two_writers_without_a_common_lock(
     shm_root: Path, tmp_path: Path, kind: str

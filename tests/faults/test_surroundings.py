@@ -72,6 +72,7 @@ def places(kind: Kind, shm_root: Path, tmp_path: Path) -> Path:
     return shm_root if kind == "host" else tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_untouched_store_hits_all_and_a_few_harms_break_no_promise(
     kind: Kind, shm_root: Path, tmp_path: Path

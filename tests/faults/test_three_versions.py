@@ -95,6 +95,7 @@ def machine(trees: dict[str, Path], shm_root: Path, tmp_path: Path) -> Machine:
     return Machine(trees, shm_root, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older", OLDER)
 def test_a_disk_store_of_an_older_version_is_kept_and_so_it_is_back_again(
     machine: Machine, older: str
@@ -123,6 +124,7 @@ def test_that_a_store_is_rebuilt_is_logged_in_one_line(machine: Machine) -> None
     assert "format 4, this version writes 5" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older", OLDER)
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_a_change_of_weights_by_any_version_is_heeded_by_all(
@@ -152,6 +154,7 @@ def test_a_change_of_weights_by_any_version_is_heeded_by_all(
         assert not any(bad for _, bad in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older", OLDER)
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_what_any_version_cleared_stays_cleared(
@@ -180,6 +183,7 @@ def asked_of(root: Path) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_a_version_without_meters_leaves_those_of_this_one_alone(
     machine: Machine, end: str
@@ -196,6 +200,7 @@ def test_a_version_without_meters_leaves_those_of_this_one_alone(
         assert asked_of(machine.host) == expected, version
 
 
+@pytest.mark.slow
 def test_a_version_without_meters_beside_this_one(
     machine: Machine, tmp_path: Path
 ) -> None:
@@ -222,6 +227,7 @@ def test_a_version_without_meters_beside_this_one(
     assert asked_of(machine.host) == 2 * counted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [NOW, OLDER[0]])
 def test_two_versions_at_once_never_share_a_disk_store(
     machine: Machine, tmp_path: Path, first: str
@@ -242,6 +248,7 @@ def test_two_versions_at_once_never_share_a_disk_store(
     assert machine.run(second, "served=0:1") == {"1": [4, 0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older", OLDER)
 def test_the_clear_of_an_older_version_names_the_stores_that_it_does_not_reach(
     machine: Machine, trees: dict[str, Path], tmp_path: Path, older: str

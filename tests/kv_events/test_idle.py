@@ -70,6 +70,7 @@ def cache(shm_root: Path, tmp_path: Path) -> Iterator[Cache]:
         yield cache
 
 
+@pytest.mark.slow
 def test_there_are_few_rounds_while_nothing_changes(
     cache: Cache, rounds: Rounds
 ) -> None:
@@ -93,6 +94,7 @@ def clear_all(host: Path, disk: Path, told: Connection) -> None:
         told.recv()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_changes")
 def test_a_change_by_another_process_is_reported(
     cache: Cache, rounds: Rounds, shm_root: Path, tmp_path: Path
@@ -116,6 +118,7 @@ def test_a_change_by_another_process_is_reported(
     router.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_changes")
 def test_what_this_process_stores_after_a_rest_is_reported_each_time(
     cache: Cache, rounds: Rounds
@@ -134,6 +137,7 @@ def test_what_this_process_stores_after_a_rest_is_reported_each_time(
     router.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_changes")
 def test_a_router_that_comes_during_a_rest_hears_everything(
     cache: Cache, rounds: Rounds
@@ -175,6 +179,7 @@ def change_weights(host: Path, disk: Path, told: Connection) -> None:
         told.recv()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_changes")
 def test_weights_that_another_process_changes_during_a_rest_take_all_back(
     cache: Cache, rounds: Rounds, shm_root: Path, tmp_path: Path

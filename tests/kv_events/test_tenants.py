@@ -129,6 +129,7 @@ def test_adapters_that_change_for_ever_are_forgotten(
     ]
 
 
+@pytest.mark.slow
 def test_tenants_of_which_nothing_is_held_are_forgotten_until_they_come_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def counted(
             sys.settrace(before)
 
 
+@pytest.mark.slow
 def test_between_two_rests_the_thread_runs_a_bounded_amount_of_python(
     events: StoredEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_what_is_published_again_is_published_from_the_beginning(
         assert next(tier.new()) == first
 
 
+@pytest.mark.slow
 def test_while_nothing_changes_no_slot_is_looked_at(
     events: StoredEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +210,7 @@ def test_while_nothing_changes_no_slot_is_looked_at(
             assert looked
 
 
+@pytest.mark.slow
 def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
     events: StoredEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +242,7 @@ def test_what_is_used_all_the_time_and_never_noted_keeps_no_other_chunk_waiting(
         events._round()
 
 
+@pytest.mark.slow
 def test_what_was_published_is_not_remembered_by_name_while_nothing_changes(
     events: StoredEvents,
 ) -> None:

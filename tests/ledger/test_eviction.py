@@ -178,6 +178,7 @@ def test_leases_far_from_the_front_are_passed_by_in_a_large_store_too(
     ledger.close()
 
 
+@pytest.mark.slow
 def test_pins_and_holds_at_the_front_do_not_hide_what_may_go(
     shm_root: Path, clock: FakeClock
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_resize_takes_over_the_latest(slots: int) -> None:
         assert kept == list(range(60 - PER_SLOT, 60))
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

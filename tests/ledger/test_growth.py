@@ -187,6 +187,7 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> list[CgroupRoom]:
     return rooms
 
 
+@pytest.mark.slow
 def test_what_a_cgroup_has_less_a_margin_bounds_each_piece(
     shm_root: Path, no_memory: list[CgroupRoom], caplog: pytest.LogCaptureFixture
 ) -> None:

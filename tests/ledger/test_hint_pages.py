@@ -763,6 +763,7 @@ def test_tables_that_are_cut_while_they_are_open_are_not_read(
     assert wait(child(cut)) == 0
 
 
+@pytest.mark.slow
 def test_a_chunk_is_known_to_be_there_until_anybody_commits(
     ledger: Ledger, tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

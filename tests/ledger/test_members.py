@@ -281,6 +281,7 @@ def test_counters_stay_when_all_have_left(shm_root: Path) -> None:
     again.close()
 
 
+@pytest.mark.slow
 def test_too_many_members_are_refused_until_one_leaves(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +326,7 @@ def test_a_member_that_died_while_it_enrolled_is_nobody(
     ledger.close()
 
 
+@pytest.mark.slow
 def test_a_gauge_is_the_sum_of_what_living_members_say(shm_root: Path) -> None:
     ledger = opened(shm_root)
 

@@ -52,6 +52,7 @@ class Work:
         return counted
 
 
+@pytest.mark.slow
 def test_a_clear_of_few_chunks_costs_the_same_in_a_large_store(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_who_opens_a_store_that_is_being_closed_waits_for_it(
     again.close()
 
 
+@pytest.mark.slow
 def test_a_collection_while_a_store_is_opened_may_close_another(
     shm_root: Path,
 ) -> None:

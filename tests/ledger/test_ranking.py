@@ -45,6 +45,7 @@ def ranked_by(ledger: Ledger, seen: list[tuple[str, int]]) -> None:
     queue._rank = noted  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "hindsight"])
 def test_only_the_upkeep_thread_ranks_all_slots(
     shm_root: Path, policy: str
@@ -65,6 +66,7 @@ def test_only_the_upkeep_thread_ranks_all_slots(
     ledger.close()
 
 
+@pytest.mark.slow
 def test_a_thread_ranks_again_before_the_ranked_slots_are_used_up(
     shm_root: Path,
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_call_in_the_middle_of_the_policys_work_does_not_wait_for_itself(
     ledger.close()
 
 
+@pytest.mark.slow
 def test_a_forked_child_and_its_parent_evict_from_one_large_store(
     shm_root: Path,
 ) -> None:

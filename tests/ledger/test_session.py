@@ -640,6 +640,7 @@ def test_a_closed_ledger_says_so(shm_root: Path, call: str) -> None:
             calls[call]()
 
 
+@pytest.mark.slow
 def test_closing_ends_in_time_while_another_sits_in_the_gate(
     shm_root: Path,
 ) -> None:

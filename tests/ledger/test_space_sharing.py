@@ -956,6 +956,7 @@ def test_several_layouts_at_once_over_many_takings(
         room.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_anything_in_any_order_adds_up(
     shm_root: Path, kind: Kind, seed: int

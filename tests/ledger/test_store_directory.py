@@ -228,6 +228,7 @@ def test_opening_ends_in_time_while_another_has_the_store_to_itself(
     opened(shm_root).close()
 
 
+@pytest.mark.slow
 def test_opening_ends_in_time_while_another_sits_in_the_gate(
     shm_root: Path,
 ) -> None:

@@ -106,6 +106,7 @@ def test_any_number_of_tenants_may_come_and_go(
     ledger.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_any_number_of_tenants_may_be_cleared(shm_root: Path, kind: Kind) -> None:
     ledger = opened(shm_root, kind=kind)
@@ -183,6 +184,7 @@ def test_counts_that_are_off_are_found(shm_root: Path) -> None:
 # chunks that must never be found again
 
 
+@pytest.mark.slow
 def test_what_was_cleared_stays_away_when_its_tenant_is_forgotten(
     shm_root: Path,
 ) -> None:

@@ -61,6 +61,17 @@ class Answer(NamedTuple):
 
 
 def _text_of(event: dict[str, object]) -> str:
+    kind = str(event.get("type", ""))
+    if kind == "response.output_text.delta":
+        return str(event["delta"])
+    if kind == "content_block_delta":
+        return str(event["delta"]["text"])  # type: ignore[index]
+    if kind == "message":
+        return str(event["content"][0]["text"])  # type: ignore[index]
+    if event.get("object") == "response" and event.get("output"):
+        return str(event["output"][0]["content"][0]["text"])  # type: ignore[index]
+    if kind:
+        return ""
     if "content" in event:
         return str(event["content"])
     choices: list[dict[str, dict[str, object]]] = event.get("choices", [])  # type: ignore[assignment]

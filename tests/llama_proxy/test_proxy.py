@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import select
 import socket
 import threading
 import time
@@ -32,6 +33,16 @@ QUESTIONS: dict[str, dict[str, object]] = {
     "/completion": {"prompt": TEXT, "n_predict": 12},
     "/v1/completions": {"prompt": TEXT, "max_tokens": 12},
     "/v1/chat/completions": {"messages": CHAT, "max_tokens": 12},
+    "/v1/messages": {
+        "system": CHAT[0]["content"],
+        "messages": CHAT[1:],
+        "max_tokens": 12,
+    },
+    "/v1/responses": {
+        "instructions": CHAT[0]["content"],
+        "input": "how many?",
+        "max_output_tokens": 12,
+    },
 }
 
 
@@ -66,6 +77,8 @@ def bare(server: LlamaServer, path: str, body: dict[str, object]) -> str:
 def test_a_prompt_comes_back_after_a_restart_of_the_proxy(
     server: LlamaServer, path: str, stream: bool, tmp_path: Path
 ) -> None:
+    if server.build == "B" and path == "/v1/messages":
+        pytest.skip("this build takes no logit_bias there, and letters only")
     body = {**QUESTIONS[path], **GREEDY, "stream": stream}
     expected = bare(server, path, QUESTIONS[path])
     with running_proxy(server, tmp_path) as proxy:
@@ -170,16 +183,18 @@ def test_a_client_that_goes_lets_the_server_stop(
     server: LlamaServer, tmp_path: Path
 ) -> None:
     emptied(server)
-    body = {"prompt": TEXT, **GREEDY, "n_predict": 1500}
+    body = {"prompt": TEXT, **GREEDY, "n_predict": 1300}
     with running_proxy(server, tmp_path) as proxy:
         for stream in (False, True):
             connection = proxy.connection()
-            connection.request(
-                "POST", "/completion", json.dumps({**body, "stream": stream})
-            )
-            wait_until(lambda: any(_is_processing(server)))
-            if stream:
-                connection.getresponse().read(100)
+            while True:
+                connection.request(
+                    "POST", "/completion", json.dumps({**body, "stream": stream})
+                )
+                if _is_seen_processing(server, connection):
+                    break
+                # the server had answered before we looked
+                connection.close()
             connection.close()
             wait_until(lambda: not any(_is_processing(server)))
     # what was computed until then is kept
@@ -188,9 +203,42 @@ def test_a_client_that_goes_lets_the_server_stop(
         assert int(proxy.complete(TEXT).told["loaded"]) >= 448
 
 
+def _is_seen_processing(
+    server: LlamaServer, connection: http.client.HTTPConnection
+) -> bool:
+    """Wait until a slot computes, or the answer has come."""
+    while not select.select([connection.sock], [], [], 0)[0]:
+        if any(_is_processing(server)):
+            return True
+    return any(_is_processing(server))
+
+
 def _is_processing(server: LlamaServer) -> list[bool]:
     listed: list[dict[str, bool]] = server.get("/slots")  # type: ignore[assignment]
     return [entry["is_processing"] for entry in listed]
+
+
+def test_a_client_that_does_not_read_keeps_no_slot(server: LlamaServer) -> None:
+    emptied(server)
+    # more than the buffers of the connection hold
+    body = {"prompt": TEXT, **GREEDY, "n_predict": 900, "n_probs": 100}
+    with running_proxy(server) as proxy:
+        connection = proxy.connection()
+        connection.connect()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.request(
+            "POST", "/completion", json.dumps({**body, "stream": True})
+        )
+        wait_until(lambda: any(_is_busy(proxy)))
+        wait_until(lambda: not any(_is_busy(proxy)))
+        text = connection.getresponse().read()
+        assert text.count(b"data: ") > 900
+        connection.close()
+
+
+def _is_busy(proxy: RunningProxy) -> list[bool]:
+    slots: list[dict[str, bool]] = proxy.status()["slots"]  # type: ignore[assignment]
+    return [slot["is_busy"] for slot in slots]
 
 
 def test_when_all_slots_are_busy_the_server_queues(server: LlamaServer) -> None:

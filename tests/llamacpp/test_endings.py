@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,15 @@ import numpy.typing as npt
 import pytest
 
 from pagoda import Cache, KVLayout, Namespace
+from pagoda.base.clock import Deadline
 from pagoda.connectors.endings import Endings, choose
 from pagoda.keys import chunk_keys, ending_key
 from pagoda.layout import Plane
 from pagoda.transfer import DenseKV
+from tests.ledger.support import gate_taken
 
 CHUNK = 8
+STEP = 0.2  # seconds that a busy store lets a step wait
 LAYOUT = KVLayout.of(1, [Plane(1, 4, "float32")], CHUNK)
 Tokens = npt.NDArray[np.int32]
 
@@ -25,15 +29,16 @@ def opened(**options: object) -> Cache:
     return Cache(namespace=Namespace("model"), layout=LAYOUT, **settings)  # type: ignore[arg-type]
 
 
-def store_chunks(cache: Cache, tokens: Tokens) -> None:
+def store_chunks(cache: Cache, tokens: Tokens, salt: str | None = None) -> None:
     whole = len(tokens) // CHUNK * CHUNK
     if whole:
         planes = [[np.zeros((1, whole, 4), np.float32)]]
-        cache.store(tokens[:whole], DenseKV(planes, LAYOUT))
+        cache.store(tokens[:whole], DenseKV(planes, LAYOUT), salt=salt)
 
 
-def payload_of(tokens: Tokens) -> npt.NDArray[np.uint8]:
-    rng = random.Random(tokens.tobytes())
+def payload_of(tokens: Tokens, salt: str | None = None) -> npt.NDArray[np.uint8]:
+    """Return bytes that no other tokens and no other salt have."""
+    rng = random.Random(tokens.tobytes() + (salt or "").encode())
     return np.frombuffer(rng.randbytes(size_of(len(tokens))), np.uint8)
 
 
@@ -42,10 +47,21 @@ def size_of(length: int) -> int:
     return (length % 5) * 100
 
 
-def found(cache: Cache, endings: Endings, tokens: Tokens, most: int) -> int:
-    whole = cache.lookup(tokens[:most]).num_tokens // CHUNK
+def found(
+    cache: Cache,
+    endings: Endings,
+    tokens: Tokens,
+    most: int,
+    salt: str | None = None,
+) -> int:
+    whole = cache.lookup(tokens[:most], salt=salt).num_tokens // CHUNK
     return endings.find(
-        tokens, whole_chunks=whole, most_tokens=most, payload_bytes=size_of
+        tokens,
+        whole_chunks=whole,
+        most_tokens=most,
+        payload_bytes=size_of,
+        deadline=Deadline(60.0),
+        salt=salt,
     )
 
 
@@ -54,26 +70,37 @@ def test_the_longest_ending_of_a_prompt_is_found_and_whole(seed: int) -> None:
     rng = random.Random(seed)
     with opened() as cache:
         endings = Endings(cache)
-        stored: dict[bytes, int] = {}
+        stored: set[tuple[str, bytes]] = set()
         for _ in range(60):
+            # the last two are one
+            salt = rng.choice(("a", "", None))
+            tenant = salt or ""
             # few values, so that prompts share beginnings
             length = rng.randint(1, 40)
             tokens = np.array([rng.randrange(2) for _ in range(length)], np.int32)
             if rng.random() < 0.5:
-                store_chunks(cache, tokens)
-                assert endings.store(tokens, payload_of(tokens))
-                stored[tokens.tobytes()] = length
+                store_chunks(cache, tokens, salt)
+                payload = payload_of(tokens, tenant)
+                assert endings.store(tokens, payload, salt=salt)
+                stored.add((tenant, tokens.tobytes()))
                 continue
             most = rng.randint(1, length)
             expected = max(
-                (n for n in range(1, most + 1) if tokens[:n].tobytes() in stored),
+                (
+                    n
+                    for n in range(1, most + 1)
+                    if (tenant, tokens[:n].tobytes()) in stored
+                ),
                 default=0,
             )
-            assert found(cache, endings, tokens, most) == expected
+            assert found(cache, endings, tokens, most, salt) == expected
             if expected:
-                loaded = endings.load(tokens[:expected], size_of(expected))
+                loaded = endings.load(
+                    tokens[:expected], size_of(expected), salt=salt
+                )
                 assert loaded is not None
-                assert np.array_equal(loaded, payload_of(tokens[:expected]))
+                payload = payload_of(tokens[:expected], tenant)
+                assert np.array_equal(loaded, payload)
 
 
 def test_an_ending_is_found_by_a_process_that_did_not_store_it(
@@ -96,6 +123,89 @@ def test_an_ending_is_found_by_a_process_that_did_not_store_it(
         loaded = endings.load(tokens[:42], size_of(42))
         assert loaded is not None
         assert np.array_equal(loaded, payload_of(tokens[:42]))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("length", [5, CHUNK, 45])
+def test_tenants_share_no_ending(
+    length: int, is_new: bool, tmp_path: Path
+) -> None:
+    """Neither in one process, which remembers what it has seen, nor in a new one, which looks."""
+    options = {
+        "host_size": 0,
+        "disk_path": str(tmp_path),
+        "disk_size": "4MiB",
+        "worth_it": False,
+    }
+    tokens = np.arange(length + 3, dtype=np.int32)
+    ending = tokens[:length]
+    payload = payload_of(ending, "a")
+    cache = opened(**options)
+    endings = Endings(cache)
+    for salt in ("a", "b", None):
+        # all have the chunks: only the ending is missing
+        store_chunks(cache, tokens, salt)
+    assert endings.store(ending, payload, salt="a")
+    if is_new:
+        cache.close()
+        cache = opened(**options)
+        endings = Endings(cache)
+    with cache:
+        for salt in ("b", None):
+            assert found(cache, endings, tokens, length + 3, salt) == 0
+            assert endings.load(ending, size_of(length), salt=salt) is None
+            # another payload for the same tokens
+            assert endings.store(ending, payload_of(ending, "b"), salt=salt)
+            assert found(cache, endings, tokens, length + 3, salt) == length
+        assert found(cache, endings, tokens, length + 3, "a") == length
+        loaded = endings.load(ending, size_of(length), salt="a")
+        assert loaded is not None
+        assert np.array_equal(loaded, payload)
+
+
+def test_a_tenants_endings_are_removed_with_its_chunks() -> None:
+    tokens = np.arange(45, dtype=np.int32)
+    with opened() as cache:
+        endings = Endings(cache)
+        for salt in ("a", None):
+            store_chunks(cache, tokens, salt)
+            assert endings.store(tokens, payload_of(tokens), salt=salt)
+        cache.clear(salt="a")
+        assert endings.load(tokens, size_of(45), salt="a") is None
+        assert endings.load(tokens, size_of(45)) is not None
+
+
+def test_a_search_in_a_busy_store_ends_in_time(tmp_path: Path) -> None:
+    """Each step waits for the store; a search of a large chunk has many."""
+    layout = KVLayout.of(1, [Plane(1, 4, "float32")], 1024)
+    with Cache(
+        namespace=Namespace("model"),
+        layout=layout,
+        host_size=0,
+        disk_path=str(tmp_path),
+        disk_size="4MiB",
+        deadline_seconds=STEP,
+    ) as cache:
+        endings = Endings(cache)
+        asked = []
+        which = cache.which
+
+        def noted(keys: Sequence[bytes], **options: str | None) -> list[bool]:
+            asked.append(len(keys))
+            return which(keys, **options)
+
+        cache.which = noted  # type: ignore[method-assign]
+        with gate_taken(cache._tiers.ledgers()[0][1]):
+            length = endings.find(
+                np.arange(1000, dtype=np.int32),
+                whole_chunks=0,
+                most_tokens=1000,
+                payload_bytes=size_of,
+                deadline=Deadline(STEP),
+            )
+        assert length == 0
+        # sixteen without the deadline
+        assert len(asked) <= 2
 
 
 def test_an_ending_without_all_parts_is_none() -> None:

@@ -25,6 +25,7 @@ urllib.request.urlopen(states._server.url + "/completion", body.encode()).read()
 """
 
 
+@pytest.mark.slow
 def test_the_example_reuses_its_prompt_after_a_restart(
     models: Path, tmp_path: Path
 ) -> None:
@@ -49,6 +50,7 @@ def test_the_example_reuses_its_prompt_after_a_restart(
     assert int(warm[1]) == int(warm[2]) - 4
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(models: Path, tmp_path: Path) -> None:
     usage, in_process = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     with llama_server(write_model(models)) as server:

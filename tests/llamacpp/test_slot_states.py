@@ -10,19 +10,16 @@ import random
 import shutil
 import struct
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pagoda.base.errors import ConfigError, StoreError
 from pagoda.base.metrics import Reason
-from pagoda.config import ConfigOptions
 from pagoda.connectors.llamacpp import SlotStates, server_probe
 from pagoda.connectors.llamacpp.server_probe import _PROBE_TEXT
 from testbed.llama_servers import (
     BUILDS,
-    Completion,
     LlamaOptions,
     LlamaServer,
     llama_server,
@@ -36,68 +33,18 @@ from testbed.tiny_gguf import (
     write_adapter,
     write_model,
 )
-
-LETTERS = range(100, 126)  # tokens of the letters a to z
-CHUNK = 64
-PROMPT = 600
-# windows are computed in other batches, so the control is not bit for bit
-WINDOW_DISTANCE = 3e-3
-
-
-def prompt_of(seed: int, length: int = PROMPT) -> list[int]:
-    rng = random.Random(seed)
-    return [1, *(rng.choice(LETTERS) for _ in range(length - 1))]
-
-
-def in_memory() -> ConfigOptions:
-    return {"host_size": "32MiB", "host_shared": False, "chunk_tokens": CHUNK}
-
-
-def on_disk(path: Path) -> ConfigOptions:
-    return {
-        "host_size": 0,
-        "disk_path": str(path),
-        "disk_size": "64MiB",
-        "chunk_tokens": CHUNK,
-    }
-
-
-def opened(server: LlamaServer, **options: object) -> SlotStates:
-    return SlotStates(server.url, server.states, **{**in_memory(), **options})  # type: ignore[arg-type]
-
-
-def erase(server: LlamaServer, slot: int = 0) -> None:
-    server.post(f"/slots/{slot}?action=erase")
-
-
-def check_exact(
-    server: LlamaServer,
-    states: SlotStates,
-    tokens: Sequence[int],
-    expected: int,
-    most_distance: float = 0.0,
-    slot: int = 0,
-) -> None:
-    """Load `tokens`, ask, and compare with a slot that computed as many of them."""
-    erase(server, slot)
-    server.complete(tokens[:expected], slot, predict=0)
-    control = server.complete(tokens, slot)
-    erase(server, slot)
-    loaded = states.load(tokens, slot)
-    assert loaded.num_tokens == expected, loaded
-    # at least one token is computed
-    hits = min(expected, len(tokens) - 1)
-    check_equal(server.complete(tokens, slot), control, hits, most_distance)
-
-
-def check_equal(
-    answer: Completion, control: Completion, hits: int, most_distance: float = 0.0
-) -> None:
-    assert (answer.hits, control.hits) == (hits, hits)
-    assert answer.tokens == control.tokens
-    assert answer.distance(control) <= most_distance
-    if not most_distance:
-        assert answer.logprobs == control.logprobs
+from tests.llamacpp.kit import (
+    CHUNK,
+    PROMPT,
+    WINDOW_DISTANCE,
+    check_equal,
+    check_exact,
+    erase,
+    in_memory,
+    on_disk,
+    opened,
+    prompt_of,
+)
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -306,6 +253,24 @@ def test_an_ending_is_found_by_another_process(
             assert states.load(tokens, 0).num_tokens >= PROMPT - 4
 
 
+def test_endings_that_were_seen_are_known_after_a_restart_of_the_server(
+    models: Path,
+) -> None:
+    """They are looked for in the last two chunks only, unless this process has seen them."""
+    tokens = prompt_of(1)
+    other = [*tokens[:300], *prompt_of(2, 100)[1:]]
+    with (
+        llama_server(write_model(models, "lfm2")) as server,
+        opened(server) as states,
+    ):
+        server.complete(tokens)
+        early = states.store(tokens, 0).endings[0]
+        assert early < 300 // CHUNK * CHUNK - CHUNK
+        assert states.load(other, 0).num_tokens == early
+        server.server.restart()
+        assert states.load(other, 0).num_tokens == early
+
+
 # ---- other KV for the same tokens
 
 
@@ -429,6 +394,7 @@ def test_a_prompt_that_the_slot_holds_already_is_not_restored(
         assert server.complete(tokens).hits == PROMPT - 1
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_loads_what_fits(
     models: Path, tmp_path: Path
 ) -> None:
@@ -452,6 +418,7 @@ def test_a_prompt_longer_than_the_context_loads_what_fits(
 # ---- what changes while it runs
 
 
+@pytest.mark.slow
 def test_adapters_that_change_end_storing_and_name_other_kv(models: Path) -> None:
     """The server goes on to use KV of the old scale."""
     tokens = prompt_of(1)
@@ -474,6 +441,7 @@ def test_adapters_that_change_end_storing_and_name_other_kv(models: Path) -> Non
         assert "until it is restarted" in states.store(tokens, 0).detail
 
 
+@pytest.mark.slow
 def test_a_request_with_adapters_of_its_own_is_not_stored(models: Path) -> None:
     tokens = prompt_of(1)
     adapter = str(write_adapter(models))
@@ -534,6 +502,7 @@ def test_a_scale_that_was_changed_and_changed_back_is_not_stored(
         assert "adapters_are_fixed" in refused.detail
 
 
+@pytest.mark.slow
 def test_adapters_that_change_during_a_restore_empty_the_slot(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,6 +526,7 @@ def test_adapters_that_change_during_a_restore_empty_the_slot(
         assert server.complete(tokens).hits == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_restart_with_other_weights_is_seen_with_a_fixed_marker(
     build: str,
@@ -593,6 +563,7 @@ def test_a_host_is_here_or_not() -> None:
     assert not server_probe._is_here("192.0.2.1")
 
 
+@pytest.mark.slow
 def test_another_server_at_the_same_address_is_probed_again(models: Path) -> None:
     tokens = prompt_of(1)
     with llama_server(write_model(models)) as server, opened(server) as states:
@@ -620,6 +591,7 @@ def restart_with(server: LlamaServer, old: str, new: str) -> None:
     server.server._command = command
 
 
+@pytest.mark.slow
 def test_trouble_ends_with_a_correct_restart(models: Path) -> None:
     tokens = prompt_of(1)
     with (
@@ -656,6 +628,7 @@ def test_a_restored_state_that_another_request_removed_is_tried_again(
             assert states.trouble == ""
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_read_costs_the_slot_nothing(
     models: Path, tmp_path: Path
 ) -> None:
@@ -677,6 +650,7 @@ def test_a_model_that_cannot_be_read_costs_the_slot_nothing(
         assert states.load(tokens, 0).reason is Reason.ABSENT
 
 
+@pytest.mark.slow
 def test_a_server_with_fewer_slots_and_another_directory_is_a_miss(
     models: Path, tmp_path: Path
 ) -> None:
@@ -707,6 +681,7 @@ def test_a_server_with_fewer_slots_and_another_directory_is_a_miss(
         assert states.load(tokens, 0).reason is Reason.ABSENT
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_opened_again_is_a_miss(
     models: Path, tmp_path: Path
 ) -> None:
@@ -725,6 +700,7 @@ def test_a_cache_that_cannot_be_opened_again_is_a_miss(
             assert states.load(tokens, 0).reason is Reason.NOT_CACHEABLE
         with pytest.raises(StoreError, match="was changed"):
             _ = states.cache
+        assert states.find(tokens).reason is Reason.NOT_CACHEABLE
         kv.unlink()
         server.server.restart()
         assert states.load(tokens, 0).reason is Reason.ABSENT
@@ -732,6 +708,7 @@ def test_a_cache_that_cannot_be_opened_again_is_a_miss(
         assert states.store(tokens, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "lfm2"])
 def test_a_minimum_is_compared_with_the_whole_prompt(
     architecture: str, models: Path
@@ -804,6 +781,7 @@ def test_a_slot_that_holds_more_than_the_limit_is_not_saved(
         assert not saved
 
 
+@pytest.mark.slow
 def test_a_stopped_server_ends_no_call_after_its_limit(models: Path) -> None:
     tokens = prompt_of(1)
     with llama_server(write_model(models)) as server, opened(server) as states:
@@ -885,6 +863,7 @@ def test_a_probe_leaves_nothing_that_a_prompt_could_use(
         assert states.trouble == ""
 
 
+@pytest.mark.slow
 def test_an_empty_slot_and_a_large_state_are_refused(models: Path) -> None:
     tokens = prompt_of(1)
     with llama_server(write_model(models)) as server:

@@ -84,7 +84,11 @@ class Driver:
         if rng.random() < 0.3:
             prompt = prompt[: rng.randint(1, len(prompt))]
         prompt = [*prompt, *self._letters(rng.randint(1, 90))]
-        loaded = self._states.load(prompt, slot)
+        # tenants of the same prompts; nobody is one that stores nothing
+        salt = rng.choice((None, "a", "b"))
+        assert not self._states.find(prompt, salt="nobody")
+        self._states.find(prompt, salt=salt)
+        loaded = self._states.load(prompt, slot, salt=salt, counted=False)
         answer = self._server.complete(prompt, slot)
         control = self._control.complete(prompt, 0, cache_prompt=False)
         if loaded:
@@ -95,7 +99,9 @@ class Driver:
         whole = [*prompt, *answer.tokens]
         if rng.random() < 0.1:
             whole[rng.randrange(len(whole))] = 3
-        self._states.store(whole, slot)
+        known = rng.randint(len(prompt), len(whole))
+        more = rng.randint(0, 10)
+        self._states.store(whole[:known], slot, more_tokens=more, salt=salt)
         if len(whole) < 1200:
             self._prompts[number] = whole
 

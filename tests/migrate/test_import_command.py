@@ -25,6 +25,7 @@ def lmcache(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_what_comes_out_goes_in(lmcache: Path, tmp_path: Path) -> None:
     made = tmp_path / "pagoda.toml"
     done = pagoda("config", "import", lmcache, "-o", made)
@@ -42,6 +43,7 @@ def test_what_comes_out_goes_in(lmcache: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_only_a_file_that_would_be_refused_needs_a_remark(
     lmcache: Path, tmp_path: Path
 ) -> None:

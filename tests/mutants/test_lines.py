@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mutants", "vllm", "sglang"])
 def test_each_line_is_found_once(name: str) -> None:
     mutants = tomllib.loads((HERE / f"{name}.toml").read_text(encoding="utf-8"))[

@@ -282,6 +282,7 @@ def test_only_the_process_that_claimed_releases(server: Server) -> None:
     assert not truth.keys(f"{prefix}*")
 
 
+@pytest.mark.slow
 def test_claims_on_all_nodes_of_a_cluster_are_released() -> None:
     need("redis-cli")
     prefix = fresh_prefix()

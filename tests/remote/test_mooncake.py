@@ -440,6 +440,7 @@ def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
             assert all((buffer == 7).all() for buffer in buffers)
 
 
+@pytest.mark.slow
 def test_a_hanging_call_does_not_delay_the_end() -> None:
     with (
         mooncake_master("-client_ttl=60") as master,
@@ -522,6 +523,7 @@ def test_the_memory_of_this_machine_is_part_of_the_pool(
         wait_until(lambda: helpers() <= before)
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_processes_of_its_own(pool: Server) -> None:
     keys = keys_of(3)
     before = helpers()

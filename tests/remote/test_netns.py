@@ -142,6 +142,7 @@ def test_nothing_is_left_behind() -> None:
     place.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_behind_by_a_process_that_is_killed(
     how: signal.Signals,

@@ -42,6 +42,7 @@ from tests.remote.object_stores import (
 # ---- good days
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nbytes", [0, 1, 4095, 4096, 70_001, MIB + 1, 32 * MIB + 12_345]
 )
@@ -67,6 +68,7 @@ def test_memory_that_may_not_be_written_can_be_put(
     assert put(connection, keys(1)[0], stored) is PutResult.STORED
 
 
+@pytest.mark.slow
 def test_put_takes_no_memory_of_its_own(
     connection: ObjectStoreConnection, store: Store
 ) -> None:
@@ -77,6 +79,7 @@ def test_put_takes_no_memory_of_its_own(
     assert grown.peak_bytes < 16 * MIB
 
 
+@pytest.mark.slow
 def test_get_takes_no_memory_of_its_own(
     connection: ObjectStoreConnection,
 ) -> None:
@@ -160,6 +163,7 @@ def test_what_is_not_wanted_or_does_not_fit_is_refused(
     assert get(connection, keys(1)[0], Room(5000)) == 5000
 
 
+@pytest.mark.slow
 def test_find_counts_the_leading_keys(connection: ObjectStoreConnection) -> None:
     many = keys(40)
     for key in many[:29]:
@@ -224,6 +228,7 @@ def test_remove_says_how_many_there_were(
     assert connection.remove(NAMESPACE, [], until()) == 0
 
 
+@pytest.mark.slow
 def test_clear_takes_ours_of_one_namespace_and_nothing_else(
     store: Store, connection: ObjectStoreConnection
 ) -> None:
@@ -272,6 +277,7 @@ def test_clear_goes_on_over_many_pages(store: Store) -> None:
     connection.close()
 
 
+@pytest.mark.slow
 def test_two_who_clear_at_once_both_end(
     store: Store, connection: ObjectStoreConnection
 ) -> None:

@@ -664,6 +664,7 @@ def test_close_from_another_thread_ends_a_call() -> None:
         connection.abort()
 
 
+@pytest.mark.slow
 def test_links_leave_no_files_open(store: Store) -> None:
     remote = store.remote()
     remote.connection().open(until()).close()

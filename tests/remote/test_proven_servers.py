@@ -496,6 +496,7 @@ def older_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source_of(OLDER, tmp_path_factory.mktemp(OLDER))
 
 
+@pytest.mark.slow
 def test_an_older_server_is_not_sent_the_token_unless_the_user_allows_it(
     directory_server: Server, older_source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -541,6 +542,7 @@ for client in (PagodaServerClient(url), PeersClient([PeerUrl(url, False)], look_
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_an_older_client_is_served(honest: Server, older_source: Path) -> None:
     keys = fresh_keys(3)
     give(honest, keys)
@@ -584,6 +586,7 @@ def test_the_option_in_a_url() -> None:
             parse(wrong)
 
 
+@pytest.mark.slow
 def test_a_command_names_an_older_server(
     older_source: Path,
     capsys: pytest.CaptureFixture[str],
@@ -598,6 +601,7 @@ def test_a_command_names_an_older_server(
         assert main(["config", "check"]) == 0
 
 
+@pytest.mark.slow
 def test_kept_engines_read_over_a_server_with_a_token_of_its_own(
     shm_root: Path,
 ) -> None:

@@ -130,6 +130,7 @@ def second(server: Server, client: Client) -> Iterator[RedisConnection]:
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_what_was_put_is_got(
     connection: RedisConnection, client: Client, size: int
@@ -341,6 +342,7 @@ def test_many_writers_of_the_same_keys(server: Server, client: Client) -> None:
     assert client.dbsize() == 6
 
 
+@pytest.mark.slow
 def test_a_dead_writer_leaves_nothing_for_long(
     server: Server, second: RedisConnection, client: Client
 ) -> None:
@@ -394,6 +396,7 @@ def test_a_draft_that_went_is_not_published(
     assert get(connection, 1, 3 * MIB) is None
 
 
+@pytest.mark.slow
 def test_a_draft_that_lost_pieces_is_not_published(
     connection: RedisConnection, client: Client
 ) -> None:

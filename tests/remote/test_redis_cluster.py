@@ -442,6 +442,7 @@ def test_after_a_reshard_a_killed_master_is_replaced_by_its_replica(
             )
 
 
+@pytest.mark.slow
 def test_a_cluster_works_over_tls() -> None:
     with redis_cluster(2, tls=True) as servers:
         place = f"127.0.0.1:{servers[0].port}"
@@ -469,6 +470,7 @@ def test_a_cluster_works_over_tls() -> None:
             untrusting.open(time.monotonic() + 10)
 
 
+@pytest.mark.slow
 def test_hosts_without_the_names_that_are_preferred_are_reached_by_address() -> (
     None
 ):

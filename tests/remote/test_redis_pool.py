@@ -714,6 +714,7 @@ def test_a_writer_waits_for_a_slow_node(
     assert sum(map(len, here.values())) == len(keys)
 
 
+@pytest.mark.slow
 def test_a_full_node_refuses_its_own_chunks_only(servers: list[Server]) -> None:
     keys = keys_of(48)
     with tier_on(

@@ -112,6 +112,7 @@ def patient_tier(
     )
 
 
+@pytest.mark.slow
 def test_what_a_request_stores_is_on_one_node_and_requests_are_on_all(
     servers: list[Server],
 ) -> None:

@@ -362,6 +362,7 @@ def test_a_server_that_goes_under_way(act: str, verb: str) -> None:
         works(remote.connection().open(soon()))
 
 
+@pytest.mark.slow
 def test_a_put_that_ran_into_a_stopped_server_leaves_whole_chunks_only() -> None:
     with redis_server() as server, redis.Redis(port=server.port) as client:
         remote = RedisClient(server.url)
@@ -517,6 +518,7 @@ CALLS: dict[str, Callable[[RedisConnection, float], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("then", ["close", "drip", "flood"])
 def test_a_liar_is_left_in_time(lie: str, then: str) -> None:

@@ -563,6 +563,7 @@ def test_a_writer_whose_draft_is_evicted_asks_again_how_the_server_evicts() -> (
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("far_apart")
 @pytest.mark.parametrize("kind", ["pool", "cluster"])
 def test_the_policy_of_every_node_counts(kind: str) -> None:

@@ -313,6 +313,7 @@ time.sleep(0.7)
 """  # noqa: E501
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lie",
     [lambda: SILENCE, lambda: [http(500)], lambda: [b""]],

@@ -257,6 +257,7 @@ def test_machines_that_compute_the_same_send_it_once(
     )
 
 
+@pytest.mark.slow
 def test_a_chunk_whose_writer_died_is_sent_by_another(
     server: Server, proxy: Proxy
 ) -> None:

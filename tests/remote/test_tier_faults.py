@@ -108,6 +108,7 @@ def test_the_server_is_killed_in_the_middle_of_a_transfer(
         recovers(tier, keys, LARGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deed", ["save", "load"])
 def test_the_server_stands_still_in_the_middle_of_a_transfer(
     server: Server, proxy: Proxy, deed: str
@@ -274,6 +275,7 @@ def test_a_replica_serves_and_takes_nothing(server: Server) -> None:
             stores(tier, more)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_slow_for_a_while(server: Server) -> None:
     keys = keys_of(2)
     saved(on(server), keys)

@@ -159,6 +159,7 @@ def test_short_requests_hit_and_evict_as_in_the_ledger(
     assert tier.evicted
 
 
+@pytest.mark.slow
 @given(chained(depth=4, most=40), st.sampled_from(POLICIES))
 def test_prefix_trees_hit_as_in_the_ledger(
     requests: list[Request], policy: str
@@ -166,6 +167,7 @@ def test_prefix_trees_hit_as_in_the_ledger(
     compare(32, policy, requests)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.integers(0, 60), max_size=4, unique=True), max_size=40),
     st.sampled_from(POLICIES),

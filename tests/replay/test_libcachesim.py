@@ -69,6 +69,7 @@ def shifts(rng: np.random.Generator) -> list[int]:
     return [one + 100 * turn for turn in range(5) for one in zipf(rng)[:300]]
 
 
+@pytest.mark.slow
 @policies
 @pytest.mark.parametrize("chunks", [7, 50])
 @pytest.mark.parametrize("make", [zipf, loop, scans, shifts])

@@ -51,6 +51,7 @@ def test_known_figures_of_the_traces(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunks", "hits"), [(500, 2055), (1000, 2218), (2000, 2652), (5000, 6324)]
 )
@@ -96,6 +97,7 @@ def test_lru_is_least_recently_used_tail_first(
     )
 
 
+@pytest.mark.slow
 @given(chained(most=30), st.sampled_from(POLICIES))
 def test_with_room_for_all_everything_stays(
     requests: list[Request], policy: str
@@ -108,6 +110,7 @@ def test_with_room_for_all_everything_stays(
     )
 
 
+@pytest.mark.slow
 @given(
     chained(most=60),
     st.integers(1, 10),
@@ -139,6 +142,7 @@ def test_nothing_is_counted_twice(
         )
 
 
+@pytest.mark.slow
 @given(chained(most=60), st.integers(4, 10), st.integers(60, 90))
 def test_a_larger_tier_below_holds_what_it_would_hold_alone(
     requests: list[Request], host: int, disk: int
@@ -195,6 +199,7 @@ def test_every_tier_may_refuse() -> None:
     assert host.chunks_written < alone.chunks_written + disk.hits
 
 
+@pytest.mark.slow
 @given(
     chained(most=60),
     st.integers(1, 40),

@@ -377,6 +377,7 @@ def test_the_edge_of_a_bucket_belongs_to_it(seconds: float, edge: str) -> None:
     assert found["loaded_chunks"] == 2
 
 
+@pytest.mark.slow
 def test_without_prometheus_client_the_command_says_what_to_install(
     shm_root: Path,
 ) -> None:

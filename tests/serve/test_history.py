@@ -119,6 +119,7 @@ def test_short_spans_are_kept_as_long_as_others() -> None:
     assert sum(one.seconds for one in history.seconds) == MOST_SECONDS
 
 
+@pytest.mark.slow
 def test_a_day_is_kept_in_bounded_rings() -> None:
     history = History()
     seconds = 86_400 + 7_200

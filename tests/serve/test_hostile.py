@@ -256,6 +256,7 @@ def test_an_endless_body_is_refused(served: Server, path: str) -> None:
     assert memory_of(served) < 400 << 20
 
 
+@pytest.mark.slow
 def test_a_reader_that_does_not_read_is_disconnected(
     served: Server, path: str
 ) -> None:
@@ -298,6 +299,7 @@ def test_idle_connections_without_a_token_keep_nobody_out(
         assert sockets_of(served) < 260
 
 
+@pytest.mark.slow
 def test_slow_logins_keep_nobody_out(shm_module_root: Path, path: str) -> None:
     """Everybody may ask for a login; a body of it that does not come must not keep a place."""
     slow = head(

@@ -373,6 +373,7 @@ def test_a_reader_gets_every_span_although_others_ask_for_figures_too(
         asyncio.run(look())
 
 
+@pytest.mark.slow
 def test_events_come_every_second_however_long_the_stores_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

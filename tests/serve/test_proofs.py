@@ -208,6 +208,7 @@ def test_a_proof_for_an_address_is_worth_nothing_at_another_one(
     assert line.prove(other_name, host="node-7").status == 404
 
 
+@pytest.mark.slow
 def test_wrong_proofs_are_guesses_and_questions_are_not(tmp_path: Path) -> None:
     wrong_key = serve_proof.key_of("another-token-of-the-tests")
     with server(tmp_path) as served:

@@ -80,6 +80,7 @@ def test_restart_in_the_same_process(tmp_path: Path, direct: bool | None) -> Non
     again.close()
 
 
+@pytest.mark.slow
 def test_restart_by_other_processes(tmp_path: Path) -> None:
     assert worker("store", tmp_path, 32, 12).split() == ["12"]
     assert worker("read", tmp_path, 32, 12).split() == ["12"]

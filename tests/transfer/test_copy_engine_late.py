@@ -248,6 +248,7 @@ def test_every_way_is_right_on_a_late_device(
             MOVES[direction](engine, device, it)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_any_table_is_copied_right_on_a_late_device(data: st.DataObject) -> None:
     direction = data.draw(st.sampled_from(BOTH))
@@ -431,6 +432,7 @@ def test_with_the_real_kernels(way: str, direction: str, slots: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("kernels", ["plain", None])
 def test_what_was_taken_is_what_was_there(

@@ -556,6 +556,7 @@ def numbers(draw: st.DrawFn) -> Numbers:
     )
 
 
+@pytest.mark.slow
 @BOTH
 @given(table=numbers())
 def test_any_table_is_copied_right(table: Numbers, gather: bool) -> None:

@@ -189,6 +189,7 @@ def test_any_block_table_is_copied_right(table: list[int]) -> None:
         check(form, "float16", table)
 
 
+@pytest.mark.slow
 @given(data=st.data(), form=st.sampled_from(FORMATS))
 def test_any_slot_mapping_is_obeyed(data: st.DataObject, form: str) -> None:
     """Blocks, or tokens anywhere: the mapping is obeyed."""

@@ -343,15 +343,17 @@ class Cache:
         tokens: TokenIds | None,
         *,
         counted: bool = True,
+        usable: Callable[[Hit], Hit] | None = None,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Return how many leading tokens are cached and where; copy nothing, protect them from
         eviction for a moment.
 
         A caller that looks up and then retrieves the same prompt must pass `counted=False` to one
-        of the two calls.
+        of the two calls. An engine that cannot go on after every chunk says with `usable` what of a
+        hit it can use (`Hit.shortened`): that is counted and returned.
         """
-        return self._lookup_call(tokens, counted, options).run()
+        return self._lookup_call(tokens, counted, options, usable).run()
 
     def lookup_future(
         self, tokens: TokenIds | None, **options: Unpack[CallOptions]
@@ -466,11 +468,20 @@ class Cache:
         return Call("store", store.run, store.miss, request.deadline, counters)
 
     def _lookup_call(
-        self, tokens: TokenIds | None, counted: bool, options: CallOptions
+        self,
+        tokens: TokenIds | None,
+        counted: bool,
+        options: CallOptions,
+        usable: Callable[[Hit], Hit] | None = None,
     ) -> Call[Hit]:
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
         work = partial(
-            run_lookup, self._resources, request, counted, measure_again
+            run_lookup,
+            self._resources,
+            request,
+            counted,
+            usable,
+            measure_again,
         )
         return Call(
             "lookup",

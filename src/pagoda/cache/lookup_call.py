@@ -33,21 +33,24 @@ class TiersMatch(NamedTuple):
 
 def run_lookup(
     resources: Resources, request: CacheRequest, counted: bool,
+    usable: Callable[[Hit], Hit] | None,
     measure_again: Callable[[Resources, CacheRequest, Hit], None],
 ) -> Hit:  # fmt: skip
-    """Return what a retrieve is expected to serve; lease the part of it that the host tier has.
+    """Return what a retrieve is expected to serve, and of it what is `usable` by the engine; lease
+    the part of it that the host tier has.
 
     `measure_again` (the function of `retrieve_call`, which imports this module) is called if a tier
     was too slow.
     """
-    hit = expected_hit(resources, request)
+    found = expected_hit(resources, request)
+    hit = found if usable is None else usable(found)
     if counted:
         tokens = len(hit.mask) - hit.start_tokens
         resources.counters.count_request(
             tokens, hit.by_tier, hit.reason, request.namespace
         )
-    if hit.reason is Reason.NOT_WORTH_IT:
-        measure_again(resources, request, hit)
+    if found.reason is Reason.NOT_WORTH_IT:
+        measure_again(resources, request, found)
     return hit
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -64,6 +64,29 @@ class Hit:
     def stop_tokens(self) -> int:
         """The first position of the prompt that must be computed."""
         return self.start_tokens + self.num_tokens
+
+    def shortened(
+        self, num_tokens: int, reason: Reason | None, detail: str = ""
+    ) -> Hit:
+        """Return a hit of at most the first `num_tokens` of these tokens, and why not more."""
+        left = num_tokens
+        by_tier = dict[str, int]()
+        for tier, tokens in self.by_tier.items():
+            taken = min(tokens, left)
+            left -= taken
+            if taken:
+                by_tier[tier] = taken
+        served = sum(by_tier.values())
+        mask = self.mask.copy()
+        mask[self.start_tokens + served :] = False
+        return replace(
+            self,
+            num_tokens=served,
+            by_tier=by_tier,
+            mask=mask,
+            reason=reason,
+            detail=detail,
+        )
 
 
 class Stored(NamedTuple):

@@ -24,6 +24,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.clock import Deadline
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.keys import KEY_BYTES, derive_keys, ending_key
@@ -103,6 +104,7 @@ class Endings:
         whole_chunks: int,
         most_tokens: int,
         payload_bytes: Callable[[int], int],
+        deadline: Deadline,
         salt: str | None = None,
     ) -> int:
         """Return the number of tokens of the longest ending that these tokens begin with; 0: none.
@@ -115,6 +117,7 @@ class Endings:
             whole_chunks: how many of its chunks are in the cache.
             most_tokens: an ending may have.
             payload_bytes: the bytes of an ending of so many tokens.
+            deadline: the search ends at the first step after it.
             salt: of a tenant.
         """
         parents = self._parents(tokens, salt)[: whole_chunks + 1]
@@ -130,6 +133,9 @@ class Endings:
                     tokens[:length], parents, payload_bytes(length), salt
                 ):
                     return length
+            # a tier that is busy lets each step wait
+            if deadline.passed:
+                break
         return 0
 
     def load(

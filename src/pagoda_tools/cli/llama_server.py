@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,8 +65,7 @@ class ServerCommand(TyperCommand):
                 raise
             name = getattr(refusal, "option_name", "")
             raise UsageError(
-                f"{name} is no option of this command: those of llama-server itself go after --, "
-                "as in pagoda llama-server -- llama-server -m MODEL.gguf"
+                f"{name}: no such option (llama-server's own go after --, as in -- -m FILE)"
             ) from None
 
 
@@ -110,9 +109,9 @@ def llama_server(
         share_all: Clients with different API keys share what is stored.
         state_bytes: The most bytes of a saved slot; default: an eighth of free memory.
         print_only: Print the command and the address instead of starting them.
-        attach: Its URL, as http://127.0.0.1:8080. Its key is in LLAMA_API_KEY.
-        slot_save_path: Its --slot-save-path.
-        adapters_are_fixed: Nobody sends POST /lora-adapters past the proxy.
+        attach: A server that already runs, as http://127.0.0.1:8080; LLAMA_API_KEY is its key.
+        slot_save_path: With --attach: the --slot-save-path of that server.
+        adapters_are_fixed: With --attach: nobody sends it POST /lora-adapters past the proxy.
     """
     from pagoda.config.sources import load
 
@@ -145,7 +144,12 @@ def llama_server(
             raise UsageError(
                 f"{name} is for --attach: without it, write what concerns the server after --"
             )
-    return _start(proxy, ctx.args)
+    own = {
+        name
+        for parameter in ctx.command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    return _start(proxy, ctx.args, own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +181,11 @@ def _attach(
 
     if words:
         raise UsageError(
-            "--attach is for a server that already runs: leave out -- and what follows"
+            "--attach is for a server that runs: leave out -- and what follows"
         )
     if slot_save_path is None:
         raise UsageError(
-            "--attach needs --slot-save-path DIR: that with which the server was started"
+            "--attach needs --slot-save-path DIR: that of the server"
         )
     keys = [key for key in os.environ.get(KEY_VARIABLE, "").split(",") if key]
     server_key = keys[0] if keys else ""
@@ -215,13 +219,18 @@ def _attach(
         config=proxy.config,
         adapters_are_fixed=adapters_are_fixed,
     )
+
+    async def serve() -> None:
+        _end_with_the_terminal()
+        await run_proxy(options, _ready, None)
+
     with _quiet_end():
-        asyncio.run(run_proxy(options, _ready, None))
+        asyncio.run(serve())
     return 0
 
 
-def _start(proxy: _Proxy, words: Sequence[str]) -> int:
-    """Start a server, and serve in front of it."""
+def _start(proxy: _Proxy, words: Sequence[str], own: Collection[str]) -> int:
+    """Start a server, and serve in front of it. `own`: the options of this command."""
     from pagoda_tools.llama_proxy.in_process_server import read_options
     from pagoda_tools.llama_proxy.server_arguments import (
         known_options,
@@ -233,13 +242,15 @@ def _start(proxy: _Proxy, words: Sequence[str]) -> int:
 
     if not words:
         raise UsageError(
-            "write the command line of llama-server after --, as in pagoda llama-server -- "
-            "llama-server -m MODEL.gguf"
+            "write the server's command: pagoda llama-server -- llama-server -m FILE"
         )
     program, shown, rest = _program(words)
     if only_prints(rest):
         engine_start.become([*program, *rest])
     known = known_options(program, os.environ)
+    for word in rest:
+        if word in own and word not in known:
+            raise UsageError(f"{word} is an option of pagoda: write it before --")
     arguments = read_arguments(rest, os.environ, known)
     if _IN_PROCESS in program:
         read_options(arguments.passed, arguments.environment)
@@ -273,6 +284,7 @@ async def _serve(
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    _end_with_the_terminal()
     server = ServerProcess(
         lambda port: arguments.command(program, port, directory),
         arguments.environment,
@@ -319,8 +331,7 @@ def _program(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         raise UsageError(f"{name} is not on the PATH")
     if find_spec("xllamacpp") is None:
         raise UsageError(
-            "there is no llama-server on the PATH: install llama.cpp, write its path after --, or "
-            "pip install 'pagodakv[llamacpp]', which brings a server"
+            "no llama-server is on the PATH: pip install 'pagodakv[llamacpp]' has one"
         )
     # like a script: no module is imported from the working directory
     module = ["-P", "-m", _IN_PROCESS]
@@ -344,6 +355,7 @@ def _check(proxy: _Proxy, listen: tuple[str, int], keys: Sequence[str]) -> None:
     from pagoda.tiers.remote.store_urls import is_loopback
 
     engine_start.check_tiers(proxy.config)
+    printing.show_log(proxy.config.log_format)
     _require_free(listen)
     if not keys and not is_loopback(listen[0]):
         printing.note(
@@ -369,6 +381,16 @@ def _require_free(listen: tuple[str, int]) -> None:
             f"the proxy cannot listen at {_url(listen)}: {why}: write --listen HOST:PORT before "
             "the --"
         ) from None
+
+
+def _end_with_the_terminal() -> None:
+    """Let a terminal that is closed end this process as SIGTERM does, unless that is ignored
+    (nohup): so slots are saved.
+    """
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGHUP, signal.raise_signal, signal.SIGTERM
+        )
 
 
 @contextlib.contextmanager

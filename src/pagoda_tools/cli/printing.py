@@ -17,7 +17,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pagoda.base.log import FIELDS
+from pagoda.base.log import FIELDS, StderrHandler, log_json
 from pagoda.config.sizes import format_size
 from pagoda_tools.cli.text_tables import (
     RightAligned,
@@ -178,6 +178,18 @@ NOTHING_STORED = (
 def note(message: str) -> None:
     """Print a remark to stderr, so that it is not in a pipe."""
     print(f"pagoda: {printable(message)}", file=sys.stderr)
+
+
+def show_log(log_format: str) -> None:
+    """Show on stderr what a command that serves has to report: errors, one line each.
+
+    `log_format`: "json" for JSON lines.
+    """
+    if log_format == "json":
+        log_json()
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()]
+    )
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from pagoda.base.log import StderrHandler, log_json
 from pagoda_tools.cli import UsageError, printing
+from pagoda_tools.cli.printing import show_log
 from pagoda_tools.cli.stores import (
     AsJson,
     ConfigFile,
@@ -131,12 +130,7 @@ def serve(
             flush=True,
         )
 
-    if configured(config).log_format == "json":
-        log_json()
-    # the log of errors while it serves
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()]
-    )
+    show_log(configured(config).log_format)
     asyncio.run(run(options, ready))
     return 0
 

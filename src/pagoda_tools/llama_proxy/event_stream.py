@@ -1,7 +1,8 @@
 """The events of a streamed answer: which of them say how the server reads the prompt.
 
-`return_progress` lets the server say, before the first token, how many tokens it reuses. The proxy
-asks for it to check that, and cuts these events out unless the client has asked for them as well.
+`return_progress` lets the server say, before the first token, how many tokens it reuses
+(`/v1/messages` says it anyway). The proxy asks for it to check that, and cuts it out again unless
+the client has asked for it as well.
 """
 
 from __future__ import annotations
@@ -12,12 +13,25 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 _PROGRESS = b'"prompt_progress"'
+_PROGRESS_MEMBER = re.compile(rb',\s*"prompt_progress"\s*:\s*\{[^{}]*\}')
+# /v1/responses adds the progress to an event that it sends anyway, the first time
+_IN_PROGRESS = b'"response.in_progress"'
 _END = re.compile(rb"\r?\n\r?\n")
 _MOST_EVENT_BYTES = 64 << 20
+# in which the server says what it reuses, if it does
+_FIRST_EVENTS = 3
 _TAIL_BYTES = 1 << 16
-_REUSED = re.compile(rb'"cache_n"\s*:\s*(\d+)')
-_PREDICTED = re.compile(rb'"predicted_n"\s*:\s*(\d+)')
-_COMPUTED = re.compile(rb'"prompt_n"\s*:\s*(\d+)')
+_NUMBER = rb'"\s*:\s*(\d+)'
+_REUSED = (
+    re.compile(rb'"cache_n' + _NUMBER),
+    re.compile(rb'"cache_read_input_tokens' + _NUMBER),
+    re.compile(rb'"cached_tokens' + _NUMBER),
+)
+_PREDICTED = (
+    re.compile(rb'"predicted_n' + _NUMBER),
+    re.compile(rb'"output_tokens' + _NUMBER),
+)
+_COMPUTED = (re.compile(rb'"prompt_n' + _NUMBER),)
 _MILLISECONDS = re.compile(rb'"prompt_ms"\s*:\s*([\d.eE+-]+)')
 
 
@@ -31,28 +45,33 @@ class Timings(NamedTuple):
 
 
 def timings_of(text: bytes) -> Timings:
-    """Return the timings that stand last in an answer, or in the end of one."""
-    begin = max(text.rfind(b'"timings"'), 0)
-    text = text[begin:]
-    if not begin:
-        return Timings(None, None, 0.0, None)
-    milliseconds = _MILLISECONDS.search(text)
+    """Return what an answer, or the end of one, says last. What stands in a text of JSON is
+    escaped, so it is not taken for that.
+    """
+    begin = max(text.rfind(b'"usage"'), 0)
+    timings = text.rfind(b'"timings"')
+    if timings >= 0:
+        begin = timings
+    end = text[begin:]
+    milliseconds = _MILLISECONDS.search(end)
     return Timings(
-        _int(_REUSED, text),
-        _int(_COMPUTED, text),
-        _float(milliseconds[1]) / 1e3 if milliseconds else 0.0,
-        _int(_PREDICTED, text),
+        _number(_REUSED, end),
+        _number(_COMPUTED, end),
+        _seconds(milliseconds[1]) if milliseconds else 0.0,
+        _number(_PREDICTED, end),
     )
 
 
-def _int(pattern: re.Pattern[bytes], text: bytes) -> int | None:
-    found = pattern.search(text)
-    return int(found[1]) if found else None
+def _number(patterns: tuple[re.Pattern[bytes], ...], text: bytes) -> int | None:
+    for pattern in patterns:
+        if found := pattern.search(text):
+            return int(found[1])
+    return None
 
 
-def _float(text: bytes) -> float:
+def _seconds(milliseconds: bytes) -> float:
     try:
-        return float(text)
+        return float(milliseconds) / 1e3
     except ValueError:
         return 0.0
 
@@ -60,42 +79,48 @@ def _float(text: bytes) -> float:
 class EventStream:
     """Reads the events of one answer. For the event loop."""
 
-    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
-        """`pieces`: the bytes of the answer, as they come."""
+    def __init__(
+        self, pieces: AsyncIterator[bytes], *, cuts_progress: bool
+    ) -> None:
+        """`pieces`: the bytes of the answer, as they come. `cuts_progress`: the client gets no
+        events about the progress.
+        """
         self._pieces = pieces
+        self._cuts = cuts_progress
+        self._has_in_progress = False
         self._buffer = b""
         self._tail = b""
         # how many tokens of the prompt were reused, once the server has said it
         self.reused_tokens: int | None = None
 
-    async def beginning(self) -> list[bytes]:
-        """Return the events up to the first one that is not about the prompt, or that says how much
-        was reused. [] at the end of the stream.
+    async def beginning(self) -> bytes:
+        """Return what the client gets up to the event that says how much was reused, which is one
+        of the first if there is one.
         """
-        events = []
-        while (event := await self._event()) is not None:
-            events.append(event)
-            reused = _reused_in(event)
-            if reused is not None:
-                self.reused_tokens = reused
-                return events
-            if _PROGRESS not in event:
-                return events
-        return events
+        kept = b""
+        for _ in range(_FIRST_EVENTS):
+            event = await self._event()
+            if event is None:
+                break
+            kept += self._kept(event)
+            self.reused_tokens = _reused_in(event)
+            if self.reused_tokens is not None:
+                break
+        return kept
 
-    async def rest(self, *, with_progress: bool) -> AsyncIterator[bytes]:
-        """Yield the bytes that follow. `with_progress`: those about the prompt as well."""
-        is_read = with_progress
-        while not is_read:
+    async def rest(self) -> AsyncIterator[bytes]:
+        """Yield the bytes that follow, as they come."""
+        is_about_prompt = self._cuts
+        while is_about_prompt:
             event = await self._event()
             if event is None:
                 return
-            if not is_progress(event):
-                is_read = True
-                yield self._noted(event)
-        if self._buffer:
-            buffered = self._buffer
-            self._buffer = b""
+            is_about_prompt = _progress_in(event) is not None
+            if kept := self._kept(event):
+                yield self._noted(kept)
+        buffered = self._buffer
+        self._buffer = b""
+        if buffered:
             yield self._noted(buffered)
         async for piece in self._pieces:
             yield self._noted(piece)
@@ -104,6 +129,15 @@ class EventStream:
     def timings(self) -> Timings:
         """What the server said at the end of the stream."""
         return timings_of(self._tail)
+
+    def _kept(self, event: bytes) -> bytes:
+        """Return what the client gets of an event."""
+        if not self._cuts or _progress_in(event) is None:
+            return event
+        if _IN_PROGRESS in event and not self._has_in_progress:
+            self._has_in_progress = True
+            return _PROGRESS_MEMBER.sub(b"", event)
+        return b""
 
     def _noted(self, piece: bytes) -> bytes:
         self._tail = (self._tail + piece)[-_TAIL_BYTES:]
@@ -126,23 +160,23 @@ class EventStream:
         return event
 
 
-def is_progress(event: bytes) -> bool:
-    """Whether an event is about the prompt only."""
-    return _PROGRESS in event and _progress_in(event) is not None
-
-
 def _reused_in(event: bytes) -> int | None:
+    """Return what an event at the beginning says of the reused tokens."""
     progress = _progress_in(event)
-    reused = progress.get("cache") if progress is not None else None
-    return reused if isinstance(reused, int) else None
+    if progress is not None:
+        reused = progress.get("cache")
+        return reused if isinstance(reused, int) else None
+    if b'"message_start"' in event:
+        return _number(_REUSED[1:2], event)
+    return None
 
 
 def _progress_in(event: bytes) -> dict[str, object] | None:
     if _PROGRESS not in event:
         return None
-    text = event.strip().removeprefix(b"data:")
+    data = event[event.find(b"data:") + len(b"data:") :]
     try:
-        found = json.loads(text)
+        found = json.loads(data)
     except ValueError:
         return None
     progress = found.get("prompt_progress") if isinstance(found, dict) else None

@@ -29,7 +29,7 @@ _ROPE_SCALING = ("none", "linear", "yarn")
 _REASONING = ("none", "auto", "deepseek", "deepseek-legacy")
 
 
-class _Option(NamedTuple):
+class _InProcessOption(NamedTuple):
     """An option with a value. `parameter`: dotted, of xllamacpp's CommonParams."""
 
     parameter: str
@@ -96,79 +96,89 @@ def _switch(text: str) -> object:
     raise ValueError("write on or off")
 
 
-_Entry = _Option | _Flag
+_Entry = _InProcessOption | _Flag
 _TABLE: dict[tuple[str, ...], _Entry] = {
-    ("-m", "--model"): _Option("model.path", str),
-    ("-c", "--ctx-size"): _Option("n_ctx", int),
-    ("-n", "--predict", "--n-predict"): _Option("n_predict", int),
-    ("-np", "--parallel"): _Option("n_parallel", int),
-    ("-t", "--threads"): _Option("cpuparams.n_threads", int),
-    ("-tb", "--threads-batch"): _Option("cpuparams_batch.n_threads", int),
-    ("-b", "--batch-size"): _Option("n_batch", int),
-    ("-ub", "--ubatch-size"): _Option("n_ubatch", int),
-    ("-ngl", "--gpu-layers", "--n-gpu-layers"): _Option(
+    ("-m", "--model"): _InProcessOption("model.path", str),
+    ("-c", "--ctx-size"): _InProcessOption("n_ctx", int),
+    ("-n", "--predict", "--n-predict"): _InProcessOption("n_predict", int),
+    ("-np", "--parallel"): _InProcessOption("n_parallel", int),
+    ("-t", "--threads"): _InProcessOption("cpuparams.n_threads", int),
+    ("-tb", "--threads-batch"): _InProcessOption(
+        "cpuparams_batch.n_threads", int
+    ),
+    ("-b", "--batch-size"): _InProcessOption("n_batch", int),
+    ("-ub", "--ubatch-size"): _InProcessOption("n_ubatch", int),
+    ("-ngl", "--gpu-layers", "--n-gpu-layers"): _InProcessOption(
         "n_gpu_layers", _gpu_layers
     ),
-    ("-mg", "--main-gpu"): _Option("main_gpu", int),
-    ("-sm", "--split-mode"): _Option("split_mode", _one_of(_SPLIT_MODES)),
-    ("-fa", "--flash-attn"): _Option("flash_attn_type", _one_of(_FLASH)),
-    ("-ctk", "--cache-type-k"): _Option("cache_type_k", str),
-    ("-ctv", "--cache-type-v"): _Option("cache_type_v", str),
+    ("-mg", "--main-gpu"): _InProcessOption("main_gpu", int),
+    ("-sm", "--split-mode"): _InProcessOption(
+        "split_mode", _one_of(_SPLIT_MODES)
+    ),
+    ("-fa", "--flash-attn"): _InProcessOption("flash_attn_type", _one_of(_FLASH)),
+    ("-ctk", "--cache-type-k"): _InProcessOption("cache_type_k", str),
+    ("-ctv", "--cache-type-v"): _InProcessOption("cache_type_v", str),
     ("-kvu", "--kv-unified"): _Flag("kv_unified", True),
     ("-no-kvu", "--no-kv-unified"): _Flag("kv_unified", False),
     ("-nkvo", "--no-kv-offload"): _Flag("no_kv_offload", True),
     ("-kvo", "--kv-offload"): _Flag("no_kv_offload", False),
-    ("-fit", "--fit"): _Option("fit_params", _switch),
-    ("--rope-scaling",): _Option("rope_scaling_type", _one_of(_ROPE_SCALING)),
-    ("--rope-scale",): _Option("rope_freq_scale", lambda text: 1 / float(text)),
-    ("--rope-freq-base",): _Option("rope_freq_base", float),
-    ("--rope-freq-scale",): _Option("rope_freq_scale", float),
-    ("--yarn-orig-ctx",): _Option("yarn_orig_ctx", int),
-    ("--yarn-ext-factor",): _Option("yarn_ext_factor", float),
-    ("--yarn-attn-factor",): _Option("yarn_attn_factor", float),
-    ("--yarn-beta-slow",): _Option("yarn_beta_slow", float),
-    ("--yarn-beta-fast",): _Option("yarn_beta_fast", float),
-    ("--lora",): _Option("lora_adapters", _unscaled),
-    ("--lora-scaled",): _Option("lora_adapters", _scaled),
+    ("-fit", "--fit"): _InProcessOption("fit_params", _switch),
+    ("--rope-scaling",): _InProcessOption(
+        "rope_scaling_type", _one_of(_ROPE_SCALING)
+    ),
+    ("--rope-scale",): _InProcessOption(
+        "rope_freq_scale", lambda text: 1 / float(text)
+    ),
+    ("--rope-freq-base",): _InProcessOption("rope_freq_base", float),
+    ("--rope-freq-scale",): _InProcessOption("rope_freq_scale", float),
+    ("--yarn-orig-ctx",): _InProcessOption("yarn_orig_ctx", int),
+    ("--yarn-ext-factor",): _InProcessOption("yarn_ext_factor", float),
+    ("--yarn-attn-factor",): _InProcessOption("yarn_attn_factor", float),
+    ("--yarn-beta-slow",): _InProcessOption("yarn_beta_slow", float),
+    ("--yarn-beta-fast",): _InProcessOption("yarn_beta_fast", float),
+    ("--lora",): _InProcessOption("lora_adapters", _unscaled),
+    ("--lora-scaled",): _InProcessOption("lora_adapters", _scaled),
     ("--lora-init-without-apply",): _Flag("lora_init_without_apply", True),
-    ("-mm", "--mmproj"): _Option("mmproj.path", str),
+    ("-mm", "--mmproj"): _InProcessOption("mmproj.path", str),
     ("--jinja",): _Flag("use_jinja", True),
     ("--no-jinja",): _Flag("use_jinja", False),
-    ("--chat-template",): _Option("chat_template", str),
-    ("--chat-template-file",): _Option("chat_template", _file),
-    ("--reasoning-format",): _Option("reasoning_format", _one_of(_REASONING)),
-    ("-a", "--alias"): _Option("model_alias", _list),
+    ("--chat-template",): _InProcessOption("chat_template", str),
+    ("--chat-template-file",): _InProcessOption("chat_template", _file),
+    ("--reasoning-format",): _InProcessOption(
+        "reasoning_format", _one_of(_REASONING)
+    ),
+    ("-a", "--alias"): _InProcessOption("model_alias", _list),
     ("--warmup",): _Flag("warmup", True),
     ("--no-warmup",): _Flag("warmup", False),
-    ("-s", "--seed"): _Option("sampling.seed", _seed),
-    ("--temp", "--temperature"): _Option("sampling.temp", float),
-    ("--top-k",): _Option("sampling.top_k", int),
-    ("--top-p",): _Option("sampling.top_p", float),
-    ("--min-p",): _Option("sampling.min_p", float),
+    ("-s", "--seed"): _InProcessOption("sampling.seed", _seed),
+    ("--temp", "--temperature"): _InProcessOption("sampling.temp", float),
+    ("--top-k",): _InProcessOption("sampling.top_k", int),
+    ("--top-p",): _InProcessOption("sampling.top_p", float),
+    ("--min-p",): _InProcessOption("sampling.min_p", float),
     ("--metrics",): _Flag("endpoint_metrics", True),
     ("--props",): _Flag("endpoint_props", True),
     ("--slots",): _Flag("endpoint_slots", True),
     ("--ui", "--webui"): _Flag("ui", True),
     ("--no-ui", "--no-webui"): _Flag("ui", False),
-    ("--host",): _Option("hostnames", _list),
-    ("--port",): _Option("port", int),
-    ("--slot-save-path",): _Option(
+    ("--host",): _InProcessOption("hostnames", _list),
+    ("--port",): _InProcessOption("port", int),
+    ("--slot-save-path",): _InProcessOption(
         "slot_save_path", lambda text: text.rstrip("/") + "/"
     ),
-    ("-sps", "--slot-prompt-similarity"): _Option(
+    ("-sps", "--slot-prompt-similarity"): _InProcessOption(
         "slot_prompt_similarity", float
     ),
-    ("-cram", "--cache-ram"): _Option("cache_ram_mib", int),
+    ("-cram", "--cache-ram"): _InProcessOption("cache_ram_mib", int),
     ("--cache-prompt",): _Flag("cache_prompt", True),
-    ("--cache-reuse",): _Option("n_cache_reuse", int),
+    ("--cache-reuse",): _InProcessOption("n_cache_reuse", int),
     ("--no-cache-idle-slots",): _Flag("cache_idle_slots", False),
     ("--no-context-shift",): _Flag("ctx_shift", False),
-    ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"): _Option(
+    ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"): _InProcessOption(
         "n_ctx_checkpoints", int
     ),
-    ("--threads-http",): _Option("n_threads_http", int),
+    ("--threads-http",): _InProcessOption("n_threads_http", int),
     ("--offline",): _Flag("offline", True),
-    ("-lv", "--verbosity", "--log-verbosity"): _Option("verbosity", int),
+    ("-lv", "--verbosity", "--log-verbosity"): _InProcessOption("verbosity", int),
 }
 _NAMED = {name: entry for names, entry in _TABLE.items() for name in names}
 KNOWN = frozenset(_NAMED)
@@ -236,7 +246,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> int:
     if "-h" in words or "--help" in words:
         print("The server of xllamacpp, with these options of llama-server:")
         for names, entry in _TABLE.items():
-            metavar = " VALUE" if isinstance(entry, _Option) else ""
+            metavar = " VALUE" if isinstance(entry, _InProcessOption) else ""
             print(f"{', '.join(names)}{metavar}")
         return 0
     try:

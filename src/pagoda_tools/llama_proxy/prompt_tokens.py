@@ -9,8 +9,9 @@ here.
     prompt = await prompt_of("/v1/chat/completions", body, ask)
     prompt.tokens    # int32 array, or None, and then `prompt.why`
 
-Nothing here is believed further than a prefix: the server compares the tokens of the slot with the
-request's own, and the proxy compares them with those of the saved state. A wrong guess is a miss.
+Nothing here makes a text wrong: the server compares the tokens of the slot with the request's own,
+and the proxy compares these with the tokens of the saved state. What was told wrongly, such as a
+template that writes the time of day, is a miss.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+from pagoda_tools.llama_proxy.chat_conversion import (
+    UnknownPrompt,
+    chat_of_anthropic,
+    chat_of_responses,
+)
 
 Tokens = npt.NDArray[np.int32]
 # POSTs JSON to a path of the server and returns the JSON of its answer. Raises ServerTrouble.
@@ -29,21 +35,33 @@ Ask = Callable[[str, Mapping[str, object]], Awaitable[object]]
 
 COMPLETION = "completion"
 CHAT = "chat"
+MESSAGES = "messages"  # Anthropic's chat
+RESPONSES = "responses"  # OpenAI's other chat
+INFILL = "infill"
 
-# the routes that `prompt_of` knows, and how each says its prompt
+# the routes that compute a prompt in a slot, and how each says it
 ROUTES: Mapping[str, str] = {
     "/completion": COMPLETION,
     "/completions": COMPLETION,
     "/v1/completions": COMPLETION,
     "/chat/completions": CHAT,
     "/v1/chat/completions": CHAT,
+    "/v1/messages": MESSAGES,
+    "/responses": RESPONSES,
+    "/v1/responses": RESPONSES,
+    "/infill": INFILL,
 }
+# the server does not say what it puts together for /infill, nor what that depends on
+_INFILL_WHY = (
+    "/infill: how much of its parts the server takes depends on its batch size and other "
+    "arguments, which it does not tell"
+)
 
 _SYSTEM_ROLES = ("system", "developer")
 _MOST_TOKEN = np.iinfo(np.int32).max
 
 
-class Prompt(NamedTuple):
+class RequestPrompt(NamedTuple):
     """The tokens of a request's prompt, or why they are not known: the request is passed on as it
     is, and `why` is a sentence for people.
     """
@@ -52,11 +70,9 @@ class Prompt(NamedTuple):
     why: str = ""
 
 
-class _NotKnown(Exception):
-    """The tokens of a request cannot be told. The message says why, for people."""
-
-
-async def prompt_of(route: str, body: Mapping[str, object], ask: Ask) -> Prompt:
+async def prompt_of(
+    route: str, body: Mapping[str, object], ask: Ask
+) -> RequestPrompt:
     """Return the tokens that the server will have in the slot for this request.
 
     Asks the server at most twice, changes nothing there, and keeps no slot busy. `body` may be
@@ -74,12 +90,14 @@ async def prompt_of(route: str, body: Mapping[str, object], ask: Ask) -> Prompt:
         _require_plain(body)
         kind = ROUTES.get(route)
         if kind == COMPLETION:
-            return Prompt(await _tokens_of_completion(body, ask))
-        if kind == CHAT:
-            return Prompt(await _tokens_of_chat(body, ask))
-        raise _NotKnown(f"{route} is not known")
-    except _NotKnown as error:
-        return Prompt(None, str(error))
+            return RequestPrompt(await _tokens_of_completion(body, ask))
+        if kind == INFILL:
+            raise UnknownPrompt(_INFILL_WHY)
+        if kind is None:
+            raise UnknownPrompt(f"{route} is not known")
+        return RequestPrompt(await _tokens_of_chat(_chat_of(kind, body), ask))
+    except UnknownPrompt as error:
+        return RequestPrompt(None, str(error))
 
 
 async def marks_of(
@@ -93,17 +111,24 @@ async def marks_of(
 
     Asks the server at most four times. Raises ServerTrouble if it does not answer.
     """
-    if ROUTES.get(route) != CHAT:
+    kind = ROUTES.get(route)
+    if kind not in (CHAT, MESSAGES, RESPONSES):
         return []
-    messages = body.get("messages")
+    try:
+        chat = dict(_chat_of(kind, body))
+    except UnknownPrompt:
+        return []
+    messages = chat.get("messages")
     if not isinstance(messages, list):
         return []
+    # the other conversations end with a user
+    chat.pop("continue_final_message", None)
     found = set()
     for place in _turning_points(messages):
-        other = [*messages[:place], _another_than(messages[place])]
+        chat["messages"] = [*messages[:place], _another_than(messages[place])]
         try:
-            others = await _tokens_of_chat({**body, "messages": other}, ask)
-        except _NotKnown:
+            others = await _tokens_of_chat(chat, ask)
+        except UnknownPrompt:
             continue
         found.add(_common_prefix(tokens, others))
     return sorted(mark for mark in found if 0 < mark < len(tokens))
@@ -113,16 +138,16 @@ async def marks_of(
 
 
 def _require_plain(body: Mapping[str, object]) -> None:
-    """Raise _NotKnown if the request asks for something that a stored prompt does not fit."""
+    """Raise UnknownPrompt if the request asks for something that a stored prompt does not fit."""
     if body.get("cache_prompt", True) not in (True, None):
-        raise _NotKnown("cache_prompt is not true")
+        raise UnknownPrompt("cache_prompt is not true")
     if body.get("lora") not in (None, []):
-        raise _NotKnown("lora: it asks for adapters of its own")
+        raise UnknownPrompt("lora: it asks for adapters of its own")
     if body.get("n_cache_reuse") not in (None, 0):
-        raise _NotKnown("n_cache_reuse moves pieces of the cache")
+        raise UnknownPrompt("n_cache_reuse moves pieces of the cache")
     for name in ("n", "n_cmpl"):
         if body.get(name) not in (None, 1):
-            raise _NotKnown(f"{name} is not 1: several answers")
+            raise UnknownPrompt(f"{name} is not 1: several answers")
 
 
 # ---- completions
@@ -135,12 +160,12 @@ async def _tokens_of_completion(body: Mapping[str, object], ask: Ask) -> Tokens:
     if isinstance(prompt, str):
         return await _tokenized(prompt, ask)
     if not isinstance(prompt, list) or not prompt:
-        raise _NotKnown("prompt is no text and no list of tokens")
+        raise UnknownPrompt("prompt is no text and no list of tokens")
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return _checked(prompt)
     if kinds != {int, str}:
-        raise _NotKnown("prompt is no list of tokens and texts")
+        raise UnknownPrompt("prompt is no list of tokens and texts")
     _checked([part for part in prompt if isinstance(part, int)])
     return await _tokenized(prompt, ask)
 
@@ -150,17 +175,26 @@ def _single(prompt: object) -> object:
     if not isinstance(prompt, list) or int in set(map(type, prompt)):
         return prompt
     if len(prompt) != 1:
-        raise _NotKnown(f"prompt is a list of {len(prompt)} prompts")
+        raise UnknownPrompt(f"prompt is a list of {len(prompt)} prompts")
     return prompt[0]
 
 
 def _text_of_object(prompt: Mapping[object, object]) -> object:
     if "multimodal_data" in prompt:
-        raise _NotKnown("prompt has multimodal_data")
+        raise UnknownPrompt("prompt has multimodal_data")
     return prompt.get("prompt_string")
 
 
 # ---- conversations
+
+
+def _chat_of(kind: str, body: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the body of /chat/completions for one of a route of this kind."""
+    if kind == MESSAGES:
+        return chat_of_anthropic(body)
+    if kind == RESPONSES:
+        return chat_of_responses(body)
+    return body
 
 
 async def _tokens_of_chat(body: Mapping[str, object], ask: Ask) -> Tokens:
@@ -168,26 +202,28 @@ async def _tokens_of_chat(body: Mapping[str, object], ask: Ask) -> Tokens:
     answer = await _answer("/apply-template", body, ask)
     prompt = answer.get("prompt")
     if not isinstance(prompt, str):
-        raise _NotKnown("/apply-template gave no text")
+        raise UnknownPrompt("/apply-template gave no text")
     return await _tokenized(prompt, ask)
 
 
 def _require_text(messages: object) -> None:
-    """Raise _NotKnown unless all messages are text: of others, the server would load the images."""
+    """Raise UnknownPrompt unless all messages are text. Of others, the server would load what their
+    URLs name.
+    """
     if not isinstance(messages, list) or not messages:
-        raise _NotKnown("messages is no list of messages")
+        raise UnknownPrompt("messages is no list of messages")
     for message in messages:
         if not isinstance(message, Mapping):
-            raise _NotKnown("a message is no object")
+            raise UnknownPrompt("a message is no object")
         content = message.get("content")
         if content is None or isinstance(content, str):
             continue
         if not isinstance(content, list):
-            raise _NotKnown("the content of a message is no text")
+            raise UnknownPrompt("the content of a message is no text")
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind != "text":
-                raise _NotKnown(
+                raise UnknownPrompt(
                     f"a message has a part of type {str(kind)[:40]!r}"
                 )
 
@@ -214,7 +250,8 @@ def _another_than(message: object) -> Mapping[str, object]:
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list) and content and isinstance(content[0], Mapping):
         content = content[0].get("text")
-    is_like = isinstance(content, str) and content[:1] in ("a", "A")
+    # many templates strip a message
+    is_like = isinstance(content, str) and content.lstrip()[:1] in ("a", "A")
     return {"role": "user", "content": "b" if is_like else "a"}
 
 
@@ -233,7 +270,7 @@ async def _tokenized(content: object, ask: Ask) -> Tokens:
     answer = await _answer("/tokenize", body, ask)
     found = answer.get("tokens")
     if not isinstance(found, list):
-        raise _NotKnown("/tokenize gave no list")
+        raise UnknownPrompt("/tokenize gave no list")
     return _checked(found)
 
 
@@ -245,22 +282,22 @@ async def _answer(
     except ServerTrouble as error:
         if not error.status:
             raise
-        raise _NotKnown(str(error)) from error
+        raise UnknownPrompt(str(error)) from error
     if not isinstance(answer, Mapping):
-        raise _NotKnown(f"{path} gave no object")
+        raise UnknownPrompt(f"{path} gave no object")
     return answer
 
 
 def _checked(numbers: list[object]) -> Tokens:
-    """Return a list of JSON as tokens. Raises _NotKnown if one cannot be a token."""
+    """Return a list of JSON as tokens. Raises UnknownPrompt if one cannot be a token."""
     if not numbers:
-        raise _NotKnown("the prompt is empty")
+        raise UnknownPrompt("the prompt is empty")
     if set(map(type, numbers)) != {int}:
-        raise _NotKnown("a token is no number")
+        raise UnknownPrompt("a token is no number")
     try:
         found = np.array(numbers, np.int64)
     except OverflowError:
-        raise _NotKnown("a token is too large") from None
+        raise UnknownPrompt("a token is too large") from None
     if found.min() < 0 or found.max() > _MOST_TOKEN:
-        raise _NotKnown("a token is negative or too large")
+        raise UnknownPrompt("a token is negative or too large")
     return found.astype(np.int32)

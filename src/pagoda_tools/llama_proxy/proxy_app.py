@@ -132,7 +132,8 @@ async def run_proxy(
             await runner.setup()
             site = web.SockSite(runner, listening, backlog=_WAITING_CONNECTIONS)
             await site.start()
-            ready(_first_line(options, states))
+            port = listening.getsockname()[1]
+            ready(_first_line(options.listen[0], port, options, states))
             waits = [asyncio.create_task(stop.wait())]
             if server_ended is not None:
                 waits.append(asyncio.create_task(server_ended.wait()))
@@ -173,8 +174,9 @@ def _open_states(options: ProxyOptions) -> SlotStates:
     )
 
 
-def _first_line(options: ProxyOptions, states: SlotStates) -> str:
-    host, port = options.listen
+def _first_line(
+    host: str, port: int, options: ProxyOptions, states: SlotStates
+) -> str:
     name = f"[{host}]" if ":" in host else host
     off = states.trouble or options.loading_is_off
     kept = f"nothing is stored or loaded: {off}" if off else "prompts are kept"
@@ -248,7 +250,8 @@ class LlamaProxy:
             return await self._answer(request, client)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if request.transport is None or request.transport.is_closing():
-                raise
+                # the client has gone, or got a part of an answer
+                return web.Response()
             _log.warn(
                 _logger,
                 Reason.IO_ERROR,

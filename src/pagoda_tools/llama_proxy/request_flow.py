@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -27,7 +27,6 @@ from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.event_stream import (
     EventStream,
     Timings,
-    is_progress,
     timings_of,
 )
 from pagoda_tools.llama_proxy.finished_work import finished
@@ -43,7 +42,9 @@ from pagoda_tools.llama_proxy.slot_accounts import (
     least_useful,
 )
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
+from pagoda_tools.llama_proxy.unread_answer import UnreadAnswer
 from pagoda_tools.llama_proxy.upstream import Upstream, answer_headers
+from pagoda_tools.serve.access import break_connection
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,12 +55,13 @@ _WAIT_SECONDS = 2.0
 # of answers in a row that reused other tokens than were restored: then that route loads no more
 _MOST_DIFFERENCES = 3
 _LOOK_SECONDS = 0.01
+_LOAD_SECONDS = 10.0
 
 _logger = guarded_logger("pagoda.llamacpp")
 _log = RateLimitedLog()
 
 
-class Stored(NamedTuple):
+class StoredPrefix(NamedTuple):
     """What is stored of a prompt. `may_load`: it is to be loaded if no slot has as much.
     `is_unknown`: the server was changed, which only a load finds out.
     """
@@ -86,6 +88,7 @@ class Turn:
     stored: int = 0
     why: str = ""
     marks: Marks | None = None
+    is_over: bool = False
 
     @property
     def expected(self) -> int:
@@ -101,7 +104,8 @@ class Turn:
             f"loaded={self.loaded}",
             f"stored={self.stored}",
         ]
-        if self.why:
+        if self.why and not self.salt:
+            # it may tell of what others have stored
             parts.append(f'why="{printable(self.why)}"')
         return "; ".join(parts)
 
@@ -215,10 +219,17 @@ class RequestFlow:
             if starting is not None:
                 starting.cancel()
             start.release()
-            if self._options.others_ask:
-                numbers = await finished(self._task_numbers())
-                slot.task = (numbers or {}).get(slot.number)
-            await self._accounts.give_back(slot)
+            await finished(self._give_back(turn))
+
+    async def _give_back(self, turn: Turn) -> None:
+        """Let others have the slot of a turn; idempotent."""
+        if turn.is_over:
+            return
+        turn.is_over = True
+        if self._options.others_ask:
+            numbers = await self._task_numbers()
+            turn.slot.task = (numbers or {}).get(turn.slot.number)
+        await self._accounts.give_back(turn.slot)
 
     async def passed_on(
         self,
@@ -306,23 +317,25 @@ class RequestFlow:
 
     # ---- the slot
 
-    async def _stored(self, route: str, tokens: Tokens, salt: str) -> Stored:
+    async def _stored(
+        self, route: str, tokens: Tokens, salt: str
+    ) -> StoredPrefix:
         """Look for what is stored, unless a slot has nearly all."""
         least = self._options.min_gain_tokens
         lacking = len(tokens)
         if free := self._accounts.free:
             lacking -= fullest(free, tokens, salt).held(tokens, salt)
         if lacking < least or len(tokens) >= self._options.context_tokens:
-            return Stored(0, may_load=False)
+            return StoredPrefix(0, may_load=False)
         off = self._options.loading_is_off or self._off.get(route, "")
         if off:
-            return Stored(0, False, off)
+            return StoredPrefix(0, False, off)
         found = await self._call(self._states.find, tokens, salt=salt)
         if found is None:
-            return Stored(0, False, "what is stored is not known")
+            return StoredPrefix(0, False, "what is stored is not known")
         # what another client has stored is not for this one
         is_told = found.reason is not Reason.OTHER_NAMESPACE
-        return Stored(
+        return StoredPrefix(
             found.num_tokens,
             found.num_tokens >= least,
             found.detail if is_told else "",
@@ -330,7 +343,7 @@ class RequestFlow:
         )
 
     async def _slot_for(
-        self, tokens: Tokens, salt: str, stored: Stored, wanted: object
+        self, tokens: Tokens, salt: str, stored: StoredPrefix, wanted: object
     ) -> SlotAccount | None:
         """Return a locked slot, the one that the client wants or the best; None: none became
         free.
@@ -347,7 +360,7 @@ class RequestFlow:
         free: Sequence[SlotAccount],
         tokens: Tokens,
         salt: str,
-        stored: Stored,
+        stored: StoredPrefix,
         wanted: object,
     ) -> SlotAccount | None:
         if type(wanted) is int and 0 <= wanted < len(self._accounts.all):
@@ -368,7 +381,7 @@ class RequestFlow:
             return best
         return best if held >= len(tokens) // 2 else other
 
-    def _is_better(self, stored: Stored, held: int) -> bool:
+    def _is_better(self, stored: StoredPrefix, held: int) -> bool:
         """Whether what is stored is so much more than what a slot has that loading it is faster
         than computing the difference.
         """
@@ -377,7 +390,7 @@ class RequestFlow:
             return False
         return self._worth.is_worth(stored.tokens, gain)
 
-    async def _prepare(self, turn: Turn, stored: Stored) -> None:
+    async def _prepare(self, turn: Turn, stored: StoredPrefix) -> None:
         """Save what the slot loses, and load what it lacks."""
         slot = turn.slot
         if slot.is_tainted:
@@ -405,6 +418,7 @@ class RequestFlow:
             held_tokens=turn.held,
             salt=turn.salt,
             counted=False,
+            limit_seconds=_LOAD_SECONDS,
         )
         if loaded is None or not loaded:
             self.counts["not_loaded"] += 1
@@ -466,8 +480,9 @@ class RequestFlow:
                 request, route, sent, turn, before, shows_progress
             )
         except (asyncio.CancelledError, ConnectionError, aiohttp.ClientError):
-            # what was computed until then is as good
-            self._saver.note_answer(slot, 0)
+            if not turn.is_over:
+                # what was computed until then is as good
+                self._saver.note_answer(slot, 0)
             raise
 
     async def _answered(
@@ -509,23 +524,45 @@ class RequestFlow:
         turn: Turn,
         shows_progress: bool,
     ) -> web.StreamResponse:
-        stream = EventStream(_pieces(answer))
-        first: list[bytes] = []
+        stream = EventStream(
+            answer.content.iter_any(),
+            cuts_progress=turn.loaded > 0 and not shows_progress,
+        )
+        first = b""
         if turn.loaded:
             first = await stream.beginning()
             self._check(route, turn, stream.reused_tokens)
         response = web.StreamResponse(status=200, headers=answer_headers(answer))
         response.headers[HEADER] = turn.header()
         await response.prepare(request)
-        for event in first:
-            if shows_progress or not is_progress(event):
-                await response.write(event)
-        is_raw = shows_progress or not turn.loaded
-        async for piece in stream.rest(with_progress=is_raw):
-            await response.write(piece)
-        self._note(turn, stream.timings)
+        unread = UnreadAnswer()
+        reading = asyncio.create_task(self._read(stream, unread, turn))
+        try:
+            if first:
+                await response.write(first)
+            async for piece in unread.pieces():
+                await response.write(piece)
+            await reading
+        except aiohttp.ClientError:
+            # the server has ended in the middle of its answer
+            break_connection(request.transport)
+            raise
+        finally:
+            reading.cancel()
         await response.write_eof()
         return response
+
+    async def _read(
+        self, stream: EventStream, unread: UnreadAnswer, turn: Turn
+    ) -> None:
+        """Read an answer to its end, and let others have its slot then."""
+        try:
+            async for piece in stream.rest():
+                await unread.put(piece)
+            self._note(turn, stream.timings)
+            await self._give_back(turn)
+        finally:
+            await unread.end()
 
     # ---- afterwards
 
@@ -618,12 +655,11 @@ async def passed(
     if header:
         response.headers[HEADER] = header
     await response.prepare(request)
-    async for piece in answer.content.iter_any():
-        await response.write(piece)
+    try:
+        async for piece in answer.content.iter_any():
+            await response.write(piece)
+    except aiohttp.ClientError:
+        break_connection(request.transport)
+        raise
     await response.write_eof()
     return response
-
-
-async def _pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    async for piece in answer.content.iter_any():
-        yield piece

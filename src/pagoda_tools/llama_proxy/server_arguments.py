@@ -44,7 +44,7 @@ _ONLY_PRINT = (
 )
 
 
-class _Option(NamedTuple):
+class _ServerOption(NamedTuple):
     """An option that this command must know."""
 
     names: tuple[str, ...]
@@ -54,67 +54,69 @@ class _Option(NamedTuple):
     is_ours: bool = False  # the server does not get what the user wrote
 
 
-_OPTIONS: dict[str, _Option] = {
-    "host": _Option(("--host",), ("LLAMA_ARG_HOST",), is_ours=True),
-    "port": _Option(("--port",), ("LLAMA_ARG_PORT",), is_ours=True),
-    "api_key": _Option(("--api-key",), (KEY_VARIABLE,), is_ours=True),
-    "api_key_file": _Option(
+_OPTIONS: dict[str, _ServerOption] = {
+    "host": _ServerOption(("--host",), ("LLAMA_ARG_HOST",), is_ours=True),
+    "port": _ServerOption(("--port",), ("LLAMA_ARG_PORT",), is_ours=True),
+    "api_key": _ServerOption(("--api-key",), (KEY_VARIABLE,), is_ours=True),
+    "api_key_file": _ServerOption(
         ("--api-key-file",), ("LLAMA_ARG_API_KEY_FILE",), is_ours=True
     ),
-    "slot_save_path": _Option(("--slot-save-path",), is_ours=True),
-    "slots": _Option(
+    "slot_save_path": _ServerOption(("--slot-save-path",), is_ours=True),
+    "slots": _ServerOption(
         ("--slots",),
         ("LLAMA_ARG_ENDPOINT_SLOTS",),
         has_value=False,
         negative=("--no-slots",),
         is_ours=True,
     ),
-    "cache_idle_slots": _Option(
+    "cache_idle_slots": _ServerOption(
         ("--cache-idle-slots",),
         ("LLAMA_ARG_CACHE_IDLE_SLOTS",),
         has_value=False,
         negative=("--no-cache-idle-slots",),
         is_ours=True,
     ),
-    "cache_ram": _Option(("-cram", "--cache-ram"), ("LLAMA_ARG_CACHE_RAM",)),
-    "cache_prompt": _Option(
+    "cache_ram": _ServerOption(
+        ("-cram", "--cache-ram"), ("LLAMA_ARG_CACHE_RAM",)
+    ),
+    "cache_prompt": _ServerOption(
         ("--cache-prompt",),
         ("LLAMA_ARG_CACHE_PROMPT",),
         has_value=False,
         negative=("--no-cache-prompt",),
     ),
-    "cache_reuse": _Option(("--cache-reuse",), ("LLAMA_ARG_CACHE_REUSE",)),
-    "context_shift": _Option(
+    "cache_reuse": _ServerOption(("--cache-reuse",), ("LLAMA_ARG_CACHE_REUSE",)),
+    "context_shift": _ServerOption(
         ("--context-shift",),
         ("LLAMA_ARG_CONTEXT_SHIFT",),
         has_value=False,
         negative=("--no-context-shift",),
     ),
-    "swa_full": _Option(
+    "swa_full": _ServerOption(
         ("--swa-full",), ("LLAMA_ARG_SWA_FULL",), has_value=False
     ),
-    "reuse_port": _Option(
+    "reuse_port": _ServerOption(
         ("--reuse-port",), ("LLAMA_ARG_REUSE_PORT",), has_value=False
     ),
-    "api_prefix": _Option(("--api-prefix",), ("LLAMA_ARG_API_PREFIX",)),
-    "ssl": _Option(
+    "api_prefix": _ServerOption(("--api-prefix",), ("LLAMA_ARG_API_PREFIX",)),
+    "ssl": _ServerOption(
         ("--ssl-key-file", "--ssl-cert-file"),
         ("LLAMA_ARG_SSL_KEY_FILE", "LLAMA_ARG_SSL_CERT_FILE"),
     ),
-    "embedding": _Option(
+    "embedding": _ServerOption(
         ("--embedding", "--embeddings", "--embd-gemma-default"),
         ("LLAMA_ARG_EMBEDDINGS",),
         has_value=False,
     ),
-    "reranking": _Option(
+    "reranking": _ServerOption(
         ("--rerank", "--reranking"), ("LLAMA_ARG_RERANKING",), has_value=False
     ),
-    "sleep": _Option(("--sleep-idle-seconds",)),
-    "router": _Option(
+    "sleep": _ServerOption(("--sleep-idle-seconds",)),
+    "router": _ServerOption(
         ("--models-dir", "--models-preset"),
         ("LLAMA_ARG_MODELS_DIR", "LLAMA_ARG_MODELS_PRESET"),
     ),
-    "model": _Option(
+    "model": _ServerOption(
         (
             "-m",
             "--model",
@@ -133,7 +135,7 @@ _OPTIONS: dict[str, _Option] = {
             "LLAMA_ARG_HF_REPO",
         ),
     ),
-    "draft": _Option(
+    "draft": _ServerOption(
         (
             "-md",
             "--model-draft",
@@ -150,8 +152,8 @@ _OPTIONS: dict[str, _Option] = {
             "LLAMA_ARG_HFD_REPO",
         ),
     ),
-    "speculation": _Option(("--spec-type",), ("LLAMA_ARG_SPEC_TYPE",)),
-    "default_speculation": _Option(
+    "speculation": _ServerOption(("--spec-type",), ("LLAMA_ARG_SPEC_TYPE",)),
+    "default_speculation": _ServerOption(
         ("--spec-default", "--fim-qwen-7b-spec", "--fim-qwen-14b-spec"),
         has_value=False,
     ),
@@ -163,7 +165,7 @@ _NAMED = {
 }
 
 
-class _Setting(NamedTuple):
+class _Written(NamedTuple):
     """What was written for an option last."""
 
     value: str  # of a switch: "1" or "0"
@@ -191,7 +193,9 @@ class ServerArguments:
     api_keys: tuple[str, ...] = field(repr=False)
     slot_save_path: Path | None  # the user's own
     has_ram_cache: bool  # the server keeps copies of idle slots itself
-    empties_idle_slots: bool  # when a request starts; this build cannot be told otherwise
+    empties_idle_slots: (
+        bool  # when a request starts; this build cannot be told otherwise
+    )
     loading_is_off: str  # why nothing may be loaded; empty: it may
 
     def command(
@@ -229,7 +233,7 @@ def read_arguments(
     to do.
     """
     settings, keys, passed = _read(words, environment)
-    _refuse(settings, words)
+    _refuse(settings)
     host, port = DEFAULT_LISTEN
     if "host" in settings:
         host = settings["host"].value
@@ -329,17 +333,17 @@ def _canonical(word: str) -> str:
 
 def _read(
     words: Sequence[str], environment: Mapping[str, str]
-) -> tuple[dict[str, _Setting], list[str], list[str]]:
+) -> tuple[dict[str, _Written], list[str], list[str]]:
     """Return the settings that are known here, all keys, and the words that the server gets.
 
     The value of an option that is not known here is taken for a word of its own: it would have to
     be the very name of one that is. Raises ConfigError.
     """
-    settings: dict[str, _Setting] = {}
+    settings: dict[str, _Written] = {}
     keys: list[str] = []
     passed: list[str] = []
 
-    def take(key: str, setting: _Setting) -> None:
+    def take(key: str, setting: _Written) -> None:
         settings[key] = setting
         if key == "api_key":
             keys.extend(_keys_of(setting))
@@ -354,7 +358,7 @@ def _read(
         if name not in _NAMED:
             passed.append(word)
             if _PRESET.fullmatch(name):
-                settings["model"] = _Setting(name, name)
+                settings["model"] = _Written(name, name)
             continue
         if equals:
             raise ConfigError(
@@ -369,17 +373,17 @@ def _read(
                 raise ConfigError(f"{word} needs a value")
             value = found
             taken.append(found)
-        take(key, _Setting(value, word))
+        take(key, _Written(value, word))
         if not option.is_ours:
             passed += taken
         if _PRESET.fullmatch(name):
-            settings["model"] = _Setting(name, name)
+            settings["model"] = _Written(name, name)
     return settings, keys, passed
 
 
 def _from_environment(
     environment: Mapping[str, str],
-) -> list[tuple[str, _Setting]]:
+) -> list[tuple[str, _Written]]:
     """Return the settings of llama-server's variables."""
     found = []
     for key, option in _OPTIONS.items():
@@ -387,14 +391,14 @@ def _from_environment(
             if option.negative:
                 negative = variable.replace(_PREFIX, _NEGATIVE_PREFIX)
                 if negative in environment:
-                    found.append((key, _Setting("0", negative)))
+                    found.append((key, _Written("0", negative)))
                     continue
             if variable in environment:
-                found.append((key, _Setting(environment[variable], variable)))
+                found.append((key, _Written(environment[variable], variable)))
     return found
 
 
-def _keys_of(setting: _Setting) -> list[str]:
+def _keys_of(setting: _Written) -> list[str]:
     """Return the keys in a list. Raises ConfigError."""
     keys = [key for key in setting.value.split(",") if key]
     # an empty variable is as good as none
@@ -404,7 +408,7 @@ def _keys_of(setting: _Setting) -> list[str]:
     return keys
 
 
-def _keys_in(setting: _Setting) -> list[str]:
+def _keys_in(setting: _Written) -> list[str]:
     """Return the keys in a file, one a line. Raises ConfigError."""
     try:
         lines = Path(setting.value).read_text().splitlines()
@@ -420,7 +424,7 @@ def _keys_in(setting: _Setting) -> list[str]:
     return keys
 
 
-def _port(setting: _Setting) -> int:
+def _port(setting: _Written) -> int:
     if not 0 <= setting.number <= 65535 or not _NUMBER.match(setting.value):
         raise ConfigError(
             f"{setting.name} {setting.value}: write a port from 0 to 65535"
@@ -428,24 +432,24 @@ def _port(setting: _Setting) -> int:
     return setting.number
 
 
-def _on(settings: Mapping[str, _Setting], key: str) -> _Setting | None:
+def _on(settings: Mapping[str, _Written], key: str) -> _Written | None:
     """Return a switch that is on."""
     found = settings.get(key)
     return found if found is not None and found.is_on else None
 
 
-def _off(settings: Mapping[str, _Setting], key: str) -> _Setting | None:
+def _off(settings: Mapping[str, _Written], key: str) -> _Written | None:
     """Return a switch that was switched off."""
     found = settings.get(key)
     return found if found is not None and found.value.lower() in _FALSE else None
 
 
-def _above_zero(settings: Mapping[str, _Setting], key: str) -> _Setting | None:
+def _above_zero(settings: Mapping[str, _Written], key: str) -> _Written | None:
     found = settings.get(key)
     return found if found is not None and found.number > 0 else None
 
 
-def _given(settings: Mapping[str, _Setting], key: str) -> _Setting | None:
+def _given(settings: Mapping[str, _Written], key: str) -> _Written | None:
     found = settings.get(key)
     return found if found is not None and found.value else None
 
@@ -455,7 +459,7 @@ _NOT_OF_ITS_TOKENS = (
     "leave it out"
 )
 _NO_SUCH_ANSWER = "there is no KV to keep: run llama-server itself"
-_Find = Callable[[Mapping[str, _Setting], str], _Setting | None]
+_Find = Callable[[Mapping[str, _Written], str], _Written | None]
 _REFUSED: Sequence[tuple[_Find, str, str]] = (
     (_above_zero, "cache_reuse", _NOT_OF_ITS_TOKENS),
     (_on, "context_shift", _NOT_OF_ITS_TOKENS),
@@ -504,7 +508,7 @@ _REFUSED: Sequence[tuple[_Find, str, str]] = (
 )
 
 
-def _refuse(settings: Mapping[str, _Setting], words: Sequence[str]) -> None:
+def _refuse(settings: Mapping[str, _Written]) -> None:
     """Raise ConfigError for what cannot be used behind the proxy."""
     for find, key, why in _REFUSED:
         if (found := find(settings, key)) is not None:
@@ -522,7 +526,7 @@ def _refuse(settings: Mapping[str, _Setting], words: Sequence[str]) -> None:
         )
 
 
-def _added(settings: Mapping[str, _Setting], known: Collection[str]) -> list[str]:
+def _added(settings: Mapping[str, _Written], known: Collection[str]) -> list[str]:
     """Return the options that the server gets from us. A configuration file of llama.cpp may say
     otherwise, and the command line counts more.
     """
@@ -538,7 +542,7 @@ def _added(settings: Mapping[str, _Setting], known: Collection[str]) -> list[str
     return [word for words in wanted if words[0] in known for word in words]
 
 
-def _loading_is_off(settings: Mapping[str, _Setting]) -> str:
+def _loading_is_off(settings: Mapping[str, _Written]) -> str:
     """Return why states may not be loaded; empty: they may."""
     types = settings.get("speculation")
     draft = _given(settings, "draft") or _on(settings, "default_speculation")

@@ -148,7 +148,7 @@ class ServerProcess:
         timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
-                why = await self._look(session)
+                why = await self._look_while_it_runs(session)
                 if self.ended.is_set():
                     if tries < _TRIES and _is_taken(self.port):
                         tries += 1
@@ -176,11 +176,13 @@ class ServerProcess:
         """
         if self._process is None or self._watch is None:
             return
-        self._signal(signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.ended.wait(), STOP_SECONDS)
-        self._signal(signal.SIGKILL)
-        await self._watch
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal(number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ended.wait(), STOP_SECONDS)
+                break
+        # a driver may hold a killed process: it ends with us, or with the driver
+        self._watch.cancel()
 
     def _signal(self, number: signal.Signals) -> None:
         """Send a signal to the server and what it started; not after its end, when another may have
@@ -195,13 +197,28 @@ class ServerProcess:
         await process.wait()
         self.ended.set()
 
+    async def _look_while_it_runs(self, session: aiohttp.ClientSession) -> str:
+        """Return what `_look` does, or at once if the server ends. Raises ServerFailed."""
+        looking = asyncio.create_task(self._look(session))
+        ending = asyncio.create_task(self.ended.wait())
+        try:
+            await asyncio.wait(
+                {looking, ending}, return_when=asyncio.FIRST_COMPLETED
+            )
+            return await looking if looking.done() else "it has ended"
+        finally:
+            looking.cancel()
+            ending.cancel()
+
     async def _look(self, session: aiohttp.ClientSession) -> str:
         """Return why the server is not ready; empty: it is. Raises ServerFailed."""
         try:
             async with session.get(f"{self.url}/health") as answer:
                 status = answer.status
-            if status != 200:
+            if status == 503:
                 return "loading the model"
+            if status != 200:
+                return f"/health answers {status}"
             # our own server: it knows the key, and asks for it
             async with session.get(f"{self.url}/props") as answer:
                 is_open = answer.status == 200

@@ -65,6 +65,8 @@ class SlotSaver:
         """
         if slot.save_at is None or slot.new_tokens < self._chunk:
             return
+        if slot.is_tainted:
+            return
         slot.save_at = None
         marks = []
         if slot.marks is not None and self._states.kind != "attention":
@@ -126,22 +128,33 @@ class SlotSaver:
 
     async def _save_idle_ones(self) -> None:
         while True:
-            self._changed.clear()
-            now = time.monotonic()
-            due = [
-                slot
-                for slot in self._accounts.free
-                if slot.save_at is not None and slot.save_at <= now
-            ]
-            for slot in due:
-                await finished(self._save_free_one(slot))
-            waiting = [
-                slot.save_at - time.monotonic()
-                for slot in self._accounts.all
-                if slot.save_at is not None
-            ]
-            # one that is busy now is looked at again when it is free, and has changed
-            wait = max(min(waiting, default=_END_SECONDS), 0.05)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self._changed.wait()
+            try:
+                await self._save_due_ones()
+            except Exception as error:  # noqa: BLE001
+                # a boundary: other slots are saved later
+                _log.warn(
+                    _logger, Reason.IO_ERROR, f"slots were not saved: {error!r}"
+                )
+                await asyncio.sleep(_AGAIN_SECONDS)
+
+    async def _save_due_ones(self) -> None:
+        """Save what is due, and wait until something else is."""
+        self._changed.clear()
+        now = time.monotonic()
+        due = [
+            slot
+            for slot in self._accounts.free
+            if slot.save_at is not None and slot.save_at <= now
+        ]
+        for slot in due:
+            await finished(self._save_free_one(slot))
+        waiting = [
+            slot.save_at - time.monotonic()
+            for slot in self._accounts.all
+            if slot.save_at is not None
+        ]
+        # one that is busy now is looked at again when it is free, and has changed
+        wait = max(min(waiting, default=_END_SECONDS), 0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await self._changed.wait()

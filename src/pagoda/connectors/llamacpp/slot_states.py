@@ -20,7 +20,7 @@ from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.cache.results import CacheStats
+from pagoda.cache.results import CacheStats, Hit
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.endings import Endings, choose
 from pagoda.connectors.llamacpp.server_probe import (
@@ -90,7 +90,7 @@ class StoredState(NamedTuple):
         return self.num_tokens > 0
 
 
-class _Wanted(NamedTuple):
+class _WantedPrefix(NamedTuple):
     """What a `store` was asked for."""
 
     ids: Tokens
@@ -300,9 +300,11 @@ class SlotStates:
 
         Asks the server nothing and waits for no other call, so it is for every request of a proxy.
         It is about the server as it was probed last: only `load` notices another one, and probes
-        it. Meanwhile nothing is found (`Reason.BUSY`).
+        it; meanwhile nothing is found. So call `load` also after `Reason.BUSY` and
+        `Reason.NOT_CACHEABLE`: otherwise a server that was changed is never used again.
 
-        It is counted as a look-up: pass `counted=False` to the `load` that follows it.
+        It is counted as a look-up: pass `counted=False` to the `load` that follows it. `reason` and
+        `detail` may tell one tenant what another has stored: they are not for clients.
 
         Args:
             tokens: of the whole prompt.
@@ -318,18 +320,11 @@ class SlotStates:
         if current.probed.trouble:
             current.cache.decline(current.probed.trouble)
             return LoadedState(0, Reason.NOT_CACHEABLE, current.probed.trouble)
-        try:
-            count, why = self._longest(current, ids, salt)
-        except Exception as error:  # noqa: BLE001
-            # the boundary: another thread may close the cache in between
-            count = 0
-            why = (Reason.IO_ERROR, f"{type(error).__name__}: {error}")
+        found = self._longest(current, ids, salt)
         now = self._current
         if self._closed or now is None or now.cache is not current.cache:
             return self._not_open()
-        if why[0] is Reason.IO_ERROR:
-            current.cache.decline(why[1])
-        return LoadedState(count, *why)
+        return found
 
     def _not_open(self) -> LoadedState:
         """Return the miss of a `find` while there is no cache for it."""
@@ -413,7 +408,7 @@ class SlotStates:
             raise ValueError(
                 f"more_tokens = {more_tokens!r}: it must be an int, at least 0"
             )
-        wanted = _Wanted(ids, more_tokens, list(marks), salt)
+        wanted = _WantedPrefix(ids, more_tokens, list(marks), salt)
         deadline = self._deadline(limit_seconds)
 
         def work() -> StoredState:
@@ -631,20 +626,21 @@ class SlotStates:
         current = self._usable()
         most = len(ids)
         for number in range(_TRIES):
-            count, why = self._longest(
+            found = self._longest(
                 current, ids, salt, most, counted=counted and not number
             )
+            count = found.num_tokens
             if count <= held_tokens:
                 if count:
                     detail = (
                         f"{count} tokens are stored, the slot has {held_tokens}"
                     )
                     return LoadedState(0, Reason.BELOW_MINIMUM, detail)
-                return LoadedState(0, *why)
+                return found
             self._require_idle(slot, deadline)
             loaded = self._compose(current, ids[:count], slot, salt, deadline)
             if loaded:
-                return LoadedState(count, *why)
+                return found
             most = count - 1
         return LoadedState(
             0, Reason.EVICTED, "chunks disappeared while they were loaded"
@@ -658,26 +654,51 @@ class SlotStates:
         most: int | None = None,
         *,
         counted: bool = True,
-    ) -> tuple[int, tuple[Reason | None, str]]:
+    ) -> LoadedState:
         """Return how many tokens of `ids` can be loaded, at most `most`, and why not more."""
-        probed = current.probed
         most = len(ids) if most is None else most
-        most = min(most, probed.context - 1)
-        kind = probed.cut.state.kind
-        hit = current.cache.lookup(ids[:most], counted=counted, salt=salt)
-        why = (hit.reason, hit.detail)
+        most = min(most, current.probed.context - 1)
+        counts = []
+
+        def usable(hit: Hit) -> Hit:
+            found = self._usable_of(current, ids, salt, most, hit)
+            counts.append(found.num_tokens)
+            return hit.shortened(found.num_tokens, found.reason, found.detail)
+
+        hit = current.cache.lookup(
+            ids[:most], counted=counted, usable=usable, salt=salt
+        )
+        # without a count the look-up failed
+        return LoadedState(sum(counts), hit.reason, hit.detail)
+
+    def _usable_of(
+        self,
+        current: _ProbedCache,
+        ids: Tokens,
+        salt: str | None,
+        most: int,
+        hit: Hit,
+    ) -> LoadedState:
+        """Return how many tokens can be loaded of the chunks that were found."""
+        cut = current.probed.cut
+        kind = cut.state.kind
         count = hit.num_tokens
+        why = (hit.reason, hit.detail)
         if kind != "attention":
             if kind != "window":
                 most = min(most, len(ids) - 1)
+            deadline = Deadline(self._config.deadline_seconds)
             count = current.endings.find(
                 ids,
                 whole_chunks=hit.num_tokens // self._chunk_tokens,
                 most_tokens=most,
-                payload_bytes=probed.cut.payload_bytes,
+                payload_bytes=cut.payload_bytes,
+                deadline=deadline,
                 salt=salt,
             )
-            if not count and hit.num_tokens:
+            if not count and deadline.passed:
+                why = (Reason.DEADLINE, "the search for endings took too long")
+            elif not count and hit.num_tokens:
                 why = (
                     Reason.ABSENT,
                     f"{hit.num_tokens} tokens are stored, but no ending: a {kind} model can be "
@@ -686,8 +707,8 @@ class SlotStates:
         minimum = self._config.min_hit_tokens
         if 0 < count < minimum:
             detail = f"{count} of {minimum} tokens"
-            return 0, (Reason.BELOW_MINIMUM, detail)
-        return count, why
+            return LoadedState(0, Reason.BELOW_MINIMUM, detail)
+        return LoadedState(count, *why)
 
     def _compose(
         self,
@@ -772,7 +793,7 @@ class SlotStates:
     # ---- store
 
     def _store(
-        self, wanted: _Wanted, slot: int, deadline: Deadline
+        self, wanted: _WantedPrefix, slot: int, deadline: Deadline
     ) -> StoredState:
         cut = self._probed.cut
         said = self._require_idle(slot, deadline)
@@ -795,7 +816,7 @@ class SlotStates:
                 return self._store_file(fd, wanted, deadline)
 
     def _store_file(
-        self, fd: int, wanted: _Wanted, deadline: Deadline
+        self, fd: int, wanted: _WantedPrefix, deadline: Deadline
     ) -> StoredState:
         current = self._usable()
         cut = current.probed.cut
@@ -845,7 +866,7 @@ class SlotStates:
         most = max(kept, default=0)
         return StoredState(most, new, tuple(kept), reason, "", state.tokens)
 
-    def _tokens_to_store(self, wanted: _Wanted, state: StateFile) -> Tokens:
+    def _tokens_to_store(self, wanted: _WantedPrefix, state: StateFile) -> Tokens:
         """Return the tokens of a state that may be stored; refuse those of another prompt."""
         known = wanted.ids
         common = min(len(known), len(state.tokens))
