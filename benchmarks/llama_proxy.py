@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -47,7 +48,6 @@ FIRST_LETTERS = 230
 NEXT_LETTERS = 40
 ANSWER_TOKENS = 32
 CONVERSATIONS = 8
-CHUNK = 256
 # reads 6,000 tokens in 2 to 3 s of one thread
 SIZE = Size(hidden=256, layers=2, inner=768)
 TOKEN_BYTES = SIZE.layers * 2 * 64 * 2  # K and V of one head, in 16 bits
@@ -165,13 +165,12 @@ def bare(model: Path, root: Path) -> Iterator[BarePlace]:
 
 @contextlib.contextmanager
 def proxied(model: Path, root: Path, **more: str) -> Iterator[ProxyPlace]:
-    """Start it behind the proxy; the tiers are below `root`."""
+    """Start it behind the proxy; the tiers are below `root`. `more`: other options of the proxy."""
     pagoda = {
         "host-size": "256MiB",
         "host-path": str(root / "host"),
         "disk-size": "256MiB",
         "disk-path": str(root / "disk"),
-        "chunk-tokens": str(CHUNK),
         **more,
     }
     with owning_proxy(model, pagoda, "B", **OPTIONS) as proxy:
@@ -188,11 +187,15 @@ def passing(model: Path, root: Path) -> Iterator[ProxyPlace]:
 Arrangement = Callable[
     [Path, Path], contextlib.AbstractContextManager[BarePlace | ProxyPlace]
 ]
-ARRANGEMENTS: dict[str, Arrangement] = {
-    "bare": bare,
-    "passing": passing,
-    "proxy": proxied,
-}
+
+
+def arrangements(chunk_tokens: str) -> dict[str, Arrangement]:
+    """Return all of them."""
+    return {
+        "bare": bare,
+        "passing": passing,
+        "proxy": partial(proxied, **{"chunk-tokens": chunk_tokens}),
+    }
 
 
 # ---- traffic
@@ -336,7 +339,7 @@ def _letters(rng: random.Random, count: int) -> str:
 
 
 def traffic_figures(
-    runs: dict[str, list[Round]],
+    runs: dict[str, list[Round]], chunk_tokens: int
 ) -> tuple[list[Figure], list[Figure]]:
     """Return the figures with a target, and those without."""
     found: list[Figure] = []
@@ -366,7 +369,7 @@ def traffic_figures(
             f"{_ms(gaps['proxy'])} after {_ms(gaps['bare'])}",
         )
     )
-    return [*found, *_byte_figures(runs)], beside
+    return [*found, *_byte_figures(runs, chunk_tokens)], beside
 
 
 def _first_figure(
@@ -394,7 +397,9 @@ def _first_figure(
     )
 
 
-def _byte_figures(runs: dict[str, list[Round]]) -> list[Figure]:
+def _byte_figures(
+    runs: dict[str, list[Round]], chunk_tokens: int
+) -> list[Figure]:
     saved = []
     on_disk = []
     of_snapshots = []
@@ -403,7 +408,7 @@ def _byte_figures(runs: dict[str, list[Round]]) -> list[Figure]:
         written = ours.written_bytes - theirs.written_bytes
         saved.append(written / (ours.computed_tokens * TOKEN_BYTES))
         own = sum(ours.tokens) - len(ours.tokens) * SYSTEM_TOKENS
-        chunks = len(ours.tokens) * CHUNK
+        chunks = len(ours.tokens) * chunk_tokens
         wanted = (SYSTEM_TOKENS + own + chunks) * TOKEN_BYTES
         on_disk.append(ours.disk_bytes / wanted)
         of_snapshots.append(ours.disk_bytes / (sum(ours.tokens) * TOKEN_BYTES))
@@ -488,11 +493,13 @@ def _ms(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1e3:.1f} ms"
 
 
-def measure(model: Path, root: Path, rounds: int) -> dict[str, list[Round]]:
+def measure(
+    starts: dict[str, Arrangement], model: Path, root: Path, rounds: int
+) -> dict[str, list[Round]]:
     """Give each arrangement a turn in every round; each begins with nothing stored."""
-    runs: dict[str, list[Round]] = {name: [] for name in ARRANGEMENTS}
+    runs: dict[str, list[Round]] = {name: [] for name in starts}
     for turn in range(rounds):
-        for name, start in ARRANGEMENTS.items():
+        for name, start in starts.items():
             with tempfile.TemporaryDirectory(dir=root) as made:
                 place_root = Path(made)
                 disk = place_root / "disk"
@@ -516,7 +523,10 @@ def main() -> int:
         "--json", action="store_true", help="print one JSON object"
     )
     parser.add_argument(
-        "--chunk-tokens", default="256", help="of the proxy; default: 256"
+        "--chunk-tokens",
+        type=int,
+        default=256,
+        help="of the proxy; default: 256",
     )
     parser.add_argument(
         "--quick", action="store_true", help="one round, fewer repetitions"
@@ -538,8 +548,9 @@ def main() -> int:
         root = Path(made)
         model = write_model(root, size=SIZE)
         if options.only != "warm":
-            runs = measure(model, root, rounds)
-            counted, others = traffic_figures(runs)
+            starts = arrangements(str(options.chunk_tokens))
+            runs = measure(starts, model, root, rounds)
+            counted, others = traffic_figures(runs, options.chunk_tokens)
             figures += counted
             beside += others
             extra["other_texts"] = sum(
