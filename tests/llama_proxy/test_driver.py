@@ -166,7 +166,7 @@ def test_traffic_through_a_proxy(
         owned = Owned(proxy)
         with StateWatch(owned.state_directories, rng) as watch:
             driver = Driver(rng, [owned], right, watch=watch)
-            drive(driver, [owned], 150, right, watch)
+            drive(driver, [owned], 100, right, watch)
     assert driver.counts["loads"]
 
 
