@@ -199,17 +199,38 @@ def test_no_idle_connection_keeps_a_thread_of_the_server(
 def test_a_request_that_waits_for_a_slot_finds_what_was_saved_meanwhile(
     server: LlamaServer,
 ) -> None:
-    """More clients than slots: each prompt is saved while its next request waits."""
+    """With more clients than slots, a slot is saved while the next request for it waits."""
     emptied(server)
-    prompts = [f"{n} roofs over {n} rivers, " * 16 for n in range(6)]
-    with running_proxy(server) as proxy:
-        for _ in range(2):
-            with ThreadPoolExecutor(len(prompts)) as clients:
-                answers = list(clients.map(proxy.complete, prompts))
-        for answer in answers:
-            told = answer.told
-            assert int(told["loaded"]) + int(told["held"]) >= 256, told
-        assert proxy.counts().get("no_free_slot", 0) == 0
+    with running_proxy(server) as proxy, ThreadPoolExecutor(1) as client:
+        proxy.complete(TEXT[:200], id_slot=0)
+        slot = proxy.proxy._accounts.all[0]
+        assert slot.new_tokens
+        with proxy.all_slots_taken():
+            waiting = client.submit(proxy.complete, TEXT[:200])
+            freed = proxy.proxy._accounts._freed
+            wait_until(lambda: len(freed._waiters))
+            on_loop(proxy, proxy.proxy._saver.save(slot))
+            slot.clear()
+        assert int(waiting.result(60).told["loaded"]) >= 64
+
+
+def test_what_another_request_saves_of_a_slot_is_looked_for(
+    server: LlamaServer,
+) -> None:
+    """Two requests at once; the slot of one is taken by the other."""
+    emptied(server)
+    with running_proxy(server) as proxy, ThreadPoolExecutor(2) as clients:
+        proxy.complete(TEXT, id_slot=0)
+        accounts = proxy.proxy._accounts
+        wait_until(lambda: accounts.all[0].stored_tokens)
+        for _ in range(4):
+            asked_for = [
+                clients.submit(proxy.complete, "other " * 40, id_slot=0),
+                clients.submit(proxy.complete, TEXT),
+            ]
+            told = asked_for[1].result(60).told
+            assert int(told["loaded"]) + int(told["held"]) >= 512, told
+            asked_for[0].result(60)
 
 
 # ---- users

@@ -25,7 +25,7 @@ class CellRoom:
         accounts: SlotAccounts,
         states: SlotStates,
         saver: SlotSaver,
-        empty: Callable[[SlotAccount], Awaitable[bool]],
+        empty: Callable[[SlotAccount], Awaitable[object]],
     ) -> None:
         """`empty`: empties a slot whose lock the caller holds; says whether it is empty."""
         self._accounts = accounts
@@ -49,9 +49,14 @@ class CellRoom:
             if slot.is_empty or (slot.lock.locked() and not slot.is_saving):
                 continue
             # a save ends soon, and holds no other lock
-            async with slot.lock:
+            await slot.lock.acquire()
+            slot.is_saving = True
+            try:
                 await self._saver.save(slot)
                 await self._empty(slot)
+            finally:
+                # and wakes those who wait for a slot
+                await self._accounts.give_back(slot)
 
 
 def _cells(slot: SlotAccount) -> int:

@@ -40,7 +40,6 @@ from pagoda_tools.llama_proxy.request_flow import (
 from pagoda_tools.llama_proxy.slot_accounts import (
     SlotAccount,
     SlotAccounts,
-    Tokens,
 )
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
 from pagoda_tools.llama_proxy.upstream import Upstream, answer_headers
@@ -317,35 +316,36 @@ class LlamaProxy:
             # the KV in the slot would not be that of its tokens
             text = changed(text, question, {_MOVES_KV: 0})
             question[_MOVES_KV] = 0
-        why = self._states.trouble
-        tokens: Tokens | None = None
-        if not why:
-            prompt = await self._prompt(route, question)
-            tokens = prompt.tokens
-            why = prompt.why
-            if tokens is not None:
-                answer = await self._flow.answer(
-                    request, route, text, question, tokens, client.salt
-                )
-                if answer is not None:
-                    return answer
-                why = "no slot became free, or only an empty one"
+        prompt = await self._prompt(route, question)
+        why = prompt.why
+        if prompt.tokens is not None:
+            answer = await self._flow.answer(
+                request, route, text, question, prompt.tokens, client.salt
+            )
+            if answer is not None:
+                return answer
+            why = "the server chose a slot: none was free in time"
         self._flow.counts["passed_on"] += 1
         if client.salt or self._accounts.is_any_tainted:
-            # the server itself chooses the slot, which may have KV that is not for this request
+            # that slot may have KV that is not for this request
             text = changed(text, question, {"cache_prompt": False})
-        send = partial(self._pass, request, text, client, why=why)
-        return await self._flow.passed_on(send, tokens, client.salt)
+        header = f'why="{printable(why)}"'
+        send = partial(self._pass, request, text, client, header)
+        return await self._flow.passed_on(send, prompt.tokens, client.salt)
 
     async def _pass_unknown(
         self, request: web.Request, text: bytes, client: Client
     ) -> web.StreamResponse:
         """Pass on what may or may not use a slot."""
+        header = ""
+        if request.path in ROUTES:
+            self._flow.counts["passed_on"] += 1
+            header = 'why="the body is no JSON object"'
         is_moving = _MOVES_KV.encode() in text
         if is_moving:
             self._accounts.taint()
         try:
-            send = partial(self._pass, request, text, client)
+            send = partial(self._pass, request, text, client, header)
             return await self._flow.passed_on(send, None, client.salt)
         finally:
             if is_moving:
@@ -364,25 +364,27 @@ class LlamaProxy:
 
     async def _prompt(self, route: str, body: Body) -> RequestPrompt:
         """Return the tokens of a request, or why it is to be passed on as it is."""
+        if self._states.trouble:
+            return RequestPrompt(None, self._states.trouble)
         try:
             async with asyncio.timeout(_PROMPT_SECONDS):
                 return await prompt_of(route, body, self._upstream.ask)
-        except (ServerTrouble, TimeoutError):
-            return RequestPrompt(None, "the server did not say its tokens")
+        except (ServerTrouble, TimeoutError) as error:
+            why = f"the server did not tell the tokens: {error}"
+            _log.warn(_logger, Reason.IO_ERROR, f"{route}: {why}")
+            return RequestPrompt(None, why)
 
     async def _pass(
         self,
         request: web.Request,
         body: bytes | aiohttp.StreamReader | None,
         client: Client,
-        *,
-        why: str = "",
+        header: str = "",
     ) -> web.StreamResponse:
-        """Pass a request and its answer on, byte for byte. `why`: for the client."""
+        """Pass a request and its answer on, byte for byte."""
         async with self._upstream.send(
             request, body, with_key=client.may_ask
         ) as answer:
-            header = f'why="{printable(why)}"' if why else ""
             return await passed(request, answer, header)
 
     async def _change_adapters(

@@ -56,11 +56,13 @@ _WAIT_SECONDS = 600.0
 # where others may keep a slot busy that is free by our account
 _WAIT_BESIDE_OTHERS_SECONDS = 2.0
 # what was looked up so long ago may have changed: a slot was saved meanwhile
-_LOOKED_UP_SECONDS = 0.05
+_LOOKED_UP_SECONDS = 0.005
 # to start while others start
 _START_SECONDS = 2.0
-# of answers in a row that reused other tokens than were restored: then that route loads no more
+# of answers in a row that reused other tokens than were restored: then that route loads no more for
+# a while. One that comes after it is enough for the next while.
 _MOST_DIFFERENCES = 3
+_OFF_SECONDS = 300.0
 _LOOK_SECONDS = 0.01
 _LOAD_SECONDS = 10.0
 
@@ -77,6 +79,7 @@ class StoredPrefix(NamedTuple):
     may_load: bool
     why: str = ""  # nothing more is loaded
     is_unknown: bool = False
+    is_skipped: bool = False  # nobody looked, because a slot has nearly all
 
 
 class _Start:
@@ -184,7 +187,8 @@ class RequestFlow:
         self._room = CellRoom(accounts, states, saver, self._emptied)
         # held from a restore until its request has started, where others empty idle slots
         self._starting = asyncio.Lock()
-        self._off: dict[str, str] = {}
+        # routes for which nothing is loaded: why, and until when
+        self._off: dict[str, tuple[str, float]] = {}
         self._differences: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
 
@@ -214,9 +218,10 @@ class RequestFlow:
         turn = Turn(slot, tokens, salt)
         starting: asyncio.Task[None] | None = None
         try:
-            waited = time.monotonic() - looked_up
+            is_old = time.monotonic() - looked_up > _LOOKED_UP_SECONDS
             # what a slot had may have been saved meanwhile, for another prompt
-            if waited > _LOOKED_UP_SECONDS or self._saver.saves != saves:
+            is_changed = self._saver.saves != saves or stored.is_skipped
+            if is_old or is_changed:
                 stored = await self._stored(route, body, tokens, salt, [slot])
             turn.stored = stored.tokens
             turn.why = stored.why
@@ -380,9 +385,11 @@ class RequestFlow:
         lacking = len(tokens)
         if slots:
             lacking -= fullest(slots, tokens, salt).held(tokens, salt)
-        if lacking < least or len(tokens) >= self._options.context_tokens:
+        if lacking < least:
+            return StoredPrefix(0, may_load=False, is_skipped=True)
+        if len(tokens) >= self._options.context_tokens:
             return StoredPrefix(0, may_load=False)
-        off = self._options.loading_is_off or self._off.get(route, "")
+        off = self._options.loading_is_off or self._why_off(route)
         if body.get("response_fields") and body.get("stream") is not True:
             off = off or "response_fields leaves out how many tokens were reused"
         if off:
@@ -659,7 +666,9 @@ class RequestFlow:
         """Return what a person asks when there are no hits."""
         return {
             "loading_is_off": self._options.loading_is_off,
-            "loading_is_off_for": dict(self._off),
+            "loading_is_off_for": {
+                route: why for route in self._off if (why := self._why_off(route))
+            },
             "counts": dict(self.counts),
             "slots": [
                 {
@@ -707,13 +716,19 @@ class RequestFlow:
         self._differences[route] += 1
         _log.warn(_logger, Reason.FAILED_CHECK, f"{route}: {why}")
         if self._differences[route] >= _MOST_DIFFERENCES:
-            self._off[route] = why
+            self._off[route] = (why, time.monotonic() + _OFF_SECONDS)
             _logger.warning(
-                "nothing is loaded any more for %s: %d answers in a row: %s",
+                "nothing is loaded for %s for %.0f s: %d answers in a row: %s",
                 route,
+                _OFF_SECONDS,
                 self._differences[route],
                 why,
             )
+
+    def _why_off(self, route: str) -> str:
+        """Return why nothing is loaded for a route now; empty: it is."""
+        why, until = self._off.get(route, ("", 0.0))
+        return why if time.monotonic() < until else ""
 
     def _computed(self, tokens: int, seconds: float) -> None:
         """Account for a prompt that the server has computed, if it says something."""

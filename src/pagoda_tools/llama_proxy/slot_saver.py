@@ -101,10 +101,6 @@ class SlotSaver:
         if not slot.is_known:
             # a request that we could not follow has used it meanwhile
             return
-        if stored.reason is Reason.ABSENT:
-            # the server has emptied it
-            slot.forget()
-            return
         if stored.reason in _PASSING and not stored:
             # it computes still, for a client who has gone, or the server is in trouble
             slot.failed_saves += 1
@@ -115,6 +111,10 @@ class SlotSaver:
                 return
         if stored.reason is Reason.NOT_CACHEABLE and stored.slot_tokens is None:
             self.is_server_doubtful = True
+        if stored.reason is Reason.ABSENT:
+            # the server has emptied it
+            slot.forget()
+            return
         if stored:
             self.saves += 1
         if stored.slot_tokens is not None:
