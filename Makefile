@@ -33,12 +33,12 @@ RECORD ?= docs/design/benchmarks
 unexport PYTHONDONTWRITEBYTECODE # the tests are compiled once, not by each of their processes
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-sglang demo test test-slow test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers peers-test bench-neighbours bench-full bench-vllm bench-sglang bench-gpu mutants mutants-vllm mutants-sglang soak soak-sglang \
+.PHONY: help setup setup-vllm setup-sglang demo test test-slow test-all test-vllm test-sglang test-gpu check docs house bench bench-remote bench-replay bench-peers peers-test bench-neighbours bench-full bench-vllm bench-sglang bench-llama bench-gpu mutants mutants-vllm mutants-sglang soak soak-sglang \
 	format wheel clean
 
 help:
 	@echo "make setup | demo | test | test-slow | test-all | check | docs | house | format | wheel | clean"
-	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-neighbours | bench-full | mutants | soak"
+	@echo "make bench | bench-remote | bench-replay | bench-peers | bench-neighbours | bench-full | bench-llama | mutants | soak"
 	@echo "make setup-vllm | test-vllm [VLLM=0.33.0] | bench-vllm | mutants-vllm"
 	@echo "make setup-sglang | test-sglang | soak-sglang | bench-sglang | mutants-sglang"
 	@echo "make test-gpu | bench-gpu"
@@ -182,6 +182,10 @@ bench-vllm: $(VLLM_READY)
 # beside SGLang's own file storage. make bench-sglang ARGS=--json
 bench-sglang: $(SGLANG_READY)
 	$(SGLANG_BIN)/python benchmarks/hicache.py $(ARGS)
+
+# pagoda llama-server beside the bare server: minutes. make bench-llama ARGS='--quick --json'
+bench-llama: $(READY)
+	$(BIN)/python benchmarks/llama_proxy.py $(ARGS)
 
 # Tables on the screen; the JSON and the tables of all that is recorded under docs/design/benchmarks. make bench-gpu ARGS=--quick
 bench-gpu:

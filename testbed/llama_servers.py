@@ -93,7 +93,7 @@ class LlamaServer:
             "return_tokens": True,
             "ignore_eos": True,
             # only letters: others have no entry in the probabilities
-            "logit_bias": _ONLY_LETTERS,
+            "logit_bias": ONLY_LETTERS,
             **more,
         }
         return Completion(self.post("/completion", **body))
@@ -127,7 +127,7 @@ class Completion:
 
 
 # byte b is token 3 + b; letters a..z stay
-_ONLY_LETTERS = [
+ONLY_LETTERS = [
     [token, False] for token in range(320) if not 97 + 3 <= token <= 122 + 3
 ]
 
@@ -137,31 +137,31 @@ def llama_server(
     model: Path, build: str = "A", **options: Unpack[LlamaOptions]
 ) -> Iterator[LlamaServer]:
     """Start a server with one thread. SkipTest if the build is missing."""
-    program = _program(build)
+    program = program_of(build)
 
     def make(root: Path) -> Server:
         states = root / "states"
         states.mkdir(0o700)
-        environment = dict(os.environ)
-        if build == "B":
-            folder = str(Path(program).parent)
-            environment["LD_LIBRARY_PATH"] = folder
+        environment = environment_of(build)
 
         def command(port: int) -> list[str]:
             if build == "A":
                 settings = json.dumps(_parameters(model, states, port, options))
                 script = Path(__file__).with_name("llama_in_process.py")
                 return [program, str(script), settings]
-            return [program, *_arguments(model, states, port, options)]
+            found = arguments_of(model, options)
+            found += ["--host", "127.0.0.1", "--port", str(port)]
+            return [program, *found, "--slot-save-path", str(states)]
 
-        return Server(root, command, _is_healthy, "http", environment)
+        return Server(root, command, is_healthy, "http", environment)
 
     with running_server(make) as server:
         key = options.get("key", "")
         yield LlamaServer(server, server.root / "states", build, key)
 
 
-def _program(build: str) -> str:
+def program_of(build: str) -> str:
+    """Return the program of a build; of A it is this Python. SkipTest if it is missing."""
     if build == "A":
         if importlib.util.find_spec("xllamacpp") is None:
             raise skip("xllamacpp is missing: install xllamacpp")
@@ -178,7 +178,16 @@ def _program(build: str) -> str:
     return str(Path(package.origin).parent / "bin" / "llama-server")
 
 
-def _is_healthy(port: int) -> bool:
+def environment_of(build: str) -> dict[str, str]:
+    """Return the environment in which a build starts."""
+    environment = dict(os.environ)
+    if build == "B":
+        environment["LD_LIBRARY_PATH"] = str(Path(program_of(build)).parent)
+    return environment
+
+
+def is_healthy(port: int) -> bool:
+    """Return whether a server that listens there can be asked. OSError if nobody listens."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     with contextlib.closing(connection):
         connection.request("GET", "/health")
@@ -216,15 +225,10 @@ def _parameters(
     return found
 
 
-def _arguments(
-    model: Path, states: Path, port: int, options: LlamaOptions
-) -> list[str]:
-    """Return the arguments of `llama-server`."""
+def arguments_of(model: Path, options: LlamaOptions) -> list[str]:
+    """Return the arguments of `llama-server`, without its port and the place of its states."""
     found = {
         "--model": model,
-        "--slot-save-path": states,
-        "--host": "127.0.0.1",
-        "--port": port,
         "--ctx-size": options.get("context", 2048),
         "--parallel": options.get("slots", 1),
         "--threads": 1,

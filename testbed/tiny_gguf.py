@@ -11,21 +11,36 @@ import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 HEAD = 64
-HIDDEN = 128
-HEADS = 2
-LAYERS = 2
-INNER = 256
 WINDOW = 128
 EXPERTS = 4
 EXPERT_INNER = 64
 VOCABULARY = 320
 LATENT = 128  # of K and V in deepseek2
 ROPE = 32  # of it, rotated
+
+
+class Size(NamedTuple):
+    """How much a model computes for a token: 128, 2, 256 is some 6,000 tokens a second of a thread,
+    256, 2, 768 a third of it. The KV of one token depends only on the layers.
+    """
+
+    hidden: int  # a multiple of 64
+    layers: int
+    inner: int
+
+    @property
+    def heads(self) -> int:
+        """Return the number of heads of queries; there is one of keys."""
+        return self.hidden // HEAD
+
+
+TINY = Size(hidden=128, layers=2, inner=256)
 
 _ALIGNMENT = 32
 _TYPES = {bool: (7, "<?"), int: (4, "<I"), float: (6, "<f")}
@@ -90,6 +105,7 @@ def write_model(
     architecture: str = "llama",
     seed: int = 0,
     *,
+    size: Size = TINY,
     template: str = "",
     special: Sequence[str] = (),
 ) -> Path:
@@ -99,11 +115,13 @@ def write_model(
     they stand in place of the first words of the vocabulary.
     """
     name = f"{architecture}-{seed}"
+    if size != TINY:
+        name += f"-{size.hidden}x{size.layers}x{size.inner}"
     if template or special:
         name += f"-{zlib.crc32(repr((template, special)).encode()):08x}"
     path = directory / f"{name}.gguf"
     if not path.exists():
-        model = _Model(architecture, seed)
+        model = _Model(architecture, seed, size)
         model.values.update(_vocabulary(special))
         if template:
             model.values["tokenizer.chat_template"] = template
@@ -116,9 +134,9 @@ def write_adapter(directory: Path, seed: int = 7) -> Path:
     random = np.random.default_rng(seed)
     path = directory / f"adapter-{seed}.gguf"
     tensors: dict[str, Floats] = {}
-    for layer in range(LAYERS):
-        for name, width in (("attn_q", HEADS * HEAD), ("attn_k", HEAD)):
-            low = random.standard_normal((4, HIDDEN)) * 0.2
+    for layer in range(TINY.layers):
+        for name, width in (("attn_q", TINY.heads * HEAD), ("attn_k", HEAD)):
+            low = random.standard_normal((4, TINY.hidden)) * 0.2
             high = random.standard_normal((width, 4)) * 0.2
             tensors[f"blk.{layer}.{name}.weight.lora_a"] = low.astype(np.float32)
             tensors[f"blk.{layer}.{name}.weight.lora_b"] = high.astype(np.float32)
@@ -162,8 +180,9 @@ def _typed(value: Value) -> bytes:
 class _Model:
     """The values and tensors of one architecture."""
 
-    def __init__(self, architecture: str, seed: int) -> None:
+    def __init__(self, architecture: str, seed: int, size: Size) -> None:
         self.architecture = architecture
+        self.size = size
         self.random = np.random.default_rng(
             [seed, ARCHITECTURES.index(architecture)]
         )
@@ -174,8 +193,8 @@ class _Model:
         }
         self._set(
             context_length=32768,
-            embedding_length=HIDDEN,
-            block_count=LAYERS,
+            embedding_length=self.size.hidden,
+            block_count=self.size.layers,
             vocab_size=VOCABULARY,
         )
         self._set(**{"attention.layer_norm_rms_epsilon": 1e-5})
@@ -190,12 +209,12 @@ class _Model:
                 expert_used_count=2,
                 expert_feed_forward_length=EXPERT_INNER,
             )
-        self._weights("token_embd", VOCABULARY, HIDDEN)
-        for layer in range(LAYERS):
+        self._weights("token_embd", VOCABULARY, self.size.hidden)
+        for layer in range(self.size.layers):
             self._layer(layer)
         last = "token_embd_norm" if architecture == "lfm2" else "output_norm"
-        self._ones(last, HIDDEN)
-        self._weights("output", VOCABULARY, HIDDEN)
+        self._ones(last, self.size.hidden)
+        self._weights("output", VOCABULARY, self.size.hidden)
 
     # ---- values
 
@@ -208,12 +227,13 @@ class _Model:
         kv_heads: Value = 1
         if self.architecture == "lfm2":
             kv_heads = [
-                0 if self._is_recurrent(layer) else 1 for layer in range(LAYERS)
+                0 if self._is_recurrent(layer) else 1
+                for layer in range(self.size.layers)
             ]
-        self._set(feed_forward_length=INNER)
+        self._set(feed_forward_length=self.size.inner)
         self._set(
             **{
-                "attention.head_count": HEADS,
+                "attention.head_count": self.size.heads,
                 "attention.head_count_kv": kv_heads,
                 "attention.key_length": HEAD,
                 "attention.value_length": HEAD,
@@ -234,14 +254,14 @@ class _Model:
 
     def _latent_attention(self) -> None:
         self._set(
-            feed_forward_length=INNER,
+            feed_forward_length=self.size.inner,
             leading_dense_block_count=1,
             expert_shared_count=1,
             expert_weights_scale=1.0,
         )
         self._set(
             **{
-                "attention.head_count": HEADS,
+                "attention.head_count": self.size.heads,
                 "attention.head_count_kv": 1,
                 "attention.q_lora_rank": HEAD,
                 "attention.kv_lora_rank": LATENT,
@@ -256,7 +276,7 @@ class _Model:
     def _state_space(self) -> None:
         self._set(feed_forward_length=0)
         self._set(**{"attention.head_count": 0})
-        inner = 2 * HIDDEN
+        inner = 2 * self.size.hidden
         self._set_state_space(inner=inner, size=16, ranks=inner // HEAD, groups=1)
 
     def _set_state_space(
@@ -287,7 +307,7 @@ class _Model:
 
     def _layer(self, layer: int) -> None:
         block = f"blk.{layer}."
-        self._ones(block + "attn_norm", HIDDEN)
+        self._ones(block + "attn_norm", self.size.hidden)
         if self.architecture == "mamba2":
             self._mamba(block)
             return
@@ -298,82 +318,100 @@ class _Model:
         else:
             self._heads(block)
         if self.architecture in ("gemma3", "gpt-oss", "qwen3next"):
-            self._ones(block + "post_attention_norm", HIDDEN)
+            self._ones(block + "post_attention_norm", self.size.hidden)
         if self.architecture not in ("gpt-oss", "qwen3next"):
-            self._ones(block + "ffn_norm", HIDDEN)
+            self._ones(block + "ffn_norm", self.size.hidden)
         if self.architecture == "gemma3":
-            self._ones(block + "post_ffw_norm", HIDDEN)
+            self._ones(block + "post_ffw_norm", self.size.hidden)
         is_dense = self.architecture == "deepseek2" and layer == 0
         if "expert_count" in str(self.values.keys()) and not is_dense:
             self._experts(block)
         else:
-            self._mlp(block, "", INNER)
+            self._mlp(block, "", self.size.inner)
 
     def _heads(self, block: str) -> None:
         gate = 2 if self.architecture == "qwen3next" else 1
-        self._weights(block + "attn_q", HEADS * HEAD * gate, HIDDEN)
-        self._weights(block + "attn_k", HEAD, HIDDEN)
-        self._weights(block + "attn_v", HEAD, HIDDEN)
-        self._weights(block + "attn_output", HIDDEN, HEADS * HEAD)
+        self._weights(
+            block + "attn_q", self.size.heads * HEAD * gate, self.size.hidden
+        )
+        self._weights(block + "attn_k", HEAD, self.size.hidden)
+        self._weights(block + "attn_v", HEAD, self.size.hidden)
+        self._weights(
+            block + "attn_output", self.size.hidden, self.size.heads * HEAD
+        )
         if self.architecture == "gpt-oss":
-            self._weights(block + "attn_sinks", HEADS)
-            self._weights(block + "attn_q", HEADS * HEAD, kind="bias")
+            self._weights(block + "attn_sinks", self.size.heads)
+            self._weights(block + "attn_q", self.size.heads * HEAD, kind="bias")
             self._weights(block + "attn_k", HEAD, kind="bias")
             self._weights(block + "attn_v", HEAD, kind="bias")
-            self._weights(block + "attn_output", HIDDEN, kind="bias")
+            self._weights(block + "attn_output", self.size.hidden, kind="bias")
         elif self.architecture != "llama":
             self._ones(block + "attn_q_norm", HEAD)
             self._ones(block + "attn_k_norm", HEAD)
 
     def _latent_heads(self, block: str) -> None:
-        self._weights(block + "attn_q_a", HEAD, HIDDEN)
+        self._weights(block + "attn_q_a", HEAD, self.size.hidden)
         self._ones(block + "attn_q_a_norm", HEAD)
-        self._weights(block + "attn_q_b", HEADS * (HEAD + ROPE), HEAD)
-        self._weights(block + "attn_kv_a_mqa", LATENT + ROPE, HIDDEN)
+        self._weights(block + "attn_q_b", self.size.heads * (HEAD + ROPE), HEAD)
+        self._weights(block + "attn_kv_a_mqa", LATENT + ROPE, self.size.hidden)
         self._ones(block + "attn_kv_a_norm", LATENT)
-        self._weights(block + "attn_k_b", HEADS, LATENT, HEAD)
-        self._weights(block + "attn_v_b", HEADS, HEAD, LATENT)
-        self._weights(block + "attn_output", HIDDEN, HEADS * HEAD)
+        self._weights(block + "attn_k_b", self.size.heads, LATENT, HEAD)
+        self._weights(block + "attn_v_b", self.size.heads, HEAD, LATENT)
+        self._weights(
+            block + "attn_output", self.size.hidden, self.size.heads * HEAD
+        )
 
     def _recurrent(self, block: str) -> None:
         if self.architecture == "lfm2":
-            self._weights(block + "shortconv.conv", HIDDEN, 3)
-            self._weights(block + "shortconv.in_proj", 3 * HIDDEN, HIDDEN)
-            self._weights(block + "shortconv.out_proj", HIDDEN, HIDDEN)
+            self._weights(block + "shortconv.conv", self.size.hidden, 3)
+            self._weights(
+                block + "shortconv.in_proj",
+                3 * self.size.hidden,
+                self.size.hidden,
+            )
+            self._weights(
+                block + "shortconv.out_proj", self.size.hidden, self.size.hidden
+            )
             return
         # a gated delta net: 2 heads of keys and 4 of values
-        self._weights(block + "attn_qkv", 8 * HEAD, HIDDEN)
-        self._weights(block + "attn_gate", 4 * HEAD, HIDDEN)
+        self._weights(block + "attn_qkv", 8 * HEAD, self.size.hidden)
+        self._weights(block + "attn_gate", 4 * HEAD, self.size.hidden)
         self._weights(block + "ssm_conv1d", 8 * HEAD, 4)
         self._weights(block + "ssm_dt", 4, kind="bias")
         self._ones(block + "ssm_a", 4, value=-0.5)
-        self._weights(block + "ssm_ba", 8, HIDDEN)
+        self._weights(block + "ssm_ba", 8, self.size.hidden)
         self._ones(block + "ssm_norm", HEAD)
-        self._weights(block + "ssm_out", HIDDEN, 4 * HEAD)
+        self._weights(block + "ssm_out", self.size.hidden, 4 * HEAD)
 
     def _mamba(self, block: str) -> None:
-        inner = 2 * HIDDEN
+        inner = 2 * self.size.hidden
         mixed = inner + 2 * 16
         ranks = inner // HEAD
-        self._weights(block + "ssm_in", inner + mixed + ranks, HIDDEN)
+        self._weights(block + "ssm_in", inner + mixed + ranks, self.size.hidden)
         self._weights(block + "ssm_conv1d", mixed, 4)
         self._weights(block + "ssm_conv1d", mixed, kind="bias")
         self._weights(block + "ssm_dt", ranks, kind="bias")
         self._ones(block + "ssm_a", ranks, 1, value=-0.5)
         self._ones(block + "ssm_d", ranks, 1)
         self._ones(block + "ssm_norm", 1, inner)
-        self._weights(block + "ssm_out", HIDDEN, inner)
+        self._weights(block + "ssm_out", self.size.hidden, inner)
 
     def _mlp(self, block: str, suffix: str, inner: int) -> None:
-        self._weights(f"{block}ffn_gate{suffix}", inner, HIDDEN)
-        self._weights(f"{block}ffn_up{suffix}", inner, HIDDEN)
-        self._weights(f"{block}ffn_down{suffix}", HIDDEN, inner)
+        self._weights(f"{block}ffn_gate{suffix}", inner, self.size.hidden)
+        self._weights(f"{block}ffn_up{suffix}", inner, self.size.hidden)
+        self._weights(f"{block}ffn_down{suffix}", self.size.hidden, inner)
 
     def _experts(self, block: str) -> None:
-        self._weights(block + "ffn_gate_inp", EXPERTS, HIDDEN)
-        self._weights(block + "ffn_gate_exps", EXPERTS, EXPERT_INNER, HIDDEN)
-        self._weights(block + "ffn_up_exps", EXPERTS, EXPERT_INNER, HIDDEN)
-        self._weights(block + "ffn_down_exps", EXPERTS, HIDDEN, EXPERT_INNER)
+        self._weights(block + "ffn_gate_inp", EXPERTS, self.size.hidden)
+        self._weights(
+            block + "ffn_gate_exps", EXPERTS, EXPERT_INNER, self.size.hidden
+        )
+        self._weights(
+            block + "ffn_up_exps", EXPERTS, EXPERT_INNER, self.size.hidden
+        )
+        self._weights(
+            block + "ffn_down_exps", EXPERTS, self.size.hidden, EXPERT_INNER
+        )
         if self.architecture == "gpt-oss":
             self._weights(block + "ffn_gate_inp", EXPERTS, kind="bias")
             self._weights(
@@ -382,11 +420,13 @@ class _Model:
             self._weights(
                 block + "ffn_up_exps", EXPERTS, EXPERT_INNER, kind="bias"
             )
-            self._weights(block + "ffn_down_exps", EXPERTS, HIDDEN, kind="bias")
+            self._weights(
+                block + "ffn_down_exps", EXPERTS, self.size.hidden, kind="bias"
+            )
         if self.architecture in ("deepseek2", "qwen3next"):
             self._mlp(block, "_shexp", EXPERT_INNER)
         if self.architecture == "qwen3next":
-            self._weights(block + "ffn_gate_inp_shexp", HIDDEN)
+            self._weights(block + "ffn_gate_inp_shexp", self.size.hidden)
 
 
 def _vocabulary(special: Sequence[str] = ()) -> dict[str, Value]:

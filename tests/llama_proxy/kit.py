@@ -148,6 +148,11 @@ class RunningProxy:
     def status(self) -> dict[str, object]:
         return self.send("GET", "/pagoda").json
 
+    def slot(self, number: int) -> dict[str, object]:
+        """What it says of one slot."""
+        found: list[dict[str, object]] = self.status()["slots"]  # type: ignore[assignment]
+        return found[number]
+
     def counts(self) -> dict[str, int]:
         counts: dict[str, int] = self.status()["counts"]  # type: ignore[assignment]
         return counts

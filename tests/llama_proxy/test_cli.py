@@ -126,6 +126,7 @@ REFUSED = [
     ("--state-bytes many -- -m x", "--state-bytes many: "),
     ("--state-bytes auto -- -m x", "--state-bytes auto: "),
     ("--host-size many -- -m x", "host_size"),
+    ("--host-size 0 -- -m x", "nothing would be kept"),
     ("--slot-save-path /x -- -m x", "--slot-save-path is for --attach"),
     ("--adapters-are-fixed -- -m x", "--adapters-are-fixed is for --attach"),
     ("--attach http://127.0.0.1:1", "--attach needs --slot-save-path DIR"),
@@ -167,7 +168,7 @@ def test_a_port_in_use_is_told_before_the_server_starts() -> None:
         taken.listen()
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         said = refused(
-            *("llama-server", "--host-size", "0", "--listen", listen),
+            *("llama-server", "--host-size", "1MiB", "--listen", listen),
             *("--", "-m", "/nonexistent"),
             **with_binary(),
         )
@@ -200,7 +201,7 @@ def test_a_model_that_is_open_to_the_network_is_told(
         allow_hosts=(),
         share_all=False,
         state_bytes=None,
-        config=Config(host_size=0),
+        config=Config(host_size="1MiB"),
         print_only=False,
     )
     _check(proxy, (host, 0), keys)
@@ -233,6 +234,9 @@ def test_the_help_fits_and_names_everything() -> None:
 
 
 # ---- whole runs
+
+
+LETTERS = [[token, False] for token in range(320) if not 100 <= token < 126]
 
 
 class Run:
@@ -274,10 +278,7 @@ class Run:
             headers["Authorization"] = f"Bearer {key}"
         if host:
             headers["Host"] = host
-        letters = [
-            [token, False] for token in range(320) if not 100 <= token < 126
-        ]
-        body = {"prompt": "hello " * 60, "n_predict": 2, "logit_bias": letters}
+        body = {"prompt": "hello " * 60, "n_predict": 2, "logit_bias": LETTERS}
         with closing(connection):
             connection.request("POST", "/completion", json.dumps(body), headers)
             response = connection.getresponse()
@@ -353,6 +354,28 @@ def test_a_run_from_the_start_to_ctrl_c(
         timings = answer["timings"]
         assert isinstance(timings, dict)
         assert timings["cache_n"] >= 256
+
+
+def test_who_ends_it_is_told_what_the_end_waits_for(
+    models: Path, tmp_path: Path
+) -> None:
+    words = [*small(write_model(models)), "-c", "16384"]
+    with running(tmp_path, "--", *words) as run:
+        run.wait_for("pagoda llama-server: ")
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", run.port, timeout=120
+        )
+        body = {"prompt": "hello", "stream": True, "logit_bias": LETTERS}
+        with closing(connection):
+            text = json.dumps(body)
+            connection.request("POST", "/completion", text)
+            assert connection.getresponse().read(1)
+            run.process.send_signal(signal.SIGINT)
+            line = run.wait_for("ending")
+            assert "running answers have 5 s" in line
+            assert "again ends at once" in line
+            run.process.send_signal(signal.SIGINT)
+            assert run.end() == 130
 
 
 def test_a_closed_terminal_saves_and_ends(models: Path, tmp_path: Path) -> None:

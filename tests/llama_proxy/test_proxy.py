@@ -188,6 +188,34 @@ def test_slots_that_share_their_room_lose_nothing(
         assert proxy.counts() == {"loads": 4}
 
 
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_server_that_empties_idle_slots_loses_nothing(
+    build: str, tmp_path: Path
+) -> None:
+    """As the binary does by default, which others have started and ask too."""
+    model = write_model(tmp_path, "llama", seed=5)
+    prompts = [
+        f"{name} lanterns upon the gate, " * 20 for name in ("red", "blue")
+    ]
+    with (
+        llama_server(
+            model, build, slots=2, context=4096, unified=True, ram_mib=64
+        ) as server,
+        running_proxy(
+            server, owns_server=False, empties_idle_slots=True
+        ) as proxy,
+    ):
+        expected = [proxy.complete(prompt).text for prompt in prompts]
+        for _ in range(3):
+            wait_until(lambda: not any(_is_unsaved(proxy)))
+            # past the proxy
+            server.complete([1, 100, 101, 102])
+            for prompt, text in zip(prompts, expected, strict=True):
+                answer = proxy.complete(prompt)
+                assert answer.text == text
+                assert answer.json["timings"]["cache_n"] >= 448, answer.told  # type: ignore[index]
+
+
 def test_an_emptied_slot_makes_the_others_doubtful(server: LlamaServer) -> None:
     emptied(server)
     other = "quite another prompt, which is long enough, " * 12
@@ -204,6 +232,25 @@ def test_an_emptied_slot_makes_the_others_doubtful(server: LlamaServer) -> None:
 
 def _is_unsaved(proxy: RunningProxy) -> list[bool]:
     return [slot.new_tokens >= 64 for slot in proxy.proxy._accounts.all]
+
+
+def test_what_could_not_be_stored_is_not_called_stored(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "gemma3", seed=5)
+    with (
+        llama_server(model, "B", slots=2) as server,
+        running_proxy(server) as proxy,
+    ):
+        proxy.complete(TEXT)
+        wait_until(lambda: _why_not_stored(proxy))
+        again = proxy.complete(TEXT)
+        asked = proxy.slot(int(again.told["slot"]))
+    assert again.told["stored"] == "0"
+    assert "no checkpoints" in again.told["why"]
+    assert asked["stored_tokens"] == 0
+
+
+def _why_not_stored(proxy: RunningProxy) -> bool:
+    return any(proxy.slot(number)["why_not_stored"] for number in range(2))
 
 
 def test_what_is_no_prompt_passes_byte_for_byte(server: LlamaServer) -> None:
@@ -314,7 +361,7 @@ def test_when_all_slots_are_busy_the_server_queues(server: LlamaServer) -> None:
         answer = proxy.complete(TEXT)
         assert proxy.counts()["no_free_slot"] == 1
         assert answer.status == 200
-        assert list(answer.told) == ["why"]
+        assert answer.told.keys() == {"why"}
         assert answer.text == bare(
             server, "/completion", {"prompt": TEXT, "n_predict": 8}
         )
@@ -482,7 +529,7 @@ class LyingRelay:
             target.close()
 
     def _changed(self, data: bytes) -> bytes:
-        # in the order in which the server says them
+        # the progress first: the end of a short answer may come in the same bytes
         for name in (b'"cache":', b'"cache_n":'):
             at = data.find(name)
             if at < 0 or not self.is_on or not self.times:

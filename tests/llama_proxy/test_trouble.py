@@ -373,32 +373,6 @@ def test_a_client_that_leaves_changes_the_adapters_all_the_same(
         assert without.text == expected
 
 
-def test_a_client_that_leaves_after_its_answer_leaves_the_account(
-    server: LlamaServer,
-) -> None:
-    """Of a request whose slot the server has chosen."""
-    emptied(server)
-    with running_proxy(server, has_ram_cache=True) as proxy:
-        flow = proxy.proxy._flow
-        listed = flow._task_numbers
-        calls: list[int] = []
-
-        async def slowly() -> dict[int, object] | None:
-            calls.append(1)
-            # the second one is after the answer
-            if len(calls) == 2:
-                await asyncio.sleep(0.3)
-            return await listed()
-
-        flow._task_numbers = slowly  # type: ignore[method-assign]
-        assert proxy.complete(TEXT).told.keys() == {"why"}
-        flow._task_numbers = listed  # type: ignore[method-assign]
-        accounts = proxy.proxy._accounts
-        wait_until(lambda: max(len(slot.tokens) for slot in accounts.all))
-        again = proxy.complete(TEXT).told
-        assert again["held"] == again["prompt"]
-
-
 # ---- slots that are saved and loaded
 
 

@@ -213,7 +213,6 @@ def _attach(
         allow_hosts=proxy.allow_hosts,
         owns_server=False,
         # nobody knows
-        has_ram_cache=True,
         empties_idle_slots=True,
         state_bytes=proxy.state_bytes,
         config=proxy.config,
@@ -222,7 +221,7 @@ def _attach(
 
     async def serve() -> None:
         _end_with_the_terminal()
-        await run_proxy(options, _ready, None)
+        await run_proxy(options, _ready, printing.note)
 
     with _quiet_end():
         asyncio.run(serve())
@@ -302,7 +301,6 @@ async def _serve(
             share_all=proxy.share_all,
             allow_hosts=proxy.allow_hosts,
             owns_server=True,
-            has_ram_cache=arguments.has_ram_cache,
             empties_idle_slots=arguments.empties_idle_slots,
             state_bytes=proxy.state_bytes,
             config=proxy.config,
@@ -310,7 +308,7 @@ async def _serve(
             adapters_are_fixed=True,
             loading_is_off=arguments.loading_is_off,
         )
-        await run_proxy(options, _ready, server.ended)
+        await run_proxy(options, _ready, printing.note, server.ended)
         if server.ended.is_set():
             raise FailedError(f"{server.how_it_ended}: its output above says why")
     finally:
@@ -354,7 +352,14 @@ def _check(proxy: _Proxy, listen: tuple[str, int], keys: Sequence[str]) -> None:
     """Check what can be checked before a slow start. Raises ConfigError, StoreError."""
     from pagoda.tiers.remote.store_urls import is_loopback
 
-    engine_start.check_tiers(proxy.config)
+    config = proxy.config
+    below = config.disk_bytes or config.remote or config.peers
+    if not (config.host_bytes or below):
+        raise ConfigError(
+            "nothing would be kept, because there is neither host memory nor a disk: write "
+            "--host-size SIZE, or --disk-path DIR and --disk-size SIZE"
+        )
+    engine_start.check_tiers(config)
     printing.show_log(proxy.config.log_format)
     _require_free(listen)
     if not keys and not is_loopback(listen[0]):

@@ -27,7 +27,7 @@ class CellRoom:
         saver: SlotSaver,
         empty: Callable[[SlotAccount], Awaitable[object]],
     ) -> None:
-        """`empty`: empties a slot whose lock the caller holds."""
+        """`empty`: empties a slot whose lock the caller holds; says whether it is empty."""
         self._accounts = accounts
         self._states = states
         self._saver = saver

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 LEAST_TOKENS = 32  # of a measurement: fewer say nothing
 _SHARE = 0.3  # of a new measurement
+# loads that are remembered: the fastest counts, because the others have also waited for each other
+# or for what the server computed
+_LOADS = 8
 # a load that seems too slow is tried again: it may have been a bad moment
 _REFUSED_IN_A_ROW = 16
 
 
 class LoadWorth:
-    """Running means of both speeds. For the event loop."""
+    """What both have taken lately. For the event loop."""
 
     def __init__(self, *, is_asked: bool) -> None:
         """`is_asked`: whether speeds decide at all (`worth_it` of the configuration)."""
         self._is_asked = is_asked
         self._compute_seconds: float | None = None  # of a token
-        self._load_seconds: float | None = None
+        self._load_seconds = deque[float](maxlen=_LOADS)
         self._refused = 0
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -26,14 +31,14 @@ class LoadWorth:
     def loaded(self, tokens: int, seconds: float) -> None:
         """Account for a load."""
         if tokens >= LEAST_TOKENS:
-            self._load_seconds = _mean(self._load_seconds, seconds / tokens)
+            self._load_seconds.append(seconds / tokens)
 
     def is_worth(self, loaded_tokens: int, saved_tokens: int) -> bool:
         """Return whether to load so many tokens is faster than to compute so many of them."""
         compute = self._compute_seconds
-        load = self._load_seconds
-        if not self._is_asked or compute is None or load is None:
+        if not self._is_asked or compute is None or not self._load_seconds:
             return True
+        load = min(self._load_seconds)
         if load * loaded_tokens <= compute * saved_tokens:
             self._refused = 0
             return True

@@ -81,7 +81,6 @@ class ProxyOptions:
         share_all: all keys share what is stored.
         allow_hosts: more names for the headers Host and Origin.
         owns_server: nobody else asks the server, and its slots are the proxy's.
-        has_ram_cache: the server keeps copies of slots itself.
         empties_idle_slots: every request that starts may empty the idle slots.
         adapters_are_fixed: nobody changes the server's adapters without the proxy.
         state_bytes: the most bytes of a state file; None: an eighth of the free memory.
@@ -97,7 +96,6 @@ class ProxyOptions:
     share_all: bool = False
     allow_hosts: Sequence[str] = ()
     owns_server: bool = True
-    has_ram_cache: bool = False
     empties_idle_slots: bool = False
     adapters_are_fixed: bool = True
     state_bytes: int | None = None
@@ -108,11 +106,13 @@ class ProxyOptions:
 async def run_proxy(
     options: ProxyOptions,
     ready: Callable[[str], None],
+    say: Callable[[str], None],
     server_ended: asyncio.Event | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM, or until the server has ended; then save what is new.
 
-    Calls `ready` with one line for people when it answers requests. Raises ConfigError or
+    Calls `ready` with one line for people when it answers requests, and `say` with one if the end
+    takes a while. Raises ConfigError or
     StoreError if the server or the address cannot be used.
     """
     stop = asyncio.Event()
@@ -149,6 +149,8 @@ async def run_proxy(
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
+            if stop.is_set() and (awaited := proxy.awaited_at_the_end()):
+                say(f"ending: {awaited}; the same signal again ends at once")
         finally:
             await runner.cleanup()
     finally:
@@ -215,13 +217,30 @@ class LlamaProxy:
         app.router.add_route("*", "/{path:.*}", self._handle)
         return app
 
+    def awaited_at_the_end(self) -> str:
+        """Return what the end waits for, as text for people; empty: nothing."""
+        parts = []
+        slots = self._accounts.all
+        if any(slot.lock.locked() and not slot.is_saving for slot in slots):
+            parts.append(f"running answers have {_SHUTDOWN_SECONDS:.0f} s more")
+        if any(slot.is_saving or slot.save_at is not None for slot in slots):
+            parts.append("new slots are saved")
+        return ", then ".join(parts)
+
     async def _parts(self, _: web.Application) -> AsyncIterator[None]:
         options = self._options
         config = options.config
         self._upstream = Upstream(options.server_url, options.server_key)
         self._accounts = SlotAccounts(self._states.slots)
+        if not options.owns_server:
+            # others may have used it before
+            self._accounts.forget_used(None, 0.0)
         self._saver = SlotSaver(
-            self._accounts, self._states, self._run, config.chunk_tokens
+            self._accounts,
+            self._states,
+            self._run,
+            config.chunk_tokens,
+            saves_at_once=options.empties_idle_slots,
         )
         self._flow = RequestFlow(
             self._upstream,
@@ -233,7 +252,6 @@ class LlamaProxy:
             FlowOptions(
                 min_gain_tokens=max(config.min_hit_tokens, config.chunk_tokens),
                 context_tokens=self._states.context_tokens,
-                pins_empty_slots=not options.has_ram_cache,
                 empties_idle_slots=options.empties_idle_slots,
                 others_ask=not options.owns_server,
                 loading_is_off=self._states.trouble or options.loading_is_off,
@@ -306,7 +324,7 @@ class LlamaProxy:
             )
             if answer is not None:
                 return answer
-            why = "the server chose a slot: none was free in time, or all were empty"
+            why = "the server chose a slot: none was free in time"
         self._flow.counts["passed_on"] += 1
         if client.salt or self._accounts.is_any_tainted:
             # that slot may have KV that is not for this request

@@ -105,7 +105,8 @@ class Turn:
     """One request that has a slot.
 
     `held`: tokens of its prompt that the slot has by our account. `loaded`: tokens that were
-    restored for it. `stored`: leading tokens of its prompt that are stored.
+    restored for it. `stored`: leading tokens of its prompt that are stored. `saved`: that were
+    offered to the store.
     """
 
     slot: SlotAccount
@@ -114,6 +115,7 @@ class Turn:
     held: int = 0
     loaded: int = 0
     stored: int = 0
+    saved: int = 0
     why: str = ""
     marks: Marks | None = None
     # the slot was to be emptied, and that failed: the server must not use what it has
@@ -150,15 +152,12 @@ class FlowOptions:
     """How requests are treated.
 
     `min_gain_tokens`: what a load must give beside what the slot has. `context_tokens`: a prompt
-    may have; the server refuses longer ones. `pins_empty_slots`: False if
-    the server has copies of other slots, which it does not look for in an empty slot that is asked
-    by name. `empties_idle_slots`: every request that starts empties those slots. `others_ask`: the
-    server is asked not only through this proxy.
+    may have; the server refuses longer ones. `empties_idle_slots`: every request that starts does
+    that. `others_ask`: the server is asked not only through this proxy.
     """
 
     min_gain_tokens: int
     context_tokens: int
-    pins_empty_slots: bool
     empties_idle_slots: bool
     others_ask: bool
     loading_is_off: str = ""
@@ -211,6 +210,7 @@ class RequestFlow:
         free = self._accounts.free
         stored = await self._stored(route, body, tokens, salt, free)
         looked_up = time.monotonic()
+        saves = self._saver.saves
         slot = await self._slot_for(tokens, salt, stored, body.get("id_slot"))
         if slot is None:
             self.counts["no_free_slot"] += 1
@@ -219,15 +219,14 @@ class RequestFlow:
         starting: asyncio.Task[None] | None = None
         try:
             is_old = time.monotonic() - looked_up > _LOOKED_UP_SECONDS
-            if is_old or stored.is_skipped:
-                # also if another request has taken the slot that has nearly all
+            # what a slot had may have been saved meanwhile, for another prompt
+            is_changed = self._saver.saves != saves or stored.is_skipped
+            if is_old or is_changed:
                 stored = await self._stored(route, body, tokens, salt, [slot])
             turn.stored = stored.tokens
             turn.why = stored.why
             turn.start = await self._held_start()
             await finished(self._prepare(turn, stored))
-            if slot.is_empty and not self._options.pins_empty_slots:
-                return None
             turn.marks = partial(
                 marks_of, route, body, tokens, self._upstream.ask
             )
@@ -308,27 +307,38 @@ class RequestFlow:
             self._saver.note_answer(slots[0], 0)
 
     async def _forget_others(self) -> None:
-        """Account for requests that others have sent to the server."""
+        """Account for requests that others have sent to the server, and for idle slots that it has
+        emptied.
+        """
         free = [(slot, slot.used_at) for slot in self._accounts.free]
-        numbers = await self._task_numbers()
+        listed = await self._listed_slots()
         for slot, used_at in free:
             if slot.lock.locked() or slot.used_at != used_at:
                 # one of our own requests came meanwhile
                 continue
-            if numbers is None or numbers.get(slot.number) != slot.task:
+            entry = listed.get(slot.number, {})
+            if entry.get("id_task") != slot.task or slot.task is None:
                 slot.forget()
+            elif entry.get("n_prompt_tokens") == 0:
+                slot.clear()
 
     async def _task_numbers(self) -> dict[int, object] | None:
         """Return the number of the last request of each slot; None if the server hides it."""
+        listed = await self._listed_slots()
+        numbers = {
+            number: entry.get("id_task") for number, entry in listed.items()
+        }
+        return numbers or None
+
+    async def _listed_slots(self) -> dict[int, Mapping[str, object]]:
+        """Return what the server says of its slots; empty if it hides them."""
         try:
             listed = await self._upstream.get("/slots")
         except ServerTrouble:
-            return None
-        if not isinstance(listed, list):
-            return None
+            return {}
         return {
-            entry["id"]: entry.get("id_task")
-            for entry in listed
+            entry["id"]: entry
+            for entry in (listed if isinstance(listed, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("id"), int)
         }
 
@@ -463,6 +473,9 @@ class RequestFlow:
         await self._room.make(slot, len(turn.tokens))
         turn.held = slot.held(turn.tokens, turn.salt)
         turn.stored = max(turn.stored, min(turn.held, slot.stored_tokens))
+        turn.saved = max(turn.stored, min(turn.held, slot.saved_tokens))
+        if turn.held and not turn.why:
+            turn.why = slot.why_not_stored
         if turn.held < len(slot.tokens):
             await self._saver.save(slot)
         if stored.is_unknown or self._is_better(stored, turn.held):
@@ -545,7 +558,11 @@ class RequestFlow:
         sent = changed(text, body, added)
         before = slot.copied()
         # until the answer is known: an aborted request leaves a beginning of this
-        slot.set(turn.tokens, turn.salt, turn.stored)
+        why_not_stored = slot.why_not_stored
+        turn.saved = max(turn.stored, turn.saved)
+        slot.set(turn.tokens, turn.salt, turn.stored, turn.saved)
+        if turn.saved > turn.stored:
+            slot.why_not_stored = why_not_stored
         slot.marks = turn.marks
         try:
             return await self._answered(
@@ -660,6 +677,7 @@ class RequestFlow:
                     "is_known": slot.is_known,
                     "tokens": len(slot.tokens) + slot.more_tokens,
                     "stored_tokens": slot.stored_tokens,
+                    "why_not_stored": slot.why_not_stored,
                 }
                 for slot in self._accounts.all
             ],
@@ -733,7 +751,7 @@ class RequestFlow:
             slot.more_tokens = max(timings.answer_tokens - 1, 0)
         if timings.computed_tokens is not None:
             self._computed(timings.computed_tokens, timings.compute_seconds)
-        self._saver.note_answer(slot, len(turn.tokens) - turn.stored)
+        self._saver.note_answer(slot, len(turn.tokens) - turn.saved)
 
 
 def printable(text: str) -> str:

@@ -323,7 +323,9 @@ def listen_address(text: str, option: str = "--listen") -> tuple[str, int]:
     """Return host and port of "HOST:PORT". Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{option} {text}: write HOST:PORT")
+        raise ConfigError(
+            f"{option} {text}: write HOST:PORT, with a port from 0 to 65535"
+        )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

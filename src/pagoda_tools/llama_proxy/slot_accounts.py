@@ -36,6 +36,9 @@ class SlotAccount:
         self.more_tokens = 0
         # so many of all these are stored
         self.stored_tokens = 0
+        # so many were offered to the store, which took them or would refuse them again
+        self.saved_tokens = 0
+        self.why_not_stored = ""
         self.salt = ""
         # False: a request that we could not follow may have used it
         self.is_known = True
@@ -59,10 +62,10 @@ class SlotAccount:
 
     @property
     def new_tokens(self) -> int:
-        """How many of its tokens are not stored yet."""
+        """How many of its tokens were not offered to the store yet."""
         if not self.is_known:
             return 0
-        return len(self.tokens) + self.more_tokens - self.stored_tokens
+        return len(self.tokens) + self.more_tokens - self.saved_tokens
 
     def held(self, tokens: Tokens, salt: str) -> int:
         """Return how many leading tokens of a prompt it has."""
@@ -70,11 +73,23 @@ class SlotAccount:
             return 0
         return common_prefix(self.tokens, tokens)
 
-    def set(self, tokens: Tokens, salt: str, stored_tokens: int) -> None:
-        """Account for what it holds now, and that it was used now."""
+    def set(
+        self,
+        tokens: Tokens,
+        salt: str,
+        stored_tokens: int,
+        saved_tokens: int | None = None,
+    ) -> None:
+        """Account for what it holds now, and that it was used now. `saved_tokens`: None: as many
+        as are stored.
+        """
         self.tokens = tokens
         self.more_tokens = 0
         self.stored_tokens = stored_tokens
+        self.saved_tokens = (
+            stored_tokens if saved_tokens is None else saved_tokens
+        )
+        self.why_not_stored = ""
         self.salt = salt
         self.is_known = True
         self.used_at = time.monotonic()
@@ -98,6 +113,8 @@ class SlotAccount:
         self.tokens = other.tokens
         self.more_tokens = other.more_tokens
         self.stored_tokens = other.stored_tokens
+        self.saved_tokens = other.saved_tokens
+        self.why_not_stored = other.why_not_stored
         self.salt = other.salt
         self.is_known = other.is_known
         self.used_at = other.used_at

@@ -40,15 +40,26 @@ class SlotSaver:
     """Saves the slots of one server. For the event loop."""
 
     def __init__(
-        self, accounts: SlotAccounts, states: SlotStates, run: Run, chunk: int
+        self,
+        accounts: SlotAccounts,
+        states: SlotStates,
+        run: Run,
+        chunk: int,
+        *,
+        saves_at_once: bool = False,
     ) -> None:
-        """`run`: runs a call on another thread. `chunk`: its tokens."""
+        """`run`: runs a call on another thread. `chunk`: its tokens. `saves_at_once`: the next
+        request may empty an idle slot.
+        """
+        self._idle_seconds = 0.0 if saves_at_once else _IDLE_SECONDS
         self._accounts = accounts
         self._states = states
         self._run = run
         self._chunk = chunk
         # a save was refused: the server may be another one now, which only a load finds out
         self.is_server_doubtful = False
+        # how many times something was stored
+        self.saves = 0
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._save_idle_ones())
 
@@ -57,7 +68,7 @@ class SlotSaver:
         if slot.new_tokens < self._chunk:
             slot.save_at = None
             return
-        wait = _IDLE_SECONDS
+        wait = self._idle_seconds
         if new_prompt_tokens >= _LONG_CHUNKS * self._chunk:
             wait = 0.0
         slot.save_at = time.monotonic() + wait
@@ -104,12 +115,16 @@ class SlotSaver:
             # the server has emptied it
             slot.forget()
             return
+        if stored:
+            self.saves += 1
         if stored.slot_tokens is not None:
             slot.tokens = stored.slot_tokens
             slot.more_tokens = 0
         # also if nothing was stored: it would not be stored the next time either
-        slot.stored_tokens = len(slot.tokens) + slot.more_tokens
+        slot.saved_tokens = len(slot.tokens) + slot.more_tokens
+        slot.stored_tokens = stored.num_tokens
         if stored.reason is not None and not stored:
+            slot.why_not_stored = stored.detail
             _log.warn(
                 _logger,
                 stored.reason,

@@ -52,9 +52,8 @@ class Upstream:
             timeout=timeout,
             auto_decompress=False,
             # Each waiting request holds a connection, and clients are bounded already. None is
-            # used twice: the server closes kept ones after 100 requests, or 5 s, and a request that
-            # meets that is lost. And it keeps one of a few threads for each, also for an idle one:
-            # a save would wait for that.
+            # kept: the server closes kept ones after streams, 100 requests, or 5 s, and a request
+            # that meets that is lost; and one of its few threads waits for each.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             # what the server gives to one client is not for the others

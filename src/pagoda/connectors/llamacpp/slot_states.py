@@ -787,6 +787,9 @@ class SlotStates:
                     slot, path.name, deadline.remaining()
                 )
             except ServerTrouble as trouble:
+                # rows that it has read before it refused the rest must not stay in the slot
+                with contextlib.suppress(ServerTrouble):
+                    self._server.erase(slot, deadline.last())
                 raise _Refused(
                     Reason.IO_ERROR,
                     f"the server did not restore the state: {trouble}",
