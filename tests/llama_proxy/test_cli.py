@@ -122,6 +122,10 @@ REFUSED = [
     ("-- /bin/true -m x", "/bin/true is no llama-server that can save slots"),
     ("-- llama-server", "as a router, without a model"),
     ("-- -m x --swa-full", "--swa-full: "),
+    (
+        "-- -m x --cache-ram 64 --api-key a,b",
+        "--cache-ram: that cache shows each API key what others have asked",
+    ),
     ("--listen 8080 -- -m x", "--listen 8080: write HOST:PORT"),
     ("--state-bytes many -- -m x", "--state-bytes many: "),
     ("--state-bytes auto -- -m x", "--state-bytes auto: "),

@@ -265,6 +265,29 @@ def test_a_slot_of_one_user_is_emptied_for_another(server: LlamaServer) -> None:
         assert int(again.told["loaded"]) > 0
 
 
+def test_the_ram_cache_of_a_server_tells_no_user_of_another(
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path, "llama", seed=5)
+    keys = ("first-key", "second-key")
+    with (
+        llama_server(model, "A", slots=2, context=4096, ram_mib=64) as server,
+        running_proxy(server, api_keys=keys, owns_server=False) as proxy,
+    ):
+
+        def reused(prompt: str, key: str) -> int:
+            body = {"prompt": prompt, **GREEDY, "n_predict": 2}
+            answer = proxy.post("/completion", body, key)
+            found: int = answer.json["timings"]["cache_n"]  # type: ignore[index]
+            return found
+
+        others = ["one " * 100, "two " * 100, "three " * 100]
+        for prompt in (TEXT, *others):
+            reused(prompt, keys[0])
+        for prompt in ("mine " * 80, "my own " * 80, TEXT, *others):
+            assert reused(prompt, keys[1]) < 8, prompt
+
+
 # ---- clients that leave
 
 

@@ -253,6 +253,12 @@ def _start(proxy: _Proxy, words: Sequence[str], own: Collection[str]) -> int:
     arguments = read_arguments(rest, os.environ, known)
     if _IN_PROCESS in program:
         read_options(arguments.passed, arguments.environment)
+    is_shared = proxy.share_all or len(arguments.api_keys) < 2
+    if arguments.has_ram_cache and not is_shared:
+        raise UsageError(
+            "--cache-ram: that cache shows each API key what others have asked: leave it out, or "
+            "write --share-all before the --"
+        )
     listen = listen_address(proxy.listen) if proxy.listen else arguments.listen
     if proxy.print_only:
         command = arguments.command(shown, "PORT", "DIR")

@@ -478,6 +478,11 @@ class RequestFlow:
             turn.why = slot.why_not_stored
         if turn.held < len(slot.tokens):
             await self._saver.save(slot)
+            if turn.salt and self._options.others_ask:
+                # a server with a RAM cache looks there for what a slot lacks, of all users; not for
+                # an empty one
+                turn.is_spoiled = not await self._emptied(slot)
+                turn.held = 0
         if stored.is_unknown or self._is_better(stored, turn.held):
             await self._load(turn)
         elif stored.may_load and stored.tokens > turn.held:
