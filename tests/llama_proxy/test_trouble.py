@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -19,6 +19,8 @@ from typing import NamedTuple, TypeVar
 import pytest
 
 from pagoda.connectors.llamacpp import SlotStates
+from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+from pagoda_tools.llama_proxy.event_stream import EventStream
 from pagoda_tools.llama_proxy.finished_work import finished
 from testbed.llama_servers import LlamaServer, llama_server
 from testbed.patience import wait_until
@@ -467,6 +469,26 @@ def test_a_slot_of_doubtful_kv_is_not_saved(server: LlamaServer) -> None:
         assert not proxy.proxy._states.find(slot.tokens)
 
 
+def test_a_slot_that_could_not_be_emptied_is_not_used_as_it_is(
+    server: LlamaServer,
+) -> None:
+    emptied(server)
+    with running_proxy(server) as proxy:
+        proxy.complete(TEXT, id_slot=0)
+        proxy.proxy._accounts.taint()
+
+        async def fails(_: int) -> None:
+            raise ServerTrouble("/slots/0: no answer in time")
+
+        proxy.proxy._upstream.erase = fails  # type: ignore[method-assign]
+        answer = proxy.complete(TEXT, id_slot=0)
+        assert answer.json["timings"]["cache_n"] == 0  # type: ignore[index]
+        messages = [{"role": "user", "content": TEXT}]
+        # that route has no switch for it
+        refused = proxy.post("/v1/messages", {"messages": messages, "id_slot": 0})
+        assert refused.status == 502
+
+
 def test_a_request_that_is_passed_on_may_use_a_slot_that_is_being_saved(
     server: LlamaServer,
 ) -> None:
@@ -517,3 +539,28 @@ def test_a_server_that_was_restarted_is_used_again_for_new_prompts(
         for prompt in (*prompts[1:], *prompts[1:]):
             again = proxy.complete(prompt)
         assert int(again.told["loaded"]) >= 256, again.told
+
+
+# ---- streams
+
+
+def test_comments_of_a_stream_say_nothing_of_the_prompt() -> None:
+    """A server that lets a request wait sends them to keep the connection open."""
+    comment = b": ping\n\n"
+    progress = b'data: {"prompt_progress":{"total":9,"cache":5}}\n\n'
+    token = b'data: {"content":"a"}\n\n'
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (*[comment] * 9, progress, comment, progress, token):
+            yield piece
+
+    async def read() -> tuple[int | None, bytes]:
+        stream = EventStream(pieces(), cuts_progress=True)
+        found = await stream.beginning()
+        async for piece in stream.rest():
+            found += piece
+        return stream.reused_tokens, found
+
+    reused, found = asyncio.run(read())
+    assert reused == 5
+    assert found == comment * 10 + token
