@@ -279,8 +279,11 @@ class Driver:
             self._disk.empty()
 
     def _change_adapter(self) -> None:
+        self.change_adapter(self._rng.choice((0.0, 0.5, 1.0)))
+
+    def change_adapter(self, scale: float) -> None:
         """Change the scale at all servers, while nothing is asked."""
-        self._scale = self._rng.choice((0.0, 0.5, 1.0))
+        self._scale = scale
         self._set_scale()
 
     def _set_scale(self) -> None:

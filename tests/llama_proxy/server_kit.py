@@ -7,7 +7,7 @@ import select
 from pathlib import Path
 from typing import NamedTuple
 
-from testbed.llama_servers import _program
+from testbed.llama_servers import program_of
 from testbed.patience import Patience
 
 IN_PROCESS = ("-P", "-m", "pagoda_tools.llama_proxy.in_process_server")
@@ -28,8 +28,8 @@ def build_of(name: str) -> Build:
         if not name.startswith(("LLAMA_", "PAGODA_"))
     }
     if name == "A":
-        return Build([_program("A"), *IN_PROCESS], clean)
-    program = _program("B")
+        return Build([program_of("A"), *IN_PROCESS], clean)
+    program = program_of("B")
     return Build(
         [program], clean | {"LD_LIBRARY_PATH": str(Path(program).parent)}
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import openai
 import pytest
 
 from testbed.llama_client import CHAT, LlamaClient
@@ -69,7 +70,6 @@ def right(models: Path) -> str:
 
 
 def test_the_openai_client(url: str, right: str) -> None:
-    openai = pytest.importorskip("openai", reason="pip install openai")
     extra = {"ignore_eos": True, "logit_bias": ONLY_LETTERS}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         assert [each.id for each in client.models.list()]
