@@ -16,7 +16,7 @@ LETTERS = range(100, 126)  # tokens of the letters a to z
 CHUNK = 64
 # what an attention model can be continued after, beside whole chunks
 STEP = CHUNK // 8
-PROMPT = 600
+PROMPT = 624
 # windows are computed in other batches, so the control is not bit for bit
 WINDOW_DISTANCE = 3e-3
 

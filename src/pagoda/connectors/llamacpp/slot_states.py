@@ -858,7 +858,7 @@ class SlotStates:
         cut = current.probed.cut
         state = read_state(fd, cut.state)
         ids = self._tokens_to_store(wanted, state)
-        endings = self._chosen_endings(state, wanted, len(ids))
+        endings = self._chosen_endings(state, len(ids), wanted.marks)
         if not endings and self.kind != "attention":
             detail = (
                 f"a {self.kind} model can be continued only where its state was kept, and this "
@@ -916,25 +916,26 @@ class SlotStates:
         return state.tokens[: len(known) + wanted.more_tokens]
 
     def _chosen_endings(
-        self, state: StateFile, wanted: _WantedPrefix, most: int
+        self, state: StateFile, most: int, marks: list[int]
     ) -> list[int]:
         """Return where a state is cut, beside its chunks; nowhere if there is no place for it."""
         if self.kind == "attention":
-            # the end of the prompt too: an answer is often written otherwise in the next one
-            prompt = min(most, len(wanted.ids))
-            ends = {self._tail_end(most), self._tail_end(prompt)}
-            return sorted(end for end in ends if end % self._chunk_tokens)
+            return self._tail_ends(most)
         possible = [
             (lowest, min(highest, most))
             for lowest, highest in possible_endings(state, self._probed.cut)
             if lowest <= most
         ]
-        return choose(possible, wanted.marks)
+        return choose(possible, marks)
 
-    def _tail_end(self, tokens: int) -> int:
-        """Return after how many of so many tokens an attention model's tail may end."""
+    def _tail_ends(self, tokens: int) -> list[int]:
+        """Return where the tail of so many tokens of an attention model ends, if it is long enough
+        to be worth the bytes of a chunk.
+        """
         tail = tokens % self._chunk_tokens
-        return tokens - tail % self._tail_step
+        if 2 * tail < self._chunk_tokens:
+            return []
+        return [tokens - tail % self._tail_step]
 
 
 def _require_salt(salt: str | None) -> None:
