@@ -124,7 +124,7 @@ REFUSED = [
     ("-- -m x --swa-full", "--swa-full: "),
     (
         "-- -m x --cache-ram 64 --api-key a,b",
-        "--cache-ram: that cache shows each API key what others have asked",
+        "--cache-ram tells one API key of another",
     ),
     ("--listen 8080 -- -m x", "--listen 8080: write HOST:PORT"),
     ("--state-bytes many -- -m x", "--state-bytes many: "),

@@ -13,6 +13,7 @@ import pytest
 from pagoda.config import Config
 from pagoda.connectors.llamacpp import SlotStates
 from testbed.llama_servers import LlamaServer, llama_server
+from testbed.patience import wait_until
 from testbed.tiny_gguf import write_model
 from tests.cli.shelf import run_here
 
@@ -95,6 +96,10 @@ def test_a_prompt_is_explained_with_the_tokens_of_the_server(
     question = chat(SYSTEM, "Why is it so?")
     with stored(path, shm_root, [{"content": TEXT}, question]) as server:
         changed = f"{TEXT[:299]}X{TEXT[300:]}"
+        # prompts are noted by another thread
+        wait_until(
+            lambda: explained(shm_root, server, "--text", changed)["nearest"]
+        )
         found = explained(shm_root, server, "--text", changed)
         answer = only(found, "answers")
         assert answer["num_tokens"] == (BEFORE + 299) // 64 * 64
@@ -111,6 +116,9 @@ def test_a_prompt_is_explained_with_the_tokens_of_the_server(
         request["chat_template_kwargs"] = {"nobody_knows": True}
         file = tmp_path / "request.json"
         file.write_text(json.dumps(request))
+        wait_until(
+            lambda: explained(shm_root, server, "--messages", file)["nearest"]
+        )
         near = only(explained(shm_root, server, "--messages", file), "nearest")
         assert near["token_id"] == 3 + ord("M")
         file.write_text(json.dumps(question["messages"]))

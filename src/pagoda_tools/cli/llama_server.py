@@ -256,8 +256,7 @@ def _start(proxy: _Proxy, words: Sequence[str], own: Collection[str]) -> int:
     is_shared = proxy.share_all or len(arguments.api_keys) < 2
     if arguments.has_ram_cache and not is_shared:
         raise UsageError(
-            "--cache-ram: that cache shows each API key what others have asked: leave it out, or "
-            "write --share-all before the --"
+            "--cache-ram tells one API key of another: leave it out or write --share-all"
         )
     listen = listen_address(proxy.listen) if proxy.listen else arguments.listen
     if proxy.print_only:
