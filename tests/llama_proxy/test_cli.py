@@ -124,7 +124,7 @@ REFUSED = [
     ("-- -m x --swa-full", "--swa-full: "),
     (
         "-- -m x --cache-ram 64 --api-key a,b",
-        "--cache-ram tells one API key of another",
+        "--cache-ram tells API keys of each other",
     ),
     ("--listen 8080 -- -m x", "--listen 8080: write HOST:PORT"),
     ("--state-bytes many -- -m x", "--state-bytes many: "),

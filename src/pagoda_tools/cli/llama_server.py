@@ -256,7 +256,7 @@ def _start(proxy: _Proxy, words: Sequence[str], own: Collection[str]) -> int:
     is_shared = proxy.share_all or len(arguments.api_keys) < 2
     if arguments.has_ram_cache and not is_shared:
         raise UsageError(
-            "--cache-ram tells one API key of another: leave it out or write --share-all"
+            "--cache-ram tells API keys of each other: leave it out, or --share-all"
         )
     listen = listen_address(proxy.listen) if proxy.listen else arguments.listen
     if proxy.print_only:
