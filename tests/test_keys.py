@@ -525,6 +525,7 @@ def test_keys_are_those_of_earlier_versions() -> None:
     assert computed() == GOLDEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "4242"])
 def test_keys_are_the_same_in_another_process(seed: str) -> None:
     code = "from tests.test_keys import computed; print(computed())"

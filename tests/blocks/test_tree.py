@@ -216,6 +216,7 @@ def test_drop_takes_one_leaf_that_nobody_needs() -> None:
     tree.check()
 
 
+@pytest.mark.slow
 def test_the_heap_stays_bounded_whatever_is_used_again_and_again() -> None:
     tree = Tree()
     most = 0

@@ -200,6 +200,7 @@ def _is_refused(shm_root: Path) -> None:
         assert pinned_bytes(cache) == 0
 
 
+@pytest.mark.slow
 def test_refused_registration_costs_no_chunk(
     shm_root: Path, with_driver: Path
 ) -> None:
@@ -247,6 +248,7 @@ def _forks(shm_root: Path) -> None:
     assert library.stub_fault() == b""
 
 
+@pytest.mark.slow
 def test_a_forked_child_calls_no_driver(
     shm_root: Path, with_driver: Path
 ) -> None:

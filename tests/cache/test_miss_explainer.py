@@ -136,6 +136,7 @@ def test_another_namespace_is_only_named_for_a_prompt_that_is_there(
         _explained(cache, 4, Reason.ABSENT, seed=1)
 
 
+@pytest.mark.slow
 def test_what_is_being_stored_is_busy(shm_root: Path) -> None:
     with cache_at(shm_root, None, deadline_seconds=1.5) as cache:
         stored(cache, prompt(2))

@@ -158,6 +158,7 @@ def test_stats_are_shown_again_and_again(shm_root: Path) -> None:
     assert "no such directory" in refused("stats", shm_root / "none", "--watch")
 
 
+@pytest.mark.slow
 def test_without_a_keyboard_it_says_how_to_end_it(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     live = Terminal("top", shm_root, "--interval", 0.2, stdin=subprocess.DEVNULL)

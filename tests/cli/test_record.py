@@ -51,6 +51,7 @@ def test_it_records_what_a_command_asks(
     assert not out
 
 
+@pytest.mark.slow
 def test_it_appends_only_with_the_option_for_it(
     trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

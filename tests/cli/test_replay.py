@@ -245,6 +245,7 @@ def test_size_of_a_small_trace_by_hand(trace: Path) -> None:
     assert "optimum" in shown
 
 
+@pytest.mark.slow
 def test_size_of_what_is_never_asked_again(tmp_path: Path) -> None:
     done = pagoda("size", written(tmp_path / "unique.jsonl", [(1, 2), (3,)]))
     assert (done.returncode, done.stdout) == (1, "")

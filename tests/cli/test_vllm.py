@@ -264,6 +264,7 @@ def test_wrong_use_is_one_line() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_vllm_there_is_a_remedy() -> None:
     done = pagoda("vllm", "serve", "m")
     assert (done.returncode, done.stdout) == (2, "")
@@ -315,6 +316,7 @@ def stand_in(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("distribution", "script", "code", "begin"),
     [
@@ -527,6 +529,7 @@ def test_a_refusal_loads_nothing_that_takes_long(tmp_path: Path) -> None:
     assert "are needed" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can give a directory away"
 )

@@ -858,6 +858,7 @@ class WhileComputing:
         self._change()
 
 
+@pytest.mark.slow
 def test_what_an_adapter_computed_is_not_stored_once_another_is_active(
     house: House,
 ) -> None:

@@ -143,6 +143,7 @@ def test_documents_that_are_cleared_between_two_loads_are_computed(
     assert same(model, cached.blend(documents, question), want)
 
 
+@pytest.mark.slow
 def test_a_document_that_goes_between_look_up_and_load_is_computed(
     house: House,
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_document_that_goes_between_look_up_and_load_is_computed(
     assert same(model, found, want)
 
 
+@pytest.mark.slow
 def test_documents_that_do_not_fit_are_computed(house: House) -> None:
     model = llama()
     (documents, question) = pieces()

@@ -72,6 +72,7 @@ def test_documents_of_the_old_weights_are_not_found(
         cached.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "version", ["", "run 7, step 1"], ids=["unnamed", "named"]
 )

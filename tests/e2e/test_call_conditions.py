@@ -161,6 +161,7 @@ def test_a_model_that_is_opened_under_autocast_is_cached_under_it(
     assert cached.last.hit.num_tokens == 0
 
 
+@pytest.mark.slow
 def test_a_text_under_autocast_is_never_lost_and_says_why_it_is_not_cached(
     house: House,
     caplog: pytest.LogCaptureFixture,
@@ -300,6 +301,7 @@ NAMELESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMED)
 def test_edits_have_their_own_keys(name: str, house: House) -> None:
     model = llama(seed=7, **SETTINGS)
@@ -316,6 +318,7 @@ def test_edits_have_their_own_keys(name: str, house: House) -> None:
     assert texts(house.open(llama(seed=7, **SETTINGS)), ids) == plain
 
 
+@pytest.mark.slow
 def test_a_second_edit_has_its_own_key(house: House) -> None:
     model = llama(seed=7, **SETTINGS)
     ids = prompt(96)
@@ -593,6 +596,7 @@ def test_a_prompt_without_tokens_goes_on_without_the_cache(house: House) -> None
         cached.generate([[1, 2]])
 
 
+@pytest.mark.slow
 def test_the_pad_token_of_a_call_is_padding(house: House) -> None:
     model = llama(seed=7, **SETTINGS)
     ids = prompt(96)

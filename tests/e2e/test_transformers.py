@@ -110,6 +110,7 @@ def test_the_last_token_is_always_left_to_compute(
     assert cached.last.columns < length
 
 
+@pytest.mark.slow
 def test_output_tokens_are_kept_if_asked(house: House) -> None:
     model = qwen()
     ids = prompt(40)

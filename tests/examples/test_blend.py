@@ -117,6 +117,7 @@ def error_of(engine: Engine, model, *requests: Sequence) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["llama-3", "qwen-3"])
 def test_computing_everything_again_is_a_full_prefill(
@@ -447,6 +448,7 @@ def test_a_document_that_is_evicted_before_it_is_loaded_is_computed(
     closed(engine)
 
 
+@pytest.mark.slow
 def test_what_the_old_weights_compute_of_a_document_is_not_stored(
     house: House,
 ) -> None:
@@ -582,6 +584,7 @@ def test_tenants_keep_documents_apart(house: House) -> None:
     closed(engine)
 
 
+@pytest.mark.slow
 def test_documents_come_from_the_disk(house: House, tmp_path: Path) -> None:
     disk = {
         "disk_path": str(tmp_path / "documents"),

@@ -252,6 +252,7 @@ def test_what_the_system_refuses_is_one_line(theirs: Path) -> None:
     assert all(line.startswith("pagoda: ") and "/roots" in line for line in said)
 
 
+@pytest.mark.slow
 def test_stores_of_another_user_are_not_none(theirs: Path) -> None:
     imported_late()
     others = theirs / "others"

@@ -241,6 +241,7 @@ def test_rebuilding_a_store_on_disk(shm_root: Path) -> None:
     assert sweep(root, image, use(root, 40), look_at_disk(root, 40, None, 12)) > 5
 
 
+@pytest.mark.slow
 def test_a_rebuild_that_dies_between_commit_and_publication_loses_nothing(
     shm_root: Path,
 ) -> None:

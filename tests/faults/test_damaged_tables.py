@@ -247,6 +247,7 @@ def test_damage_of_a_store_that_was_not_closed_ends_one_start_at_most(
             shutil.rmtree(root)
 
 
+@pytest.mark.slow
 def test_a_start_that_ended_while_the_tables_were_opened_has_the_next_rebuild_them(
     tmp_path: Path,
 ) -> None:

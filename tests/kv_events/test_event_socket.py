@@ -181,6 +181,7 @@ def test_a_long_subscription_costs_no_memory(events: EventSocket) -> None:
             assert resident() - before < 20 << 20  # some of it is this test's
 
 
+@pytest.mark.slow
 def test_connections_are_few_and_a_router_stays_while_strangers_come(
     events: EventSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

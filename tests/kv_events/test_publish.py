@@ -594,6 +594,7 @@ def stored_and_closed(
         time.sleep(pause_seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause_seconds", [0.0, 0.02, 0.15])
 def test_a_restarted_engine_publishes_what_was_stored_just_before_a_close(
     shm_root: Path, tmp_path: Path, pause_seconds: float

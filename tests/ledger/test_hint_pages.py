@@ -386,6 +386,7 @@ def test_processes_that_join_and_leave_need_no_comparison(
     assert hits(ledger, 60) == 1
 
 
+@pytest.mark.slow
 def test_processes_without_common_memory_share_the_store(
     ledger: Ledger,
     tmp_path: Path,

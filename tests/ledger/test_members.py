@@ -308,6 +308,7 @@ def test_too_many_members_are_refused_until_one_leaves(
     ledger.close()
 
 
+@pytest.mark.slow
 def test_a_member_that_died_while_it_enrolled_is_nobody(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

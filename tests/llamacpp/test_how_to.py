@@ -152,6 +152,7 @@ def test_the_options_of_the_server_are_shown() -> None:
     assert "--ctx-size" in run(inline("pagoda llama-server -- --help"), {})
 
 
+@pytest.mark.slow
 def test_the_example_reuses_its_prompt_after_a_restart(
     models: Path, tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ def test_the_example_reuses_its_prompt_after_a_restart(
     assert int(warm[1]) == int(warm[2]) - 4
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(models: Path, tmp_path: Path) -> None:
     (usage,) = [block for language, block in CODE if language == "python"]
     slots = tmp_path / "slots"

@@ -301,6 +301,7 @@ def test_endings_that_were_seen_are_known_after_a_restart_of_the_server(
 # ---- other KV for the same tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -366,6 +367,7 @@ def test_zeroed_kv_is_seen_by_these_comparisons(models: Path) -> None:
         assert answer.distance(cold) > 0.03
 
 
+@pytest.mark.slow
 def test_the_namespace_is_the_same_after_a_restart(models: Path) -> None:
     with llama_server(write_model(models, "qwen3next"), slots=2) as server:
         with opened(server) as states:
@@ -783,6 +785,7 @@ def test_a_minimum_is_compared_with_the_whole_prompt(
         assert "of 500 tokens" in refused.detail
 
 
+@pytest.mark.slow
 def test_close_waits_for_a_call_and_no_call_opens_it_again(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

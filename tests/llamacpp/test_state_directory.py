@@ -39,6 +39,7 @@ def started(directory: Path) -> tuple[subprocess.Popen[str], str]:
     return process, process.stdout.readline().strip()
 
 
+@pytest.mark.slow
 def test_states_of_the_dead_are_removed_and_those_of_the_living_stay(
     tmp_path: Path,
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_forked_child_leaves_its_parents_files_and_lock(tmp_path: Path) -> Non
         pass
 
 
+@pytest.mark.slow
 def test_a_process_that_starts_during_a_sweep_keeps_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

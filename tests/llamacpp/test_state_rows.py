@@ -338,6 +338,7 @@ def test_a_state_that_was_cut_short_or_goes_on_is_refused(
         read_state(fd, shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_with_a_changed_byte_is_refused_or_reads_the_same(
     kind: str, tmp_path: Path

@@ -77,6 +77,7 @@ actions = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(actions)
 @settings(max_examples=150)
 def test_it_evicts_what_a_naive_one_evicts(

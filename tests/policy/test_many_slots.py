@@ -205,6 +205,7 @@ def ages_of(columns: Columns, rows: Rows) -> NDArray[np.float64]:
     return np.searchsorted(uses, columns.last_use[rows]) / len(uses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_without_the_upkeep_thread_a_sample_gives_victims(name: str) -> None:
     columns = full_columns()

@@ -571,6 +571,7 @@ def test_a_hierarchy_of_four(
             assert served(cache, prompt(3), tiers=[tier])[0].by_tier == {tier: 48}
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_say_in_time_is_no_store_that_lacks_it(
     shm_root: Path,
 ) -> None:

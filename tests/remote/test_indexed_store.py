@@ -95,6 +95,7 @@ def place(
         )
 
 
+@pytest.mark.slow
 def test_a_look_up_sends_the_object_store_nothing(
     place: tuple[str, Counter[str]],
 ) -> None:
@@ -130,6 +131,7 @@ def test_an_object_that_was_received_is_served_whatever_becomes_of_its_mark(
             assert served(cache, tokens)[0].num_tokens == 6 * CHUNK
 
 
+@pytest.mark.slow
 def test_an_object_that_was_deleted_is_a_miss_and_stored_again(
     place: tuple[str, Counter[str]], s3: Server, server: Server
 ) -> None:

@@ -375,6 +375,7 @@ def test_the_master_is_killed_and_comes_back() -> None:
         recovers(tier, later)
 
 
+@pytest.mark.slow
 def test_a_master_that_comes_later_is_found() -> None:
     with mooncake_master() as master:
         master.kill()

@@ -108,6 +108,7 @@ sys.exit(os.waitpid(child, 0)[1])
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_ends_quietly_amid_requests() -> None:
     script = """
 import sys, time, numpy as np

@@ -682,6 +682,7 @@ def test_links_leave_no_files_open(store: Store) -> None:
 # ---- names of hosts
 
 
+@pytest.mark.slow
 def test_a_host_whose_first_address_leads_nowhere_is_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -341,6 +341,7 @@ def test_who_passes_requests_on_must_be_named(
             assert load(tier, keys) == [None] * 3
 
 
+@pytest.mark.slow
 def test_a_server_is_found_by_the_address_that_it_advertises(
     directory_server: Server,
 ) -> None:

@@ -228,6 +228,7 @@ def test_a_slot_that_has_moved_is_followed(shared: list[Server]) -> None:
         assert tier.stats()["failed_checks"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
 def test_a_slot_that_is_being_moved_is_read_where_its_chunks_are(
     shared: list[Server], layout: KVLayout
@@ -484,6 +485,7 @@ def test_hosts_without_the_names_that_are_preferred_are_reached_by_address() -> 
         }
 
 
+@pytest.mark.slow
 def test_a_node_with_an_ipv6_address_stays_the_same_node() -> None:
     options = (
         "--cluster-enabled",

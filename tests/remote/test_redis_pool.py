@@ -321,6 +321,7 @@ def healthy(
     )
 
 
+@pytest.mark.slow
 def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
     servers: list[Server], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -781,6 +782,7 @@ def test_what_cannot_be_removed_everywhere_is_said(servers: list[Server]) -> Non
         assert not tier.resting
 
 
+@pytest.mark.slow
 def test_a_pool_works_over_tls(tmp_path: Path) -> None:
     with redis_server(tls=True) as first, redis_server(tls=True) as second:
         authorities = tmp_path / "ca.crt"

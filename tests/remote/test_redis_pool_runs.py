@@ -152,6 +152,7 @@ def test_the_mark_is_no_key_of_others(servers: list[Server]) -> None:
     assert any("keys of others" in text for text in asked.warnings)
 
 
+@pytest.mark.slow
 def test_a_lost_node_takes_whole_requests_and_is_no_second_loss_when_it_is_back(
     servers: list[Server],
 ) -> None:

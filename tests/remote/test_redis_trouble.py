@@ -306,6 +306,7 @@ def test_a_name_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         release.set()
 
 
+@pytest.mark.slow
 def test_a_host_whose_first_address_leads_nowhere_is_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -330,6 +331,7 @@ def during(seconds: float, act: Callable[[], None]) -> Iterator[None]:
     timer.join(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", ["kill", "stop", "restart"])
 @pytest.mark.parametrize("verb", ["put", "get", "find"])
 def test_a_server_that_goes_under_way(act: str, verb: str) -> None:

@@ -322,6 +322,7 @@ def use_at_ages(
         assert all(connection.touch(ROOT, keys, soon()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gt", [True, False], ids=["GT", "no GT"])
 def test_a_new_chunk_stays_as_long_as_most_reuse_takes(
     by_life: Server, gt: bool

@@ -115,6 +115,7 @@ def on(port: int, prefix: str) -> RedisClient:
     return RedisClient(f"redis://127.0.0.1:{port}", prefix=prefix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
 def test_a_server_that_answers_a_get_with(
     server: Server, liar: LyingRedis, lie: Callable[[], Lie]

@@ -69,6 +69,7 @@ def prefix() -> str:
     return fresh_prefix()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", (STEADY | SPOILT).values(), ids=STEADY | SPOILT)
 def test_a_load_over_a_bad_network(
     server: Server, proxy: Proxy, prefix: str, fault: Fault

@@ -87,6 +87,7 @@ def naive_lru(requests: Sequence[Request], chunks: int) -> list[int]:
     return hits
 
 
+@pytest.mark.slow
 @given(chained(most=60), st.integers(1, 30))
 def test_lru_is_least_recently_used_tail_first(
     requests: list[Request], chunks: int

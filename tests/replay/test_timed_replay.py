@@ -187,6 +187,7 @@ def test_a_lower_tier_serves_and_brings_up() -> None:
     assert waits(requests, tiers) == pytest.approx([0.2, 0.2, 0.101, 0.021])
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(chained(most=40), st.integers(1, 12), st.integers(1, 30))
 def test_with_all_the_time_in_the_world_it_is_what_is_simulated(

@@ -158,6 +158,7 @@ def test_an_engine_that_starts_later_finds_what_was_put(shm_root: Path) -> None:
         assert running.find(ROOT, KEYS) == 0
 
 
+@pytest.mark.slow
 def test_without_a_store_and_a_size_for_one_the_reason_says_so(
     tmp_path: Path,
 ) -> None:

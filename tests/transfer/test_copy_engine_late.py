@@ -227,6 +227,7 @@ def load(engine: CopyEngine, device: LateDevice, it: Scene) -> None:
 MOVES = {"down": store, "up": load}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)
@@ -413,6 +414,7 @@ def test_a_device_that_has_little_memory_left(
         MOVES[direction](engine, device, it)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["direct", "staged"])
 @pytest.mark.parametrize("direction", BOTH)
 @pytest.mark.parametrize("slots", SLOTS)

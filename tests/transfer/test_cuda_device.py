@@ -88,6 +88,7 @@ def device(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     return device
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", [None, *WAYS])
 @pytest.mark.parametrize("form", ["dense", "paged", "pages"])
