@@ -156,10 +156,16 @@ def overhead_figure(plan: Plan) -> Figure:
         write = _rounds(
             plan.rounds, batches, lambda number: put(ledger, fresh[number])
         )
+        # the policy may have evicted some of them for others
+        kept = [keys for keys in last if _are_kept(ledger, keys)]
+        if 2 * len(kept) < len(last):
+            raise RuntimeError(
+                f"only {len(kept)} of the last {len(last)} batches were kept"
+            )
         read = _rounds(
             plan.rounds,
             batches,
-            lambda number: _validate(ledger, last[number % len(last)]),
+            lambda number: _validate(ledger, kept[number % len(kept)]),
         )
     wall, _ = max(write, read, key=lambda each: np.median(each[0]))
     quoted = {
@@ -184,6 +190,10 @@ def overhead_figure(plan: Plan) -> Figure:
 
 def _each(batches: Sequence[float]) -> list[float]:
     return [round(spent / 64, 9) for spent in batches]
+
+
+def _are_kept(ledger: Ledger, keys: Sequence[bytes]) -> bool:
+    return len(ledger.match_prefix(keys).slots) == len(keys)
 
 
 def _validate(ledger: Ledger, keys: Sequence[bytes]) -> None:

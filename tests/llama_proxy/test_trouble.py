@@ -27,6 +27,7 @@ from testbed.patience import wait_until
 from testbed.tiny_gguf import write_adapter, write_model
 from tests.llama_proxy.kit import (
     GREEDY,
+    Answer,
     RunningProxy,
     running_proxy,
 )
@@ -394,6 +395,43 @@ def test_a_client_that_leaves_changes_the_adapters_all_the_same(
         assert scale[0]["scale"] == 0.0
         expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
         assert without.text == expected
+
+
+def test_the_slot_that_the_server_has_chosen_is_accounted_for(
+    server: LlamaServer,
+) -> None:
+    """Where others ask the server too, a request waits for a slot for a short time only."""
+    emptied(server)
+    with running_proxy(server, owns_server=False) as proxy:
+        flow = proxy.proxy._flow
+        listed = flow._task_numbers
+        calls: list[int] = []
+        given_back = threading.Event()
+
+        async def after_the_slots() -> dict[int, object] | None:
+            calls.append(1)
+            # the second one is after the answer
+            while len(calls) == 2 and not given_back.is_set():
+                await asyncio.sleep(0.01)
+            return await listed()
+
+        with proxy.all_slots_taken():
+            flow._task_numbers = after_the_slots  # type: ignore[method-assign]
+            answers: list[Answer] = []
+            asking = threading.Thread(
+                target=lambda: answers.append(proxy.complete(TEXT))
+            )
+            asking.start()
+            wait_until(lambda: len(calls) == 2)
+        given_back.set()
+        asking.join(120)
+        assert answers[0].told.keys() == {"why"}
+        # that comes after the answer
+        accounts = proxy.proxy._accounts
+        wait_until(lambda: max(len(slot.tokens) for slot in accounts.all))
+        flow._task_numbers = listed  # type: ignore[method-assign]
+        again = proxy.complete(TEXT).told
+        assert again["held"] == again["prompt"]
 
 
 # ---- slots that are saved and loaded

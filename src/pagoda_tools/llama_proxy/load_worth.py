@@ -30,23 +30,25 @@ class LoadWorth:
 
     def loaded(self, tokens: int, seconds: float) -> None:
         """Account for a load."""
+        self._refused = 0
         if tokens >= LEAST_TOKENS:
             self._load_seconds.append(seconds / tokens)
 
+    def refused(self) -> None:
+        """Account for a prompt that was computed because loading seemed slower."""
+        self._refused += 1
+
     def is_worth(self, loaded_tokens: int, saved_tokens: int) -> bool:
-        """Return whether to load so many tokens is faster than to compute so many of them."""
+        """Return whether to load so many tokens is faster than to compute so many of them; changes
+        nothing.
+        """
         compute = self._compute_seconds
         if not self._is_asked or compute is None or not self._load_seconds:
             return True
-        load = min(self._load_seconds)
-        if load * loaded_tokens <= compute * saved_tokens:
-            self._refused = 0
+        if self._refused >= _REFUSED_IN_A_ROW:
             return True
-        self._refused += 1
-        if self._refused <= _REFUSED_IN_A_ROW:
-            return False
-        self._refused = 0
-        return True
+        load = min(self._load_seconds)
+        return load * loaded_tokens <= compute * saved_tokens
 
 
 def _mean(before: float | None, now: float) -> float:

@@ -487,6 +487,7 @@ class RequestFlow:
             await self._load(turn)
         elif stored.may_load and stored.tokens > turn.held:
             self.counts["not_worth_it"] += 1
+            self._worth.refused()
             turn.why = "computing is faster than loading"
 
     async def _load(self, turn: Turn) -> None:
