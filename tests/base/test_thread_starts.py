@@ -501,7 +501,10 @@ def test_a_thread_of_a_process_that_was_stopped_is_not_given_up(
 
     def stops(thread: threading.Thread) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1)  # the thread that waits is the first to look
+        # The thread that waits is the first to look. One long sleep would end with the stop if it
+        # had begun before the signal stopped this thread.
+        for _ in range(20):
+            time.sleep(0.01)
         goes_on(thread)
 
     def work() -> None:
