@@ -9,6 +9,7 @@ which is how a change is compared with an earlier commit: `python benchmarks/pai
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import tempfile
 import time
@@ -37,7 +38,10 @@ class Calls:
     def __init__(self, cache: Cache, chunk_bytes: int, calls: int) -> None:
         layout = layout_of(chunk_bytes)
         self.cache = cache
-        self.memory = np.zeros((CHUNKS, chunk_bytes), np.uint8)
+        # Whole pages, as an engine's blocks are. Where the heap begins depends on the length of a
+        # tree's path, and a copy from an address that is no multiple of 64 takes 8 % longer.
+        pages = mmap.mmap(-1, CHUNKS * chunk_bytes)
+        self.memory = np.frombuffer(pages, np.uint8).reshape(CHUNKS, chunk_bytes)
         self.kv = BlockKV(self.memory, layout)
         self.calls = calls
         self.new_prompts = iter(range(1000, 1_000_000))
