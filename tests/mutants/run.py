@@ -1,6 +1,6 @@
 """Break the code on purpose, one line at a time, and check that the named test fails.
 
-`python tests/mutants/run.py [--engine vllm|sglang] [--eighth N] [--list] [NAME ...]`: each mutant
+`python tests/mutants/run.py [--engine vllm|sglang] [--tenth N] [--list] [NAME ...]`: each mutant
 of `mutants.toml`, or where this engine is installed of `vllm.toml` or `sglang.toml`, is applied to
 a copy of `src` in a temporary directory, never to the work tree. First all named tests must pass
 on an unchanged copy. Exit code 1 if a mutant survives, if its line is not found exactly once, or
@@ -267,10 +267,10 @@ def main(arguments: Sequence[str]) -> int:
         help="run the mutants whose tests need this engine",
     )
     parser.add_argument(
-        "--eighth",
+        "--tenth",
         type=int,
         metavar="N",
-        help="every eighth one; N to N + 7 together are all",
+        help="every tenth one; N to N + 9 together are all",
     )
     parser.add_argument(
         "--list",
@@ -280,8 +280,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     options = parser.parse_args(arguments)
     table = mutants(f"{options.engine or 'mutants'}.toml")
-    if options.eighth is not None:
-        table = table[options.eighth % 8 :: 8]
+    if options.tenth is not None:
+        table = table[options.tenth % 10 :: 10]
     chosen = [
         one for one in table if not options.names or one.name in options.names
     ]
