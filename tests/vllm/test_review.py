@@ -618,6 +618,69 @@ def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(
     assert not halves.step(table, late=1).saves
 
 
+def test_the_chunks_of_all_requests_of_a_step_are_reserved_in_one_transaction(
+    halves: Halves,
+) -> None:
+    """One each would take longer than a step may wait: with many requests, most of the chunks of
+    their answers would never be stored.
+    """
+    names = [f"r{number}" for number in range(8)]
+    requests = {}
+    tables = {}
+    for number, name in enumerate(names):
+        requests[name] = halves.request(tokens(1, seed=number), name)
+        assert halves.asked(requests[name]) == 0
+        tables[name] = list(range(4 * number, 4 * number + 4))
+    host = halves.cache.slots.ledgers["host"]  # type: ignore[union-attr]
+
+    def transactions() -> int:
+        return host.session.read(lambda txn, _: txn.id(), 60.0)
+
+    before = transactions()
+    meta = halves.step(tables, **dict.fromkeys(names, CHUNK))
+    assert transactions() == before + 1
+    assert [save.request for save in meta.saves] == names
+    assert [save.blocks for save in meta.saves] == list(tables.values())
+    halves.saved(meta)
+    for number in range(8):
+        again = halves.request([*tokens(1, seed=number), 1], f"again{number}")
+        assert halves.asked(again) == CHUNK
+
+
+def test_a_request_waits_for_the_load_of_its_chunks_and_no_longer(
+    halves: Halves,
+) -> None:
+    """Whoever loads them, and whatever else is loaded."""
+    table = list(range(8))
+    halves.stored(tokens(2), "first", table)
+    halves.stored(tokens(1, seed=5), "other", table[:4])
+
+    def begun(prompt: list[int], name: str) -> None:
+        request = halves.request([*prompt, 1], name)
+        assert halves.asked(request) == len(prompt)
+        blocks = SimpleNamespace(get_block_ids=lambda: (table,))
+        halves.scheduler.allocated(request, blocks, len(prompt))
+
+    def ended(name: str) -> None:
+        halves.scheduler.take_output(KVConnectorOutput(finished_recving={name}))
+
+    begun(tokens(2), "long")
+    begun(tokens(1, seed=5), "another")
+    waiting = halves.request([*tokens(1), 2], "waiting")
+    halves.scheduler._lookups.next_pass()
+
+    def waits() -> bool:
+        halves.scheduler.matched(waiting, 0)
+        return halves.scheduler._tracked["waiting"].waits_for == "long"
+
+    wait_until(waits)
+    ended("another")
+    assert halves.scheduler.matched(waiting, 0) == (None, False)
+    ended("long")
+    assert halves.asked(waiting) == CHUNK
+    assert not halves.scheduler._loaders
+
+
 def leave_room(halves: Halves, chunks: int) -> None:
     """Leave a worker so much device memory for what waits to be copied into slots."""
     pages = halves.worker._pages

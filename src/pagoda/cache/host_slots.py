@@ -32,7 +32,15 @@ from pagoda.cache.writeback import (
     follows,
 )
 from pagoda.keys import TokenIds, as_token_ids
-from pagoda.ledger import CommitResult, Ledger, Match, Outcome, Refused, Reserved
+from pagoda.ledger import (
+    CommitResult,
+    Ledger,
+    Match,
+    Outcome,
+    Refused,
+    Reserved,
+    RunToReserve,
+)
 from pagoda.ledger.request_meters import TokenLoad
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
@@ -301,12 +309,7 @@ class HostSlots:
         process until another process adopts it. Takes no longer than the deadline, by default the
         host tier's. Raises ValueError for a malformed key or for less than one part.
         """
-        if parts < 1:
-            raise ValueError(f"parts must be at least 1, got {parts}")
-        if any(len(key) != 32 for key in keys):
-            raise ValueError(
-                "a key has 32 bytes: use Cache.keys, KeyChain or derive_keys"
-            )
+        _check_reserve(keys, parts)
         chunk_tokens = self._resources.layout.chunk_tokens
         self._record(
             CallKind.RESERVE, keys, start, len(keys) * chunk_tokens, parent
@@ -347,6 +350,64 @@ class HostSlots:
             return made
 
         return self._run("reserve", work, rest, deadline_seconds)
+
+    def reserve_runs(
+        self,
+        runs: Sequence[RunToReserve],
+        *,
+        parts: int = 1,
+        deadline_seconds: float | None = None,
+    ) -> list[list[Outcome]]:
+        """Reserve slots for several runs of chunks, such as those that all requests complete in one
+        step of an engine; return the outcomes of each, in the order of its keys.
+
+        It does what one `reserve` for each run does, at a fraction of the cost if they are short:
+        they share transactions. Errors and the other arguments are those of `reserve`; the deadline
+        is that of all together. Thread-safe.
+        """
+        _check_reserve([key for run in runs for key in run.keys], parts)
+        deadline = self._deadline(deadline_seconds)
+        window = self._ledger.window
+        short = [run for run in runs if len(run.keys) <= window]
+        made = iter(self._reserve_short(short, parts, deadline))
+        return [
+            next(made)
+            if len(run.keys) <= window
+            else self.reserve(
+                run.keys,
+                namespace=run.namespace,
+                start=run.start,
+                parent=run.parent,
+                stamp=run.stamp,
+                parts=parts,
+                deadline_seconds=deadline.remaining(),
+            )
+            for run in runs
+        ]
+
+    def _reserve_short(
+        self, runs: Sequence[RunToReserve], parts: int, deadline: Deadline
+    ) -> list[list[Outcome]]:
+        """Reserve slots for runs of which each fits into one window."""
+        chunk_tokens = self._resources.layout.chunk_tokens
+        for run in runs:
+            count = len(run.keys) * chunk_tokens
+            self._record(CallKind.RESERVE, run.keys, run.start, count, run.parent)
+
+        def work(deadline: Deadline) -> list[list[Outcome]]:
+            return self._ledger.reserve_runs(
+                runs,
+                tokens=chunk_tokens,
+                parts=parts,
+                # as in `reserve`
+                admit_all=bool(self._weights.scope()[1].written),
+                deadline_seconds=deadline.remaining(),
+            )
+
+        def missed(reason: Reason, _: str = "") -> list[list[Outcome]]:
+            return [[Refused(key, reason) for key in run.keys] for run in runs]
+
+        return self._run("reserve", work, missed, deadline.remaining())
 
     def adopt(self, reserved: Sequence[Reserved], part: int) -> list[bool]:
         """Become the writer of one part of chunks that another process reserved, before the first
@@ -428,6 +489,14 @@ class HostSlots:
                 kind, tuple(keys), start, num_tokens, parent=parent
             )
 
+    def _deadline(self, seconds: float | None) -> Deadline:
+        """Return the deadline of a call that begins now; by default the host tier's."""
+        if seconds is None:
+            seconds = self._host.deadline_seconds
+        else:
+            seconds = seconds_of("deadline_seconds", seconds)
+        return Deadline(seconds, seconds, self._resources.clock)
+
     def _run(
         self,
         name: str,
@@ -436,10 +505,7 @@ class HostSlots:
         deadline_seconds: float | None = None,
     ) -> T:
         """Run `work` as a `Call`: every error is a miss, counted and logged."""
-        seconds = self._host.deadline_seconds
-        if deadline_seconds is not None:
-            seconds = seconds_of("deadline_seconds", deadline_seconds)
-        deadline = Deadline(seconds, seconds, self._resources.clock)
+        deadline = self._deadline(deadline_seconds)
 
         def checked() -> T:
             if self._resources.closed:
@@ -447,3 +513,13 @@ class HostSlots:
             return work(deadline)
 
         return Call(name, checked, miss, deadline, self._resources.counters).run()
+
+
+def _check_reserve(keys: Sequence[bytes], parts: int) -> None:
+    """Raise ValueError for keys or parts of which no slot can be reserved."""
+    if parts < 1:
+        raise ValueError(f"parts must be at least 1, got {parts}")
+    if any(len(key) != 32 for key in keys):
+        raise ValueError(
+            "a key has 32 bytes: use Cache.keys, KeyChain or derive_keys"
+        )

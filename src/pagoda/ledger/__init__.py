@@ -66,6 +66,7 @@ from pagoda.ledger.outcomes import (
     Refused,
     Report,
     Reserved,
+    RunToReserve,
     ScannedChunk,
 )
 from pagoda.ledger.store_directory import StoreSpec
@@ -84,6 +85,7 @@ __all__ = [
     "Refused",
     "Report",
     "Reserved",
+    "RunToReserve",
     "ScannedChunk",
     "StoreSpec",
 ]

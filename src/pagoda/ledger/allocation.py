@@ -5,7 +5,7 @@ transaction.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -87,6 +87,18 @@ class BatchResult(NamedTuple):
     totals: Meta
 
 
+def reserve_runs(
+    transaction: Transaction,
+    requests: Sequence[ReserveRequest],
+    victims: Sequence[tuple[int, int]],
+) -> list[BatchResult]:
+    """Reserve a slot for each key of each of these requests, as `reserve` does. A chunk that one of
+    them finds Present is evicted for none of them. `passed_over` is that of all.
+    """
+    batches = [(request, range(len(request.keys))) for request in requests]
+    return _reserve_batches(transaction, batches, victims)
+
+
 def reserve(
     transaction: Transaction,
     request: ReserveRequest,
@@ -98,6 +110,41 @@ def reserve(
     `victims`: slots whose chunk may be evicted, each with its generation when the policy named it.
     A chunk that is Present in the same batch is never evicted.
     """
+    return _reserve_batches(transaction, [(request, batch)], victims)[0]
+
+
+def _reserve_batches(
+    transaction: Transaction,
+    batches: Sequence[tuple[ReserveRequest, range]],
+    victims: Sequence[tuple[int, int]],
+) -> list[BatchResult]:
+    kept: set[int] = set()
+    found: list[dict[bytes, Present | Refused]] = []
+    for request, batch in batches:
+        number = transaction.namespace(request.namespace)
+        keys = request.keys[batch.start : batch.stop]
+        present = _present(transaction, keys, number)
+        found.append(present)
+        kept.update(
+            one.slot for one in present.values() if isinstance(one, Present)
+        )
+    passed_over: list[int] = []
+    slots = _slots(transaction, victims, kept, passed_over)
+    return [
+        _reserve_batch(transaction, request, batch, present, slots, passed_over)
+        for (request, batch), present in zip(batches, found, strict=True)
+    ]
+
+
+def _reserve_batch(
+    transaction: Transaction,
+    request: ReserveRequest,
+    batch: range,
+    present: Mapping[bytes, Present | Refused],
+    slots: Iterator[int],
+    passed_over: list[int],
+) -> BatchResult:
+    """Reserve what is not `present`, as long as there are `slots`."""
     keys = request.keys[batch.start : batch.stop]
     first = request.start + batch.start
     meta = transaction.meta
@@ -116,12 +163,6 @@ def reserve(
         if member
         else 0
     )
-    present = _present(transaction, keys, number)
-    kept = {
-        found.slot for found in present.values() if isinstance(found, Present)
-    }
-    passed_over: list[int] = []
-    slots = _slots(transaction, victims, kept, passed_over)
     outcomes: list[Outcome] = []
     link = _linked(
         transaction,

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -55,6 +55,7 @@ from pagoda.ledger.outcomes import (
     Present,
     Refused,
     Reserved,
+    RunToReserve,
 )
 from pagoda.ledger.request_ring import RING_BYTES, RequestRing
 from pagoda.ledger.root_usage import holdings
@@ -446,58 +447,186 @@ class Ledger:
             already_admitted,
         )
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
-        hindrance: Reason | None = None
         try:
-            self._find_room(request, until)
-            for at in range(0, len(request.keys), BATCH):
-                batch = range(at, min(at + BATCH, len(request.keys)))
-                try:
-                    self._admit(request, batch, hindrance, until)
-                except DeadlineMissedError:
-                    hindrance = Reason.LEDGER_BUSY
-                if hindrance is None:
-                    hindrance = self._reserve_batch(request, batch, until)
-                else:
-                    request.outcomes += [
-                        Refused(request.keys[i], hindrance) for i in batch
-                    ]
+            self._reserve_alone(request, until)
             outcomes = request.outcomes + [
                 Refused(key, Reason.FULL) for key in keys[self.window :]
             ]
-            for outcome in outcomes:
-                if isinstance(outcome, Refused):
-                    self.count({f"drop_{outcome.reason}": 1})
-            if self._room < self._ahead or (
-                self.space.exceeds and self._room < self.window
-            ):
-                self.growth_thread.wake()
-            # nothing must be evicted soon while an eighth is free
-            low = self._room * 8 < self.columns.capacity and self.evictor.is_low
-            self.upkeep_thread.wake(low)
+            self._note_reserved(outcomes)
             return outcomes
         except BaseException:
             # raised by a signal handler: the caller never learns of these reservations
-            made = request.made
-            self.abort(
-                [
-                    one
-                    for transaction, outcomes in made
-                    if transaction.committed
-                    for one in outcomes
-                ]
-            )
+            self._abort_made([request])
             raise
 
-    def _find_room(
+    def reserve_runs(
+        self,
+        runs: Sequence[RunToReserve],
+        *,
+        tokens: int = 0,
+        parts: int = 1,
+        admit_all: bool = False,
+        deadline_seconds: float = 1.0,
+    ) -> list[list[Outcome]]:
+        """Reserve slots for several runs, such as those of all requests of one step of an engine;
+        return the outcomes of each.
+
+        It does what a `reserve` for each would do, with one transaction for many short runs. The
+        other arguments are those of `reserve`. Thread-safe.
+        """
+        if parts < 1:
+            raise ValueError(f"a chunk has at least one part, not {parts}")
+        if any(len(key) != KEY_BYTES for run in runs for key in run.keys):
+            raise ValueError(f"a key has {KEY_BYTES} bytes")
+        until = time.monotonic() + deadline_seconds
+        requests = [
+            allocation.ReserveRequest(
+                run.keys[: self.window],
+                run.start,
+                run.parent,
+                run.stamp,
+                run.namespace,
+                tokens,
+                parts,
+                admit_all,
+                grow_until=until - deadline_seconds * (1 - _GROWTH_SHARE),
+            )
+            for run in runs
+        ]
+        try:
+            for group in self._together(requests):
+                if len(group) > 1:
+                    self._reserve_group(group, until)
+                else:
+                    self._reserve_alone(group[0], until)
+            outcomes = [
+                request.outcomes
+                + [Refused(key, Reason.FULL) for key in run.keys[self.window :]]
+                for request, run in zip(requests, runs, strict=True)
+            ]
+            self._note_reserved([one for each in outcomes for one in each])
+            return outcomes
+        except BaseException:
+            # as in `reserve`
+            self._abort_made(requests)
+            raise
+
+    def _together(
+        self, requests: Sequence[allocation.ReserveRequest]
+    ) -> Iterator[list[allocation.ReserveRequest]]:
+        """Yield the requests in groups that one transaction can take."""
+        most = min(BATCH, self.window)
+        group: list[allocation.ReserveRequest] = []
+        count = 0
+        for request in requests:
+            if group and count + len(request.keys) > most:
+                yield group
+                group = []
+                count = 0
+            group.append(request)
+            count += len(request.keys)
+        if group:
+            yield group
+
+    def _reserve_alone(
         self, request: allocation.ReserveRequest, until: float
+    ) -> None:
+        """Add the outcomes of a request, in as many transactions as it takes."""
+        hindrance: Reason | None = None
+        self._find_room([request], until)
+        for at in range(0, len(request.keys), BATCH):
+            batch = range(at, min(at + BATCH, len(request.keys)))
+            try:
+                self._admit(request, batch, hindrance, until)
+            except DeadlineMissedError:
+                hindrance = Reason.LEDGER_BUSY
+            if hindrance is None:
+                hindrance = self._reserve_batch(request, batch, until)
+            else:
+                request.outcomes += [
+                    Refused(request.keys[i], hindrance) for i in batch
+                ]
+
+    def _reserve_group(
+        self, group: Sequence[allocation.ReserveRequest], until: float
+    ) -> None:
+        """Add the outcomes of several requests that fit into one transaction; what it has no slots
+        for gets transactions of its own.
+        """
+        count = sum(len(request.keys) for request in group)
+        # recency is below that of each, so no key of them is a victim
+        newest = min(request.stamp for request in group) - allocation.STAMP_STEP
+        try:
+            self._find_room(group, until)
+            taken = 0
+            for request in group:
+                batch = range(len(request.keys))
+                taken += self._admit(request, batch, None, until, taken)
+            victims: list[tuple[int, int]] = []
+            if self._room < count:
+                victims = self._victims(count, newest + 1, until)
+            reserve = partial(
+                allocation.reserve_runs, requests=group, victims=victims
+            )
+            results = self.session.write(reserve, until - time.monotonic())
+        except (UnavailableError, DeadlineMissedError) as error:
+            for request in group:
+                request.outcomes += _refused(request.keys, error)
+            return
+        last = results[-1]
+        self._note_totals(last.totals)
+        self._pass_over(last.passed_over, group[-1].stamp, until)
+        for request, made in zip(group, results, strict=True):
+            self._keep_present(made.outcomes, request.start, request.stamp, until)
+        is_full = False
+        for request, made in zip(group, results, strict=True):
+            request.outcomes += made.outcomes[: made.served]
+            left = range(made.served, len(request.keys))
+            if not left:
+                continue
+            if is_full:
+                request.outcomes += made.outcomes[made.served :]
+            else:
+                hindrance = self._reserve_batch(request, left, until)
+                is_full = hindrance is Reason.FULL
+
+    def _note_reserved(self, outcomes: Sequence[Outcome]) -> None:
+        """Count what was refused, and let threads prepare for the next reserve."""
+        for outcome in outcomes:
+            if isinstance(outcome, Refused):
+                self.count({f"drop_{outcome.reason}": 1})
+        if self._room < self._ahead or (
+            self.space.exceeds and self._room < self.window
+        ):
+            self.growth_thread.wake()
+        # nothing must be evicted soon while an eighth is free
+        low = self._room * 8 < self.columns.capacity and self.evictor.is_low
+        self.upkeep_thread.wake(low)
+
+    def _abort_made(self, requests: Sequence[allocation.ReserveRequest]) -> None:
+        """Give up what was reserved for requests whose caller never learns of it."""
+        self.abort(
+            [
+                one
+                for request in requests
+                for transaction, outcomes in request.made
+                if transaction.committed
+                for one in outcomes
+            ]
+        )
+
+    def _find_room(
+        self, group: Sequence[allocation.ReserveRequest], until: float
     ) -> None:
         """Find which keys are present if there may be too few free slots for all, and let the store
         grow.
         """
-        if self._room < len(request.keys):
-            self._find_present(request, until)
-            wanted = len(request.keys) - len(request.present)
-            self._let_grow(wanted, request.grow_until)
+        if self._room < sum(len(request.keys) for request in group):
+            self._find_present(group, until)
+            wanted = sum(
+                len(request.keys) - len(request.present) for request in group
+            )
+            self._let_grow(wanted, group[0].grow_until)
 
     def _let_grow(self, wanted: int, until: float) -> None:
         """Wait until then for that many free slots while the store grows."""
@@ -536,22 +665,27 @@ class Ledger:
         return self.backed
 
     def _find_present(
-        self, request: allocation.ReserveRequest, until: float
+        self, group: Sequence[allocation.ReserveRequest], until: float
     ) -> None:
         """Find which keys are present and how many slots are free.
 
         A present chunk is never evicted for another key of the same call.
         """
+        keys = [key for request in group for key in request.keys]
         with contextlib.suppress(UnavailableError):
             found, totals = self.session.read(
-                partial(queries.find_entries, keys=request.keys),
+                partial(queries.find_entries, keys=keys),
                 until - time.monotonic(),
             )
             self._note_totals(totals)
-            request.present.update(
-                i for i, item in enumerate(found) if item is not None
-            )
-            self._keep_present(found, request.start, request.stamp, until)
+            begin = 0
+            for request in group:
+                own = found[begin : begin + len(request.keys)]
+                begin += len(own)
+                request.present.update(
+                    i for i, item in enumerate(own) if item is not None
+                )
+                self._keep_present(own, request.start, request.stamp, until)
 
     def _admit(
         self,
@@ -559,14 +693,17 @@ class Ledger:
         batch: range,
         hindrance: Reason | None,
         until: float,
-    ) -> None:
+        taken: int = 0,
+    ) -> int:
         """Ask the policy which newcomers of a batch are admitted: none after one that is not.
+        Return how many there are.
 
-        DeadlineMissedError if other threads do not leave the policy in time.
+        `taken`: free slots that others of the same transaction will take. DeadlineMissedError if
+        other threads do not leave the policy in time.
         """
         new = [i for i in batch if i not in request.present]
         if not new:
-            return
+            return 0
         marks = marks_of([request.keys[i] for i in new])
         stamps = request.stamp - request.start - np.array(new)
         if hindrance is Reason.NOT_ADMITTED:
@@ -575,7 +712,7 @@ class Ledger:
             leading, hits = self.evictor.admit(
                 marks,
                 stamps,
-                self._room,
+                max(0, self._room - taken),
                 self._now(),
                 admit_all=request.admit_all,
                 already_admitted=request.already_admitted,
@@ -584,6 +721,7 @@ class Ledger:
             request.hits.update(zip(new, hits.tolist(), strict=True))
             if leading < len(new):
                 request.end = new[leading]
+        return len(new)
 
     def admit(
         self,
@@ -603,7 +741,7 @@ class Ledger:
         until = time.monotonic() + deadline_seconds
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
         # as in `reserve`: with room for all, all are admitted
-        self._find_room(request, until)
+        self._find_room([request], until)
         # not in time: `reserve` asks again
         with contextlib.suppress(DeadlineMissedError):
             self._admit(request, range(len(request.keys)), None, until)
@@ -648,27 +786,15 @@ class Ledger:
                 )
                 made = self.session.write(reserve, until - time.monotonic())
             except (UnavailableError, DeadlineMissedError) as error:
-                reason = (
-                    error.reason
-                    if isinstance(error, UnavailableError)
-                    else Reason.LEDGER_BUSY
-                )
-                request.outcomes += [
-                    Refused(request.keys[i], reason) for i in batch
-                ]
-                return reason
+                refused = _refused([request.keys[i] for i in batch], error)
+                request.outcomes += refused
+                return refused[0].reason
             self._note_totals(made.totals)
             # before the next victims are chosen, so that present chunks are not among them
             self._keep_present(
                 made.outcomes, request.start + batch.start, request.stamp, until
             )
-            # pinned or held: raise their recency, so that they are not offered in every attempt
-            if made.passed_over:
-                stamps = np.full(
-                    len(made.passed_over), max(self.stamp(), request.stamp)
-                )
-                rows = np.array(made.passed_over, np.int64)
-                self.evictor.touch(rows, stamps, asked=False, until=until)
+            self._pass_over(made.passed_over, request.stamp, until)
             passed_over += len(made.passed_over)
             request.outcomes += made.outcomes[: made.served]
             if made.served == len(batch):
@@ -686,6 +812,15 @@ class Ledger:
                 break
         request.outcomes += left
         return Reason.FULL
+
+    def _pass_over(self, slots: Sequence[int], stamp: int, until: float) -> None:
+        """Raise the recency of chunks that are pinned or held, so that they are not offered in
+        every attempt.
+        """
+        if slots:
+            stamps = np.full(len(slots), max(self.stamp(), stamp))
+            rows = np.array(slots, np.int64)
+            self.evictor.touch(rows, stamps, asked=False, until=until)
 
     def _victims(
         self, count: int, stamp: int, until: float
@@ -1306,3 +1441,15 @@ def make_room(
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
+
+
+def _refused(
+    keys: Sequence[bytes], error: UnavailableError | DeadlineMissedError
+) -> list[Refused]:
+    """Return the outcomes of keys for which the ledger did not answer."""
+    reason = (
+        error.reason
+        if isinstance(error, UnavailableError)
+        else Reason.LEDGER_BUSY
+    )
+    return [Refused(key, reason) for key in keys]

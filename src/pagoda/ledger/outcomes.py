@@ -4,6 +4,7 @@ never an exception.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -46,6 +47,18 @@ class Refused(NamedTuple):
 
 
 Outcome = Reserved | Present | Busy | Refused
+
+
+class RunToReserve(NamedTuple):
+    """Keys of one chain that want slots: at positions from `start` on, after `parent`. `stamp`: the
+    recency of their request.
+    """
+
+    keys: Sequence[bytes]
+    namespace: bytes
+    start: int
+    parent: bytes | None
+    stamp: int
 
 
 class CommitResult(IntEnum):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -44,15 +44,13 @@ from pagoda.connectors.vllm.request_limits import (
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.kv_events.notes import BlockFacts, NoteMaker
 from pagoda.kv_events.stored_events import StoredEvents
-from pagoda.ledger import Refused, Reserved
+from pagoda.ledger import Outcome, Refused, Reserved, RunToReserve
 
 log = guarded_logger("pagoda.vllm")
 
 # the wait for all reserves of one step together; the second while the engine computes answers,
 # whose readers notice
 _RESERVE_SECONDS, _BRIEF_RESERVE_SECONDS = 0.02, 0.0015
-# with less time left, the other requests wait for the next step
-_LEAST_SECONDS = 0.001
 # pause of reserves after a timeout: the process that has the lock may be stopped
 _STUCK_SECONDS = 0.1
 _SOURCES = {
@@ -60,6 +58,15 @@ _SOURCES = {
     "disk": CacheHitSource.DISK,
     "peers": CacheHitSource.P2P,
 }
+
+
+class _DueSave(NamedTuple):
+    """Chunks [first, done) of a request, which a step completes, and the blocks that have them."""
+
+    tracked: TrackedRequest
+    first: int
+    done: int
+    blocks: list[int]
 
 
 class PagodaScheduler:
@@ -105,14 +112,15 @@ class PagodaScheduler:
         # True: the workers' description has come, or the wait for it has ended
         self._described = False
         self._tracked: dict[str, TrackedRequest] = {}
-        self._loading: dict[str, set[bytes]] = {}
+        # which request loads a chunk, and the chunks that each loads
+        self._loaders: dict[bytes, str] = {}
+        self._loading: dict[str, list[bytes]] = {}
         self._loads: list[Load] = []
         self._steps = 0
         self._admitted: list[TrackedRequest] = []  # since the last step
         # the last step in which another connector loads, and the last such step that is known to
         # have ended
         self._others_loaded = self._others_ended = 0
-        self._patience = 0.0  # the rest of this step's wait
         self._stuck_until = 0.0
         self.stats = PagodaStats()  # since the last step
         self._lines = RateLimitedLog()
@@ -291,14 +299,8 @@ class PagodaScheduler:
         """Return a request that is loading any of these chunks: soon they will be in the engine's
         own cache.
         """
-        return next(
-            (
-                name
-                for name, keys in self._loading.items()
-                if not keys.isdisjoint(wanted)
-            ),
-            None,
-        )
+        loaders = (self._loaders.get(key) for key in wanted)
+        return next((name for name in loaders if name is not None), None)
 
     def sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Split the tokens that are being loaded by tier."""
@@ -335,7 +337,9 @@ class PagodaScheduler:
         rest = chunks * self._chunk_tokens // self._block_tokens - end
         table = [-1] * begin + ids[begin:end] + [-1] * rest
         keys = tracked.keys[:chunks]
-        self._loading[request.request_id] = set(keys[first:])
+        self._loading[request.request_id] = keys[first:]
+        for key in keys[first:]:
+            self._loaders.setdefault(key, request.request_id)
         found = tracked.found
         if self._events is not None:
             make = self._notes(request, found.root)
@@ -425,7 +429,9 @@ class PagodaScheduler:
             if meta.unsaved:
                 self._slots.abort(list(meta.unsaved))
         for request in output.finished_recving or ():
-            self._loading.pop(request, None)
+            for key in self._loading.pop(request, ()):
+                if self._loaders.get(key) == request:
+                    del self._loaders[key]
 
     def _others_failed(self) -> None:
         """Store nothing from now on: vLLM computes the request again, but for a token that it does
@@ -473,64 +479,63 @@ class PagodaScheduler:
         self._admitted.clear()
         answers = computes_answers(output)
         self._lookups.next_pass(brief=answers)
-        self._patience = _BRIEF_RESERVE_SECONDS if answers else _RESERVE_SECONDS
+        seconds = _BRIEF_RESERVE_SECONDS if answers else _RESERVE_SECONDS
+        due: list[_DueSave] = []
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
             if tracked is None:
                 continue
             try:
-                self._save(tracked, scheduled, output, meta)
+                due += self._due(tracked, scheduled, output)
             except Exception as trouble:  # noqa: BLE001
                 # a boundary: the engine continues without this save
-                tracked.saves = False
-                why = f"{type(trouble).__name__}: {trouble}"
-                self._lines.warn(
-                    log, Reason.IO_ERROR, f"a request is no longer saved: {why}"
-                )
+                self._stop_saving([tracked], trouble)
+        if due:
+            try:
+                meta.saves += self._reserved(due, seconds)
+            except Exception as trouble:  # noqa: BLE001
+                # as above
+                self._stop_saving([one.tracked for one in due], trouble)
         meta.prompts = prompt_step_of(output)
         return meta
 
-    def _save(
-        self,
-        tracked: TrackedRequest,
-        scheduled: int,
-        output: Any,
-        meta: PagodaMetadata,
+    def _stop_saving(
+        self, requests: Iterable[TrackedRequest], trouble: Exception
     ) -> None:
-        """Reserve slots for the chunks that this step completes, and add their copies to the step's
-        work.
-        """
+        """Save nothing more of these requests, after an error that nobody foresaw."""
+        for tracked in requests:
+            tracked.saves = False
+        why = f"{type(trouble).__name__}: {trouble}"
+        self._lines.warn(
+            log, Reason.IO_ERROR, f"a request is no longer saved: {why}"
+        )
+
+    def _due(
+        self, tracked: TrackedRequest, scheduled: int, output: Any
+    ) -> list[_DueSave]:
+        """Return which chunks of a request this step completes; they are not looked at again."""
         request = tracked.request
         if not tracked.saves or tracked.sure_after > self._others_ended:
-            return
+            return []
         # only tokens known by now; later ones may be a draft that is rejected
         tokens = min(request.num_computed_tokens + scheduled, request.num_tokens)
         done = self._saved_of(tracked, tokens) // self._chunk_tokens
-        if (
-            done <= max(tracked.saved, tracked.seen)
-            or self._patience < _LEAST_SECONDS
-        ):
-            return
+        if done <= max(tracked.saved, tracked.seen):
+            return []
         if time.monotonic() < self._stuck_until:
-            return
+            return []
         if not self._lookups.knows_namespace(tracked):
-            return
+            return []
         table = output.kv_connector_block_state.get_block_ids(request.request_id)
         self._lookups.extend_keys(tracked, done)
         done = min(done, len(tracked.keys))
         tracked.seen = done
         first = tracked.saved
         if table is None or first >= done:
-            return
-        if copies := self._reserved(tracked, first, done):
-            assert tracked.found is not None
-            step = self._chunk_tokens // self._block_tokens
-            blocks = list(table[0][first * step : done * step])
-            meta.saves.append(
-                Save(
-                    request.request_id, tracked.found.root, copies, first, blocks
-                )
-            )
+            return []
+        step = self._chunk_tokens // self._block_tokens
+        blocks = list(table[0][first * step : done * step])
+        return [_DueSave(tracked, first, done, blocks)]
 
     def _saved_of(self, tracked: TrackedRequest, tokens: int) -> int:
         """Return how many of the first `tokens` tokens of a request are to be saved."""
@@ -541,27 +546,46 @@ class PagodaScheduler:
                 tokens = min(tokens, most)
         return tokens
 
-    def _reserved(
-        self, tracked: TrackedRequest, first: int, done: int
-    ) -> list[ChunkRef]:
-        assert tracked.found is not None
-        slots = self._slots
-        keys = tracked.keys
-        if tracked.stamp is None:
-            tracked.stamp = slots.stamp()
-        began = time.monotonic()
-        outcomes = slots.reserve(
-            keys[first:done],
-            namespace=tracked.found.root,
-            start=first,
-            parent=keys[first - 1] if first else None,
-            stamp=tracked.stamp,
-            parts=self._parts,
-            deadline_seconds=self._patience,
+    def _reserved(self, due: Sequence[_DueSave], seconds: float) -> list[Save]:
+        """Reserve slots for the chunks of all requests of a step, and return their copies."""
+        runs = [self._run_of(one) for one in due]
+        reserved = self._slots.reserve_runs(
+            runs, parts=self._parts, deadline_seconds=seconds
         )
-        self._patience -= time.monotonic() - began
+        saves: list[Save] = []
+        for one, outcomes in zip(due, reserved, strict=True):
+            if copies := self._noted(one, outcomes):
+                found = one.tracked.found
+                assert found is not None
+                name = one.tracked.request.request_id
+                saves.append(
+                    Save(name, found.root, copies, one.first, one.blocks)
+                )
+        return saves
+
+    def _run_of(self, due: _DueSave) -> RunToReserve:
+        """Return what the ledger is asked to reserve."""
+        tracked = due.tracked
+        assert tracked.found is not None
+        if tracked.stamp is None:
+            tracked.stamp = self._slots.stamp()
+        first = due.first
+        parent = tracked.keys[first - 1] if first else None
+        keys = tracked.keys[first : due.done]
+        return RunToReserve(
+            keys, tracked.found.root, first, parent, tracked.stamp
+        )
+
+    def _noted(
+        self, due: _DueSave, outcomes: Sequence[Outcome]
+    ) -> list[ChunkRef]:
+        """Note what became of a request's chunks, and return those that have a slot."""
+        tracked = due.tracked
+        first = due.first
+        keys = tracked.keys
         if self._events is not None:
             found = tracked.found
+            assert found is not None
             make = self._notes(tracked.request, found.root)
             self._events.note(make, found.root, found.present, first, outcomes)
         refused = {
@@ -569,7 +593,7 @@ class PagodaScheduler:
             for n, one in enumerate(outcomes, first)
             if isinstance(one, Refused)
         }
-        tracked.saved = min(refused, default=done)
+        tracked.saved = min(refused, default=due.done)
         if refused.get(tracked.saved) is Reason.LEDGER_BUSY:
             tracked.seen = tracked.saved  # try again
             if tracked.saved == first:
