@@ -46,6 +46,11 @@ redis = pytest.importorskip("redis")
 need("redis-server")
 
 SEEN = prompt(20, 1)
+# of tiers on stores that do answer, on a machine that may be busy
+PATIENT = {
+    "deadline_seconds": PATIENT_SECONDS,
+    "look_seconds": PATIENT_SECONDS,
+}
 
 
 @pytest.fixture
@@ -120,7 +125,7 @@ def test_what_nobody_asked_for_again_in_time_is_new(
 ) -> None:
     keys = keys_of(6)
     with tier_on(
-        RedisClient(server.url, prefix=prefix, second_sight=True)
+        RedisClient(server.url, prefix=prefix, second_sight=True), **PATIENT
     ) as tier:
         assert save(tier, keys[:4]) == [Done(False, Reason.NOT_ADMITTED)] * 4
         assert load(tier, keys[:4]) == [Reason.ABSENT] * 4
@@ -143,7 +148,7 @@ def test_marks_are_no_chunks_and_go_with_them(
     server: Server, prefix: str
 ) -> None:
     client = RedisClient(server.url, prefix=prefix, second_sight=True)
-    with tier_on(client) as tier:
+    with tier_on(client, **PATIENT) as tier:
         save(tier, keys_of(6))
         save(tier, keys_of(2))
         connection = client.connection().open(time.monotonic() + PATIENT_SECONDS)
@@ -162,7 +167,7 @@ def test_a_pool_stores_at_the_second_sight_too(
         options = {"prefix": prefix, "look_seconds": PATIENT_SECONDS}
         for ok in (False, True):
             pool = RedisPoolClient(url, second_sight=True, **options)  # type: ignore[arg-type]
-            tier = stack.enter_context(tier_on(pool))
+            tier = stack.enter_context(tier_on(pool, **PATIENT))
             assert [done.ok for done in save(tier, keys_of(12))] == [ok] * 12
         assert load(tier, keys_of(12)) == [None] * 12
 
@@ -180,7 +185,7 @@ def test_a_pool_has_seen_a_chunk_whatever_request_it_was_in(prefix: str) -> None
             second_sight=True,
             look_seconds=PATIENT_SECONDS,
         )
-        tier = stack.enter_context(tier_on(pool))
+        tier = stack.enter_context(tier_on(pool, **PATIENT))
         unseen = Done(False, Reason.NOT_ADMITTED)
         stamp = 0
         for chain in range(8):
@@ -216,7 +221,7 @@ def test_a_pool_without_the_node_of_the_marks_admits_its_chunks(
             second_sight=True,
             look_seconds=PATIENT_SECONDS,
         )
-        tier = stack.enter_context(tier_on(pool))
+        tier = stack.enter_context(tier_on(pool, **PATIENT))
         save(tier, keys_of(1))
         servers[1].kill()
         wait_until(
