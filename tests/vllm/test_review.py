@@ -562,34 +562,16 @@ def test_a_request_is_recorded_as_it_was_asked(
     assert recorded == [(2, 2 * CHUNK)] * 2
 
 
-def test_reserves_of_one_step_have_one_patience(halves: Halves) -> None:
-    """Many requests complete chunks in one step: chunks beyond its limit are saved in the next
-    step.
-    """
-    request = halves.request(tokens(1), "late")
-    assert halves.asked(request) == 0
-    tracked = halves.scheduler._tracked["late"]
-    meta = PagodaMetadata(0, 1)
-    output = SimpleNamespace(
-        kv_connector_block_state=KVConnectorBlockState(
-            {"late"}, lambda _: (list(range(4)),), {}
-        )
-    )
-    halves.scheduler._patience = 0.0
-    halves.scheduler._save(tracked, CHUNK, output, meta)
-    assert not meta.saves
-    assert len(halves.step(list(range(4)), late=CHUNK).saves) == 1
-
-
 def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(
     halves: Halves,
 ) -> None:
     """Another process has the lock for a moment, while answers are computed, which must not wait
     for it.
     """
-    request = halves.request(tokens(2), "late")
     table = list(range(8))
-    assert halves.asked(request) == 0
+    for number, name in enumerate(("late", "later")):
+        request = halves.request(tokens(2, seed=number), name)
+        assert halves.asked(request) == 0
     locked = threading.Event()
     go_on = threading.Event()
 
@@ -602,20 +584,22 @@ def test_what_was_refused_for_want_of_time_is_saved_in_a_later_step(
     holder.start()
     assert locked.wait(20)
     patience.wait_shortly()
-    assert not halves.step(table, late=2 * CHUNK, other=1).saves
-    request.num_computed_tokens = 2 * CHUNK
-    assert not halves.step(table, late=1).saves
+    step = {"late": 2 * CHUNK, "later": 2 * CHUNK, "other": 1}
+    assert not halves.step(table, **step).saves
+    for tracked in halves.scheduler._tracked.values():
+        tracked.request.num_computed_tokens = 2 * CHUNK
+    assert not halves.step(table, late=1, later=1).saves
     go_on.set()
     holder.join()
     found: list[Save] = []
 
     def saved() -> bool:
-        found.extend(halves.step(table, late=1).saves)
-        return bool(found)
+        found.extend(halves.step(table, late=1, later=1).saves)
+        return len(found) == 2
 
     wait_until(saved)
-    assert [(save.first, len(save.copies)) for save in found] == [(0, 2)]
-    assert not halves.step(table, late=1).saves
+    assert [(save.first, len(save.copies)) for save in found] == [(0, 2)] * 2
+    assert not halves.step(table, late=1, later=1).saves
 
 
 def test_the_chunks_of_all_requests_of_a_step_are_reserved_in_one_transaction(
