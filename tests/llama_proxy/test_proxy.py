@@ -593,7 +593,7 @@ def test_a_server_that_does_not_use_what_is_restored_is_not_loaded_any_more(
         assert "reused" in answer.told["why"]
         assert "/completion" in proxy.status()["loading_is_off_for"]  # type: ignore[operator]
         # some minutes later it is tried again: others may have used those slots
-        off = proxy.proxy._flow._off
+        off = proxy.proxy._flow._checks._off
         off["/completion"] = (off["/completion"][0], time.monotonic())
         relay.is_on = False
         emptied(server)

@@ -328,7 +328,7 @@ def test_a_client_that_leaves_before_its_start_keeps_no_slot(
     """Where other requests empty idle slots, a request waits until others have started."""
     emptied(server)
     with running_proxy(server, empties_idle_slots=True) as proxy:
-        starting = proxy.proxy._flow._starting
+        starting = proxy.proxy._flow._starts._starting
         on_loop(proxy, starting.acquire())
         body = json.dumps({"prompt": TEXT, **GREEDY, "n_predict": 1}).encode()
         with socket.create_connection(("127.0.0.1", proxy.port)) as client:
@@ -346,8 +346,8 @@ def test_a_client_that_leaves_at_the_end_keeps_no_slot(
     """With other clients, the server is asked for its slots before one is given back."""
     emptied(server)
     with running_proxy(server, owns_server=False) as proxy:
-        flow = proxy.proxy._flow
-        listed = flow._task_numbers
+        slots = proxy.proxy._flow._server_slots
+        listed = slots.task_numbers
         asked_for = asyncio.Event()
 
         async def slowly() -> object:
@@ -359,10 +359,10 @@ def test_a_client_that_leaves_at_the_end_keeps_no_slot(
         body = {"prompt": TEXT, **GREEDY, "n_predict": 2, "stream": True}
         client.sendall(asked("/completion", body=json.dumps(body).encode()))
         client.recv(1)
-        flow._task_numbers = slowly  # type: ignore[assignment, method-assign]
+        slots.task_numbers = slowly  # type: ignore[assignment, method-assign]
         wait_until(asked_for.is_set)
         client.close()
-        flow._task_numbers = listed  # type: ignore[method-assign]
+        slots.task_numbers = listed  # type: ignore[method-assign]
         wait_until(lambda: len(proxy.proxy._accounts.free) == 2)
 
 
@@ -403,8 +403,8 @@ def test_the_slot_that_the_server_has_chosen_is_accounted_for(
     """Where others ask the server too, a request waits for a slot for a short time only."""
     emptied(server)
     with running_proxy(server, owns_server=False) as proxy:
-        flow = proxy.proxy._flow
-        listed = flow._task_numbers
+        slots = proxy.proxy._flow._server_slots
+        listed = slots.task_numbers
         calls: list[int] = []
         given_back = threading.Event()
 
@@ -416,7 +416,7 @@ def test_the_slot_that_the_server_has_chosen_is_accounted_for(
             return await listed()
 
         with proxy.all_slots_taken():
-            flow._task_numbers = after_the_slots  # type: ignore[method-assign]
+            slots.task_numbers = after_the_slots  # type: ignore[method-assign]
             answers: list[Answer] = []
             asking = threading.Thread(
                 target=lambda: answers.append(proxy.complete(TEXT))
@@ -429,7 +429,7 @@ def test_the_slot_that_the_server_has_chosen_is_accounted_for(
         # that comes after the answer
         accounts = proxy.proxy._accounts
         wait_until(lambda: max(len(slot.tokens) for slot in accounts.all))
-        flow._task_numbers = listed  # type: ignore[method-assign]
+        slots.task_numbers = listed  # type: ignore[method-assign]
         again = proxy.complete(TEXT).told
         assert again["held"] == again["prompt"]
 

@@ -31,16 +31,14 @@ from pagoda_tools.llama_proxy.prompt_tokens import (
     prompt_of,
 )
 from pagoda_tools.llama_proxy.request_body import Body, changed, read_body
-from pagoda_tools.llama_proxy.request_flow import (
-    FlowOptions,
-    RequestFlow,
-    passed,
-    printable,
-)
+from pagoda_tools.llama_proxy.request_flow import RequestFlow
+from pagoda_tools.llama_proxy.request_turn import Question, printable
 from pagoda_tools.llama_proxy.slot_accounts import (
     SlotAccount,
     SlotAccounts,
 )
+from pagoda_tools.llama_proxy.slot_preparation import FlowOptions
+from pagoda_tools.llama_proxy.slot_questions import passed
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
 from pagoda_tools.llama_proxy.upstream import Upstream, answer_headers
 
@@ -319,9 +317,15 @@ class LlamaProxy:
         prompt = await self._prompt(route, question)
         why = prompt.why
         if prompt.tokens is not None:
-            answer = await self._flow.answer(
-                request, route, text, question, prompt.tokens, client.salt
+            asked = Question(
+                request=request,
+                route=route,
+                text=text,
+                body=question,
+                tokens=prompt.tokens,
+                salt=client.salt,
             )
+            answer = await self._flow.answer(asked)
             if answer is not None:
                 return answer
             why = "the server chose a slot: none was free in time"
