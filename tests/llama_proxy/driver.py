@@ -66,6 +66,7 @@ class Driver:
         disk: FullDisk | None = None,
         scale: float | None = None,
         kills: int = 1,
+        adapter_changes: int = 3,
     ) -> None:
         """Make a driver; nothing is asked yet.
 
@@ -77,6 +78,8 @@ class Driver:
             disk: may be filled; None: never
             scale: of the adapter of all servers, which changes; None: they have none
             kills: weight of each way to end a process; 0: never
+            adapter_changes: weight of a change of the adapter; nothing is stored after one until
+                the server is restarted with the scale that it has then
         """
         self._rng = rng
         self._targets = targets
@@ -114,7 +117,7 @@ class Driver:
         if disk is not None:
             self._steps.append((self._fill_or_empty, 3))
         if scale is not None:
-            self._steps.append((self._change_adapter, 3))
+            self._steps.append((self._change_adapter, adapter_changes))
 
     def run(self, steps: int, requests: int = 0) -> None:
         """Take so many steps, and more until there were so many requests; then everything runs and
