@@ -22,7 +22,12 @@ from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.event_stream import EventStream
 from pagoda_tools.llama_proxy.finished_work import finished
-from testbed.llama_servers import LlamaServer, llama_server
+from testbed.llama_servers import (
+    BUILDS,
+    LlamaOptions,
+    LlamaServer,
+    llama_server,
+)
 from testbed.patience import wait_until
 from testbed.tiny_gguf import write_adapter, write_model
 from tests.llama_proxy.kit import (
@@ -625,3 +630,40 @@ def test_comments_of_a_stream_say_nothing_of_the_prompt() -> None:
     reused, found = asyncio.run(read())
     assert reused == 5
     assert found == comment * 10 + token
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_ram_cache_of_a_server_gives_no_kv_of_another_scale(
+    build: str, tmp_path: Path
+) -> None:
+    """The server keeps copies of what its slots held before the change."""
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    options: LlamaOptions = {
+        "slots": 1,
+        "context": 2048,
+        "ram_mib": 64,
+        "lora": [(str(adapter), 1.0)],
+    }
+    other = "quite another prompt, " * 20
+    # the slot has its beginning, and an answer that it does not go on from
+    longer = "the river goes past"
+    with (
+        llama_server(model, build, **options) as server,
+        running_proxy(server) as proxy,
+    ):
+        for prompt in (TEXT, other):
+            proxy.complete(prompt)
+        change = [{"id": 0, "scale": 0.0}]
+        text = json.dumps(change).encode()
+        assert proxy.send("POST", "/lora-adapters", text).status == 200
+        proxy.complete(other)
+        answers = [proxy.complete(TEXT)]
+        proxy.complete(longer, n_predict=60)
+        answers.append(proxy.complete(TEXT))
+        # with several prompts, the server itself chooses the slot
+        proxy.complete(other)
+        passed = proxy.complete([TEXT, "b"]).json
+        expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
+    assert [answer.text for answer in answers] == [expected, expected]
+    assert passed[0]["content"] == expected  # type: ignore[index,call-overload]

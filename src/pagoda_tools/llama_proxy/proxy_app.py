@@ -80,6 +80,7 @@ class ProxyOptions:
         allow_hosts: more names for the headers Host and Origin.
         owns_server: nobody else asks the server, and its slots are the proxy's.
         empties_idle_slots: every request that starts may empty the idle slots.
+        may_have_ram_cache: the server may keep copies of what its slots held (`--cache-ram`).
         adapters_are_fixed: nobody changes the server's adapters without the proxy.
         state_bytes: the most bytes of a state file; None: an eighth of the free memory.
         loading_is_off: why nothing is loaded; empty: it is.
@@ -95,6 +96,7 @@ class ProxyOptions:
     allow_hosts: Sequence[str] = ()
     owns_server: bool = True
     empties_idle_slots: bool = False
+    may_have_ram_cache: bool = True
     adapters_are_fixed: bool = True
     state_bytes: int | None = None
     loading_is_off: str = ""
@@ -229,7 +231,9 @@ class LlamaProxy:
         options = self._options
         config = options.config
         self._upstream = Upstream(options.server_url, options.server_key)
-        self._accounts = SlotAccounts(self._states.slots)
+        self._accounts = SlotAccounts(
+            self._states.slots, may_have_ram_cache=options.may_have_ram_cache
+        )
         if not options.owns_server:
             # others may have used it before
             self._accounts.forget_used(None, 0.0)

@@ -67,6 +67,14 @@ class SlotAccount:
             return 0
         return len(self.tokens) + self.more_tokens - self.saved_tokens
 
+    def may_ask_ram(self, held_tokens: int) -> bool:
+        """Whether a server with a RAM cache may look there for a prompt of which the slot has so
+        many leading tokens: not for an empty slot, nor while most of what the slot has is used.
+        """
+        if not self.is_known or self.more_tokens > held_tokens:
+            return True
+        return held_tokens < len(self.tokens)
+
     def held(self, tokens: Tokens, salt: str) -> int:
         """Return how many leading tokens of a prompt it has."""
         if not self.is_known or self.is_tainted or self.salt != salt:
@@ -130,7 +138,11 @@ class SlotAccount:
 class SlotAccounts:
     """All slots of a server. For the event loop."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, may_have_ram_cache: bool) -> None:
+        """`may_have_ram_cache`: the server may keep copies of what its slots held."""
+        self._may_have_ram_cache = may_have_ram_cache
+        # these copies may have KV that is not that of their tokens, until the server is restarted
+        self.is_ram_tainted = False
         self.all = [SlotAccount(number) for number in range(count)]
         self._freed = asyncio.Condition()
 
@@ -141,8 +153,8 @@ class SlotAccounts:
 
     @property
     def is_any_tainted(self) -> bool:
-        """Whether some slot must not be used as it is."""
-        return any(slot.is_tainted for slot in self.all)
+        """Whether what the server has may be KV that is not that of its tokens."""
+        return self.is_ram_tainted or any(slot.is_tainted for slot in self.all)
 
     async def take(
         self, choose: Callable[[Sequence[SlotAccount]], SlotAccount | None]
@@ -202,6 +214,7 @@ class SlotAccounts:
 
     def taint(self) -> None:
         """Account for a request that may leave KV in any slot which is not that of its tokens."""
+        self.is_ram_tainted = self._may_have_ram_cache
         for slot in self.all:
             slot.is_tainted = True
 

@@ -170,11 +170,9 @@ class SlotPreparation:
             turn.why = slot.why_not_stored
         if turn.held < len(slot.tokens):
             await self._saver.save(slot)
-            if turn.salt and self._options.others_ask:
-                # a server with a RAM cache looks there for what a slot lacks, of all users; not for
-                # an empty one
-                turn.is_spoiled = not await self.empty(slot)
-                turn.held = 0
+        if self._is_ram_foreign(turn) and slot.may_ask_ram(turn.held):
+            turn.is_spoiled = not await self.empty(slot)
+            turn.held = 0
         if stored.is_unknown or self._is_better(stored, turn.held):
             await self._load(turn)
         elif stored.may_load and stored.tokens > turn.held:
@@ -191,6 +189,14 @@ class SlotPreparation:
             return False
         slot.clear()
         return True
+
+    def _is_ram_foreign(self, turn: Turn) -> bool:
+        """Whether the RAM cache of the server may have KV that is not for this request: of another
+        user, or not that of its tokens.
+        """
+        if self._accounts.is_ram_tainted:
+            return True
+        return bool(turn.salt) and self._options.others_ask
 
     def _best(
         self,
