@@ -314,5 +314,12 @@ class Driver:
     def _set_scale(self) -> None:
         scales = [{"id": 0, "scale": self._scale}]
         for target in self._targets:
-            target.client.post("/lora-adapters", scales)
+            try:
+                target.client.post("/lora-adapters", scales)
+            except (OSError, RuntimeError):
+                if not self._is_rough:
+                    raise
+                # a cut file has just ended its server
+                target.start()
+                target.client.post("/lora-adapters", scales)
         self._controls.set_scales(scales)

@@ -296,7 +296,15 @@ def test_everything_at_once(
             ]
 
         with StateWatch(directories, rng) as watch:
-            driver = Driver(rng, both, right, watch=watch, disk=disk, scale=0.5)
+            driver = Driver(
+                rng,
+                both,
+                right,
+                watch=watch,
+                disk=disk,
+                scale=0.5,
+                adapter_changes=1,
+            )
             drive(driver, both, 0, right, watch, REQUESTS)
     assert driver.counts["loads"]
 
