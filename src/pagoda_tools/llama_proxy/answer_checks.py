@@ -64,16 +64,17 @@ class AnswerChecks:
     def count_difference(self, route: str, why: str) -> None:
         """Account for an answer that reused other tokens than were restored."""
         self._differences[route] += 1
-        _log.warn(_logger, Reason.FAILED_CHECK, f"{route}: {why}")
-        if self._differences[route] >= _MOST_DIFFERENCES:
-            self._off[route] = (why, time.monotonic() + _OFF_SECONDS)
-            _logger.warning(
-                "nothing is loaded for %s for %.0f s: %d answers in a row: %s",
-                route,
-                _OFF_SECONDS,
-                self._differences[route],
-                why,
-            )
+        if self._differences[route] < _MOST_DIFFERENCES:
+            _log.warn(_logger, Reason.FAILED_CHECK, f"{route}: {why}")
+            return
+        self._off[route] = (why, time.monotonic() + _OFF_SECONDS)
+        _logger.warning(
+            "nothing is loaded for %s for %.0f s: %d answers in a row: %s",
+            route,
+            _OFF_SECONDS,
+            self._differences[route],
+            why,
+        )
 
     def why_off(self, route: str) -> str:
         """Return why nothing is loaded for a route now; empty: it is."""

@@ -189,8 +189,11 @@ def _first_line(
     host: str, port: int, options: ProxyOptions, states: SlotStates
 ) -> str:
     name = f"[{host}]" if ":" in host else host
-    off = states.trouble or options.loading_is_off
-    kept = f"nothing is stored or loaded: {off}" if off else "prompts are kept"
+    kept = "prompts are kept"
+    if options.loading_is_off:
+        kept = f"nothing is loaded: {options.loading_is_off}"
+    if states.trouble:
+        kept = "nothing is stored or loaded, as the line above says"
     return f"http://{name}:{port} answers for llama-server; {kept}"
 
 
@@ -256,7 +259,7 @@ class LlamaProxy:
                 context_tokens=self._states.context_tokens,
                 empties_idle_slots=options.empties_idle_slots,
                 others_ask=not options.owns_server,
-                loading_is_off=self._states.trouble or options.loading_is_off,
+                loading_is_off=options.loading_is_off,
             ),
         )
         yield
@@ -372,8 +375,6 @@ class LlamaProxy:
 
     async def _prompt(self, route: str, body: Body) -> RequestPrompt:
         """Return the tokens of a request, or why it is to be passed on as it is."""
-        if self._states.trouble:
-            return RequestPrompt(None, self._states.trouble)
         try:
             async with asyncio.timeout(_PROMPT_SECONDS):
                 return await prompt_of(route, body, self._upstream.ask)

@@ -42,6 +42,8 @@ _WAIT_SECONDS = 600.0
 # where others may keep a slot busy that is free by our account
 _WAIT_BESIDE_OTHERS_SECONDS = 2.0
 _LOAD_SECONDS = 10.0
+# between two looks whether a server with a trouble was replaced
+_PROBE_SECONDS = 60.0
 
 _logger = guarded_logger("pagoda.llamacpp")
 _log = RateLimitedLog()
@@ -100,6 +102,7 @@ class SlotPreparation:
         self._run = run
         self._options = options
         self._counts = counts
+        self._probe_at = time.monotonic() + _PROBE_SECONDS
         self._room = CellRoom(accounts, states, saver, self.empty)
 
     async def find(
@@ -116,6 +119,11 @@ class SlotPreparation:
             return StoredPrefix(0, may_load=False, is_skipped=True)
         if len(tokens) >= self._options.context_tokens:
             return StoredPrefix(0, may_load=False)
+        trouble = self._states.trouble
+        if trouble:
+            return StoredPrefix(
+                0, False, trouble, is_unknown=self._is_time_to_probe()
+            )
         off = self._options.loading_is_off or self._checks.why_off(question.route)
         if question.hides_what_was_reused:
             off = off or "response_fields leaves out how many tokens were reused"
@@ -188,6 +196,18 @@ class SlotPreparation:
             slot.forget()
             return False
         slot.clear()
+        return True
+
+    def _is_time_to_probe(self) -> bool:
+        """Whether a server that others start may be another one by now, without its trouble: a load
+        finds out.
+        """
+        if not self._options.others_ask:
+            return False
+        now = time.monotonic()
+        if now < self._probe_at:
+            return False
+        self._probe_at = now + _PROBE_SECONDS
         return True
 
     def _is_ram_foreign(self, turn: Turn) -> bool:
