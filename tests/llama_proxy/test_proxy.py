@@ -31,6 +31,7 @@ CHAT = [
     {"role": "system", "content": "You count the roofs of pagodas. " * 16},
     {"role": "user", "content": "how many?"},
 ]
+ABSENT = '"never stored here, or forgotten since"'
 QUESTIONS: dict[str, dict[str, object]] = {
     "/completion": {"prompt": TEXT, "n_predict": 12},
     "/v1/completions": {"prompt": TEXT, "max_tokens": 12},
@@ -270,10 +271,10 @@ def test_windows_without_checkpoints_are_told_once_and_not_saved(
         proxy.proxy._states.store = saved.append  # type: ignore[assignment,method-assign]
         told = [proxy.complete(TEXT).told for _ in range(2)]
         trouble = proxy.status()["trouble"]
+        assert "saves no checkpoints" in str(trouble)
+        assert "take a newer llama-server" in str(trouble)
         wait_until(lambda: _why_not_stored(proxy))
         proxy.complete("quite another prompt, " * 20, id_slot=0)
-    assert "saves no checkpoints" in str(trouble)
-    assert "take a newer llama-server" in str(trouble)
     assert told[1]["held"] == told[1]["prompt"]
     assert "saves no checkpoints" in told[0]["why"]
     assert saved == []
@@ -300,6 +301,35 @@ def test_a_server_that_was_started_again_without_its_trouble_is_used(
         for prompt in ("quite another prompt, " * 20, TEXT):
             again = proxy.complete(prompt)
         assert int(again.told["loaded"]) > 0, again.told
+
+
+def test_what_other_options_have_computed_is_told_and_what_others_wrote_is_not(
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path, "llama", seed=5)
+    kv = tmp_path / "kv"
+    secret = "nobody else has asked this, " * 20
+    keys = ("first-key", "second-key")
+
+    def why(proxy: RunningProxy, prompt: str) -> str:
+        emptied(server)
+        forget(proxy)
+        return proxy.complete(prompt).headers["X-Pagoda"].partition("why=")[2]
+
+    with (
+        llama_server(model, "B", slots=2, rope_base=50_000) as server,
+        running_proxy(server, kv) as proxy,
+    ):
+        proxy.complete(TEXT)
+    with llama_server(model, "B", slots=2) as server:
+        with running_proxy(server, kv, api_keys=keys) as proxy:
+            body = {"prompt": secret, **GREEDY, "n_predict": 2}
+            proxy.post("/completion", body, keys[0])
+        with running_proxy(server, kv) as proxy:
+            told = "another build of llama-server, or other options"
+            # who has stored what is looked for in the time that a request has
+            wait_until(lambda: told in why(proxy, TEXT))
+            assert {why(proxy, secret) for _ in range(3)} <= {"", ABSENT}
 
 
 def _why_not_stored(proxy: RunningProxy) -> bool:

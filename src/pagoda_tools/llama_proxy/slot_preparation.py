@@ -21,6 +21,7 @@ from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+from pagoda.connectors.llamacpp.slot_states import LoadedState
 from pagoda_tools.llama_proxy.answer_checks import AnswerChecks
 from pagoda_tools.llama_proxy.cell_room import CellRoom
 from pagoda_tools.llama_proxy.load_worth import LoadWorth
@@ -135,12 +136,10 @@ class SlotPreparation:
         is_unknown = found.reason is Reason.NOT_CACHEABLE
         if self._saver.is_server_doubtful:
             is_unknown = True
-        # what another client has stored is not for this one
-        is_told = found.reason is not Reason.OTHER_NAMESPACE
         return StoredPrefix(
             found.num_tokens,
             found.num_tokens >= least,
-            found.detail if is_told else "",
+            _told(found),
             is_unknown=is_unknown,
         )
 
@@ -268,7 +267,7 @@ class SlotPreparation:
         self._saver.is_server_doubtful = False
         if loaded is None or not loaded:
             self._counts["not_loaded"] += 1
-            turn.why = "it failed" if loaded is None else loaded.detail
+            turn.why = "it failed" if loaded is None else _told(loaded)
             # a refused restore leaves nothing, a refused call leaves all: the server knows
             turn.slot.forget()
             turn.held = 0
@@ -292,3 +291,16 @@ class SlotPreparation:
             # a boundary: the request goes on without what is stored
             _log.warn(_logger, Reason.IO_ERROR, f"nothing was loaded: {error!r}")
             return None
+
+
+def _told(found: LoadedState) -> str:
+    """Return why not more is loaded, as far as it is the client's to know."""
+    why = found.detail
+    if found.reason is not Reason.OTHER_NAMESPACE:
+        return why
+    if "salt" in why:
+        # another client has stored it
+        return ""
+    if "numerics" in why:
+        why += ": another build of llama-server, or other options"
+    return why
