@@ -633,6 +633,31 @@ def test_comments_of_a_stream_say_nothing_of_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
+def test_the_ram_cache_of_a_server_gives_no_kv_of_a_requests_own_adapters(
+    build: str, tmp_path: Path
+) -> None:
+    """The server keeps copies without the adapters that a request has chosen."""
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    options: LlamaOptions = {
+        "slots": 1,
+        "context": 2048,
+        "ram_mib": 64,
+        "lora": [(str(adapter), 0.0)],
+    }
+    chosen = [{"id": 0, "scale": 1.0}]
+    with (
+        llama_server(model, build, **options) as server,
+        running_proxy(server) as proxy,
+    ):
+        for prompt in (TEXT, "quite another prompt, " * 20):
+            proxy.complete(prompt, lora=chosen)
+        answer = proxy.complete(TEXT)
+        expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
+    assert answer.text == expected
+
+
+@pytest.mark.parametrize("build", BUILDS)
 def test_the_ram_cache_of_a_server_gives_no_kv_of_another_scale(
     build: str, tmp_path: Path
 ) -> None:

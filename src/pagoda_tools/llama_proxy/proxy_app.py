@@ -57,6 +57,7 @@ _EXIT_SECONDS = 5.0
 _WAITING_CONNECTIONS = 1024
 _INTERRUPTED = 130  # exit code
 _MOVES_KV = "n_cache_reuse"
+_CHOOSES_ADAPTERS = "lora"
 STATUS_PATH = "/pagoda"
 _HARMLESS = frozenset(
     {"/tokenize", "/detokenize", "/apply-template", "/props", "/health"}
@@ -337,8 +338,16 @@ class LlamaProxy:
                 return answer
             why = "the server chose a slot: none was free in time"
         self._flow.counts["passed_on"] += 1
-        if client.salt or self._accounts.is_any_tainted:
-            # that slot may have KV that is not for this request
+        if question.get(_CHOOSES_ADAPTERS):
+            # this and the next ones with it are the server's own affair
+            self._accounts.taint_ram()
+            is_clean = not self._accounts.is_any_tainted
+        else:
+            is_clean = not (
+                self._accounts.is_any_tainted or self._accounts.is_ram_tainted
+            )
+        if client.salt or not is_clean:
+            # what the server takes may have KV that is not for this request
             text = changed(text, question, {"cache_prompt": False})
         header = f'why="{printable(why)}"'
         send = partial(self._pass, request, text, client, header)
@@ -355,6 +364,8 @@ class LlamaProxy:
         is_moving = _MOVES_KV.encode() in text
         if is_moving:
             self._accounts.taint()
+        if _CHOOSES_ADAPTERS.encode() in text:
+            self._accounts.taint_ram()
         try:
             send = partial(self._pass, request, text, client, header)
             return await self._flow.passed_on(send, None, client.salt)

@@ -153,8 +153,8 @@ class SlotAccounts:
 
     @property
     def is_any_tainted(self) -> bool:
-        """Whether what the server has may be KV that is not that of its tokens."""
-        return self.is_ram_tainted or any(slot.is_tainted for slot in self.all)
+        """Whether some slot must not be used as it is."""
+        return any(slot.is_tainted for slot in self.all)
 
     async def take(
         self, choose: Callable[[Sequence[SlotAccount]], SlotAccount | None]
@@ -212,9 +212,15 @@ class SlotAccounts:
             if slot is not than and slot.save_at is None:
                 slot.forget()
 
+    def taint_ram(self) -> None:
+        """Account for KV that is not that of its tokens alone, of which the server may keep a copy
+        in its RAM: it does not look there by adapter.
+        """
+        self.is_ram_tainted = self._may_have_ram_cache
+
     def taint(self) -> None:
         """Account for a request that may leave KV in any slot which is not that of its tokens."""
-        self.is_ram_tainted = self._may_have_ram_cache
+        self.taint_ram()
         for slot in self.all:
             slot.is_tainted = True
 
