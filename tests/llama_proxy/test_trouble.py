@@ -632,6 +632,38 @@ def test_comments_of_a_stream_say_nothing_of_the_prompt() -> None:
     assert found == comment * 10 + token
 
 
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_adapters_of_a_request_are_not_those_of_the_next_one(
+    build: str, several: bool, tmp_path: Path
+) -> None:
+    """The server goes on from what such a request has left in its slot."""
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    options: LlamaOptions = {
+        "slots": 1,
+        "context": 2048,
+        "lora": [(str(adapter), 0.0)],
+    }
+    chosen = [{"id": 0, "scale": 1.0}]
+    with (
+        llama_server(model, build, **options) as server,
+        running_proxy(server, may_have_ram_cache=False) as proxy,
+    ):
+        asked: object = ["a", TEXT] if several else TEXT
+        assert proxy.complete(asked, lora=chosen).status == 200
+        slot = proxy.proxy._accounts.all[0]
+        answers = [proxy.complete(TEXT)]
+        wait_until(lambda: slot.stored_tokens)
+        server.post("/slots/0?action=erase")
+        slot.clear()
+        # what was stored
+        answers.append(proxy.complete(TEXT))
+        expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
+    assert [answer.text for answer in answers] == [expected, expected]
+    assert int(answers[1].told["loaded"]) > 0
+
+
 @pytest.mark.parametrize("build", BUILDS)
 def test_the_ram_cache_of_a_server_gives_no_kv_of_a_requests_own_adapters(
     build: str, tmp_path: Path

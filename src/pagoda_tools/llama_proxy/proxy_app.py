@@ -28,6 +28,7 @@ from pagoda_tools.llama_proxy.load_worth import LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import (
     ROUTES,
     RequestPrompt,
+    is_several,
     prompt_of,
 )
 from pagoda_tools.llama_proxy.request_body import Body, changed, read_body
@@ -338,20 +339,56 @@ class LlamaProxy:
                 return answer
             why = "the server chose a slot: none was free in time"
         self._flow.counts["passed_on"] += 1
+        header = f'why="{printable(why)}"'
         if question.get(_CHOOSES_ADAPTERS):
-            # this and the next ones with it are the server's own affair
-            self._accounts.taint_ram()
-            is_clean = not self._accounts.is_any_tainted
-        else:
-            is_clean = not (
-                self._accounts.is_any_tainted or self._accounts.is_ram_tainted
+            return await self._pass_with_adapters(
+                request, text, question, client, header
             )
-        if client.salt or not is_clean:
+        if client.salt or self._accounts.is_any_tainted:
             # what the server takes may have KV that is not for this request
             text = changed(text, question, {"cache_prompt": False})
-        header = f'why="{printable(why)}"'
         send = partial(self._pass, request, text, client, header)
         return await self._flow.passed_on(send, prompt.tokens, client.salt)
+
+    async def _pass_with_adapters(
+        self,
+        request: web.Request,
+        text: bytes,
+        question: Body,
+        client: Client,
+        header: str,
+    ) -> web.StreamResponse:
+        """Pass on a request that chooses adapters: what it leaves in the server is not for others,
+        and the server does not know that.
+        """
+        added: Body = {"cache_prompt": False} if client.salt else {}
+        self._accounts.taint_ram()
+
+        async def send(slot: int) -> web.StreamResponse:
+            sent = changed(text, question, {**added, "id_slot": slot})
+            return await self._pass(request, sent, client, header)
+
+        several = is_several(question)
+        try:
+            if not several:
+                adapters = question[_CHOOSES_ADAPTERS]
+                answer = await self._flow.with_adapters(
+                    send, adapters, client.salt
+                )
+                if answer is not None:
+                    return answer
+            # the server chooses, perhaps several slots
+            self._accounts.taint()
+            several = True
+            sent = changed(text, question, added)
+            anywhere = partial(self._pass, request, sent, client, header)
+            return await self._flow.passed_on(anywhere, None, client.salt)
+        except ServerTrouble as trouble:
+            raise aiohttp.ClientError(str(trouble)) from trouble
+        finally:
+            if several:
+                # a slot may have been emptied and used again meanwhile
+                self._accounts.taint()
 
     async def _pass_unknown(
         self, request: web.Request, text: bytes, client: Client
@@ -361,11 +398,12 @@ class LlamaProxy:
         if request.path in ROUTES:
             self._flow.counts["passed_on"] += 1
             header = 'why="the body is no JSON object"'
-        is_moving = _MOVES_KV.encode() in text
+        is_moving = any(
+            f'"{name}"'.encode() in text
+            for name in (_MOVES_KV, _CHOOSES_ADAPTERS)
+        )
         if is_moving:
             self._accounts.taint()
-        if _CHOOSES_ADAPTERS.encode() in text:
-            self._accounts.taint_ram()
         try:
             send = partial(self._pass, request, text, client, header)
             return await self._flow.passed_on(send, None, client.salt)

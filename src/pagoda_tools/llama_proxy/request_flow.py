@@ -144,6 +144,25 @@ class RequestFlow:
         turn.loaded = 0
         turn.why = why
 
+    async def with_adapters(
+        self,
+        send: Callable[[int], Awaitable[web.StreamResponse]],
+        adapters: object,
+        salt: str,
+    ) -> web.StreamResponse | None:
+        """Let a request that chooses adapters have a slot of its own; None if none became free.
+
+        `send`: asks the server in the slot of this number. Raises ServerTrouble.
+        """
+        slot = await self._preparation.take_for_adapters((salt, adapters))
+        if slot is None:
+            return None
+        try:
+            (await self._starts.right()).release()
+            return await send(slot.number)
+        finally:
+            await finished(self._accounts.give_back(slot))
+
     async def passed_on(
         self,
         send: Callable[[], Awaitable[web.StreamResponse]],

@@ -44,6 +44,8 @@ class SlotAccount:
         self.is_known = True
         # its KV may not be that of its tokens: it must be emptied before its next use
         self.is_tainted = False
+        # tainted by a request that chose adapters: its user and these
+        self.adapters: tuple[str, object] | None = None
         # of the last request
         self.used_at = 0.0
         # at which it is to be saved; None: nothing is new since it was saved
@@ -104,6 +106,7 @@ class SlotAccount:
         self.save_at = None
         self.failed_saves = 0
         self.marks = None
+        self.adapters = None
 
     def clear(self) -> None:
         """Account for an emptied slot."""
@@ -153,8 +156,8 @@ class SlotAccounts:
 
     @property
     def is_any_tainted(self) -> bool:
-        """Whether some slot must not be used as it is."""
-        return any(slot.is_tainted for slot in self.all)
+        """Whether some slot, or what the server keeps in RAM, must not be used as it is."""
+        return self.is_ram_tainted or any(slot.is_tainted for slot in self.all)
 
     async def take(
         self, choose: Callable[[Sequence[SlotAccount]], SlotAccount | None]
@@ -223,6 +226,7 @@ class SlotAccounts:
         self.taint_ram()
         for slot in self.all:
             slot.is_tainted = True
+            slot.adapters = None
 
 
 def fullest(

@@ -24,6 +24,7 @@ from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda.connectors.llamacpp.slot_states import LoadedState
 from pagoda_tools.llama_proxy.answer_checks import AnswerChecks
 from pagoda_tools.llama_proxy.cell_room import CellRoom
+from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.load_worth import LoadWorth
 from pagoda_tools.llama_proxy.request_turn import Question, Turn
 from pagoda_tools.llama_proxy.slot_accounts import (
@@ -149,16 +150,50 @@ class SlotPreparation:
         """Return a locked slot, the one that the client wants or the best; None: none became
         free.
         """
-        wait = _WAIT_SECONDS
-        # the server may choose a slot that has what another user has written
-        if self._options.others_ask and not question.salt:
-            wait = _WAIT_BESIDE_OTHERS_SECONDS
+        wait = self._wait_seconds
+        if question.salt:
+            # the server may choose a slot that has what another user has written
+            wait = _WAIT_SECONDS
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 return await self._accounts.take(
                     lambda free: self._best(free, question, stored)
                 )
         return None
+
+    async def take_for_adapters(
+        self, adapters: tuple[str, object]
+    ) -> SlotAccount | None:
+        """Return a locked slot that only the same user's request with the same adapters has used,
+        or one that is empty; None: none became free. Raises ServerTrouble.
+
+        The server goes on from what such a request leaves, also for one without adapters: so the
+        slot is tainted, and must be emptied before another use.
+        """
+
+        def choose(free: Sequence[SlotAccount]) -> SlotAccount | None:
+            same = [slot for slot in free if slot.adapters == adapters]
+            if same:
+                return same[0]
+            return least_useful(free) if free else None
+
+        slot = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._wait_seconds):
+                slot = await self._accounts.take(choose)
+        if slot is None:
+            return None
+        try:
+            if slot.adapters != adapters:
+                await finished(self._saver.save(slot))
+                if not await finished(self.empty(slot)):
+                    raise ServerTrouble(f"slot {slot.number} was not emptied")
+            slot.is_tainted = True
+            slot.adapters = adapters
+        except BaseException:
+            await finished(self._accounts.give_back(slot))
+            raise
+        return slot
 
     async def prepare(self, turn: Turn, stored: StoredPrefix) -> None:
         """Save what the slot loses, and load what it lacks."""
@@ -196,6 +231,13 @@ class SlotPreparation:
             return False
         slot.clear()
         return True
+
+    @property
+    def _wait_seconds(self) -> float:
+        """How long a request waits for a slot."""
+        if self._options.others_ask:
+            return _WAIT_BESIDE_OTHERS_SECONDS
+        return _WAIT_SECONDS
 
     def _is_time_to_probe(self) -> bool:
         """Whether a server that others start may be another one by now, without its trouble: a load
