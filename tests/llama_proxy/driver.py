@@ -118,6 +118,7 @@ class Driver:
             self._steps.append((self._fill_or_empty, 3))
         if scale is not None:
             self._steps.append((self._change_adapter, adapter_changes))
+            self._steps.append((self._choose_adapters, 5))
 
     def run(self, steps: int, requests: int = 0) -> None:
         """Take so many steps, and more until there were so many requests; then everything runs and
@@ -310,6 +311,18 @@ class Driver:
         """Change the scale at all servers, while nothing is asked."""
         self._scale = scale
         self._set_scale()
+
+    def _choose_adapters(self) -> None:
+        """Ask with adapters of the request's own, which nobody else gets."""
+        chosen = [{"id": 0, "scale": self._rng.choice((0.0, 0.5, 1.0))}]
+        each = self._next()
+        question = each.question._replace(
+            body={**each.question.body, "lora": chosen}
+        )
+        asked = [each._replace(question=question, conversation=None)]
+        if self._rng.random() < 0.5:
+            asked.append(self._next())
+        self._ask(asked)
 
     def _set_scale(self) -> None:
         scales = [{"id": 0, "scale": self._scale}]

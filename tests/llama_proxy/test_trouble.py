@@ -664,6 +664,30 @@ def test_the_adapters_of_a_request_are_not_those_of_the_next_one(
     assert int(answers[1].told["loaded"]) > 0
 
 
+def test_a_conversation_with_adapters_of_its_own_goes_on(tmp_path: Path) -> None:
+    """Its slot is kept for it, until another one needs a slot."""
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    with (
+        llama_server(
+            model, "B", slots=2, context=4096, lora=[(str(adapter), 0.0)]
+        ) as server,
+        running_proxy(server, may_have_ram_cache=False) as proxy,
+    ):
+
+        def reused(scale: float) -> int:
+            chosen = [{"id": 0, "scale": scale}]
+            timings = proxy.complete(TEXT, lora=chosen).json["timings"]
+            found: int = timings["cache_n"]  # type: ignore[index]
+            return found
+
+        assert reused(1.0) == 0
+        assert reused(1.0) > 600
+        assert proxy.complete(TEXT).json["timings"]["cache_n"] == 0  # type: ignore[index]
+        assert proxy.complete(TEXT).told["held"] != "0"
+        assert reused(0.5) == 0
+
+
 @pytest.mark.parametrize("build", BUILDS)
 def test_the_ram_cache_of_a_server_gives_no_kv_of_a_requests_own_adapters(
     build: str, tmp_path: Path
