@@ -706,8 +706,11 @@ def test_the_ram_cache_of_a_server_gives_no_kv_of_a_requests_own_adapters(
         llama_server(model, build, **options) as server,
         running_proxy(server) as proxy,
     ):
-        for prompt in (TEXT, "quite another prompt, " * 20):
+        other = "quite another prompt, " * 20
+        for prompt in (TEXT, other):
             proxy.complete(prompt, lora=chosen)
+        # an empty slot would not be compared with what is in RAM
+        proxy.complete(other)
         answer = proxy.complete(TEXT)
         expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
     assert answer.text == expected
