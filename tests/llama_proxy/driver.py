@@ -2,7 +2,8 @@
 every prompt from its first token, and every request gets an answer.
 
 Servers and proxies are killed, clients go away, the disk is full, files of states are cut short,
-adapters change, two proxies share one host tier. `PROXY_STEPS` and `PROXY_SEEDS` make it longer.
+adapters change, two proxies share one host tier. `test_driver.py` has the options that make it
+longer.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Driver:
         disk: FullDisk | None = None,
         scale: float | None = None,
         kills: int = 1,
+        adapter_changes: int = 3,
     ) -> None:
         """Make a driver; nothing is asked yet.
 
@@ -76,6 +78,8 @@ class Driver:
             disk: may be filled; None: never
             scale: of the adapter of all servers, which changes; None: they have none
             kills: weight of each way to end a process; 0: never
+            adapter_changes: weight of a change of the adapter; nothing is stored after one until
+                the server is restarted with the scale that it has then
         """
         self._rng = rng
         self._targets = targets
@@ -92,6 +96,8 @@ class Driver:
         self.counts: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by step
         self.faults: list[str] = []
+        self._reported = 0  # hundreds of requests
+        self._told = 0  # faults
         self._steps: list[tuple[Callable[[], None], int]] = [
             (self._ask_one, 40),
             (self._ask_some, 15),
@@ -111,23 +117,43 @@ class Driver:
         if disk is not None:
             self._steps.append((self._fill_or_empty, 3))
         if scale is not None:
-            self._steps.append((self._change_adapter, 3))
+            self._steps.append((self._change_adapter, adapter_changes))
+            self._steps.append((self._choose_adapters, 5))
 
-    def run(self, steps: int) -> None:
-        """Take so many steps; then everything runs and nothing is in the way."""
-        things = [thing for thing, _ in self._steps]
-        weights = [weight for _, weight in self._steps]
+    def run(self, steps: int, requests: int = 0) -> None:
+        """Take so many steps, and more until there were so many requests; then everything runs and
+        nothing is in the way.
+        """
         for _ in range(steps):
-            thing = self._rng.choices(things, weights)[0]
-            name = thing.__name__.strip("_")
-            began = time.monotonic()
-            thing()
-            self.counts[name] += 1
-            self.seconds[name] += time.monotonic() - began
+            self._take_a_step()
+        while self.counts["requests"] < requests:
+            self._take_a_step()
         if self._watch is not None:
             self._watch.cuts = False
         if self._disk is not None:
             self._disk.empty()
+
+    def _take_a_step(self) -> None:
+        things = [thing for thing, _ in self._steps]
+        weights = [weight for _, weight in self._steps]
+        thing = self._rng.choices(things, weights)[0]
+        name = thing.__name__.strip("_")
+        began = time.monotonic()
+        thing()
+        self.counts[name] += 1
+        self.seconds[name] += time.monotonic() - began
+        self._report()
+
+    def _report(self) -> None:
+        """Print how far a long run is, now and then, and each fault at once."""
+        hundreds = self.counts["requests"] // 100
+        if hundreds == self._reported and len(self.faults) == self._told:
+            return
+        self._reported = hundreds
+        for fault in self.faults[self._told :]:
+            print(f"FAULT {fault}", flush=True)
+        self._told = len(self.faults)
+        print(f"{dict(self.counts)}", flush=True)
 
     # ---- requests
 
@@ -286,8 +312,27 @@ class Driver:
         self._scale = scale
         self._set_scale()
 
+    def _choose_adapters(self) -> None:
+        """Ask with adapters of the request's own, which nobody else gets."""
+        chosen = [{"id": 0, "scale": self._rng.choice((0.0, 0.5, 1.0))}]
+        each = self._next()
+        question = each.question._replace(
+            body={**each.question.body, "lora": chosen}
+        )
+        asked = [each._replace(question=question, conversation=None)]
+        if self._rng.random() < 0.5:
+            asked.append(self._next())
+        self._ask(asked)
+
     def _set_scale(self) -> None:
         scales = [{"id": 0, "scale": self._scale}]
         for target in self._targets:
-            target.client.post("/lora-adapters", scales)
+            try:
+                target.client.post("/lora-adapters", scales)
+            except (OSError, RuntimeError):
+                if not self._is_rough:
+                    raise
+                # a cut file has just ended its server
+                target.start()
+                target.client.post("/lora-adapters", scales)
         self._controls.set_scales(scales)

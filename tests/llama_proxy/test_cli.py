@@ -360,6 +360,41 @@ def test_a_run_from_the_start_to_ctrl_c(
         assert timings["cache_n"] >= 256
 
 
+@pytest.mark.parametrize(
+    "build", [pytest.param("A", marks=pytest.mark.slow), "B"]
+)
+def test_whose_lines_are_in_the_log(
+    build: str, models: Path, tmp_path: Path
+) -> None:
+    """Those of the server and ours are in one stream."""
+    words = ["--state-bytes", "50000", "--", *small(write_model(models))]
+    with running(tmp_path, *words, build=build) as run:
+        run.wait_for("pagoda llama-server: ")
+        assert run.ask()[0] == 200
+        line = run.wait_for("WARNING")
+        run.process.terminate()
+        assert run.end() == 0
+    assert line.startswith("pagoda: ")
+    assert "raise state_bytes (--state-bytes)" in line
+    # the start is no attempt of a stranger
+    assert not [line for line in run.lines if "Invalid API Key" in line]
+
+
+def test_windows_without_checkpoints_are_told_once_at_the_start(
+    models: Path, tmp_path: Path
+) -> None:
+    words = small(write_model(models, "gemma3"))
+    with running(tmp_path, "--", *words) as run:
+        line = run.wait_for("pagoda llama-server: ")
+        assert "nothing is stored or loaded, as the line above says" in line
+        assert run.ask()[0] == 200
+        run.process.terminate()
+        assert run.end() == 0
+    told = [line for line in run.lines if "no checkpoints" in line]
+    assert len(told) == 1
+    assert told[0].startswith("pagoda: ")
+
+
 def test_who_ends_it_is_told_what_the_end_waits_for(
     models: Path, tmp_path: Path
 ) -> None:

@@ -3,7 +3,9 @@ every prompt from its first token, and every request gets an answer.
 
 Servers and proxies are killed, clients go away, the disk is full, files of states are cut short,
 adapters change, two proxies share one host tier. `LLAMA_PROXY_STEPS` and `LLAMA_PROXY_SEEDS` make
-it longer.
+it longer. The number of requests for all of this in one run is `LLAMA_PROXY_REQUESTS`:
+
+    LLAMA_PROXY_REQUESTS=5000 pytest -s -m soak tests/llama_proxy/test_driver.py -k everything
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tests.llama_proxy.traffic import Controls
 
 STEPS = int(os.environ.get("LLAMA_PROXY_STEPS", "300"))
 SEEDS = int(os.environ.get("LLAMA_PROXY_SEEDS", "2"))
+REQUESTS = int(os.environ.get("LLAMA_PROXY_REQUESTS", "400"))
 STATE_BYTES = 4 << 20
 SLOTS = 2
 # nothing is asked any more: there is only what the slots hold to be saved
@@ -96,10 +99,11 @@ def drive(
     steps: int,
     controls: Controls,
     watch: StateWatch,
+    requests: int = 0,
 ) -> None:
     """Take the steps, then check that all was right and nothing is left."""
     began = time.monotonic()
-    driver.run(steps)
+    driver.run(steps, requests)
     seconds = time.monotonic() - began
     print(f"{seconds:.1f} s, {dict(driver.counts)}, {dict(controls.counts)}")
     spent = {name: round(each, 1) for name, each in driver.seconds.items()}
@@ -257,6 +261,51 @@ def test_two_proxies_over_one_host_tier(
         with StateWatch(directories, rng) as watch:
             driver = Driver(rng, both, right, watch=watch)
             drive(driver, both, STEPS, right, watch)
+    assert driver.counts["loads"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("build", ["B", "A"])
+def test_everything_at_once(
+    build: str, models: Path, memory: Path, tmp_path: Path
+) -> None:
+    """Two proxies with servers of their own over one host tier and one disk, which is full now and
+    then; all else happens as well.
+    """
+    model = write_model(models, seed=1)
+    rng = random.Random(f"everything {build} {REQUESTS}")
+    options: LlamaOptions = {
+        **BASE,
+        "unified": True,
+        "ram_mib": 64,
+        "lora": [(str(write_adapter(models)), 0.5)],
+    }
+    pagoda = stored_in(memory, tmp_path / "disk", **{"disk-size": "8MiB"})
+    with (
+        small_disk(tmp_path / "disk", 16) as disk,
+        owning_proxy(model, pagoda, build, **options) as first_proxy,
+        owning_proxy(model, pagoda, build, **options) as second_proxy,
+        controls(model, build, options) as right,
+    ):
+        both = [Owned(first_proxy), Owned(second_proxy)]
+
+        def directories() -> list[Path]:
+            return [
+                path for target in both for path in target.state_directories()
+            ]
+
+        with StateWatch(directories, rng) as watch:
+            driver = Driver(
+                rng,
+                both,
+                right,
+                watch=watch,
+                disk=disk,
+                scale=0.5,
+                adapter_changes=1,
+            )
+            drive(driver, both, 0, right, watch, REQUESTS)
     assert driver.counts["loads"]
 
 

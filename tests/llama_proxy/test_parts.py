@@ -205,7 +205,7 @@ def test_a_common_prefix_is_the_longest(
 
 def test_slots_are_taken_by_one_and_waiting_ends() -> None:
     async def run() -> None:
-        accounts = SlotAccounts(2)
+        accounts = SlotAccounts(2, may_have_ram_cache=False)
         users = 0
         most = 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pagoda_tools.llama_proxy import slot_preparation
 from testbed.llama_servers import BUILDS, LlamaServer, llama_server
 from testbed.patience import wait_until
 from testbed.tiny_gguf import write_adapter, write_model
@@ -23,12 +24,14 @@ from tests.llama_proxy.kit import (
     RunningProxy,
     running_proxy,
 )
+from tests.llamacpp.test_slot_states import restart_with
 
 TEXT = "the river goes past seven roofs and nobody counts them twice " * 8
 CHAT = [
     {"role": "system", "content": "You count the roofs of pagodas. " * 16},
     {"role": "user", "content": "how many?"},
 ]
+ABSENT = '"never stored here, or forgotten since"'
 QUESTIONS: dict[str, dict[str, object]] = {
     "/completion": {"prompt": TEXT, "n_predict": 12},
     "/v1/completions": {"prompt": TEXT, "max_tokens": 12},
@@ -234,19 +237,99 @@ def _is_unsaved(proxy: RunningProxy) -> list[bool]:
     return [slot.new_tokens >= 64 for slot in proxy.proxy._accounts.all]
 
 
-def test_what_could_not_be_stored_is_not_called_stored(tmp_path: Path) -> None:
-    model = write_model(tmp_path, "gemma3", seed=5)
+def test_what_could_not_be_stored_is_not_called_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path, "llama", seed=5)
     with (
         llama_server(model, "B", slots=2) as server,
-        running_proxy(server) as proxy,
+        running_proxy(server, state_bytes=50_000) as proxy,
+        caplog.at_level("WARNING", "pagoda"),
     ):
         proxy.complete(TEXT)
         wait_until(lambda: _why_not_stored(proxy))
         again = proxy.complete(TEXT)
         asked = proxy.slot(int(again.told["slot"]))
     assert again.told["stored"] == "0"
-    assert "no checkpoints" in again.told["why"]
+    assert "--state-bytes" in again.told["why"]
     assert asked["stored_tokens"] == 0
+    # one trouble, one line
+    assert len([one for one in caplog.messages if "--state-bytes" in one]) == 1
+
+
+def test_windows_without_checkpoints_are_told_once_and_not_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of them could ever be loaded; what a slot has is used all the same."""
+    model = write_model(tmp_path, "gemma3", seed=5)
+    with (
+        llama_server(model, "B", slots=2, context=4096) as server,
+        caplog.at_level("WARNING", "pagoda"),
+        running_proxy(server) as proxy,
+    ):
+        saved: list[object] = []
+        proxy.proxy._states.store = saved.append  # type: ignore[assignment,method-assign]
+        told = [proxy.complete(TEXT).told for _ in range(2)]
+        trouble = proxy.status()["trouble"]
+        assert "saves no checkpoints" in str(trouble)
+        assert "take a newer llama-server" in str(trouble)
+        wait_until(lambda: _why_not_stored(proxy))
+        proxy.complete("quite another prompt, " * 20, id_slot=0)
+    assert told[1]["held"] == told[1]["prompt"]
+    assert "saves no checkpoints" in told[0]["why"]
+    assert saved == []
+    lines = [one for one in caplog.messages if "no checkpoints" in one]
+    assert len(lines) == 1
+    assert lines[0].startswith("nothing is stored or loaded")
+
+
+@pytest.mark.slow
+def test_a_server_that_was_started_again_without_its_trouble_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have started it, so the proxy is not started again with it."""
+    monkeypatch.setattr(slot_preparation, "_PROBE_SECONDS", 0.0)
+    model = write_model(tmp_path, "llama", seed=5)
+    with (
+        llama_server(model, "A", context=2048, reuse=256) as server,
+        running_proxy(server, owns_server=False) as proxy,
+    ):
+        assert "--cache-reuse" in proxy.complete(TEXT).headers["X-Pagoda"]
+        restart_with(server, '"n_cache_reuse": 256', '"n_cache_reuse": 0')
+        proxy.complete(TEXT)
+        assert proxy.status()["trouble"] == ""
+        for prompt in ("quite another prompt, " * 20, TEXT):
+            again = proxy.complete(prompt)
+        assert int(again.told["loaded"]) > 0, again.told
+
+
+def test_what_other_options_have_computed_is_told_and_what_others_wrote_is_not(
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path, "llama", seed=5)
+    kv = tmp_path / "kv"
+    secret = "nobody else has asked this, " * 20
+    keys = ("first-key", "second-key")
+
+    def why(proxy: RunningProxy, prompt: str) -> str:
+        emptied(server)
+        forget(proxy)
+        return proxy.complete(prompt).headers["X-Pagoda"].partition("why=")[2]
+
+    with (
+        llama_server(model, "B", slots=2, rope_base=50_000) as server,
+        running_proxy(server, kv) as proxy,
+    ):
+        proxy.complete(TEXT)
+    with llama_server(model, "B", slots=2) as server:
+        with running_proxy(server, kv, api_keys=keys) as proxy:
+            body = {"prompt": secret, **GREEDY, "n_predict": 2}
+            proxy.post("/completion", body, keys[0])
+        with running_proxy(server, kv) as proxy:
+            told = "another build of llama-server, or other options"
+            # who has stored what is looked for in the time that a request has
+            wait_until(lambda: told in why(proxy, TEXT))
+            assert {why(proxy, secret) for _ in range(3)} <= {"", ABSENT}
 
 
 def _why_not_stored(proxy: RunningProxy) -> bool:
@@ -593,7 +676,7 @@ def test_a_server_that_does_not_use_what_is_restored_is_not_loaded_any_more(
         assert "reused" in answer.told["why"]
         assert "/completion" in proxy.status()["loading_is_off_for"]  # type: ignore[operator]
         # some minutes later it is tried again: others may have used those slots
-        off = proxy.proxy._flow._off
+        off = proxy.proxy._flow._checks._off
         off["/completion"] = (off["/completion"][0], time.monotonic())
         relay.is_on = False
         emptied(server)

@@ -22,7 +22,12 @@ from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.event_stream import EventStream
 from pagoda_tools.llama_proxy.finished_work import finished
-from testbed.llama_servers import LlamaServer, llama_server
+from testbed.llama_servers import (
+    BUILDS,
+    LlamaOptions,
+    LlamaServer,
+    llama_server,
+)
 from testbed.patience import wait_until
 from testbed.tiny_gguf import write_adapter, write_model
 from tests.llama_proxy.kit import (
@@ -328,7 +333,7 @@ def test_a_client_that_leaves_before_its_start_keeps_no_slot(
     """Where other requests empty idle slots, a request waits until others have started."""
     emptied(server)
     with running_proxy(server, empties_idle_slots=True) as proxy:
-        starting = proxy.proxy._flow._starting
+        starting = proxy.proxy._flow._starts._starting
         on_loop(proxy, starting.acquire())
         body = json.dumps({"prompt": TEXT, **GREEDY, "n_predict": 1}).encode()
         with socket.create_connection(("127.0.0.1", proxy.port)) as client:
@@ -346,8 +351,8 @@ def test_a_client_that_leaves_at_the_end_keeps_no_slot(
     """With other clients, the server is asked for its slots before one is given back."""
     emptied(server)
     with running_proxy(server, owns_server=False) as proxy:
-        flow = proxy.proxy._flow
-        listed = flow._task_numbers
+        slots = proxy.proxy._flow._server_slots
+        listed = slots.task_numbers
         asked_for = asyncio.Event()
 
         async def slowly() -> object:
@@ -359,10 +364,10 @@ def test_a_client_that_leaves_at_the_end_keeps_no_slot(
         body = {"prompt": TEXT, **GREEDY, "n_predict": 2, "stream": True}
         client.sendall(asked("/completion", body=json.dumps(body).encode()))
         client.recv(1)
-        flow._task_numbers = slowly  # type: ignore[assignment, method-assign]
+        slots.task_numbers = slowly  # type: ignore[assignment, method-assign]
         wait_until(asked_for.is_set)
         client.close()
-        flow._task_numbers = listed  # type: ignore[method-assign]
+        slots.task_numbers = listed  # type: ignore[method-assign]
         wait_until(lambda: len(proxy.proxy._accounts.free) == 2)
 
 
@@ -403,8 +408,8 @@ def test_the_slot_that_the_server_has_chosen_is_accounted_for(
     """Where others ask the server too, a request waits for a slot for a short time only."""
     emptied(server)
     with running_proxy(server, owns_server=False) as proxy:
-        flow = proxy.proxy._flow
-        listed = flow._task_numbers
+        slots = proxy.proxy._flow._server_slots
+        listed = slots.task_numbers
         calls: list[int] = []
         given_back = threading.Event()
 
@@ -416,7 +421,7 @@ def test_the_slot_that_the_server_has_chosen_is_accounted_for(
             return await listed()
 
         with proxy.all_slots_taken():
-            flow._task_numbers = after_the_slots  # type: ignore[method-assign]
+            slots.task_numbers = after_the_slots  # type: ignore[method-assign]
             answers: list[Answer] = []
             asking = threading.Thread(
                 target=lambda: answers.append(proxy.complete(TEXT))
@@ -429,7 +434,7 @@ def test_the_slot_that_the_server_has_chosen_is_accounted_for(
         # that comes after the answer
         accounts = proxy.proxy._accounts
         wait_until(lambda: max(len(slot.tokens) for slot in accounts.all))
-        flow._task_numbers = listed  # type: ignore[method-assign]
+        slots.task_numbers = listed  # type: ignore[method-assign]
         again = proxy.complete(TEXT).told
         assert again["held"] == again["prompt"]
 
@@ -625,3 +630,124 @@ def test_comments_of_a_stream_say_nothing_of_the_prompt() -> None:
     reused, found = asyncio.run(read())
     assert reused == 5
     assert found == comment * 10 + token
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_adapters_of_a_request_are_not_those_of_the_next_one(
+    build: str, several: bool, tmp_path: Path
+) -> None:
+    """The server goes on from what such a request has left in its slot."""
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    options: LlamaOptions = {
+        "slots": 1,
+        "context": 2048,
+        "lora": [(str(adapter), 0.0)],
+    }
+    chosen = [{"id": 0, "scale": 1.0}]
+    with (
+        llama_server(model, build, **options) as server,
+        running_proxy(server, may_have_ram_cache=False) as proxy,
+    ):
+        asked: object = ["a", TEXT] if several else TEXT
+        assert proxy.complete(asked, lora=chosen).status == 200
+        slot = proxy.proxy._accounts.all[0]
+        answers = [proxy.complete(TEXT)]
+        wait_until(lambda: slot.stored_tokens)
+        server.post("/slots/0?action=erase")
+        slot.clear()
+        # what was stored
+        answers.append(proxy.complete(TEXT))
+        expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
+    assert [answer.text for answer in answers] == [expected, expected]
+    assert int(answers[1].told["loaded"]) > 0
+
+
+def test_a_conversation_with_adapters_of_its_own_goes_on(tmp_path: Path) -> None:
+    """Its slot is kept for it, until another one needs a slot."""
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    with (
+        llama_server(
+            model, "B", slots=2, context=4096, lora=[(str(adapter), 0.0)]
+        ) as server,
+        running_proxy(server, may_have_ram_cache=False) as proxy,
+    ):
+
+        def reused(scale: float) -> int:
+            chosen = [{"id": 0, "scale": scale}]
+            timings = proxy.complete(TEXT, lora=chosen).json["timings"]
+            found: int = timings["cache_n"]  # type: ignore[index]
+            return found
+
+        assert reused(1.0) == 0
+        assert reused(1.0) > 600
+        assert proxy.complete(TEXT).json["timings"]["cache_n"] == 0  # type: ignore[index]
+        assert proxy.complete(TEXT).told["held"] != "0"
+        assert reused(0.5) == 0
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_ram_cache_of_a_server_gives_no_kv_of_a_requests_own_adapters(
+    build: str, tmp_path: Path
+) -> None:
+    """The server keeps copies without the adapters that a request has chosen."""
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    options: LlamaOptions = {
+        "slots": 1,
+        "context": 2048,
+        "ram_mib": 64,
+        "lora": [(str(adapter), 0.0)],
+    }
+    chosen = [{"id": 0, "scale": 1.0}]
+    with (
+        llama_server(model, build, **options) as server,
+        running_proxy(server) as proxy,
+    ):
+        other = "quite another prompt, " * 20
+        for prompt in (TEXT, other):
+            proxy.complete(prompt, lora=chosen)
+        # an empty slot would not be compared with what is in RAM
+        proxy.complete(other)
+        answer = proxy.complete(TEXT)
+        expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
+    assert answer.text == expected
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_ram_cache_of_a_server_gives_no_kv_of_another_scale(
+    build: str, tmp_path: Path
+) -> None:
+    """The server keeps copies of what its slots held before the change."""
+    model = write_model(tmp_path, "llama", seed=5)
+    adapter = write_adapter(tmp_path, seed=9)
+    options: LlamaOptions = {
+        "slots": 1,
+        "context": 2048,
+        "ram_mib": 64,
+        "lora": [(str(adapter), 1.0)],
+    }
+    other = "quite another prompt, " * 20
+    # the slot has its beginning, and an answer that it does not go on from
+    longer = "the river goes past"
+    with (
+        llama_server(model, build, **options) as server,
+        running_proxy(server) as proxy,
+    ):
+        for prompt in (TEXT, other):
+            proxy.complete(prompt)
+        change = [{"id": 0, "scale": 0.0}]
+        text = json.dumps(change).encode()
+        assert proxy.send("POST", "/lora-adapters", text).status == 200
+        proxy.complete(other)
+        answers = [proxy.complete(TEXT)]
+        proxy.complete(longer, n_predict=60)
+        answers.append(proxy.complete(TEXT))
+        # with several prompts, the server itself chooses the slot
+        proxy.complete(other)
+        passed = proxy.complete([TEXT, "b"]).json
+        expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
+    assert [answer.text for answer in answers] == [expected, expected]
+    assert passed[0]["content"] == expected  # type: ignore[index,call-overload]

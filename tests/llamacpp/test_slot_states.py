@@ -58,7 +58,8 @@ def test_a_loaded_slot_answers_as_the_slot_in_memory(
         llama_server(write_model(models, architecture), build) as server,
         opened(server) as states,
     ):
-        assert states.trouble == ""
+        is_useless = architecture in WINDOWS and build == "B"
+        assert bool(states.trouble) == is_useless
         answer = server.complete(tokens)
         stored = states.store([*tokens, *answer.tokens], 0)
         state_tokens = PROMPT + len(answer.tokens) - 1

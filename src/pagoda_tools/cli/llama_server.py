@@ -307,6 +307,7 @@ async def _serve(
             allow_hosts=proxy.allow_hosts,
             owns_server=True,
             empties_idle_slots=arguments.empties_idle_slots,
+            may_have_ram_cache=arguments.has_ram_cache,
             state_bytes=proxy.state_bytes,
             config=proxy.config,
             # only the proxy can reach the server, and sees what changes them

@@ -187,9 +187,19 @@ def show_log(log_format: str) -> None:
     """
     if log_format == "json":
         log_json()
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(message)s", handlers=[StderrHandler()]
-    )
+    handler = StderrHandler()
+    handler.setFormatter(_NamedLines("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler])
+
+
+class _NamedLines(logging.Formatter):
+    """Begins every line with "pagoda: ", as `note` does: beside them are those of a server that the
+    command has started.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = super().format(record).splitlines()
+        return "\n".join(f"pagoda: {line}" for line in lines)
 
 
 @contextmanager

@@ -137,6 +137,8 @@ async def marks_of(
 
 # ---- what no route can have
 
+_ANSWERS = ("n", "n_cmpl")  # how many are wanted
+
 
 def _require_plain(body: Mapping[str, object]) -> None:
     """Raise UnknownPrompt if the request asks for something that a stored prompt does not fit."""
@@ -146,9 +148,19 @@ def _require_plain(body: Mapping[str, object]) -> None:
         raise UnknownPrompt("lora: it asks for adapters of its own")
     if body.get("n_cache_reuse") not in (None, 0):
         raise UnknownPrompt("n_cache_reuse moves pieces of the cache")
-    for name in ("n", "n_cmpl"):
+    for name in _ANSWERS:
         if body.get(name) not in (None, 1):
             raise UnknownPrompt(f"{name} is not 1: several answers")
+
+
+def is_several(body: Mapping[str, object]) -> bool:
+    """Return whether a request may take several slots: it has several prompts or answers. Pure."""
+    if any(body.get(name) not in (None, 1) for name in _ANSWERS):
+        return True
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list):
+        return False
+    return not all(type(token) is int for token in prompt)
 
 
 # ---- completions

@@ -28,19 +28,18 @@ from pagoda_tools.llama_proxy.load_worth import LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import (
     ROUTES,
     RequestPrompt,
+    is_several,
     prompt_of,
 )
 from pagoda_tools.llama_proxy.request_body import Body, changed, read_body
-from pagoda_tools.llama_proxy.request_flow import (
-    FlowOptions,
-    RequestFlow,
-    passed,
-    printable,
-)
+from pagoda_tools.llama_proxy.request_flow import RequestFlow
+from pagoda_tools.llama_proxy.request_turn import Question, printable
 from pagoda_tools.llama_proxy.slot_accounts import (
     SlotAccount,
     SlotAccounts,
 )
+from pagoda_tools.llama_proxy.slot_preparation import FlowOptions
+from pagoda_tools.llama_proxy.slot_questions import passed
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
 from pagoda_tools.llama_proxy.upstream import Upstream, answer_headers
 
@@ -59,6 +58,7 @@ _EXIT_SECONDS = 5.0
 _WAITING_CONNECTIONS = 1024
 _INTERRUPTED = 130  # exit code
 _MOVES_KV = "n_cache_reuse"
+_CHOOSES_ADAPTERS = "lora"
 STATUS_PATH = "/pagoda"
 _HARMLESS = frozenset(
     {"/tokenize", "/detokenize", "/apply-template", "/props", "/health"}
@@ -82,6 +82,7 @@ class ProxyOptions:
         allow_hosts: more names for the headers Host and Origin.
         owns_server: nobody else asks the server, and its slots are the proxy's.
         empties_idle_slots: every request that starts may empty the idle slots.
+        may_have_ram_cache: the server may keep copies of what its slots held (`--cache-ram`).
         adapters_are_fixed: nobody changes the server's adapters without the proxy.
         state_bytes: the most bytes of a state file; None: an eighth of the free memory.
         loading_is_off: why nothing is loaded; empty: it is.
@@ -97,6 +98,7 @@ class ProxyOptions:
     allow_hosts: Sequence[str] = ()
     owns_server: bool = True
     empties_idle_slots: bool = False
+    may_have_ram_cache: bool = True
     adapters_are_fixed: bool = True
     state_bytes: int | None = None
     loading_is_off: str = ""
@@ -189,8 +191,11 @@ def _first_line(
     host: str, port: int, options: ProxyOptions, states: SlotStates
 ) -> str:
     name = f"[{host}]" if ":" in host else host
-    off = states.trouble or options.loading_is_off
-    kept = f"nothing is stored or loaded: {off}" if off else "prompts are kept"
+    kept = "prompts are kept"
+    if options.loading_is_off:
+        kept = f"nothing is loaded: {options.loading_is_off}"
+    if states.trouble:
+        kept = "nothing is stored or loaded, as the line above says"
     return f"http://{name}:{port} answers for llama-server; {kept}"
 
 
@@ -231,7 +236,9 @@ class LlamaProxy:
         options = self._options
         config = options.config
         self._upstream = Upstream(options.server_url, options.server_key)
-        self._accounts = SlotAccounts(self._states.slots)
+        self._accounts = SlotAccounts(
+            self._states.slots, may_have_ram_cache=options.may_have_ram_cache
+        )
         if not options.owns_server:
             # others may have used it before
             self._accounts.forget_used(None, 0.0)
@@ -254,7 +261,7 @@ class LlamaProxy:
                 context_tokens=self._states.context_tokens,
                 empties_idle_slots=options.empties_idle_slots,
                 others_ask=not options.owns_server,
-                loading_is_off=self._states.trouble or options.loading_is_off,
+                loading_is_off=options.loading_is_off,
             ),
         )
         yield
@@ -319,19 +326,69 @@ class LlamaProxy:
         prompt = await self._prompt(route, question)
         why = prompt.why
         if prompt.tokens is not None:
-            answer = await self._flow.answer(
-                request, route, text, question, prompt.tokens, client.salt
+            asked = Question(
+                request=request,
+                route=route,
+                text=text,
+                body=question,
+                tokens=prompt.tokens,
+                salt=client.salt,
             )
+            answer = await self._flow.answer(asked)
             if answer is not None:
                 return answer
             why = "the server chose a slot: none was free in time"
         self._flow.counts["passed_on"] += 1
-        if client.salt or self._accounts.is_any_tainted:
-            # that slot may have KV that is not for this request
-            text = changed(text, question, {"cache_prompt": False})
         header = f'why="{printable(why)}"'
+        if question.get(_CHOOSES_ADAPTERS):
+            return await self._pass_with_adapters(
+                request, text, question, client, header
+            )
+        if client.salt or self._accounts.is_any_tainted:
+            # what the server takes may have KV that is not for this request
+            text = changed(text, question, {"cache_prompt": False})
         send = partial(self._pass, request, text, client, header)
         return await self._flow.passed_on(send, prompt.tokens, client.salt)
+
+    async def _pass_with_adapters(
+        self,
+        request: web.Request,
+        text: bytes,
+        question: Body,
+        client: Client,
+        header: str,
+    ) -> web.StreamResponse:
+        """Pass on a request that chooses adapters: what it leaves in the server is not for others,
+        and the server does not know that.
+        """
+        added: Body = {"cache_prompt": False} if client.salt else {}
+        self._accounts.taint_ram()
+
+        async def send(slot: int) -> web.StreamResponse:
+            sent = changed(text, question, {**added, "id_slot": slot})
+            return await self._pass(request, sent, client, header)
+
+        several = is_several(question)
+        try:
+            if not several:
+                adapters = question[_CHOOSES_ADAPTERS]
+                answer = await self._flow.with_adapters(
+                    send, adapters, client.salt
+                )
+                if answer is not None:
+                    return answer
+            # the server chooses, perhaps several slots
+            self._accounts.taint()
+            several = True
+            sent = changed(text, question, added)
+            anywhere = partial(self._pass, request, sent, client, header)
+            return await self._flow.passed_on(anywhere, None, client.salt)
+        except ServerTrouble as trouble:
+            raise aiohttp.ClientError(str(trouble)) from trouble
+        finally:
+            if several:
+                # a slot may have been emptied and used again meanwhile
+                self._accounts.taint()
 
     async def _pass_unknown(
         self, request: web.Request, text: bytes, client: Client
@@ -341,7 +398,10 @@ class LlamaProxy:
         if request.path in ROUTES:
             self._flow.counts["passed_on"] += 1
             header = 'why="the body is no JSON object"'
-        is_moving = _MOVES_KV.encode() in text
+        is_moving = any(
+            f'"{name}"'.encode() in text
+            for name in (_MOVES_KV, _CHOOSES_ADAPTERS)
+        )
         if is_moving:
             self._accounts.taint()
         try:
@@ -364,8 +424,6 @@ class LlamaProxy:
 
     async def _prompt(self, route: str, body: Body) -> RequestPrompt:
         """Return the tokens of a request, or why it is to be passed on as it is."""
-        if self._states.trouble:
-            return RequestPrompt(None, self._states.trouble)
         try:
             async with asyncio.timeout(_PROMPT_SECONDS):
                 return await prompt_of(route, body, self._upstream.ask)

@@ -27,6 +27,8 @@ FIRST_WORD_SECONDS = 10.0  # of waiting, until the user is told
 NEXT_WORD_SECONDS = 30.0
 STOP_SECONDS = 10.0  # for the end of the server, before it is killed
 
+# what stands for an image in a prompt: the server makes one at each start, of this form
+_MARKER_VARIABLE = "LLAMA_MEDIA_MARKER"
 _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
 _TRIES = 3  # if another process takes the port first
@@ -88,6 +90,8 @@ class ServerProcess:
             name: For messages.
         """
         self.key = secrets.token_hex(32)
+        # newer servers tell it, so it is certain which one answers
+        self._marker = f"<__media_{secrets.token_hex(16)}__>"
         self.port = 0
         self.ended = asyncio.Event()
         self._command = command
@@ -128,7 +132,11 @@ class ServerProcess:
                 *launcher,
                 *self._command(self.port),
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**self._environment, KEY_VARIABLE: self.key},
+                env={
+                    _MARKER_VARIABLE: self._marker,
+                    **self._environment,
+                    KEY_VARIABLE: self.key,
+                },
                 start_new_session=True,
             )
         except OSError as error:
@@ -184,6 +192,12 @@ class ServerProcess:
         # a driver may hold a killed process: it ends with us, or with the driver
         self._watch.cancel()
 
+    def _is_marked(self, properties: object) -> bool:
+        """Whether a server with these properties was started here."""
+        if not isinstance(properties, dict):
+            return False
+        return properties.get("media_marker") == self._marker
+
     def _signal(self, number: signal.Signals) -> None:
         """Send a signal to the server and what it started; not after its end, when another may have
         its number.
@@ -219,15 +233,17 @@ class ServerProcess:
                 return "loading the model"
             if status != 200:
                 return f"/health answers {status}"
-            # our own server: it knows the key, and asks for it
-            async with session.get(f"{self.url}/props") as answer:
-                is_open = answer.status == 200
             headers = {"Authorization": f"Bearer {self.key}"}
             async with session.get(
                 f"{self.url}/props", headers=headers
             ) as answer:
                 status = answer.status
                 properties = await answer.json() if status == 200 else {}
+            is_open = False
+            if status == 200 and not self._is_marked(properties):
+                # our own server asks for the key; its log has a line about who comes without
+                async with session.get(f"{self.url}/props") as answer:
+                    is_open = answer.status == 200
         except aiohttp.ClientConnectorError:
             return "it does not listen yet"
         except (TimeoutError, aiohttp.ClientError, ValueError) as error:

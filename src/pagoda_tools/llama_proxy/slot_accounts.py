@@ -44,6 +44,8 @@ class SlotAccount:
         self.is_known = True
         # its KV may not be that of its tokens: it must be emptied before its next use
         self.is_tainted = False
+        # tainted by a request that chose adapters: its user and these
+        self.adapters: tuple[str, object] | None = None
         # of the last request
         self.used_at = 0.0
         # at which it is to be saved; None: nothing is new since it was saved
@@ -66,6 +68,14 @@ class SlotAccount:
         if not self.is_known:
             return 0
         return len(self.tokens) + self.more_tokens - self.saved_tokens
+
+    def may_ask_ram(self, held_tokens: int) -> bool:
+        """Whether a server with a RAM cache may look there for a prompt of which the slot has so
+        many leading tokens: not for an empty slot, nor while most of what the slot has is used.
+        """
+        if not self.is_known or self.more_tokens > held_tokens:
+            return True
+        return held_tokens < len(self.tokens)
 
     def held(self, tokens: Tokens, salt: str) -> int:
         """Return how many leading tokens of a prompt it has."""
@@ -96,6 +106,7 @@ class SlotAccount:
         self.save_at = None
         self.failed_saves = 0
         self.marks = None
+        self.adapters = None
 
     def clear(self) -> None:
         """Account for an emptied slot."""
@@ -130,7 +141,11 @@ class SlotAccount:
 class SlotAccounts:
     """All slots of a server. For the event loop."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, may_have_ram_cache: bool) -> None:
+        """`may_have_ram_cache`: the server may keep copies of what its slots held."""
+        self._may_have_ram_cache = may_have_ram_cache
+        # these copies may have KV that is not that of their tokens, until the server is restarted
+        self.is_ram_tainted = False
         self.all = [SlotAccount(number) for number in range(count)]
         self._freed = asyncio.Condition()
 
@@ -141,8 +156,8 @@ class SlotAccounts:
 
     @property
     def is_any_tainted(self) -> bool:
-        """Whether some slot must not be used as it is."""
-        return any(slot.is_tainted for slot in self.all)
+        """Whether some slot, or what the server keeps in RAM, must not be used as it is."""
+        return self.is_ram_tainted or any(slot.is_tainted for slot in self.all)
 
     async def take(
         self, choose: Callable[[Sequence[SlotAccount]], SlotAccount | None]
@@ -200,10 +215,18 @@ class SlotAccounts:
             if slot is not than and slot.save_at is None:
                 slot.forget()
 
+    def taint_ram(self) -> None:
+        """Account for KV that is not that of its tokens alone, of which the server may keep a copy
+        in its RAM: it does not look there by adapter.
+        """
+        self.is_ram_tainted = self._may_have_ram_cache
+
     def taint(self) -> None:
         """Account for a request that may leave KV in any slot which is not that of its tokens."""
+        self.taint_ram()
         for slot in self.all:
             slot.is_tainted = True
+            slot.adapters = None
 
 
 def fullest(

@@ -83,6 +83,10 @@ class SlotSaver:
         slot.save_at = None
         if slot.is_tainted or slot.new_tokens < self._chunk:
             return
+        if self._states.trouble:
+            # said at the start
+            slot.why_not_stored = self._states.trouble
+            return
         marks = await self._marks_of(slot)
         call = partial(
             self._states.store,
@@ -96,7 +100,11 @@ class SlotSaver:
             stored = await self._run(call)
         except Exception as error:  # noqa: BLE001
             # a boundary: the slot stays as it is, and the proxy goes on
-            _log.warn(_logger, Reason.IO_ERROR, f"a slot was not saved: {error}")
+            _log.warn(
+                _logger,
+                Reason.IO_ERROR,
+                f"slot {slot.number} was not saved: {error!r}",
+            )
             return
         if not slot.is_known:
             # a request that we could not follow has used it meanwhile
@@ -124,12 +132,8 @@ class SlotSaver:
         slot.saved_tokens = len(slot.tokens) + slot.more_tokens
         slot.stored_tokens = stored.num_tokens
         if stored.reason is not None and not stored:
+            # `store` has logged it
             slot.why_not_stored = stored.detail
-            _log.warn(
-                _logger,
-                stored.reason,
-                f"slot {slot.number} was not stored: {stored.detail}",
-            )
 
     async def _marks_of(self, slot: SlotAccount) -> list[int]:
         if slot.marks is None or self._states.kind == "attention":

@@ -108,6 +108,15 @@ class Upstream:
         """Return the JSON of a GET of our own. Raises ServerTrouble."""
         return await self._own("GET", path, None)
 
+    async def slots(self) -> dict[int, Mapping[str, object]]:
+        """Return what the server says of each slot, by its number. Raises ServerTrouble."""
+        listed = await self.get("/slots")
+        return {
+            entry["id"]: entry
+            for entry in (listed if isinstance(listed, list) else ())
+            if isinstance(entry, dict) and isinstance(entry.get("id"), int)
+        }
+
     async def erase(self, slot: int) -> None:
         """Empty a slot; waits for what it computes. Raises ServerTrouble."""
         await self.ask(f"/slots/{slot}?action=erase", {})

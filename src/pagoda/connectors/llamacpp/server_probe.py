@@ -235,6 +235,11 @@ def _probe(
             trouble="the server computed other KV for the same tokens the second time, so KV has "
             "no name"
         )
+    if cut.state.window is not None and not cut.state.has_checkpoints:
+        return probed._replace(
+            trouble="this build of llama-server saves no checkpoints, and a model with sliding "
+            "windows can be continued only at one: take a newer llama-server"
+        )
     if not identity.is_of_one_start:
         return probed._replace(
             trouble="restarts cannot be noticed: the server has a fixed LLAMA_MEDIA_MARKER or "
@@ -296,12 +301,24 @@ def _require_same_directory(
     """
     server.erase(slot, ANSWER_SECONDS)
     with directory.state() as path:
-        server.save(slot, path.name, ANSWER_SECONDS)
+        _save(server, directory, slot, path, ANSWER_SECONDS)
         if not path.exists():
             raise ConfigError(
                 f"{server.url} saves its slots in another directory (an empty state, {path.name}, "
                 f"is there now): start it with --slot-save-path {directory.path}"
             )
+
+
+def _save(
+    server: ServerRequests,
+    directory: StateDirectory,
+    slot: int,
+    path: Path,
+    seconds: float,
+) -> int:
+    """Let the server save a slot; return how many tokens. Raises ServerTrouble, StoreError."""
+    with directory.room_for():
+        return server.save(slot, path.name, seconds)
 
 
 class _Computed(NamedTuple):
@@ -324,7 +341,7 @@ def _compute(
             f"{server.url} reused {reused} tokens although it was asked not to"
         )
     with directory.state() as path:
-        saved = server.save(slot, path.name, PROBE_SECONDS)
+        saved = _save(server, directory, slot, path, PROBE_SECONDS)
         with opened(path, os.O_RDONLY) as fd:
             try:
                 state = read_unknown_state(fd)
@@ -542,7 +559,10 @@ def _restored(
 ) -> int:
     """Restore a composed state of `tokens`; return how many of `prompt` were reused."""
     with directory.state() as path:
-        with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
+        with (
+            directory.room_for(cut.file_bytes(len(tokens), streams)),
+            opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd,
+        ):
             fill(StateWriter(fd, cut, streams, tokens))
         try:
             restored = server.restore(slot, path.name, PROBE_SECONDS)

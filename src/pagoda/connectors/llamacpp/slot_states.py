@@ -35,7 +35,10 @@ from pagoda.connectors.llamacpp.server_requests import (
     ServerRequests,
     ServerTrouble,
 )
-from pagoda.connectors.llamacpp.state_directory import StateDirectory
+from pagoda.connectors.llamacpp.state_directory import (
+    NoRoomForState,
+    StateDirectory,
+)
 from pagoda.connectors.llamacpp.state_file import (
     StateFile,
     UnknownState,
@@ -507,6 +510,8 @@ class SlotStates:
             found = refused
         except ClosedError as closed:
             return miss(0, Reason.CLOSED, str(closed))
+        except NoRoomForState as full:
+            found = _Refused(Reason.IO_ERROR, str(full))
         except (ServerTrouble, PagodaError, OSError) as trouble:
             reason = Reason.DEADLINE if deadline.passed else Reason.IO_ERROR
             found = _Refused(reason, f"{type(trouble).__name__}: {trouble}")
@@ -763,19 +768,26 @@ class SlotStates:
             if found is None:
                 return False
             ending = found
+        nbytes = cut.file_bytes(len(ids), streams)
+        self._require_below_limit(nbytes)
         with self._directory.state() as path:
-            with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
-                self._require_room(cut.file_bytes(len(ids), streams))
+            with (
+                self._directory.room_for(nbytes),
+                opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd,
+            ):
                 writer = StateWriter(fd, cut, streams, ids)
                 whole = len(ids) // self._chunk_tokens * self._chunk_tokens
                 if whole:
+                    chunks = writer.chunks(current.layout)
                     hit = current.cache.retrieve(
                         ids[:whole],
-                        writer.chunks(current.layout),
+                        chunks,
                         counted=False,
                         salt=salt,
                         limit_seconds=deadline.last(),
                     )
+                    if chunks.error is not None:
+                        raise chunks.error
                     if hit.num_tokens < whole:
                         return False
                 writer.put_ending(ending)
@@ -817,13 +829,13 @@ class SlotStates:
                 "the server was restarted or its adapters were changed while the slot was restored",
             )
 
-    def _require_room(self, nbytes: int) -> None:
+    def _require_below_limit(self, nbytes: int) -> None:
         most = self._directory.state_bytes
         if nbytes > most:
             raise _Refused(
                 Reason.TOO_LARGE,
                 f"a state of {nbytes:,} bytes, at most {most:,} may be in {self._directory.path}: "
-                "raise state_bytes",
+                "raise state_bytes (--state-bytes)",
             )
 
     # ---- store
@@ -835,9 +847,11 @@ class SlotStates:
         said = self._require_idle(slot, deadline)
         held = said.get("n_prompt_tokens")
         expected = held if isinstance(held, int) else len(wanted.ids)
-        self._require_room(cut.saved_bytes(expected, self._probed.streams))
+        nbytes = cut.saved_bytes(expected, self._probed.streams)
+        self._require_below_limit(nbytes)
         with self._directory.state() as path:
-            saved = self._server.save(slot, path.name, deadline.remaining())
+            with self._directory.room_for(nbytes):
+                saved = self._server.save(slot, path.name, deadline.remaining())
             if not saved:
                 raise _Refused(
                     Reason.ABSENT,
@@ -847,7 +861,7 @@ class SlotStates:
             with opened(path, os.O_RDONLY) as fd:
                 # the bytes that were checked are the bytes that are stored
                 path.unlink()
-                self._require_room(os.fstat(fd).st_size)
+                self._require_below_limit(os.fstat(fd).st_size)
                 self._require_same(deadline)
                 return self._store_file(fd, wanted, deadline)
 

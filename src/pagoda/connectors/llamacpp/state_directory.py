@@ -8,6 +8,7 @@ removed by the next one that opens the directory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -23,7 +24,12 @@ from pagoda.base.store_place import free_bytes, is_in_memory, require_own
 
 _LOCK = "pagoda-lock-"
 _STATE = "pagoda-state-"
+_FULL_BYTES = 64 << 10  # a file system with less has no room for anything
 _MEMORY_SHARE = 8  # the part of free memory that one state may take, by default
+
+
+class NoRoomForState(StoreError):
+    """The directory has no room for a state. The message says what to do."""
 
 
 def make_state_directory(path: str | os.PathLike[str]) -> Path:
@@ -113,6 +119,43 @@ class StateDirectory:
         """Remove all states of this object, also those that the server wrote after a deadline."""
         if self._token:
             _remove(self.path, f"{_STATE}{self._token}-")
+
+    @contextlib.contextmanager
+    def room_for(self, nbytes: int = 0) -> Iterator[None]:
+        """Let a state of so many bytes be written here, by this process or by the server.
+
+        `nbytes`: 0: nobody knows. Raises NoRoomForState before, if the file system says that there
+        is none, and where the writing failed because of that.
+        """
+        self._require_free(nbytes)
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise self._no_room(nbytes, str(error.strerror)) from None
+        except Exception:
+            # the server does not say why; what it has written until then is still there
+            self._require_free(0)
+            raise
+
+    def _require_free(self, nbytes: int) -> None:
+        """Raise NoRoomForState unless so many bytes are free, as far as the file system says."""
+        try:
+            space = os.statvfs(self.path)
+        except OSError:
+            return
+        free = space.f_bfree * space.f_frsize
+        # a tmpfs without a limit has no blocks
+        if space.f_blocks and free < max(nbytes, _FULL_BYTES):
+            raise self._no_room(nbytes, f"{free:,} bytes are free")
+
+    def _no_room(self, nbytes: int, why: str) -> NoRoomForState:
+        size = f" of {nbytes:,} bytes" if nbytes else ""
+        return NoRoomForState(
+            f"{self.path} has no room for a state{size} ({why}): free some there, or start the "
+            "server with another --slot-save-path"
+        )
 
     def close(self) -> None:
         """Remove everything of this object; idempotent."""

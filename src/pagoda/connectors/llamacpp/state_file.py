@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 MAGIC = 0x67677371
 CHECKPOINTS = b"SCKP"
-# version -> whether an attention cache says how K and V are rotated
+# version -> whether an attention cache says how K and V are rotated; the same builds may save
+# checkpoints
 VERSIONS = {2: False, 4: True}
 # ggml's types that a cache may have: name, elements of a block, bytes of a block
 TYPES = {
@@ -99,6 +100,11 @@ class StateShape(NamedTuple):
     full: AttentionShape | None  # has the rows of all tokens
     window: AttentionShape | None  # has the rows of the last tokens only
     recurrent: RecurrentShape | None
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """Whether builds that write this version keep checkpoints in their files."""
+        return VERSIONS[self.version]
 
     @property
     def kind(self) -> str:

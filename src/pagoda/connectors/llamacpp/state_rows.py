@@ -161,6 +161,8 @@ class StateChunks:
         self.layout = layout
         self._tokens = tokens
         self._planes = None if full is None else PlaneRows(fd, full)
+        # of a write into the file: who moves chunks may only say that they are not there
+        self.error: OSError | None = None
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Read chunks from the file into slots; changes only the slots."""
@@ -176,8 +178,13 @@ class StateChunks:
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Write slots into the file; changes only the rows of these chunks."""
         checked = self._checked(starts, slots, into_slots=False)
-        if self._planes is not None:
+        if self._planes is None:
+            return
+        try:
             self._move(self._planes, self._planes.write, starts, checked)
+        except OSError as error:
+            self.error = error
+            raise
 
     def _checked(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
@@ -254,8 +261,7 @@ class EndingShape(NamedTuple):
         before.
         """
         total = self.file_bytes(num_tokens, streams)
-        # builds of the older version save none
-        if VERSIONS[self.state.version]:
+        if self.state.has_checkpoints:
             total += _USUAL_CHECKPOINTS * self.payload_bytes(0)
         return total
 
