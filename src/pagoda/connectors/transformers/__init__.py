@@ -3,6 +3,8 @@
 In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
     call_arguments    which arguments of a call are harmless; with any other, the call is not cached
+    assisted          assisted and prompt-lookup decoding from a filled cache
+    positions         positions that a model remembers from its latest prompt
     numerics          what of the process decides the numbers, for the key: autocast, precision,
                       kernels
     model_walk        one walk over a model's modules, which the next two and the identity share

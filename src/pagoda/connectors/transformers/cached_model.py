@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -35,6 +36,7 @@ from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import model_checks
+from pagoda.connectors.transformers.assisted import first_pass_cut
 from pagoda.connectors.transformers.batch_rows import (
     BatchRow,
     check_input_ids,
@@ -42,7 +44,10 @@ from pagoda.connectors.transformers.batch_rows import (
     mask_of,
     rows_of,
 )
-from pagoda.connectors.transformers.call_arguments import read_arguments
+from pagoda.connectors.transformers.call_arguments import (
+    as_keywords,
+    read_arguments,
+)
 from pagoda.connectors.transformers.dynamic_cache import (
     copy_engine_for,
     dynamic_cache,
@@ -68,6 +73,11 @@ from pagoda.connectors.transformers.model_identity import (
 )
 from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
 from pagoda.connectors.transformers.numerics import numerics_of
+from pagoda.connectors.transformers.positions import (
+    forget_positions,
+    positions_of,
+    why_no_positions,
+)
 from pagoda.connectors.transformers.unwritten_size import (
     tell,
     with_unwritten_size,
@@ -115,14 +125,16 @@ class _Prompts(NamedTuple):
     mask: Any  # [batch, tokens]
     rows: list[BatchRow]
     repeats: int  # rows that `generate` makes of each
+    assisted: bool  # the first pass is to be cut to what has no KV
 
 
 @dataclass
 class Prefix:
     """The KV that was found for a batch, as a cache to pass to `generate`, and the hits.
 
-    Greedy search, sampling and beam search can begin from it; assisted decoding cannot: it would
-    write another text. As a context manager it releases the KV at the end. Not thread-safe.
+    Greedy search, sampling and beam search can begin from it; assisted decoding can in
+    `CachedModel.generate` alone: here it would write another text. As a context manager it releases
+    the KV at the end. Not thread-safe.
     """
 
     # a transformers.DynamicCache of `columns` columns, empty if nothing was found
@@ -261,6 +273,7 @@ class CachedModel(ModelFacade):
                 "calls go on without the cache unless their arguments change that: %s",
                 why,
             )
+        self._opened = True  # from now on, new attributes are the model's
 
     def reset(self) -> None:
         """Create a new lock in a forked child: another thread may have held the old one. Nothing
@@ -273,6 +286,19 @@ class CachedModel(ModelFacade):
             return "CachedModel(not opened)"
         return f"CachedModel({type(self.model).__name__}, {self.cache!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles open the cache again, with the same options; a shallow copy has the
+        same model.
+
+        A pickle contains the options, also secrets in them: the salt, passwords of stores.
+        """
+        config = self._config
+        named = self._named
+        if config is None:  # a cache that was passed in, which has one owner
+            config = self.cache.config
+            named = {**named, "salt": self.cache.namespace.salt}
+        return _opened_again, (type(self), self.model, config, named)
+
     @property
     def layout(self) -> KVLayout:
         """The layout of the model's KV."""
@@ -281,8 +307,8 @@ class CachedModel(ModelFacade):
     def generate(
         self,
         input_ids: Any | None = None,
+        *others: Any,
         attention_mask: Any | None = None,
-        *,
         documents: Sequence[Any] | None = None,
         question: Any | None = None,
         recompute: float | None = None,
@@ -306,7 +332,8 @@ class CachedModel(ModelFacade):
 
         Args:
             input_ids: the prompts, [batch, tokens]; not with `documents`. None: the call goes on
-                without the cache.
+                without the cache, unless there are `inputs`.
+            others: by position, the attention mask or what `model.generate` takes after the prompt.
             attention_mask: as for `model.generate`; not with `documents`.
             documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text
                 needs `tokenizer`.
@@ -317,7 +344,12 @@ class CachedModel(ModelFacade):
 
         Raises ValueError for wrong arguments, ConfigError (a ValueError) if `blend` has no verdict.
         """
-        decoding, why_not = read_arguments(self.model, kwargs)
+        attention_mask, kwargs = as_keywords(
+            self.model, others, attention_mask, kwargs
+        )
+        if input_ids is None and self.model.main_input_name == "input_ids":
+            input_ids = kwargs.pop("inputs", None)
+        decoding, why_not, assisted = read_arguments(self.model, kwargs)
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
@@ -331,6 +363,8 @@ class CachedModel(ModelFacade):
                     "input_ids, attention_mask "
                     "and store_output"
                 )
+            if assisted:
+                why_not = why_not or "documents are not decoded with an assistant"
             why_not = why_not or self._ready(salt).why_not
             if why_not:
                 return self._generated_whole(why_not, documents, question, kwargs)
@@ -362,7 +396,7 @@ class CachedModel(ModelFacade):
         prompts = None
         if not why_not:
             prompts, why_not = _prompts_of(
-                decoding, input_ids, attention_mask, repeats
+                decoding, input_ids, attention_mask, repeats, assisted
             )
         if prompts is None:
             return self._generated_without(
@@ -393,7 +427,7 @@ class CachedModel(ModelFacade):
         salt: str | None = None,
     ) -> Prefix:
         """Return a DynamicCache with the KV of the leading tokens in the tiers. Does not change the
-        model.
+        model, apart from what it remembers of an earlier prompt's positions.
 
         Rows of a batch use the columns that all rows have. The cache never covers the whole prompt.
         The KV is that of a model computed as at this moment, of token ids alone: call
@@ -410,6 +444,8 @@ class CachedModel(ModelFacade):
             return self._without(
                 rows, why_not, dynamic_cache(self.model, self._seen, [], rows, 0)
             )
+        # of the call that begins from what is returned here
+        forget_positions(self.model)
         return self._prefix(
             rows, input_ids.shape[1], ready, self._looked(rows, ready), began
         )
@@ -664,8 +700,9 @@ class CachedModel(ModelFacade):
     ) -> Any:
         """Return the result of `model.generate`, started from `kv`, which it fills."""
         given = model_checks.kv_argument(self.model, kv)
+        positions = positions_of(self.model, input_ids, mask, kwargs)
         return self.model.generate(
-            input_ids, attention_mask=mask, **given, **kwargs
+            input_ids, attention_mask=mask, **given, **positions, **kwargs
         )
 
     def _generated_without(
@@ -678,13 +715,19 @@ class CachedModel(ModelFacade):
         """Return the result of `model.generate` for these arguments, which the cache has no part
         in.
         """
-        self.cache.decline(why_not)
-        self.last_stored = []
-        self.last = self._without([], why_not, None)
+        self.went_without(why_not)
         given = [] if input_ids is None else [input_ids]
         if attention_mask is not None:
             kwargs = {"attention_mask": attention_mask, **kwargs}
         return self.model.generate(*given, **kwargs)
+
+    def went_without(self, why_not: str) -> None:
+        """Take note of a call that the cache has no part in: in `last`, the counters and the
+        log.
+        """
+        self.cache.decline(why_not)
+        self.last_stored = []
+        self.last = self._without([], why_not, None)
 
     def _generated_whole(
         self, why_not: str, documents: Any, question: Any, kwargs: dict[str, Any]
@@ -751,12 +794,12 @@ class CachedModel(ModelFacade):
         DynamicCache.
         """
         began = time.perf_counter()
-        input_ids, mask, rows, repeats = prompts
+        input_ids, mask, rows, repeats, assisted = prompts
         width = input_ids.shape[1]
         looked = self._looked(rows, ready)
         load = (
             self._begun(rows, looked, ready)
-            if looked is not None and repeats == 1
+            if looked is not None and repeats == 1 and not assisted
             else None
         )
         if load is not None and looked is not None:
@@ -778,7 +821,14 @@ class CachedModel(ModelFacade):
         self.last = found
         if repeats > 1:
             kv.batch_repeat_interleave(repeats)
-        with self._prefills.measured(self.model, watch_for(self._seen.devices)):
+        cut = (
+            first_pass_cut(self.model, kv, found.columns, input_ids)
+            if assisted
+            else nullcontext()
+        )
+        watch = watch_for(self._seen.devices)
+        # inside: it measures the pass after the cut
+        with cut, self._prefills.measured(self.model, watch):
             return self._generate_from(kv, input_ids, mask, kwargs), kv
 
     def _generated_from(
@@ -983,6 +1033,7 @@ class CachedModel(ModelFacade):
             numerics = numerics_of(self.model, walk)
             edits = self._edits.text(walk)
             why_not = why_not or self._layout_trouble(numerics.autocast, edits)
+            why_not = why_not or why_no_positions(self.model)
             space = {
                 "lora": lora,
                 "salt": salt,
@@ -1101,6 +1152,13 @@ class CachedModel(ModelFacade):
                 _log.warning("nothing is reported to routers any more: %s", error)
 
 
+def _opened_again(
+    kind: type[CachedModel], model: Any, config: Config, named: dict[str, Any]
+) -> CachedModel:
+    """Return the CachedModel that a pickle or a copy describes."""
+    return kind(model, config, **named)
+
+
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
     """Return the layout of the model's KV, by running it on four tokens. Raises ValueError if it
     cannot be cut.
@@ -1120,7 +1178,11 @@ def _dtypes(layout: KVLayout) -> str:
 
 
 def _prompts_of(
-    decoding: Any, input_ids: Any, attention_mask: Any, repeats: int
+    decoding: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    repeats: int,
+    assisted: bool,
 ) -> tuple[_Prompts | None, str]:
     """Return the prompts of a call, or None and why they have no keys. ValueError if `input_ids` is
     no tensor.
@@ -1130,7 +1192,8 @@ def _prompts_of(
     check_input_ids(input_ids)
     try:
         mask = mask_of(decoding, input_ids, attention_mask)
-        return _Prompts(input_ids, mask, rows_of(input_ids, mask), repeats), ""
+        rows = rows_of(input_ids, mask)
+        return _Prompts(input_ids, mask, rows, repeats, assisted), ""
     except ValueError as trouble:
         return None, str(trouble)
 
