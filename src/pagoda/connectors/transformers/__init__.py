@@ -4,6 +4,8 @@ In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
     call_arguments    which arguments of a call are harmless; with any other, the call is not cached
     assisted          assisted and prompt-lookup decoding from a filled cache
+    media_items       images and the like of a prompt, as items of its keys
+    media_trials      tries whether a model can continue after them
     positions         positions that a model remembers from its latest prompt
     numerics          what of the process decides the numbers, for the key: autocast, precision,
                       kernels

@@ -36,7 +36,10 @@ from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import model_checks
-from pagoda.connectors.transformers.assisted import first_pass_cut
+from pagoda.connectors.transformers.assisted import (
+    first_pass_cut,
+    layer_kinds,
+)
 from pagoda.connectors.transformers.batch_rows import (
     BatchRow,
     check_input_ids,
@@ -59,6 +62,15 @@ from pagoda.connectors.transformers.hook_watch import (
     HookChanges,
     HookWatch,
 )
+from pagoda.connectors.transformers.media_items import (
+    CONTENT,
+    NOTHING,
+    TYPES,
+    Media,
+    media_of,
+    why_not_with,
+)
+from pagoda.connectors.transformers.media_trials import MediaTrials
 from pagoda.connectors.transformers.model_edits import (
     ModelEdits,
     code_between,
@@ -82,7 +94,7 @@ from pagoda.connectors.transformers.unwritten_size import (
     tell,
     with_unwritten_size,
 )
-from pagoda.keys import Int32s, Namespace
+from pagoda.keys import Int32s, Item, Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer import DenseKV
 
@@ -126,6 +138,7 @@ class _Prompts(NamedTuple):
     rows: list[BatchRow]
     repeats: int  # rows that `generate` makes of each
     assisted: bool  # the first pass is to be cut to what has no KV
+    media: Media
 
 
 @dataclass
@@ -239,6 +252,7 @@ class CachedModel(ModelFacade):
         self._forms = model_checks.forms_of(model)
         self._edits = ModelEdits(model, walk)
         self._probed_under = (numerics_of(model, walk).autocast, "")
+        self._trials = MediaTrials()
         self._changing: list[Any] = []  # hooks that were seen to change the KV
         self._layouts: dict[
             tuple[str, str], str
@@ -349,7 +363,15 @@ class CachedModel(ModelFacade):
         )
         if input_ids is None and self.model.main_input_name == "input_ids":
             input_ids = kwargs.pop("inputs", None)
-        decoding, why_not, assisted = read_arguments(self.model, kwargs)
+        media, not_shown = media_of(self.model, input_ids, kwargs)
+        decoding, why_not, assisted = read_arguments(
+            self.model, _without_media(kwargs)
+        )
+        why_not = why_not or not_shown
+        if media.form:
+            kinds = layer_kinds(self.model.config)
+            why_not = why_not or why_not_with(media, kinds, assisted)
+            why_not = why_not or self._trials.trouble(media) or ""
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
@@ -396,7 +418,7 @@ class CachedModel(ModelFacade):
         prompts = None
         if not why_not:
             prompts, why_not = _prompts_of(
-                decoding, input_ids, attention_mask, repeats, assisted
+                decoding, input_ids, attention_mask, repeats, assisted, media
             )
         if prompts is None:
             return self._generated_without(
@@ -416,7 +438,9 @@ class CachedModel(ModelFacade):
         if watch.changing is not None:
             self._keep_in_mind(watch.changing.hook)
         elif store or store_output:
-            self._store_after(out, kv, prompts, before, salt, store_output)
+            self._store_after(
+                out, kv, prompts, before, salt, store_output, kwargs
+            )
         return out
 
     def prefix(
@@ -626,8 +650,10 @@ class CachedModel(ModelFacade):
             kv = kv_of_row(
                 planes, number * every, row.pad, max(columns, row.pad), self._seen
             )
+            tokens = row.tokens[: kv.num_tokens]
+            items = row.items_in(len(tokens))
             answers.append(
-                ready.cache.store(row.tokens[: kv.num_tokens], kv, **ready.space)
+                ready.cache.store(tokens, kv, items=items, **ready.space)
             )
         return answers
 
@@ -696,13 +722,23 @@ class CachedModel(ModelFacade):
     # ---- loading
 
     def _generate_from(
-        self, kv: Any, input_ids: Any, mask: Any, kwargs: dict[str, Any]
+        self,
+        kv: Any,
+        input_ids: Any,
+        mask: Any,
+        kwargs: dict[str, Any],
+        media: Media = NOTHING,
+        columns: int = 0,
     ) -> Any:
-        """Return the result of `model.generate`, started from `kv`, which it fills."""
+        """Return the result of `model.generate`, started from `kv`, which it fills.
+
+        What the `columns` of KV show is not passed on.
+        """
         given = model_checks.kv_argument(self.model, kv)
         positions = positions_of(self.model, input_ids, mask, kwargs)
+        rest = media.after(columns, kwargs)
         return self.model.generate(
-            input_ids, attention_mask=mask, **given, **positions, **kwargs
+            input_ids, attention_mask=mask, **given, **positions, **rest
         )
 
     def _generated_without(
@@ -758,6 +794,7 @@ class CachedModel(ModelFacade):
         before: _Ready,
         salt: str | None,
         with_output: bool,
+        kwargs: dict[str, Any],
     ) -> None:
         """Store the KV of a complete generation. Never raises: nobody loses a text because of its
         KV.
@@ -775,10 +812,14 @@ class CachedModel(ModelFacade):
                 raise ValueError(
                     f"{kv.get_seq_length()} tokens have KV, and the text has {ids.shape[1]} tokens"
                 )
+            self._try_media(kv, prompts, kwargs)
             if with_output:
+                items = rows[0].items
                 rows = rows_of(
                     ids, grown_mask(prompts.mask.repeat_interleave(every, 0), ids)
                 )
+                if items:  # then there is one prompt
+                    rows = [row._replace(items=items) for row in rows]
                 every = 1
             self.last_stored = self._stored(rows, kv, before, every)
         except Exception as trouble:  # noqa: BLE001
@@ -787,6 +828,36 @@ class CachedModel(ModelFacade):
                 f"the KV of a text is not stored: {trouble}", loaded=True
             )
 
+    def _try_media(
+        self, kv: Any, prompts: _Prompts, kwargs: dict[str, Any]
+    ) -> None:
+        """Try a form of calls with the first prompt that has it. Raises ValueError if the model
+        cannot continue after such items.
+        """
+        media = prompts.media
+        trouble = self._trials.trouble(media)
+        if trouble is None:
+            only = {"max_new_tokens": 1, "do_sample": False}
+
+            def generate(
+                part: Any, ids: Any, mask: Any, shown: Any, *at: Any
+            ) -> Any:
+                return self._generate_from(
+                    part, ids, mask, {**only, **shown}, *at
+                )
+
+            trouble = self._trials.try_out(
+                self.model,
+                self._seen,
+                kv,
+                media,
+                (prompts.input_ids, prompts.mask, prompts.rows[0].pad),
+                kwargs,
+                generate,
+            )
+        if trouble:
+            raise ValueError(trouble)
+
     def _generated(
         self, prompts: _Prompts, ready: _Ready, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
@@ -794,9 +865,9 @@ class CachedModel(ModelFacade):
         DynamicCache.
         """
         began = time.perf_counter()
-        input_ids, mask, rows, repeats, assisted = prompts
+        input_ids, mask, rows, repeats, assisted, media = prompts
         width = input_ids.shape[1]
-        looked = self._looked(rows, ready)
+        looked = None if media.form else self._looked(rows, ready)
         load = (
             self._begun(rows, looked, ready)
             if looked is not None and repeats == 1 and not assisted
@@ -816,6 +887,8 @@ class CachedModel(ModelFacade):
                     "the load did not end in time",
                 )
         found = self._prefix(rows, width, ready, looked, began)
+        if media.form:
+            self._cut_to_items(found, media, one_by_one=repeats == 1)
         kv = found.past_key_values
         found.past_key_values = None
         self.last = found
@@ -829,7 +902,33 @@ class CachedModel(ModelFacade):
         watch = watch_for(self._seen.devices)
         # inside: it measures the pass after the cut
         with cut, self._prefills.measured(self.model, watch):
-            return self._generate_from(kv, input_ids, mask, kwargs), kv
+            out = self._generate_from(
+                kv, input_ids, mask, kwargs, media, found.columns
+            )
+            return out, kv
+
+    def _cut_to_items(
+        self, found: Prefix, media: Media, *, one_by_one: bool
+    ) -> None:
+        """Leave of a prefix what a prompt with items can begin from."""
+        columns = media.whole(found.columns, one_by_one)
+        if self._trials.trouble(media) is None:
+            # whoever stored KV of all items has tried it with these weights
+            if media.items and media.items[-1].stop <= columns:
+                self._trials.trust(media)
+            else:
+                columns = 0
+        less = found.columns - columns
+        if not less:
+            return
+        if columns:
+            found.past_key_values.crop(-less)
+        else:
+            found.past_key_values = dynamic_cache(
+                self.model, self._seen, [], [], 0
+            )
+        found.columns = columns
+        found.num_tokens = [max(tokens - less, 0) for tokens in found.num_tokens]
 
     def _generated_from(
         self, found: Prefix, repeats: int, kwargs: dict[str, Any]
@@ -942,7 +1041,8 @@ class CachedModel(ModelFacade):
         hits = []
         for number, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
             kv = kv_of_row(planes, number, row.pad, width, self._seen)
-            hits.append(self._retrieved(tokens, kv, ready, looked))
+            items = row.items_in(len(tokens))
+            hits.append(self._retrieved(tokens, kv, ready, looked, items))
         columns = min(
             row.pad + hit.num_tokens for row, hit in zip(rows, hits, strict=True)
         )
@@ -981,13 +1081,18 @@ class CachedModel(ModelFacade):
         return wanted
 
     def _retrieved(
-        self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None
+        self,
+        tokens: Any,
+        kv: DenseKV,
+        ready: _Ready,
+        looked: Hit | None,
+        items: Sequence[Item],
     ) -> Hit:
         """Fill `kv` from the tiers. An earlier look-up (`looked`) was counted, and has the reason
         for a miss.
         """
         if looked is None:
-            return ready.cache.retrieve(tokens, kv, **ready.space)
+            return ready.cache.retrieve(tokens, kv, items=items, **ready.space)
         hit = ready.cache.retrieve(tokens, kv, counted=False, **ready.space)
         return (
             replace(looked, by_tier=hit.by_tier)
@@ -1183,6 +1288,7 @@ def _prompts_of(
     attention_mask: Any,
     repeats: int,
     assisted: bool,
+    media: Media,
 ) -> tuple[_Prompts | None, str]:
     """Return the prompts of a call, or None and why they have no keys. ValueError if `input_ids` is
     no tensor.
@@ -1192,10 +1298,21 @@ def _prompts_of(
     check_input_ids(input_ids)
     try:
         mask = mask_of(decoding, input_ids, attention_mask)
-        rows = rows_of(input_ids, mask)
-        return _Prompts(input_ids, mask, rows, repeats, assisted), ""
+        rows = [
+            row._replace(items=media.of_row(row.pad))
+            for row in rows_of(input_ids, mask)
+        ]
+        return _Prompts(input_ids, mask, rows, repeats, assisted, media), ""
     except ValueError as trouble:
         return None, str(trouble)
+
+
+def _without_media(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if name not in CONTENT and name not in TYPES
+    }
 
 
 def _again(kwargs: dict[str, Any]) -> dict[str, Any]:

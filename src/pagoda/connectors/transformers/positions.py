@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagoda.connectors.transformers.media_items import CONTENT, TYPES
+
 _KEPT = "rope_deltas"
 _COMPUTES = "_prepare_position_ids_for_generation"
 
@@ -36,7 +38,11 @@ def positions_of(
     generating = _generating(model)
     if usual is None or getattr(type(generating), _COMPUTES, usual) is usual:
         return {}
-    given = {name: value for name, value in kwargs.items() if value is not None}
+    given = {
+        name: value
+        for name, value in kwargs.items()
+        if value is not None and (name in CONTENT or name in TYPES)
+    }
     given["attention_mask"] = mask
     return {"position_ids": getattr(generating, _COMPUTES)(input_ids, given)}
 
