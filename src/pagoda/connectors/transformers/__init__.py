@@ -13,6 +13,7 @@ In the order in which a call meets them:
     model_edits       edits of the model after it was opened, for the key
     hook_watch        hooks that change what the model computes
     model_checks      which models can be cached; the layout of a model's KV, from a forward pass
+    model_types       which types of Transformers those checks accept
     model_facade      passes on to the model what the cache does not have
     model_identity    the namespace: digests of weights and adapters
     batch_rows        the rows of a batch as prompts, with their padding

@@ -181,12 +181,17 @@ def why_not_with(media: Media, kinds: set[str], assisted: bool) -> str:
     return ""
 
 
+def placeholder_tokens(config: Any) -> list[int]:
+    """Return the tokens that stand for items, as a model's config names them. Pure."""
+    named = [getattr(config, name, None) for name in _PLACEHOLDERS]
+    return sorted({one for one in named if isinstance(one, int) and one >= 0})
+
+
 def _placeholders(model: Any, tokens: Any) -> Any:
     """Return which tokens of a prompt are placeholders; None if the config names none."""
     import torch
 
-    named = [getattr(model.config, name, None) for name in _PLACEHOLDERS]
-    known = sorted({one for one in named if isinstance(one, int) and one >= 0})
+    known = placeholder_tokens(model.config)
     if not known:
         return None
     return torch.isin(tokens, torch.tensor(known))
