@@ -115,9 +115,11 @@ def test_a_conversation_in_which_each_turn_shows_an_image(
     theirs = text(alone, both, **shown(kind, both, [1, 2]))
     swapped = text(alone, both, **shown(kind, both, [2, 1]))
     cached = house.open(KINDS[kind]())
-    for _ in range(2):  # the second form is tried, too
-        text(cached, first, **shown(kind, first, [1]))
-        text(cached, both, **shown(kind, both, [3, 4]))
+    text(cached, first, **shown(kind, first, [1]))
+    text(cached, both, **shown(kind, both, [3, 4]))
+    if kind == "qwen2_vl":  # several images are another form
+        assert cached.last.columns == 0
+        assert "to try whether" in cached.last.hit.detail
     assert text(cached, both, **shown(kind, both, [1, 2])) == theirs
     # one by one only where it is certain which pixels belong to which tokens
     certain = kind != "idefics3"
@@ -145,8 +147,11 @@ def test_kv_within_an_image_is_used_up_to_its_begin(
     text(cached, longer, **shown(kind, longer, [1]))
     calls = images_computed(cached.model)
     assert text(cached, ids, **shown(kind, ids, [1])) == theirs
-    assert cached.last.hit.num_tokens == chunks_before(ids.shape[1] - 1)
-    assert cached.last.columns == min(47, cached.last.hit.num_tokens)
+    found = chunks_before(ids.shape[1] - 1)
+    assert cached.last.columns == min(47, found)
+    assert cached.last.hit.num_tokens == cached.last.columns
+    if found > 47:
+        assert "not covered whole" in cached.last.hit.detail
     assert calls == [1]
 
 

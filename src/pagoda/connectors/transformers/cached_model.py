@@ -912,12 +912,17 @@ class CachedModel(ModelFacade):
     ) -> None:
         """Leave of a prefix what a prompt with items can begin from."""
         columns = media.whole(found.columns, one_by_one)
+        why = "an item that is not covered whole is computed"
         if self._trials.trouble(media) is None:
             # whoever stored KV of all items has tried it with these weights
             if media.items and media.items[-1].stop <= columns:
                 self._trials.trust(media)
             else:
                 columns = 0
+                why = (
+                    "the first prompt of this form is computed whole, to try whether the model "
+                    "can continue after such items"
+                )
         less = found.columns - columns
         if not less:
             return
@@ -929,6 +934,10 @@ class CachedModel(ModelFacade):
             )
         found.columns = columns
         found.num_tokens = [max(tokens - less, 0) for tokens in found.num_tokens]
+        found.hits = [
+            hit.shortened(tokens, hit.reason or Reason.NOT_CACHEABLE, why)
+            for hit, tokens in zip(found.hits, found.num_tokens, strict=True)
+        ]
 
     def _generated_from(
         self, found: Prefix, repeats: int, kwargs: dict[str, Any]
