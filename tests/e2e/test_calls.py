@@ -143,6 +143,11 @@ def after_moving(model):
     return greedy(model)
 
 
+def with_a_default_cache(model):
+    model.generation_config.cache_implementation = "dynamic"
+    return greedy(model)
+
+
 HITS: dict[str, Callable] = {
     "greedy": greedy,
     "sampling": sampled,
@@ -187,6 +192,8 @@ HITS: dict[str, Callable] = {
         model, guidance_scale=1.5, negative_prompt_ids=prompt(9, seed=3)
     ),
     "to and eval": after_moving,
+    "dynamic cache": lambda model: greedy(model, cache_implementation="dynamic"),
+    "dynamic cache by default": with_a_default_cache,
 }
 
 

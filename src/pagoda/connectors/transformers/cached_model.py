@@ -49,6 +49,7 @@ from pagoda.connectors.transformers.batch_rows import (
 )
 from pagoda.connectors.transformers.call_arguments import (
     as_keywords,
+    over_given_kv,
     read_arguments,
 )
 from pagoda.connectors.transformers.dynamic_cache import (
@@ -406,7 +407,9 @@ class CachedModel(ModelFacade):
                 return self._generated_whole(
                     str(seen), documents, question, kwargs
                 )
-            return self._generated_from(found, repeats, kwargs)
+            return self._generated_from(
+                found, repeats, over_given_kv(decoding, kwargs)
+            )
         if store_output and beams > 1:
             raise ValueError(
                 "store_output: beams change rows while they grow, so only their prompt can be "
@@ -427,7 +430,9 @@ class CachedModel(ModelFacade):
         watch = HookWatch(self.model, before.hooks)
         try:
             with watch:
-                out, kv = self._generated(prompts, before, kwargs)
+                out, kv = self._generated(
+                    prompts, before, over_given_kv(decoding, kwargs)
+                )
         except HookChanges as seen:
             # nothing was chosen or streamed yet, except the prompt
             self._keep_in_mind(seen.hook)

@@ -174,6 +174,15 @@ def as_keywords(
     return mask, {**named, **kwargs}
 
 
+def over_given_kv(decoding: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a call that is given a cache: Transformers refuses to be told also
+    which kind it should make. Pure.
+    """
+    if decoding.cache_implementation is None:
+        return kwargs
+    return {**kwargs, "cache_implementation": None}
+
+
 def _why_not(model: Any, decoding: Any, mode: str, kwargs: dict[str, Any]) -> str:
     for name, value in kwargs.items():
         if value is not None and (why := _of_argument(name, value)):
