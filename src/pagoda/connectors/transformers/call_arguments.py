@@ -157,8 +157,10 @@ def as_keywords(
     """
     import torch
 
+    if not others:
+        return mask, kwargs
     given = list(others)
-    if given and isinstance(given[0], torch.Tensor):
+    if isinstance(given[0], torch.Tensor):
         if mask is not None:
             raise TypeError("generate got the attention_mask twice")
         mask = given.pop(0)
