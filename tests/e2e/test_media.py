@@ -196,6 +196,19 @@ def test_a_text_after_an_image_is_not_moved_by_it(house: House) -> None:
         assert text(cached.model, ids, **kv) == plain
 
 
+def test_a_reader_that_stores_nothing_hits_too(house: House) -> None:
+    ids = one_image("llava")
+    writer = house.open(tiny_vision.llava())
+    text(writer, ids, **shown("llava", ids, [1]))
+    theirs = text(tiny_vision.llava(), ids, **shown("llava", ids, [2]))
+    reader = house.open(tiny_vision.llava())
+    for columns in (0, chunks_before(PLACE)):
+        ours = text(reader, ids, store=False, **shown("llava", ids, [2]))
+        assert ours == theirs
+        assert reader.last.columns == columns
+        assert reader.last_stored == []
+
+
 def test_a_video_is_an_item(house: House) -> None:
     ids = one_image("qwen2_vl").clone()
     ids[ids == IMAGE_TOKEN] = 498

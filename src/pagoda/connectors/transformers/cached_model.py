@@ -442,9 +442,10 @@ class CachedModel(ModelFacade):
         self.last_stored = []
         if watch.changing is not None:
             self._keep_in_mind(watch.changing.hook)
-        elif store or store_output:
+        elif store or store_output or media.form:
+            # a form that shows something is tried also if nothing is stored
             self._store_after(
-                out, kv, prompts, before, salt, store_output, kwargs
+                out, kv, prompts, before, salt, store, store_output, kwargs
             )
         return out
 
@@ -798,11 +799,12 @@ class CachedModel(ModelFacade):
         prompts: _Prompts,
         before: _Ready,
         salt: str | None,
+        prompt: bool,
         with_output: bool,
         kwargs: dict[str, Any],
     ) -> None:
-        """Store the KV of a complete generation. Never raises: nobody loses a text because of its
-        KV.
+        """Try a form of calls, and store the KV of a complete generation: of its `prompt`, or also
+        `with_output`. Never raises: nobody loses a text because of its KV.
         """
         ids = getattr(out, "sequences", out)
         rows = prompts.rows
@@ -818,6 +820,8 @@ class CachedModel(ModelFacade):
                     f"{kv.get_seq_length()} tokens have KV, and the text has {ids.shape[1]} tokens"
                 )
             self._try_media(kv, prompts, kwargs)
+            if not prompt and not with_output:
+                return
             if with_output:
                 items = rows[0].items
                 rows = rows_of(
