@@ -195,6 +195,7 @@ bench-gpu:
 # the pages of docs/ that are made from the code
 docs: $(READY)
 	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/reference.py --models
 
 # how much there is to read, and what a call passes through: prints, never fails
 house: $(READY)

@@ -497,13 +497,9 @@ ARGUMENTS = {
         },
         "use_cache=False leaves no KV",
     ),
-    "prompt lookup": (
-        lambda _: {"prompt_lookup_num_tokens": 3},
-        "assisted generation does not begin",
-    ),
-    "assistant": (
-        lambda _: {"assistant_model": llama(seed=4)},
-        "assisted generation does not begin",
+    "early exit": (
+        lambda _: {"assistant_early_exit": 1},
+        "assistant_early_exit: its candidates are made of the model's states",
     ),
     "is_causal": (
         lambda _: {"is_causal": False},

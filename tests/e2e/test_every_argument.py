@@ -258,6 +258,7 @@ def test_a_sample_of_arguments(part: int, house: House) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_every_argument_of_one_type(house: House) -> None:
     model = llama(seed=7, initializer_range=0.3)
     assert_right(walked(opened(house, model), cases_of(model), prompt_of(model)))

@@ -26,6 +26,7 @@ from pagoda.connectors.transformers.model_checks import is_compiled, kv_argument
 from testbed.patience import Patience
 from tests.e2e.slow_device import LONG, SlowDevice, engine_over
 from tests.e2e.tiny import deepseek, generated, llama, prompt
+from tests.e2e.tiny_vision import image_tokens, llava, shown, with_images
 
 CHUNK = 16
 LAYERS = 3
@@ -94,6 +95,33 @@ def warm(house: House):
     assert cached.last.columns == 0
     device.waited = device.copied = 0
     return cached, device, want
+
+
+def test_assisted_decoding_loads_the_whole_hit_first(house: House) -> None:
+    """The length of its first pass decides what is computed: it is known before."""
+    model = llama()
+    cached, device = house.open(model)
+    lookup = {"prompt_lookup_num_tokens": 4}
+    ids = IDS[:, :25].repeat(1, 4)
+    want = generated(model, ids, NEW, **lookup)
+    for columns in (0, 96):
+        assert text(cached, ids, **lookup) == want
+        assert cached.last.columns == columns
+    assert device.waited == 0
+    assert device.copied > 0
+
+
+def test_a_prompt_with_an_image_on_a_device(house: House) -> None:
+    ids = with_images(IDS, [20], image_tokens("llava"))
+    want = generated(llava(), ids, NEW, **shown("llava", ids, [1]))
+    other = generated(llava(), ids, NEW, **shown("llava", ids, [2]))
+    cached, device = house.open(llava())
+    for columns in (0, 112):
+        assert text(cached, ids, **shown("llava", ids, [1])) == want
+        assert cached.last.columns == columns
+    assert text(cached, ids, **shown("llava", ids, [2])) == other
+    assert cached.last.columns == 16
+    assert device.copied > 0
 
 
 @pytest.mark.parametrize("build", [llama, deepseek])

@@ -18,6 +18,7 @@ line on stderr says what is wrong), 130 interrupted.
     bench                  measures the tiers: `bench_tiers`, `load_speeds`
     quality                measures what approximate KV costs in quality: `quality_report`,
                            `quality_plot`
+    models                 says which types of Transformers models are served
     record, replay, size   record and replay traces: `replay_inputs`, `replay_tiers`,
                            `replay_fleet`, `hit_rate_plot`, `trace_pool`, `known_models`
     demo                   answers one prompt in three processes

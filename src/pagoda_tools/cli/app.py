@@ -25,6 +25,7 @@ from pagoda_tools.cli.llama_server import (
     llama_server,
 )
 from pagoda_tools.cli.ls import ls
+from pagoda_tools.cli.models import models
 from pagoda_tools.cli.pin import pin, unpin
 from pagoda_tools.cli.quality import quality
 from pagoda_tools.cli.record import record
@@ -59,6 +60,7 @@ for command in (
     serve,
     warm,
     quality,
+    models,
 ):
     app.command()(documented(command))
 app.command(

@@ -3,12 +3,17 @@
 In the order in which a call meets them:
     cached_model      CachedModel: generate, prefix, store
     call_arguments    which arguments of a call are harmless; with any other, the call is not cached
+    assisted          assisted and prompt-lookup decoding from a filled cache
+    media_items       images and the like of a prompt, as items of its keys
+    media_trials      tries whether a model can continue after them
+    positions         positions that a model remembers from its latest prompt
     numerics          what of the process decides the numbers, for the key: autocast, precision,
                       kernels
     model_walk        one walk over a model's modules, which the next two and the identity share
     model_edits       edits of the model after it was opened, for the key
     hook_watch        hooks that change what the model computes
     model_checks      which models can be cached; the layout of a model's KV, from a forward pass
+    model_types       which types of Transformers those checks accept
     model_facade      passes on to the model what the cache does not have
     model_identity    the namespace: digests of weights and adapters
     batch_rows        the rows of a batch as prompts, with their padding

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.keys import Item
+
 
 class BatchRow(NamedTuple):
     """One prompt of a batch: columns [pad, pad + len(tokens)) of the row; the columns before are
@@ -15,6 +17,11 @@ class BatchRow(NamedTuple):
 
     tokens: npt.NDArray[np.int32]
     pad: int
+    items: tuple[Item, ...] = ()  # images and the like, at their tokens
+
+    def items_in(self, tokens: int) -> list[Item]:
+        """Return the items that begin in so many leading tokens. Pure."""
+        return [item for item in self.items if item.start < tokens]
 
 
 def check_input_ids(input_ids: Any) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
@@ -35,6 +36,10 @@ from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import model_checks
+from pagoda.connectors.transformers.assisted import (
+    first_pass_cut,
+    layer_kinds,
+)
 from pagoda.connectors.transformers.batch_rows import (
     BatchRow,
     check_input_ids,
@@ -42,7 +47,11 @@ from pagoda.connectors.transformers.batch_rows import (
     mask_of,
     rows_of,
 )
-from pagoda.connectors.transformers.call_arguments import read_arguments
+from pagoda.connectors.transformers.call_arguments import (
+    as_keywords,
+    over_given_kv,
+    read_arguments,
+)
 from pagoda.connectors.transformers.dynamic_cache import (
     copy_engine_for,
     dynamic_cache,
@@ -54,6 +63,15 @@ from pagoda.connectors.transformers.hook_watch import (
     HookChanges,
     HookWatch,
 )
+from pagoda.connectors.transformers.media_items import (
+    CONTENT,
+    NOTHING,
+    TYPES,
+    Media,
+    media_of,
+    why_not_with,
+)
+from pagoda.connectors.transformers.media_trials import MediaTrials
 from pagoda.connectors.transformers.model_edits import (
     ModelEdits,
     code_between,
@@ -68,11 +86,16 @@ from pagoda.connectors.transformers.model_identity import (
 )
 from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
 from pagoda.connectors.transformers.numerics import numerics_of
+from pagoda.connectors.transformers.positions import (
+    forget_positions,
+    positions_of,
+    why_no_positions,
+)
 from pagoda.connectors.transformers.unwritten_size import (
     tell,
     with_unwritten_size,
 )
-from pagoda.keys import Int32s, Namespace
+from pagoda.keys import Int32s, Item, Namespace
 from pagoda.layout import KVLayout
 from pagoda.transfer import DenseKV
 
@@ -115,14 +138,17 @@ class _Prompts(NamedTuple):
     mask: Any  # [batch, tokens]
     rows: list[BatchRow]
     repeats: int  # rows that `generate` makes of each
+    assisted: bool  # the first pass is to be cut to what has no KV
+    media: Media
 
 
 @dataclass
 class Prefix:
     """The KV that was found for a batch, as a cache to pass to `generate`, and the hits.
 
-    Greedy search, sampling and beam search can begin from it; assisted decoding cannot: it would
-    write another text. As a context manager it releases the KV at the end. Not thread-safe.
+    Greedy search, sampling and beam search can begin from it; assisted decoding can in
+    `CachedModel.generate` alone: here it would write another text. As a context manager it releases
+    the KV at the end. Not thread-safe.
     """
 
     # a transformers.DynamicCache of `columns` columns, empty if nothing was found
@@ -227,6 +253,7 @@ class CachedModel(ModelFacade):
         self._forms = model_checks.forms_of(model)
         self._edits = ModelEdits(model, walk)
         self._probed_under = (numerics_of(model, walk).autocast, "")
+        self._trials = MediaTrials()
         self._changing: list[Any] = []  # hooks that were seen to change the KV
         self._layouts: dict[
             tuple[str, str], str
@@ -261,6 +288,7 @@ class CachedModel(ModelFacade):
                 "calls go on without the cache unless their arguments change that: %s",
                 why,
             )
+        self._opened = True  # from now on, new attributes are the model's
 
     def reset(self) -> None:
         """Create a new lock in a forked child: another thread may have held the old one. Nothing
@@ -273,6 +301,19 @@ class CachedModel(ModelFacade):
             return "CachedModel(not opened)"
         return f"CachedModel({type(self.model).__name__}, {self.cache!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles open the cache again, with the same options; a shallow copy has the
+        same model.
+
+        A pickle contains the options, also secrets in them: the salt, passwords of stores.
+        """
+        config = self._config
+        named = self._named
+        if config is None:  # a cache that was passed in, which has one owner
+            config = self.cache.config
+            named = {**named, "salt": self.cache.namespace.salt}
+        return _opened_again, (type(self), self.model, config, named)
+
     @property
     def layout(self) -> KVLayout:
         """The layout of the model's KV."""
@@ -281,8 +322,8 @@ class CachedModel(ModelFacade):
     def generate(
         self,
         input_ids: Any | None = None,
+        *others: Any,
         attention_mask: Any | None = None,
-        *,
         documents: Sequence[Any] | None = None,
         question: Any | None = None,
         recompute: float | None = None,
@@ -306,7 +347,8 @@ class CachedModel(ModelFacade):
 
         Args:
             input_ids: the prompts, [batch, tokens]; not with `documents`. None: the call goes on
-                without the cache.
+                without the cache, unless there are `inputs`.
+            others: by position, the attention mask or what `model.generate` takes after the prompt.
             attention_mask: as for `model.generate`; not with `documents`.
             documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text
                 needs `tokenizer`.
@@ -317,7 +359,20 @@ class CachedModel(ModelFacade):
 
         Raises ValueError for wrong arguments, ConfigError (a ValueError) if `blend` has no verdict.
         """
-        decoding, why_not = read_arguments(self.model, kwargs)
+        attention_mask, kwargs = as_keywords(
+            self.model, others, attention_mask, kwargs
+        )
+        if input_ids is None and self.model.main_input_name == "input_ids":
+            input_ids = kwargs.pop("inputs", None)
+        media, not_shown = media_of(self.model, input_ids, kwargs)
+        decoding, why_not, assisted = read_arguments(
+            self.model, _without_media(kwargs)
+        )
+        why_not = why_not or not_shown
+        if media.form:
+            kinds = layer_kinds(self.model.config)
+            why_not = why_not or why_not_with(media, kinds, assisted)
+            why_not = why_not or self._trials.trouble(media) or ""
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
@@ -331,6 +386,8 @@ class CachedModel(ModelFacade):
                     "input_ids, attention_mask "
                     "and store_output"
                 )
+            if assisted:
+                why_not = why_not or "documents are not decoded with an assistant"
             why_not = why_not or self._ready(salt).why_not
             if why_not:
                 return self._generated_whole(why_not, documents, question, kwargs)
@@ -350,7 +407,9 @@ class CachedModel(ModelFacade):
                 return self._generated_whole(
                     str(seen), documents, question, kwargs
                 )
-            return self._generated_from(found, repeats, kwargs)
+            return self._generated_from(
+                found, repeats, over_given_kv(decoding, kwargs)
+            )
         if store_output and beams > 1:
             raise ValueError(
                 "store_output: beams change rows while they grow, so only their prompt can be "
@@ -362,7 +421,7 @@ class CachedModel(ModelFacade):
         prompts = None
         if not why_not:
             prompts, why_not = _prompts_of(
-                decoding, input_ids, attention_mask, repeats
+                decoding, input_ids, attention_mask, repeats, assisted, media
             )
         if prompts is None:
             return self._generated_without(
@@ -371,7 +430,9 @@ class CachedModel(ModelFacade):
         watch = HookWatch(self.model, before.hooks)
         try:
             with watch:
-                out, kv = self._generated(prompts, before, kwargs)
+                out, kv = self._generated(
+                    prompts, before, over_given_kv(decoding, kwargs)
+                )
         except HookChanges as seen:
             # nothing was chosen or streamed yet, except the prompt
             self._keep_in_mind(seen.hook)
@@ -381,8 +442,11 @@ class CachedModel(ModelFacade):
         self.last_stored = []
         if watch.changing is not None:
             self._keep_in_mind(watch.changing.hook)
-        elif store or store_output:
-            self._store_after(out, kv, prompts, before, salt, store_output)
+        elif store or store_output or media.form:
+            # a form that shows something is tried also if nothing is stored
+            self._store_after(
+                out, kv, prompts, before, salt, store, store_output, kwargs
+            )
         return out
 
     def prefix(
@@ -393,7 +457,7 @@ class CachedModel(ModelFacade):
         salt: str | None = None,
     ) -> Prefix:
         """Return a DynamicCache with the KV of the leading tokens in the tiers. Does not change the
-        model.
+        model, apart from what it remembers of an earlier prompt's positions.
 
         Rows of a batch use the columns that all rows have. The cache never covers the whole prompt.
         The KV is that of a model computed as at this moment, of token ids alone: call
@@ -410,6 +474,8 @@ class CachedModel(ModelFacade):
             return self._without(
                 rows, why_not, dynamic_cache(self.model, self._seen, [], rows, 0)
             )
+        # of the call that begins from what is returned here
+        forget_positions(self.model)
         return self._prefix(
             rows, input_ids.shape[1], ready, self._looked(rows, ready), began
         )
@@ -590,8 +656,10 @@ class CachedModel(ModelFacade):
             kv = kv_of_row(
                 planes, number * every, row.pad, max(columns, row.pad), self._seen
             )
+            tokens = row.tokens[: kv.num_tokens]
+            items = row.items_in(len(tokens))
             answers.append(
-                ready.cache.store(row.tokens[: kv.num_tokens], kv, **ready.space)
+                ready.cache.store(tokens, kv, items=items, **ready.space)
             )
         return answers
 
@@ -660,12 +728,23 @@ class CachedModel(ModelFacade):
     # ---- loading
 
     def _generate_from(
-        self, kv: Any, input_ids: Any, mask: Any, kwargs: dict[str, Any]
+        self,
+        kv: Any,
+        input_ids: Any,
+        mask: Any,
+        kwargs: dict[str, Any],
+        media: Media = NOTHING,
+        columns: int = 0,
     ) -> Any:
-        """Return the result of `model.generate`, started from `kv`, which it fills."""
+        """Return the result of `model.generate`, started from `kv`, which it fills.
+
+        What the `columns` of KV show is not passed on.
+        """
         given = model_checks.kv_argument(self.model, kv)
+        positions = positions_of(self.model, input_ids, mask, kwargs)
+        rest = media.after(columns, kwargs)
         return self.model.generate(
-            input_ids, attention_mask=mask, **given, **kwargs
+            input_ids, attention_mask=mask, **given, **positions, **rest
         )
 
     def _generated_without(
@@ -678,13 +757,19 @@ class CachedModel(ModelFacade):
         """Return the result of `model.generate` for these arguments, which the cache has no part
         in.
         """
-        self.cache.decline(why_not)
-        self.last_stored = []
-        self.last = self._without([], why_not, None)
+        self.went_without(why_not)
         given = [] if input_ids is None else [input_ids]
         if attention_mask is not None:
             kwargs = {"attention_mask": attention_mask, **kwargs}
         return self.model.generate(*given, **kwargs)
+
+    def went_without(self, why_not: str) -> None:
+        """Take note of a call that the cache has no part in: in `last`, the counters and the
+        log.
+        """
+        self.cache.decline(why_not)
+        self.last_stored = []
+        self.last = self._without([], why_not, None)
 
     def _generated_whole(
         self, why_not: str, documents: Any, question: Any, kwargs: dict[str, Any]
@@ -714,10 +799,12 @@ class CachedModel(ModelFacade):
         prompts: _Prompts,
         before: _Ready,
         salt: str | None,
+        prompt: bool,
         with_output: bool,
+        kwargs: dict[str, Any],
     ) -> None:
-        """Store the KV of a complete generation. Never raises: nobody loses a text because of its
-        KV.
+        """Try a form of calls, and store the KV of a complete generation: of its `prompt`, or also
+        `with_output`. Never raises: nobody loses a text because of its KV.
         """
         ids = getattr(out, "sequences", out)
         rows = prompts.rows
@@ -732,10 +819,16 @@ class CachedModel(ModelFacade):
                 raise ValueError(
                     f"{kv.get_seq_length()} tokens have KV, and the text has {ids.shape[1]} tokens"
                 )
+            self._try_media(kv, prompts, kwargs)
+            if not prompt and not with_output:
+                return
             if with_output:
+                items = rows[0].items
                 rows = rows_of(
                     ids, grown_mask(prompts.mask.repeat_interleave(every, 0), ids)
                 )
+                if items:  # then there is one prompt
+                    rows = [row._replace(items=items) for row in rows]
                 every = 1
             self.last_stored = self._stored(rows, kv, before, every)
         except Exception as trouble:  # noqa: BLE001
@@ -744,6 +837,36 @@ class CachedModel(ModelFacade):
                 f"the KV of a text is not stored: {trouble}", loaded=True
             )
 
+    def _try_media(
+        self, kv: Any, prompts: _Prompts, kwargs: dict[str, Any]
+    ) -> None:
+        """Try a form of calls with the first prompt that has it. Raises ValueError if the model
+        cannot continue after such items.
+        """
+        media = prompts.media
+        trouble = self._trials.trouble(media)
+        if trouble is None:
+            only = {"max_new_tokens": 1, "do_sample": False}
+
+            def generate(
+                part: Any, ids: Any, mask: Any, shown: Any, *at: Any
+            ) -> Any:
+                return self._generate_from(
+                    part, ids, mask, {**only, **shown}, *at
+                )
+
+            trouble = self._trials.try_out(
+                self.model,
+                self._seen,
+                kv,
+                media,
+                (prompts.input_ids, prompts.mask, prompts.rows[0].pad),
+                kwargs,
+                generate,
+            )
+        if trouble:
+            raise ValueError(trouble)
+
     def _generated(
         self, prompts: _Prompts, ready: _Ready, kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
@@ -751,12 +874,12 @@ class CachedModel(ModelFacade):
         DynamicCache.
         """
         began = time.perf_counter()
-        input_ids, mask, rows, repeats = prompts
+        input_ids, mask, rows, repeats, assisted, media = prompts
         width = input_ids.shape[1]
-        looked = self._looked(rows, ready)
+        looked = None if media.form else self._looked(rows, ready)
         load = (
             self._begun(rows, looked, ready)
-            if looked is not None and repeats == 1
+            if looked is not None and repeats == 1 and not assisted
             else None
         )
         if load is not None and looked is not None:
@@ -773,13 +896,57 @@ class CachedModel(ModelFacade):
                     "the load did not end in time",
                 )
         found = self._prefix(rows, width, ready, looked, began)
+        if media.form:
+            self._cut_to_items(found, media, one_by_one=repeats == 1)
         kv = found.past_key_values
         found.past_key_values = None
         self.last = found
         if repeats > 1:
             kv.batch_repeat_interleave(repeats)
-        with self._prefills.measured(self.model, watch_for(self._seen.devices)):
-            return self._generate_from(kv, input_ids, mask, kwargs), kv
+        cut = (
+            first_pass_cut(self.model, kv, found.columns, input_ids)
+            if assisted
+            else nullcontext()
+        )
+        watch = watch_for(self._seen.devices)
+        # inside: it measures the pass after the cut
+        with cut, self._prefills.measured(self.model, watch):
+            out = self._generate_from(
+                kv, input_ids, mask, kwargs, media, found.columns
+            )
+            return out, kv
+
+    def _cut_to_items(
+        self, found: Prefix, media: Media, *, one_by_one: bool
+    ) -> None:
+        """Leave of a prefix what a prompt with items can begin from."""
+        columns = media.whole(found.columns, one_by_one)
+        why = "an item that is not covered whole is computed"
+        if self._trials.trouble(media) is None:
+            # whoever stored KV of all items has tried it with these weights
+            if media.items and media.items[-1].stop <= columns:
+                self._trials.trust(media)
+            else:
+                columns = 0
+                why = (
+                    "the first prompt of this form is computed whole, to try whether the model "
+                    "can continue after such items"
+                )
+        less = found.columns - columns
+        if not less:
+            return
+        if columns:
+            found.past_key_values.crop(-less)
+        else:
+            found.past_key_values = dynamic_cache(
+                self.model, self._seen, [], [], 0
+            )
+        found.columns = columns
+        found.num_tokens = [max(tokens - less, 0) for tokens in found.num_tokens]
+        found.hits = [
+            hit.shortened(tokens, hit.reason or Reason.NOT_CACHEABLE, why)
+            for hit, tokens in zip(found.hits, found.num_tokens, strict=True)
+        ]
 
     def _generated_from(
         self, found: Prefix, repeats: int, kwargs: dict[str, Any]
@@ -892,7 +1059,8 @@ class CachedModel(ModelFacade):
         hits = []
         for number, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
             kv = kv_of_row(planes, number, row.pad, width, self._seen)
-            hits.append(self._retrieved(tokens, kv, ready, looked))
+            items = row.items_in(len(tokens))
+            hits.append(self._retrieved(tokens, kv, ready, looked, items))
         columns = min(
             row.pad + hit.num_tokens for row, hit in zip(rows, hits, strict=True)
         )
@@ -931,13 +1099,18 @@ class CachedModel(ModelFacade):
         return wanted
 
     def _retrieved(
-        self, tokens: Any, kv: DenseKV, ready: _Ready, looked: Hit | None
+        self,
+        tokens: Any,
+        kv: DenseKV,
+        ready: _Ready,
+        looked: Hit | None,
+        items: Sequence[Item],
     ) -> Hit:
         """Fill `kv` from the tiers. An earlier look-up (`looked`) was counted, and has the reason
         for a miss.
         """
         if looked is None:
-            return ready.cache.retrieve(tokens, kv, **ready.space)
+            return ready.cache.retrieve(tokens, kv, items=items, **ready.space)
         hit = ready.cache.retrieve(tokens, kv, counted=False, **ready.space)
         return (
             replace(looked, by_tier=hit.by_tier)
@@ -983,6 +1156,7 @@ class CachedModel(ModelFacade):
             numerics = numerics_of(self.model, walk)
             edits = self._edits.text(walk)
             why_not = why_not or self._layout_trouble(numerics.autocast, edits)
+            why_not = why_not or why_no_positions(self.model)
             space = {
                 "lora": lora,
                 "salt": salt,
@@ -1101,6 +1275,13 @@ class CachedModel(ModelFacade):
                 _log.warning("nothing is reported to routers any more: %s", error)
 
 
+def _opened_again(
+    kind: type[CachedModel], model: Any, config: Config, named: dict[str, Any]
+) -> CachedModel:
+    """Return the CachedModel that a pickle or a copy describes."""
+    return kind(model, config, **named)
+
+
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
     """Return the layout of the model's KV, by running it on four tokens. Raises ValueError if it
     cannot be cut.
@@ -1120,7 +1301,12 @@ def _dtypes(layout: KVLayout) -> str:
 
 
 def _prompts_of(
-    decoding: Any, input_ids: Any, attention_mask: Any, repeats: int
+    decoding: Any,
+    input_ids: Any,
+    attention_mask: Any,
+    repeats: int,
+    assisted: bool,
+    media: Media,
 ) -> tuple[_Prompts | None, str]:
     """Return the prompts of a call, or None and why they have no keys. ValueError if `input_ids` is
     no tensor.
@@ -1130,9 +1316,21 @@ def _prompts_of(
     check_input_ids(input_ids)
     try:
         mask = mask_of(decoding, input_ids, attention_mask)
-        return _Prompts(input_ids, mask, rows_of(input_ids, mask), repeats), ""
+        rows = [
+            row._replace(items=media.of_row(row.pad))
+            for row in rows_of(input_ids, mask)
+        ]
+        return _Prompts(input_ids, mask, rows, repeats, assisted, media), ""
     except ValueError as trouble:
         return None, str(trouble)
+
+
+def _without_media(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in kwargs.items()
+        if name not in CONTENT and name not in TYPES
+    }
 
 
 def _again(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,11 @@ never put wrong KV under a key.
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+from pagoda.connectors.transformers.assisted import layer_kinds, why_not_assisted
 
 # of `generate` itself: they choose and hand out tokens, after the prompt's KV was computed
 _HARMLESS = frozenset(
@@ -114,6 +118,7 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 _OTHER_PROMPTS = ("inputs_embeds", "inputs")
 _DYNAMIC = (None, "dynamic", "dynamic_full")
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+_ASSISTED = "assisted_generation"
 
 
 class CallArguments(NamedTuple):
@@ -121,6 +126,7 @@ class CallArguments(NamedTuple):
 
     decoding: Any  # the generation config that `generate` will use
     why_not: str  # why the call cannot use the cache; "" if it can
+    assisted: bool  # whether several tokens are proposed and checked at once
 
 
 def read_arguments(model: Any, kwargs: dict[str, Any]) -> CallArguments:
@@ -130,10 +136,56 @@ def read_arguments(model: Any, kwargs: dict[str, Any]) -> CallArguments:
     Raises what `generate` raises for a generation config that it does not accept.
     """
     decoding = _generation_config(model, kwargs)
-    return CallArguments(decoding, _why_not(decoding, kwargs))
+    mode = decoding.get_generation_mode(kwargs.get("assistant_model")).value
+    why_not = _why_not(model, decoding, mode, kwargs)
+    return CallArguments(decoding, why_not, mode == _ASSISTED)
 
 
-def _why_not(decoding: Any, kwargs: dict[str, Any]) -> str:
+def as_keywords(
+    model: Any, others: Sequence[Any], mask: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return the attention mask and the keywords of a call of `generate`. Pure.
+
+    Raises TypeError for an argument that is given twice, and for too many.
+
+    Args:
+        model: its `generate` names the arguments.
+        others: what was given by position after the prompt: a tensor is the attention mask;
+            Transformers itself takes a generation config there, and others after it.
+        mask: the attention mask that was given by keyword.
+        kwargs: the other keywords.
+    """
+    import torch
+
+    if not others:
+        return mask, kwargs
+    given = list(others)
+    if isinstance(given[0], torch.Tensor):
+        if mask is not None:
+            raise TypeError("generate got the attention_mask twice")
+        mask = given.pop(0)
+    names = list(inspect.signature(model.generate).parameters)[1:]
+    if len(given) > len(names):
+        raise TypeError(
+            f"generate takes at most {len(names) + 1} arguments by position"
+        )
+    named = dict(zip(names, given, strict=False))
+    twice = named.keys() & kwargs.keys()
+    if twice:
+        raise TypeError(f"generate got {min(twice)} twice")
+    return mask, {**named, **kwargs}
+
+
+def over_given_kv(decoding: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a call that is given a cache: Transformers refuses to be told also
+    which kind it should make. Pure.
+    """
+    if decoding.cache_implementation is None:
+        return kwargs
+    return {**kwargs, "cache_implementation": None}
+
+
+def _why_not(model: Any, decoding: Any, mode: str, kwargs: dict[str, Any]) -> str:
     for name, value in kwargs.items():
         if value is not None and (why := _of_argument(name, value)):
             return f"{name}: {why}"
@@ -147,9 +199,13 @@ def _why_not(decoding: Any, kwargs: dict[str, Any]) -> str:
             f"cache_implementation {decoding.cache_implementation!r}: only a dynamic cache "
             "can be filled"
         )
-    # assisted decoding computes the whole prompt again over the filled cache: another text
-    mode = decoding.get_generation_mode(kwargs.get("assistant_model")).value
-    if mode not in _MODES:
+    if mode == _ASSISTED:
+        why = why_not_assisted(
+            decoding, kwargs.get("assistant_model"), layer_kinds(model.config)
+        )
+        if why:
+            return why
+    elif mode not in _MODES:
         return f"{mode.replace('_', ' ')} does not begin from a filled cache"
     return _of_fields(decoding)
 

@@ -8,7 +8,14 @@ import functools
 import inspect
 from typing import Any
 
-_OWN = frozenset({"cache", "last", "last_stored", "model"})
+# of the model: they generate from a cache of their own, so nothing is loaded or stored
+_OTHER_WAYS = frozenset(
+    {
+        "continuous_batching_context_manager",
+        "generate_batch",
+        "init_continuous_batching",
+    }
+)
 
 
 class ModelFacade:
@@ -16,10 +23,14 @@ class ModelFacade:
 
     What is read or called goes to the model, unless the cache has it. A method that returns the
     model (`to`, `eval`, `half`) returns the `CachedModel`, so that a chained call does not lose the
-    cache. What is written goes to the model too, if the model has it.
+    cache. What is written or deleted goes to the model too, unless the cache has it.
     """
 
     model: Any
+
+    def went_without(self, why_not: str) -> None:
+        """Take note of a call that the cache has no part in."""
+        raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what `model(...)` returns: one forward pass, without the cache."""
@@ -37,18 +48,33 @@ class ModelFacade:
 
         @functools.wraps(found)
         def call(*args: Any, **kwargs: Any) -> Any:
+            if name in _OTHER_WAYS:
+                self.went_without(
+                    f"{name} fills a cache of its own: call generate"
+                )
             answer = found(*args, **kwargs)
             return self if answer is self.model else answer
 
         return call
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the model, if it is one and not the cache's own."""
-        is_own = name in _OWN or name.startswith("_")
-        if is_own or not hasattr(self.__dict__.get("model"), name):
+        """Set an attribute of the model, unless it is the cache's own."""
+        if self._is_own(name):
             super().__setattr__(name, value)
         else:
             setattr(self.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the model, unless it is the cache's own."""
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.model, name)
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether an attribute is of this object: those that it got while it was opened."""
+        own = self.__dict__
+        return not own.get("_opened") or name in own or hasattr(type(self), name)
 
     def __dir__(self) -> list[str]:
         """Return the names of both."""
