@@ -23,6 +23,7 @@ from tests.llama_proxy.traffic import Controls, Conversation, Question, words
 CONTEXT = 2048  # of one slot
 LONGEST = 800  # of a conversation, which then begins anew
 PREDICT = (1, 4, 8, 16)
+_STARTS = 5  # of a server that cut files end, before its trouble is a fault
 
 
 class Target(Protocol):
@@ -327,12 +328,13 @@ class Driver:
     def _set_scale(self) -> None:
         scales = [{"id": 0, "scale": self._scale}]
         for target in self._targets:
-            try:
-                target.client.post("/lora-adapters", scales)
-            except (OSError, RuntimeError):
-                if not self._is_rough:
-                    raise
-                # a cut file has just ended its server
-                target.start()
-                target.client.post("/lora-adapters", scales)
+            for tries_left in reversed(range(_STARTS)):
+                try:
+                    target.client.post("/lora-adapters", scales)
+                    break
+                except (OSError, RuntimeError):
+                    if not self._is_rough or not tries_left:
+                        raise
+                    # a cut file has just ended its server, which it may do again
+                    target.start()
         self._controls.set_scales(scales)
