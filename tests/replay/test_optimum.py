@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pagoda_tools.replay import Request, TierSpec, infinite, optimum, simulate
 from tests.replay.traces import chained, mooncake, request, sample
 
-POLICIES = ("lru", "fifo", "arc", "hindsight")
+POLICIES = ("lru", "hindsight")
 
 
 def leading(ids: Sequence[int], kept: frozenset[int]) -> int:

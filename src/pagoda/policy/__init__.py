@@ -13,8 +13,7 @@ Modules, in the order in which data reaches them:
     reuse_worth     learns when chunks are asked for again, and the worth of a slot that holds one
                     of them
     eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
-    lru             least recently used, and first in, first out
-    arc             ARC
+    lru             least recently used
     hindsight       the default: evicts the chunk that is worth least, unless LRU would serve more
 """
 
@@ -28,8 +27,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-NAMES = ("hindsight", "lru", "arc", "fifo")
+NAMES = ("hindsight", "lru")
 DEFAULT = "hindsight"
+REMOVED = {
+    "arc": "was removed; write hindsight (the default): it learns from evicted chunks too, and "
+    "serves more of most traffic",
+    "fifo": "was removed; write lru, which serves as much or more",
+}
+"""Policies of earlier versions, and what to write instead."""
 
 
 class Ghosts(NamedTuple):
@@ -153,16 +158,12 @@ class Policy(Protocol):
 
 def make(name: str, hints: Hints) -> Policy:
     """Return the policy of that name over these columns; ValueError for an unknown name."""
-    from pagoda.policy.arc import Arc
     from pagoda.policy.hindsight import Hindsight
-    from pagoda.policy.lru import Fifo, Lru
+    from pagoda.policy.lru import Lru
 
-    policies: tuple[type[Lru | Arc | Hindsight], ...] = (
-        Hindsight,
-        Lru,
-        Arc,
-        Fifo,
-    )
+    policies: tuple[type[Lru | Hindsight], ...] = (Hindsight, Lru)
+    if name in REMOVED:
+        raise ValueError(f"policy {name!r} {REMOVED[name]}")
     if name not in NAMES:
         raise ValueError(
             f"unknown policy {name!r}; choose one of {', '.join(NAMES)}"

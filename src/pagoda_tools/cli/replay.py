@@ -31,7 +31,7 @@ Speed: TypeAlias = Annotated[
 ]
 _PNG = Path("pagoda-curve.png")
 # the time of a simulation, relative to LRU
-_WEIGHTS = {"lru": 1.0, "fifo": 1.0, OPTIMUM: 0.3}
+_WEIGHTS = {"lru": 1.0, OPTIMUM: 0.3}
 _OTHERS = 3.0
 
 

@@ -190,9 +190,12 @@ def policies_of(
     """Return the requested policies, each once, or the configured one. Raises UsageError for an
     unknown one.
     """
-    from pagoda.policy import NAMES
+    from pagoda.policy import NAMES, REMOVED
 
     asked = list(dict.fromkeys(names)) if names else [configured(config).policy]
+    for name in asked:
+        if name in REMOVED:
+            raise UsageError(f"{option} {name}: {REMOVED[name]}")
     return [one_of(NAMES, option, name, "policy") for name in asked]
 
 
