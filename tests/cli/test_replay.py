@@ -287,6 +287,12 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
         "size", trace, "--model", "llama-3-8b", "--kv-dtype", "fp9"
     )
     assert "--percent" in refused("size", trace, "--percent", 101)
+    assert "--percent was given 2 times (50, 90): give it once" in refused(
+        "size", trace, "--percent", 50, "--percent", 90
+    )
+    assert "arc: was removed; write hindsight" in refused(
+        "replay", trace, *some, "--policy", "arc"
+    )
     assert "--png needs --curve" in refused(
         "replay", trace, *some, "--png", "x.png"
     )

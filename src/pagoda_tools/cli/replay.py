@@ -107,7 +107,7 @@ def replay(
     }
     _refuse_given(shared if remote is None else timed, remote is not None)
     names = replay_inputs.policies_of(policy, config)
-    found = replay_inputs.trace_of(trace)
+    found = replay_inputs.trace_of(trace, as_json)
     chunk_bytes = replay_inputs.chunk_bytes_of(
         found, model, bytes_per_token, kv_dtype
     )
