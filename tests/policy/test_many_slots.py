@@ -130,6 +130,7 @@ class WatchedHints:
             self._watched(columns.ghosts.hits),
         )
         self.forgotten = columns.forgotten
+        self.contexts = None
 
     def _watched(self, column: NDArray[np.generic]) -> Watched:
         watched = column.view(Watched)

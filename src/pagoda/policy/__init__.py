@@ -12,6 +12,9 @@ Modules, in the order in which data reaches them:
 
     reuse_worth     learns when chunks are asked for again, and the worth of a slot that holds one
                     of them
+    reuse_context   the same for chunks of which more is known: whose they are, and how the answer
+                    ended
+    request_hints   writes what a request says of itself into the contexts of its chunks
     eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
     lru             least recently used
     hindsight       the default: evicts the chunk that is worth least, unless LRU would serve more
@@ -20,7 +23,7 @@ Modules, in the order in which data reaches them:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,12 +49,27 @@ class Ghosts(NamedTuple):
     hits: NDArray[np.uint16]
 
 
+class Contexts(NamedTuple):
+    """What is known of the last use of each chunk: see `reuse_context`. Eight bytes for a slot.
+
+    `sessions`: which session used it, hashed; 0: none was named. `hinted_at`: when a hint was given
+    for it (seconds of its stamp; 0: never). `of_ghosts`: the contexts of ghosts.
+    """
+
+    of_slots: NDArray[np.uint16]
+    sessions: NDArray[np.uint16]
+    hinted_at: NDArray[np.uint32]
+    of_ghosts: NDArray[np.uint16]
+
+
 class Hints(Protocol):
     """The columns that a policy may read; it may write only `last_use`. Each has length `slots`;
     ghosts have more.
 
     `capacity`: how many chunks fit now; it may be less than `slots`, because slots may have no
     pages. `backed`: the slots from this one on have no chunk, as far as this process knows.
+    `contexts`: None if nobody says what requests are about; the policy writes those of slots that
+    are asked for again.
     """
 
     slots: int
@@ -64,14 +82,19 @@ class Hints(Protocol):
     parent_generation: NDArray[np.uint64]
     hits: NDArray[np.uint32]
     position: NDArray[np.uint32]
+    contexts: Contexts | None
 
     @property
     def ghosts(self) -> Ghosts:
         """Return the ghosts."""
 
-    def forgotten(self) -> Iterable[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-        """Take the ghosts that this process replaced since the last call: hits and age (ns) of
-        each.
+    def forgotten(
+        self,
+    ) -> Iterable[
+        tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint16]]
+    ]:
+        """Take the ghosts that this process replaced since the last call: hits, age (ns) and
+        context of each.
         """
 
 
@@ -86,6 +109,8 @@ class Newcomers(NamedTuple):
     # from its ghost: how often it was asked for after the first time
     hits: NDArray[np.uint32]
     last_use: NDArray[np.int64]  # from its ghost; 0: it has no ghost
+    contexts: NDArray[np.uint16] | None = None  # from its ghost
+    arriving: int = 0  # the context that all will have
 
 
 class Policy(Protocol):
@@ -93,10 +118,11 @@ class Policy(Protocol):
     calls.
     """
 
-    shared_values: ClassVar[int]
-    """How many float64 values it shares with the other processes of the ledger and keeps across a
-    restart.
-    """
+    @property
+    def shared_values(self) -> int:
+        """How many float64 values it shares with the other processes of the ledger and keeps across
+        a restart.
+        """
 
     def touch(
         self,
