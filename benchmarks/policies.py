@@ -27,7 +27,7 @@ from policies_streams import TRACES, Cell, cells, drawn, stream
 from pagoda_tools.replay.optimum import optimum
 from pagoda_tools.replay.simulate import TierSpec, simulate
 
-POLICIES = ("lru", "fifo", "arc", "hindsight")
+POLICIES = ("lru", "hindsight")
 # what hindsight may lose against LRU in any cell
 _MOST_POINTS = 0.6
 _LEAST_RATIO = 0.97

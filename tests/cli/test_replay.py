@@ -47,9 +47,9 @@ def test_one_tier_has_the_keys_that_programs_ask_for(trace: Path) -> None:
     assert found["chunks_written"] == 6
     assert answer("replay", trace, "--capacity-chunks", 4)["policy"] == DEFAULT
     configured = answer(
-        "replay", trace, "--capacity-chunks", 4, PAGODA_POLICY="fifo"
+        "replay", trace, "--capacity-chunks", 4, PAGODA_POLICY="lru"
     )
-    assert configured["policy"] == "fifo"
+    assert configured["policy"] == "lru"
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_several_policies_and_sizes_in_processes_are_what_each_is_alone(
         "--policy",
         "lru",
         "--policy",
-        "fifo",
+        "hindsight",
         "--capacity-chunks",
         2,
         "--capacity-chunks",
@@ -92,7 +92,7 @@ def test_several_policies_and_sizes_in_processes_are_what_each_is_alone(
     )
     together = runs(answer("replay", trace, *options, "--jobs", 2))
     asked = [f"{run['policy']} {run['capacity_chunks']}" for run in together]
-    assert asked == ["lru 2", "fifo 2", "lru 3", "fifo 3"]
+    assert asked == ["lru 2", "hindsight 2", "lru 3", "hindsight 3"]
     for run in together:
         alone = answer(
             "replay",
@@ -149,14 +149,14 @@ def test_the_curve_is_a_table_and_a_png(tmp_path: Path) -> None:
         "--capacity-chunks",
         1500,
         "--policy",
-        "fifo",
+        "hindsight",
         "--curve",
         "--png",
         png,
     )
     done = done_here("replay", *options, "--model", "llama-3-8b")
     assert done.returncode == 0, done.stderr
-    for word in ("fifo", "lru", "optimum", "300", "1,500", "GiB", str(png)):
+    for word in ("hindsight", "lru", "optimum", "300", "1,500", "GiB", str(png)):
         assert word in done.stdout
     assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -230,7 +230,7 @@ def test_size_of_a_small_trace_by_hand(trace: Path) -> None:
         "--policy",
         "lru",
         "--policy",
-        "fifo",
+        "hindsight",
         "--jobs",
         3,
     )
@@ -287,6 +287,12 @@ def test_wrong_use_is_one_line(trace: Path, tmp_path: Path) -> None:
         "size", trace, "--model", "llama-3-8b", "--kv-dtype", "fp9"
     )
     assert "--percent" in refused("size", trace, "--percent", 101)
+    assert "--percent was given 2 times (50, 90): give it once" in refused(
+        "size", trace, "--percent", 50, "--percent", 90
+    )
+    assert "arc: was removed; write hindsight" in refused(
+        "replay", trace, *some, "--policy", "arc"
+    )
     assert "--png needs --curve" in refused(
         "replay", trace, *some, "--png", "x.png"
     )

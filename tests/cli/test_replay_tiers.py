@@ -120,9 +120,9 @@ def test_without_a_model_nothing_is_said_of_time(trace: Path) -> None:
 @pytest.mark.slow
 def test_several_policies_on_the_sample() -> None:
     sizes = ("--host", "64GiB", "--disk", "512GiB", "--model", "llama-3-8b")
-    found = answer("replay", *sizes, "--policy", "lru", "--policy", "fifo")
+    found = answer("replay", *sizes, "--policy", "lru", "--policy", "hindsight")
     runs = cast("list[Table]", found["runs"])
-    assert [str(run["policy"]) for run in runs] == ["lru", "fifo"]
+    assert [str(run["policy"]) for run in runs] == ["lru", "hindsight"]
     for run in runs:
         assert 0 < run["hit_rate"] < run["optimum"]
         assert (

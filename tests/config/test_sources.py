@@ -361,14 +361,21 @@ def test_a_home_that_is_not_known_hinders_only_what_needs_it(
     refused("~/pagoda.toml", "home directory", environ={}, file="~/pagoda.toml")
 
 
+def test_a_policy_of_earlier_versions_says_what_to_write_instead(
+    nowhere: Path,
+) -> None:
+    for name, instead in (("arc", "write hindsight"), ("fifo", "write lru")):
+        refused(name, "was removed", instead, environ=env(nowhere), policy=name)
+
+
 def test_a_file_alone(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGODA_HOST_SIZE", "1GiB")
     (nowhere / "pagoda.toml").write_text("chunk_tokens = 64\n")
     file = nowhere / "mine.toml"
     file.write_text('disk_size = "1GiB"\ndisk_path = "/a"\npolicy = "lru"\n')
-    config = Config.from_file(file, policy="arc", disk_path=Path("/b"))
+    config = Config.from_file(file, policy="hindsight", disk_path=Path("/b"))
     assert config.disk_bytes == 2**30
-    assert (config.policy, config.disk_path) == ("arc", "/b")
+    assert (config.policy, config.disk_path) == ("hindsight", "/b")
     assert (config.host_size, config.chunk_tokens) == ("auto", 256)
     assert config.origins["disk_size"] == f"file {file}"
     assert config.origins["policy"] == "argument policy"
@@ -395,8 +402,8 @@ def test_the_environment_alone(
         0,
         "argument host_size",
     )
-    monkeypatch.setenv("PAGODA_POLICY", "arc")
-    assert Config.from_env().policy == "arc"
+    monkeypatch.setenv("PAGODA_POLICY", "lru")
+    assert Config.from_env().policy == "lru"
     assert load().config.origins == load().origins
 
 

@@ -83,7 +83,8 @@ def test_the_ghost_gives_way_that_was_asked_for_longest_ago_and_is_learnt_from()
     remember(ghosts, [PER_SLOT], 500, went=1000)
     assert ghosts.find(keys(0)[0]) is None
     assert all(ghosts.find(key) for key in keys(*range(1, PER_SLOT + 1)))
-    ((hits, ages),) = ghosts.forgotten()
+    ((hits, ages, contexts),) = ghosts.forgotten()
+    assert not contexts.any()
     assert hits.tolist() == [0]
     assert ages.tolist() == [900]
     assert not list(ghosts.forgotten())
@@ -93,7 +94,7 @@ def test_many_of_one_place_in_one_call() -> None:
     ghosts = table(1)
     remember(ghosts, list(range(20)), 9)
     assert np.count_nonzero(ghosts.last_use) == PER_SLOT
-    assert sum(len(hits) for hits, _ in ghosts.forgotten()) == 20 - PER_SLOT
+    assert sum(len(hits) for hits, _, _ in ghosts.forgotten()) == 20 - PER_SLOT
 
 
 def test_hits_beyond_what_fits_stay_the_most() -> None:

@@ -196,7 +196,7 @@ def test_a_damaged_file_of_what_was_learnt_is_begun_anew(shm_root: Path) -> None
 def test_an_unknown_policy_leaves_nobody_in_the_store(shm_root: Path) -> None:
     with pytest.raises(
         ValueError,
-        match="unknown policy 'best'; choose one of hindsight, lru, arc, fifo",
+        match="unknown policy 'best'; choose one of hindsight, lru",
     ):
         Ledger.open(spec(shm_root), "best")
     ledger = Ledger.open(spec(shm_root))

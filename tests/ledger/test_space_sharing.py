@@ -694,9 +694,9 @@ def test_a_second_policy_in_one_process_says_that_it_is_not_used(
         contextlib.closing(Ledger.open(spec, "lru")),
     ):
         assert not caplog.records
-        Ledger.open(spec, "arc").close()
+        Ledger.open(spec, "hindsight").close()
         assert "has policy lru" in caplog.text
-        assert "not the arc asked for" in caplog.text
+        assert "not the hindsight asked for" in caplog.text
 
 
 def test_what_was_leased_at_a_smaller_size_is_given_back_later(

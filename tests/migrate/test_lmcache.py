@@ -125,7 +125,7 @@ def test_all_of_a_file_that_maps(tmp_path: Path) -> None:
             "lookup_url": "localhost:6379",
             "distributed_url": "localhost:8200",
             "error_handling": True,
-            "cache_policy": "FIFO",
+            "cache_policy": "LRU",
             "min_retrieve_tokens": 512,
             "blocking_timeout_secs": 10,
             "extra_config": {"use_odirect": True, "disk_io_threads": 8},
@@ -137,7 +137,7 @@ def test_all_of_a_file_that_maps(tmp_path: Path) -> None:
         "disk_path": str(tmp_path),
         "disk_size": "100GiB",
         "remote": "redis://user:p%20w@host:6379",
-        "policy": "fifo",
+        "policy": "lru",
         "min_hit_tokens": 512,
         "disk_direct": True,
         "io_threads": 8,
@@ -290,6 +290,7 @@ def test_the_host_tier_keeps_its_size_or_is_off() -> None:
             "?codec=zstd",
         ),
         ({"cache_policy": "LFU"}, "cache_policy", "LRU"),
+        ({"cache_policy": "ARC"}, "cache_policy", "LRU"),
         ({"backend": "tape"}, "backend", "backend: cpu"),
         ({"gds_path": "/x"}, "gds_path", "local_disk: PATH"),
         ({"priority_limit": 0}, "priority_limit", "all priorities"),
@@ -673,11 +674,11 @@ def test_variables_override_the_file_and_say_so() -> None:
         {
             "LMCACHE_CHUNK_SIZE": '"128"',
             "LMCACHE_MAX_LOCAL_CPU_SIZE": "40",
-            "LMCACHE_CACHE_POLICY": "FIFO",
+            "LMCACHE_CACHE_POLICY": "LRU",
         },
     )
     made = translate(loaded)
-    assert made.options == {"chunk_tokens": 128, "host_size": 0, "policy": "fifo"}
+    assert made.options == {"chunk_tokens": 128, "host_size": 0, "policy": "lru"}
     said = {
         one.field: one.text
         for one in made.findings

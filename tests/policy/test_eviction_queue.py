@@ -168,16 +168,14 @@ def test_the_order_is_that_of_a_plain_one(
         ),
         max_size=25,
     ),
-    st.booleans(),
 )
 @settings(max_examples=300)
 def test_no_parent_before_its_child_whatever_happened_since_it_was_queued(
     tree: list[tuple[int, int, int, int, bool]],
     events: list[tuple[str, int]],
-    by_use: bool,
 ) -> None:
     columns, ranks = grow(tree)
-    queue = EvictionQueue(columns, lambda chosen: np.array(ranks)[chosen], by_use)
+    queue = EvictionQueue(columns, lambda chosen: np.array(ranks)[chosen])
     now = NOW
     stamp = 10**5
     for what, number in events:
@@ -209,21 +207,17 @@ def test_no_parent_before_its_child_whatever_happened_since_it_was_queued(
                 empty(columns, gone)
 
 
-@pytest.mark.parametrize("by_use", [True, False])
-def test_what_is_touched_keeps_its_place_only_where_recency_is_nothing(
-    by_use: bool,
-) -> None:
+def test_what_is_touched_loses_its_place() -> None:
     columns = columns_of(SLOTS)
     for row in range(SLOTS):
         put(columns, row, 100 + row)
     queue = EvictionQueue(
         columns,
         lambda chosen: columns.generation[chosen].astype(np.float64),
-        by_use,
     )
     assert queue.first(2, 1000, NOW).tolist() == [0, 1]
     columns.last_use[0] = 900
-    assert queue.first(2, 1000, NOW).tolist() == ([1, 2] if by_use else [0, 1])
+    assert queue.first(2, 1000, NOW).tolist() == [1, 2]
     assert queue.first(2, 900, NOW).tolist() == [1, 2]
 
 

@@ -23,7 +23,7 @@ from pagoda_tools.replay.simulated_tier import marks_of_ids
 from tests.ledger.support import PATIENT_SECONDS, TENANT, spec
 from tests.replay.traces import chained, request, sample
 
-POLICIES = ("lru", "fifo", "arc", "hindsight")
+POLICIES = ("lru", "hindsight")
 COLUMNS = ("last_use", "hits", "position", "parent_slot")
 
 

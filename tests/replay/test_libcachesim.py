@@ -17,11 +17,7 @@ from hypothesis import strategies as st
 from pagoda.cache.request_trace import Request, read_trace
 from pagoda_tools.replay.simulate import Simulation, TierSpec
 
-THEIRS = {
-    "lru": libcachesim.LRU,
-    "fifo": libcachesim.FIFO,
-    "arc": libcachesim.ARC,
-}
+THEIRS = {"lru": libcachesim.LRU}
 policies = pytest.mark.parametrize("policy", THEIRS)
 
 

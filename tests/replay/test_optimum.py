@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from itertools import combinations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagoda.cache.request_trace import format_request, with_shared_ids
 from pagoda_tools.replay import Request, TierSpec, infinite, optimum, simulate
 from tests.replay.traces import chained, mooncake, request, sample
 
-POLICIES = ("lru", "fifo", "arc", "hindsight")
+POLICIES = ("lru", "hindsight")
 
 
 def leading(ids: Sequence[int], kept: frozenset[int]) -> int:
@@ -117,3 +120,25 @@ def test_known_figures_of_the_traces(
 def test_figures_of_the_sample(chunks: int, percent: float) -> None:
     assert 100 * infinite(sample()) == pytest.approx(28.906, abs=0.001)
     assert 100 * optimum(sample(), chunks) == pytest.approx(percent, abs=0.001)
+
+
+def test_a_long_trace_takes_little_memory() -> None:
+    """Long traces have many accesses to few chunks; each access takes some 60 bytes at most."""
+    ids = list(range(10**6, 10**6 + 5_000))
+    one = request(*ids)
+    accesses = 20 * len(ids)
+    optimum([one], 10)
+    line = format_request(one).encode()
+    decode = msgspec.json.Decoder(Request).decode
+    tracemalloc.start()
+    try:
+        requests = list(with_shared_ids(decode(line) for _ in range(20)))
+        read = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        optimum(requests, 1_000)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert requests == [one] * 20
+    assert read / accesses < 15
+    assert most / accesses < 60

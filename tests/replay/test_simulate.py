@@ -21,7 +21,7 @@ from pagoda_tools.replay import (
 from pagoda_tools.replay.simulated_tier import marks_of_ids
 from tests.replay.traces import chained, mooncake, request, sample
 
-POLICIES = ("lru", "fifo", "arc", "hindsight")
+POLICIES = ("lru", "hindsight")
 
 
 def one(

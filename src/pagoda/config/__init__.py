@@ -201,7 +201,7 @@ class Config:
             "Which chunk is evicted first when a tier is full, by one of "
             f"{', '.join(map(repr, policies.NAMES))}."
         ),
-        option_values.one_of(policies.NAMES),
+        option_values.one_of(policies.NAMES, policies.REMOVED),
     )
     record: str = _option(
         "",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -160,10 +160,15 @@ def share(name: str, value: object) -> object:
     return float(value)
 
 
-def one_of(known: Sequence[str]) -> Check:
-    """Return the check of a word."""
+def one_of(
+    known: Sequence[str], removed: Mapping[str, str] | None = None
+) -> Check:
+    """Return the check of a word. `removed`: words of earlier versions, and what to say of each."""
 
     def check(name: str, value: object) -> object:
+        why = (removed or {}).get(str(value))
+        if why is not None:
+            raise ValueError(why)
         if value not in known:
             raise ValueError(
                 f"must be one of {', '.join(known)}{did_you_mean(str(value), known)}"

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from pagoda.base.errors import NoRoomError
 from pagoda.base.file_space import allocate, opened
-from pagoda.policy import Ghosts
+from pagoda.policy import Contexts, Ghosts
 
 # `last_use` of a slot that has no chunk to evict
 NOT_READY = np.iinfo(np.int64).max
@@ -116,6 +116,19 @@ class Columns:
         # the part that policies read
         self.ghosts = Ghosts(self.table.last_use, self.table.hits)
         self.forgotten = self.table.forgotten
+        self.contexts: Contexts | None = None
+
+    def note_contexts(self) -> Contexts:
+        """Keep the context of each chunk from now on, in private memory: all are unknown."""
+        ghosts = len(self.table.last_use)
+        self.contexts = Contexts(
+            np.zeros(self.slots, np.uint16),
+            np.zeros(self.slots, np.uint16),
+            np.zeros(self.slots, np.uint32),
+            np.zeros(ghosts, np.uint16),
+        )
+        self.table.contexts = self.contexts.of_ghosts
+        return self.contexts
 
     def note_pages(self, backed: int, fitting: int) -> None:
         """Note that slots from `backed` on have no pages, and how many have some."""
@@ -281,13 +294,15 @@ class GhostTable:
         self._went = went
         self.hits = hits
         self._reason = reason
+        # None: nobody keeps them
+        self.contexts: NDArray[np.uint16] | None = None
         # one row per place
         self._marks = mark.reshape(-1, _WAYS)
         self._uses = last_use.reshape(-1, _WAYS)
         self._places = np.uint64(len(mark) // _WAYS)
-        self._forgotten: deque[tuple[NDArray[np.uint32], Rows]] = deque(
-            maxlen=_MOST_FORGOTTEN
-        )
+        self._forgotten: deque[
+            tuple[NDArray[np.uint32], Rows, NDArray[np.uint16]]
+        ] = deque(maxlen=_MOST_FORGOTTEN)
 
     def remember(
         self,
@@ -296,8 +311,11 @@ class GhostTable:
         hits: NDArray[np.uint32],
         went: int,
         reason: int,
+        contexts: NDArray[np.uint16] | None = None,
     ) -> None:
-        """Leave a ghost for each mark. `last_use` and `went` are recency stamps."""
+        """Leave a ghost for each mark. `last_use` and `went` are recency stamps. `contexts`: of
+        each; None: unknown.
+        """
         if not len(marks):
             return
         rows, found = self._rows(marks)
@@ -307,19 +325,30 @@ class GhostTable:
             rest = np.delete(np.arange(len(rows)), firsts)
             for part in (np.sort(firsts), rest):
                 self.remember(
-                    marks[part], last_use[part], hits[part], went, reason
+                    marks[part],
+                    last_use[part],
+                    hits[part],
+                    went,
+                    reason,
+                    None if contexts is None else contexts[part],
                 )
             return
         loses = rows[~found & (self.last_use[rows] > 0)]
         if len(loses):
             self._forgotten.append(
-                (self.hits[loses].astype(np.uint32), went - self.last_use[loses])
+                (
+                    self.hits[loses].astype(np.uint32),
+                    went - self.last_use[loses],
+                    self._contexts_of(loses),
+                )
             )
         self._mark[rows] = marks
         self.last_use[rows] = np.maximum(np.minimum(last_use, went), 1)
         self._went[rows] = went
         self.hits[rows] = np.minimum(hits, _MOST_HITS)
         self._reason[rows] = reason
+        if self.contexts is not None:
+            self.contexts[rows] = 0 if contexts is None else contexts
 
     def recall(self, marks: Marks) -> tuple[NDArray[np.uint32], Rows]:
         """Return hits and last use of each mark; 0 and 0 without a ghost."""
@@ -330,6 +359,21 @@ class GhostTable:
             hits[known] = self.hits[rows]
             last_use[known] = self.last_use[rows]
         return hits, last_use
+
+    def recall_contexts(self, marks: Marks) -> NDArray[np.uint16] | None:
+        """Return the context of each mark's ghost, 0 without one; None if nobody keeps them."""
+        if self.contexts is None:
+            return None
+        contexts = np.zeros(len(marks), np.uint16)
+        known, rows = self._found(marks)
+        contexts[known] = self.contexts[rows]
+        return contexts
+
+    def _contexts_of(self, rows: Rows) -> NDArray[np.uint16]:
+        if self.contexts is None:
+            return np.zeros(len(rows), np.uint16)
+        found: NDArray[np.uint16] = self.contexts[rows]
+        return found
 
     def forget(self, marks: Marks) -> None:
         """Remove the ghosts of chunks that are back."""
@@ -352,9 +396,11 @@ class GhostTable:
                 return int(self._went[row]), int(self._reason[row])
         return None
 
-    def forgotten(self) -> Iterator[tuple[NDArray[np.uint32], Rows]]:
-        """Take the ghosts that this process replaced since the last call: hits and age (ns) of
-        each.
+    def forgotten(
+        self,
+    ) -> Iterator[tuple[NDArray[np.uint32], Rows, NDArray[np.uint16]]]:
+        """Take the ghosts that this process replaced since the last call: hits, age (ns) and
+        context of each.
         """
         while self._forgotten:
             yield self._forgotten.popleft()

@@ -97,6 +97,7 @@ class Evictor:
         admit_all: bool = False,
         refuse_all: bool = False,
         already_admitted: bool = False,
+        arriving: int = 0,
         until: float | None = None,
     ) -> tuple[int, NDArray[np.uint32]]:
         """Return how many newcomers, in chain order, are admitted, and the hits with which each
@@ -106,14 +107,16 @@ class Evictor:
         do not leave the policy in time.
 
         `admit_all`, `refuse_all`: overrule the policy, which is still informed. `already_admitted`:
-        an earlier call admitted all of them; only their hits are returned.
+        an earlier call admitted all of them; only their hits are returned. `arriving`: the context
+        that they will have.
         """
         ghosts = self._columns.table
         known_hits, last_use = ghosts.recall(marks)
         if already_admitted:
             return len(marks), known_hits + (last_use > 0)
         # the policy may correct the hits that were recalled
-        newcomers = Newcomers(stamps, known_hits, last_use)
+        contexts = ghosts.recall_contexts(marks)
+        newcomers = Newcomers(stamps, known_hits, last_use, contexts, arriving)
         count = self._run(lambda: self._policy.admit(newcomers, room, now), until)
         count = len(marks) if admit_all else 0 if refuse_all else count
         hits = known_hits + (last_use > 0)
@@ -124,13 +127,23 @@ class Evictor:
                 hits[count:],
                 int(stamps[0]),
                 _REFUSED,
+                np.full(len(marks) - count, arriving, np.uint16),
             )
         return count, hits
 
-    def refuse(self, marks: Marks, stamps: Rows, now: int) -> None:
+    def refuse(
+        self, marks: Marks, stamps: Rows, now: int, arriving: int = 0
+    ) -> None:
         """Record requests for newcomers that follow one that was not admitted."""
         with contextlib.suppress(DeadlineMissedError):
-            self.admit(marks, stamps, len(marks), now, refuse_all=True)
+            self.admit(
+                marks,
+                stamps,
+                len(marks),
+                now,
+                refuse_all=True,
+                arriving=arriving,
+            )
 
     def victims(
         self, count: int, stamp: int, now: int, until: float | None = None

@@ -12,24 +12,32 @@ Modules, in the order in which data reaches them:
 
     reuse_worth     learns when chunks are asked for again, and the worth of a slot that holds one
                     of them
+    reuse_context   the same for chunks of which more is known: whose they are, and how the answer
+                    ended
+    request_hints   writes what a request says of itself into the contexts of its chunks
     eviction_queue  keeps slots in the order of eviction, tail before head, for all policies
-    lru             least recently used, and first in, first out
-    arc             ARC
+    lru             least recently used
     hindsight       the default: evicts the chunk that is worth least, unless LRU would serve more
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 
-NAMES = ("hindsight", "lru", "arc", "fifo")
+NAMES = ("hindsight", "lru")
 DEFAULT = "hindsight"
+REMOVED = {
+    "arc": "was removed; write hindsight (the default): it learns from evicted chunks too, and "
+    "serves more of most traffic",
+    "fifo": "was removed; write lru, which serves as much or more",
+}
+"""Policies of earlier versions, and what to write instead."""
 
 
 class Ghosts(NamedTuple):
@@ -41,12 +49,27 @@ class Ghosts(NamedTuple):
     hits: NDArray[np.uint16]
 
 
+class Contexts(NamedTuple):
+    """What is known of the last use of each chunk: see `reuse_context`. Eight bytes for a slot.
+
+    `sessions`: which session used it, hashed; 0: none was named. `hinted_at`: when a hint was given
+    for it (seconds of its stamp; 0: never). `of_ghosts`: the contexts of ghosts.
+    """
+
+    of_slots: NDArray[np.uint16]
+    sessions: NDArray[np.uint16]
+    hinted_at: NDArray[np.uint32]
+    of_ghosts: NDArray[np.uint16]
+
+
 class Hints(Protocol):
     """The columns that a policy may read; it may write only `last_use`. Each has length `slots`;
     ghosts have more.
 
     `capacity`: how many chunks fit now; it may be less than `slots`, because slots may have no
     pages. `backed`: the slots from this one on have no chunk, as far as this process knows.
+    `contexts`: None if nobody says what requests are about; the policy writes those of slots that
+    are asked for again.
     """
 
     slots: int
@@ -59,14 +82,19 @@ class Hints(Protocol):
     parent_generation: NDArray[np.uint64]
     hits: NDArray[np.uint32]
     position: NDArray[np.uint32]
+    contexts: Contexts | None
 
     @property
     def ghosts(self) -> Ghosts:
         """Return the ghosts."""
 
-    def forgotten(self) -> Iterable[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-        """Take the ghosts that this process replaced since the last call: hits and age (ns) of
-        each.
+    def forgotten(
+        self,
+    ) -> Iterable[
+        tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint16]]
+    ]:
+        """Take the ghosts that this process replaced since the last call: hits, age (ns) and
+        context of each.
         """
 
 
@@ -81,6 +109,8 @@ class Newcomers(NamedTuple):
     # from its ghost: how often it was asked for after the first time
     hits: NDArray[np.uint32]
     last_use: NDArray[np.int64]  # from its ghost; 0: it has no ghost
+    contexts: NDArray[np.uint16] | None = None  # from its ghost
+    arriving: int = 0  # the context that all will have
 
 
 class Policy(Protocol):
@@ -88,10 +118,11 @@ class Policy(Protocol):
     calls.
     """
 
-    shared_values: ClassVar[int]
-    """How many float64 values it shares with the other processes of the ledger and keeps across a
-    restart.
-    """
+    @property
+    def shared_values(self) -> int:
+        """How many float64 values it shares with the other processes of the ledger and keeps across
+        a restart.
+        """
 
     def touch(
         self,
@@ -153,16 +184,12 @@ class Policy(Protocol):
 
 def make(name: str, hints: Hints) -> Policy:
     """Return the policy of that name over these columns; ValueError for an unknown name."""
-    from pagoda.policy.arc import Arc
     from pagoda.policy.hindsight import Hindsight
-    from pagoda.policy.lru import Fifo, Lru
+    from pagoda.policy.lru import Lru
 
-    policies: tuple[type[Lru | Arc | Hindsight], ...] = (
-        Hindsight,
-        Lru,
-        Arc,
-        Fifo,
-    )
+    policies: tuple[type[Lru | Hindsight], ...] = (Hindsight, Lru)
+    if name in REMOVED:
+        raise ValueError(f"policy {name!r} {REMOVED[name]}")
     if name not in NAMES:
         raise ValueError(
             f"unknown policy {name!r}; choose one of {', '.join(NAMES)}"

@@ -167,22 +167,18 @@ class EvictionQueue:
     emptied.
 
     `rank` returns a new array with a finite number for each of some slots: the lowest is first,
-    among equals the oldest. If the rank does not depend on recency (`by_use` False), a touched slot
-    keeps its place, in a large store from the next `fill` on. Not thread-safe, but `fill` may run
-    at the same time as the other calls.
+    among equals the oldest. Not thread-safe, but `fill` may run at the same time as the other
+    calls.
     """
 
     def __init__(
         self,
         hints: Hints,
         rank: Callable[[Chosen], Ranks],
-        by_use: bool = True,
     ) -> None:
         self._hints = hints
         self._rank = rank
         self._is_small = hints.slots <= RANKED_AT_ONCE
-        # a touched slot has a place in the order: it is found by ranking all again
-        self._ranks_touched = self._is_small and not by_use
         # of all slots, and of the latest sample
         self._ranked = _Snapshot.empty(hints)
         self._nothing = _Snapshot.empty(hints)
@@ -293,8 +289,6 @@ class EvictionQueue:
             row = int(batch.rows[at])
             same = hints.generation[row] == batch.generations[at]
             valid = same and hints.last_use[row] == batch.uses[at]
-            if same and not valid and self._ranks_touched:
-                break
             if valid and hints.lease_until[row] <= now:
                 if batch.youngest[at] < stamp and not batch.barred[at]:
                     found.append(row)
@@ -323,10 +317,6 @@ class EvictionQueue:
             rows = batch.rows[look]
             same = hints.generation[rows] == batch.generations[look]
             valid = same & (hints.last_use[rows] == batch.uses[look])
-            # its order may have changed
-            if self._ranks_touched and (same & ~valid).any():
-                batch.rest = 0
-                break
             free = valid & (hints.lease_until[rows] <= now)
             stay = at + np.flatnonzero(same & ~free & (batch.heir[look] >= 0))
             for one in stay[~batch.barred[batch.heir[stay]]].tolist():

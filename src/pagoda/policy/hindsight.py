@@ -27,6 +27,12 @@ from pagoda.policy.eviction_queue import (
     Ranks,
     Rows,
 )
+from pagoda.policy.reuse_context import (
+    ROWS,
+    asked_again,
+    row_of,
+    worth_in_context,
+)
 from pagoda.policy.reuse_worth import (
     AGES,
     CLASSES,
@@ -46,7 +52,6 @@ _STALE_NS_A_SLOT = 100_000
 # how many uses are remembered for each slot; beyond that all counts are halved
 _MEMORY = 32
 _CENSUS = 1 << 15  # how many slots and ghosts are sampled to learn
-_TABLE = CLASSES * AGES
 _MOST = 2.0**53  # all valid shared values are smaller
 
 # `ShadowLru`
@@ -137,19 +142,25 @@ class _SharedValues(NamedTuple):
     learned_at: NDArray[np.float64]
     asked: Table
     watched: Table
-    worth: NDArray[np.float64]  # (2, CLASSES, AGES)
+    worth: NDArray[np.float64]  # two tables
     shadow: NDArray[np.float64]
 
     @classmethod
+    def count(cls, rows: int) -> int:
+        """Return how many values there are for tables of that many rows."""
+        return 2 + 4 * rows * AGES + ShadowLru.shared_values
+
+    @classmethod
     def of(cls, values: NDArray[np.float64]) -> _SharedValues:
-        tables = values[2 : 2 + 4 * _TABLE].reshape(4, CLASSES, AGES)
+        end = len(values) - ShadowLru.shared_values
+        tables = values[2:end].reshape(4, -1, AGES)
         return cls(
             values[0:1],
             values[1:2],
             tables[0],
             tables[1],
             tables[2:],
-            values[2 + 4 * _TABLE :],
+            values[end:],
         )
 
     def current(self) -> Table:
@@ -163,20 +174,24 @@ class Hindsight:
     calls.
     """
 
-    shared_values: ClassVar[int] = 2 + 4 * _TABLE + ShadowLru.shared_values
+    # without contexts
+    shared_values = _SharedValues.count(CLASSES)
 
     def __init__(self, hints: Hints) -> None:
         self._hints = hints
+        # of the tables: see `_row_of`
+        self._rows = CLASSES if hints.contexts is None else ROWS
+        self.shared_values = _SharedValues.count(self._rows)
         # `me` holds the queue; weak, so that a closed store frees its columns immediately
         me = weakref.proxy(self)
         self._queue = EvictionQueue(hints, lambda chosen: me._ranks(chosen))
         self._shadow = ShadowLru(hints)
         # counted here, not yet shared
-        self._asked = np.zeros((CLASSES, AGES))
-        self._watched = np.zeros((CLASSES, AGES))
+        self._asked = np.zeros((self._rows, AGES))
+        self._watched = np.zeros((self._rows, AGES))
         # counts of all processes, when they were last shared
         self._known = self._asked, self._watched
-        self._worth = worth(*self._known)
+        self._worth = self._worth_of(*self._known)
         self._version = 0.0
         self._stamp = 0  # recency stamp of the latest call
         self._filled_at = 0
@@ -189,13 +204,21 @@ class Hindsight:
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
         """Raise the recency of these slots, and count after which age each was asked for again."""
         last_uses = self._hints.last_use[rows]
+        contexts = self._hints.contexts
         # as in `lru.raise_recency`, but the columns are read once
         older = last_uses < stamps
         self._hints.last_use[rows[older]] = stamps[older]
         if asked and len(rows):
             ready = last_uses != NOT_READY
             last_uses = last_uses[ready]
-            self._note(self._hints.hits[rows[ready]], stamps[ready] - last_uses)
+            before = None
+            if contexts is not None:
+                before = contexts.of_slots[rows]
+                contexts.of_slots[rows] = asked_again(before)
+                before = before[ready]
+            self._note(
+                self._hints.hits[rows[ready]], stamps[ready] - last_uses, before
+            )
             self._shadow.count(last_uses, len(last_uses))
             self._stamp = max(self._stamp, int(stamps[0]))
 
@@ -206,10 +229,12 @@ class Hindsight:
         total = len(newcomers.stamps)
         self._room = room
         known = newcomers.last_use > 0
+        before = newcomers.contexts
         if known.any():
             self._note(
                 newcomers.hits[known],
                 newcomers.stamps[known] - newcomers.last_use[known],
+                None if before is None else before[known],
             )
         self._shadow.count(newcomers.last_use, 0)
         if total <= room or not self._refuses or self._shadow.wins:
@@ -218,7 +243,8 @@ class Hindsight:
         rows, ranks = self._queue.unleased(
             total - room, int(newcomers.stamps[-1]), now
         )
-        worths = self._worth[class_of(newcomers.hits + known), 0]
+        arriving = np.full(total, newcomers.arriving, np.uint16)
+        worths = self._worth[self._row_of(newcomers.hits + known, arriving), 0]
         worths = np.maximum.accumulate(worths[::-1])[::-1][
             room : room + len(rows)
         ]
@@ -245,7 +271,7 @@ class Hindsight:
         if self._elected:
             self._elected = False
             asked, watched = self._known
-            self._worth = worth(asked, watched + self._census(stamp))
+            self._worth = self._worth_of(asked, watched + self._census(stamp))
             self._to_publish = True
         stale = (
             not 0
@@ -268,8 +294,8 @@ class Hindsight:
         learned = _SharedValues.of(values)
         if not ((values >= 0) & (values < _MOST)).all():  # damaged: start again
             values[:] = 0
-        for hits, ages in self._hints.forgotten():
-            self._watched += tally(class_of(hits), age_of(ages))
+        for hits, ages, contexts in self._hints.forgotten():
+            self._watched += self._tally(hits, ages, contexts)
         for own, shared in (
             (self._asked, learned.asked),
             (self._watched, learned.watched),
@@ -294,11 +320,43 @@ class Hindsight:
             self._elected = True
             self._known = (learned.asked.copy(), learned.watched.copy())
 
-    def _note(self, hits: NDArray[np.uint32], ages_ns: Rows) -> None:
-        """Count chunks with these hits that were asked for again at these ages."""
+    def _row_of(
+        self,
+        hits: NDArray[np.integer],
+        contexts: NDArray[np.uint16] | None,
+    ) -> Rows:
+        """Return the row of the tables for chunks with these hits and contexts."""
+        if contexts is None or self._rows == CLASSES:
+            return class_of(hits)
+        return row_of(hits, contexts)
+
+    def _worth_of(self, asked: Table, watched: Table) -> Table:
+        if self._rows == CLASSES:
+            return worth(asked, watched)
+        return worth_in_context(asked, watched)
+
+    def _tally(
+        self,
+        hits: NDArray[np.integer],
+        ages_ns: Rows,
+        contexts: NDArray[np.uint16] | None,
+        weight: float = 1.0,
+    ) -> Table:
+        rows = self._row_of(hits, contexts)
+        return tally(rows, age_of(ages_ns), weight, self._rows)
+
+    def _note(
+        self,
+        hits: NDArray[np.uint32],
+        ages_ns: Rows,
+        contexts: NDArray[np.uint16] | None,
+    ) -> None:
+        """Count chunks with these hits and contexts that were asked for again at these ages."""
         later = ages_ns >= _AT_ONCE_NS
         if later.any():
-            seen = tally(class_of(hits[later]), age_of(ages_ns[later]))
+            if contexts is not None:
+                contexts = contexts[later]
+            seen = self._tally(hits[later], ages_ns[later], contexts)
             self._asked += seen
             self._watched += seen
 
@@ -310,16 +368,26 @@ class Hindsight:
         ghosts = self._hints.ghosts
         weight = 1.0
         total = len(hints.last_use) + len(ghosts.last_use)
+        contexts = None
         if total > _CENSUS:
             at = self._random.integers(0, total, _CENSUS)
             uses = _of_both(hints.last_use, ghosts.last_use, at)
             hits = _of_both(hints.hits, ghosts.hits, at)
             weight = total / _CENSUS
+            if hints.contexts is not None:
+                contexts = _of_both(
+                    hints.contexts.of_slots, hints.contexts.of_ghosts, at
+                )
         else:
             uses = np.concatenate([hints.last_use, ghosts.last_use])
             hits = np.concatenate([hints.hits, ghosts.hits])
+            if hints.contexts is not None:
+                contexts = np.concatenate(
+                    [hints.contexts.of_slots, hints.contexts.of_ghosts]
+                )
         there = (uses != NOT_READY) & (uses > 0)
-        return tally(class_of(hits[there]), age_of(stamp - uses[there]), weight)
+        known = None if contexts is None else contexts[there].astype(np.uint16)
+        return self._tally(hits[there], stamp - uses[there], known, weight)
 
     def _ranks(self, chosen: Chosen) -> Ranks:
         hints = self._hints
@@ -328,8 +396,11 @@ class Hindsight:
             self._shadow.look()
         if self._shadow.wins:
             return np.zeros(len(uses))
-        classes = class_of(hints.hits[chosen])
-        ranks = self._worth[classes, age_of(self._stamp - uses)]
+        contexts = None
+        if hints.contexts is not None:
+            contexts = hints.contexts.of_slots[chosen]
+        rows = self._row_of(hints.hits[chosen], contexts)
+        ranks = self._worth[rows, age_of(self._stamp - uses)]
         ranks[uses == NOT_READY] = 0
         return ranks
 

@@ -1,5 +1,4 @@
-"""Least recently used, tail first; and first in, first out, the simplest order, as a reference for
-the others.
+"""Least recently used, tail first: the simplest order.
 
 The recency of a chunk is the stamp of its request less its position in the chain, so a tail is
 always older than its head.
@@ -59,18 +58,6 @@ class Lru:
 
     def share(self, values: NDArray[np.float64]) -> None:
         """Do nothing, because the columns are already shared."""
-
-
-class Fifo(Lru):
-    """Evicts the chunk that was stored first, even if it is asked for often."""
-
-    def __init__(self, hints: Hints) -> None:
-        self._hints = hints
-
-        def by_age(chosen: Chosen) -> Ranks:
-            return hints.generation[chosen].astype(np.float64)
-
-        self._queue = EvictionQueue(hints, by_age, by_use=False)
 
 
 def raise_recency(hints: Hints, rows: Rows, stamps: Rows) -> None:

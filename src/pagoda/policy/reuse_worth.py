@@ -48,14 +48,42 @@ def age_of(age_ns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def tally(
-    classes: NDArray[np.int64], ages: NDArray[np.int64], weight: float = 1.0
+    classes: NDArray[np.int64],
+    ages: NDArray[np.int64],
+    weight: float = 1.0,
+    rows: int = CLASSES,
 ) -> Table:
-    """Count how many there are of each class and age, (CLASSES, AGES)."""
-    counts = np.bincount(classes * AGES + ages, minlength=CLASSES * AGES).reshape(
-        CLASSES, AGES
-    )
-    table: Table = counts.astype(np.float64) * weight
+    """Count how many there are of each class and age, (rows, AGES)."""
+    counts = np.bincount(classes * AGES + ages, minlength=rows * AGES)
+    table: Table = counts.reshape(rows, AGES).astype(np.float64) * weight
     return table
+
+
+def at_risk(asked: Table, watched: Table) -> Table:
+    """Return how many chunks reached each age, and so could be asked for at it."""
+    beyond = np.cumsum(watched[:, ::-1], axis=1)[:, ::-1] - watched
+    # those not asked for were watched for half of the bucket on average
+    risk: Table = beyond + asked + (watched - asked) / 2
+    return risk
+
+
+def guessed(
+    asked: NDArray[np.float64],
+    risk: NDArray[np.float64],
+    guess: NDArray[np.float64],
+    weight: float | NDArray[np.float64] = _GUESS_WEIGHT,
+) -> NDArray[np.float64]:
+    """Return the share of chunks at risk that is asked for at each age, if `guess` counts as much
+    as that many watched chunks.
+    """
+    return (asked + weight * guess) / (risk + weight)
+
+
+def first_guess(
+    asked: NDArray[np.float64], risk: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the same for chunks of all classes together, (AGES,)."""
+    return guessed(asked, risk, _GUESS)
 
 
 def worth(asked: Table, watched: Table) -> Table:
@@ -65,25 +93,24 @@ def worth(asked: Table, watched: Table) -> Table:
     age and no longer: those that were asked for, those forgotten at that age, and those that are
     not older yet. Changes nothing.
     """
-    beyond = np.cumsum(watched[:, ::-1], axis=1)[:, ::-1] - watched
-    # those not asked for were watched for half of the bucket on average
-    risk = beyond + asked + (watched - asked) / 2
-    guess = (asked.sum(axis=0) + _GUESS_WEIGHT * _GUESS) / (
-        risk.sum(axis=0) + _GUESS_WEIGHT
-    )
-    hazard = np.minimum(
-        (asked + _GUESS_WEIGHT * guess) / (risk + _GUESS_WEIGHT), 1.0
-    )
-    alive = np.concatenate(
-        [np.ones((CLASSES, 1)), np.cumprod(1.0 - hazard, axis=1)], axis=1
-    )
-    held = np.cumsum((alive[:, :-1] + alive[:, 1:]) / 2 * _WIDTH_SECONDS, axis=1)
-    held = np.concatenate([np.zeros((CLASSES, 1)), held], axis=1)
-    # From the start of a bucket to the end of the same or a later one.
-    gain = alive[:, :-1, None] - alive[:, None, 1:]
-    cost = held[:, None, 1:] - held[:, :-1, None]
-    later = np.triu(np.ones((AGES, AGES), np.bool_))
-    best: Table = np.where(
-        later, gain / np.where(later, np.maximum(cost, 1e-300), 1.0), 0.0
-    ).max(axis=2)
-    return best
+    risk = at_risk(asked, watched)
+    guess = first_guess(asked.sum(axis=0), risk.sum(axis=0))
+    return index(np.minimum(guessed(asked, risk, guess), 1.0))
+
+
+def index(hazard: Table) -> Table:
+    """Return Gittins' index at each age, from the share that is asked for at each; for each row."""
+    # ages first, so that the steps below read neighbours
+    hazards = hazard.T
+    ones = np.ones((1, len(hazard)))
+    alive = np.concatenate([ones, np.cumprod(1.0 - hazards, axis=0)])
+    width = _WIDTH_SECONDS[:, None]
+    held = np.cumsum((alive[:-1] + alive[1:]) / 2 * width, axis=0)
+    held = np.concatenate([np.zeros_like(ones), held])
+    best = np.empty_like(hazards)
+    for age in range(AGES):
+        # from the start of this bucket to the end of the same or a later one
+        gain = alive[age] - alive[age + 1 :]
+        cost = np.maximum(held[age + 1 :] - held[age], 1e-300)
+        best[age] = (gain / cost).max(axis=0)
+    return np.ascontiguousarray(best.T)

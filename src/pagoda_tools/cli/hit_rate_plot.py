@@ -122,13 +122,15 @@ def _mark(axes: Axes, marked: Mapping[str, int], sizes: Sequence[int]) -> None:
 
 
 def _short(nbytes: float) -> str:
-    """Return a size with three digits and its unit."""
+    """Return a size with three digits, or all whole ones, and its unit."""
     unit = "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
-        if nbytes < 1000 or unit == "PiB":
+        # 999.5 would be rounded to four digits
+        if nbytes < 999.5 or unit == "PiB":
             break
         nbytes /= 1024
-    return f"{nbytes:,.3g} {unit}"
+    # `g` writes four digits as 1.21e+03
+    return f"{nbytes:,.3g} {unit}" if nbytes < 999.5 else f"{nbytes:,.0f} {unit}"
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -31,7 +31,7 @@ Speed: TypeAlias = Annotated[
 ]
 _PNG = Path("pagoda-curve.png")
 # the time of a simulation, relative to LRU
-_WEIGHTS = {"lru": 1.0, "fifo": 1.0, OPTIMUM: 0.3}
+_WEIGHTS = {"lru": 1.0, OPTIMUM: 0.3}
 _OTHERS = 3.0
 
 
@@ -107,7 +107,7 @@ def replay(
     }
     _refuse_given(shared if remote is None else timed, remote is not None)
     names = replay_inputs.policies_of(policy, config)
-    found = replay_inputs.trace_of(trace)
+    found = replay_inputs.trace_of(trace, as_json)
     chunk_bytes = replay_inputs.chunk_bytes_of(
         found, model, bytes_per_token, kv_dtype
     )

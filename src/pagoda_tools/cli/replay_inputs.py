@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeAlias
 from typer import Argument, Option
 
 from pagoda.config.did_you_mean import did_you_mean
-from pagoda_tools.cli import UsageError
+from pagoda_tools.cli import UsageError, printing
 from pagoda_tools.cli.stores import configured
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SAMPLE = "sample"
 OPTIMUM = "optimum"
 _PAGE = 4096  # slots are whole pages
+_SHOWN_EVERY = 1_000  # requests
 
 TraceFile: TypeAlias = Annotated[
     str,
@@ -148,21 +149,32 @@ class Cell(NamedTuple):
     chunks_written: int = 0
 
 
-def trace_of(name: str) -> Trace:
-    """Read a trace; "sample" is the one in the package. Raises UsageError if it is not a trace."""
+def trace_of(name: str, quiet: bool = False) -> Trace:
+    """Read a trace; "sample" is the one in the package. Shows the progress on a terminal, unless
+    `quiet`. Raises UsageError if it is not a trace.
+    """
     from importlib.resources import as_file, files
 
     if name != SAMPLE:
-        return _read(name, name)
+        return _read(name, name, quiet)
     with as_file(files("pagoda_tools.replay") / "sample.jsonl.gz") as path:
-        return _read(name, path)
+        return _read(name, path, quiet)
 
 
-def _read(name: str, source: str | Path) -> Trace:
+def _read(name: str, source: str | Path, quiet: bool) -> Trace:
+    from pagoda.cache.request_trace import with_shared_ids
     from pagoda_tools.replay import infinite, read_trace
 
+    requests: list[Request] = []
     try:
-        requests = list(read_trace(source))
+        with printing.progress(quiet) as bars:
+            # how many there are is known at the end only
+            task = bars.add_task(f"reading {name}", total=None)
+            for request in with_shared_ids(read_trace(source)):
+                requests.append(request)
+                if len(requests) % _SHOWN_EVERY == 0:
+                    text = f"reading {name}: {len(requests):,} requests"
+                    bars.update(task, description=text)
     except OSError as trouble:
         raise UsageError(
             f"{name}: cannot be read: {trouble.strerror or trouble}"
@@ -190,9 +202,12 @@ def policies_of(
     """Return the requested policies, each once, or the configured one. Raises UsageError for an
     unknown one.
     """
-    from pagoda.policy import NAMES
+    from pagoda.policy import NAMES, REMOVED
 
     asked = list(dict.fromkeys(names)) if names else [configured(config).policy]
+    for name in asked:
+        if name in REMOVED:
+            raise UsageError(f"{option} {name}: {REMOVED[name]}")
     return [one_of(NAMES, option, name, "policy") for name in asked]
 
 

@@ -10,18 +10,21 @@ from typing import Annotated
 
 from typer import Option
 
-from pagoda_tools.cli import FailedError, printing, replay_inputs
+from pagoda_tools.cli import FailedError, UsageError, printing, replay_inputs
 from pagoda_tools.cli.replay_inputs import Cell, Trace, best, simulated
 from pagoda_tools.cli.stores import AsJson, ConfigFile
 
 _CLOSE = 1.01  # a size is the answer if a size one percent smaller is too small
 _ROUNDING = 1e-9
+_PERCENT = 90.0
 _SLOWER = 3.0  # the time to search with a policy, relative to the optimum
 
 
 def size(
     trace: replay_inputs.TraceFile = replay_inputs.SAMPLE,
-    percent: Annotated[float, Option(min=0.1, max=100)] = 90.0,
+    percent: Annotated[
+        list[float] | None, Option(min=0.1, max=100, metavar="N")
+    ] = None,
     policy: replay_inputs.Policies = None,
     model: replay_inputs.ModelName = None,
     bytes_per_token: replay_inputs.TokenBytes = None,
@@ -33,10 +36,17 @@ def size(
     """Find the size of a cache that serves that share of what is possible.
 
     Args:
-        percent: Share of what an unlimited cache would serve.
+        percent: Share of what an unlimited cache would serve; default: 90.
     """
+    wanted = percent or [_PERCENT]
+    if len(wanted) > 1:
+        given = ", ".join(f"{each:g}" for each in wanted)
+        raise UsageError(
+            f"--percent was given {len(wanted)} times ({given}): give it once"
+        )
+    share = wanted[0]
     names = replay_inputs.policies_of(policy, config)
-    found = replay_inputs.trace_of(trace)
+    found = replay_inputs.trace_of(trace, as_json)
     chunk_bytes = replay_inputs.chunk_bytes_of(
         found, model, bytes_per_token, kv_dtype
     )
@@ -44,12 +54,12 @@ def size(
         raise FailedError(
             f"{found.name}: no prompt begins like an earlier one, so nothing can be served"
         )
-    target = found.infinite * percent / 100
+    target = found.infinite * share / 100
     cells = _sizes(found, names, target - _ROUNDING, jobs, as_json)
     if as_json:
-        printing.print_json(_as_json(found, cells, percent, target, chunk_bytes))
+        printing.print_json(_as_json(found, cells, share, target, chunk_bytes))
     else:
-        _print(found, cells, percent, chunk_bytes)
+        _print(found, cells, share, chunk_bytes)
     return 0
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from pagoda.base.signal_safe_threads import wait
-from pagoda.cache.request_trace import Request
+from pagoda.cache.request_trace import Request, with_shared_ids
 from pagoda_tools.cli import FailedError, printing
 
 R = TypeVar("R")
@@ -172,7 +172,7 @@ _requests: Sequence[Request]  # of a process of the pool
 
 def _start_worker(trace: str) -> None:
     global _requests
-    _requests = pickle.loads(Path(trace).read_bytes())
+    _requests = list(with_shared_ids(pickle.loads(Path(trace).read_bytes())))
 
 
 def _in_worker(job: TraceJob[R]) -> R:

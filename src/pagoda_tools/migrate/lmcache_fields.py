@@ -339,7 +339,8 @@ def _blend_min_tokens(field: str, fields: Mapping[str, object]) -> Judgement:
 
 
 def _policy(field: str, fields: Mapping[str, object]) -> Judgement:
-    if (name := str(fields[field]).lower()) in ("lru", "fifo", "arc"):
+    name = str(fields[field]).lower()
+    if name == "lru":
         return Judgement(_MAPPED, f"policy = {as_toml(name)}", "policy", name)
     known = ", ".join(policies.NAMES)
     return Judgement(

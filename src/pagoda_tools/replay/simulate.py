@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from msgspec import UNSET
+
 from pagoda.cache.request_trace import Request
+from pagoda.ledger.columns import Marks
 from pagoda.ledger.store_state import FIRST_OFFSET
+from pagoda.policy.request_hints import SHARED, RequestHint
+from pagoda.policy.reuse_context import Ending
 from pagoda_tools.replay.simulated_tier import Chain, SimulatedTier, marks_of_ids
 
+# the stop reasons of servers: of Anthropic's API, and of OpenAI's
+_ENDINGS = {
+    "tool_use": Ending.TOOL_CALL,
+    "tool_calls": Ending.TOOL_CALL,
+    "end_turn": Ending.TURN,
+    "stop": Ending.TURN,
+}
+_HIGH_BITS = np.uint64(40)
 _BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
 
 
@@ -83,16 +98,23 @@ class Simulation:
         *,
         below: tuple[TierSpec, SimulatedTier] | None = None,
         begin_ms: float | None = None,
+        with_hints: bool = False,
     ) -> None:
         """Raise ValueError for an unknown policy, or for a tier without room.
 
         `below`: the last tier, if several simulations share it; all must begin at the same moment
-        `begin_ms`, which is otherwise the time of the first request.
+        `begin_ms`, which is otherwise the time of the first request. `with_hints`: the policies see
+        sessions and endings of answers, if the trace has them, and whose prompts are alike.
         """
         self._specs = (*tiers, below[0]) if below else tuple(tiers)
         if not self._specs:
             raise ValueError("a simulation needs at least one tier")
-        self._tiers = [SimulatedTier(spec.chunks, spec.policy) for spec in tiers]
+        self._with_hints = with_hints
+        # the numbers of the agents of each session that is not over
+        self._agents: dict[str, set[int]] = {}
+        self._tiers = [
+            SimulatedTier(spec.chunks, spec.policy, with_hints) for spec in tiers
+        ]
         self._tiers += [below[1]] if below else []
         self._requests = self._accesses = 0
         self._first_ms = begin_ms
@@ -117,7 +139,11 @@ class Simulation:
         # impossible with chained hashes; of equal ids, the first counts
         if len(set(ids)) < len(ids):
             ids = tuple(dict.fromkeys(ids))
-        chain = Chain(ids, marks_of_ids(ids), self._tick(request.timestamp_ms))
+        marks = marks_of_ids(ids)
+        hint = RequestHint()
+        if self._with_hints:
+            hint = self._hint_of(request, marks)
+        chain = Chain(ids, marks, self._tick(request.timestamp_ms), hint)
         for tier in self._tiers:
             tier.upkeep(chain.now)
         stamps = [tier.stamp(chain.now) for tier in self._tiers]
@@ -203,6 +229,25 @@ class Simulation:
         )
         return self._now
 
+    def _hint_of(self, request: Request, marks: Marks) -> RequestHint:
+        """Return what a request of a trace says of itself."""
+        # other bits than those by which ghosts find their places
+        workload = int(marks[0] >> _HIGH_BITS) if len(marks) else 0
+        stop = str(request.stop)
+        if request.session is None or request.session is UNSET:
+            return RequestHint(workload, _ENDINGS.get(stop, Ending.UNKNOWN))
+        name = str(request.session)
+        # each agent of a session has a conversation of its own
+        agent = f"{name}/{request.agent}"
+        number = 1 + zlib.crc32(agent.encode()) % (SHARED - 1)
+        self._agents.setdefault(name, set()).add(number)
+        over: tuple[int, ...] = ()
+        if request.last is True:
+            over = tuple(sorted(self._agents.pop(name)))
+        return RequestHint(
+            workload, _ENDINGS.get(stop, Ending.OTHER), number, over
+        )
+
     def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[ServedRun]:
         """Return the leading run, from tier to tier, until no tier has the next chunk; touch it in
         tiers below.
@@ -229,10 +274,13 @@ class Simulation:
 
 
 def simulate(
-    requests: Iterable[Request], tiers: Sequence[TierSpec]
+    requests: Iterable[Request],
+    tiers: Sequence[TierSpec],
+    *,
+    with_hints: bool = False,
 ) -> SimulatedOutcome:
-    """Simulate all requests."""
-    simulation = Simulation(tiers)
+    """Simulate all requests. `with_hints`: see `Simulation`."""
+    simulation = Simulation(tiers, with_hints=with_hints)
     for request in requests:
         simulation.request(request)
     return simulation.outcome()

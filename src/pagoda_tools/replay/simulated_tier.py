@@ -23,6 +23,7 @@ from pagoda.ledger.allocation import (
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.transaction import BATCH
+from pagoda.policy.request_hints import RequestHint, RequestHints
 from pagoda.tiers.remote.redis import GHOST_SECONDS
 from pagoda.tiers.remote.redis_pool import mixed
 
@@ -36,11 +37,14 @@ Rows = NDArray[np.int64]
 
 
 class Chain(NamedTuple):
-    """The chunks of one request in order, each once; their marks; the time of the request (ns)."""
+    """The chunks of one request in order, each once; their marks; the time of the request (ns); and
+    what it says of itself.
+    """
 
     ids: Sequence[int]
     marks: Marks
     now: int
+    hint: RequestHint = RequestHint()
 
 
 class _Wanted:
@@ -49,6 +53,7 @@ class _Wanted:
     def __init__(self, chain: Chain, stamp: int) -> None:
         self.chain = chain
         self.stamp = stamp
+        self.context = 0  # of new chunks
         # the hits with which each chunk begins
         self.hits = np.zeros(len(chain.ids), np.uint32)
         self.positions: list[int] = []  # positions of the chunks that were stored
@@ -73,8 +78,12 @@ class _Filled:
 class SimulatedTier:
     """Holds up to `chunks` ids. Deterministic; not thread-safe."""
 
-    def __init__(self, chunks: int, policy: str) -> None:
-        """Raise ValueError for an unknown policy, or for no room at all."""
+    def __init__(
+        self, chunks: int, policy: str, with_hints: bool = False
+    ) -> None:
+        """Raise ValueError for an unknown policy, or for no room at all. `with_hints`: the policy
+        sees what requests say of themselves.
+        """
         if chunks < 1:
             raise ValueError(
                 f"a tier has room for at least one chunk, not {chunks}"
@@ -82,6 +91,9 @@ class SimulatedTier:
         self.hits = self.written = self.evicted = self.refused = 0
         self._columns = Columns(None, chunks)
         self._columns.reset()
+        self._hints = (
+            RequestHints(self._columns.note_contexts()) if with_hints else None
+        )
         self._advice = Evictor(policy, self._columns)
         self._learnt = np.zeros(self._advice.shared_values)
         self._rows: dict[int, int] = {}
@@ -154,6 +166,9 @@ class SimulatedTier:
         """
         wanted = _Wanted(chain, stamp)
         known = self._rows
+        if self._hints is not None:
+            parent = known.get(chain.ids[start - 1]) if start else None
+            wanted.context = self._hints.arriving(chain.hint, parent, stamp)
         new = self.absent(chain, start, end)
         if len(new) < end - start:
             self._keep(
@@ -181,6 +196,12 @@ class SimulatedTier:
         if hindrance is not None:
             missing = [i for i in new if chain.ids[i] not in known]
             self.refused += len(missing)
+        if self._hints is not None:
+            found = [known[each] for each in chain.ids if each in known]
+            rows = np.array(found, np.int64)
+            self._hints.answered(rows, chain.hint, wanted.context, stamp)
+            for session in chain.hint.over:
+                self._hints.end(session)
 
     def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
         """Touch and lease the present chunks after a missing one, before their neighbours can be
@@ -200,10 +221,10 @@ class SimulatedTier:
         stamps = wanted.stamp - np.array(new)
         now = wanted.chain.now
         if hindrance is Reason.NOT_ADMITTED:
-            self._advice.refuse(marks, stamps, now)
+            self._advice.refuse(marks, stamps, now, wanted.context)
         elif hindrance is None:
             leading, wanted.hits[new] = self._advice.admit(
-                marks, stamps, self._free(), now
+                marks, stamps, self._free(), now, arriving=wanted.context
             )
             if leading < len(new):
                 return new[leading]
@@ -311,7 +332,12 @@ class SimulatedTier:
             marks = columns.keys[gone, 0]
             uses = columns.last_use[gone]
             hits = columns.hits[gone]
-            columns.table.remember(marks, uses, hits, chain.now, _EVICTED)
+            contexts = None
+            if columns.contexts is not None:
+                contexts = columns.contexts.of_slots[gone]
+            columns.table.remember(
+                marks, uses, hits, chain.now, _EVICTED, contexts
+            )
             self.evicted += len(gone)
         if filled.rows:
             rows, positions, parents = map(
@@ -329,6 +355,8 @@ class SimulatedTier:
             columns.parent_slot[rows] = parents[:, 0]
             columns.parent_generation[rows] = parents[:, 1]
             columns.table.forget(marks)
+            if self._hints is not None:
+                self._hints.put(rows, wanted.context)
             wanted.rows += filled.rows
             wanted.positions += filled.positions
         for row, (parent, generation) in filled.links.items():

@@ -1,0 +1,347 @@
+"""What request hints bring: `python benchmarks/request_hints.py [--json] [--only PART]`.
+
+Replays recorded sessions of coding agents, a chat trace and both together, with and without hints:
+which session asks, how each answer ended, when the session is over, and the workload (by the first
+chunk). Prints what the hints were tuned on and what they were not separately. All numbers are exact
+and the same in every run. The last results: docs/design/benchmarks/request-hints.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+
+import msgspec
+from harness import say
+from msgspec.structs import replace
+from policies_streams import TRACES
+
+from pagoda.cache.request_trace import Request, read_trace
+from pagoda_tools.replay.optimum import optimum
+from pagoda_tools.replay.simulate import TierSpec, simulate
+
+_AGENTS = "agents_train.jsonl.gz"
+_CHAT = "mooncake_conversation.jsonl"
+_SESSIONS = 40
+_HOUR_MS = 3_600_000
+_SHARES = (0.05, 0.1, 0.2)
+_CHAT_SIZES = (1_000, 2_000, 5_000, 20_000, 50_000)
+# the mixes on which the hints were tuned, of all sessions; unseen mixes have none of theirs
+_TUNED_SEEDS = (1, 2, 7)
+# what hindsight may lose against LRU, whatever the hints say
+_MOST_POINTS = 0.6
+
+Stream = list[Request]
+
+
+@cache
+def sessions(traces: Path) -> dict[str, Stream]:
+    """Return the recorded sessions, each in order of time."""
+    found: dict[str, Stream] = {}
+    for request in _lines(traces / _AGENTS):
+        found.setdefault(str(request.session), []).append(request)
+    return found
+
+
+def _lines(path: Path) -> Stream:
+    """Return the requests of a file whose sessions each begin at 0, which `read_trace` would make
+    one after the other.
+    """
+    decode = msgspec.json.Decoder(Request).decode
+    with gzip.open(path) as file:
+        return [decode(line) for line in file]
+
+
+def _names(traces: Path) -> list[str]:
+    """Return the names of all sessions."""
+    return sorted(sessions(traces), key=int)
+
+
+def mix(
+    traces: Path, seed: int, names: Sequence[str], first_id: int = 0
+) -> Stream:
+    """Return 40 of these sessions, each begun at a random moment of one hour."""
+    generator = random.Random(seed)
+    ids: dict[tuple[str, int], int] = {}
+    mixed: Stream = []
+    for name in generator.sample(names, _SESSIONS):
+        start = generator.randrange(_HOUR_MS)
+        for request in sessions(traces)[name]:
+            blocks = [
+                first_id + ids.setdefault((name, block), len(ids))
+                for block in request.hash_ids
+            ]
+            mixed.append(
+                replace(
+                    request,
+                    timestamp_ms=request.timestamp_ms + start,
+                    hash_ids=tuple(blocks),
+                )
+            )
+    return sorted(mixed, key=lambda request: request.timestamp_ms)
+
+
+def tuned_names(traces: Path) -> set[str]:
+    """Return the sessions that a tuned mix has."""
+    names = _names(traces)
+    return {
+        name
+        for seed in _TUNED_SEEDS
+        for name in random.Random(seed).sample(names, _SESSIONS)
+    }
+
+
+def tuned_mix(traces: Path, seed: int) -> Stream:
+    """Return a mix on which the hints were tuned."""
+    return mix(traces, seed, _names(traces))
+
+
+def unseen_mix(traces: Path, seed: int) -> Stream:
+    """Return a mix of sessions on which nothing was tuned."""
+    seen = tuned_names(traces)
+    names = [name for name in _names(traces) if name not in seen]
+    return mix(traces, seed, names)
+
+
+def chat(traces: Path, _: int) -> Stream:
+    """Return the chat trace."""
+    return list(read_trace(traces / _CHAT))
+
+
+def mix_with_chat(traces: Path, seed: int) -> Stream:
+    """Return a mix of unseen sessions, and the chat trace at the same time."""
+    talk = chat(traces, 0)
+    first = 1 + max(max(request.hash_ids, default=0) for request in talk)
+    agents = [
+        replace(
+            request,
+            hash_ids=tuple(first + block for block in request.hash_ids),
+        )
+        for request in unseen_mix(traces, seed)
+    ]
+    return sorted([*talk, *agents], key=lambda request: request.timestamp_ms)
+
+
+# ---- hints that are wrong
+
+
+def _shuffled(stream: Stream) -> Stream:
+    """Give each request the ending of another."""
+    stops = [request.stop for request in stream]
+    random.Random(0).shuffle(stops)
+    return [
+        replace(request, stop=stop)
+        for request, stop in zip(stream, stops, strict=True)
+    ]
+
+
+def _always_over(stream: Stream) -> Stream:
+    """Say after each request that its session is over."""
+    return [replace(request, last=True) for request in stream]
+
+
+def _one_session(stream: Stream) -> Stream:
+    """Say of each request that it belongs to the same session."""
+    return [replace(request, session=1, agent="") for request in stream]
+
+
+def _most_active_over(stream: Stream) -> Stream:
+    """Say of every tool call that its session is over, and of nothing else."""
+    return [
+        replace(request, last=request.stop == "tool_use") for request in stream
+    ]
+
+
+_WRONG: dict[str, Callable[[Stream], Stream]] = {
+    "endings shuffled": _shuffled,
+    "always over": _always_over,
+    "all one session": _one_session,
+    "over at each tool call": _most_active_over,
+}
+_STREAMS: dict[str, Callable[[Path, int], Stream]] = {
+    "tuned": tuned_mix,
+    "unseen": unseen_mix,
+    "mix": mix_with_chat,
+    "chat": chat,
+    "wrong": unseen_mix,
+}
+_TITLES = {
+    "tuned": "Coding agents on which the hints were tuned",
+    "unseen": "Coding agents on which nothing was tuned",
+    "mix": "The same with chat: nothing was tuned on it",
+    "chat": "Chat alone: nothing was tuned on it",
+    "wrong": "Unseen agents with wrong and hostile hints",
+}
+
+
+@dataclass(frozen=True)
+class HintCell:
+    """One stream and size to replay; `chunks` 0: `share` of its different chunks."""
+
+    part: str
+    seed: int
+    share: float
+    chunks: int = 0
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
+class HintRow:
+    """The results of one cell: hit rates, and chunks written."""
+
+    part: str
+    seed: int
+    wrong: str
+    chunks: int
+    share: float
+    lru: float
+    today: float
+    hints: float
+    best: float
+    lru_written: int
+    today_written: int
+    hints_written: int
+
+    @property
+    def gap(self) -> float:
+        """The share of the distance from LRU to the optimum, with hints."""
+        return (self.hints - self.lru) / (self.best - self.lru)
+
+    @property
+    def gap_today(self) -> float:
+        """The same without hints."""
+        return (self.today - self.lru) / (self.best - self.lru)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the cells of the table's row."""
+        return (
+            self.wrong or str(self.seed),
+            f"{100 * self.share:.0f} %",
+            f"{self.chunks:,}",
+            f"{100 * self.lru:.2f}",
+            f"{100 * self.today:.2f}",
+            f"{100 * self.hints:.2f}",
+            f"{100 * self.best:.2f}",
+            f"{100 * self.gap_today:.0f} %",
+            f"{100 * self.gap:.0f} %",
+            f"{self.today_written:,}",
+            f"{self.hints_written:,}",
+        )
+
+
+_HEADS = (
+    "mix", "of all", "chunks", "LRU", "without", "hints", "optimum", "gap without", "gap",
+    "written without", "written",
+)  # fmt: skip
+
+
+def cells(part: str, seeds: int) -> list[HintCell]:
+    """Return the cells of a part."""
+    if part == "chat":
+        return [HintCell(part, 0, 0.0, size) for size in _CHAT_SIZES]
+    if part == "mix":
+        return [HintCell(part, 1, share) for share in (0.02, 0.05, 0.1)]
+    if part == "wrong":
+        return [
+            HintCell(part, 1, share, 0, wrong)
+            for wrong in _WRONG
+            for share in _SHARES
+        ]
+    numbers = _TUNED_SEEDS if part == "tuned" else range(1, seeds + 1)
+    return [HintCell(part, seed, share) for seed in numbers for share in _SHARES]
+
+
+def play(traces: Path, cell: HintCell) -> HintRow:
+    """Replay one cell: LRU, hindsight without hints and with them, and the optimum."""
+    stream = _STREAMS[cell.part](traces, cell.seed)
+    distinct = len({block for request in stream for block in request.hash_ids})
+    chunks = cell.chunks or int(distinct * cell.share)
+    told = _WRONG[cell.wrong](stream) if cell.wrong else stream
+    lru = simulate(stream, [TierSpec("tier", chunks, "lru")])
+    tier = [TierSpec("tier", chunks, "hindsight")]
+    today = simulate(stream, tier)
+    hints = simulate(told, tier, with_hints=True)
+    return HintRow(
+        cell.part, cell.seed, cell.wrong, chunks, chunks / distinct,
+        lru.hit_rate, today.hit_rate, hints.hit_rate, optimum(stream, chunks),
+        lru.tiers[0].chunks_written, today.tiers[0].chunks_written,
+        hints.tiers[0].chunks_written,
+    )  # fmt: skip
+
+
+def summary(part: str, rows: Sequence[HintRow]) -> list[str]:
+    """Return what a part shows in one line each."""
+    if part in ("tuned", "unseen"):
+        shares = sorted({round(row.share, 2) for row in rows})
+        return [
+            f"median gap at {100 * share:.0f} %: "
+            f"{100 * median(row.gap for row in rows if round(row.share, 2) == share):.0f} %"
+            for share in shares
+        ]
+    over_today = [100 * (row.hints - row.today) for row in rows]
+    over_lru = [100 * (row.hints - row.lru) for row in rows]
+    lines = [
+        "points over hindsight without hints: "
+        f"worst {min(over_today):+.2f}, best {max(over_today):+.2f}",
+        f"points over LRU: worst {min(over_lru):+.2f}",
+    ]
+    if min(over_lru) < -_MOST_POINTS:
+        lines.append(f"MISSED: more than {_MOST_POINTS} points below LRU")
+    return lines
+
+
+def main() -> None:
+    """Read the command line, replay and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object"
+    )
+    parser.add_argument(
+        "--traces", type=Path, default=TRACES, help="directory of the traces"
+    )
+    parser.add_argument(
+        "--only", choices=_STREAMS, action="append", help="only this part"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=8, help="mixes of unseen sessions"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, help="at most (default: 1)"
+    )
+    options = parser.parse_args()
+    for name in (_AGENTS, _CHAT):
+        if not (options.traces / name).exists():
+            parser.error(f"{options.traces / name} is not here: see --traces")
+    found: dict[str, list[HintRow]] = {}
+    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
+        for part in options.only or _STREAMS:
+            todo = cells(part, options.seeds)
+            for row in pool.map(partial(play, options.traces), todo):
+                found.setdefault(part, []).append(row)
+                say(f"{part}: {'  '.join(row.texts)}")
+    if options.json:
+        rows = [asdict(row) for part in found.values() for row in part]
+        print(json.dumps({"cells": rows}, indent=1))
+        return
+    for part, rows_of_part in found.items():
+        print(f"\n#### {_TITLES[part]}\n")
+        lines = [_HEADS, ["---"] + ["--:"] * (len(_HEADS) - 1)]
+        lines += [row.texts for row in rows_of_part]
+        print("\n".join("| " + " | ".join(line) + " |" for line in lines))
+        print(
+            "\n" + "\n".join(f"- {line}" for line in summary(part, rows_of_part))
+        )
+
+
+if __name__ == "__main__":
+    main()
