@@ -762,7 +762,7 @@ class SlotStates:
             found = current.endings.load(ids, size, salt=salt)
             if found is None:
                 return False
-            ending = found
+            ending = found.payload
         with self._directory.state() as path:
             with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
                 self._require_room(cut.file_bytes(len(ids), streams))
