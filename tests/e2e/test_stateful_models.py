@@ -24,6 +24,7 @@ from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.connectors.transformers.prefill_cuts import choose_cuts, pass_over
 from pagoda.connectors.transformers.stateful_probe import empty_cache
 from tests.e2e.house import CHUNK, House
+from tests.e2e.slow_device import SlowDevice, engine_over
 from tests.e2e.stateful_models import (
     FEW,
     SERVED,
@@ -398,6 +399,30 @@ def test_documents_are_refused_with_what_to_do(house: House) -> None:
     assert sum(cached.clear().chunks.values())
     cached.generate(prompt(40), max_new_tokens=1)
     assert cached.last.hit.num_tokens == 0
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "olmo_hybrid", "mamba2"])
+def test_through_a_copy_engine_and_over_poisoned_memory(
+    kind: str, house: House
+) -> None:
+    """What is read before it was written is NaN."""
+    model = stateful(kind)
+    ids = torch.cat([prompt(LENGTH), prompt(LENGTH, seed=2)])
+    want = generated(model, ids, 6)
+    cached = house.open(model)
+    device = SlowDevice()
+    cached._seen = cached._seen._replace(copy_engine=engine_over(device))
+    cached._use(cached.cache)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        for hit in (0, CUTS[-1]):
+            assert text(cached, ids, 6) == want
+            assert cached.last.columns == hit
+        assert bool(device.copied) == (kind != "mamba2")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        device.end()
 
 
 # ---- what is kept
