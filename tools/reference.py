@@ -270,6 +270,7 @@ def models_page() -> str:
     import transformers
 
     from pagoda.connectors.transformers.model_types import (
+        UNCACHED,
         known_types,
         served_types,
     )
@@ -280,14 +281,20 @@ def models_page() -> str:
     found = list(served_types(known_types()))
     ways: dict[tuple[str, str, str], list[str]] = {}
     for one in found:
+        how = one.how
+        since = one.since
         remark = one.why
-        if one.since:
+        if since:
             remark = _PROBED
             try:
                 tiny_model(one.type)
-            except ValueError:
+            except ValueError as trouble:
                 remark = _NOT_PROBED
-        way = (one.how, one.since, remark)
+                if any(words in str(trouble) for words in _REFUSALS):
+                    how = UNCACHED
+                    since = ""
+                    remark = _REFUSED
+        way = (how, since, remark)
         ways.setdefault(way, []).append(f"`{one.type}`")
     rows = [
         (how, since, remark, ", ".join(types))
@@ -311,6 +318,15 @@ Their placeholder tokens are known, so that what a prompt shows can be part of i
 
 
 _PROBED = "a tiny model of random weights was opened and probed"
+_REFUSED = (
+    "a tiny model of random weights was probed: behind a state that it is given it computes "
+    "other text, or nothing"
+)
+# of what `probe_stateful` says
+_REFUSALS = (
+    "computes something else if several tokens follow",
+    "cannot compute several tokens behind a state",
+)
 _NOT_PROBED = "not probed here: no generic tiny model can be built"
 MODELS_PAGE = {"reference/models.md": models_page}
 PAGES = {

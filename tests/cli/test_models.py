@@ -24,18 +24,20 @@ def test_types_that_are_served_and_why_others_are_not() -> None:
     assert llama.split() == ["llama", "exactly", "0.1.0"]
     (qwen,) = [line for line in lines if line.startswith("qwen2_vl")]
     assert qwen.split() == ["qwen2_vl", "exactly", "0.1.0", "yes"]
+    (mamba,) = [line for line in lines if line.startswith("mamba2")]
+    assert mamba.split() == ["mamba2", "to", "an", "ending", "0.1.0"]
     assert "is_decoder=True" in out
     # by name nothing is summed up
     assert "types are served" not in out
 
 
 def test_json_has_the_same() -> None:
-    code, out, err = run_here("models", "--json", "mamba2", "openai-gpt")
+    code, out, err = run_here("models", "--json", "bart", "openai-gpt")
     assert (code, err) == (0, "")
     shown = json.loads(out)
     assert sorted(shown) == ["pagoda", "transformers", "types"]
     first, second = shown["types"]
-    assert (first["type"], first["how"]) == ("mamba2", "uncached")
+    assert (first["type"], first["how"]) == ("bart", "uncached")
     assert first["why"]
     assert second["why"] == "its forward pass takes no KV"
 

@@ -4,6 +4,8 @@ cannot be.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -448,14 +450,6 @@ def test_a_prefill_in_pieces_hits_too(house: House) -> None:
     assert cached.last.columns == 80
 
 
-def _sliding():
-    return llama_like(
-        transformers.MistralConfig,
-        transformers.MistralForCausalLM,
-        sliding_window=32,
-    )
-
-
 def llama_like(config, kind, **changes):
     size = {
         "hidden_size": 32,
@@ -468,34 +462,13 @@ def llama_like(config, kind, **changes):
 
 
 REFUSED = {
-    "sliding": (_sliding, "sliding window forgets tokens"),
-    "partly sliding": (
-        lambda: llama_like(
-            transformers.Qwen2Config,
-            transformers.Qwen2ForCausalLM,
-            use_sliding_window=True,
-            sliding_window=32,
-            max_window_layers=1,
-        ),
-        "sliding window forgets tokens",
-    ),
     "mamba": (
         lambda: transformers.MambaForCausalLM(
             transformers.MambaConfig(
                 vocab_size=99, hidden_size=32, num_hidden_layers=2
             )
         ),
-        "cannot be|recurrent",
-    ),
-    "hybrid": (
-        lambda: llama_like(
-            transformers.Qwen3NextConfig,
-            transformers.Qwen3NextForCausalLM,
-            head_dim=16,
-            num_experts=2,
-            layer_types=["linear_attention", "full_attention"],
-        ),
-        "recurrent state|not KV of its tokens",
+        "cannot compute several tokens behind a state",
     ),
     "encoder-decoder": (
         lambda: transformers.T5ForConditionalGeneration(
@@ -506,6 +479,7 @@ REFUSED = {
                 d_ff=16,
                 num_layers=1,
                 num_heads=2,
+                decoder_start_token_id=0,
             )
         ),
         "not KV of its tokens",
@@ -594,10 +568,29 @@ def test_a_model_whose_own_positions_are_others_than_those_of_generate_is_cached
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_models_that_cannot_be_cut_are_refused(kind: str, house: House) -> None:
+def test_models_that_cannot_be_cut_are_not_cached(
+    kind: str, house: House, caplog: pytest.LogCaptureFixture
+) -> None:
     build, says = REFUSED[kind]
+    model = build().eval()
     with pytest.raises(ValueError, match=says):
-        house.open(build())
+        house.open(model, strict=True)
+    cached = house.open(model)
+    (line,) = [
+        one.getMessage()
+        for one in caplog.records
+        if "is not cached" in one.getMessage()
+    ]
+    assert re.search(says, line)
+    options = {"max_new_tokens": 3, "do_sample": False}
+    ids = torch.arange(1, 21)[None]
+    out = cached.generate(ids, **options)
+    assert out.tolist() == model.generate(ids, **options).tolist()
+    assert cached.last.hit.reason is Reason.NOT_CACHEABLE
+    assert re.search(says, cached.last.hit.detail)
+    assert cached.prefix(ids).columns == 0
+    assert cached.cache.stats()["misses"] == {"not_cacheable": 2}
+    assert list(house.host.glob("host/*")) == []
 
 
 def test_a_model_gets_its_kv_by_the_name_that_it_knows() -> None:
@@ -619,7 +612,7 @@ def test_models_that_are_spread_over_processes_are_refused(house: House) -> None
     model = llama()
     model._tp_size = 2
     with pytest.raises(ValueError, match="spread over processes"):
-        house.open(model)
+        house.open(model, strict=True)
     model._tp_size = None
     distributed.init_process_group(
         "gloo", store=distributed.HashStore(), rank=0, world_size=1
@@ -630,7 +623,7 @@ def test_models_that_are_spread_over_processes_are_refused(house: House) -> None
         )
         model.lm_head.weight = torch.nn.Parameter(share)
         with pytest.raises(ValueError, match="spread over processes"):
-            house.open(model)
+            house.open(model, strict=True)
     finally:
         distributed.destroy_process_group()
 

@@ -4,6 +4,7 @@ class alone.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 
@@ -137,21 +138,41 @@ def tiny_model(kind: str, seed: int = 0):
     raise ValueError(f"{kind}: no tiny model that can be cached: {troubles}")
 
 
+def any_tiny_model(kind: str):
+    """Return a model of this type whose KV can be cached, else one that was built at all. Raises
+    ValueError if there is none.
+    """
+    try:
+        return tiny_model(kind)
+    except ValueError as trouble:
+        for variant in _VARIANTS:
+            with warnings.catch_warnings(), contextlib.suppress(Exception):
+                warnings.simplefilter("ignore")
+                return _built(kind, 0, variant)
+        raise trouble
+
+
 def _built(kind: str, seed: int, variant: dict[str, object]):
-    model_class = getattr(transformers, _CLASSES[kind])
+    model_class = class_of(kind)
     settings = {**_SMALL, **variant}
     with torch.device("meta"):
         weights = sum(
             weight.numel()
-            for weight in model_class(_configuration(kind, settings)).parameters()
+            for weight in model_class(configured(kind, settings)).parameters()
         )
     if weights > _MOST_PARAMETERS:
         raise ValueError(f"{weights} parameters even when it is built small")
     torch.manual_seed(seed)
-    return model_class(_configuration(kind, settings)).eval()
+    return model_class(configured(kind, settings)).eval()
 
 
-def _configuration(kind: str, settings: dict[str, object]):
+def class_of(kind: str):
+    """Return the class of the models of a type."""
+    return getattr(transformers, _CLASSES[kind])
+
+
+def configured(kind: str, settings: dict[str, object]):
+    """Return a configuration of a type, which takes the settings that it knows."""
     return _configured(transformers.CONFIG_MAPPING[kind], settings)
 
 

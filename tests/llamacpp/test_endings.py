@@ -100,7 +100,7 @@ def test_the_longest_ending_of_a_prompt_is_found_and_whole(seed: int) -> None:
                 )
                 assert loaded is not None
                 payload = payload_of(tokens[:expected], tenant)
-                assert np.array_equal(loaded, payload)
+                assert np.array_equal(loaded.payload, payload)
 
 
 def test_an_ending_is_found_by_a_process_that_did_not_store_it(
@@ -122,7 +122,7 @@ def test_an_ending_is_found_by_a_process_that_did_not_store_it(
         assert found(cache, endings, tokens, 41) == 0
         loaded = endings.load(tokens[:42], size_of(42))
         assert loaded is not None
-        assert np.array_equal(loaded, payload_of(tokens[:42]))
+        assert np.array_equal(loaded.payload, payload_of(tokens[:42]))
 
 
 @pytest.mark.parametrize("is_new", [False, True])
@@ -160,7 +160,7 @@ def test_tenants_share_no_ending(
         assert found(cache, endings, tokens, length + 3, "a") == length
         loaded = endings.load(ending, size_of(length), salt="a")
         assert loaded is not None
-        assert np.array_equal(loaded, payload)
+        assert np.array_equal(loaded.payload, payload)
 
 
 def test_a_tenants_endings_are_removed_with_its_chunks() -> None:
@@ -216,8 +216,8 @@ def test_an_ending_without_all_parts_is_none() -> None:
         store_chunks(cache, tokens)
         assert endings.store(tokens, payload_of(tokens))
         assert size_of(44) > 2 * LAYOUT.chunk_bytes
-        parents = endings._parents(tokens, None)
-        options = endings._options(tokens, parents, size_of(44), None)
+        parents = endings._parents(tokens, {})
+        options = endings._options(tokens, parents, size_of(44), {})
         last = list(options["keys"])[-1]
         host = cache._tiers.host
         assert host is not None

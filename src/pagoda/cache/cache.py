@@ -438,17 +438,19 @@ class Cache:
         items: Sequence[Item] = (),
         lora: str | None = None,
         salt: str | None = None,
+        numerics: str | None = None,
     ) -> list[tuple[int, int, bytes]]:
         """Return (start, end, key) of each whole chunk from token `start` on, a multiple of
         chunk_tokens. Pure.
 
-        `items`, `lora` and `salt` as in the options of calls.
+        `items`, `lora`, `salt` and `numerics` as in the options of calls.
         """
         options: CallOptions = {
             "start_tokens": start,
             "items": items,
             "lora": lora,
             "salt": salt,
+            "numerics": numerics,
         }
         request = self._checked(tokens, options)
         return [
@@ -585,19 +587,24 @@ class Cache:
         return [tier.name for tier in self._tiers.all if tier.contains(key)]
 
     def which(
-        self, keys: Sequence[bytes], *, salt: str | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        lora: str | None = None,
+        salt: str | None = None,
+        numerics: str | None = None,
     ) -> list[bool]:
         """Return for each key whether a tier of this machine has its chunk, also after holes.
 
         For engines that do not know how long a prefix was stored, and try many lengths at once.
         Remote tiers are not asked: each key would be a request. A tier that does not answer in time
-        has none. Changes at most the recency of the chunks that are found. `salt` as in the options
-        of calls.
+        has none. Changes at most the recency of the chunks that are found. `lora`, `salt` and
+        `numerics` as in the options of calls.
         """
         found = [False] * len(keys)
         if self._resources.closed:
             return found
-        namespace, tiers = self._weights.scope(salt=salt)
+        namespace, tiers = self._weights.scope(lora, salt, numerics=numerics)
         for tier in tiers.local().all:
             for first in range(0, len(keys), _MOST_KEYS):
                 batch = keys[first : first + _MOST_KEYS]
@@ -714,16 +721,20 @@ class Cache:
                 events.look()
 
     def present_namespace(
-        self, lora: str | None = None, *, salt: str | None = None
+        self,
+        lora: str | None = None,
+        *,
+        salt: str | None = None,
+        numerics: str | None = None,
     ) -> Namespace:
-        """Return the namespace of the present weights, with an adapter and a salt instead of the
-        namespace's; changes nothing.
+        """Return the namespace of the present weights, with an adapter, a salt and numerics instead
+        of the namespace's; changes nothing.
 
         It changes with `weights_changed`, here or in another process of this machine. Its
         `weights`, `weights_epoch` and `lora` are what a verdict of `pagoda quality` names. Costs
         one stat per local tier.
         """
-        return self._weights.present(lora, salt)
+        return self._weights.present(lora, salt, numerics)
 
     def publish_events(
         self, endpoint: str, *, topic: str = "", rank: int | None = None

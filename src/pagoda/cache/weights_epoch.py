@@ -170,14 +170,19 @@ class PresentWeights:
         return list(found.values())
 
     def present(
-        self, lora: str | None = None, salt: str | None = None
+        self,
+        lora: str | None = None,
+        salt: str | None = None,
+        numerics: str | None = None,
     ) -> Namespace:
         """Return the namespace that names the present weights, with an adapter (the subject of a
-        verdict) and a salt.
+        verdict), a salt and numerics.
         """
         lora = self._base.lora if lora is None else lora
         named = self._named(*self._present(None), lora)
-        return named if salt is None else named.with_(salt=salt)
+        if salt is not None:
+            named = named.with_(salt=salt)
+        return named if numerics is None else named.with_(numerics=numerics)
 
     def _present(self, version: str | None) -> tuple[str, Epoch]:
         epoch = self._epoch.epoch()

@@ -10,10 +10,11 @@ tokens. It is stored in parts, each the size of a chunk of its cache:
     store   whole chunks first, then `Endings.store(tokens, payload)`
     load    `Endings.find(tokens, ...)` -> how many tokens -> `Endings.load` -> payload
 
-Each call takes the salt of a tenant, instead of the cache's: different salts share nothing.
+Each call takes what `KeySpace` names instead of the cache's, such as the salt of a tenant:
+different salts share nothing.
 
-Which endings are worth their bytes: `choose`. Used by the connector of llama.cpp; `pagoda explain`
-looks for them.
+Which endings are worth their bytes: `choose`. Used by the connectors of llama.cpp and of
+Transformers; `pagoda explain` looks for them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.clock import Deadline
+from pagoda.base.fork import reset_now_and_in_child
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.keys import KEY_BYTES, TokenIds, derive_keys, ending_key
@@ -38,6 +41,21 @@ Tokens = npt.NDArray[np.int32]
 SEARCHED_CHUNKS = 2
 _KEYS_AT_A_TIME = 64
 _MOST_REMEMBERED = 4096
+
+
+class KeySpace(TypedDict, total=False):
+    """Options of calls of a cache that are part of its keys."""
+
+    lora: str | None
+    salt: str | None
+    numerics: str | None
+
+
+class LoadedEnding(NamedTuple):
+    """An ending that was loaded whole."""
+
+    payload: Bytes
+    tier: str  # the lowest that had a part of it
 
 
 def choose(
@@ -81,17 +99,21 @@ class Endings:
             raise ValueError("the cache of endings must have min_hit_tokens = 0")
         self._cache = cache
         self._chunk_tokens = cache.layout.chunk_tokens
-        self._lock = threading.Lock()
+        reset_now_and_in_child(self)
         # last whole chunk -> tokens after it, of the endings that this process has seen
         self._seen: dict[bytes, set[int]] = {}
 
+    def reset(self) -> None:
+        """Create the lock. In a forked child, another thread may have held the old one."""
+        self._lock = threading.Lock()
+
     def store(
-        self, tokens: Tokens, payload: Bytes, *, salt: str | None = None
+        self, tokens: Tokens, payload: Bytes, **space: Unpack[KeySpace]
     ) -> bool:
         """Store the ending of exactly these tokens; return whether it is in the cache now."""
-        parents = self._parents(tokens, salt)
+        parents = self._parents(tokens, space)
         parts = _Parts(payload, self._cache.layout, len(parents) - 1)
-        options = self._options(tokens, parents, payload.size, salt)
+        options = self._options(tokens, parents, payload.size, space)
         stored = self._cache.store(None, parts, **options)
         if stored.refused:
             return False
@@ -106,12 +128,13 @@ class Endings:
         most_tokens: int,
         payload_bytes: Callable[[int], int],
         deadline: Deadline,
-        salt: str | None = None,
+        **space: Unpack[KeySpace],
     ) -> int:
         """Return the number of tokens of the longest ending that these tokens begin with; 0: none.
 
-        Endings that this process has stored or loaded are found everywhere, others only within
-        the last chunks, and only in tiers of this machine.
+        Endings that this process has stored or loaded are found everywhere, and so are those that
+        end with a whole chunk; others only within the last chunks. Only tiers of this machine are
+        searched.
 
         Args:
             tokens: of the prompt.
@@ -119,12 +142,12 @@ class Endings:
             most_tokens: an ending may have.
             payload_bytes: the bytes of an ending of so many tokens.
             deadline: the search ends at the first step after it.
-            salt: of a tenant.
+            space: the keys' adapter, tenant and numerics.
         """
-        parents = self._parents(tokens, salt)[: whole_chunks + 1]
+        parents = self._parents(tokens, space)[: whole_chunks + 1]
         lengths = self._lengths(parents, min(most_tokens, len(tokens)))
         return self._longest(
-            tokens, parents, lengths, payload_bytes, deadline, salt
+            tokens, parents, lengths, payload_bytes, deadline, space
         )
 
     def find_tail(
@@ -136,18 +159,18 @@ class Endings:
         step: int,
         payload_bytes: Callable[[int], int],
         deadline: Deadline,
-        salt: str | None = None,
+        **space: Unpack[KeySpace],
     ) -> int:
         """Return the number of tokens of the longest ending after the last whole chunk whose tail
         is a multiple of `step`; 0: none. The other arguments are those of `find`.
         """
-        parents = self._parents(tokens, salt)[: whole_chunks + 1]
+        parents = self._parents(tokens, space)[: whole_chunks + 1]
         begin = whole_chunks * self._chunk_tokens
         most = min(most_tokens, len(tokens), begin + self._chunk_tokens - 1)
         longest = (most - begin) // step
         lengths = iter([begin + step * k for k in range(longest, 0, -1)])
         return self._longest(
-            tokens, parents, lengths, payload_bytes, deadline, salt
+            tokens, parents, lengths, payload_bytes, deadline, space
         )
 
     def _longest(
@@ -157,7 +180,7 @@ class Endings:
         lengths: Iterator[int],
         payload_bytes: Callable[[int], int],
         deadline: Deadline,
-        salt: str | None,
+        space: KeySpace,
     ) -> int:
         """Return the first of these lengths at which an ending is stored; 0: none."""
         while batch := list(islice(lengths, _KEYS_AT_A_TIME)):
@@ -165,10 +188,10 @@ class Endings:
                 _part_keys(self._key(tokens[:length], parents), 1)[0]
                 for length in batch
             ]
-            here = self._cache.which(first_parts, salt=salt)
+            here = self._cache.which(first_parts, **space)
             for length, is_here in zip(batch, here, strict=True):
                 if is_here and self._is_whole(
-                    tokens[:length], parents, payload_bytes(length), salt
+                    tokens[:length], parents, payload_bytes(length), space
                 ):
                     return length
             # a tier that is busy lets each step wait
@@ -177,23 +200,23 @@ class Endings:
         return 0
 
     def load(
-        self, tokens: Tokens, payload_bytes: int, *, salt: str | None = None
-    ) -> Bytes | None:
+        self, tokens: Tokens, payload_bytes: int, **space: Unpack[KeySpace]
+    ) -> LoadedEnding | None:
         """Return the ending of exactly these tokens; None if it is not whole."""
-        parents = self._parents(tokens, salt)
+        parents = self._parents(tokens, space)
         payload = np.empty(payload_bytes, np.uint8)
         parts = _Parts(payload, self._cache.layout, len(parents) - 1)
-        options = self._options(tokens, parents, payload_bytes, salt)
+        options = self._options(tokens, parents, payload_bytes, space)
         hit = self._cache.retrieve(None, parts, counted=False, **options)
         if hit.num_tokens < parts.count * self._chunk_tokens:
             return None
         self._remember(parents[-1], len(tokens) % self._chunk_tokens)
-        return payload
+        return LoadedEnding(payload, list(hit.by_tier)[-1])
 
-    def _parents(self, tokens: Tokens, salt: str | None) -> list[bytes]:
+    def _parents(self, tokens: Tokens, space: KeySpace) -> list[bytes]:
         """Return the root and the keys of the whole chunks, which contain the salt."""
-        root = self._cache.present_namespace(salt=salt).root
-        keys = self._cache.keys(tokens, salt=salt)
+        root = self._cache.present_namespace(**space).root
+        keys = self._cache.keys(tokens, **space)
         return [root, *(key for _, _, key in keys)]
 
     def _key(self, tokens: Tokens, parents: Sequence[bytes]) -> bytes:
@@ -205,7 +228,7 @@ class Endings:
         tokens: Tokens,
         parents: Sequence[bytes],
         payload_bytes: int,
-        salt: str | None,
+        space: KeySpace,
     ) -> CallOptions:
         """Return what names the parts: they follow the last whole chunk in its chain."""
         size = self._chunk_tokens
@@ -218,17 +241,25 @@ class Endings:
             ((begin + i) * size, (begin + i + 1) * size, key)
             for i, key in enumerate(chain)
         ]
-        return {"keys": named, "start_tokens": whole * size, "salt": salt}
+        return {
+            "keys": named,
+            "start_tokens": whole * size,
+            "lora": space.get("lora"),
+            "salt": space.get("salt"),
+            "numerics": space.get("numerics"),
+        }
 
     def _is_whole(
         self,
         tokens: Tokens,
         parents: Sequence[bytes],
         payload_bytes: int,
-        salt: str | None,
+        space: KeySpace,
     ) -> bool:
         whole = len(tokens) // self._chunk_tokens
-        options = self._options(tokens, parents[: whole + 1], payload_bytes, salt)
+        options = self._options(
+            tokens, parents[: whole + 1], payload_bytes, space
+        )
         hit = self._cache.lookup(None, counted=False, **options)
         count = _part_count(payload_bytes, self._cache.layout)
         return hit.num_tokens == count * self._chunk_tokens
@@ -241,7 +272,7 @@ class Endings:
                 tails: Iterable[int] = range(self._chunk_tokens)
             else:
                 with self._lock:
-                    tails = set(self._seen.get(parents[whole], ()))
+                    tails = {0, *self._seen.get(parents[whole], ())}
             for tail in sorted(tails, reverse=True):
                 if 0 < begin + tail <= most:
                     yield begin + tail

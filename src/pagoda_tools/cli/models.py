@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from pagoda.connectors.transformers.model_types import ServedType
 
 _INDENT = 2  # of the lines below a row
+_ENDING = (
+    "to an ending: a prompt goes on where a window or a state was kept. If the model cannot go "
+    "on behind one, which is tried when it is opened, it runs uncached."
+)
 
 
 def models(
@@ -37,7 +41,10 @@ def models(
     import transformers
 
     from pagoda import __version__
-    from pagoda.connectors.transformers.model_types import known_types
+    from pagoda.connectors.transformers.model_types import (
+        TO_AN_ENDING,
+        known_types,
+    )
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     known = known_types()
@@ -68,6 +75,8 @@ def models(
             for one in found
         ],
     )
+    if any(one.how == TO_AN_ENDING for one in found):
+        printing.print_text(_ENDING)
     if not types:
         printing.print_text(summary(found))
 

@@ -767,7 +767,7 @@ class SlotStates:
             found = current.endings.load(ids, size, salt=salt)
             if found is None:
                 return False
-            ending = found
+            ending = found.payload
         nbytes = cut.file_bytes(len(ids), streams)
         self._require_below_limit(nbytes)
         with self._directory.state() as path:

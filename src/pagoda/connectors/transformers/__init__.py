@@ -14,6 +14,11 @@ In the order in which a call meets them:
     hook_watch        hooks that change what the model computes
     model_checks      which models can be cached; the layout of a model's KV, from a forward pass
     model_types       which types of Transformers those checks accept
+    stateful_probe    whether a model with windows or states can go on behind a saved ending
+    cache_shape       what its cache holds at a number of tokens, as bytes
+    prefill_cuts      where its prompts are cut, and the passes between the cuts
+    linear_cache      a cache that knows its length although no layer does
+    stateful_prompts  finds, loads, computes and stores its prompts
     model_facade      passes on to the model what the cache does not have
     model_identity    the namespace: digests of weights and adapters
     batch_rows        the rows of a batch as prompts, with their padding

@@ -50,6 +50,7 @@ from pagoda.blend.blend_policies import (
     choose_positions,
 )
 from pagoda.cache import Cache, Hit
+from pagoda.connectors.endings import KeySpace
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.dynamic_cache import (
     Planes,
@@ -164,7 +165,7 @@ class Blender:
         pieces: Sequence[Int32s],
         policy: SelectionPolicy,
         state: QualityState,
-        space: dict[str, Any],
+        space: KeySpace,
         may_store: Callable[[], bool],
     ) -> tuple[Any, Blended]:
         """Return a DynamicCache of all tokens but the last, and a description; store documents that
@@ -266,7 +267,7 @@ class Blender:
         document: Int32s,
         start: int,
         planes: Planes,
-        space: dict[str, Any],
+        space: KeySpace,
         loads: dict[str, Any],
         may_store: Callable[[], bool],
     ) -> _Loaded:

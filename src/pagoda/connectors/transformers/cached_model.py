@@ -34,6 +34,7 @@ from pagoda.blend import (
 )
 from pagoda.cache import Cache, Cleared, Hit, Stored
 from pagoda.config import Config, ConfigOptions
+from pagoda.connectors.endings import KeySpace
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
 from pagoda.connectors.transformers import model_checks
 from pagoda.connectors.transformers.assisted import (
@@ -91,8 +92,17 @@ from pagoda.connectors.transformers.positions import (
     positions_of,
     why_no_positions,
 )
+from pagoda.connectors.transformers.stateful_probe import (
+    empty_cache,
+    probe_stateful,
+)
+from pagoda.connectors.transformers.stateful_prompts import (
+    ComputedPrompts,
+    StatefulPrompts,
+)
 from pagoda.connectors.transformers.unwritten_size import (
     tell,
+    tell_room_for_endings,
     with_unwritten_size,
 )
 from pagoda.keys import Int32s, Item, Namespace
@@ -107,6 +117,7 @@ _log = guarded_logger("pagoda.connectors")
 
 _MOST_HOOKS = 64  # that change KV, to remember
 _MOST_LAYOUTS = 64  # of KV under other settings, to remember
+_NO_KV_BYTES = 4096  # the host tier of a model that is not cached
 
 
 @dataclass(frozen=True)
@@ -114,12 +125,14 @@ class _Ready:
     """What a call may use at this moment. Two that are equal name the same KV."""
 
     cache: Cache  # of the present weights
-    space: dict[str, Any]  # the options of its calls: adapter, tenant, numerics
+    space: KeySpace  # the options of its calls: adapter, tenant, numerics
     namespace: Namespace  # of the weights and the adapters
     # why KV of this moment has no name: nothing is loaded or stored; "" if it has
     why_not: str
     # to be watched while the model computes
     hooks: Sequence[ForeignHook] = field(default=(), compare=False)
+    # of a model that can go on only where an ending was kept
+    stateful: StatefulPrompts | None = field(default=None, compare=False)
 
     @property
     def why_not_apart(self) -> str:
@@ -182,9 +195,13 @@ class CachedModel(ModelFacade):
     share KV only if they are the same. So is how the model is computed, where that differs from the
     defaults: `torch.autocast`, the precision of float32 products, another implementation of
     attention. The last token of a prompt is always computed, because with a full hit `generate`
-    would silently continue from another position. A model whose KV cannot be cut is a ValueError
-    that says why. A call whose KV depends on more than its tokens goes on without the cache, with
-    the reason `not_cacheable` in `last` and in the counters, and a line in the log.
+    would silently continue from another position. A call whose KV depends on more than its tokens
+    goes on without the cache, with the reason `not_cacheable` in `last` and in the counters, and a
+    line in the log; so do all calls of a model that cannot be cached, unless it is `strict`.
+
+    A model with sliding windows or recurrent states goes on only where those were kept: at the last
+    whole chunk of a prompt, at its end, where two prompts parted, and with `store_output` at the
+    end of the text. For that, its prompts are computed in two or three passes.
 
     To its callers it is the model: attributes, methods and calls that are not the cache's go to
     `model`, so `transformers.pipeline(model=cached, ...)` generates with the cache. Only `generate`
@@ -219,10 +236,10 @@ class CachedModel(ModelFacade):
         revision: str = "",
         weights: str | None = None,
         salt: str = "",
+        strict: bool = False,
         **options: Unpack[ConfigOptions],
     ) -> None:
-        """Probe the model and open its cache. Raises ValueError for a model whose KV cannot be cut,
-        ConfigError.
+        """Probe the model and open its cache. Raises ConfigError.
 
         Args:
             model: a causal model of Transformers, on the device on which it stays.
@@ -237,16 +254,25 @@ class CachedModel(ModelFacade):
                 their bytes. It must change whenever they do.
             salt: separates tenants, for all calls; `generate`, `prefix` and `store` accept one for
                 one call.
+            strict: raise ValueError for a model that cannot be cached. Otherwise its calls go on
+                without the cache, with that reason, and a line in the log says so.
             options: options of `Config`; they take precedence over `config`, environment and file.
         """
-        model_checks.check_model(model)
         self.model = model
         self.last: Prefix | None = None
         self.last_stored: list[Stored] = []
         config = (
             cache.config if cache is not None else _configured(config, options)
         )
-        self._seen = _looked_at(model, config.chunk_tokens)
+        # why nothing of this model is stored or loaded; "": it is
+        self._refusal = ""
+        try:
+            self._seen = _looked_at(model, config.chunk_tokens)
+        except ValueError as refusal:
+            if strict:
+                raise
+            self._refuse(str(refusal))
+            self._seen = _unseen(config.chunk_tokens)
         walk = walk_over(model)
         self._weights = walk.weights  # of the latest walk
         self._stamp = stamp_of(model)
@@ -267,15 +293,21 @@ class CachedModel(ModelFacade):
             "weights": weights,
             "salt": salt,
         }
-        namespace = namespace_of(model, self._seen.layout, **self._named)
         # for caches that are opened here
         self._config = config if cache is None else None
-        if cache is None:
-            tell(config, self._seen.layout)
-            cache = Cache(config, namespace=namespace, layout=self._seen.layout)
+        self._stateful: StatefulPrompts | None = None
+        if self._refusal:
+            if cache is None:
+                cache = _empty_cache_of(model, config, self._seen)
+            self.cache = cache
         else:
-            _check_made_for(cache, namespace)
-        self.cache = cache
+            namespace = namespace_of(model, self._seen.layout, **self._named)
+            if cache is None:
+                tell(config, self._seen.layout)
+                cache = self._new_cache(config, namespace)
+            else:
+                _check_made_for(cache, namespace)
+            self._use(cache)
         # the arguments of `publish_events`
         self._events: dict[str, Any] | None = None
         # made at the first use, for the present weights
@@ -289,6 +321,42 @@ class CachedModel(ModelFacade):
                 why,
             )
         self._opened = True  # from now on, new attributes are the model's
+
+    def _new_cache(self, config: Config, namespace: Namespace) -> Cache:
+        """Return a new cache for the model as it was looked at."""
+        if self._seen.shape is not None:
+            # the minimum is that of a prompt, and an ending is one of several calls for it
+            config = replace(config, min_hit_tokens=0)
+            if config.lossy_codecs():
+                _log.warning(
+                    "tiers with a lossy codec are left out: states of a model are kept exactly"
+                )
+                config = config.without_lossy_tiers()
+            tell_room_for_endings(
+                config, self._seen.layout, self._seen.shape.most_ending_bytes
+            )
+        return Cache(config, namespace=namespace, layout=self._seen.layout)
+
+    def _use(self, cache: Cache) -> None:
+        """Change to a cache. ValueError if endings cannot be kept in it."""
+        self._stateful = None
+        if self._seen.shape is not None:
+            config = self._config or cache.config
+            if cache.config.lossy_codecs():
+                raise ValueError(
+                    "a cache with a lossy codec cannot keep the states of this model: give one "
+                    "without"
+                )
+            self._stateful = StatefulPrompts(
+                self.model, self._seen, cache, config.min_hit_tokens
+            )
+        self.cache = cache
+
+    def _refuse(self, why: str) -> None:
+        """Go on without the cache from now on."""
+        self._refusal = why
+        self._stateful = None
+        _log.warning("%s is not cached: %s", type(self.model).__name__, why)
 
     def reset(self) -> None:
         """Create a new lock in a forked child: another thread may have held the old one. Nothing
@@ -423,6 +491,9 @@ class CachedModel(ModelFacade):
             prompts, why_not = _prompts_of(
                 decoding, input_ids, attention_mask, repeats, assisted, media
             )
+        if prompts is not None and before.stateful is not None:
+            why_not = _why_padded(prompts.rows)
+            prompts = None if why_not else prompts
         if prompts is None:
             return self._generated_without(
                 why_not, input_ids, attention_mask, kwargs
@@ -430,9 +501,20 @@ class CachedModel(ModelFacade):
         watch = HookWatch(self.model, before.hooks)
         try:
             with watch:
-                out, kv = self._generated(
-                    prompts, before, over_given_kv(decoding, kwargs)
-                )
+                given = over_given_kv(decoding, kwargs)
+                if before.stateful is not None:
+                    most_tokens = decoding.prefill_chunk_size
+                    kept = store or store_output
+                    out, kv = self._generated_with_endings(
+                        prompts,
+                        before,
+                        before.stateful,
+                        most_tokens,
+                        kept,
+                        given,
+                    )
+                else:
+                    out, kv = self._generated(prompts, before, given)
         except HookChanges as seen:
             # nothing was chosen or streamed yet, except the prompt
             self._keep_in_mind(seen.hook)
@@ -469,13 +551,19 @@ class CachedModel(ModelFacade):
             input_ids,
             mask_of(self.model.generation_config, input_ids, attention_mask),
         )
-        if why_not := ready.why_not_apart:
+        why_not = ready.why_not_apart
+        if not why_not and ready.stateful is not None:
+            why_not = _why_padded(rows)
+        if why_not:
             ready.cache.decline(why_not)
-            return self._without(
-                rows, why_not, dynamic_cache(self.model, self._seen, [], rows, 0)
-            )
+            nothing = None
+            if not self._refusal:
+                nothing = empty_cache(self.model, self._seen.shape)
+            return self._without(rows, why_not, nothing)
         # of the call that begins from what is returned here
         forget_positions(self.model)
+        if ready.stateful is not None:
+            return self._prefix_to_ending(rows, ready, ready.stateful, began)
         return self._prefix(
             rows, input_ids.shape[1], ready, self._looked(rows, ready), began
         )
@@ -614,12 +702,19 @@ class CachedModel(ModelFacade):
             mask_of(self.model.generation_config, input_ids, attention_mask),
         )
         ready = self._ready(salt)
-        if why_not := ready.why_not_apart:
+        why_not = ready.why_not_apart
+        if not why_not and ready.stateful is not None:
+            why_not = _why_padded(rows)
+        if why_not:
             ready.cache.decline(why_not, loaded=True)
             whole = [len(row.tokens) // self.layout.chunk_tokens for row in rows]
             return [
                 Stored(0, 0, 0, chunks, Reason.NOT_CACHEABLE) for chunks in whole
             ]
+        if ready.stateful is not None:
+            return ready.stateful.store_held(
+                rows, past_key_values, every, ready.space
+            )
         return self._stored(rows, past_key_values, ready, every)
 
     def _stored(
@@ -809,6 +904,8 @@ class CachedModel(ModelFacade):
         ids = getattr(out, "sequences", out)
         rows = prompts.rows
         every = prompts.repeats
+        computed = kv if isinstance(kv, ComputedPrompts) else None
+        kv = computed.cache if computed is not None else kv
         try:
             if self._ready(salt) != before:
                 # which of the two computed this KV is unknown
@@ -829,7 +926,12 @@ class CachedModel(ModelFacade):
                 )
                 if items:  # then there is one prompt
                     rows = [row._replace(items=items) for row in rows]
-                every = 1
+            if computed is not None and before.stateful is not None:
+                self.last_stored = before.stateful.store(
+                    rows, computed, every, before.space, with_output=with_output
+                )
+                return
+            every = 1 if with_output else every
             self.last_stored = self._stored(rows, kv, before, every)
         except Exception as trouble:  # noqa: BLE001
             # a boundary: the text is complete
@@ -947,6 +1049,57 @@ class CachedModel(ModelFacade):
             hit.shortened(tokens, hit.reason or Reason.NOT_CACHEABLE, why)
             for hit, tokens in zip(found.hits, found.num_tokens, strict=True)
         ]
+
+    def _generated_with_endings(
+        self,
+        prompts: _Prompts,
+        ready: _Ready,
+        stateful: StatefulPrompts,
+        most_tokens: int | None,
+        kept: bool,
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, ComputedPrompts]:
+        """Return the result of `model.generate`, started from an ending in the tiers, and what can
+        be stored; `kept`: whether it will be.
+        """
+        began = time.perf_counter()
+        input_ids = prompts.input_ids
+        mask = prompts.mask
+        rows = prompts.rows
+        loaded = stateful.load(rows, ready.space)
+        count = loaded.num_tokens
+        seconds = time.perf_counter() - began
+        counts = [count] * len(rows)
+        self.last = Prefix(None, count, counts, loaded.hits, seconds)
+        with self._prefills.measured(self.model, watch_for(self._seen.devices)):
+            computed = stateful.computed(
+                loaded, input_ids, mask, most_tokens, kept=kept
+            )
+            if computed.why_not:
+                self.last = self._without(rows, computed.why_not, None)
+            if prompts.repeats > 1:
+                stateful.repeat(computed.cache, prompts.repeats)
+            with stateful.counting(computed.cache):
+                out = self._generate_from(computed.cache, input_ids, mask, kwargs)
+        return out, computed
+
+    def _prefix_to_ending(
+        self,
+        rows: list[BatchRow],
+        ready: _Ready,
+        stateful: StatefulPrompts,
+        began: float,
+    ) -> Prefix:
+        """Load the longest prefix that every row can go on from."""
+        loaded = stateful.load(rows, ready.space)
+        count = loaded.num_tokens
+        return Prefix(
+            loaded.cache,
+            count,
+            [count] * len(rows),
+            loaded.hits,
+            time.perf_counter() - began,
+        )
 
     def _generated_from(
         self, found: Prefix, repeats: int, kwargs: dict[str, Any]
@@ -1130,12 +1283,17 @@ class CachedModel(ModelFacade):
         """
         with self._lock:
             walk = walk_over(self.model)
-            if walk.weights != self._weights:
+            if not self._refusal and walk.weights != self._weights:
                 stamp = stamp_of(self.model)
                 if stamp != self._stamp:
                     self._weights_changed(walk)
                     self._stamp = stamp
             self._weights = walk.weights
+            if self._refusal:
+                space: KeySpace = {"lora": None, "salt": None, "numerics": ""}
+                return _Ready(
+                    self.cache, space, self.cache.namespace, self._refusal
+                )
             hooks = foreign_hooks(walk)
             why_not = code_between(self.model, walk)
             changing = next(
@@ -1168,6 +1326,7 @@ class CachedModel(ModelFacade):
                 self.cache.present_namespace(lora),
                 why_not,
                 hooks,
+                self._stateful,
             )
 
     def _layout_trouble(self, autocast: str, edits: str) -> str:
@@ -1187,10 +1346,7 @@ class CachedModel(ModelFacade):
 
     def _probed_trouble(self, autocast: str) -> str:
         try:
-            model_checks.check_model(self.model)
-            layout = model_checks.probe_model(
-                self.model, self.layout.chunk_tokens
-            ).layout
+            layout = _probed(self.model, self.layout.chunk_tokens).layout
         except ValueError as trouble:
             return str(trouble)
         if layout.fingerprint == self.layout.fingerprint:
@@ -1211,6 +1367,13 @@ class CachedModel(ModelFacade):
 
         with self._lock:
             ready = self._ready(salt)
+            if ready.stateful is not None:
+                raise ValueError(
+                    f"{type(self.model).__name__} has windows or states, which cannot be moved to "
+                    "another place in a prompt: give the whole prompt as input_ids"
+                )
+            if self._refusal:
+                raise ValueError(self._refusal)
             if self._blender is None:
                 self._blender = Blender(self.model, self._seen, ready.cache)
                 if self._closed:  # documents are computed then, like prompts
@@ -1244,7 +1407,11 @@ class CachedModel(ModelFacade):
             blender.cache.close()
         if forms != self._forms:
             old.close()  # a store of another layout may need its space
-            self._seen = _looked_at(self.model, self.layout.chunk_tokens)
+            try:
+                self._seen = _looked_at(self.model, self.layout.chunk_tokens)
+            except ValueError as refusal:
+                self._refuse(str(refusal))
+                return
             self._forms = forms
             self._probed_under = (
                 numerics_of(self.model, walk).autocast,
@@ -1253,9 +1420,7 @@ class CachedModel(ModelFacade):
             self._layouts.clear()
         namespace = namespace_of(self.model, self._seen.layout, **self._named)
         try:
-            self.cache = Cache(
-                self._config, namespace=namespace, layout=self._seen.layout
-            )
+            cache = self._new_cache(self._config, namespace)
         except ConfigError as refusal:
             if not old.config.lossy_codecs():
                 raise
@@ -1263,10 +1428,8 @@ class CachedModel(ModelFacade):
                 "tiers with a lossy codec are left out, as the weights have changed: %s",
                 refusal,
             )
-            exact = old.config.without_lossy_tiers()
-            self.cache = Cache(
-                exact, namespace=namespace, layout=self._seen.layout
-            )
+            cache = self._new_cache(old.config.without_lossy_tiers(), namespace)
+        self._use(cache)
         old.close()
         if self._events is not None:
             try:
@@ -1283,21 +1446,61 @@ def _opened_again(
 
 
 def layout_of(model: Any, chunk_tokens: int = 256) -> KVLayout:
-    """Return the layout of the model's KV, by running it on four tokens. Raises ValueError if it
-    cannot be cut.
+    """Return the layout of the model's KV, by running it on a few tokens. Raises ValueError if it
+    cannot be cached.
     """
+    return _probed(model, chunk_tokens).layout
+
+
+def _probed(model: Any, chunk_tokens: int) -> model_checks.ProbedModel:
+    """Probe the model. ValueError if it cannot be cached."""
+    if model_checks.is_stateful(model):
+        return probe_stateful(model, chunk_tokens)
     model_checks.check_model(model)
-    return model_checks.probe_model(model, chunk_tokens).layout
+    return model_checks.probe_model(model, chunk_tokens)
 
 
 def _looked_at(model: Any, chunk_tokens: int) -> model_checks.ProbedModel:
     """Probe the model; return the result with the copy engine of its device."""
-    seen = model_checks.probe_model(model, chunk_tokens)
+    seen = _probed(model, chunk_tokens)
     return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 
+def _unseen(chunk_tokens: int) -> model_checks.ProbedModel:
+    """Return what stands for a model that is not cached."""
+    layout = KVLayout.opaque(chunk_tokens, _NO_KV_BYTES, "no KV")
+    return model_checks.ProbedModel(layout, [])
+
+
+def _empty_cache_of(
+    model: Any, config: Config, seen: model_checks.ProbedModel
+) -> Cache:
+    """Return a cache that takes no room, for the counters of a model that is not cached."""
+    nothing = Config(
+        chunk_tokens=config.chunk_tokens,
+        host_size=_NO_KV_BYTES,
+        host_shared=False,
+    )
+    namespace = Namespace(
+        model=type(model).__name__, layout=seen.layout.fingerprint
+    )
+    return Cache(nothing, namespace=namespace, layout=seen.layout)
+
+
+def _why_padded(rows: Sequence[BatchRow]) -> str:
+    """Return why the prompts of a model with windows or states cannot use the cache; "" if they
+    can.
+    """
+    if any(row.pad for row in rows):
+        return (
+            "a row has padding, and this model can go on only where all rows have as many tokens: "
+            "give prompts of one length, or one at a time"
+        )
+    return ""
+
+
 def _dtypes(layout: KVLayout) -> str:
-    return "/".join(plane.dtype for plane in layout.planes)
+    return "/".join(plane.dtype for plane in layout.planes) or "states"
 
 
 def _prompts_of(

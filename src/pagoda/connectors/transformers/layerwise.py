@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from pagoda.base.clock import SLOWEST_BYTES_PER_SECOND, Deadline
 from pagoda.base.signal_safe_threads import Pool
 from pagoda.cache import Cache, Hit
+from pagoda.connectors.endings import KeySpace
 from pagoda.connectors.transformers.dynamic_cache import kv_of_row, room_for
 from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.transfer.gpu.device import Device
@@ -189,7 +190,7 @@ class LayerLoads:
         seen: ProbedModel,
         cache: Cache,
         tokens: Any,
-        space: dict[str, Any],
+        space: KeySpace,
     ) -> LayerLoad | None:
         """Begin to load `tokens`, whole chunks that were all found in the host tier, without
         waiting for any of them.

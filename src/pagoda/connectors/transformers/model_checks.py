@@ -1,5 +1,10 @@
-"""Decides which models can be cached. All others are refused with a reason, so that no text is
-wrong.
+"""Decides which models can be cached, and how. All others are refused with a reason, so that no
+text is wrong.
+
+    `is_stateful`     whether some layer keeps something else than K and V of every token
+    `check_model`     models of which every layer keeps just that, and
+    `probe_model`     the layout of their chunks
+    `check_whole`     what is asked of both kinds; `stateful_probe` probes the others
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from pagoda.connectors.identity.plain_values import rope_types
 from pagoda.layout import KVLayout, Plane
 
 if TYPE_CHECKING:
+    from pagoda.connectors.transformers.cache_shape import CacheShape
     from pagoda.transfer.gpu.copy_engine import CopyEngine
 
 _WHY = {
@@ -33,6 +39,8 @@ class ProbedModel(NamedTuple):
     layout: KVLayout
     devices: list[Any]  # where each layer keeps its KV
     copy_engine: CopyEngine | None = None  # None: the CPU copies
+    # of a model that has windows or states: the layout is that of its other layers
+    shape: CacheShape | None = None
 
 
 def check_model(model: Any) -> None:
@@ -47,13 +55,7 @@ def check_model(model: Any) -> None:
             f"{type(model).__name__} keeps a state that is not KV of its tokens: it cannot be "
             "cached"
         )
-    if getattr(model, "tp_size", None) or any(
-        type(weight).__name__ == "DTensor" for weight in model.parameters()
-    ):
-        raise ValueError(
-            "the weights are spread over processes (tensor parallel, FSDP): each would store its "
-            "share under one key"
-        )
+    check_whole(model)
     for layer in DynamicCache(config=config).layers:
         kind = type(layer).__name__
         if kind != "DynamicLayer":
@@ -61,11 +63,39 @@ def check_model(model: Any) -> None:
                 f"{type(model).__name__} has a layer of kind {kind}: "
                 f"{_WHY.get(kind, 'it cannot be cut')}"
             )
+
+
+def check_whole(model: Any) -> None:
+    """Raise ValueError for a model that is spread over processes, or whose K depends on the length
+    of the prompt.
+    """
+    config = model.config
+    if getattr(model, "tp_size", None) or any(
+        type(weight).__name__ == "DTensor" for weight in model.parameters()
+    ):
+        raise ValueError(
+            "the weights are spread over processes (tensor parallel, FSDP): each would store its "
+            "share under one key"
+        )
     ropes = rope_types(config.get_text_config(decoder=True).to_dict())
     if by_length := [rope for rope in _LENGTH_ROPES if rope in ropes]:
         raise ValueError(
             f"rope type {by_length[0]!r}: K depends on the length of the prompt"
         )
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether some layer of the model's cache keeps something else than K and V of every token.
+    Pure.
+    """
+    from transformers import DynamicCache
+
+    if model.config.is_encoder_decoder:
+        return False
+    kinds = {
+        type(layer).__name__ for layer in DynamicCache(config=model.config).layers
+    }
+    return bool(kinds - {"DynamicLayer"})
 
 
 def probe_model(model: Any, chunk_tokens: int) -> ProbedModel:

@@ -47,7 +47,8 @@ def namespace_of(
         model=name.rstrip("/").rsplit("/", 1)[-1],
         revision=revision,
         weights=weights_digest(model) if weights is None else weights,
-        kv_dtype=layout.planes[0].dtype,
+        # a model that has no KV of every token has states, which the layout names
+        kv_dtype=layout.planes[0].dtype if layout.planes else "",
         layout=layout.fingerprint,
         salt=salt,
         numerics=numerics_of(model).text,

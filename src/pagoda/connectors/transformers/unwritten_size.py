@@ -23,6 +23,7 @@ MOST_BYTES = 1 << 30
 FREE_SHARE = 8
 """An eighth of what is free."""
 _MIB = 1 << 20
+_FEW_ENDINGS = 8
 
 
 class UnwrittenSize(Config):
@@ -95,4 +96,24 @@ def tell(config: Config, layout: KVLayout) -> None:
         f"{tokens:,}",
         where,
         below,
+    )
+
+
+def tell_room_for_endings(
+    config: Config, layout: KVLayout, ending_bytes: int
+) -> None:
+    """Log in one line that the tiers of this machine have room for few endings of a model, if so:
+    prompts would hardly ever hit, and nobody would know why.
+    """
+    size_bytes = config.host_bytes + config.disk_bytes
+    slots = layout.slots_in(size_bytes)
+    parts = -(-ending_bytes // layout.chunk_bytes)
+    if slots >= _FEW_ENDINGS * parts:
+        return
+    _log.warning(
+        "there is room for %d endings of this model, and a prompt keeps two or three: one takes "
+        "up to %s of %s; write a larger host_size or disk_size, or larger chunk_tokens",
+        slots // parts,
+        format_size(parts * layout.slot_bytes),
+        format_size(size_bytes),
     )

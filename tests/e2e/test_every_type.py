@@ -1,0 +1,66 @@
+"""Every type of model that generates text and can be built tiny: the same text, with hits or with a
+reason. Prints a line for each type.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pagoda.base.metrics import Reason
+from tests.e2e.house import House
+from tests.e2e.stateful_models import TYPES, stateful
+from tests.e2e.tiny import generated
+from tests.e2e.tiny_models import any_tiny_model, model_types
+
+TOKENS = 90
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)
+
+
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randint(3, 490, (1, TOKENS), generator=generator)
+    left = torch.cat([first[:, :85], first[:, :20]], 1)
+    longer = torch.cat([first, first[:, :20]], 1)
+    return [first, first, left, longer]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", model_types())
+def test_every_type_writes_the_same_text(
+    kind: str, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        model = stateful(kind) if kind in TYPES else any_tiny_model(kind)
+        # MPT and Evolla have False: no call would be cached
+        model.generation_config.use_cache = True
+        want = [generated(model, ids, 6) for ids in prompts()]
+    except Exception as trouble:  # whatever a configuration or a model raises  # noqa: BLE001
+        pytest.skip(f"not built here: {type(trouble).__name__}: {trouble}"[:200])
+    cached = house.open(model, host_size="32MiB", disk_size=0, disk_path="")
+    hits = []
+    for ids, text in zip(prompts(), want, strict=True):
+        assert generated(cached, ids, 6) == text
+        hits.append(cached.last.hit)
+    counts = [hit.num_tokens for hit in hits]
+    uncached = hits[1].reason is Reason.NOT_CACHEABLE
+    with capsys.disabled():
+        print(f"\n{kind}: {hits[1].detail if uncached else counts}")
+    if uncached:
+        assert counts == [0] * len(counts)
+        assert hits[1].detail
+    else:
+        # after a chunk, or exactly where an ending was kept
+        assert counts in ([0, 80, 80, 80], [0, 89, 80, 89])
