@@ -158,6 +158,7 @@ def test_logits_behind_an_ending_and_what_a_wrong_one_changes(
     assert moved(lambda cache: swap(cache, other)) >= SEEN
 
 
+@pytest.mark.slow
 @of_every_type
 def test_prompts_that_leave_a_stored_one_anywhere(
     kind: str, house: House
@@ -197,6 +198,7 @@ def test_where_a_prompt_is_cut() -> None:
     assert choose_cuts(81, 16, 0, 96) == [80]
 
 
+@pytest.mark.slow
 def test_a_shared_head_is_kept_when_it_is_seen_twice(house: House) -> None:
     model = stateful("olmo_hybrid")
     cached = house.open(model)
@@ -238,6 +240,7 @@ def test_a_conversation_goes_on_after_each_answer(
         ids = torch.cat([out, prompt(11, seed=turn + 20)], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma2", "mamba2"])
 def test_an_ending_of_the_whole_prompt_is_not_used(
     kind: str, house: House
@@ -278,6 +281,7 @@ def test_reading_only_computes_a_prompt_in_one_piece(house: House) -> None:
 # ---- the calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEW)
 def test_batches_beams_and_samples(kind: str, house: House) -> None:
     model = stateful(kind)

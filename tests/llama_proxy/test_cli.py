@@ -476,6 +476,7 @@ def test_a_server_that_ends_ends_the_command(
         assert directories(run.process.pid) == []
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with running(tmp_path, "--", *small(tmp_path / "missing.gguf")) as run:
         assert run.end() == 1
@@ -483,6 +484,7 @@ def test_a_model_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         assert run.lines[-1].startswith("pagoda: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130)]
 )
@@ -507,6 +509,7 @@ def test_a_load_can_be_interrupted(
         assert "Traceback" not in "".join(run.lines)
 
 
+@pytest.mark.slow
 def test_attach_to_a_server_that_runs(models: Path, tmp_path: Path) -> None:
     with llama_server(write_model(models), "B", key="own") as server:
         words = ["--attach", server.url, "--slot-save-path", server.states]

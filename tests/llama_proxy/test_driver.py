@@ -124,6 +124,7 @@ def drive(
         assert target.left() == []
 
 
+@pytest.mark.slow
 def test_a_bare_server_passes_the_same_checks(models: Path) -> None:
     """Without a proxy: the driver itself finds nothing, or nothing would be meant by what it
     finds.
@@ -141,6 +142,7 @@ def test_a_bare_server_passes_the_same_checks(models: Path) -> None:
     assert driver.counts["hit tokens"]
 
 
+@pytest.mark.slow
 def test_the_driver_sees_the_kv_of_another_adapter(models: Path) -> None:
     """A bare server goes on to use what it computed with the scale before."""
     model = write_model(models, seed=1)

@@ -435,6 +435,7 @@ def _is_busy(proxy: RunningProxy) -> list[bool]:
     return [slot["is_busy"] for slot in slots]
 
 
+@pytest.mark.slow
 def test_when_all_slots_are_busy_the_server_queues(server: LlamaServer) -> None:
     emptied(server)
     with (

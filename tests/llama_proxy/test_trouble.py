@@ -402,6 +402,7 @@ def test_a_client_that_leaves_changes_the_adapters_all_the_same(
         assert without.text == expected
 
 
+@pytest.mark.slow
 def test_the_slot_that_the_server_has_chosen_is_accounted_for(
     server: LlamaServer,
 ) -> None:
