@@ -271,29 +271,24 @@ def models_page() -> str:
 
     from pagoda.connectors.transformers.model_types import (
         UNCACHED,
+        ServedType,
         known_types,
         served_types,
     )
     from pagoda_tools.cli.models import summary
-    from tests.e2e.tiny_models import tiny_model
 
     transformers.logging.set_verbosity_error()
-    found = list(served_types(known_types()))
+    found: list[ServedType] = []
     ways: dict[tuple[str, str, str], list[str]] = {}
-    for one in found:
+    for one in served_types(known_types()):
+        remark = one.why
+        if one.since:
+            remark = _probed(one.type)
+        if remark == _REFUSED:
+            one = one._replace(how=UNCACHED, since="")
+        found.append(one)
         how = one.how
         since = one.since
-        remark = one.why
-        if since:
-            remark = _PROBED
-            try:
-                tiny_model(one.type)
-            except ValueError as trouble:
-                remark = _NOT_PROBED
-                if any(words in str(trouble) for words in _REFUSALS):
-                    how = UNCACHED
-                    since = ""
-                    remark = _REFUSED
         way = (how, since, remark)
         ways.setdefault(way, []).append(f"`{one.type}`")
     rows = [
@@ -317,15 +312,40 @@ Their placeholder tokens are known, so that what a prompt shows can be part of i
 """
 
 
+def _probed(kind: str) -> str:
+    """Return what a probe of a tiny model of a type has shown."""
+    from pagoda.connectors.transformers import layout_of
+    from tests.e2e.stateful_models import stateful
+    from tests.e2e.tiny_models import tiny_model
+
+    troubles = ""
+    try:
+        layout_of(stateful(kind), 16)
+        return _PROBED
+    except Exception as trouble:  # noqa: BLE001
+        # whatever a configuration or a model raises: the other tiny model may do better
+        troubles += str(trouble)
+    try:
+        tiny_model(kind)
+        return _PROBED
+    except ValueError as trouble:
+        troubles += str(trouble)
+    return next((said for words, said in _SAID if words in troubles), _NOT_PROBED)
+
+
 _PROBED = "a tiny model of random weights was opened and probed"
 _REFUSED = (
-    "a tiny model of random weights was probed: behind a state that it is given it computes "
-    "other text, or nothing"
+    "a tiny model of random weights was probed: it computes other text behind a state that it is "
+    "given"
 )
-# of what `probe_stateful` says
-_REFUSALS = (
-    "computes something else if several tokens follow",
-    "cannot compute several tokens behind a state",
+_UNSURE = (
+    "tiny models of random weights could not go on behind a state; whether yours can is tried "
+    "when it is opened"
+)
+# of what a refusal says
+_SAID = (
+    ("computes something else if several tokens follow", _REFUSED),
+    ("cannot compute several tokens behind a state", _UNSURE),
 )
 _NOT_PROBED = "not probed here: no generic tiny model can be built"
 MODELS_PAGE = {"reference/models.md": models_page}
