@@ -306,6 +306,14 @@ class StatefulPrompts:
     def _ending(self, cache: Any, row: int, tokens: int) -> Bytes:
         return read_ending(self._shape, cache, row, tokens, self._chunk_tokens)
 
+    def count_passes(self, cache: Any) -> None:
+        """Tell a cache that does not know its length of passes, as long as it lives."""
+        if not self._shape.is_linear:
+            return
+        from pagoda.connectors.transformers.linear_cache import count_passes
+
+        count_passes(self._model, cache)
+
     def repeat(self, cache: Any, repeats: int) -> None:
         """Make so many rows of each row of a cache."""
         repeat(cache, repeats)
