@@ -417,6 +417,26 @@ def test_what_a_caller_generated_by_hand_is_stored_where_it_ends(
     assert not model._forward_hooks
 
 
+@pytest.mark.parametrize("kind", FEW)
+def test_a_cache_by_hand_that_is_used_otherwise(kind: str, house: House) -> None:
+    """More rows than it has; and another prompt after it was reset."""
+    model = stateful(kind)
+    cached = house.open(model)
+    ids = prompt(LENGTH)
+    with cached.prefix(ids) as found:
+        given = kv_argument(model, found.past_key_values)
+    generated(model, ids, 6, **given)
+    text_of_two = torch.cat([prompt(LENGTH + 6)] * 2)
+    for every in (1, 2):
+        with pytest.raises(ValueError, match="holds 1 rows, and row"):
+            cached.store(text_of_two, *given.values(), every=every)
+    (cache,) = given.values()
+    if kind == "mamba2":
+        cache.reset()
+        other = prompt(LENGTH, 7)
+        assert generated(model, other, 6, **given) == generated(model, other, 6)
+
+
 def test_passes_over_embeddings_and_in_a_shell_are_counted(house: House) -> None:
     model = stateful("mamba2")
     cached = house.open(model)

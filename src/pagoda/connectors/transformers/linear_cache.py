@@ -45,6 +45,11 @@ class LinearCache(DynamicCache):
         """Return how many tokens are held."""
         return self.held_tokens
 
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.held_tokens = 0
+
 
 # caches that hooks count for; a hook has only a name, so that its model can be copied and pickled
 _COUNTED: weakref.WeakValueDictionary[str, LinearCache] = (

@@ -31,6 +31,7 @@ from pagoda.connectors.endings import Endings, KeySpace
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.cache_shape import (
     CacheShape,
+    batch_of,
     fill_cache,
     is_at,
     read_ending,
@@ -385,6 +386,12 @@ class StatefulPrompts:
         if not tokens or not is_at(self._shape, cache, tokens):
             raise ValueError(
                 "past_key_values must be the cache of this model after a pass or `generate`"
+            )
+        batch = batch_of(self._shape, cache)
+        if max(numbers) >= batch:
+            raise ValueError(
+                f"past_key_values holds {batch} rows, and row {max(numbers)} is asked for: give as "
+                "many rows of input_ids, or another `every`"
             )
         payloads = [self._ending(cache, row, tokens) for row in numbers]
         return _CutEnding(tokens, payloads)
