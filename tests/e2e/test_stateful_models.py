@@ -33,7 +33,7 @@ from tests.e2e.stateful_models import (
     WINDOWS,
     stateful,
 )
-from tests.e2e.tiny import generated, prompt
+from tests.e2e.tiny import generated, llama, prompt
 
 LENGTH = 90
 # of a prompt of 90 tokens: its last whole chunk, and its last token but one
@@ -417,10 +417,10 @@ def test_what_a_caller_generated_by_hand_is_stored_where_it_ends(
     assert not model._forward_hooks
 
 
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("kind", [*FEW, "llama"])
 def test_a_cache_by_hand_that_is_used_otherwise(kind: str, house: House) -> None:
     """More rows than it has; and another prompt after it was reset."""
-    model = stateful(kind)
+    model = llama() if kind == "llama" else stateful(kind)
     cached = house.open(model)
     ids = prompt(LENGTH)
     with cached.prefix(ids) as found:

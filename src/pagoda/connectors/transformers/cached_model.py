@@ -746,6 +746,12 @@ class CachedModel(ModelFacade):
                 "prompts would use the "
                 "others as exact KV; store only the exact tokens"
             )
+        last = (len(rows) - 1) * every
+        if columns and last >= len(layers[0].keys):
+            raise ValueError(
+                f"past_key_values holds {len(layers[0].keys)} rows, and row {last} is asked for: "
+                "give as many rows of input_ids, or another `every`"
+            )
         answers = []
         for number, row in enumerate(rows):
             kv = kv_of_row(

@@ -47,7 +47,7 @@ class LinearCache(DynamicCache):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        super().reset()
+        super().reset()  # type: ignore[no-untyped-call]
         self.held_tokens = 0
 
 
