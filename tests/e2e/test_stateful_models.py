@@ -4,6 +4,7 @@ an ending was kept.
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 
@@ -432,6 +433,8 @@ def test_a_cache_by_hand_that_is_used_otherwise(kind: str, house: House) -> None
             cached.store(text_of_two, *given.values(), every=every)
     (cache,) = given.values()
     if kind == "mamba2":
+        with pytest.raises(ValueError, match="is a copy"):
+            cached.store(prompt(LENGTH + 6), copy.deepcopy(cache))
         cache.reset()
         other = prompt(LENGTH, 7)
         assert generated(model, other, 6, **given) == generated(model, other, 6)

@@ -35,6 +35,12 @@ class LinearCache(DynamicCache):
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.held_tokens = 0
+        self.is_copy = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fill a copy, for which no hook counts."""
+        vars(self).update(state)
+        self.is_copy = True
 
     @property
     def is_linear(self) -> list[bool]:

@@ -382,6 +382,11 @@ class StatefulPrompts:
 
     def _ending_of_all(self, cache: Any, numbers: Sequence[int]) -> _CutEnding:
         """Return the ending of all that a cache holds. ValueError if it is none of this model."""
+        if getattr(cache, "is_copy", False):
+            raise ValueError(
+                "past_key_values is a copy, for which nobody counted tokens: call `prefix` again, "
+                "and store what it returns"
+            )
         tokens = cache.get_seq_length()
         if not tokens or not is_at(self._shape, cache, tokens):
             raise ValueError(
