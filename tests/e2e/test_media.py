@@ -314,6 +314,24 @@ def test_a_model_that_cannot_continue_after_an_image_is_found_out(
     assert "what follows has other KV" in cached.last.hit.detail
 
 
+def test_a_prompt_that_ends_with_an_image_shows_nothing(
+    house: House,
+) -> None:
+    """It was once taken as tried, and the next prompts relied on that."""
+    model = tiny_vision.llava()
+    cached = house.open(model)
+    ends = with_images(prompt(32), [32], image_tokens("llava"))
+    for _ in range(2):
+        theirs = text(tiny_vision.llava(), ends, **shown("llava", ends, [1]))
+        assert text(cached, ends, **shown("llava", ends, [1])) == theirs
+        assert cached.last_stored == []
+    ids = one_image("llava")
+    for _ in range(2):
+        theirs = text(tiny_vision.llava(), ids, **shown("llava", ids, [1]))
+        assert text(cached, ids, **shown("llava", ids, [1])) == theirs
+    assert cached.last.hit.num_tokens == chunks_before(ids.shape[1] - 1)
+
+
 def test_the_digest_names_the_content_and_how_it_is_given() -> None:
     model = tiny_vision.llava()
     ids = one_image("llava")

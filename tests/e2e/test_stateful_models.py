@@ -4,6 +4,7 @@ an ending was kept.
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 
@@ -33,7 +34,7 @@ from tests.e2e.stateful_models import (
     WINDOWS,
     stateful,
 )
-from tests.e2e.tiny import generated, prompt
+from tests.e2e.tiny import generated, llama, prompt
 
 LENGTH = 90
 # of a prompt of 90 tokens: its last whole chunk, and its last token but one
@@ -391,6 +392,76 @@ def test_the_two_halves(kind: str, house: House) -> None:
         cached.store(ids, empty_cache(model))
     with pytest.raises(ValueError, match=r"must be the cache|get_seq_length"):
         cached.store(ids, DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_what_a_caller_generated_by_hand_is_stored_where_it_ends(
+    kind: str, house: House
+) -> None:
+    """The states after `generate` once got the key of the tokens that `prefix` had loaded."""
+    model = stateful(kind)
+    cached = house.open(model)
+    ids = prompt(LENGTH)
+    want = generated(model, ids, 12)
+
+    def by_hand(salt: str) -> int:
+        with cached.prefix(ids) as found:
+            cache = found.past_key_values
+            given = kv_argument(model, cache)
+            out = model.generate(ids, max_new_tokens=12, do_sample=False, **given)
+        assert out[:, LENGTH:].tolist() == want
+        cached.store(out, cache, salt=salt)
+        assert text(cached, out, salt=salt) == generated(model, out, 12)
+        assert cached.last.hit.num_tokens == LENGTH + 11
+        assert text(cached, ids, salt=salt) == want
+        return found.columns
+
+    assert by_hand("cold") == 0
+    assert text(cached, ids) == want
+    assert by_hand("warm") == CUTS[-1]
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("kind", [*FEW, "llama"])
+def test_a_cache_by_hand_that_is_used_otherwise(kind: str, house: House) -> None:
+    """More rows than it has; and another prompt after it was reset."""
+    model = llama() if kind == "llama" else stateful(kind)
+    cached = house.open(model)
+    ids = prompt(LENGTH)
+    with cached.prefix(ids) as found:
+        given = kv_argument(model, found.past_key_values)
+    generated(model, ids, 6, **given)
+    text_of_two = torch.cat([prompt(LENGTH + 6)] * 2)
+    for every in (1, 2):
+        with pytest.raises(ValueError, match="holds 1 rows, and row"):
+            cached.store(text_of_two, *given.values(), every=every)
+    (cache,) = given.values()
+    if kind == "mamba2":
+        with pytest.raises(ValueError, match="is a copy"):
+            cached.store(prompt(LENGTH + 6), copy.deepcopy(cache))
+        cache.reset()
+        other = prompt(LENGTH, 7)
+        assert generated(model, other, 6, **given) == generated(model, other, 6)
+
+
+def test_passes_over_embeddings_and_in_a_shell_are_counted(house: House) -> None:
+    model = stateful("mamba2")
+    cached = house.open(model)
+    ids = prompt(LENGTH)
+    text(cached, ids)
+    with cached.prefix(ids) as found:
+        cache = found.past_key_values
+    embeds = model.get_input_embeddings()(ids[:, CUTS[-1] :])
+    with torch.no_grad():
+        model(inputs_embeds=embeds, use_cache=True, **kv_argument(model, cache))
+    assert cache.held_tokens == LENGTH
+    shell = house.open(torch.compile(model, backend="eager"), strict=True)
+    text(shell, ids)
+    with shell.prefix(ids) as found:
+        cache = found.past_key_values
+        assert found.columns == CUTS[-1]
+    generated(shell.model, ids, 6, **kv_argument(model, cache))
+    assert cache.held_tokens == LENGTH + 5
 
 
 def test_documents_are_refused_with_what_to_do(house: House) -> None:

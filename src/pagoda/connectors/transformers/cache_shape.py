@@ -317,6 +317,16 @@ def is_at(shape: CacheShape, cache: Any, tokens: int) -> bool:
     return True
 
 
+def batch_of(shape: CacheShape, cache: Any) -> int:
+    """Return how many rows a cache has that `is_at` some number of tokens; 0: none. Pure."""
+    for form, layer in zip(shape.layers, cache.layers, strict=True):
+        if form.rows:
+            return len(layer.keys)
+        for state in form.states:
+            return len(getattr(layer, state.kind)[state.number])
+    return 0
+
+
 def read_ending(
     shape: CacheShape, cache: Any, row: int, tokens: int, chunk_tokens: int
 ) -> Bytes:

@@ -746,6 +746,12 @@ class CachedModel(ModelFacade):
                 "prompts would use the "
                 "others as exact KV; store only the exact tokens"
             )
+        last = (len(rows) - 1) * every
+        if columns and last >= len(layers[0].keys):
+            raise ValueError(
+                f"past_key_values holds {len(layers[0].keys)} rows, and row {last} is asked for: "
+                "give as many rows of input_ids, or another `every`"
+            )
         answers = []
         for number, row in enumerate(rows):
             kv = kv_of_row(
@@ -1092,6 +1098,7 @@ class CachedModel(ModelFacade):
     ) -> Prefix:
         """Load the longest prefix that every row can go on from."""
         loaded = stateful.load(rows, ready.space)
+        stateful.count_passes(loaded.cache)
         count = loaded.num_tokens
         return Prefix(
             loaded.cache,
@@ -1351,10 +1358,14 @@ class CachedModel(ModelFacade):
             return str(trouble)
         if layout.fingerprint == self.layout.fingerprint:
             return ""
+        ours = _dtypes(layout)
+        theirs = _dtypes(self.layout)
+        what = f"{ours} instead of {theirs}"
+        if ours == theirs:
+            what = "with other windows, or other states"
         return (
-            f"under {autocast or 'these settings'} the KV has another layout, {_dtypes(layout)} "
-            "instead of "
-            f"{_dtypes(self.layout)}: create the CachedModel under the settings of its calls"
+            f"under {autocast or 'these settings'} the KV has another layout, {what}: create the "
+            "CachedModel under the settings of its calls"
         )
 
     def _ready_to_blend(self, salt: str | None) -> tuple[_Ready, Blender, Stamp]:

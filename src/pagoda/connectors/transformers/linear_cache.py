@@ -3,16 +3,24 @@
 `generate` passes such a model its whole prompt, also behind a state that covers a part of it. This
 cache says how many tokens it holds, so that only the others are computed.
 
+Its states are the same for any number of tokens, so a hook on the model counts those of each pass:
+during a call of `CachedModel.generate`, or as long as a cache lives that `CachedModel.prefix` has
+handed out. Without the count a state would be stored under the key of fewer tokens.
+
 Imports transformers, so import this module only when it is needed.
 """
 
 from __future__ import annotations
 
+import uuid
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from transformers import DynamicCache
+
+from pagoda.connectors.transformers.positions import generating_module
 
 
 class LinearCache(DynamicCache):
@@ -27,6 +35,12 @@ class LinearCache(DynamicCache):
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
         self.held_tokens = 0
+        self.is_copy = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fill a copy, for which no hook counts."""
+        vars(self).update(state)
+        self.is_copy = True
 
     @property
     def is_linear(self) -> list[bool]:
@@ -37,21 +51,57 @@ class LinearCache(DynamicCache):
         """Return how many tokens are held."""
         return self.held_tokens
 
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self.held_tokens = 0
+
+
+# caches that hooks count for; a hook has only a name, so that its model can be copied and pickled
+_COUNTED: weakref.WeakValueDictionary[str, LinearCache] = (
+    weakref.WeakValueDictionary()
+)
+
+
+class _Counter:
+    """A hook on passes, that counts the tokens of those into one cache."""
+
+    def __init__(self, cache: LinearCache) -> None:
+        self.name = uuid.uuid4().hex
+        _COUNTED[self.name] = cache
+
+    def __call__(self, _: Any, args: Any, kwargs: Any, out: Any) -> None:
+        cache = _COUNTED.get(self.name)
+        given = [*args, *kwargs.values()]
+        if cache is None or not any(value is cache for value in given):
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        # of tokens, or what stands for them
+        passed = ids if ids is not None else kwargs["inputs_embeds"]
+        cache.held_tokens += passed.shape[1]
+
 
 @contextmanager
 def counted_passes(model: Any, cache: LinearCache) -> Iterator[None]:
     """Count the tokens of the model's passes into `cache`. The model has a hook only during the
     block.
     """
-
-    def passed(_: Any, args: Any, kwargs: Any, out: Any) -> None:
-        given = any(value is cache for value in kwargs.values())
-        ids = kwargs.get("input_ids")
-        if given and ids is not None:
-            cache.held_tokens += ids.shape[1]
-
-    hook = model.register_forward_hook(passed, with_kwargs=True)
+    hook = _hooked(model, cache)
     try:
         yield
     finally:
         hook.remove()
+
+
+def count_passes(model: Any, cache: LinearCache) -> None:
+    """Count the tokens of the model's passes into `cache`. The model has a hook as long as the
+    cache lives.
+    """
+    hook = _hooked(model, cache)
+    weakref.finalize(cache, hook.remove)
+
+
+def _hooked(model: Any, cache: LinearCache) -> Any:
+    # inside of a compiled shell or of adapters, whose `generate` passes by the outer module
+    generating = generating_module(model)
+    return generating.register_forward_hook(_Counter(cache), with_kwargs=True)

@@ -58,6 +58,9 @@ class MediaTrials:
     ) -> str:
         """Compute a prompt in parts, compare, and return `trouble` from then on.
 
+        A prompt that ends with its first item shows nothing: the form stays untried, and the answer
+        says so.
+
         Args:
             model: the model.
             seen: its layout and devices.
@@ -80,6 +83,12 @@ class MediaTrials:
         if media.items:
             first = media.items[0].start
             stop = media.items[0].stop
+            if stop >= width:
+                # taken as tried, it would be relied on where text follows
+                return (
+                    f"{media.form[0]}: nothing follows the first item, so it cannot be tried here "
+                    "whether the model can continue after such items"
+                )
         trouble = ""
         try:
             if first > pad:

@@ -10,9 +10,11 @@ text is wrong.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagoda.connectors.identity.plain_values import rope_types
+from pagoda.connectors.transformers.positions import generating_module
 from pagoda.layout import KVLayout, Plane
 
 if TYPE_CHECKING:
@@ -181,11 +183,15 @@ def kv_argument(model: Any, kv: Any) -> dict[str, Any]:
 
     Transformers 5.24 renamed `past_key_values` to `cache`.
     """
-    return {
-        "cache"
-        if "cache" in inspect.signature(model.forward).parameters
-        else "past_key_values": kv
-    }
+    return {"cache" if "cache" in parameters_of(model) else "past_key_values": kv}
+
+
+def parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the model's forward pass, also if a compiled shell hides them.
+    Pure.
+    """
+    forward = generating_module(model).forward
+    return inspect.signature(forward).parameters
 
 
 def probed_kv(

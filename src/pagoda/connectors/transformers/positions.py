@@ -35,7 +35,7 @@ def positions_of(
     from transformers import GenerationMixin
 
     usual = getattr(GenerationMixin, _COMPUTES, None)
-    generating = _generating(model)
+    generating = generating_module(model)
     if usual is None or getattr(type(generating), _COMPUTES, usual) is usual:
         return {}
     given = {
@@ -70,12 +70,12 @@ def forget_positions(model: Any) -> None:
 
 
 def _keepers(model: Any) -> list[Any]:
-    generating = _generating(model)
+    generating = generating_module(model)
     inner = getattr(generating, "base_model", generating)
     return [each for each in (generating, inner) if _KEPT in vars(each)]
 
 
-def _generating(model: Any) -> Any:
+def generating_module(model: Any) -> Any:
     """Return the module whose `generate` it is, inside of adapters and compiled shells."""
     from transformers import GenerationMixin
 

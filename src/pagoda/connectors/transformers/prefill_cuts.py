@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from pagoda.connectors.transformers.model_checks import kv_argument
+from pagoda.connectors.transformers.model_checks import kv_argument, parameters_of
 
 # a cut this part of a chunk behind the one before it is not worth an ending
 _LEAST_PART = 4
@@ -86,7 +86,7 @@ def pass_over(
     """
     import torch
 
-    known = inspect.signature(model.forward).parameters
+    known = parameters_of(model)
     ids = input_ids[:, :end]
     held = mask[:, :end]
     more: dict[str, Any] = {}

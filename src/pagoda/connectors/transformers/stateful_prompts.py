@@ -31,6 +31,7 @@ from pagoda.connectors.endings import Endings, KeySpace
 from pagoda.connectors.transformers.batch_rows import BatchRow
 from pagoda.connectors.transformers.cache_shape import (
     CacheShape,
+    batch_of,
     fill_cache,
     is_at,
     read_ending,
@@ -306,6 +307,14 @@ class StatefulPrompts:
     def _ending(self, cache: Any, row: int, tokens: int) -> Bytes:
         return read_ending(self._shape, cache, row, tokens, self._chunk_tokens)
 
+    def count_passes(self, cache: Any) -> None:
+        """Tell a cache that does not know its length of passes, as long as it lives."""
+        if not self._shape.is_linear:
+            return
+        from pagoda.connectors.transformers.linear_cache import count_passes
+
+        count_passes(self._model, cache)
+
     def repeat(self, cache: Any, repeats: int) -> None:
         """Make so many rows of each row of a cache."""
         repeat(cache, repeats)
@@ -373,10 +382,21 @@ class StatefulPrompts:
 
     def _ending_of_all(self, cache: Any, numbers: Sequence[int]) -> _CutEnding:
         """Return the ending of all that a cache holds. ValueError if it is none of this model."""
+        if getattr(cache, "is_copy", False):
+            raise ValueError(
+                "past_key_values is a copy, for which nobody counted tokens: call `prefix` again, "
+                "and store what it returns"
+            )
         tokens = cache.get_seq_length()
         if not tokens or not is_at(self._shape, cache, tokens):
             raise ValueError(
                 "past_key_values must be the cache of this model after a pass or `generate`"
+            )
+        batch = batch_of(self._shape, cache)
+        if max(numbers) >= batch:
+            raise ValueError(
+                f"past_key_values holds {batch} rows, and row {max(numbers)} is asked for: give as "
+                "many rows of input_ids, or another `every`"
             )
         payloads = [self._ending(cache, row, tokens) for row in numbers]
         return _CutEnding(tokens, payloads)
