@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import DynamicCache
 
+from pagoda.base.finalizers import close_when_dropped
 from pagoda.connectors.transformers.positions import generating_module
 
 
@@ -98,7 +99,7 @@ def count_passes(model: Any, cache: LinearCache) -> None:
     cache lives.
     """
     hook = _hooked(model, cache)
-    weakref.finalize(cache, hook.remove)
+    close_when_dropped(cache, hook.remove)
 
 
 def _hooked(model: Any, cache: LinearCache) -> Any:
