@@ -207,6 +207,24 @@ def test_who_does_not_end_his_handshake_is_disconnected(
         wait_until(lambda: len(events._clients) == 1)
 
 
+def test_what_the_kernel_did_not_take_of_a_first_message_counts_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing waits for a client whose buffers have just become full; the bound holds all the
+    same.
+    """
+    monkeypatch.setattr(event_socket, "MOST_BEHIND_BYTES", 4 << 20)
+    events = EventSocket("tcp://127.0.0.1:*", topic=TOPIC)
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(stranger(events))
+        sock.sendall(GREETING + READY + b"\x00\x01\x01")
+        wait_until(events.newcomers)
+        # more than any kernel takes at once
+        events.send([TOPIC, b"x" * (64 << 20)])
+        assert events._waiting_bytes <= 4 << 20
+    events.close()
+
+
 def test_all_who_read_nothing_cost_together_what_one_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -450,18 +450,25 @@ class EventSocket:
         self._waiting_bytes += len(message)
         if len(client.waiting) == 1:
             self._flush(client)
+            if client.waiting and not self._has_room(client, 0):
+                # a part of a message cannot be left out
+                self._shut(client)
             if client.waiting:
                 self._wake()
 
     def _may_wait(self, client: _Client, nbytes: int) -> bool:
-        """Return whether one more message may wait for a client; end another one that is further
-        behind for it.
-        """
+        """Return whether one more message may wait for a client."""
         if (
             self._most_messages is not None
             and len(client.waiting) >= self._most_messages
         ):
             return False
+        return self._has_room(client, nbytes)
+
+    def _has_room(self, client: _Client, nbytes: int) -> bool:
+        """Return whether so much more may wait for a client; end others that are further behind for
+        it.
+        """
         while self._waiting_bytes + nbytes > MOST_BEHIND_BYTES:
             last = max(self._clients.values(), key=lambda one: one.waiting_bytes)
             if last is client:
