@@ -14,7 +14,14 @@ from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
-from pagoda.ledger import Busy, Present, Refused, Reserved, admin
+from pagoda.ledger import (
+    Busy,
+    Present,
+    Refused,
+    Reserved,
+    RunToReserve,
+    admin,
+)
 from testbed.patience import wait_until
 from tests.cache.kit import (
     CHUNK,
@@ -305,6 +312,31 @@ def test_a_reserve_ends_with_the_first_refusal(shm_root: Path) -> None:
             isinstance(item, Busy) for item in reserved_for(cache, prompt(16))
         )
         slots.abort([item for item in outcomes if isinstance(item, Reserved)])
+        assert admin.gauges(slots._ledger)["reserved"] == 0
+
+
+def test_runs_of_any_length_get_their_own_answers_in_their_order(
+    shm_root: Path,
+) -> None:
+    """Longer ones than a window have several transactions, the others share one."""
+    with cache_at(shm_root, None) as cache:
+        slots = slots_of(cache)
+        window = slots._ledger.window
+        lengths = [2, window + 1, 1, window + 2, 3]
+        runs = []
+        for number, length in enumerate(lengths):
+            keys = [bytes([number, n]).ljust(32, b"k") for n in range(length)]
+            runs.append(
+                RunToReserve(keys, slots.namespace(), 0, None, slots.stamp())
+            )
+        found = slots.reserve_runs(runs, deadline_seconds=PATIENT_SECONDS)
+        for run, outcomes in zip(runs, found, strict=True):
+            assert [one.key for one in outcomes] == run.keys
+        for at in (0, 2, 4):
+            assert all(isinstance(one, Reserved) for one in found[at])
+        slots.abort(
+            [one for each in found for one in each if isinstance(one, Reserved)]
+        )
         assert admin.gauges(slots._ledger)["reserved"] == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from tests.ledger.support import (
     opened,
     put,
     reserved,
+    shut_to_threads,
 )
 
 
@@ -141,12 +143,12 @@ def test_without_time_every_run_is_told_so_and_nothing_is_kept(
     ledger: Ledger,
 ) -> None:
     runs = [run_of(ledger, keys(1, 2)), run_of(ledger, keys(11))]
-    outcomes = reserve(ledger, runs, seconds=0.0)
-    if any(isinstance(one, Refused) for each in outcomes for one in each):
-        assert outcomes == [
-            [Refused(key, Reason.LEDGER_BUSY) for key in run.keys] for run in runs
-        ]
-        assert not admin.gauges(ledger)["reserved"]
+    with shut_to_threads(ledger), ThreadPoolExecutor(1) as pool:
+        outcomes = pool.submit(reserve, ledger, runs, 0.01).result()
+    assert outcomes == [
+        [Refused(key, Reason.LEDGER_BUSY) for key in run.keys] for run in runs
+    ]
+    assert not admin.gauges(ledger)["reserved"]
 
 
 def test_an_interrupted_call_keeps_no_slot(

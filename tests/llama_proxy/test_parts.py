@@ -249,4 +249,13 @@ def test_a_load_that_is_slower_than_computing_is_not_worth_it_for_ever() -> None
         else:
             worth.refused()
     assert 1 <= tries <= 4
+    # nor a load that fails each time
+    tries = 0
+    for _ in range(40):
+        if worth.is_worth(1000, 1000):
+            tries += 1
+            worth.failed()
+        else:
+            worth.refused()
+    assert 1 <= tries <= 4
     assert LoadWorth(is_asked=False).is_worth(1, 1)

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 NAMES = ("hindsight", "lru")
 DEFAULT = "hindsight"
 REMOVED = {
-    "arc": "was removed; write hindsight (the default): it learns from evicted chunks too, and "
-    "serves more of most traffic",
+    "arc": "was removed; write hindsight, which mostly serves more",
     "fifo": "was removed; write lru, which serves as much or more",
 }
 """Policies of earlier versions, and what to write instead."""

@@ -34,6 +34,10 @@ class LoadWorth:
         if tokens >= LEAST_TOKENS:
             self._load_seconds.append(seconds / tokens)
 
+    def failed(self) -> None:
+        """Account for a load that gave nothing: it says nothing about speeds, and is a try."""
+        self._refused = 0
+
     def refused(self) -> None:
         """Account for a prompt that was computed because loading seemed slower."""
         self._refused += 1

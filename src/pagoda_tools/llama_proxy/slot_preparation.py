@@ -309,6 +309,7 @@ class SlotPreparation:
         self._saver.is_server_doubtful = False
         if loaded is None or not loaded:
             self._counts["not_loaded"] += 1
+            self._worth.failed()
             turn.why = "it failed" if loaded is None else _told(loaded)
             # a refused restore leaves nothing, a refused call leaves all: the server knows
             turn.slot.forget()

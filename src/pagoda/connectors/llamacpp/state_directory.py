@@ -142,12 +142,11 @@ class StateDirectory:
     def _require_free(self, nbytes: int) -> None:
         """Raise NoRoomForState unless so many bytes are free, as far as the file system says."""
         try:
-            space = os.statvfs(self.path)
+            # memory has a limit of its own: `state_bytes`
+            free = free_bytes(self.path, in_memory=False)
         except OSError:
             return
-        free = space.f_bfree * space.f_frsize
-        # a tmpfs without a limit has no blocks
-        if space.f_blocks and free < max(nbytes, _FULL_BYTES):
+        if free < max(nbytes, _FULL_BYTES):
             raise self._no_room(nbytes, f"{free:,} bytes are free")
 
     def _no_room(self, nbytes: int, why: str) -> NoRoomForState:
