@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 
 from pagoda_tools.llama_proxy.event_stream import EventStream, timings_of
 from pagoda_tools.llama_proxy.load_worth import LoadWorth
-from pagoda_tools.llama_proxy.request_body import changed, read_body
+from pagoda_tools.llama_proxy.request_body import (
+    changed,
+    has_member,
+    read_body,
+)
 from pagoda_tools.llama_proxy.slot_accounts import (
     SlotAccount,
     SlotAccounts,
@@ -157,6 +161,24 @@ def test_a_body_is_changed_as_its_json_would_be(
 )
 def test_what_is_no_object_is_no_body(text: bytes) -> None:
     assert read_body(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        (b'{"lora": []}', True),
+        (b'{"l\\u006fra": []}', True),
+        (b'[{"more": {"lo\\u0072a": 1}}]', True),
+        (b'{"prompt": "\\u00e4 lora"}', False),
+        (b"{}", False),
+        (b'no JSON "lora"', True),
+        (b"\xff\\u006f", False),
+    ],
+)
+def test_members_are_found_however_they_are_written(
+    text: bytes, has: bool
+) -> None:
+    assert has_member(text, ("lora", "other")) is has
 
 
 def test_a_body_may_begin_with_a_mark_of_its_encoding() -> None:

@@ -48,7 +48,7 @@ from pagoda.connectors.vllm.shared_caches import let_go, opened
 from pagoda.connectors.vllm.worker import PagodaWorker
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.ledger import Reserved
+from pagoda.ledger import Reserved, admin
 from pagoda.ledger.request_ring import NAMESPACE_BYTES
 from pagoda.transfer.gpu.device_pages_kv import DevicePagesKV
 from pagoda_tools.replay import read_trace
@@ -629,6 +629,30 @@ def test_the_chunks_of_all_requests_of_a_step_are_reserved_in_one_transaction(
     for number in range(8):
         again = halves.request([*tokens(1, seed=number), 1], f"again{number}")
         assert halves.asked(again) == CHUNK
+
+
+def test_an_error_about_one_request_of_a_step_costs_the_others_nothing(
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are given up: nobody will fill them."""
+    table = list(range(4))
+    for number, name in enumerate(("wrong", "right")):
+        request = halves.request(tokens(1, seed=number), name)
+        assert halves.asked(request) == 0
+    noted = halves.scheduler._noted
+
+    def raises_once(due: Any, outcomes: Any) -> Any:
+        if due.tracked.request.request_id == "wrong":
+            raise LookupError("no")
+        return noted(due, outcomes)
+
+    monkeypatch.setattr(halves.scheduler, "_noted", raises_once)
+    meta = halves.step(table, wrong=CHUNK, right=CHUNK)
+    assert [save.request for save in meta.saves] == ["right"]
+    host = halves.cache.slots.ledgers["host"]  # type: ignore[union-attr]
+    assert admin.gauges(host)["reserved"] == 1
+    assert not halves.scheduler._tracked["wrong"].saves
+    assert halves.scheduler._tracked["right"].saves
 
 
 def test_a_request_waits_for_the_load_of_its_chunks_and_no_longer(

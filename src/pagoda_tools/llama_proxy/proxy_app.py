@@ -31,7 +31,12 @@ from pagoda_tools.llama_proxy.prompt_tokens import (
     is_several,
     prompt_of,
 )
-from pagoda_tools.llama_proxy.request_body import Body, changed, read_body
+from pagoda_tools.llama_proxy.request_body import (
+    Body,
+    changed,
+    has_member,
+    read_body,
+)
 from pagoda_tools.llama_proxy.request_flow import RequestFlow
 from pagoda_tools.llama_proxy.request_turn import Question, printable
 from pagoda_tools.llama_proxy.slot_accounts import (
@@ -398,10 +403,7 @@ class LlamaProxy:
         if request.path in ROUTES:
             self._flow.counts["passed_on"] += 1
             header = 'why="the body is no JSON object"'
-        is_moving = any(
-            f'"{name}"'.encode() in text
-            for name in (_MOVES_KV, _CHOOSES_ADAPTERS)
-        )
+        is_moving = has_member(text, (_MOVES_KV, _CHOOSES_ADAPTERS))
         if is_moving:
             self._accounts.taint()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -23,6 +23,24 @@ def read_body(text: bytes) -> Body | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def has_member(text: bytes, names: Sequence[str]) -> bool:
+    """Return whether a body of any form has a member of one of these names at any depth; a text
+    that is one of them counts too. Pure.
+
+    Names may be written with escapes. What is no JSON is searched as it is.
+    """
+    plain = text
+    if b"\\" in text:
+        try:
+            found = msgspec.json.decode(text.removeprefix(_MARK))
+            plain = msgspec.json.encode(found)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            pass
+        except RecursionError:
+            return True
+    return any(f'"{name}"'.encode() in plain for name in names)
 
 
 def changed(

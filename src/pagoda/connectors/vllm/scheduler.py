@@ -554,7 +554,15 @@ class PagodaScheduler:
         )
         saves: list[Save] = []
         for one, outcomes in zip(due, reserved, strict=True):
-            if copies := self._noted(one, outcomes):
+            try:
+                copies = self._noted(one, outcomes)
+            except Exception as trouble:  # noqa: BLE001
+                # as in `step`; nobody will fill these slots
+                made = [each for each in outcomes if isinstance(each, Reserved)]
+                self._slots.abort(made)
+                self._stop_saving([one.tracked], trouble)
+                continue
+            if copies:
                 found = one.tracked.found
                 assert found is not None
                 name = one.tracked.request.request_id
