@@ -300,8 +300,8 @@ def models_page() -> str:
 
 {GENERATED}
 
-What `CachedModel` serves with Transformers {transformers.__version__}; `pagoda models` prints it for the version that is installed. By the layers of
-their default configuration, {summary(found)}
+What `CachedModel` serves with Transformers {transformers.__version__}; `pagoda models` prints it for the version that is installed, without the probes of tiny models. By
+the layers of their default configuration and by these probes, {summary(found)}
 A model is also probed with its own weights when it is opened: a type that was not probed here may be refused then, with a sentence.
 
 {_table(("served", "since", "remark", "types"), rows)}

@@ -235,6 +235,51 @@ def test_a_video_is_an_item(house: House) -> None:
     assert text(cached, ids, **video(2)) == others
 
 
+# ---- models with windows
+
+
+def marks_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what the processor of Gemma passes with a text."""
+    return {"token_type_ids": torch.zeros_like(ids)}
+
+
+def test_a_text_with_marks_hits_over_windows(house: House) -> None:
+    ids = prompt(TEXT)
+    longer = torch.cat([ids, prompt(9)], dim=1)
+    alone = tiny_vision.gemma3(window=24)
+    cached = house.open(tiny_vision.gemma3(window=24))
+    for given, columns in [(ids, 0), (ids, TEXT - 1), (longer, TEXT - 1)]:
+        theirs = text(alone, given, **marks_of(given))
+        assert text(cached, given, **marks_of(given)) == theirs
+        assert cached.last.columns == columns
+    # with an image there is still no key
+    seen = one_image("gemma3")
+    theirs = text(alone, seen, **shown("gemma3", seen, [1]))
+    assert text(cached, seen, **shown("gemma3", seen, [1])) == theirs
+    assert "not yet over windows" in cached.last.hit.detail
+
+
+def test_marks_of_zero_that_mean_something_are_found_out(
+    house: House,
+) -> None:
+    """PaliGemma 2 computes a text so marked in both directions."""
+    ids = prompt(TEXT)
+    alone = tiny_vision.paligemma2(window=24)
+    theirs = text(alone, ids, **marks_of(ids))
+    plain = text(alone, ids)
+    assert theirs != plain
+    cached = house.open(tiny_vision.paligemma2(window=24))
+    for _ in range(2):
+        assert text(cached, ids, **marks_of(ids)) == theirs
+        assert cached.last.hit.reason is Reason.NOT_CACHEABLE
+        assert "it marks no item" in cached.last.hit.detail
+        assert cached.last_stored == []
+    for columns in (0, TEXT - 1):
+        assert text(cached, ids) == plain
+        assert cached.last.columns == columns
+    assert text(cached, ids, **marks_of(ids)) == theirs
+
+
 # ---- what is not certain
 
 

@@ -81,8 +81,10 @@ def qwen2_vl():
     return _built("Qwen2VLForConditionalGeneration", config)
 
 
-def gemma3():
-    """Without sliding windows; tokens of one image see each other in both directions."""
+def gemma3(window: int = 0):
+    """Without sliding windows, unless one is given; tokens of one image see each other in both
+    directions.
+    """
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -93,8 +95,8 @@ def gemma3():
     }
     text = {
         **_TEXT,
-        "layer_types": ["full_attention"] * 3,
-        "sliding_window": 512,
+        "layer_types": _layers(window),
+        "sliding_window": window or 512,
         "query_pre_attn_scalar": 8,
     }
     config = transformers.Gemma3Config(
@@ -112,6 +114,40 @@ def gemma3():
     projection = model.model.multi_modal_projector.mm_input_projection_weight
     torch.nn.init.normal_(projection, std=1.0)
     return model
+
+
+def paligemma2(window: int):
+    """Tokens that are marked with 0 see each other in both directions."""
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 56,
+        "patch_size": 14,
+        "vision_use_head": False,
+    }
+    text = {
+        **_TEXT,
+        "model_type": "gemma2",
+        "layer_types": _layers(window),
+        "sliding_window": window,
+        "query_pre_attn_scalar": 8,
+    }
+    config = transformers.PaliGemmaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE_TOKEN,
+        image_token_index=IMAGE_TOKEN,
+        projection_dim=32,
+        tie_word_embeddings=False,
+    )
+    return _built("PaliGemmaForConditionalGeneration", config)
+
+
+def _layers(window: int) -> list[str]:
+    first = "sliding_attention" if window else "full_attention"
+    return [first, first, "full_attention"]
 
 
 def idefics3():

@@ -441,6 +441,12 @@ class CachedModel(ModelFacade):
             kinds = layer_kinds(self.model.config)
             why_not = why_not or why_not_with(media, kinds, assisted)
             why_not = why_not or self._trials.trouble(media) or ""
+            shape = self._seen.shape
+            if shape is not None and not why_not:
+                why_not = self._trials.try_marks(
+                    self.model, shape, media, input_ids, kwargs
+                )
+                media = NOTHING
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
         if documents is not None or question is not None:
@@ -505,6 +511,8 @@ class CachedModel(ModelFacade):
                 if before.stateful is not None:
                     most_tokens = decoding.prefill_chunk_size
                     kept = store or store_output
+                    # marks that show nothing
+                    given = _without_media(given)
                     out, kv = self._generated_with_endings(
                         prompts,
                         before,

@@ -176,7 +176,7 @@ def why_not_with(media: Media, kinds: set[str], assisted: bool) -> str:
         return ""
     if assisted:
         return f"{media.form[0]}: not together with an assistant"
-    if kinds != {"DynamicLayer"}:
+    if media.items and kinds != {"DynamicLayer"}:
         return f"{media.form[0]}: not yet over windows or states"
     return ""
 

@@ -5,6 +5,9 @@ computed again in parts: the text before the items alone, and the rest over the 
 begin and end. All must have the KV of the whole prompt. A model that looks at a whole prompt at
 once, counts other positions, or sees items otherwise than in their tokens, does not; then calls
 of that form go on without the cache, and say so.
+
+Of a model with windows or states, texts alone are served. Their processors pass marks of items, all
+0: these are left out, if the model computes the same without them.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pagoda.connectors.transformers.cache_shape import CacheShape
 from pagoda.connectors.transformers.dynamic_cache import Planes, dynamic_cache
 from pagoda.connectors.transformers.media_items import CONTENT, TYPES, Media
 from pagoda.connectors.transformers.model_checks import ProbedModel
+from pagoda.connectors.transformers.stateful_probe import counts_marks
 
 _LIKE = 0.05  # of the largest value; another position or mask differs by far more
 _MOST_FORMS = 64
@@ -108,6 +113,41 @@ class MediaTrials:
             trouble = f"it cannot compute a part of the prompt: {error}"
         if trouble:
             trouble = f"{media.form[0]}: {type(model).__name__}: {trouble}"
+        self._set(media, trouble)
+        return trouble
+
+    def try_marks(
+        self,
+        model: Any,
+        shape: CacheShape,
+        media: Media,
+        input_ids: Any,
+        kwargs: dict[str, Any],
+    ) -> str:
+        """Return why the marks of a text cannot be left out; "" if they can. Computes a text with
+        them and without, once for each form.
+
+        Args:
+            model: one with windows or states.
+            shape: of its cache.
+            media: of a prompt that shows nothing, whose marks are all 0.
+            input_ids: the prompt, [1, tokens].
+            kwargs: the arguments of its call.
+        """
+        known = self.trouble(media)
+        if known is not None:
+            return known
+        marks = {name: kwargs[name] for name in media.form}
+        name = f"{media.form[0]}: {type(model).__name__}"
+        trouble = ""
+        try:
+            if counts_marks(model, shape, input_ids, marks):
+                trouble = (
+                    f"{name}: the KV depends on it, although it marks no item"
+                )
+        except Exception as error:  # noqa: BLE001
+            # whatever a model's code raises
+            trouble = f"{name}: it cannot be tried whether marks of 0 change the KV: {error}"
         self._set(media, trouble)
         return trouble
 

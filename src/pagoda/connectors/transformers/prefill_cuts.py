@@ -10,6 +10,7 @@ from which `generate` then goes on: as `generate` would, through `prepare_inputs
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from pagoda.connectors.transformers.model_checks import kv_argument, parameters_of
@@ -70,6 +71,7 @@ def pass_over(
     *,
     most_tokens: int | None = None,
     all_logits: bool = False,
+    marks: Mapping[str, Any] | None = None,
 ) -> Any:
     """Compute tokens [begin, end) of each row into `cache`, which holds those before; return the
     logits of the last pass. Raises what the model raises.
@@ -83,13 +85,15 @@ def pass_over(
         cache: a DynamicCache.
         most_tokens: of one pass; None: all.
         all_logits: whether those of every token are computed, not of the last one alone.
+        marks: arguments of `generate` with a number for each token, for one pass from the first
+            token on.
     """
     import torch
 
     known = parameters_of(model)
     ids = input_ids[:, :end]
     held = mask[:, :end]
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {**(marks or {})}
     if "logits_to_keep" in known and not all_logits:
         more["logits_to_keep"] = 1
     positions = None

@@ -18,6 +18,7 @@ well. A window that these tokens do not fill is probed a second time, behind row
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pagoda.connectors.transformers.cache_shape import (
@@ -294,21 +295,8 @@ def _require_rounding(
     effects: dict[str, float],
 ) -> None:
     """Raise OtherText unless a difference between logits is rounding."""
-    import torch
-
-    dtypes = {
-        weight.dtype
-        for weight in model.parameters()
-        if weight.is_floating_point()
-    }
-    for form in shape.layers:
-        named = [plane.dtype for plane in form.planes]
-        named += [state.dtype for state in form.states]
-        dtypes |= {getattr(torch, dtype) for dtype in named}
-    epsilon = max(
-        torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point
-    )
-    grain = "fine" if epsilon < _FINE_EPSILON else "coarse"
+    epsilon = _epsilon(shape, model)
+    grain = _grain(epsilon)
     peak = float(logits.abs().max()) or 1.0
     rounding = min(64 * epsilon, _MOST_ROUNDING["coarse"]) * peak
     is_seen = all(
@@ -324,3 +312,71 @@ def _require_rounding(
             "computes something else if several tokens follow a state that it is given: the "
             f"logits differ by {difference / peak:.1e} of the largest (zeroing changes: {changed})"
         )
+
+
+def _epsilon(shape: CacheShape, model: Any) -> float:
+    """Return the rounding of the coarsest numbers that the model computes with."""
+    import torch
+
+    dtypes = {
+        weight.dtype
+        for weight in model.parameters()
+        if weight.is_floating_point()
+    }
+    for form in shape.layers:
+        named = [plane.dtype for plane in form.planes]
+        named += [state.dtype for state in form.states]
+        dtypes |= {getattr(torch, dtype) for dtype in named}
+    return max(
+        torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point
+    )
+
+
+def _grain(epsilon: float) -> str:
+    return "fine" if epsilon < _FINE_EPSILON else "coarse"
+
+
+def counts_marks(
+    model: Any, shape: CacheShape, input_ids: Any, marks: Mapping[str, Any]
+) -> bool:
+    """Return whether marks that are 0 for every token change what the model computes; changes
+    nothing. Raises what the model raises.
+
+    Of most models they say that nothing is shown. PaliGemma lets all tokens so marked see each
+    other, also those that follow.
+
+    Args:
+        model: that computes.
+        shape: of its cache.
+        input_ids: a prompt that shows nothing, [1, tokens], which is repeated or cut until it is
+            a little longer than the windows.
+        marks: by argument, zeros of the same shape.
+    """
+    import torch
+
+    length = max([_MANY, *(form.window + 4 for form in shape.layers)])
+    config = model.config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None) or length
+    length = min(length, longest)
+    times = -(-length // input_ids.shape[1])
+    ids = input_ids.repeat(1, times)[:, :length].to(model.device)
+    mask = torch.ones_like(ids)
+    zeros = {
+        name: mark.new_zeros(1, length).to(model.device)
+        for name, mark in marks.items()
+    }
+    found = []
+    for given in (zeros, None):
+        cache = empty_cache(model, shape)
+        logits = pass_over(model, ids, mask, 0, length, cache, marks=given)
+        if not is_at(shape, cache, length):
+            return True
+        values = [logits[:, -1:]]
+        for kind in _KINDS:
+            values += _values(shape, cache, kind)
+        found.append([value.float() for value in values])
+    most = _MOST_ROUNDING[_grain(_epsilon(shape, model))]
+    return any(
+        _difference(ours, theirs) > most * float(theirs.abs().max())
+        for ours, theirs in zip(*found, strict=True)
+    )
