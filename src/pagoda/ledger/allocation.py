@@ -125,9 +125,9 @@ def _reserve_batches(
         keys = request.keys[batch.start : batch.stop]
         present = _present(transaction, keys, number)
         found.append(present)
-        kept.update(
-            one.slot for one in present.values() if isinstance(one, Present)
-        )
+        for one in present.values():
+            if isinstance(one, Present):
+                kept.add(one.slot)
     passed_over: list[int] = []
     slots = _slots(transaction, victims, kept, passed_over)
     return [

@@ -34,6 +34,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple, TypeAlias
@@ -183,9 +184,8 @@ class Reservation(NamedTuple):
     @classmethod
     def unpack(cls, row: bytes) -> Reservation:
         """Make a row from bytes."""
-        writers = tuple(
-            writer for (writer,) in _WRITER.iter_unpack(row[_RESERVATION.size :])
-        )
+        rest = _WRITER.iter_unpack(row[_RESERVATION.size :])
+        writers = tuple(chain.from_iterable(rest))
         return cls._make((*_RESERVATION.unpack_from(row)[:8], writers))
 
 

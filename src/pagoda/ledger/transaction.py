@@ -172,8 +172,9 @@ class Transaction:
         row = self.pop(SLOT_KEY.pack(slot), db=self.tables.slots)
         if row is None:
             return None
-        namespace: int = SLOT.unpack(row)[1]
-        key: bytes = SLOT.unpack(row)[-1]
+        fields = SLOT.unpack(row)
+        namespace: int = fields[1]
+        key: bytes = fields[-1]
         self.delete(key, db=self.tables.entries)
         self.meta.ready -= 1
         self.add_to_namespace(namespace, chunks=-1)
@@ -239,9 +240,10 @@ class Transaction:
 
     def holders(self, slot: int) -> tuple[int, ...]:
         """Return the living members that hold the chunk in a slot."""
-        holds = HOLD.iter_unpack(
-            self.get(SLOT_KEY.pack(slot), db=self.tables.holds) or b""
-        )
+        row = self.get(SLOT_KEY.pack(slot), db=self.tables.holds)
+        if row is None:
+            return ()
+        holds = HOLD.iter_unpack(row)
         return tuple(
             sorted({member for _, member in holds if self.alive(member)})
         )
