@@ -32,6 +32,8 @@ _MOMENT_SECONDS = 0.05
 _LEFT = 0
 _NEW = 1
 _PRESENT = 2
+# outcomes of chunks that somebody has stored or is storing
+_KNOWN = (Present, Busy)
 # Reasons after which lower tiers are not tried: every tier refuses the key of another tenant's
 # chunk.
 _NOTHING_LEFT = (None, Reason.NOT_ADMITTED, Reason.OTHER_NAMESPACE)
@@ -240,7 +242,7 @@ class StoreCall:
         results = iter(committed)
         for i, item in enumerate(outcomes, begin):
             # Busy: another call is storing it
-            if isinstance(item, Present | Busy):
+            if isinstance(item, _KNOWN):
                 self._fate[i] = _PRESENT
             elif isinstance(item, Reserved) and next(results):
                 self._fate[i] = _NEW

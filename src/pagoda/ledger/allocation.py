@@ -41,6 +41,8 @@ STAMP_STEP = 1 << 16
 ATTEMPTS = 12
 MOST_VICTIMS = 2048  # examined in one transaction; takes some ms
 _REAP_AT_ONCE = 64
+# a tuple: a union of types is made anew at each test
+_WITHOUT_SLOT = (Busy, Refused)
 
 
 @dataclass(eq=False)
@@ -220,7 +222,7 @@ def _reserve_batch(
         outcomes.append(outcome)
         link = (
             None
-            if isinstance(outcome, Busy | Refused)
+            if isinstance(outcome, _WITHOUT_SLOT)
             else (outcome.slot, outcome.generation)
         )
     transaction.owed[transaction.member] += made

@@ -229,7 +229,9 @@ class Transaction:
         row = self.get(SLOT_KEY.pack(slot), db=self.tables.slots)
         if row is None:
             return None
-        held, *_, key = SLOT.unpack(row)
+        fields = SLOT.unpack(row)
+        held: int = fields[0]
+        key: bytes = fields[-1]
         return key if held == generation else None
 
     def is_protected(self, slot: int, key: bytes) -> bool:
