@@ -49,7 +49,7 @@ CHUNKS = 8
 @contextlib.contextmanager
 def patient(client: StoreClient) -> Iterator[RemoteTier]:
     """Open a tier with one thread that writes, whose claims stay for half a minute."""
-    with tier_on(client, connections=1, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(client, connections=1) as tier:
         yield tier
 
 

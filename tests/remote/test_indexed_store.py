@@ -23,7 +23,6 @@ from testbed.patience import wait_until
 from testbed.servers import BUCKET, Server, redis_server
 from tests.cache.kit import CHUNK, cache_at, kv_of, prompt, served, stored
 from tests.remote.chunks import (
-    PATIENT_SECONDS,
     ROOT,
     chunks_of,
     ends,
@@ -237,7 +236,6 @@ def test_what_is_claimed_in_the_index_and_not_sent_is_released(
         with tier_on(
             parse(place[0]).engine(),
             connections=1,
-            deadline_seconds=PATIENT_SECONDS,
         ) as tier:
             done = ends(tier.save(chunks_of(keys, still_valid=still_valid), ROOT))
             assert done == [Done(False, Reason.STALE)] * len(keys)
@@ -250,7 +248,7 @@ def test_what_is_stale_once_it_was_sent_gets_no_mark(
     place: tuple[str, Counter[str]], server: Server
 ) -> None:
     url, asked = place
-    with tier_on(parse(url).engine(), deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(parse(url).engine()) as tier:
         chunks = chunks_of(keys_of(1), still_valid=lambda: not asked["PUT"])
         assert ends(tier.save(chunks, ROOT)) == [Done(False, Reason.STALE)]
         with client.Redis(port=server.port) as truth, soon():

@@ -91,7 +91,7 @@ def test_a_long_prompt_is_a_few_questions(
 ) -> None:
     keys = chain_of(LONG)
     present(db, keys[:there])
-    with tier_on(RedisClient(server.url), look_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(RedisClient(server.url)) as tier:
         before = asked(db)
         assert tier.find(keys, namespace=ROOT) == there
         # with those that a connection begins with
@@ -101,7 +101,7 @@ def test_a_long_prompt_is_a_few_questions(
 def test_a_short_prompt_is_exact(server: Server, db: client.Redis) -> None:
     keys = chain_of(EXACT_KEYS)
     present(db, [key for at, key in enumerate(keys) if at != 333])
-    with tier_on(RedisClient(server.url), look_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(RedisClient(server.url)) as tier:
         assert tier.find(keys, namespace=ROOT) == 333
 
 
@@ -117,7 +117,7 @@ def test_several_nodes_find_a_long_run(server: Server, db: client.Redis) -> None
                 db if str(server.port) in node.place else other,
                 [keys[at] for at in share if at < LONG + 9],
             )
-        with tier_on(pool, look_seconds=PATIENT_SECONDS) as tier:
+        with tier_on(pool) as tier:
             assert tier.find(keys, namespace=ROOT) == LONG + 9
 
 
@@ -129,8 +129,6 @@ def test_what_was_not_asked_about_is_stored(
     present(db, [key for at, key in enumerate(keys) if at != HOLE])
     with tier_on(
         RedisClient(server.url),
-        look_seconds=PATIENT_SECONDS,
-        deadline_seconds=PATIENT_SECONDS,
     ) as tier:
         assert tier.find(keys, namespace=ROOT) == LONG
         assert save(tier, [keys[HOLE]])[0].ok
@@ -163,9 +161,7 @@ def test_an_absence_explains_a_miss_for_longer_than_it_is_believed(
     """Another tier may be asked meanwhile: this one has answered."""
     clock = FakeClock()
     (key,) = chain_of(1)
-    with tier_on(
-        RedisClient(server.url), clock=clock, look_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(RedisClient(server.url), clock=clock) as tier:
         assert not tier.knows(key, ROOT)
         assert tier.find([key], namespace=ROOT) == 0
         assert tier.knows(key, ROOT)

@@ -45,6 +45,7 @@ from tests.remote.chunks import (
     chunks_of,
     ends,
     fresh_prefix,
+    hasty_tier,
     keys_of,
     load,
     saved,
@@ -191,7 +192,7 @@ def test_damaged_values_are_misses_and_make_way(
     remote = client_of(pool)
     keys = keys_of(len(LIES))
     (good,) = keys_of(1, chain=1)
-    with tier_on(remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(remote, LARGE) as tier:
         for key in (*keys, good):  # each the first of its chain
             assert all(
                 end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT))
@@ -206,9 +207,7 @@ def test_damaged_values_are_misses_and_make_way(
             # a new tier's memory that is shared has no size yet
             if not is_warm or key == keys[0]:
                 tiers.close()
-                patient = tier_on(
-                    remote, LARGE, connections=2, deadline_seconds=PATIENT_SECONDS
-                )
+                patient = tier_on(remote, LARGE, connections=2)
                 tier = tiers.enter_context(patient)
             if is_warm:
                 assert load(tier, [good], LARGE, PATIENT_SECONDS) == [None]
@@ -232,7 +231,7 @@ def test_the_value_of_another_key_is_a_miss(pool: Server) -> None:
     assert value is not None
     raw.put(name_in(remote, key), value)
     raw.close()
-    with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(remote) as tier:
         assert load(tier, [key, other], seconds=PATIENT_SECONDS) == [
             Reason.FAILED_CHECK,
             None,
@@ -244,9 +243,7 @@ def test_a_chunk_in_use_can_be_removed(pool: Server) -> None:
     remote = client_of(pool)
     keys = keys_of(3)
     saved(remote, keys)
-    with tier_on(
-        remote, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(remote) as tier:
         assert tier.find(keys, namespace=ROOT) == 3
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
         assert tier.remove(keys[0])
@@ -322,7 +319,7 @@ def test_a_machine_that_dies_costs_its_chunks_only(
         remote = client_of(master)
         keys = keys_of(24)
         saved(remote, keys)
-        with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:
+        with tier_on(remote) as tier:
             assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 24
             second.kill()
             here = load(tier, keys, seconds=2 * PATIENT_SECONDS)
@@ -425,7 +422,7 @@ def test_a_call_that_is_late_writes_nothing_afterwards() -> None:
         mooncake_peer(master) as machine,
     ):
         keys = keys_of(4)
-        with tier_on(client_of(master), LARGE) as tier:
+        with hasty_tier(client_of(master), LARGE) as tier:
             stores(tier, keys, LARGE)
             recovers(tier, keys, LARGE)
             machine.stop()
@@ -449,7 +446,7 @@ def test_a_hanging_call_does_not_delay_the_end() -> None:
     ):
         keys = keys_of(2)
         before = helpers()
-        with tier_on(client_of(master), deadline_seconds=PATIENT_SECONDS) as tier:
+        with tier_on(client_of(master)) as tier:
             stores(tier, keys)
             recovers(tier, keys)
             machine.stop()

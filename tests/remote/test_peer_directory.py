@@ -109,7 +109,7 @@ def announce(server: Server, keys: Sequence[bytes], *urls: str) -> None:
 
 
 def client_of(
-    directory_server: Server, *urls: str, look_seconds: float = 5.0
+    directory_server: Server, *urls: str, look_seconds: float = 30.0
 ) -> PeersClient:
     """Return the neighbours that the directory names, of `urls` if there are any."""
     peers = [PeerUrl(url, False) for url in urls]

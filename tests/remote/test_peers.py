@@ -91,7 +91,7 @@ def url_of(server: Server) -> str:
     return url_with_password(server.url, str(server.root / "token"))
 
 
-def client_of(*servers: Server | str, look_seconds: float = 0.5) -> PeersClient:
+def client_of(*servers: Server | str, look_seconds: float = 30.0) -> PeersClient:
     """Return the neighbours as one store; texts are URLs."""
     urls = [
         server if isinstance(server, str) else url_of(server)

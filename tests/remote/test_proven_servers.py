@@ -125,14 +125,14 @@ def found_in(directory_server: Server) -> PeersClient:
     return PeersClient(
         [],
         directory=PeerDirectory(directory_server.url),
-        look_seconds=5.0,
+        look_seconds=30.0,
         clock=QuickClock(),
     )
 
 
 def named(url: str, *, sends_token: bool = False) -> PeersClient:
     return PeersClient(
-        [PeerUrl(url, False, sends_token)], look_seconds=5.0, clock=QuickClock()
+        [PeerUrl(url, False, sends_token)], look_seconds=30.0, clock=QuickClock()
     )
 
 

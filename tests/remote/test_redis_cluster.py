@@ -51,10 +51,12 @@ def shared() -> Iterator[list[Server]]:
 
 
 def on(*servers: Server, prefix: str, **options: object) -> RedisClusterClient:
-    """The engine over the cluster of these nodes."""
+    """The engine over the cluster of these nodes; it waits long for each unless told otherwise."""
     places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    wanted: dict[str, object] = {"look_seconds": PATIENT_SECONDS}
+    wanted |= options
     return RedisClusterClient(
-        f"redis+cluster://{places}", prefix=prefix, **options
+        f"redis+cluster://{places}", prefix=prefix, **wanted
     )  # type: ignore[arg-type]
 
 
@@ -114,7 +116,7 @@ def owner(servers: Sequence[Server], slot: int) -> Server:
 def test_a_key_is_where_the_cluster_has_it(shared: list[Server]) -> None:
     prefix = fresh_prefix()
     keys = keys_of(40)
-    remote = on(shared[1], prefix=prefix, look_seconds=PATIENT_SECONDS)
+    remote = on(shared[1], prefix=prefix)
     saved(remote, keys)
     for key in keys:
         with client.Redis(port=owner(shared, slot_of(key)).port) as truth:
@@ -208,7 +210,7 @@ def test_a_slot_that_has_moved_is_followed(shared: list[Server]) -> None:
     prefix = fresh_prefix()
     keys = keys_of(20)
     with tier_on(
-        on(shared[0], prefix=prefix, look_seconds=PATIENT_SECONDS),
+        on(shared[0], prefix=prefix),
         look_seconds=5.0,
     ) as tier:
         stores(tier, keys)
@@ -238,7 +240,7 @@ def test_a_slot_that_is_being_moved_is_read_where_its_chunks_are(
     """
     prefix = fresh_prefix()
     keys = keys_of(12)
-    remote = on(shared[0], prefix=prefix, look_seconds=PATIENT_SECONDS)
+    remote = on(shared[0], prefix=prefix)
     with tier_on(remote, layout, look_seconds=5.0) as tier:
         stores(tier, keys[:10], layout)
         moves = []
@@ -384,9 +386,9 @@ def reshard(servers: Sequence[Server], keys: Sequence[bytes]) -> None:
 def test_loads_go_on_while_the_cluster_is_resharded(shared: list[Server]) -> None:
     prefix = fresh_prefix()
     keys = keys_of(30)
-    remote = on(*shared, prefix=prefix, look_seconds=PATIENT_SECONDS)
+    remote = on(*shared, prefix=prefix)
     # a busy machine is no node that fails
-    with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(remote) as tier:
         stores(tier, keys)
 
         outcomes = under_load(tier, keys, lambda: reshard(shared, keys))
@@ -406,7 +408,7 @@ def test_after_a_reshard_a_killed_master_is_replaced_by_its_replica(
     with redis_cluster(3, *options, replicas=1) as servers:
         prefix = fresh_prefix()
         keys = keys_of(60)
-        saved(on(*servers[:2], prefix=prefix, look_seconds=PATIENT_SECONDS), keys)
+        saved(on(*servers[:2], prefix=prefix), keys)
         with tier_on(on(*servers, prefix=prefix), look_seconds=1.0) as tier:
             wait_until(lambda: load(tier, keys) == [None] * 60)
             outcomes = under_load(
@@ -452,7 +454,7 @@ def test_a_cluster_works_over_tls() -> None:
         )
         keys = keys_of(20)
         saved(spec.engine(), keys)
-        with tier_on(spec.engine(), deadline_seconds=PATIENT_SECONDS) as tier:
+        with tier_on(spec.engine()) as tier:
             wait_until(lambda: load(tier, keys) == [None] * 20)
             source, target = (
                 servers
@@ -478,7 +480,7 @@ def test_hosts_without_the_names_that_are_preferred_are_reached_by_address() -> 
     with redis_cluster(
         2, "--cluster-preferred-endpoint-type", "hostname"
     ) as servers:
-        remote = on(servers[0], prefix="p", look_seconds=PATIENT_SECONDS)
+        remote = on(servers[0], prefix="p")
         saved(remote, keys_of(20), SMALL)
         assert {node.place for node in remote.nodes} == {
             f"127.0.0.1:{server.port}" for server in servers

@@ -90,9 +90,11 @@ def servers() -> Iterator[list[Server]]:
 def on(
     servers: Sequence[Server], prefix: str = "p", **options: object
 ) -> RedisPoolClient:
-    """The engine over these servers."""
+    """The engine over these servers; it waits long for each unless told otherwise."""
     places = ",".join(f"127.0.0.1:{server.port}" for server in servers)
-    return RedisPoolClient(f"redis+pool://{places}", prefix=prefix, **options)  # type: ignore[arg-type]
+    wanted: dict[str, object] = {"look_seconds": PATIENT_SECONDS}
+    wanted |= options
+    return RedisPoolClient(f"redis+pool://{places}", prefix=prefix, **wanted)  # type: ignore[arg-type]
 
 
 def of(
@@ -200,7 +202,7 @@ def test_chunks_are_on_all_nodes_and_all_calls_reach_them(
 ) -> None:
     prefix = fresh_prefix()
     keys = keys_of(60)
-    pool = on(shared, prefix, look_seconds=PATIENT_SECONDS)
+    pool = on(shared, prefix)
     saved(pool, keys)
     assert sorted(
         key for here in of(shared, keys, prefix).values() for key in here
@@ -254,12 +256,10 @@ def test_random_operations_never_return_wrong_bytes(shared: list[Server]) -> Non
     stored: set[bytes] = set()
     with (
         tier_on(
-            on(shared, prefix, look_seconds=PATIENT_SECONDS),
-            deadline_seconds=PATIENT_SECONDS,
+            on(shared, prefix),
         ) as one,
         tier_on(
-            on(shared[::-1], prefix, look_seconds=PATIENT_SECONDS),
-            deadline_seconds=PATIENT_SECONDS,
+            on(shared[::-1], prefix),
         ) as two,
     ):
         for _ in range(150):
@@ -283,8 +283,7 @@ def test_random_operations_never_return_wrong_bytes(shared: list[Server]) -> Non
                     for each in (one, two):
                         each._store.presence.clear()
     with tier_on(
-        on(shared, prefix, look_seconds=PATIENT_SECONDS),
-        deadline_seconds=PATIENT_SECONDS,
+        on(shared, prefix),
     ) as third:
         here = load(third, keys, seconds=PATIENT_SECONDS)
         assert {
@@ -326,7 +325,7 @@ def test_a_killed_node_costs_its_own_chunks_and_is_used_again(
     servers: list[Server], caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = keys_of(60)
-    saved(on(servers, look_seconds=PATIENT_SECONDS), keys)
+    saved(on(servers), keys)
     lost, *_ = servers
     here = of(servers, keys)
     others = [key for key in keys if key not in here[lost]]
@@ -386,14 +385,12 @@ def test_a_node_that_refuses_to_be_read_is_left_out(
 ) -> None:
     """As after a mistake in the rights of a user, while all are connected."""
     keys = keys_of(60)
-    pool = on(servers, look_seconds=PATIENT_SECONDS)
+    pool = on(servers)
     saved(pool, keys)
     here = of(servers, keys)
     odd = servers[0]
     others = [key for key in keys if key not in here[odd]]
-    with tier_on(
-        pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(pool) as tier:
         healthy(tier, keys)
         odd.call("ACL", "SETUSER", "default", "-exists", "-hget")
         for key in here[odd][:4]:
@@ -431,13 +428,11 @@ def test_a_node_that_refuses_loads_alone_is_left_out(
     used as before.
     """
     keys = keys_of(60)
-    pool = on(servers, look_seconds=PATIENT_SECONDS)
+    pool = on(servers)
     saved(pool, keys)
     here = of(servers, keys)
     odd = servers[0]
-    with tier_on(
-        pool, deadline_seconds=PATIENT_SECONDS, look_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(pool) as tier:
         healthy(tier, keys)
         odd.call("ACL", "SETUSER", "default", "-hget")
         for key in here[odd][:6]:
@@ -466,7 +461,7 @@ def test_a_node_that_refuses_touches_keeps_none_from_the_others(
     here = of(servers, keys)
     odd = servers[0]
     odd.call("ACL", "SETUSER", "less", "-hlen")
-    with tier_on(pool, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(pool) as tier:
         for _ in range(2):
             for server in servers:
                 for key in here[server]:
@@ -501,7 +496,7 @@ def test_a_node_that_stands_still_delays_no_look_up_for_long(
     servers: list[Server],
 ) -> None:
     keys = keys_of(60)
-    saved(on(servers, look_seconds=PATIENT_SECONDS), keys)
+    saved(on(servers), keys)
     lost = servers[1]
     others = [key for key in keys if key not in of(servers, keys)[lost]]
     pool = on(servers, look_seconds=0.3)
@@ -622,8 +617,7 @@ def test_a_name_with_something_else_costs_its_own_chunk_only(
     prefix = fresh_prefix()
     keys = keys_of(20)
     with tier_on(
-        on(shared, prefix, look_seconds=PATIENT_SECONDS),
-        deadline_seconds=PATIENT_SECONDS,
+        on(shared, prefix),
     ) as tier:
         stores(tier, keys)
         for server, here in of(shared, keys, prefix).items():
@@ -718,9 +712,7 @@ def test_a_writer_waits_for_a_slow_node(
 @pytest.mark.slow
 def test_a_full_node_refuses_its_own_chunks_only(servers: list[Server]) -> None:
     keys = keys_of(48)
-    with tier_on(
-        on(servers, look_seconds=PATIENT_SECONDS), LARGE, queue_chunks=100
-    ) as tier:
+    with tier_on(on(servers), LARGE, queue_chunks=100) as tier:
         with client.Redis(port=servers[0].port) as truth:
             truth.config_set("maxmemory", "1mb")
         pool = tier._store.client
@@ -793,7 +785,7 @@ def test_a_pool_works_over_tls(tmp_path: Path) -> None:
         )
         keys = keys_of(20)
         saved(spec.engine(), keys)
-        with tier_on(spec.engine(), deadline_seconds=PATIENT_SECONDS) as tier:
+        with tier_on(spec.engine()) as tier:
             healthy(tier, keys)
         untrusting = parse(f"rediss+pool://{places}").engine().connection()
         with pytest.raises(OSError, match="no node answers"):
@@ -827,7 +819,10 @@ def test_a_host_that_does_not_exist_is_left_out_and_named(
         held.bind(("127.0.0.1", 0))
         gone = f"127.0.0.1:{held.getsockname()[1]}"
         url = f"redis+pool://127.0.0.1:{shared[0].port},{gone},127.0.0.1:{shared[1].port}"
-        with tier_on(RedisPoolClient(url, prefix=fresh_prefix())) as tier:
+        pool = RedisPoolClient(
+            url, prefix=fresh_prefix(), look_seconds=PATIENT_SECONDS
+        )
+        with tier_on(pool) as tier:
             keys = keys_of(20)
             stores(tier, keys)
             healthy(tier, keys)
@@ -886,8 +881,8 @@ def test_a_call_that_waits_ends_when_the_tier_is_closed(
 def test_a_forked_child_uses_the_pool(shared: list[Server]) -> None:
     prefix = fresh_prefix()
     keys = keys_of(12)
-    pool = on(shared, prefix, look_seconds=PATIENT_SECONDS)
-    with tier_on(pool, deadline_seconds=PATIENT_SECONDS) as tier:
+    pool = on(shared, prefix)
+    with tier_on(pool) as tier:
         stores(tier, keys)
         healthy(tier, keys)
 

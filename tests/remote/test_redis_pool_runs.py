@@ -45,7 +45,7 @@ def servers() -> Iterator[list[Server]]:
 
 
 def patient(servers: Sequence[Server]) -> RedisPoolClient:
-    return on(servers, look_seconds=PATIENT_SECONDS)
+    return on(servers)
 
 
 def stored(
@@ -107,8 +107,6 @@ def patient_tier(
 ) -> contextlib.AbstractContextManager[RemoteTier]:
     return tier_on(
         patient(servers),
-        look_seconds=PATIENT_SECONDS,
-        deadline_seconds=PATIENT_SECONDS,
     )
 
 

@@ -163,8 +163,6 @@ def test_sentinels_and_their_master_over_tls_with_passwords(
         keys = keys_of(10)
         with tier_on(
             spec.engine(),
-            deadline_seconds=PATIENT_SECONDS,
-            look_seconds=PATIENT_SECONDS,
         ) as tier:
             stores(tier, keys)
             wait_until(lambda: load(tier, keys) == [None] * 10)
@@ -250,8 +248,6 @@ def test_a_credential_provider_is_asked_for_each_connection(
         assert not spec.lacks_secret
         with tier_on(
             spec.engine(),
-            deadline_seconds=PATIENT_SECONDS,
-            look_seconds=PATIENT_SECONDS,
         ) as tier:
             keys = keys_of(4)
             stores(tier, keys)

@@ -29,6 +29,7 @@ from testbed.programs import need
 from testbed.servers import Server, redis_cluster, redis_server
 from tests.remote.chunks import (
     LARGE,
+    PATIENT_SECONDS,
     ROOT,
     SMALL,
     chunks_of,
@@ -582,7 +583,8 @@ def test_the_policy_of_every_node_counts(kind: str) -> None:
         url = f"redis+{kind}://" + ",".join(
             f"127.0.0.1:{node.port}" for node in nodes
         )
-        tier = stack.enter_context(tier_on(made(url)))
+        remote = made(url, look_seconds=PATIENT_SECONDS)
+        tier = stack.enter_context(tier_on(remote))
         check_order(
             tier,
             [stack.enter_context(redis.Redis(port=node.port)) for node in nodes],

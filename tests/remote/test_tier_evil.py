@@ -15,8 +15,8 @@ from testbed.servers import Server
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
-    PATIENT_SECONDS,
     fresh_prefix,
+    hasty_tier,
     keys_of,
     load,
     name_of,
@@ -124,9 +124,9 @@ def test_a_server_that_answers_a_get_with(
     keys = keys_of(2)
     saved(on(server.port, prefix), keys, LARGE)
     client = on(liar.port, prefix)
-    with tier_on(client, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(client, LARGE) as tier:
         assert load(tier, keys, LARGE) == [None, None]
-    with tier_on(on(liar.port, prefix), LARGE, connections=1) as tier:
+    with hasty_tier(on(liar.port, prefix), LARGE, connections=1) as tier:
         # the header; an inner piece
         place = {keys[0].hex().encode(): b"h", keys[1].hex().encode(): b"1"}
         liar.lies[b"HGET"] = lambda a: (
@@ -197,7 +197,7 @@ def test_a_server_that_says_without_being_asked(words: Callable[[], Lie]) -> Non
     keys = keys_of(2)
     try:
         with growth() as memory:
-            with soon(3 * LATE_SECONDS), tier_on(on(babble.port, "p")) as tier:
+            with soon(3 * LATE_SECONDS), hasty_tier(on(babble.port, "p")) as tier:
                 assert None not in load(tier, keys)
                 save(tier, keys)
                 assert None not in load(tier, keys)

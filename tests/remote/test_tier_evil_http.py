@@ -21,8 +21,8 @@ from tests.cache.kit import SPAWN, run_all
 from tests.remote.chunks import (
     LARGE,
     LATE_SECONDS,
-    PATIENT_SECONDS,
     fresh_prefix,
+    hasty_tier,
     keys_of,
     load,
     recovers,
@@ -127,7 +127,7 @@ def test_a_server_that_answers_a_get_with(
 ) -> None:
     keys = keys_of(2)
     saved(on(liar.port), keys, LARGE)
-    with tier_on(on(liar.port), LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(on(liar.port), LARGE) as tier:
         assert load(tier, keys[:1], LARGE) == [None]
     with tier_on(
         on(liar.port), LARGE, connections=1, deadline_seconds=0.5
@@ -186,7 +186,7 @@ def test_another_chunk_s_whole_object(liar: LyingHttp) -> None:
         if path.endswith(key.hex())
     }
     liar.objects[paths[one]] = liar.objects[paths[two]]
-    with tier_on(on(liar.port), LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(on(liar.port), LARGE) as tier:
         assert load(tier, [one, two], LARGE) == [Reason.FAILED_CHECK, None]
         assert save(tier, [one], LARGE)[0].ok
         assert load(tier, [one, two], LARGE) == [None, None]
@@ -198,7 +198,7 @@ def test_one_byte_that_is_another(liar: LyingHttp, at: int) -> None:
     saved(on(liar.port), [key], LARGE)
     ((path, value),) = liar.objects.items()
     liar.objects[path] = value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
-    with tier_on(on(liar.port), LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(on(liar.port), LARGE) as tier:
         assert load(tier, [key], LARGE) == [Reason.FAILED_CHECK]
         assert save(tier, [key], LARGE)[0].ok
         assert load(tier, [key], LARGE) == [None]
@@ -212,7 +212,7 @@ def test_an_object_of_another_length(liar: LyingHttp, length: int) -> None:
     saved(on(liar.port), [key], LARGE)
     ((path, value),) = liar.objects.items()
     liar.objects[path] = (value + b"x")[:length]
-    with tier_on(on(liar.port), LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(on(liar.port), LARGE) as tier:
         assert load(tier, [key], LARGE) == [Reason.FAILED_CHECK]
 
 
@@ -290,7 +290,10 @@ def test_a_server_that_says_without_being_asked(words: Callable[[], Lie]) -> Non
     prefix = fresh_prefix()
     try:
         with growth() as memory:
-            with soon(3 * LATE_SECONDS), tier_on(on(babble.port, prefix)) as tier:
+            with (
+                soon(3 * LATE_SECONDS),
+                hasty_tier(on(babble.port, prefix)) as tier,
+            ):
                 assert None not in load(tier, keys_of(2))
                 save(tier, keys_of(2))
             assert memory.peak_bytes < ROOM_BYTES

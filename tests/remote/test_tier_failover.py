@@ -28,6 +28,7 @@ from tests.remote.chunks import (
     chunks_of,
     ends,
     fresh_prefix,
+    hasty_tier,
     keys_of,
     load,
     save,
@@ -75,9 +76,7 @@ def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
         proxy_to(first.port) as name,
     ):
         remote = through(name, prefix)
-        with tier_on(
-            remote, clock=clock, deadline_seconds=PATIENT_SECONDS
-        ) as tier:
+        with tier_on(remote, clock=clock) as tier:
             assert all(
                 end.ok for end in ends(tier.save(chunks_of(keys[:4]), ROOT))
             )
@@ -117,7 +116,6 @@ def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
         replicates(first, second)
         with tier_on(
             RedisClient(second.url, prefix=prefix),
-            deadline_seconds=PATIENT_SECONDS,
         ) as tier:
             for key in keys[4:20]:
                 assert save(tier, [key])[0].reason is Reason.IO_ERROR
@@ -166,7 +164,7 @@ def test_an_idle_connection_that_was_forgotten_costs_nothing(
     saved(RedisClient(server.url, prefix=prefix), keys)
     monkeypatch.setattr(resp, "IDLE_SECONDS", 0.5)
     with (
-        tier_on(through(proxy, prefix), deadline_seconds=PATIENT_SECONDS) as tier,
+        tier_on(through(proxy, prefix)) as tier,
         soon(PATIENT_SECONDS),
     ):
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
@@ -180,7 +178,7 @@ def test_connections_that_were_forgotten_in_use_cost_one_deadline_and_no_rest(
     proxy: Proxy,
 ) -> None:
     """With a clock that does not advance, a skipped tier would be skipped forever."""
-    with tier_on(through(proxy, fresh_prefix()), clock=FakeClock()) as tier:
+    with hasty_tier(through(proxy, fresh_prefix()), clock=FakeClock()) as tier:
         store = tier._store
         connections = [WorkerConnection(store) for _ in range(3)]
 
@@ -294,9 +292,7 @@ def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_cl
         .open(time.monotonic() + PATIENT_SECONDS)
     )
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
-    with tier_on(
-        through(proxy, prefix), deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(through(proxy, prefix)) as tier:
         first, second = tier.save(chunks_of(keys), ROOT)
         before = proxy.up_bytes
         # it asks again and again
@@ -313,9 +309,7 @@ def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_cl
 def test_a_save_that_close_breaks_off_is_no_failure_of_the_store(
     server: Server, proxy: Proxy
 ) -> None:
-    with tier_on(
-        through(proxy, fresh_prefix()), deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(through(proxy, fresh_prefix())) as tier:
         proxy.down = STALLED
         begun = tier.save(chunks_of(keys_of(1)), ROOT)
         wait_until(lambda: proxy.up_bytes > 0)  # it waits for an answer

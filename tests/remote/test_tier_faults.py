@@ -30,6 +30,7 @@ from tests.remote.chunks import (
     chunks_of,
     ends,
     fresh_prefix,
+    hasty_tier,
     keys_of,
     load,
     name_of,
@@ -115,7 +116,7 @@ def test_the_server_stands_still_in_the_middle_of_a_transfer(
 ) -> None:
     warm = keys_of(1, chain=1)
     keys = keys_of(2)
-    with tier_on(on(proxy), LARGE, connections=1) as tier:
+    with hasty_tier(on(proxy), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
         if deed == "load":
             stores(tier, keys, LARGE)
@@ -247,7 +248,7 @@ def test_a_server_that_evicts_whole_chunks(server: Server) -> None:
     truth.config_set("maxmemory-policy", "allkeys-lru")
     truth.config_set("maxmemory", "16mb")
     keys = keys_of(12)
-    with tier_on(on(server), LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(on(server), LARGE) as tier:
         tier.put_many(chunks_of(keys, LARGE), namespace=ROOT)
         reasons = load(tier, keys, LARGE, PATIENT_SECONDS)
         assert set(reasons) == {None, Reason.ABSENT}
@@ -280,7 +281,7 @@ def test_a_server_that_is_slow_for_a_while(server: Server) -> None:
     keys = keys_of(2)
     saved(on(server), keys)
     truth = client.Redis(port=server.port)
-    with tier_on(on(server)) as tier:
+    with hasty_tier(on(server)) as tier:
         truth.execute_command("CLIENT", "PAUSE", "2500", "ALL")
         assert set(load(tier, keys)) <= {
             Reason.DEADLINE,
@@ -355,7 +356,7 @@ def test_encryption_by_the_wrong_authority(tmp_path: object) -> None:
 
 
 def test_a_server_that_does_not_encrypt(shared: Server) -> None:
-    with tier_on(
+    with hasty_tier(
         RedisClient(f"rediss://127.0.0.1:{shared.port}", prefix="p")
     ) as tier:
         assert set(load(tier, keys_of(2))) <= TROUBLE
@@ -436,13 +437,11 @@ def test_two_writers_of_one_key(shared: Server, connections: int) -> None:
             on(shared, prefix),
             LARGE,
             connections=connections,
-            deadline_seconds=PATIENT_SECONDS,
         ) as one,
         tier_on(
             on(shared, prefix),
             LARGE,
             connections=connections,
-            deadline_seconds=PATIENT_SECONDS,
         ) as two,
     ):
         chunks = chunks_of(keys, LARGE)
@@ -472,9 +471,9 @@ def test_a_time_to_live(shared: Server) -> None:
 
 def test_a_full_queue_drops_the_newest(server: Server) -> None:
     keys = keys_of(10)
-    with tier_on(
-        on(server), queue_chunks=4, deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    # the statistics ask the server that stands still
+    short = {"look_seconds": DEADLINE_SECONDS}
+    with tier_on(on(server), queue_chunks=4, **short) as tier:
         save(tier, keys_of(1, chain=1))
         server.stop()
         try:
@@ -494,9 +493,7 @@ def test_a_find_of_what_is_queued_but_gone_ends_in_time(server: Server) -> None:
     """Its host slot was given to another chunk while it waited, and the store cannot be asked."""
     keys = keys_of(3)
     valid = [True]
-    with tier_on(
-        on(server), look_seconds=0.05, deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(on(server), look_seconds=0.05) as tier:
         stores(tier, keys_of(1, chain=1))
         server.stop()
         try:

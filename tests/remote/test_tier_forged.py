@@ -23,7 +23,6 @@ from testbed.servers import Server
 from tests.remote.chunks import (
     LARGE,
     OTHER,
-    PATIENT_SECONDS,
     fresh_prefix,
     keys_of,
     load,
@@ -92,7 +91,7 @@ class Forger:
         stored again.
         """
         with (
-            tier_on(self.remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier,
+            tier_on(self.remote, LARGE) as tier,
             growth() as memory,
         ):
             assert load(tier, [self.key], LARGE) == [reason]
@@ -130,7 +129,7 @@ def test_a_well_sealed_header_of(
 def stays(forger: Forger, reason: Reason) -> None:
     """Check that it is not served and is left as it is."""
     before = forger.fields(forger.key)
-    with tier_on(forger.remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(forger.remote, LARGE) as tier:
         assert load(tier, [forger.key], LARGE) == [reason]
         assert load(tier, [forger.twin], LARGE) == [None]
         assert tier.stats()["failed_checks"] == 0
@@ -207,7 +206,7 @@ def test_a_field_of_another_size(
 @pytest.mark.parametrize("field", ["h", "0", "1", "2"])
 def test_a_field_that_is_missing(forger: Forger, field: str) -> None:
     forger.truth.hdel(name_of(forger.prefix, forger.key), field)
-    with tier_on(forger.remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(forger.remote, LARGE) as tier:
         assert load(tier, [forger.key], LARGE)[0] in {
             Reason.FAILED_CHECK,
             Reason.ABSENT,
@@ -217,7 +216,7 @@ def test_a_field_that_is_missing(forger: Forger, field: str) -> None:
 
 def test_thousands_of_fields_are_never_served_wrong(forger: Forger) -> None:
     forger.write(**{str(n): b"more" for n in range(3, 2000)})
-    with tier_on(forger.remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(forger.remote, LARGE) as tier:
         load(tier, [forger.key], LARGE)  # served or not: never wrong
         assert load(tier, [forger.twin], LARGE) == [None]
 
@@ -238,7 +237,7 @@ def test_a_value_of_another_kind(forger: Forger, kind: str) -> None:
             truth.zadd(name, {"x": 1.0})
         case "stream":
             truth.xadd(name, {"h": "x"})
-    with tier_on(forger.remote, LARGE, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(forger.remote, LARGE) as tier:
         assert load(tier, [forger.key], LARGE)[0] in {
             Reason.FAILED_CHECK,
             Reason.IO_ERROR,

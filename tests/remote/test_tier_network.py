@@ -20,6 +20,7 @@ from tests.remote.chunks import (
     PATIENT_SECONDS,
     TROUBLE,
     fresh_prefix,
+    hasty_tier,
     keys_of,
     load,
     name_of,
@@ -78,7 +79,7 @@ def test_a_load_over_a_bad_network(
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), warm, LARGE)
     saved(RedisClient(server.url, prefix=prefix), keys, LARGE)
-    with tier_on(through(proxy, prefix), LARGE, connections=1) as tier:
+    with hasty_tier(through(proxy, prefix), LARGE, connections=1) as tier:
         # so that the fault strikes in the middle of a transfer
         recovers(tier, warm, LARGE)
         proxy.down = fault
@@ -106,7 +107,7 @@ def test_a_save_over_a_bad_network(
     warm = keys_of(1, chain=1)
     keys = keys_of(1)
     truth = client.Redis(port=server.port)
-    with tier_on(through(proxy, prefix), LARGE, connections=1) as tier:
+    with hasty_tier(through(proxy, prefix), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
         proxy.up = fault
         (end,) = save(tier, keys, LARGE)
@@ -153,9 +154,7 @@ def test_a_delay_within_the_deadline_is_only_a_delay(
     server: Server, proxy: Proxy, prefix: str
 ) -> None:
     keys = keys_of(3)
-    with tier_on(
-        through(proxy, prefix), deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(through(proxy, prefix)) as tier:
         proxy.both(Fault(delay_seconds=0.05))
         stores(tier, keys)
         recovers(tier, keys)
@@ -166,9 +165,7 @@ def test_what_failed_once_is_not_taken_to_be_absent(
 ) -> None:
     keys = keys_of(1)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(
-        through(proxy, prefix), clock=Clock(), deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(through(proxy, prefix), clock=Clock()) as tier:
         proxy.down = Fault(cut_at=0)
         assert load(tier, keys) == [Reason.IO_ERROR]
         proxy.heal()
@@ -197,9 +194,7 @@ def test_a_question_that_makes_no_sense_is_the_asker_s_trouble_alone(
 ) -> None:
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(
-        RedisClient(server.url, prefix=prefix), deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(RedisClient(server.url, prefix=prefix)) as tier:
         assert tier.find(keys_of(1, chain=1), namespace=b"too short") == 0
         assert tier.find(keys) == 2
 
@@ -211,7 +206,7 @@ def test_a_link_that_dies_without_a_word(
     """Half-open: nothing passes one way, in new connections neither."""
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(through(proxy, prefix)) as tier:
+    with hasty_tier(through(proxy, prefix)) as tier:
         recovers(tier, keys)
         if up:
             proxy.up = STALLED
@@ -239,9 +234,9 @@ def test_a_network_that_is_bad_from_the_first_byte(
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), keys)
     proxy.both(fault)
-    with soon(), tier_on(through(proxy, prefix)) as tier:
+    with soon(), hasty_tier(through(proxy, prefix)) as tier:
         assert set(load(tier, keys)) <= TROUBLE
-    with tier_on(through(proxy, prefix)) as tier:
+    with hasty_tier(through(proxy, prefix)) as tier:
         assert set(load(tier, keys)) <= TROUBLE
         proxy.heal()
         recovers(tier, keys)
@@ -293,7 +288,7 @@ def test_a_connection_that_is_never_answered(prefix: str) -> None:
     keys = keys_of(2)
     with black_hole() as port:
         remote = RedisClient(f"redis://127.0.0.1:{port}", prefix=prefix)
-        with soon(2 * LATE_SECONDS), tier_on(remote) as tier:
+        with soon(2 * LATE_SECONDS), hasty_tier(remote) as tier:
             assert set(load(tier, keys)) <= {
                 Reason.IO_ERROR,
                 Reason.DEADLINE,

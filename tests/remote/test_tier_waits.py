@@ -24,6 +24,7 @@ from pagoda.tiers.remote.store_client import StoreClient
 from testbed.patience import Patience, wait_until
 from testbed.servers import Server, free_port
 from tests.remote.chunks import (
+    DEADLINE_SECONDS,
     PATIENT_SECONDS,
     ROOT,
     SMALL,
@@ -44,9 +45,7 @@ def test_a_connection_that_was_cut_while_nothing_moved_costs_no_miss(
     prefix = fresh_prefix()
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(
-        through(proxy, prefix), connections=1, deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(through(proxy, prefix), connections=1) as tier:
         for reset in (False, True):
             assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
             proxy.cut(reset=reset)
@@ -82,9 +81,7 @@ def test_a_lookup_waits_no_longer_than_its_deadline_and_a_late_answer_serves_the
 def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
     clock = FakeClock()
     absent = keys_of(4)
-    with tier_on(
-        through(proxy, fresh_prefix()), clock=clock, look_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(through(proxy, fresh_prefix()), clock=clock) as tier:
         assert tier.find(absent, namespace=ROOT) == 0
         asked = proxy.traffic
         assert not any(tier.find(absent, namespace=ROOT) for _ in range(20))
@@ -100,19 +97,17 @@ def test_a_machine_without_the_codec_takes_nothing_away_from_those_who_have_it(
     remote = RedisClient(server.url, prefix=fresh_prefix())
     keys = keys_of(2)
     zeros = KVLayout.opaque(4, 8192, "chunks that become smaller")
-    with tier_on(
-        remote, zeros, codec="zstd", deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(remote, zeros, codec="zstd") as tier:
         assert all(
             tier.put(key, np.zeros(8192, np.uint8), namespace=ROOT)
             for key in keys
         )
-    with tier_on(remote, zeros, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(remote, zeros) as tier:
         with monkeypatch.context() as elsewhere:
             elsewhere.setitem(sys.modules, "zstandard", None)
             assert tier.get(keys[0], namespace=ROOT) is None
         assert tier.stats()["miss_failed_check"] == 1
-    with tier_on(remote, zeros, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(remote, zeros) as tier:
         assert tier.get(keys[0], namespace=ROOT) is not None
 
 
@@ -198,7 +193,7 @@ class Startled(RedisClient):
 
 def test_a_probe_that_fails_unexpectedly_is_not_the_last(server: Server) -> None:
     remote = Startled(server.url, prefix=fresh_prefix())
-    with tier_on(remote, deadline_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(remote) as tier:
         tier._store.breaker.record_failure()
         tier._store.breaker.record_failure()
         assert tier.resting
@@ -215,7 +210,7 @@ def test_a_line_of_the_log_names_the_store_once(
     scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = f"{scheme}://127.0.0.1:{free_port()}/{'kv' if scheme == 'redis+sentinel' else ''}"
-    with tier_on(parse(place).engine(), look_seconds=PATIENT_SECONDS) as tier:
+    with tier_on(parse(place).engine()) as tier:
         assert tier.find(keys_of(1), namespace=ROOT) == 0
         wait_until(lambda: bool(caplog.records))
         lines = [record.getMessage() for record in caplog.records]
@@ -228,9 +223,7 @@ def test_what_close_ends_is_no_failure(
     prefix = fresh_prefix()
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
-    with tier_on(
-        through(proxy, prefix), deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(through(proxy, prefix), look_seconds=DEADLINE_SECONDS) as tier:
         assert tier.find(keys, namespace=ROOT) == 3
         proxy.both(STALLED)
         loads = tier.load(

@@ -61,9 +61,7 @@ def all_machines(work: Callable[..., None], *arguments: object) -> None:
 def store(url: str, layout: KVLayout, gate: Barrier) -> None:
     """Store the prompt when all machines are ready; end when the store has it."""
     chunks = chunks_of(keys_of(CHUNKS), layout)
-    with tier_on(
-        RedisClient(url), layout, deadline_seconds=PATIENT_SECONDS
-    ) as tier:
+    with tier_on(RedisClient(url), layout) as tier:
         gate.wait(PATIENT_SECONDS)
         assert all(
             end.ok for end in ends(tier.save(chunks, ROOT), 2 * PATIENT_SECONDS)
@@ -85,9 +83,7 @@ def test_eight_processes_send_each_chunk_once(
             <= 1.1 * commands * CHUNKS
         )
         assert client.dbsize() == CHUNKS, "no claim or draft is left"
-        with tier_on(
-            RedisClient(server.url), layout, deadline_seconds=PATIENT_SECONDS
-        ) as tier:
+        with tier_on(RedisClient(server.url), layout) as tier:
             assert (
                 load(tier, keys_of(CHUNKS), layout, PATIENT_SECONDS)
                 == [None] * CHUNKS
