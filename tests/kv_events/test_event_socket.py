@@ -215,14 +215,12 @@ def test_what_the_kernel_did_not_take_of_a_first_message_counts_too(
     """
     monkeypatch.setattr(event_socket, "MOST_BEHIND_BYTES", 4 << 20)
     events = EventSocket("tcp://127.0.0.1:*", topic=TOPIC)
-    with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(stranger(events))
+    with contextlib.closing(events), stranger(events) as sock:
         sock.sendall(GREETING + READY + b"\x00\x01\x01")
         wait_until(events.newcomers)
         # more than any kernel takes at once
         events.send([TOPIC, b"x" * (64 << 20)])
         assert events._waiting_bytes <= 4 << 20
-    events.close()
 
 
 def test_all_who_read_nothing_cost_together_what_one_may(
@@ -231,16 +229,16 @@ def test_all_who_read_nothing_cost_together_what_one_may(
     monkeypatch.setattr(event_socket, "MOST_BEHIND_BYTES", 4 << 20)
     events = EventSocket("tcp://127.0.0.1:*", topic=TOPIC)
     message = b"x" * (256 << 10)
-    with contextlib.ExitStack() as stack:
-        for _ in range(4):
-            sock = stack.enter_context(stranger(events))
-            sock.sendall(GREETING + READY + b"\x00\x01\x01")
-            wait_until(events.newcomers)
-            for _ in range(40):
-                events.send([TOPIC, message])
-                assert events._waiting_bytes <= 4 << 20
-        with router(events) as made:
-            events.send([TOPIC, b"there"])
-            assert made.recv_multipart() == [TOPIC, b"there"]
-    wait_until(lambda: not events._waiting_bytes)
-    events.close()
+    with contextlib.closing(events):
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                sock = stack.enter_context(stranger(events))
+                sock.sendall(GREETING + READY + b"\x00\x01\x01")
+                wait_until(events.newcomers)
+                for _ in range(40):
+                    events.send([TOPIC, message])
+                    assert events._waiting_bytes <= 4 << 20
+            with router(events) as made:
+                events.send([TOPIC, b"there"])
+                assert made.recv_multipart() == [TOPIC, b"there"]
+        wait_until(lambda: not events._waiting_bytes)
