@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 
 import numpy as np
 import pytest
@@ -457,12 +456,14 @@ def test_passes_over_embeddings_and_in_a_shell_are_counted(house: House) -> None
     with torch.no_grad():
         model(inputs_embeds=embeds, use_cache=True, **kv_argument(model, cache))
     assert cache.held_tokens == LENGTH
-    shell = house.open(torch.compile(model, backend="eager"), strict=True)
-    text(shell, ids)
-    with shell.prefix(ids) as found:
-        cache = found.past_key_values
-        assert found.columns == CUTS[-1]
-    generated(shell.model, ids, 6, **kv_argument(model, cache))
+    # the shell without what it compiles, which takes half a minute
+    with torch.compiler.set_stance("force_eager"):
+        shell = house.open(torch.compile(model, backend="eager"), strict=True)
+        text(shell, ids)
+        with shell.prefix(ids) as found:
+            cache = found.past_key_values
+            assert found.columns == CUTS[-1]
+        generated(shell.model, ids, 6, **kv_argument(model, cache))
     assert cache.held_tokens == LENGTH + 5
 
 
@@ -742,62 +743,6 @@ def test_an_ending_that_has_no_room_is_said(
         assert text(cached, prompt(500), 3) == generated(model, prompt(500), 3)
         assert cached.last.hit.num_tokens == 0
     assert cached.last_stored[0].reason is not None
-
-
-# ---- what it costs
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["gemma3_text", "olmo_hybrid", "mamba2"])
-def test_what_the_cuts_of_a_prompt_cost_and_what_a_hit_saves(
-    kind: str, house: House, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "head_dim": 32,
-        "sliding_window": 512,
-        "max_position_embeddings": 8192,
-    }
-    rows = "linear" if kind == "olmo_hybrid" else "sliding"
-    sizes["layer_types"] = [f"{rows}_attention"] * 5 + ["full_attention"]
-    if kind == "mamba2":
-        del sizes["layer_types"]
-        sizes |= {"num_heads": 16}
-    model = stateful(kind, **sizes)
-    cached = house.open(
-        model,
-        chunk_tokens=256,
-        host_size="256MiB",
-        disk_size=0,
-        disk_path="",
-    )
-
-    def seconds(ids: torch.Tensor, hit: int, store: bool) -> float:
-        began = time.process_time()
-        cached.generate(ids, max_new_tokens=1, do_sample=False, store=store)
-        spent = time.process_time() - began
-        assert cached.last.columns == hit
-        return spent
-
-    whole = []
-    cut = []
-    again = []
-    for seed in range(6):
-        ids = prompt(4000, seed=seed)
-        other = prompt(4000, seed=seed + 10)
-        whole.append(seconds(ids, 0, store=False))
-        cut.append(seconds(other, 0, store=True))
-        again.append(seconds(other, 3999, store=True))
-    cost = min(cut) / min(whole)
-    saved = min(whole) / min(again)
-    with capsys.disabled():
-        print(f"\n{kind}: a cut prefill costs {cost:.3f}, a hit is {saved:.0f} x")
-    assert cost <= 1.05
-    assert saved >= 8
 
 
 # ---- conversations

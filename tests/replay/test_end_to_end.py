@@ -12,7 +12,7 @@ from threading import Barrier
 import pytest
 
 from benchmarks import streams
-from pagoda.ledger import admin
+from pagoda.ledger import admin, table_integrity
 from pagoda.policy.hindsight import _SharedValues
 from pagoda_tools.replay import Request, TierSpec, simulate
 from testbed.live_cache import CHUNK, Live, Rate, simulated
@@ -104,6 +104,9 @@ def process() -> Iterator[ProcessPoolExecutor]:
 
 def _disk_only(root: Path, begin: int, end: int) -> tuple[Rate, Rate]:
     """Play requests [begin, end) in one process; the rates in either half of the trace."""
+    # Else a store whose tables a busy machine verifies for longer than that is rebuilt from its
+    # headers, without its ghosts. It is this process's own: each call has one.
+    table_integrity._SECONDS = PATIENT_SECONDS
     requests = sample()
     live = Live(
         root,
@@ -126,19 +129,14 @@ def test_a_restart_forgets_nothing(
     through = process.submit(
         _disk_only, tmp_path / "through", 0, 2 * HALF
     ).result(PATIENT_SECONDS)
-    # A machine that stalls for a second while the tables are verified rebuilds them from the
-    # headers, and their ghosts are lost, which is not under test.
-    for attempt in ("first", "second", "third"):
-        before = process.submit(_disk_only, tmp_path / attempt, 0, HALF).result(
-            PATIENT_SECONDS
-        )
-        after = process.submit(
-            _disk_only, tmp_path / attempt, HALF, 2 * HALF
-        ).result(PATIENT_SECONDS)
-        assert before[0].accesses == through[0].accesses
-        assert after[1].accesses == through[1].accesses
-        if after[1].share > through[1].share - 0.01:
-            break
+    before = process.submit(_disk_only, tmp_path / "again", 0, HALF).result(
+        PATIENT_SECONDS
+    )
+    after = process.submit(_disk_only, tmp_path / "again", HALF, 2 * HALF).result(
+        PATIENT_SECONDS
+    )
+    assert before[0].accesses == through[0].accesses
+    assert after[1].accesses == through[1].accesses
     assert after[1].share > through[1].share - 0.01
     forgetful = process.submit(
         _disk_only, tmp_path / "new", HALF, 2 * HALF
