@@ -77,6 +77,7 @@ def wait_until(
     true: Callable[[], object],
     seconds: float = 60.0,
     pause_seconds: float = 0.01,
+    why_not: Callable[[], object] = str,
 ) -> None:
     """Wait for a condition; AssertionError if it does not come about.
 
@@ -84,10 +85,13 @@ def wait_until(
         true: asked again and again
         seconds: the bound, on a machine that has nothing else to do
         pause_seconds: between two questions
+        why_not: asked if it does not come about; the error says what it returns
     """
     patience = Patience(seconds)
     while not true():
-        assert not patience.ended, f"it did not come about: {patience.said()}"
+        assert not patience.ended, (
+            f"it did not come about: {patience.said()} {why_not()}"
+        )
         time.sleep(pause_seconds)
 
 

@@ -230,7 +230,7 @@ def test_what_another_request_saves_of_a_slot_is_looked_for(
     with running_proxy(server) as proxy, ThreadPoolExecutor(2) as clients:
         proxy.complete(TEXT, id_slot=0)
         accounts = proxy.proxy._accounts
-        wait_until(lambda: accounts.all[0].stored_tokens)
+        wait_until(lambda: accounts.all[0].stored_tokens, why_not=proxy.status)
         for _ in range(4):
             asked_for = [
                 clients.submit(proxy.complete, "other " * 40, id_slot=0),
@@ -583,7 +583,7 @@ def test_a_save_that_fails_for_a_while_is_tried_again(tmp_path: Path) -> None:
         slot = proxy.proxy._accounts.all[0]
         wait_until(lambda: slot.failed_saves)
         aside.rename(server.states)
-        wait_until(lambda: slot.stored_tokens)
+        wait_until(lambda: slot.stored_tokens, why_not=proxy.status)
         assert proxy.proxy._states.find(slot.tokens)
 
 
@@ -655,7 +655,7 @@ def test_the_adapters_of_a_request_are_not_those_of_the_next_one(
         assert proxy.complete(asked, lora=chosen).status == 200
         slot = proxy.proxy._accounts.all[0]
         answers = [proxy.complete(TEXT)]
-        wait_until(lambda: slot.stored_tokens)
+        wait_until(lambda: slot.stored_tokens, why_not=proxy.status)
         server.post("/slots/0?action=erase")
         slot.clear()
         # what was stored
