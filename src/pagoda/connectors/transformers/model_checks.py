@@ -68,10 +68,12 @@ def check_model(model: Any) -> None:
 
 
 def check_whole(model: Any) -> None:
-    """Raise ValueError for a model that is spread over processes, or whose K depends on the length
-    of the prompt.
+    """Raise ValueError for a model that does not generate as Transformers does, that is spread over
+    processes, or whose K depends on the length of the prompt.
     """
     config = model.config
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        raise ValueError(f"{type(model).__name__}: it cannot generate")
     if getattr(model, "tp_size", None) or any(
         type(weight).__name__ == "DTensor" for weight in model.parameters()
     ):
@@ -88,15 +90,20 @@ def check_whole(model: Any) -> None:
 
 def is_stateful(model: Any) -> bool:
     """Whether some layer of the model's cache keeps something else than K and V of every token.
-    Pure.
+    Pure. Raises ValueError if no cache can be made for the model.
     """
     from transformers import DynamicCache
 
     if model.config.is_encoder_decoder:
         return False
-    kinds = {
-        type(layer).__name__ for layer in DynamicCache(config=model.config).layers
-    }
+    try:
+        cache = DynamicCache(config=model.config)
+    except Exception as trouble:  # whatever a configuration raises
+        raise ValueError(
+            f"{type(model).__name__} has a configuration of which no cache can be made: "
+            f"{type(trouble).__name__}: {trouble}"
+        ) from trouble
+    kinds = {type(layer).__name__ for layer in cache.layers}
     return bool(kinds - {"DynamicLayer"})
 
 
