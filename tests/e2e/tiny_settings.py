@@ -505,6 +505,16 @@ FAMILIES: dict[str, dict[str, object]] = {
     "kosmos-2": {"latent_query_num": 4},
     "pix2struct": {"text_config": {"d_kv": 8}, "vision_config": {"d_kv": 8}},
     "perception_lm": {"vision_config": {"model_args": {"embed_dim": 32}}},
+    "dory": {
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "minicpm_ocr": {"text_config": {**_DELTA, "rope_parameters": _MROPE}},
+    "minicpmv4_6": {"text_config": {**_DELTA, "rope_parameters": _MROPE}},
+    "minicpmv4_7": {"text_config": {**_DELTA, "rope_parameters": _MROPE}},
     "zaya": {"num_experts_per_tok": 1},
 }
 
