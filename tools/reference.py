@@ -284,7 +284,7 @@ def models_page() -> str:
         remark = one.why
         if one.since:
             remark = _probed(one.type)
-        if remark == _REFUSED:
+        if remark.startswith(_REFUSED):
             one = one._replace(how=UNCACHED, since="")
         found.append(one)
         how = one.how
@@ -334,20 +334,40 @@ def _probed(kind: str) -> str:
 
 
 _PROBED = "a tiny model of random weights was opened and probed"
-_REFUSED = (
-    "a tiny model of random weights was probed: it computes other text behind a state that it is "
-    "given"
-)
+_REFUSED = "a tiny model of random weights was probed: "
 _UNSURE = (
     "tiny models of random weights could not go on behind a state; whether yours can is tried "
     "when it is opened"
 )
 # of what a refusal says
 _SAID = (
-    ("computes something else if several tokens follow", _REFUSED),
+    (
+        "computes something else if several tokens follow",
+        f"{_REFUSED}it computes other text behind a state that it is given",
+    ),
     ("cannot compute several tokens behind a state", _UNSURE),
+    (
+        "the KV of a token depends on what comes after it",
+        f"{_REFUSED}the KV of a token depends on what comes after it",
+    ),
+    (
+        "cannot compute a prompt of token ids alone",
+        f"{_REFUSED}it cannot compute a prompt of token ids alone",
+    ),
+    (
+        "its cache grows",
+        f"{_REFUSED}its cache grows while it computes",
+    ),
+    (
+        "does not keep K and V [batch",
+        f"{_REFUSED}it does not keep K and V [batch, heads, tokens, dim] a layer",
+    ),
+    (
+        "whose KV it is given",
+        f"{_REFUSED}it cannot compute tokens after those whose KV it is given",
+    ),
 )
-_NOT_PROBED = "not probed here: no generic tiny model can be built"
+_NOT_PROBED = "not probed here: no tiny model can be built"
 MODELS_PAGE = {"reference/models.md": models_page}
 PAGES = {
     "reference/config.md": config_page,

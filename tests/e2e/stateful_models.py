@@ -107,7 +107,8 @@ def stateful(kind: str, seed: int = 0, dtype: str = "float32", **changes: object
     """Return a model of this type; `changes` of its configuration."""
     settings = {**_SIZE, **TYPES[kind], **changes}
     torch.manual_seed(seed)
-    model = class_of(kind)(configured(kind, settings)).eval()
+    model_class = class_of(kind)
+    model = model_class(configured(model_class, kind, settings)).eval()
     return model.to(getattr(torch, dtype))
 
 

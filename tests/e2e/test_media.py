@@ -377,6 +377,30 @@ def test_a_prompt_that_ends_with_an_image_shows_nothing(
     assert cached.last.hit.num_tokens == chunks_before(ids.shape[1] - 1)
 
 
+def test_a_form_is_tried_again_with_other_weights(house: House) -> None:
+    """What was found out with the old weights was once relied on."""
+    model = tiny_vision.llava()
+    cached = house.open(model)
+    ids = one_image("llava")
+    for _ in range(2):
+        text(cached, ids, **shown("llava", ids, [1]))
+    assert cached.last.hit.num_tokens == chunks_before(ids.shape[1] - 1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.01)
+    # the text before the image, with the new weights
+    text(cached, ids[:, :PLACE])
+    assert cached.last_stored[0].num_chunks
+    hits = []
+    for _ in range(2):
+        theirs = text(model, ids, **shown("llava", ids, [1]))
+        assert text(cached, ids, **shown("llava", ids, [1])) == theirs
+        hits.append(cached.last.hit)
+    assert hits[0].num_tokens == 0
+    assert "first prompt of this form" in hits[0].detail
+    assert hits[1].num_tokens == chunks_before(ids.shape[1] - 1)
+
+
 def test_the_digest_names_the_content_and_how_it_is_given() -> None:
     model = tiny_vision.llava()
     ids = one_image("llava")

@@ -589,6 +589,19 @@ def test_models_that_compute_something_else_behind_a_state_are_not_cached(
     )
 
 
+def test_a_long_probe_is_said(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = stateful("mistral")
+    slow = model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    with caplog.at_level("INFO", "pagoda.connectors"):
+        house.open(model)
+    slow.remove()
+    said = re.findall(r"it took (\S+) s to probe (\w+)", caplog.text)
+    assert [name for _, name in said] == ["MistralForCausalLM"]
+    assert float(said[0][0]) > 1
+
+
 def test_another_arrangement_has_other_keys() -> None:
     """A name for the weights says nothing of windows: what is kept must."""
     names = set()

@@ -1,200 +1,221 @@
-"""A tiny random model of every type of Transformers that can be built small from its configuration
-class alone.
+"""A tiny random model of every type of Transformers, built from its configuration class and the
+settings of `tiny_settings`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import inspect
+import itertools
+import re
 import warnings
+from collections.abc import Iterator, Mapping
 
 import torch
 import transformers
+from huggingface_hub.errors import (
+    StrictDataclassClassValidationError,
+    StrictDataclassFieldValidationError,
+)
 from transformers.models.auto import modeling_auto
 
 from pagoda.connectors.transformers import layout_of
-
-_MOST_PARAMETERS = 4_000_000
-_VOCABULARY = 500
-_LEFT_OUT = object()
-_CLASSES = {
-    kind: name if isinstance(name, str) else name[0]
-    for kind, name in {
-        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    }.items()
-}
-# the names that configurations have for their sizes; each takes those that it knows
-_SMALL = {
-    "vocab_size": _VOCABULARY,
-    "vocab_size_per_layer_input": _VOCABULARY,
-    "hidden_size": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "dim": 32,
-    "embedding_size": 32,
-    "embed_dim": 32,
-    "word_embed_proj_dim": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "ffn_hidden_size": 48,
-    "d_ff": 48,
-    "n_inner": 48,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "shared_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layers": 2,
-    "n_layer": 2,
-    "decoder_layers": 2,
-    "encoder_layers": 2,
-    "num_attention_heads": 4,
-    "n_heads": 4,
-    "n_head": 4,
-    "num_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "rotary_dim": 4,
-    "kv_channels": 8,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 512,
-    "n_positions": 512,
-    "n_ctx": 512,
-    "max_seq_len": 512,
-    "image_size": 28,
-    "patch_size": 14,
-    "depth": 2,
-    "image_token_id": 499,
-    "image_token_index": 499,
-    "video_token_id": 498,
-    "initializer_range": 0.3,
-    "init_std": 0.3,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-# for types whose defaults have no KV that can be cut, or whose sizes do not fit together: the first
-# that works counts
-_VARIANTS: tuple[dict[str, object], ...] = (
-    {},
-    {"head_dim": _LEFT_OUT, "num_key_value_heads": 4},
-    {"sliding_window": None, "layer_types": ["full_attention"] * 2},
-    {"is_decoder": True},
-    {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    {"pad_token_id": 0, "is_decoder": True},
-    {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "mrope_section": [1, 1, 2],
-        }
-    },
-    {"head_dim": _LEFT_OUT, "rotary_dim": _LEFT_OUT, "kv_channels": _LEFT_OUT},
+from tests.e2e.tiny_settings import (
+    FAMILIES,
+    INSTEAD,
+    LEFT_OUT,
+    MOST_PARAMETERS,
+    PARTS,
+    SMALL,
+    VARIANTS,
+    call_of,
 )
-_TEXT = {"model_type": "llama", "head_dim": 8}
-_VISION = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+
+# the classes of causal models first
+_CLASSES = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+_FIELD = re.compile(r"field '(\w+)'")
+# tiny models: on a busy machine a second thread only waits
+torch.set_num_threads(1)
+_TRIED = 20  # tokens of the prompt that a new model has to continue
 
 
 def model_types() -> list[str]:
     """Return the types of models that generate text, sorted."""
-    return sorted(_CLASSES)
+    return sorted({*_CLASSES[0], *_CLASSES[1]})
 
 
 def tiny_model(kind: str, seed: int = 0):
-    """Return a model of this type whose KV can be cached. Raises ValueError if none was found, with
-    all that failed.
+    """Return a model of this type that generates and whose KV can be cached. Raises ValueError if
+    none was found, with all that failed.
     """
-    troubles = []
-    for variant in _VARIANTS:
+    troubles: list[str] = []
+    for model in _tiny_models(kind, seed, troubles):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = _built(kind, seed, variant)
-                layout_of(model, 16)
-                return model
+            layout_of(model, 16)
+            return model
         except Exception as trouble:  # noqa: BLE001
-            # whatever a configuration or a model raises
-            troubles.append(f"{type(trouble).__name__}: {trouble}"[:200])
+            # whatever a model raises
+            troubles.append(_sentence(trouble))
     raise ValueError(f"{kind}: no tiny model that can be cached: {troubles}")
 
 
 def any_tiny_model(kind: str):
-    """Return a model of this type whose KV can be cached, else one that was built at all. Raises
-    ValueError if there is none.
+    """Return a model of this type that generates: one whose KV can be cached, else the first.
+    Raises ValueError if there is none, with all that failed.
     """
-    try:
-        return tiny_model(kind)
-    except ValueError as trouble:
-        for variant in _VARIANTS:
-            with warnings.catch_warnings(), contextlib.suppress(Exception):
-                warnings.simplefilter("ignore")
-                return _built(kind, 0, variant)
-        raise trouble
+    troubles: list[str] = []
+    first = None
+    for model in _tiny_models(kind, 0, troubles):
+        try:
+            layout_of(model, 16)
+            return model
+        except Exception:  # noqa: BLE001
+            # whatever a model raises
+            first = model if first is None else first
+    if first is None:
+        raise ValueError(f"{kind}: no tiny model that generates: {troubles}")
+    return first
 
 
-def _built(kind: str, seed: int, variant: dict[str, object]):
-    model_class = class_of(kind)
-    settings = {**_SMALL, **variant}
-    with torch.device("meta"):
-        weights = sum(
-            weight.numel()
-            for weight in model_class(configured(kind, settings)).parameters()
-        )
-    if weights > _MOST_PARAMETERS:
-        raise ValueError(f"{weights} parameters even when it is built small")
-    torch.manual_seed(seed)
-    return model_class(configured(kind, settings)).eval()
+def untried_model(kind: str):
+    """Return a model of this type, which may not be able to generate."""
+    return _built(class_of(kind), kind, 0, {})
 
 
 def class_of(kind: str):
-    """Return the class of the models of a type."""
-    return getattr(transformers, _CLASSES[kind])
+    """Return the class of the models of a type: one that takes its whole configuration, if there
+    is one.
+    """
+    return _classes_of(kind)[0]
 
 
-def configured(kind: str, settings: dict[str, object]):
-    """Return a configuration of a type, which takes the settings that it knows."""
-    return _configured(transformers.CONFIG_MAPPING[kind], settings)
+def configured(model_class, kind: str, settings: Mapping[str, object]):
+    """Return a configuration for a class of the models of a type, which takes the settings that it
+    knows, and all of its family.
+    """
+    config = _configured(
+        transformers.CONFIG_MAPPING[kind], settings, FAMILIES.get(kind, {})
+    )
+    wanted = model_class.config_class
+    for name in getattr(config, "sub_configs", None) or {}:
+        # of a class that takes a part of the configuration only
+        if wanted is not type(config) and wanted is type(getattr(config, name)):
+            return getattr(config, name)
+    return config
 
 
-def _configured(config_class, settings: dict[str, object]):
+def _classes_of(kind: str) -> list[type[transformers.PreTrainedModel]]:
+    """Return the classes of the models of a type, those that take its whole configuration first."""
+    named = [names[kind] for names in _CLASSES if kind in names]
+    classes = [
+        getattr(transformers, name if isinstance(name, str) else name[0])
+        for name in named
+    ]
+    whole = transformers.CONFIG_MAPPING[kind]
+    return sorted(classes, key=lambda one: one.config_class is not whole)
+
+
+def _tiny_models(
+    kind: str, seed: int, troubles: list[str]
+) -> Iterator[transformers.PreTrainedModel]:
+    """Yield each model of this type that generates; add what the others raised to `troubles`."""
+    for model_class, variant in itertools.product(_classes_of(kind), VARIANTS):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = _built(model_class, kind, seed, variant)
+                _try_out(kind, model)
+        except Exception as trouble:  # noqa: BLE001
+            # whatever a configuration or a model raises
+            troubles.append(_sentence(trouble))
+            continue
+        yield model
+
+
+def _sentence(trouble: Exception) -> str:
+    return f"{type(trouble).__name__}: {trouble}"[:200]
+
+
+def _built(model_class, kind: str, seed: int, variant: Mapping[str, object]):
+    settings = {**SMALL, **variant}
+    with torch.device("meta"):
+        shell = model_class(configured(model_class, kind, settings))
+    weights = sum(weight.numel() for weight in shell.parameters())
+    if weights > MOST_PARAMETERS:
+        raise ValueError(f"{weights} parameters even when it is built small")
+    torch.manual_seed(seed)
+    return model_class(configured(model_class, kind, settings)).eval()
+
+
+def _try_out(kind: str, model) -> None:
+    """Generate a few tokens. Raises whatever the model raises."""
+    # MPT and Evolla have False: no call would be cached
+    model.generation_config.use_cache = True
+    prompt = torch.arange(3, 3 + _TRIED)[None]
+    with torch.random.fork_rng(devices=[]):
+        model.generate(**call_of(kind, prompt), max_new_tokens=6, do_sample=False)
+
+
+def _configured(
+    config_class, settings: Mapping[str, object], family: Mapping[str, object]
+):
+    """Return a configuration that takes the settings that it knows, and all of its family."""
     known = {
         *inspect.signature(config_class).parameters,
         *getattr(config_class, "attribute_map", {}),
     }
+    parts = {}
+    for name in getattr(config_class, "sub_configs", None) or {}:
+        part = _part_class(config_class, name, family.get(name, {}))
+        if part is not None:
+            parts[name] = _part(name, part, settings, family.get(name, {}))
+    own = {name: value for name, value in family.items() if name not in parts}
+    chosen = {name: value for name, value in settings.items() if name in known}
     chosen = {
         name: value
-        for name, value in settings.items()
-        if name in known and value is not _LEFT_OUT
+        for name, value in {**chosen, **own}.items()
+        if value is not LEFT_OUT
     }
-    parts = {}
-    for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
-        if part is transformers.AutoConfig:
-            given = _TEXT if "text" in name else _VISION
-            part = transformers.CONFIG_MAPPING[given["model_type"]]
-            parts[name] = {
-                **_configured(part, {**settings, **given}).to_dict(),
-                **given,
-            }
-        else:
-            parts[name] = _configured(part, settings).to_dict()
-    return config_class(**chosen, **parts)
+    while True:
+        try:
+            # configurations complete the dicts that they are given
+            return config_class(**copy.deepcopy(chosen), **parts)
+        except StrictDataclassFieldValidationError as trouble:
+            # a general setting that is a list here, or must not be None
+            named = _FIELD.search(str(trouble))
+            if not named or named[1] in own or named[1] not in chosen:
+                raise
+            del chosen[named[1]]
+
+
+def _part_class(config_class, name: str, family: Mapping[str, object]):
+    """Return the class of a part: the kind that its family names, else the kind that it has by
+    default; None: by default it is left out.
+    """
+    if "model_type" in family:
+        return transformers.CONFIG_MAPPING[family["model_type"]]
+    declared = config_class.sub_configs[name]
+    try:
+        default = getattr(config_class(), name)
+    except StrictDataclassClassValidationError:
+        # the default of the whole is not complete
+        return declared
+    if default is None:
+        return declared if family else None
+    if declared is not transformers.AutoConfig:
+        return declared
+    instead = INSTEAD.get(default.model_type, default.model_type)
+    return transformers.CONFIG_MAPPING[instead]
+
+
+def _part(
+    name: str,
+    part,
+    settings: Mapping[str, object],
+    family: Mapping[str, object],
+) -> dict[str, object]:
+    made = _configured(part, {**settings, **PARTS.get(name, {})}, family)
+    return {**made.to_dict(), "model_type": made.model_type}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -52,6 +52,7 @@ from pagoda.connectors.transformers.call_arguments import (
     as_keywords,
     over_given_kv,
     read_arguments,
+    takes_prompt_first,
 )
 from pagoda.connectors.transformers.dynamic_cache import (
     copy_engine_for,
@@ -118,6 +119,7 @@ _log = guarded_logger("pagoda.connectors")
 _MOST_HOOKS = 64  # that change KV, to remember
 _MOST_LAYOUTS = 64  # of KV under other settings, to remember
 _NO_KV_BYTES = 4096  # the host tier of a model that is not cached
+_LONG_PROBE_SECONDS = 1.0  # more than a start should wait for without a word
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,11 @@ class _Ready:
     hooks: Sequence[ForeignHook] = field(default=(), compare=False)
     # of a model that can go on only where an ending was kept
     stateful: StatefulPrompts | None = field(default=None, compare=False)
+
+    @property
+    def name(self) -> Hashable:
+        """What names the KV of this moment, whoever asks for it."""
+        return self.namespace, self.space["numerics"]
 
     @property
     def why_not_apart(self) -> str:
@@ -315,7 +322,8 @@ class CachedModel(ModelFacade):
         self._closed = False
         # settings of `blend` that had a verdict: if it is lost, they raise no error
         self._passed: set[str] = set()
-        if why := read_arguments(model, {}).why_not:
+        why = "" if self._refusal else read_arguments(model, {}).why_not
+        if why:
             _log.warning(
                 "calls go on without the cache unless their arguments change that: %s",
                 why,
@@ -389,8 +397,8 @@ class CachedModel(ModelFacade):
 
     def generate(
         self,
+        *given: Any,
         input_ids: Any | None = None,
-        *others: Any,
         attention_mask: Any | None = None,
         documents: Sequence[Any] | None = None,
         question: Any | None = None,
@@ -414,9 +422,10 @@ class CachedModel(ModelFacade):
         see `blend`. Then the result begins with the tokens of all documents and of the question.
 
         Args:
+            given: by position, what `model.generate` takes first: the prompts, as `input_ids`, and
+                after them the attention mask or what `model.generate` takes there.
             input_ids: the prompts, [batch, tokens]; not with `documents`. None: the call goes on
                 without the cache, unless there are `inputs`.
-            others: by position, the attention mask or what `model.generate` takes after the prompt.
             attention_mask: as for `model.generate`; not with `documents`.
             documents, question, recompute, policy, min_tokens, unchecked: as for `blend`; text
                 needs `tokenizer`.
@@ -427,9 +436,27 @@ class CachedModel(ModelFacade):
 
         Raises ValueError for wrong arguments, ConfigError (a ValueError) if `blend` has no verdict.
         """
-        attention_mask, kwargs = as_keywords(
-            self.model, others, attention_mask, kwargs
+        input_ids, attention_mask, kwargs = as_keywords(
+            self.model, given, input_ids, attention_mask, kwargs
         )
+        with_documents = documents is not None or question is not None
+        if with_documents and (
+            input_ids is not None or attention_mask is not None or store_output
+        ):
+            raise ValueError(
+                "documents: give the whole prompt as documents and question, without "
+                "input_ids, attention_mask "
+                "and store_output"
+            )
+        if self._refusal and with_documents:
+            return self._generated_whole(
+                self._refusal, documents, question, kwargs
+            )
+        if self._refusal:
+            # the arguments are the model's alone: nobody here knows what they mean to it
+            return self._generated_without(
+                self._refusal, input_ids, attention_mask, kwargs
+            )
         if input_ids is None and self.model.main_input_name == "input_ids":
             input_ids = kwargs.pop("inputs", None)
         media, not_shown = media_of(self.model, input_ids, kwargs)
@@ -437,32 +464,24 @@ class CachedModel(ModelFacade):
             self.model, _without_media(kwargs)
         )
         why_not = why_not or not_shown
+        self._prefills.read()
+        before = self._ready(salt)
         if media.form:
             kinds = layer_kinds(self.model.config)
             why_not = why_not or why_not_with(media, kinds, assisted)
-            why_not = why_not or self._trials.trouble(media) or ""
+            why_not = why_not or self._trials.trouble(media, before.name) or ""
             shape = self._seen.shape
             if shape is not None and not why_not:
                 why_not = self._trials.try_marks(
-                    self.model, shape, media, input_ids, kwargs
+                    self.model, shape, media, before.name, input_ids, kwargs
                 )
                 media = NOTHING
         beams = decoding.num_beams or 1
         repeats = max(beams, decoding.num_return_sequences or 1)
-        if documents is not None or question is not None:
-            if (
-                input_ids is not None
-                or attention_mask is not None
-                or store_output
-            ):
-                raise ValueError(
-                    "documents: give the whole prompt as documents and question, without "
-                    "input_ids, attention_mask "
-                    "and store_output"
-                )
+        if with_documents:
             if assisted:
                 why_not = why_not or "documents are not decoded with an assistant"
-            why_not = why_not or self._ready(salt).why_not
+            why_not = why_not or before.why_not
             if why_not:
                 return self._generated_whole(why_not, documents, question, kwargs)
             try:
@@ -489,8 +508,6 @@ class CachedModel(ModelFacade):
                 "store_output: beams change rows while they grow, so only their prompt can be "
                 "stored"
             )
-        self._prefills.read()
-        before = self._ready(salt)
         why_not = why_not or before.why_not
         prompts = None
         if not why_not:
@@ -507,22 +524,22 @@ class CachedModel(ModelFacade):
         watch = HookWatch(self.model, before.hooks)
         try:
             with watch:
-                given = over_given_kv(decoding, kwargs)
+                passed = over_given_kv(decoding, kwargs)
                 if before.stateful is not None:
                     most_tokens = decoding.prefill_chunk_size
                     kept = store or store_output
                     # marks that show nothing
-                    given = _without_media(given)
+                    passed = _without_media(passed)
                     out, kv = self._generated_with_endings(
                         prompts,
                         before,
                         before.stateful,
                         most_tokens,
                         kept,
-                        given,
+                        passed,
                     )
                 else:
-                    out, kv = self._generated(prompts, before, given)
+                    out, kv = self._generated(prompts, before, passed)
         except HookChanges as seen:
             # nothing was chosen or streamed yet, except the prompt
             self._keep_in_mind(seen.hook)
@@ -852,8 +869,9 @@ class CachedModel(ModelFacade):
         given = model_checks.kv_argument(self.model, kv)
         positions = positions_of(self.model, input_ids, mask, kwargs)
         rest = media.after(columns, kwargs)
-        return self.model.generate(
-            input_ids, attention_mask=mask, **given, **positions, **rest
+        return self._call_generate(
+            input_ids,
+            {"attention_mask": mask, **given, **positions, **rest},
         )
 
     def _generated_without(
@@ -867,10 +885,17 @@ class CachedModel(ModelFacade):
         in.
         """
         self.went_without(why_not)
-        given = [] if input_ids is None else [input_ids]
         if attention_mask is not None:
             kwargs = {"attention_mask": attention_mask, **kwargs}
-        return self.model.generate(*given, **kwargs)
+        return self._call_generate(input_ids, kwargs)
+
+    def _call_generate(self, input_ids: Any, kwargs: dict[str, Any]) -> Any:
+        """Return `model.generate` of a prompt, which is given where this model takes it."""
+        if input_ids is None:
+            return self.model.generate(**kwargs)
+        if takes_prompt_first(self.model):
+            return self.model.generate(input_ids, **kwargs)
+        return self.model.generate(input_ids=input_ids, **kwargs)
 
     def went_without(self, why_not: str) -> None:
         """Take note of a call that the cache has no part in: in `last`, the counters and the
@@ -930,7 +955,7 @@ class CachedModel(ModelFacade):
                 raise ValueError(
                     f"{kv.get_seq_length()} tokens have KV, and the text has {ids.shape[1]} tokens"
                 )
-            self._try_media(kv, prompts, kwargs)
+            self._try_media(kv, prompts, before, kwargs)
             if not prompt and not with_output:
                 return
             if with_output:
@@ -954,13 +979,13 @@ class CachedModel(ModelFacade):
             )
 
     def _try_media(
-        self, kv: Any, prompts: _Prompts, kwargs: dict[str, Any]
+        self, kv: Any, prompts: _Prompts, ready: _Ready, kwargs: dict[str, Any]
     ) -> None:
         """Try a form of calls with the first prompt that has it. Raises ValueError if the model
         cannot continue after such items.
         """
         media = prompts.media
-        trouble = self._trials.trouble(media)
+        trouble = self._trials.trouble(media, ready.name)
         if trouble is None:
             only = {"max_new_tokens": 1, "do_sample": False}
 
@@ -976,6 +1001,7 @@ class CachedModel(ModelFacade):
                 self._seen,
                 kv,
                 media,
+                ready.name,
                 (prompts.input_ids, prompts.mask, prompts.rows[0].pad),
                 kwargs,
                 generate,
@@ -1013,7 +1039,7 @@ class CachedModel(ModelFacade):
                 )
         found = self._prefix(rows, width, ready, looked, began)
         if media.form:
-            self._cut_to_items(found, media, one_by_one=repeats == 1)
+            self._cut_to_items(found, media, ready, one_by_one=repeats == 1)
         kv = found.past_key_values
         found.past_key_values = None
         self.last = found
@@ -1033,15 +1059,15 @@ class CachedModel(ModelFacade):
             return out, kv
 
     def _cut_to_items(
-        self, found: Prefix, media: Media, *, one_by_one: bool
+        self, found: Prefix, media: Media, ready: _Ready, *, one_by_one: bool
     ) -> None:
         """Leave of a prefix what a prompt with items can begin from."""
         columns = media.whole(found.columns, one_by_one)
         why = "an item that is not covered whole is computed"
-        if self._trials.trouble(media) is None:
+        if self._trials.trouble(media, ready.name) is None:
             # whoever stored KV of all items has tried it with these weights
             if media.items and media.items[-1].stop <= columns:
-                self._trials.trust(media)
+                self._trials.trust(media, ready.name)
             else:
                 columns = 0
                 why = (
@@ -1480,8 +1506,18 @@ def _probed(model: Any, chunk_tokens: int) -> model_checks.ProbedModel:
 
 
 def _looked_at(model: Any, chunk_tokens: int) -> model_checks.ProbedModel:
-    """Probe the model; return the result with the copy engine of its device."""
+    """Probe the model; return the result with the copy engine of its device. A line of the log says
+    how long it took, if a person would ask.
+    """
+    began = time.perf_counter()
     seen = _probed(model, chunk_tokens)
+    seconds = time.perf_counter() - began
+    if seconds > _LONG_PROBE_SECONDS:
+        _log.info(
+            "it took %.1f s to probe %s, by passes over a few tokens",
+            seconds,
+            type(model).__name__,
+        )
     return seen._replace(copy_engine=copy_engine_for(seen.devices))
 
 

@@ -8,6 +8,7 @@ never put wrong KV under a key.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -142,38 +143,65 @@ def read_arguments(model: Any, kwargs: dict[str, Any]) -> CallArguments:
 
 
 def as_keywords(
-    model: Any, others: Sequence[Any], mask: Any, kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """Return the attention mask and the keywords of a call of `generate`. Pure.
+    model: Any,
+    given: Sequence[Any],
+    input_ids: Any,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the prompt, the attention mask and the keywords of a call of `generate`. Pure.
 
     Raises TypeError for an argument that is given twice, and for too many.
 
     Args:
-        model: its `generate` names the arguments.
-        others: what was given by position after the prompt: a tensor is the attention mask;
+        model: its `generate` names the arguments. Some take an image first, and the prompt later.
+        given: what was given by position. After the prompt, a tensor is the attention mask;
             Transformers itself takes a generation config there, and others after it.
+        input_ids: the prompt that was given by keyword.
         mask: the attention mask that was given by keyword.
         kwargs: the other keywords.
     """
     import torch
 
-    if not others:
-        return mask, kwargs
-    given = list(others)
-    if isinstance(given[0], torch.Tensor):
-        if mask is not None:
-            raise TypeError("generate got the attention_mask twice")
-        mask = given.pop(0)
-    names = list(inspect.signature(model.generate).parameters)[1:]
+    if not given:
+        return input_ids, mask, kwargs
+    names = list(_parameters_of(model))
+    most = len(names)
+    if takes_prompt_first(model):
+        with_mask = len(given) > 1 and isinstance(given[1], torch.Tensor)
+        names[0] = "input_ids"
+        if with_mask and names[1] != "attention_mask":
+            names.insert(1, "attention_mask")
     if len(given) > len(names):
-        raise TypeError(
-            f"generate takes at most {len(names) + 1} arguments by position"
-        )
-    named = dict(zip(names, given, strict=False))
-    twice = named.keys() & kwargs.keys()
-    if twice:
-        raise TypeError(f"generate got {min(twice)} twice")
-    return mask, {**named, **kwargs}
+        raise TypeError(f"generate takes at most {most} arguments by position")
+    by_position = dict(zip(names, given, strict=False))
+    by_keyword = {"input_ids": input_ids, "attention_mask": mask, **kwargs}
+    for name in by_position:
+        if by_keyword.get(name) is not None:
+            raise TypeError(f"generate got {name} twice")
+    named = {**by_keyword, **by_position}
+    return named.pop("input_ids"), named.pop("attention_mask"), named
+
+
+def takes_prompt_first(model: Any) -> bool:
+    """Return whether the first argument of `model.generate` by position is the prompt: some types
+    take an image first.
+    """
+    names = _parameters_of(model)
+    return "input_ids" not in names or names[0] in ("inputs", "input_ids")
+
+
+def _parameters_of(model: Any) -> tuple[str, ...]:
+    """Return the names of the parameters of `model.generate`."""
+    function = getattr(model.generate, "__func__", None)
+    if function is None:
+        return tuple(inspect.signature(model.generate).parameters)
+    return _names_in(function)[1:]
+
+
+@functools.lru_cache(maxsize=64)
+def _names_in(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
 
 
 def over_given_kv(decoding: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Of a model with windows or states, texts alone are served. Their processors pass
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from pagoda.connectors.transformers.cache_shape import CacheShape
@@ -29,27 +29,30 @@ Generate = Callable[[Any, Any, Any, dict[str, Any], Media, int], Any]
 
 
 class MediaTrials:
-    """The forms of calls that were tried with one model. As thread-safe as the model."""
+    """The forms of calls that were tried with one model, each with the weights, adapters and
+    settings of its trial: `under` is what names the KV of that moment. With others it is untried.
+    As thread-safe as the model.
+    """
 
     def __init__(self) -> None:
-        self._troubles: dict[tuple[Any, ...], str] = {}
+        self._troubles: dict[tuple[Hashable, ...], str] = {}
 
-    def trouble(self, media: Media) -> str | None:
+    def trouble(self, media: Media, under: Hashable) -> str | None:
         """Return why calls of this form cannot use the cache; "" if they can, None if it was not
         tried yet.
         """
         if not media.form:
             return ""
-        return self._troubles.get(media.form)
+        return self._troubles.get((under, media.form))
 
-    def trust(self, media: Media) -> None:
+    def trust(self, media: Media, under: Hashable) -> None:
         """Take the form of a call as tried, by another process."""
-        self._set(media, "")
+        self._set(media, under, "")
 
-    def _set(self, media: Media, trouble: str) -> None:
+    def _set(self, media: Media, under: Hashable, trouble: str) -> None:
         while len(self._troubles) >= _MOST_FORMS:
             self._troubles.pop(next(iter(self._troubles)))
-        self._troubles[media.form] = trouble
+        self._troubles[under, media.form] = trouble
 
     def try_out(
         self,
@@ -57,6 +60,7 @@ class MediaTrials:
         seen: ProbedModel,
         kv: Any,
         media: Media,
+        under: Hashable,
         prompt: tuple[Any, Any, int],
         kwargs: dict[str, Any],
         generate: Generate,
@@ -71,6 +75,7 @@ class MediaTrials:
             seen: its layout and devices.
             kv: the KV of the whole prompt, which stays as it is.
             media: what the prompt shows.
+            under: what names the KV.
             prompt: its ids and mask, [1, tokens], and how many columns are padding.
             kwargs: the arguments of its call.
             generate: generates a token from KV, which it fills.
@@ -113,7 +118,7 @@ class MediaTrials:
             trouble = f"it cannot compute a part of the prompt: {error}"
         if trouble:
             trouble = f"{media.form[0]}: {type(model).__name__}: {trouble}"
-        self._set(media, trouble)
+        self._set(media, under, trouble)
         return trouble
 
     def try_marks(
@@ -121,6 +126,7 @@ class MediaTrials:
         model: Any,
         shape: CacheShape,
         media: Media,
+        under: Hashable,
         input_ids: Any,
         kwargs: dict[str, Any],
     ) -> str:
@@ -131,10 +137,11 @@ class MediaTrials:
             model: one with windows or states.
             shape: of its cache.
             media: of a prompt that shows nothing, whose marks are all 0.
+            under: what names the KV.
             input_ids: the prompt, [1, tokens].
             kwargs: the arguments of its call.
         """
-        known = self.trouble(media)
+        known = self.trouble(media, under)
         if known is not None:
             return known
         marks = {name: kwargs[name] for name in media.form}
@@ -148,7 +155,7 @@ class MediaTrials:
         except Exception as error:  # noqa: BLE001
             # whatever a model's code raises
             trouble = f"{name}: it cannot be tried whether marks of 0 change the KV: {error}"
-        self._set(media, trouble)
+        self._set(media, under, trouble)
         return trouble
 
 

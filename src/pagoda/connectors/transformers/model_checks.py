@@ -29,6 +29,8 @@ _WHY = {
     "LinearAttentionAndSlidingWindowAttentionLayer": "a recurrent state cannot be cut at a chunk",
     "DummyLayer": "layers that share the KV of others are not supported yet",
 }
+# of the largest value of a layer: float32 rounds to 1e-6, bfloat16 to 1e-2
+_MOST_ROUNDING = {"fine": 2e-3, "coarse": 0.05}
 _PROBE_TOKENS = 4
 _HELD_TOKENS = 2
 # rotary frequencies that depend on the length of the prompt
@@ -68,10 +70,12 @@ def check_model(model: Any) -> None:
 
 
 def check_whole(model: Any) -> None:
-    """Raise ValueError for a model that is spread over processes, or whose K depends on the length
-    of the prompt.
+    """Raise ValueError for a model that does not generate as Transformers does, that is spread over
+    processes, or whose K depends on the length of the prompt.
     """
     config = model.config
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        raise ValueError(f"{type(model).__name__}: it cannot generate")
     if getattr(model, "tp_size", None) or any(
         type(weight).__name__ == "DTensor" for weight in model.parameters()
     ):
@@ -88,15 +92,20 @@ def check_whole(model: Any) -> None:
 
 def is_stateful(model: Any) -> bool:
     """Whether some layer of the model's cache keeps something else than K and V of every token.
-    Pure.
+    Pure. Raises ValueError if no cache can be made for the model.
     """
     from transformers import DynamicCache
 
     if model.config.is_encoder_decoder:
         return False
-    kinds = {
-        type(layer).__name__ for layer in DynamicCache(config=model.config).layers
-    }
+    try:
+        cache = DynamicCache(config=model.config)
+    except Exception as trouble:  # whatever a configuration raises
+        raise ValueError(
+            f"{type(model).__name__} has a configuration of which no cache can be made: "
+            f"{type(trouble).__name__}: {trouble}"
+        ) from trouble
+    kinds = {type(layer).__name__ for layer in cache.layers}
     return bool(kinds - {"DynamicLayer"})
 
 
@@ -123,11 +132,12 @@ def _probed(model: Any, chunk_tokens: int, told: bool) -> ProbedModel:
             f"{name} has layers of different shapes {sorted(planes)}: not supported yet"
         )
     parts = probed_kv(model, _PROBE_TOKENS, held=_HELD_TOKENS, told=told)
-    if not _is_like(parts, whole, slice(0, _HELD_TOKENS)):
+    most = _most_rounding(model, whole)
+    if not _is_like(parts, whole, slice(0, _HELD_TOKENS), most):
         raise ValueError(
             f"{name}: the KV of a token depends on what comes after it"
         )
-    if not _is_like(parts, whole, slice(_HELD_TOKENS, _PROBE_TOKENS)):
+    if not _is_like(parts, whole, slice(_HELD_TOKENS, _PROBE_TOKENS), most):
         raise ValueError(
             f"{name} computes other KV if it is given that of the tokens before: it cannot be "
             "cached"
@@ -136,11 +146,29 @@ def _probed(model: Any, chunk_tokens: int, told: bool) -> ProbedModel:
     return ProbedModel(layout, [layer[0].device for layer in whole])
 
 
+def _most_rounding(model: Any, layers: list[tuple[Any, Any]]) -> float:
+    """Return how far two computations of the same KV may differ, of the largest value."""
+    import torch
+
+    dtypes = {weight.dtype for weight in model.parameters()}
+    dtypes |= {plane.dtype for layer in layers for plane in layer}
+    kinds = {plane.device.type for layer in layers for plane in layer}
+    is_fine = (
+        dtypes <= {torch.float32, torch.float64}
+        and torch.get_float32_matmul_precision() == "highest"
+        and not any(torch.is_autocast_enabled(kind) for kind in kinds)
+    )
+    return _MOST_ROUNDING["fine" if is_fine else "coarse"]
+
+
 def _is_like(
-    ours: list[tuple[Any, Any]], theirs: list[tuple[Any, Any]], tokens: slice
+    ours: list[tuple[Any, Any]],
+    theirs: list[tuple[Any, Any]],
+    tokens: slice,
+    most: float,
 ) -> bool:
-    """Return whether KV of some tokens that was computed in two ways is the same, up to
-    rounding.
+    """Return whether KV of some tokens that was computed in two ways is the same, up to rounding of
+    `most` of the largest value.
     """
     for our_layer, their_layer in zip(ours, theirs, strict=True):
         for our_plane, their_plane in zip(our_layer, their_layer, strict=True):
@@ -148,7 +176,7 @@ def _is_like(
                 our_plane[..., tokens, :].float()
                 - their_plane[..., tokens, :].float()
             )
-            if difference.abs().max() > 0.05 * their_plane.float().abs().max():
+            if difference.abs().max() > most * their_plane.float().abs().max():
                 return False
     return True
 
@@ -214,6 +242,7 @@ def probed_kv(
     from transformers import DynamicCache
 
     cache: Any = DynamicCache(config=model.config)
+    layers_made = len(cache.layers)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(1, tokens + 1, device=model.device)[None] % vocabulary
     known = inspect.signature(model.forward).parameters
@@ -248,6 +277,7 @@ def probed_kv(
         raise ValueError(
             f"{type(model).__name__} cannot compute {what}: {type(trouble).__name__}: {trouble}"
         ) from trouble
+    check_grown(model, layers_made, cache)
     layers = [(layer.keys, layer.values) for layer in cache.layers]
     if any(
         plane is None or plane.ndim != 4 or plane.shape[2] != tokens
@@ -258,6 +288,21 @@ def probed_kv(
             f"{type(model).__name__} does not keep K and V [batch, heads, tokens, dim] a layer"
         )
     return layers
+
+
+class GrownCache(ValueError):
+    """A model adds layers to its cache."""
+
+
+def check_grown(model: Any, made: int, cache: Any) -> None:
+    """Raise GrownCache for a model that has added layers to its cache of `made` layers while it
+    computed: one that is filled from the tiers has those of the configuration only.
+    """
+    if len(cache.layers) != made:
+        raise GrownCache(
+            f"{type(model).__name__}: its cache grows from {made} to {len(cache.layers)} layers "
+            "while it computes"
+        )
 
 
 def _plane(tensor: Any) -> Plane:

@@ -56,8 +56,6 @@ def why_no_passes(model: Any) -> str:
         return (
             "this version of Transformers is too old to compute a prompt in parts"
         )
-    if not hasattr(model, "prepare_inputs_for_generation"):
-        return "it cannot generate"
     return ""
 
 

@@ -32,7 +32,9 @@ from pagoda.connectors.transformers.cache_shape import (
     unknown_kind,
 )
 from pagoda.connectors.transformers.model_checks import (
+    GrownCache,
     ProbedModel,
+    check_grown,
     check_whole,
 )
 from pagoda.connectors.transformers.prefill_cuts import pass_over, why_no_passes
@@ -104,6 +106,8 @@ def _shape_of(model: Any) -> CacheShape:
     name = type(model).__name__
     try:
         return _probed(model)
+    except GrownCache:
+        raise
     except UnknownLayer as unknown_layer:
         raise ValueError(f"{name}: {unknown_layer}") from None
     except OtherText as refused:
@@ -210,7 +214,9 @@ def _probed(model: Any) -> CacheShape:
     mask = torch.ones_like(ids)
 
     cache = empty_cache(model)
+    layers = len(cache.layers)
     pass_over(model, ids, mask, 0, _HELD, cache)
+    check_grown(model, layers, cache)
     shape = shape_of(model, cache)
     if not is_at(shape, cache, _HELD):
         raise UnknownLayer(
