@@ -344,16 +344,21 @@ class Cache:
         *,
         counted: bool = True,
         usable: Callable[[Hit], Hit] | None = None,
+        pieces: bool = False,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Return how many leading tokens are cached and where; copy nothing, protect them from
         eviction for a moment.
 
+        With `pieces` the hit also has the `pieces` behind the first missing chunk, about which each
+        tier is asked once. `retrieve(tokens[:stop], kv, start_tokens=start, counted=False)` loads
+        one; its KV is right only after an engine has computed everything before it, or loaded it.
+
         A caller that looks up and then retrieves the same prompt must pass `counted=False` to one
         of the two calls. An engine that cannot go on after every chunk says with `usable` what of a
         hit it can use (`Hit.shortened`): that is counted and returned.
         """
-        return self._lookup_call(tokens, counted, options, usable).run()
+        return self._lookup_call(tokens, counted, options, usable, pieces).run()
 
     def lookup_future(
         self, tokens: TokenIds | None, **options: Unpack[CallOptions]
@@ -377,16 +382,21 @@ class Cache:
         kv: Transfer,
         *,
         counted: bool = True,
+        pieces: bool = False,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Fill `kv` with the leading chunks that are cached; return which. Only validated chunks
         are in the hit.
 
+        With `pieces` it also fills what is cached behind the first missing chunk, as a part of the
+        same request, within the same deadline: `Hit.pieces` says what is in `kv` then, `Hit.loaded`
+        how much that is. The engine has to compute the rest, in order.
+
         A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last
         one. With `counted=False` it loads what a lookup has promised, even if computing has turned
         out to be faster since then.
         """
-        return self._retrieve_call(tokens, kv, counted, options).run()
+        return self._retrieve_call(tokens, kv, counted, options, pieces).run()
 
     def retrieve_future(
         self,
@@ -475,6 +485,7 @@ class Cache:
         counted: bool,
         options: CallOptions,
         usable: Callable[[Hit], Hit] | None = None,
+        pieces: bool = False,
     ) -> Call[Hit]:
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
         work = partial(
@@ -484,6 +495,7 @@ class Cache:
             counted,
             usable,
             measure_again,
+            pieces,
         )
         return Call(
             "lookup",
@@ -499,10 +511,18 @@ class Cache:
         kv: Transfer,
         counted: bool,
         options: CallOptions,
+        pieces: bool = False,
     ) -> Call[Hit]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
-        work = RetrieveCall(self._resources, request, transfer, counted).run
+        work = RetrieveCall(
+            self._resources,
+            request,
+            transfer,
+            counted,
+            [] if pieces else None,
+            pieces,
+        ).run
         return Call(
             "retrieve",
             work,

@@ -625,6 +625,20 @@ class PeersConnection(StoreConnection):
             self._served = None
         return 0
 
+    def present(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[bool]:
+        """Return which keys a neighbour has: a question for each hole, because neighbours answer
+        with a number of leading keys.
+        """
+        here: list[bool] = []
+        while len(here) < len(keys) and time.monotonic() < until:
+            left = keys[len(here) :]
+            found = self.find(namespace, left, until)
+            here += [True] * found
+            here += [False] * (found < len(left))
+        return here + [False] * (len(keys) - len(here))
+
     def touch(
         self,
         namespace: bytes,
