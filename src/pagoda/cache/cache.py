@@ -344,14 +344,15 @@ class Cache:
         *,
         counted: bool = True,
         usable: Callable[[Hit], Hit] | None = None,
-        pieces: bool = False,
+        pieces: bool | int = False,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Return how many leading tokens are cached and where; copy nothing, protect them from
         eviction for a moment.
 
         With `pieces` the hit also has the `pieces` behind the first missing chunk, about which each
-        tier is asked once. `retrieve(tokens[:stop], kv, start_tokens=start, counted=False)` loads
+        tier is asked once: all of them, or if `pieces` is a number, those in runs of at least so
+        many tokens. `retrieve(tokens[:stop], kv, start_tokens=start, counted=False)` loads
         one; its KV is right only after an engine has computed everything before it, or loaded it.
 
         A caller that looks up and then retrieves the same prompt must pass `counted=False` to one
@@ -382,15 +383,16 @@ class Cache:
         kv: Transfer,
         *,
         counted: bool = True,
-        pieces: bool = False,
+        pieces: bool | int = False,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Fill `kv` with the leading chunks that are cached; return which. Only validated chunks
         are in the hit.
 
         With `pieces` it also fills what is cached behind the first missing chunk, as a part of the
-        same request, within the same deadline: `Hit.pieces` says what is in `kv` then, `Hit.loaded`
-        how much that is. The engine has to compute the rest, in order.
+        same request, within the same deadline: all, or runs of at least so many tokens.
+        `Hit.pieces` says what is in `kv` then, `Hit.loaded` how much that is. The engine has to
+        compute the rest, in order.
 
         A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last
         one. With `counted=False` it loads what a lookup has promised, even if computing has turned
@@ -485,7 +487,7 @@ class Cache:
         counted: bool,
         options: CallOptions,
         usable: Callable[[Hit], Hit] | None = None,
-        pieces: bool = False,
+        pieces: bool | int = False,
     ) -> Call[Hit]:
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
         work = partial(
@@ -495,7 +497,7 @@ class Cache:
             counted,
             usable,
             measure_again,
-            pieces,
+            int(pieces),
         )
         return Call(
             "lookup",
@@ -511,7 +513,7 @@ class Cache:
         kv: Transfer,
         counted: bool,
         options: CallOptions,
-        pieces: bool = False,
+        pieces: bool | int = False,
     ) -> Call[Hit]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
@@ -521,7 +523,7 @@ class Cache:
             transfer,
             counted,
             [] if pieces else None,
-            pieces,
+            int(pieces),
         ).run
         return Call(
             "retrieve",

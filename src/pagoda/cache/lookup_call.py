@@ -37,18 +37,19 @@ def run_lookup(
     resources: Resources, request: CacheRequest, counted: bool,
     usable: Callable[[Hit], Hit] | None,
     measure_again: Callable[[Resources, CacheRequest, Hit], None],
-    pieces: bool = False,
+    pieces: int = 0,
 ) -> Hit:  # fmt: skip
     """Return what a retrieve is expected to serve, and of it what is `usable` by the engine; lease
     the part of it that the host tier has.
 
     `measure_again` (the function of `retrieve_call`, which imports this module) is called if a tier
-    was too slow. `pieces`: the hit also has the pieces behind the first missing chunk.
+    was too slow. `pieces`: if it is not 0, the hit also has the pieces behind the first missing
+    chunk, in runs of at least so many tokens.
     """
     order: list[Piece] | None = [] if pieces else None
     found = expected_hit(resources, request, order)
     if order is not None:
-        found = _with_pieces(resources, request, found, order)
+        found = _with_pieces(resources, request, found, order, pieces)
     hit = found if usable is None else usable(found)
     if counted:
         tokens = len(hit.mask) - hit.start_tokens
@@ -84,7 +85,11 @@ def served_by_tier(hit: Hit) -> dict[str, int]:
 
 
 def _with_pieces(
-    resources: Resources, request: CacheRequest, hit: Hit, order: list[Piece]
+    resources: Resources,
+    request: CacheRequest,
+    hit: Hit,
+    order: list[Piece],
+    least: int,
 ) -> Hit:
     """Return the hit with its pieces: of the leading part, which are `order`, those that are worth
     loading, and those behind it.
@@ -97,19 +102,19 @@ def _with_pieces(
         hit = hit.shortened(leading, hit.reason, hit.detail)
     first = leading // request.chunk_tokens
     if first < len(request.keys):
-        pieces += find_pieces(resources, request, first)
+        pieces += find_pieces(resources, request, first, least)
     behind = sum(stop - start for start, stop, _ in pieces) - hit.num_tokens
     return replace(hit, pieces=tuple(pieces), behind_tokens=behind)
 
 
 def find_pieces(
-    resources: Resources, request: CacheRequest, first: int
+    resources: Resources, request: CacheRequest, first: int, least: int
 ) -> list[Piece]:
     """Return the pieces of chunks [first, ...) that a tier has and that are worth loading from it;
     lease those of the host tier.
 
     Each tier is asked once, from the top down, within the deadline of the request. A run of pieces
-    below `min_hit_tokens` is left out.
+    below `least` tokens, or below `min_hit_tokens`, is left out.
     """
     size = request.chunk_tokens
     owners: list[str | None] = [None] * (len(request.keys) - first)
@@ -133,7 +138,7 @@ def find_pieces(
             add_piece(run, at * size, (at + 1) * size, owner)
         elif run:
             tokens = run[-1].stop - run[0].start
-            if tokens >= resources.config.min_hit_tokens:
+            if tokens >= max(least, resources.config.min_hit_tokens):
                 found += run
             run = []
     return found

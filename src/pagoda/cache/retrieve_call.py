@@ -103,7 +103,7 @@ class RetrieveCall:
         kv: CheckedTransfer | None,
         counted: bool,
         pieces: list[Piece] | None = None,
-        behind: bool = False,
+        behind: int = 0,
     ) -> None:
         """Prepare the call; nothing is loaded yet.
 
@@ -114,7 +114,8 @@ class RetrieveCall:
             counted: whether it counts as a request, and may leave to the engine what is computed
                 sooner.
             pieces: gets what was served, in order.
-            behind: then also load what is stored behind the first missing chunk.
+            behind: if it is not 0, also load what is stored behind the first missing chunk, in runs
+                of at least so many tokens; for that it needs `pieces`.
         """
         self._pieces = pieces
         self._behind = behind
@@ -214,7 +215,7 @@ class RetrieveCall:
         request = self._request
         if self._done < self._end and not self._is_over():
             for start, stop in runs_of(
-                find_pieces(self._resources, request, self._done)
+                find_pieces(self._resources, request, self._done, self._behind)
             ):
                 if self._is_over():
                     break
