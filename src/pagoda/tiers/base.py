@@ -307,7 +307,7 @@ def confirm_each(
         if left is not None and left <= 0:
             break
         stop = [*perhaps[at:], False].index(False) + at
-        found = find(at, stop, left)
+        found = min(find(at, stop, left), stop - at)
         here[at : at + found] = [True] * found
         at += found + 1  # the one behind them is absent
     return here
