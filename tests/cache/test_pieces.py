@@ -4,6 +4,7 @@ ones.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -323,6 +324,36 @@ def test_pieces_of_the_middle_of_a_prompt(cache: Cache) -> None:
     keys = keys_of(cache, tokens)
     by_key = cache.lookup(None, pieces=True, keys=keys)
     assert by_key.pieces == cache.lookup(tokens, pieces=True).pieces
+
+
+def test_futures_and_awaited_calls_have_pieces_too(cache: Cache) -> None:
+    tokens = prompt(6)
+    stored(cache, tokens)
+    remove(cache, tokens, {2})
+    want = cache.lookup(tokens, pieces=True).pieces
+    kv = blank(tokens)
+    assert cache.lookup_future(tokens, pieces=True).result(30).pieces == want
+    loading = cache.retrieve_future(tokens, kv.transfer, pieces=True)
+    assert loading.result(30).pieces == want
+    check_bytes(kv, tokens, loading.result())
+
+    async def both() -> list[Hit]:
+        found = await cache.alookup(tokens, pieces=True)
+        return [
+            found,
+            await cache.aretrieve(tokens, kv.transfer, pieces=True),
+        ]
+
+    assert [hit.pieces for hit in asyncio.run(both())] == [want, want]
+
+
+def test_a_number_leaves_shorter_runs_out(cache: Cache) -> None:
+    tokens = prompt(8)
+    stored(cache, tokens)
+    remove(cache, tokens, {1, 3, 6})
+    here = ["host", "", "", "", "host", "host", "", ""]
+    hit = cache.lookup(tokens, pieces=2 * CHUNK)
+    assert hit.pieces == pieces_of(here)
 
 
 def test_nothing_is_asked_of_a_closed_cache(cache: Cache) -> None:

@@ -362,19 +362,27 @@ class Cache:
         return self._lookup_call(tokens, counted, options, usable, pieces).run()
 
     def lookup_future(
-        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None,
+        *,
+        pieces: bool | int = False,
+        **options: Unpack[CallOptions],
     ) -> Future[Hit]:
         """Do the same as `lookup`, on another thread."""
         return self._resources.executor.submit(
-            self._lookup_call(tokens, True, options)
+            self._lookup_call(tokens, True, options, pieces=pieces)
         )
 
     async def alookup(
-        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None,
+        *,
+        pieces: bool | int = False,
+        **options: Unpack[CallOptions],
     ) -> Hit:
         """Do the same as `lookup`, awaited."""
         return await self._resources.executor.run_async(
-            self._lookup_call(tokens, True, options)
+            self._lookup_call(tokens, True, options, pieces=pieces)
         )
 
     def retrieve(
@@ -404,22 +412,26 @@ class Cache:
         self,
         tokens: TokenIds | None,
         kv: Transfer,
+        *,
+        pieces: bool | int = False,
         **options: Unpack[CallOptions],
     ) -> Future[Hit]:
         """Do the same as `retrieve`, on another thread."""
         return self._resources.executor.submit(
-            self._retrieve_call(tokens, kv, True, options)
+            self._retrieve_call(tokens, kv, True, options, pieces)
         )
 
     async def aretrieve(
         self,
         tokens: TokenIds | None,
         kv: Transfer,
+        *,
+        pieces: bool | int = False,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Do the same as `retrieve`, awaited."""
         return await self._resources.executor.run_async(
-            self._retrieve_call(tokens, kv, True, options)
+            self._retrieve_call(tokens, kv, True, options, pieces)
         )
 
     def prefetch(
