@@ -16,6 +16,7 @@ import pytest
 from pagoda.base.metrics import Reason
 from pagoda.cache import Cache, Hit
 from pagoda.cache.results import Piece
+from pagoda.testing import FakeClock
 from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.base import Bytes, Done, running_future
 from testbed.patience import within
@@ -201,6 +202,29 @@ def test_pieces_below_the_minimum_are_left_out(shm_root: Path) -> None:
         here = ["host"] * 2 + ["", "", "", "host", "host", "", "host", "host"]
         assert cache.lookup(tokens, pieces=True).pieces == pieces_of(here)
         loaded(cache, tokens, here)
+
+
+def test_pieces_of_a_tier_that_is_too_slow_are_computed(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    tokens = prompt(10)
+    # does not advance: a second later a slow tier would be tried again
+    with cache_at(shm_root, tmp_path, clock=FakeClock(), worth_it=True) as cache:
+        stored(cache, tokens)
+        remove(cache, tokens, {0, 6}, "disk host")
+        remove(cache, tokens, {1, 4, 5}, "host")
+        cache.observe_prefill(100_000, 1.0)
+        for _ in range(3):
+            cache._resources.load_cost.record_load("disk", 8192, 1.0)
+            cache._resources.load_cost.record_load("host", 1 << 40, 1.0)
+        here = ["", "", "host", "host", "", "", "", "host", "host", "host"]
+        assert cache.lookup(tokens, pieces=True).pieces == pieces_of(here)
+        loaded(cache, tokens, here)
+        # also where it has the leading part
+        rest = cache.lookup(tokens, pieces=True, start_tokens=CHUNK)
+        assert rest.reason is Reason.NOT_WORTH_IT
+        assert rest.pieces == pieces_of(here)
+        assert (rest.num_tokens, rest.loaded) == (0, 5 * CHUNK)
 
 
 def test_another_tenants_chunk_is_no_piece(cache: Cache) -> None:
