@@ -22,6 +22,7 @@ from tests.e2e.house import CHUNK, House
 from tests.e2e.slow_device import SlowDevice, engine_over
 from tests.e2e.stateful_models import FEW, stateful
 from tests.e2e.tiny import deepseek, generated, llama, prompt, qwen
+from tests.e2e.tiny_vision import qwen2_vl
 from tests.remote.chunks import fresh_prefix
 
 CHUNKS = 32
@@ -411,12 +412,36 @@ def test_a_hole_on_a_device(house: House) -> None:
     device.end()
 
 
+def test_a_model_with_positions_of_its_own_uses_the_leading_part(
+    house: House,
+) -> None:
+    """A run of them would begin where the model's latest prompt ended."""
+    model = qwen2_vl()
+    cached = house.open(model)
+    want = text(cached)
+    remove(cached, {3})
+    assert text(cached) == want
+    assert cached.last.hit.loaded == cached.last.hit.num_tokens == 3 * CHUNK
+
+
+@pytest.mark.slow
+def test_a_compiled_model_goes_on_behind_holes(house: House) -> None:
+    model = llama()
+    want = generated(model, IDS, NEW)
+    cached = house.open(model)
+    cached.compile(backend="eager")
+    text(cached)
+    remove(cached, {3, 9})
+    assert text(cached) == want
+    assert cached.last.hit.loaded == (CHUNKS - 2) * CHUNK
+
+
 def test_a_short_piece_is_computed_with_what_is_around_it(house: House) -> None:
     """Two passes would take longer than one."""
     model = llama()
     cpu = torch.device("cpu")
-    assert least_piece([cpu, cpu]) == CHUNK
-    assert least_piece([torch.device("cuda:0")]) == 256
+    assert least_piece(model, [cpu, cpu]) == CHUNK
+    assert least_piece(model, [torch.device("cuda:0")]) == 256
     small = house.open(model, chunk_tokens=8)
     want = text(small)
     keys = keys_of(small)

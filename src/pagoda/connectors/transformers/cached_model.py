@@ -63,7 +63,6 @@ from pagoda.connectors.transformers.dynamic_cache import (
 from pagoda.connectors.transformers.holes import (
     fill_behind,
     least_piece,
-    why_not_behind,
 )
 from pagoda.connectors.transformers.hook_watch import (
     ForeignHook,
@@ -302,6 +301,7 @@ class CachedModel(ModelFacade):
         # for caches that are opened here
         self._config = config if cache is None else None
         self._stateful: StatefulPrompts | None = None
+        self._least_piece = 0  # of those behind a missing chunk; 0: none are used
         if self._refusal:
             if cache is None:
                 cache = _empty_cache_of(model, config, self._seen)
@@ -346,6 +346,7 @@ class CachedModel(ModelFacade):
     def _use(self, cache: Cache) -> None:
         """Change to a cache. ValueError if endings cannot be kept in it."""
         self._stateful = None
+        self._least_piece = least_piece(self.model, self._seen.devices)
         if self._seen.shape is not None:
             config = self._config or cache.config
             if cache.config.lossy_codecs():
@@ -1006,7 +1007,7 @@ class CachedModel(ModelFacade):
         width = input_ids.shape[1]
         pieces = 0
         if len(rows) == 1 and not rows[0].pad and not media.form:
-            pieces = least_piece(self._seen.devices)
+            pieces = self._least_piece
         looked = None if media.form else self._looked(rows, ready, pieces)
         load = (
             self._begun(rows, looked, ready)
@@ -1065,27 +1066,26 @@ class CachedModel(ModelFacade):
         """
         hit = found.hit
         columns = found.columns
-        why_not = why_not_behind(self.model)
-        if not why_not:
-            try:
-                return fill_behind(
-                    self.model,
-                    self._seen,
-                    found.past_key_values,
-                    planes,
-                    hit.runs(),
-                    prompts.input_ids,
-                    prompts.mask,
-                    most_tokens,
-                )
-            except HookChanges:
-                raise
-            except Exception as trouble:  # noqa: BLE001
-                # a boundary: all behind the leading part can be computed at once
-                why_not = f"{type(trouble).__name__}: {trouble}"
-                _log.warning(
-                    "the chunks behind a missing one are computed: %s", why_not
-                )
+        try:
+            return fill_behind(
+                self.model,
+                self._seen,
+                found.past_key_values,
+                planes,
+                hit.runs(),
+                prompts.input_ids,
+                prompts.mask,
+                most_tokens,
+            )
+        except HookChanges:
+            raise
+        except Exception as trouble:  # noqa: BLE001
+            # a boundary: all behind the leading part can be computed at once
+            _log.warning(
+                "the chunks behind a missing one are computed: %s: %s",
+                type(trouble).__name__,
+                trouble,
+            )
         found.past_key_values = dynamic_cache(
             self.model, self._seen, planes, prompts.rows, columns
         )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagoda.connectors.transformers.dynamic_cache import Planes
-from pagoda.connectors.transformers.model_checks import ProbedModel, is_compiled
+from pagoda.connectors.transformers.model_checks import ProbedModel
 from pagoda.connectors.transformers.positions import has_own_positions
 from pagoda.connectors.transformers.prefill_cuts import pass_over, why_no_passes
 
@@ -27,29 +27,20 @@ _LEAST_TOKENS = 256
 _LEAST_TOKENS_ON_A_CPU = 16
 
 
-def least_piece(devices: Sequence[Any]) -> int:
-    """Return the fewest tokens of a piece behind a hole that are worth a forward pass of their own.
-    Pure.
+def least_piece(model: Any, devices: Sequence[Any]) -> int:
+    """Return the fewest tokens of a piece behind a hole that are worth a forward pass of their own;
+    0 if a prompt of this model cannot be computed in runs between pieces. Pure.
 
     Args:
-        devices: of the model's layers.
+        model: that computes.
+        devices: of its layers.
     """
+    # the positions of a run must be those of `generate`, made from the mask alone
+    if why_no_passes(model) or has_own_positions(model):
+        return 0
     if {device.type for device in devices} == {"cpu"}:
         return _LEAST_TOKENS_ON_A_CPU
     return _LEAST_TOKENS
-
-
-def why_not_behind(model: Any) -> str:
-    """Return why a prompt of this model cannot be computed in runs between stored pieces; "" if it
-    can. Pure.
-    """
-    if why := why_no_passes(model):
-        return why
-    if has_own_positions(model):
-        return "its positions are those of a whole prompt"
-    if is_compiled(model):
-        return "a compiled model would be compiled for the length of each run"
-    return ""
 
 
 def fill_behind(
