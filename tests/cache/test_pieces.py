@@ -220,6 +220,12 @@ def test_pieces_of_a_tier_that_is_too_slow_are_computed(
         here = ["", "", "host", "host", "", "", "", "host", "host", "host"]
         assert cache.lookup(tokens, pieces=True).pieces == pieces_of(here)
         loaded(cache, tokens, here)
+        # but a look-up may have promised them
+        kv = blank(tokens)
+        told = cache.retrieve(tokens, kv.transfer, pieces=True, counted=False)
+        assert told.loaded == 8 * CHUNK
+        check_bytes(kv, tokens, told)
+        remove(cache, tokens, {1, 4, 5}, "host")
         # also where it has the leading part
         rest = cache.lookup(tokens, pieces=True, start_tokens=CHUNK)
         assert rest.reason is Reason.NOT_WORTH_IT

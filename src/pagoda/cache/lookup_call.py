@@ -108,13 +108,17 @@ def _with_pieces(
 
 
 def find_pieces(
-    resources: Resources, request: CacheRequest, first: int, least: int
+    resources: Resources,
+    request: CacheRequest,
+    first: int,
+    least: int,
+    chooses: bool = True,
 ) -> list[Piece]:
-    """Return the pieces of chunks [first, ...) that a tier has and that are worth loading from it;
-    lease those of the host tier.
+    """Return the pieces of chunks [first, ...) that a tier has; lease those of the host tier.
 
     Each tier is asked once, from the top down, within the deadline of the request. A run of pieces
-    below `least` tokens, or below `min_hit_tokens`, is left out.
+    below `least` tokens, or below `min_hit_tokens`, is left out. `chooses`: so are tiers that are
+    slower than computing.
     """
     size = request.chunk_tokens
     owners: list[str | None] = [None] * (len(request.keys) - first)
@@ -122,7 +126,8 @@ def find_pieces(
         missing = [at for at, owner in enumerate(owners) if owner is None]
         if not missing or request.deadline.passed:
             break
-        if not resources.load_cost.is_worth_loading(tier.name):
+        load_cost = resources.load_cost
+        if chooses and not load_cost.is_worth_loading(tier.name):
             continue
         begin = first + missing[0]
         stop = first + missing[-1] + 1

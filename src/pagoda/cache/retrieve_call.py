@@ -214,9 +214,14 @@ class RetrieveCall:
         """
         request = self._request
         if self._done < self._end and not self._is_over():
-            for start, stop in runs_of(
-                find_pieces(self._resources, request, self._done, self._behind)
-            ):
+            found = find_pieces(
+                self._resources,
+                request,
+                self._done,
+                self._behind,
+                self._chooses,
+            )
+            for start, stop in runs_of(found):
                 if self._is_over():
                     break
                 begin = start // request.chunk_tokens - request.first

@@ -204,6 +204,10 @@ class CachedModel(ModelFacade):
     goes on without the cache, with the reason `not_cacheable` in `last` and in the counters, and a
     line in the log; so do all calls of a model that cannot be cached, unless it is `strict`.
 
+    If chunks are missing before stored ones, `generate` computes the missing ones only, of a single
+    prompt of a model with full attention; `last.hit.loaded` and `last.hit.pieces` say what was
+    loaded.
+
     A model with sliding windows or recurrent states goes on only where those were kept: at the last
     whole chunk of a prompt, at its end, where two prompts parted, and with `store_output` at the
     end of the text. For that, its prompts are computed in two or three passes.
