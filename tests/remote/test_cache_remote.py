@@ -132,6 +132,28 @@ def test_a_store_is_asked_once_for_what_is_behind_holes(
         assert again.loaded == hit.loaded
 
 
+def test_a_store_that_does_not_answer_is_not_asked_again(
+    shm_root: Path,
+) -> None:
+    """What the host tier has behind the hole is used all the same."""
+    tokens = prompt(8)
+    with redis_server() as silent:
+        remote = f"{silent.url}/0?prefix={fresh_prefix()}&look=50ms"
+        with cache_over(remote, shm_root) as cache:
+            stored(cache, tokens)
+            host, redis = cache._tiers.all
+            host.remove(keys_of(cache, tokens)[2])
+            redis._store.presence.clear()  # type: ignore[attr-defined]
+            silent.stop()
+            kv = blank(tokens)
+            hit = cache.retrieve(tokens, kv.transfer, pieces=True)
+            asked = len(redis._store.queries._unanswered)  # type: ignore[attr-defined]
+            silent.cont()
+        assert hit.reason is Reason.DEADLINE
+        assert hit.runs() == [(0, 2 * CHUNK), (3 * CHUNK, 8 * CHUNK)]
+        assert asked == 1
+
+
 def test_a_request_may_skip_tiers(
     shm_root: Path, tmp_path: Path, url: str
 ) -> None:

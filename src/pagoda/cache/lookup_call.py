@@ -19,6 +19,7 @@ from pagoda.cache.resources import Resources
 from pagoda.cache.results import Hit, Piece
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Tier, confirm_each
+from pagoda.tiers.remote.remote_tier import RemoteTier
 
 LEASE_SECONDS = 5.0  # how long a hit is kept from eviction until it is loaded
 
@@ -102,7 +103,7 @@ def _with_pieces(
         hit = hit.shortened(leading, hit.reason, hit.detail)
     first = leading // request.chunk_tokens
     if first < len(request.keys):
-        pieces += find_pieces(resources, request, first, least)
+        pieces += find_pieces(resources, request, first, least, hit.reason)
     behind = sum(stop - start for start, stop, _ in pieces) - hit.num_tokens
     return replace(hit, pieces=tuple(pieces), behind_tokens=behind)
 
@@ -112,13 +113,15 @@ def find_pieces(
     request: CacheRequest,
     first: int,
     least: int,
+    reason: Reason | None,
     chooses: bool = True,
 ) -> list[Piece]:
     """Return the pieces of chunks [first, ...) that a tier has; lease those of the host tier.
 
     Each tier is asked once, from the top down, within the deadline of the request. A run of pieces
-    below `least` tokens, or below `min_hit_tokens`, is left out. `chooses`: so are tiers that are
-    slower than computing.
+    below `least` tokens, or below `min_hit_tokens`, is left out. `reason`: why the leading part
+    ended; a store that has not answered about the first chunk in time is not asked again.
+    `chooses`: tiers that are slower than computing are left out.
     """
     size = request.chunk_tokens
     owners: list[str | None] = [None] * (len(request.keys) - first)
@@ -128,6 +131,8 @@ def find_pieces(
             break
         load_cost = resources.load_cost
         if chooses and not load_cost.is_worth_loading(tier.name):
+            continue
+        if reason in UNANSWERED and _is_silent(tier, request, first):
             continue
         begin = first + missing[0]
         stop = first + missing[-1] + 1
@@ -147,6 +152,14 @@ def find_pieces(
                 found += run
             run = []
     return found
+
+
+def _is_silent(tier: Tier, request: CacheRequest, first: int) -> bool:
+    """Whether a store has not answered whether it has a chunk that it was asked about."""
+    root = request.namespace.root
+    return isinstance(tier, RemoteTier) and not tier.knows(
+        request.keys[first], root
+    )
 
 
 def add_piece(pieces: list[Piece], start: int, stop: int, tier: str) -> None:

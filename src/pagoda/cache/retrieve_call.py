@@ -219,6 +219,7 @@ class RetrieveCall:
                 request,
                 self._done,
                 self._behind,
+                hit.reason,
                 self._chooses,
             )
             for start, stop in runs_of(found):
