@@ -424,6 +424,19 @@ def test_a_model_with_positions_of_its_own_uses_the_leading_part(
     assert cached.last.hit.loaded == cached.last.hit.num_tokens == 3 * CHUNK
 
 
+def test_positions_that_depend_on_the_length_are_not_cached(
+    house: House,
+) -> None:
+    """K of a chunk behind a hole would be that of a shorter prompt."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = llama(rope_parameters=rope, max_position_embeddings=256)
+    cached = house.open(model)
+    for _ in range(2):
+        text(cached)
+        assert cached.last.hit.reason is Reason.NOT_CACHEABLE
+        assert cached.last.hit.pieces == ()
+
+
 @pytest.mark.slow
 def test_a_compiled_model_goes_on_behind_holes(house: House) -> None:
     model = llama()
