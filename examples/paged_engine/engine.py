@@ -145,7 +145,7 @@ class Engine:
         # made for the first request that has some
         self._documents: Documents | None = None
         self._holes = (
-            Holes(self.pool, cache)
+            Holes(self.pool, cache, patience_seconds)
             if cache is not None and prefix_caching
             else None
         )
@@ -282,7 +282,9 @@ class Engine:
             seq.loads = (
                 self.documents.load(seq) if seq.documents is not None else []
             )
-            if seq.documents is None and self._holes is not None:
+            # a tier from which its prefetch has not come is not waited for again
+            came = all(future.done() for future in seq.prefetches)
+            if came and seq.documents is None and self._holes is not None:
                 seq.behind = self._holes.load(seq)
             self.waiting.remove(seq)
             insort(self.running, seq, key=attrgetter("arrived"))

@@ -12,6 +12,7 @@ missing is computed in one pass with gaps.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,9 +41,13 @@ class Found(NamedTuple):
 class Holes:
     """Loads what the tiers have behind the leading blocks of requests. Not thread-safe."""
 
-    def __init__(self, pool: KVPool, cache: Cache) -> None:
+    def __init__(
+        self, pool: KVPool, cache: Cache, patience_seconds: float
+    ) -> None:
+        """`patience_seconds`: the longest that one request waits for its chunks."""
         self._pool = pool
         self._cache = cache
+        self._patience_seconds = patience_seconds
         self._loader = ThreadPoolExecutor(1, "behind")
 
     def close(self) -> None:
@@ -58,13 +63,21 @@ class Holes:
         start = seq.computed // size * size
         if len(tokens) - start < size:
             return None
-        return self._loader.submit(self._load, tokens, start, seq.salt)
+        until = time.monotonic() + self._patience_seconds
+        return self._loader.submit(self._load, tokens, start, seq.salt, until)
 
     def _load(
-        self, tokens: list[int], start: int, salt: str | None
+        self, tokens: list[int], start: int, salt: str | None, until: float
     ) -> Found | None:
+        # it may have waited for another request's load
+        patience = max(0.0, until - time.monotonic())
         hit = self._cache.lookup(
-            tokens, pieces=True, counted=False, start_tokens=start, salt=salt
+            tokens,
+            pieces=True,
+            counted=False,
+            start_tokens=start,
+            salt=salt,
+            deadline_seconds=patience,
         )
         runs = hit.runs()
         if not runs:
@@ -83,6 +96,7 @@ class Holes:
             counted=False,
             start_tokens=start,
             salt=salt,
+            deadline_seconds=max(0.0, until - time.monotonic()),
         )
         return Found(hit, kv)
 

@@ -10,6 +10,8 @@ import pytest
 
 from examples.paged_engine.engine import Engine, Sequence
 from pagoda import Cache
+from pagoda.testing import Fault
+from testbed.patience import Patience
 from tests.examples.kit import (
     BLOCK,
     NEW,
@@ -114,6 +116,23 @@ def test_what_is_loaded_behind_a_hole_is_used(house: House) -> None:
     while engine.busy:
         engine.step()
     assert seq.output != ANSWER
+    closed(engine)
+
+
+def test_a_disk_that_hangs_is_waited_for_within_bounds(house: House) -> None:
+    """Nothing of the prompt can be prefetched, and what is behind the hole does not come."""
+    remove(warm(house), {0})
+    house.shut(wipe_host=True)
+    cache = house.cache(deadline_seconds=60.0)
+    house.slab.fail_next("read", Fault.HANG, times=1000)
+    engine = engine_of(cache, patience_seconds=0.3)
+    patience = Patience(10)
+    seq = asked(engine)
+    assert house.slab.hanging.is_set()
+    assert not patience.ended, patience.said()
+    assert not sum(seq.hits.values())
+    assert engine.prompt_tokens_computed == len(TOKENS)
+    house.slab.heal()
     closed(engine)
 
 
