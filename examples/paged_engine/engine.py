@@ -37,6 +37,7 @@ from pagoda.blocks import (
 
 from .attention import KVPool, Part, batch_of, next_tokens, paged_model
 from .blend import Documents, Load, Span
+from .holes import Found, Holes
 
 
 @dataclass(eq=False)
@@ -77,6 +78,8 @@ class Sequence:
     computed: int = 0  # leading tokens whose KV is in those blocks
     loading: bool = False  # copies it needs are running
     loads: list[Load] = field(default_factory=list)  # of its documents
+    # what the tiers have behind its first missing chunk
+    behind: Future[Found | None] | None = None
     spans: Iterator[Span] | None = None  # what it computes until it decodes
     span: Span | None = None  # the present one
     # tickets that free blocks for it: ask again when they end
@@ -141,6 +144,11 @@ class Engine:
         self._cache = cache
         # made for the first request that has some
         self._documents: Documents | None = None
+        self._holes = (
+            Holes(self.pool, cache, patience_seconds)
+            if cache is not None and prefix_caching
+            else None
+        )
         self._slots = cache.slots if cache is not None else None
         self._step_tokens = step_tokens or 1 << 30
         self._most_running = most_running
@@ -212,9 +220,10 @@ class Engine:
                 future for seq in self.waiting for future in seq.prefetches
             ]
             loads = [load.hit for seq in self.running for load in seq.loads]
+            behind = [seq.behind for seq in self.running if seq.behind]
             pending = [
                 future
-                for future in (*self._moving.values(), *fetches, *loads)
+                for future in (*self._moving.values(), *fetches, *loads, *behind)
                 if not future.done()
             ]
             if not wait(pending, 0.05, FIRST_COMPLETED).done:
@@ -238,6 +247,8 @@ class Engine:
         self._settle()
         if self._documents is not None:
             self._documents.close()
+        if self._holes is not None:
+            self._holes.close()
 
     def _admit(self) -> None:
         """Give blocks to waiting requests, first come first served, until there are too few."""
@@ -271,6 +282,10 @@ class Engine:
             seq.loads = (
                 self.documents.load(seq) if seq.documents is not None else []
             )
+            # a tier from which its prefetch has not come is not waited for again
+            came = all(future.done() for future in seq.prefetches)
+            if came and seq.documents is None and self._holes is not None:
+                seq.behind = self._holes.load(seq)
             self.waiting.remove(seq)
             insort(self.running, seq, key=attrgetter("arrived"))
 
@@ -302,6 +317,16 @@ class Engine:
         if seq.documents is not None and seq.spans is None:
             seq.spans = self.documents.blend(seq)
             self._next_span(seq)
+        if seq.behind is not None:
+            if not seq.behind.done():
+                return False
+            # without it, all is computed
+            failed = seq.behind.exception() is not None
+            found = None if failed else seq.behind.result()
+            seq.behind = None
+            if found is not None and self._holes is not None:
+                seq.spans = self._holes.fill(seq, found)
+                self._next_span(seq)
         return True
 
     @staticmethod
@@ -339,6 +364,7 @@ class Engine:
         seq.loading = False
         # what was blended is lost with its blocks
         seq.loads = []
+        seq.behind = None
         seq.spans = None
         seq.span = None
         insort(self.waiting, seq, key=attrgetter("arrived"))

@@ -47,7 +47,14 @@ class DictTier(Tier):
         pass
 
     def find(
-        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        touch: bool = True,
+        deadline_seconds: float | None = None,
     ) -> int:
         return next(
             (i for i, key in enumerate(keys) if not self.contains(key)), len(keys)
@@ -269,7 +276,14 @@ class ServesWrongBytes(DictTier):
 
 class FindsBeyondAHole(DictTier):
     def find(
-        self, keys: Sequence[bytes], *, start: int = 0, stamp: int | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        touch: bool = True,
+        deadline_seconds: float | None = None,
     ) -> int:
         return sum(self.contains(key) for key in keys)
 

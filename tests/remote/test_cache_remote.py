@@ -104,6 +104,56 @@ def test_one_run_from_three_tiers(
         assert hit.by_tier == {"host": 64, "disk": 64, "redis": 64}
 
 
+def test_a_store_is_asked_once_for_what_is_behind_holes(
+    shm_root: Path, server: Server, url: str
+) -> None:
+    tokens = prompt(16)
+    gone = {0, 3, 4, 9, 11}
+    with cache_over(url, None) as cache:
+        stored(cache, tokens)
+        keys = keys_of(cache, tokens)
+        for at in gone:
+            cache._tiers.lower[0].remove(keys[at])
+    with cache_over(url, shm_root) as cache:
+        with client.Redis(port=server.port) as truth:
+            truth.config_resetstat()
+            kv = blank(tokens)
+            hit = cache.retrieve(tokens, kv.transfer, pieces=True)
+            asked = truth.info("commandstats")["cmdstat_exists"]["calls"]
+        assert hit.loaded == 11 * CHUNK
+        right = kv_of(tokens)
+        for start, stop in hit.runs():
+            assert kv.same(right, start // CHUNK, stop // CHUNK)
+        # for the leading part, for the others, and to prove that a connection works
+        assert asked < 3 * 16
+        # and now the host tier has them
+        again = cache.lookup(tokens, pieces=True)
+        assert {piece.tier for piece in again.pieces} == {"host"}
+        assert again.loaded == hit.loaded
+
+
+def test_a_store_that_does_not_answer_is_not_asked_again(
+    shm_root: Path,
+) -> None:
+    """What the host tier has behind the hole is used all the same."""
+    tokens = prompt(8)
+    with redis_server() as silent:
+        remote = f"{silent.url}/0?prefix={fresh_prefix()}&look=50ms"
+        with cache_over(remote, shm_root) as cache:
+            stored(cache, tokens)
+            host, redis = cache._tiers.all
+            host.remove(keys_of(cache, tokens)[2])
+            redis._store.presence.clear()  # type: ignore[attr-defined]
+            silent.stop()
+            kv = blank(tokens)
+            hit = cache.retrieve(tokens, kv.transfer, pieces=True)
+            asked = len(redis._store.queries._unanswered)  # type: ignore[attr-defined]
+            silent.cont()
+        assert hit.reason is Reason.DEADLINE
+        assert hit.runs() == [(0, 2 * CHUNK), (3 * CHUNK, 8 * CHUNK)]
+        assert asked == 1
+
+
 def test_a_request_may_skip_tiers(
     shm_root: Path, tmp_path: Path, url: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -184,6 +185,26 @@ def test_find_needs_three_rounds_for_512_keys(there: int) -> None:
         assert connection.find(NAMESPACE, keys(512), until()) == there
         assert server.asked <= 48
         assert there or server.asked == 16  # nothing there: one round
+
+
+@pytest.mark.parametrize("there", [[], [0], [17], [256], range(0, 512, 3)])
+def test_chunks_behind_a_hole_cost_little_where_there_are_none(
+    there: Sequence[int],
+) -> None:
+    """Each key is a request: 16 positions are asked about first."""
+    some = keys(512)
+    with Counting({some[at] for at in there}) as (server, connection):
+        here = connection.present(NAMESPACE, some, until())
+        if any(at % 32 == 0 for at in there):
+            assert here == [at in there for at in range(512)]
+            assert server.asked == 512
+        else:
+            assert not any(here)
+            assert server.asked == 16
+        # of few, all are asked about
+        assert connection.present(NAMESPACE, some[15:25], until()) == [
+            at in there for at in range(15, 25)
+        ]
 
 
 class Counting:

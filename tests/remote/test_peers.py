@@ -29,6 +29,7 @@ from pagoda.cache import Cache
 from pagoda.cache.miss_explainer import unanswered
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import KVLayout
+from pagoda.slab import aligned
 from pagoda.testing import FakeClock
 from pagoda.tiers.remote.open_client import url_with_password
 from pagoda.tiers.remote.pagoda_server import PagodaServerClient
@@ -129,6 +130,62 @@ def test_a_look_up_takes_the_longest_run_and_loads_come_from_whoever_has_them(
         assert load(tier, keys[:9]) == [None] * 9
         assert load(tier, keys[9:], seconds=60) == [Reason.ABSENT] * 3
         assert tier.find(fresh_keys(3), namespace=ROOT) == 0
+
+
+def give_some(
+    server: Server, keys: Sequence[bytes], positions: Sequence[int]
+) -> None:
+    """Store some chunks of a chain on one machine."""
+    chunks = chunks_of(keys, SMALL)
+    with tier_on(PagodaServerClient(url_of(server)), **PATIENT) as tier:
+        some = [chunks[at] for at in positions]
+        assert all(done.ok for done in ends(tier.save(some, ROOT)))
+        # each store of a server is found by then
+        assert all(tier.find_each([chunk.key for chunk in some], namespace=ROOT))
+
+
+def test_chunks_behind_a_hole_come_from_whoever_has_them(
+    three: list[Server],
+) -> None:
+    keys = fresh_keys(12)
+    give_some(three[0], keys, [1, 2, 9])
+    give_some(three[1], keys, [2, 5])
+    here = [at in (1, 2, 5, 9) for at in range(12)]
+    for servers in (three, three[:2]):
+        with tier_on(client_of(*servers), **PATIENT) as tier:
+            assert tier.find(keys, namespace=ROOT) == 0
+            assert tier.find_each(keys, namespace=ROOT) == here
+            for at, count in ((1, 2), (5, 1), (9, 1)):
+                buffers = [aligned(SMALL.slot_bytes) for _ in range(count)]
+                some = keys[at : at + count]
+                done = tier.load(some, buffers, start=at, namespace=ROOT)
+                assert all(end.ok for end in ends(done))
+
+
+def test_a_server_of_an_earlier_version_knows_leading_keys_only(
+    evil: LyingHttp,
+) -> None:
+    evil.lies["POST"] = lambda _: [http(200, b'{"found": 2}')]
+    client = client_of(f"http://127.0.0.1:{evil.port}")
+    keys = fresh_keys(4)
+    with tier_on(client, **PATIENT) as tier:
+        here = tier.find_each(keys, namespace=ROOT)
+        assert here == [True, True, False, False]
+    assert sum(method == "POST" for method, _ in evil.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "each", [b'"11"', b'"1120"', b"[1, 1, 1, 1]", b"15", b'"\\u0661111"']
+)
+def test_senseless_answers_for_each_key_find_nothing(
+    evil: LyingHttp, each: bytes
+) -> None:
+    body = b'{"found": 4, "each": ' + each + b"}"
+    evil.lies["POST"] = lambda _: [http(200, body)]
+    client = client_of(f"http://127.0.0.1:{evil.port}")
+    with tier_on(client, **PATIENT) as tier:
+        assert tier.find_each(fresh_keys(4), namespace=ROOT) == [False] * 4
+        assert tier.stats()["miss_io_error"] > 0
 
 
 def test_a_chunk_is_loaded_without_a_look_up(three: list[Server]) -> None:

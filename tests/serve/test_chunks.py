@@ -59,6 +59,28 @@ def test_every_byte_arrives_from_the_disk(shm_root: Path, tmp_path: Path) -> Non
                 assert (found == payload_of(1, position)).all()
 
 
+def test_each_key_of_a_prompt_is_found_also_behind_a_hole(
+    shm_root: Path,
+) -> None:
+    with (
+        engine(host_path=str(shm_root), host_size=16 << 20) as running,
+        server(shm_root) as served,
+    ):
+        one = running.store(1, 3)
+        two = running.store(2, 3)
+        asked = [bytes(32), *one[:2], bytes(32), *two, *one[:1]]
+        wait_until(lambda: served.find(running.root, two) == 3)
+        path = f"/v1/{running.root.hex()}/find?each=1"
+        answer = served.ask("POST", path, b"".join(asked))
+        assert answer.json == {"found": 0, "each": "01101111"}
+        answer = served.ask("POST", path, b"".join(one))
+        assert answer.json == {"found": 3, "each": "111"}
+        other = f"/v1/{bytes(32).hex()}/find?each=1"
+        answer = served.ask("POST", other, b"".join(one))
+        assert answer.json == {"found": 0, "each": "000"}
+        assert served.ask("POST", path, b"").json == {"found": 0, "each": ""}
+
+
 @pytest.mark.slow
 def test_a_store_outlives_its_engine_and_is_served(shm_root: Path) -> None:
     with engine(host_path=str(shm_root), host_size=16 << 20) as running:

@@ -344,31 +344,45 @@ class Cache:
         *,
         counted: bool = True,
         usable: Callable[[Hit], Hit] | None = None,
+        pieces: bool | int = False,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Return how many leading tokens are cached and where; copy nothing, protect them from
         eviction for a moment.
 
+        With `pieces` the hit also has the `pieces` behind the first missing chunk, about which each
+        tier is asked once: all of them, or if `pieces` is a number, those in runs of at least so
+        many tokens. `retrieve(tokens[:stop], kv, start_tokens=start, counted=False)` loads
+        one; its KV is right only after an engine has computed everything before it, or loaded it.
+
         A caller that looks up and then retrieves the same prompt must pass `counted=False` to one
         of the two calls. An engine that cannot go on after every chunk says with `usable` what of a
         hit it can use (`Hit.shortened`): that is counted and returned.
         """
-        return self._lookup_call(tokens, counted, options, usable).run()
+        return self._lookup_call(tokens, counted, options, usable, pieces).run()
 
     def lookup_future(
-        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None,
+        *,
+        pieces: bool | int = False,
+        **options: Unpack[CallOptions],
     ) -> Future[Hit]:
         """Do the same as `lookup`, on another thread."""
         return self._resources.executor.submit(
-            self._lookup_call(tokens, True, options)
+            self._lookup_call(tokens, True, options, pieces=pieces)
         )
 
     async def alookup(
-        self, tokens: TokenIds | None, **options: Unpack[CallOptions]
+        self,
+        tokens: TokenIds | None,
+        *,
+        pieces: bool | int = False,
+        **options: Unpack[CallOptions],
     ) -> Hit:
         """Do the same as `lookup`, awaited."""
         return await self._resources.executor.run_async(
-            self._lookup_call(tokens, True, options)
+            self._lookup_call(tokens, True, options, pieces=pieces)
         )
 
     def retrieve(
@@ -377,37 +391,47 @@ class Cache:
         kv: Transfer,
         *,
         counted: bool = True,
+        pieces: bool | int = False,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Fill `kv` with the leading chunks that are cached; return which. Only validated chunks
         are in the hit.
 
+        With `pieces` it also fills what is cached behind the first missing chunk, as a part of the
+        same request, within the same deadline: all, or runs of at least so many tokens.
+        `Hit.pieces` says what is in `kv` then, `Hit.loaded` how much that is. The engine has to
+        compute the rest, in order.
+
         A hit may cover the whole prompt: pass `tokens[:-1]` if the engine has to compute the last
         one. With `counted=False` it loads what a lookup has promised, even if computing has turned
         out to be faster since then.
         """
-        return self._retrieve_call(tokens, kv, counted, options).run()
+        return self._retrieve_call(tokens, kv, counted, options, pieces).run()
 
     def retrieve_future(
         self,
         tokens: TokenIds | None,
         kv: Transfer,
+        *,
+        pieces: bool | int = False,
         **options: Unpack[CallOptions],
     ) -> Future[Hit]:
         """Do the same as `retrieve`, on another thread."""
         return self._resources.executor.submit(
-            self._retrieve_call(tokens, kv, True, options)
+            self._retrieve_call(tokens, kv, True, options, pieces)
         )
 
     async def aretrieve(
         self,
         tokens: TokenIds | None,
         kv: Transfer,
+        *,
+        pieces: bool | int = False,
         **options: Unpack[CallOptions],
     ) -> Hit:
         """Do the same as `retrieve`, awaited."""
         return await self._resources.executor.run_async(
-            self._retrieve_call(tokens, kv, True, options)
+            self._retrieve_call(tokens, kv, True, options, pieces)
         )
 
     def prefetch(
@@ -475,6 +499,7 @@ class Cache:
         counted: bool,
         options: CallOptions,
         usable: Callable[[Hit], Hit] | None = None,
+        pieces: bool | int = False,
     ) -> Call[Hit]:
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
         work = partial(
@@ -484,6 +509,7 @@ class Cache:
             counted,
             usable,
             measure_again,
+            int(pieces),
         )
         return Call(
             "lookup",
@@ -499,10 +525,18 @@ class Cache:
         kv: Transfer,
         counted: bool,
         options: CallOptions,
+        pieces: bool | int = False,
     ) -> Call[Hit]:
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
-        work = RetrieveCall(self._resources, request, transfer, counted).run
+        work = RetrieveCall(
+            self._resources,
+            request,
+            transfer,
+            counted,
+            [] if pieces else None,
+            int(pieces),
+        ).run
         return Call(
             "retrieve",
             work,

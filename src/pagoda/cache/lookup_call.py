@@ -7,16 +7,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 from pagoda.base.metrics import Reason
 from pagoda.cache.call import CacheRequest
 from pagoda.cache.miss_explainer import UNANSWERED
 from pagoda.cache.resources import Resources
-from pagoda.cache.results import Hit
+from pagoda.cache.results import Hit, Piece
 from pagoda.tiers import HostTier
-from pagoda.tiers.base import Tier
+from pagoda.tiers.base import Tier, confirm_each
+from pagoda.tiers.remote.remote_tier import RemoteTier
 
 LEASE_SECONDS = 5.0  # how long a hit is kept from eviction until it is loaded
 
@@ -35,19 +38,25 @@ def run_lookup(
     resources: Resources, request: CacheRequest, counted: bool,
     usable: Callable[[Hit], Hit] | None,
     measure_again: Callable[[Resources, CacheRequest, Hit], None],
+    pieces: int = 0,
 ) -> Hit:  # fmt: skip
     """Return what a retrieve is expected to serve, and of it what is `usable` by the engine; lease
     the part of it that the host tier has.
 
     `measure_again` (the function of `retrieve_call`, which imports this module) is called if a tier
-    was too slow.
+    was too slow. `pieces`: if it is not 0, the hit also has the pieces behind the first missing
+    chunk, in runs of at least so many tokens.
     """
-    found = expected_hit(resources, request)
+    order: list[Piece] | None = [] if pieces else None
+    found = expected_hit(resources, request, order)
+    if order is not None:
+        found = _with_pieces(resources, request, found, order, pieces)
     hit = found if usable is None else usable(found)
     if counted:
         tokens = len(hit.mask) - hit.start_tokens
+        by_tier = served_by_tier(hit) if hit.behind_tokens else hit.by_tier
         resources.counters.count_request(
-            tokens, hit.by_tier, hit.reason, request.namespace
+            tokens, by_tier, hit.reason, request.namespace
         )
     if found.reason is Reason.NOT_WORTH_IT:
         measure_again(resources, request, found)
@@ -67,8 +76,140 @@ def run_explain(resources: Resources, request: CacheRequest) -> Hit:
     return request.hit(match.by_tier, *why)
 
 
-def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
-    """Return what a retrieve is expected to serve, without counting it."""
+def served_by_tier(hit: Hit) -> dict[str, int]:
+    """Return the tokens of all pieces of a hit by tier; pure."""
+    by_tier = dict[str, int]()
+    for piece in hit.pieces:
+        tokens = piece.stop - piece.start
+        by_tier[piece.tier] = by_tier.get(piece.tier, 0) + tokens
+    return by_tier
+
+
+def _with_pieces(
+    resources: Resources,
+    request: CacheRequest,
+    hit: Hit,
+    order: list[Piece],
+    least: int,
+) -> Hit:
+    """Return the hit with its pieces: of the leading part, which are `order`, those that are worth
+    loading, and those behind it.
+    """
+    if resources.closed or hit.reason is Reason.BELOW_MINIMUM:
+        return hit
+    pieces = list(takewhile(lambda piece: piece.tier in hit.by_tier, order))
+    leading = sum(stop - start for start, stop, _ in pieces)
+    if leading < hit.num_tokens:  # a tier that is too slow has the next chunk
+        hit = hit.shortened(leading, hit.reason, hit.detail)
+    first = leading // request.chunk_tokens
+    if first < len(request.keys):
+        pieces += find_pieces(resources, request, first, least, hit.reason)
+    behind = sum(stop - start for start, stop, _ in pieces) - hit.num_tokens
+    return replace(hit, pieces=tuple(pieces), behind_tokens=behind)
+
+
+def find_pieces(
+    resources: Resources,
+    request: CacheRequest,
+    first: int,
+    least: int,
+    reason: Reason | None,
+    chooses: bool = True,
+) -> list[Piece]:
+    """Return the pieces of chunks [first, ...) that a tier has; lease those of the host tier.
+
+    Each tier is asked once, from the top down, within the deadline of the request. A run of pieces
+    below `least` tokens, or below `min_hit_tokens`, is left out. `reason`: why the leading part
+    ended; a store that has not answered about the first chunk in time is not asked again.
+    `chooses`: tiers that are slower than computing are left out.
+    """
+    size = request.chunk_tokens
+    owners: list[str | None] = [None] * (len(request.keys) - first)
+    for tier in request.tiers.all:
+        missing = [at for at, owner in enumerate(owners) if owner is None]
+        if not missing or request.deadline.passed:
+            break
+        load_cost = resources.load_cost
+        if chooses and not load_cost.is_worth_loading(tier.name):
+            continue
+        if reason in UNANSWERED and _is_silent(tier, request, first):
+            continue
+        begin = first + missing[0]
+        stop = first + missing[-1] + 1
+        for at, is_here in enumerate(
+            _find_each(request, tier, begin, stop), missing[0]
+        ):
+            if is_here and owners[at] is None:
+                owners[at] = tier.name
+    found: list[Piece] = []
+    run: list[Piece] = []
+    for at, owner in enumerate([*owners, None], request.first + first):
+        if owner is not None:
+            add_piece(run, at * size, (at + 1) * size, owner)
+        elif run:
+            tokens = run[-1].stop - run[0].start
+            if tokens >= max(least, resources.config.min_hit_tokens):
+                found += run
+            run = []
+    return found
+
+
+def _is_silent(tier: Tier, request: CacheRequest, first: int) -> bool:
+    """Whether a store has not answered whether it has a chunk that it was asked about."""
+    root = request.namespace.root
+    return isinstance(tier, RemoteTier) and not tier.knows(
+        request.keys[first], root
+    )
+
+
+def add_piece(pieces: list[Piece], start: int, stop: int, tier: str) -> None:
+    """Append a piece, or lengthen the last one if it is of the same tier and ends where this one
+    begins.
+    """
+    if pieces and pieces[-1].stop == start and pieces[-1].tier == tier:
+        start = pieces.pop().start
+    pieces.append(Piece(start, stop, tier))
+
+
+def _find_each(
+    request: CacheRequest, tier: Tier, begin: int, stop: int
+) -> list[bool]:
+    """Return which of the chunks [begin, stop) a tier has; lease them in the host tier."""
+    keys = request.keys[begin:stop]
+    root = request.namespace.root
+    start = request.position_of(begin)
+    seconds = request.deadline.remaining()
+    if not isinstance(tier, HostTier):
+        return tier.find_each(
+            keys, start=start, namespace=root, deadline_seconds=seconds
+        )
+    ledger = tier.ledger
+    stamp = ledger.stamp()
+
+    def find(first: int, last: int, left: float | None) -> int:
+        match = ledger.match_prefix(
+            keys[first:last],
+            start=None if start is None else start + first,
+            namespace=root,
+            stamp=stamp,
+            lease_seconds=LEASE_SECONDS,
+            deadline_seconds=left or 0.0,
+        )
+        return len(match.slots)
+
+    here = ledger.which(keys, seconds)
+    return confirm_each(here, find, request.deadline.remaining())
+
+
+def expected_hit(
+    resources: Resources,
+    request: CacheRequest,
+    order: list[Piece] | None = None,
+) -> Hit:
+    """Return what a retrieve is expected to serve, without counting it.
+
+    `order` gets which tier has which of the leading chunks, and is worth loading from.
+    """
     if resources.closed:
         return request.miss(Reason.CLOSED, "the cache is closed")
     if not request.keys:
@@ -77,6 +218,7 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
     match = match_prefix(
         request,
         stamp=tiers.host.ledger.stamp() if tiers.host is not None else None,
+        order=order,
     )
     by_tier = match.by_tier
     load_cost = resources.load_cost
@@ -106,10 +248,14 @@ def expected_hit(resources: Resources, request: CacheRequest) -> Hit:
 
 
 def match_prefix(
-    request: CacheRequest, *, stamp: int | None, touch: bool = True
+    request: CacheRequest,
+    *,
+    stamp: int | None,
+    touch: bool = True,
+    order: list[Piece] | None = None,
 ) -> TiersMatch:
     """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is
-    False.
+    False. `order` gets which tier has which part of it.
     """
     root = request.namespace.root
     tiers = request.tiers
@@ -141,7 +287,30 @@ def match_prefix(
     finders = {tier.name: partial(find_below, tier) for tier in tiers.lower}
     if tiers.host is not None:
         finders = {tiers.host.name: partial(find_in_host, tiers.host), **finders}
+    if order is not None:
+        finders = {
+            name: partial(_noted, request, order, name, find)
+            for name, find in finders.items()
+        }
     return match_tiers(finders, len(request.keys))
+
+
+def _noted(
+    request: CacheRequest,
+    order: list[Piece],
+    tier: str,
+    find: Callable[[int], tuple[int, Reason | None]],
+    at: int,
+) -> tuple[int, Reason | None]:
+    """Note in `order` what a finder finds."""
+    count, why = find(at)
+    if count:
+        start, stop = (
+            (request.first + chunk) * request.chunk_tokens
+            for chunk in (at, at + count)
+        )
+        add_piece(order, start, stop, tier)
+    return count, why
 
 
 def match_tiers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NotRequired, TypedDict
 
@@ -9,6 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.metrics import Reason
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a prompt, in whole chunks, that one tier has. Immutable."""
+
+    start: int
+    stop: int
+    tier: str
+
+
+def runs_of(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """Return ascending pieces as [start, stop), those that follow each other as one. Pure."""
+    found: list[tuple[int, int]] = []
+    for start, stop, _ in pieces:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +48,9 @@ class Hit:
         start_tokens: the first token that was requested.
         approximate: the lossy codec that may have changed the KV of every token served ("q4");
             empty: all are exact.
+        pieces: of a call with `pieces`: all stored tokens, ascending, also those behind the first
+            missing chunk; of a retrieve, those that were loaded. Empty without `pieces`.
+        behind_tokens: how many tokens of the pieces are behind the first missing chunk.
     """
 
     num_tokens: int
@@ -38,6 +60,8 @@ class Hit:
     detail: str = ""
     start_tokens: int = 0
     approximate: str = ""
+    pieces: tuple[Piece, ...] = ()
+    behind_tokens: int = 0
 
     def __bool__(self) -> bool:
         return self.num_tokens > 0
@@ -65,10 +89,25 @@ class Hit:
         """The first position of the prompt that must be computed."""
         return self.start_tokens + self.num_tokens
 
+    @property
+    def loaded(self) -> int:
+        """The number of tokens served in all: `num_tokens`, and those behind the first missing
+        chunk.
+
+        After a retrieve they were loaded; a look-up says what a retrieve would load.
+        """
+        return self.num_tokens + self.behind_tokens
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Return the pieces as [start, stop), those that follow each other as one. Pure."""
+        return runs_of(self.pieces)
+
     def shortened(
         self, num_tokens: int, reason: Reason | None, detail: str = ""
     ) -> Hit:
-        """Return a hit of at most the first `num_tokens` of these tokens, and why not more."""
+        """Return a hit of at most the first `num_tokens` of these tokens, and why not more; without
+        what is behind a missing chunk.
+        """
         left = num_tokens
         by_tier = dict[str, int]()
         for tier, tokens in self.by_tier.items():
@@ -78,7 +117,13 @@ class Hit:
                 by_tier[tier] = taken
         served = sum(by_tier.values())
         mask = self.mask.copy()
-        mask[self.start_tokens + served :] = False
+        stop = self.start_tokens + served
+        mask[stop:] = False
+        pieces = [
+            piece._replace(stop=min(piece.stop, stop))
+            for piece in self.pieces
+            if piece.start < stop
+        ]
         return replace(
             self,
             num_tokens=served,
@@ -86,6 +131,8 @@ class Hit:
             mask=mask,
             reason=reason,
             detail=detail,
+            pieces=tuple(pieces),
+            behind_tokens=0,
         )
 
 

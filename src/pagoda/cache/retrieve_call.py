@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeAlias
@@ -27,10 +28,16 @@ import numpy.typing as npt
 from pagoda.base.clock import Deadline
 from pagoda.base.metrics import Reason
 from pagoda.cache.call import CacheRequest, CheckedTransfer
-from pagoda.cache.lookup_call import LEASE_SECONDS, expected_hit
+from pagoda.cache.lookup_call import (
+    LEASE_SECONDS,
+    add_piece,
+    expected_hit,
+    find_pieces,
+    served_by_tier,
+)
 from pagoda.cache.miss_explainer import UNANSWERED, unanswered
 from pagoda.cache.resources import Resources
-from pagoda.cache.results import Hit
+from pagoda.cache.results import Hit, Piece, runs_of
 from pagoda.cache.staging_buffers import StagingPool
 from pagoda.cache.tier_stack import TierStack
 from pagoda.cache.writeback import (
@@ -95,7 +102,23 @@ class RetrieveCall:
         request: CacheRequest,
         kv: CheckedTransfer | None,
         counted: bool,
+        pieces: list[Piece] | None = None,
+        behind: int = 0,
     ) -> None:
+        """Prepare the call; nothing is loaded yet.
+
+        Args:
+            resources: of the cache.
+            request: the run.
+            kv: where to; None: a prefetch.
+            counted: whether it counts as a request, and may leave to the engine what is computed
+                sooner.
+            pieces: gets what was served, in order.
+            behind: if it is not 0, also load what is stored behind the first missing chunk, in runs
+                of at least so many tokens; for that it needs `pieces`.
+        """
+        self._pieces = pieces
+        self._behind = behind
         self._resources = resources
         self._request = request
         self._kv = kv
@@ -162,10 +185,12 @@ class RetrieveCall:
             if kv is not None:
                 seconds = sum(self._load_seconds.values())
                 load = TokenLoad(hit.num_tokens, int(seconds * 1e6))
+            if self._behind and self._pieces is not None:
+                hit = self._with_pieces(hit, self._pieces)
         if self._counted:
             resources.counters.count_request(
                 len(hit.mask) - hit.start_tokens,
-                hit.by_tier,
+                served_by_tier(hit) if hit.behind_tokens else hit.by_tier,
                 hit.reason,
                 request.namespace,
                 miss_counted=self._miss_counted,
@@ -179,6 +204,42 @@ class RetrieveCall:
         if hit.reason is Reason.NOT_WORTH_IT:
             measure_again(resources, request, hit)
         return hit
+
+    def _with_pieces(self, hit: Hit, pieces: list[Piece]) -> Hit:
+        """Load what is stored behind the first missing chunk, and return the hit with all
+        pieces.
+
+        Each run is a load of its own, within the same deadline. What was promised and does not
+        arrive is left out.
+        """
+        request = self._request
+        if self._done < self._end and not self._is_over():
+            found = find_pieces(
+                self._resources,
+                request,
+                self._done,
+                self._behind,
+                hit.reason,
+                self._chooses,
+            )
+            for start, stop in runs_of(found):
+                if self._is_over():
+                    break
+                begin = start // request.chunk_tokens - request.first
+                end = stop // request.chunk_tokens - request.first
+                part = request._replace(
+                    keys=request.keys[begin:end],
+                    first=request.first + begin,
+                    parent=request.parent_of(begin),
+                )
+                RetrieveCall(self._resources, part, self._kv, False, pieces).run()
+        loaded = sum(piece.stop - piece.start for piece in pieces)
+        return replace(
+            hit, pieces=tuple(pieces), behind_tokens=loaded - hit.num_tokens
+        )
+
+    def _is_over(self) -> bool:
+        return self._deadline.passed or self._deadline.cancelled
 
     def _refusal(self) -> Hit | None:
         """Return the answer of a retrieve that need not begin; None if it must begin."""
@@ -452,6 +513,9 @@ class RetrieveCall:
     # -- ends and waits ----------------------------------------------------------------------------
 
     def _served(self, count: int, tier: str) -> None:
+        if self._pieces is not None and count:
+            starts = self._request.starts(self._done, self._done + count + 1)
+            add_piece(self._pieces, starts[0], starts[-1], tier)
         self._done += count
         self._by_tier[tier] += count
         if count:

@@ -1029,6 +1029,23 @@ class Ledger:
             self.upkeep_thread.read()
         return Match(slots, generations, reason)
 
+    def which(
+        self, keys: Sequence[bytes], deadline_seconds: float = 1.0
+    ) -> list[bool]:
+        """Return for each key whether it has an entry, also behind keys that have none; all False
+        if that is not known in time. Changes nothing.
+
+        `match_prefix` says whether a chunk may be read: this names the keys worth asking it about.
+        """
+        try:
+            found, _ = self.session.read(
+                partial(queries.find_entries, keys=keys), deadline_seconds
+            )
+        except UnavailableError as error:
+            self.count({f"miss_{error.reason}": 1})
+            return [False] * len(keys)
+        return [item is not None for item in found]
+
     def touch(
         self,
         keys: Sequence[bytes],

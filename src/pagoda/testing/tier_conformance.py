@@ -307,6 +307,21 @@ class TierConformance:
             assert tier.find(keys[4:], start=4) == 2
             assert tier.find(keys[3:], start=3) == 0
 
+    def test_find_each_goes_on_behind_holes(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as tier:
+            keys = keys_of(ONE, 6)
+            here = [False, True, True, False, True, False]
+            for position, is_here in enumerate(here):
+                if is_here:
+                    assert self.put(tier, keys[position], position)
+            assert tier.find_each(keys, namespace=ONE.root) == here
+            rest = tier.find_each(keys[2:], start=2, namespace=ONE.root)
+            assert rest == here[2:]
+            assert tier.find_each([], namespace=ONE.root) == []
+            tier.remove(keys[2])
+            here[2] = False
+            assert tier.find_each(keys, namespace=ONE.root) == here
+
     def test_touch_says_which_are_here_holes_notwithstanding(
         self, tmp_path: Path
     ) -> None:

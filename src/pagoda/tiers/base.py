@@ -110,6 +110,33 @@ class Tier(Protocol):
         namespaces are searched.
         """
 
+    def find_each(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        deadline_seconds: float | None = None,
+    ) -> list[bool]:
+        """Return for each key whether `find` would find it, also behind keys that are absent.
+        Copies nothing; updates recency.
+
+        Arguments are those of `find`, and so is what a key counts as whose state is not known
+        before the deadline. By default `find` is called once for each run of keys.
+        """
+        return confirm_each(
+            [True] * len(keys),
+            lambda begin, stop, seconds: self.find(
+                keys[begin:stop],
+                start=None if start is None else start + begin,
+                stamp=stamp,
+                namespace=namespace,
+                deadline_seconds=seconds,
+            ),
+            deadline_seconds,
+        )
+
     @abstractmethod
     def touch(
         self,
@@ -251,6 +278,39 @@ class Tier(Protocol):
     @abstractmethod
     def close(self, timeout: float = 5.0) -> None:
         """Close within `timeout` seconds; drop what is still queued with CLOSED. Idempotent."""
+
+
+def confirm_each(
+    perhaps: Sequence[bool],
+    find: Callable[[int, int, float | None], int],
+    deadline_seconds: float | None,
+) -> list[bool]:
+    """Return for each key whether it is present, also behind keys that are absent.
+
+    Args:
+        perhaps: whether a key may be present.
+        find: returns how many leading keys of [begin, stop) are present, within some seconds
+            (None: its own deadline).
+        deadline_seconds: for all; keys that were not asked about by then count as absent.
+    """
+    until = (
+        None if deadline_seconds is None else time.monotonic() + deadline_seconds
+    )
+    here = [False] * len(perhaps)
+    end = len(perhaps)
+    at = 0
+    while at < end:
+        if not perhaps[at]:
+            at += 1
+            continue
+        left = None if until is None else until - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        stop = [*perhaps[at:], False].index(False) + at
+        found = min(find(at, stop, left), stop - at)
+        here[at : at + found] = [True] * found
+        at += found + 1  # the one behind them is absent
+    return here
 
 
 def completed_future(ok: bool, reason: Reason | None = None) -> Future[Done]:

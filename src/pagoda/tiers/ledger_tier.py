@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import (
     Callable,
     Collection,
@@ -26,7 +27,7 @@ from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.ledger.ledger import OpenSlab, discard_empty
 from pagoda.ledger.stores_under_root import stores_in
 from pagoda.tiers import recorded_tiers
-from pagoda.tiers.base import clamp_deadline
+from pagoda.tiers.base import clamp_deadline, confirm_each
 from pagoda.tiers.put_and_load import BlockingCalls
 
 _S = TypeVar("_S", bound=OpenSlab)
@@ -158,6 +159,40 @@ class LedgerTier(BlockingCalls):
             ),
         )
         return len(match.slots)
+
+    def find_each(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        deadline_seconds: float | None = None,
+    ) -> list[bool]:
+        """Return for each key whether it is stored, also behind absent ones: one read of the
+        tables, and a `find` for each run that they show.
+        """
+        if self._closed or self.resting:
+            return [False] * len(keys)
+        seconds = clamp_deadline(self.deadline_seconds, deadline_seconds)
+        until = time.monotonic() + seconds
+        # read first: a chunk that leaves the queue after this is in the ledger
+        queued = self._queued(keys)
+        stored = self.ledger.which(keys, seconds)
+        return confirm_each(
+            [
+                there or key in queued
+                for key, there in zip(keys, stored, strict=True)
+            ],
+            lambda begin, stop, left: self.find(
+                keys[begin:stop],
+                start=None if start is None else start + begin,
+                stamp=stamp,
+                namespace=namespace,
+                deadline_seconds=left,
+            ),
+            until - time.monotonic(),
+        )
 
     def contains(
         self, key: bytes, *, deadline_seconds: float | None = None

@@ -261,11 +261,16 @@ async def _find(request: web.Request) -> web.Response:
         )
     # six times as fast as slices
     keys = struct.unpack(f"{_KEY_BYTES}s" * (len(body) // _KEY_BYTES), body)
-    found = await request.app[CALLS].run(
-        request.app[STORES].find, namespace, keys
-    )
     request.app[COUNTS]["finds"] += 1
-    return web.json_response({"found": found})
+    stores = request.app[STORES]
+    calls = request.app[CALLS]
+    if "each" not in request.query:
+        found = await calls.run(stores.find, namespace, keys)
+        return web.json_response({"found": found})
+    here = await calls.run(stores.find_each, namespace, keys)
+    leading = [*here, False].index(False)
+    each = "".join("1" if is_here else "0" for is_here in here)
+    return web.json_response({"found": leading, "each": each})
 
 
 # ---- storing and removing ------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from pagoda.ledger import Ledger, admin
 from pagoda.ledger.store_state import FORMAT, read_state
 from pagoda.slab import FileSlab, MemorySlab, aligned
 from pagoda.tiers import Chunk, HostTier
-from pagoda.tiers.base import Bytes
+from pagoda.tiers.base import Bytes, confirm_each
 from pagoda.tiers.remote.remote_tier import STORE_ID
 
 LEASE_SECONDS = 10.0  # of a chunk that is being sent; renewed after each piece
@@ -382,6 +382,43 @@ class ServedStores:
                 if at == len(keys):
                     break
         return at
+
+    def find_each(self, namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether it is stored, in any store, also behind absent ones. Does not
+        change recency.
+        """
+        until = time.monotonic() + _FIND_SECONDS
+        here = [False] * len(keys)
+        for store in self.stores():
+            left = until - time.monotonic()
+            if all(here) or left <= 0:
+                break
+            ledger = store.ledger
+            perhaps = [
+                there and not known
+                for there, known in zip(
+                    ledger.which(keys, left), here, strict=True
+                )
+            ]
+
+            def find(
+                begin: int,
+                stop: int,
+                seconds: float | None,
+                ledger: Ledger = ledger,
+            ) -> int:
+                match = ledger.match_prefix(
+                    keys[begin:stop],
+                    start=None,
+                    namespace=namespace,
+                    touch=False,
+                    deadline_seconds=seconds or 0.0,
+                )
+                return len(match.slots)
+
+            more = confirm_each(perhaps, find, until - time.monotonic())
+            here = [known or new for known, new in zip(here, more, strict=True)]
+        return here
 
     def locate_with_header(
         self, namespace: bytes, key: bytes

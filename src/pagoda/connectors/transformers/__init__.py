@@ -23,6 +23,7 @@ In the order in which a call meets them:
     model_identity    the namespace: digests of weights and adapters
     batch_rows        the rows of a batch as prompts, with their padding
     dynamic_cache     a DynamicCache over memory that the cache's transfers fill
+    holes             goes on behind a missing chunk of a prompt
     layerwise         KV that arrives layer by layer, while the model computes
     blending          documents that are reused wherever they are in a prompt, by `pagoda.blend`
     unwritten_size    how much host memory is taken if nobody wrote a size

@@ -55,10 +55,15 @@ from pagoda.connectors.transformers.call_arguments import (
     takes_prompt_first,
 )
 from pagoda.connectors.transformers.dynamic_cache import (
+    Planes,
     copy_engine_for,
     dynamic_cache,
     kv_of_row,
     room_for,
+)
+from pagoda.connectors.transformers.holes import (
+    fill_behind,
+    least_piece,
 )
 from pagoda.connectors.transformers.hook_watch import (
     ForeignHook,
@@ -206,6 +211,10 @@ class CachedModel(ModelFacade):
     goes on without the cache, with the reason `not_cacheable` in `last` and in the counters, and a
     line in the log; so do all calls of a model that cannot be cached, unless it is `strict`.
 
+    If chunks are missing before stored ones, `generate` computes the missing ones only, of a single
+    prompt of a model with full attention; `last.hit.loaded` and `last.hit.pieces` say what was
+    loaded.
+
     A model with sliding windows or recurrent states goes on only where those were kept: at the last
     whole chunk of a prompt, at its end, where two prompts parted, and with `store_output` at the
     end of the text. For that, its prompts are computed in two or three passes.
@@ -303,6 +312,7 @@ class CachedModel(ModelFacade):
         # for caches that are opened here
         self._config = config if cache is None else None
         self._stateful: StatefulPrompts | None = None
+        self._least_piece = 0  # of those behind a missing chunk; 0: none are used
         if self._refusal:
             if cache is None:
                 cache = _empty_cache_of(model, config, self._seen)
@@ -348,6 +358,7 @@ class CachedModel(ModelFacade):
     def _use(self, cache: Cache) -> None:
         """Change to a cache. ValueError if endings cannot be kept in it."""
         self._stateful = None
+        self._least_piece = least_piece(self.model, self._seen.devices)
         if self._seen.shape is not None:
             config = self._config or cache.config
             if cache.config.lossy_codecs():
@@ -539,7 +550,9 @@ class CachedModel(ModelFacade):
                         passed,
                     )
                 else:
-                    out, kv = self._generated(prompts, before, passed)
+                    out, kv = self._generated(
+                        prompts, before, passed, decoding.prefill_chunk_size
+                    )
         except HookChanges as seen:
             # nothing was chosen or streamed yet, except the prompt
             self._keep_in_mind(seen.hook)
@@ -589,9 +602,9 @@ class CachedModel(ModelFacade):
         forget_positions(self.model)
         if ready.stateful is not None:
             return self._prefix_to_ending(rows, ready, ready.stateful, began)
-        return self._prefix(
+        return self._loaded(
             rows, input_ids.shape[1], ready, self._looked(rows, ready), began
-        )
+        )[0]
 
     def blend(
         self,
@@ -1010,15 +1023,22 @@ class CachedModel(ModelFacade):
             raise ValueError(trouble)
 
     def _generated(
-        self, prompts: _Prompts, ready: _Ready, kwargs: dict[str, Any]
+        self,
+        prompts: _Prompts,
+        ready: _Ready,
+        kwargs: dict[str, Any],
+        most_tokens: int | None,
     ) -> tuple[Any, Any]:
         """Return the result of `model.generate`, started from the KV in the tiers, and the filled
-        DynamicCache.
+        DynamicCache. `most_tokens`: of one forward pass.
         """
         began = time.perf_counter()
         input_ids, mask, rows, repeats, assisted, media = prompts
         width = input_ids.shape[1]
-        looked = None if media.form else self._looked(rows, ready)
+        pieces = 0
+        if len(rows) == 1 and not rows[0].pad and not media.form:
+            pieces = self._least_piece
+        looked = None if media.form else self._looked(rows, ready, pieces)
         load = (
             self._begun(rows, looked, ready)
             if looked is not None and repeats == 1 and not assisted
@@ -1037,26 +1057,70 @@ class CachedModel(ModelFacade):
                     Reason.DEADLINE,
                     "the load did not end in time",
                 )
-        found = self._prefix(rows, width, ready, looked, began)
+        found, planes = self._loaded(rows, width, ready, looked, began, pieces)
         if media.form:
             self._cut_to_items(found, media, ready, one_by_one=repeats == 1)
-        kv = found.past_key_values
-        found.past_key_values = None
-        self.last = found
-        if repeats > 1:
-            kv.batch_repeat_interleave(repeats)
-        cut = (
-            first_pass_cut(self.model, kv, found.columns, input_ids)
-            if assisted
-            else nullcontext()
-        )
+        columns = found.columns
         watch = watch_for(self._seen.devices)
-        # inside: it measures the pass after the cut
-        with cut, self._prefills.measured(self.model, watch):
-            out = self._generate_from(
-                kv, input_ids, mask, kwargs, media, found.columns
+        with self._prefills.measured(self.model, watch):
+            if found.hit.behind_tokens:
+                columns = self._filled_behind(found, planes, prompts, most_tokens)
+            planes = []  # the cache has its own by now, or keeps them
+            kv = found.past_key_values
+            found.past_key_values = None
+            self.last = found
+            if repeats > 1:
+                kv.batch_repeat_interleave(repeats)
+            cut = (
+                first_pass_cut(self.model, kv, columns, input_ids)
+                if assisted
+                else nullcontext()
             )
+            with cut:
+                out = self._generate_from(
+                    kv, input_ids, mask, kwargs, media, columns
+                )
             return out, kv
+
+    def _filled_behind(
+        self,
+        found: Prefix,
+        planes: Planes,
+        prompts: _Prompts,
+        most_tokens: int | None,
+    ) -> int:
+        """Compute what is missing between the pieces of a prompt, into its cache; return how many
+        tokens that holds then.
+
+        If that fails, the cache holds the leading part, as without pieces.
+        """
+        hit = found.hit
+        columns = found.columns
+        try:
+            return fill_behind(
+                self.model,
+                self._seen,
+                found.past_key_values,
+                planes,
+                hit.runs(),
+                prompts.input_ids,
+                prompts.mask,
+                most_tokens,
+            )
+        except HookChanges:
+            raise
+        except Exception as trouble:  # noqa: BLE001
+            # a boundary: all behind the leading part can be computed at once
+            _log.warning(
+                "the chunks behind a missing one are computed: %s: %s",
+                type(trouble).__name__,
+                trouble,
+            )
+        found.past_key_values = dynamic_cache(
+            self.model, self._seen, planes, prompts.rows, columns
+        )
+        found.hits = [hit.shortened(columns, hit.reason, hit.detail)]
+        return columns
 
     def _cut_to_items(
         self, found: Prefix, media: Media, ready: _Ready, *, one_by_one: bool
@@ -1164,25 +1228,31 @@ class CachedModel(ModelFacade):
 
         return torch.from_numpy(tokens).long().to(self.model.device)[None]
 
-    def _looked(self, rows: list[BatchRow], ready: _Ready) -> Hit | None:
+    def _looked(
+        self, rows: list[BatchRow], ready: _Ready, pieces: int = 0
+    ) -> Hit | None:
         """Look up and count a single prompt of a model on a device; None: `retrieve` looks it
         up.
         """
         if self._seen.copy_engine is None or len(rows) > 1:
             return None
-        return ready.cache.lookup(rows[0].tokens[:-1], **ready.space)
+        return ready.cache.lookup(
+            rows[0].tokens[:-1], pieces=pieces, **ready.space
+        )
 
     def _begun(
         self, rows: list[BatchRow], looked: Hit, ready: _Ready
     ) -> LayerLoad | None:
-        """Begin to load the hit layer by layer; None if it is not completely on the host, or the
-        model cannot wait.
+        """Begin to load the hit layer by layer; None if it is not completely on the host, the
+        prompt has holes, or the model cannot wait.
         """
         cache = ready.cache
         on_host = cache.slots is not None and set(looked.by_tier) == {
             cache.tiers[0]
         }
-        if not on_host or rows[0].pad or model_checks.is_compiled(self.model):
+        if not on_host or looked.behind_tokens or rows[0].pad:
+            return None
+        if model_checks.is_compiled(self.model):
             return None
         from pagoda.connectors.transformers.layerwise import LayerLoads
 
@@ -1227,18 +1297,23 @@ class CachedModel(ModelFacade):
         )
         return out, kv
 
-    def _prefix(
+    def _loaded(
         self,
         rows: list[BatchRow],
         width: int,
         ready: _Ready,
         looked: Hit | None,
         began: float,
-    ) -> Prefix:
-        """Load the columns that the tiers have of all rows."""
-        if looked is not None and not looked.num_tokens:
+        pieces: int = 0,
+    ) -> tuple[Prefix, Planes]:
+        """Load the columns that the tiers have of all rows; return them as a cache, and where they
+        were loaded to. With `pieces`, also what the tiers have behind the first missing chunk, in
+        runs of at least so many tokens: it is not in the cache.
+        """
+        if looked is not None and not looked.loaded:
             nothing = dynamic_cache(self.model, self._seen, [], rows, 0)
-            return Prefix(nothing, 0, [0], [looked], time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            return Prefix(nothing, 0, [0], [looked], seconds), []
         wanted = self._wanted(rows, width, ready, looked)
         # on a device, unused columns take memory too
         if self._seen.copy_engine is not None:
@@ -1254,7 +1329,7 @@ class CachedModel(ModelFacade):
         for number, (row, tokens) in enumerate(zip(rows, wanted, strict=True)):
             kv = kv_of_row(planes, number, row.pad, width, self._seen)
             items = row.items_in(len(tokens))
-            hits.append(self._retrieved(tokens, kv, ready, looked, items))
+            hits.append(self._retrieved(tokens, kv, ready, looked, items, pieces))
         columns = min(
             row.pad + hit.num_tokens for row, hit in zip(rows, hits, strict=True)
         )
@@ -1262,7 +1337,8 @@ class CachedModel(ModelFacade):
         if not any(served):
             columns = 0
         kv = dynamic_cache(self.model, self._seen, planes, rows, columns)
-        return Prefix(kv, columns, served, hits, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return Prefix(kv, columns, served, hits, seconds), planes
 
     def _wanted(
         self, rows: list[BatchRow], width: int, ready: _Ready, looked: Hit | None
@@ -1272,7 +1348,10 @@ class CachedModel(ModelFacade):
         """
         cache = ready.cache
         space = ready.space
-        most = width - 1 if looked is None else rows[0].pad + looked.num_tokens
+        most = width - 1
+        if looked is not None:
+            runs = looked.runs() or [(0, looked.num_tokens)]
+            most = rows[0].pad + runs[-1][1]
         if len(rows) > 1:
             found = [
                 cache.lookup(row.tokens[:-1], counted=False, **space).num_tokens
@@ -1299,17 +1378,28 @@ class CachedModel(ModelFacade):
         ready: _Ready,
         looked: Hit | None,
         items: Sequence[Item],
+        pieces: int,
     ) -> Hit:
         """Fill `kv` from the tiers. An earlier look-up (`looked`) was counted, and has the reason
         for a miss.
         """
+        cache = ready.cache
         if looked is None:
-            return ready.cache.retrieve(tokens, kv, items=items, **ready.space)
-        hit = ready.cache.retrieve(tokens, kv, counted=False, **ready.space)
-        return (
-            replace(looked, by_tier=hit.by_tier)
-            if hit.num_tokens == looked.num_tokens
-            else hit
+            return cache.retrieve(
+                tokens, kv, items=items, pieces=pieces, **ready.space
+            )
+        if not looked.behind_tokens:
+            pieces = 0
+        hit = cache.retrieve(
+            tokens, kv, counted=False, pieces=pieces, **ready.space
+        )
+        if hit.num_tokens != looked.num_tokens:
+            return hit
+        return replace(
+            looked,
+            by_tier=hit.by_tier,
+            pieces=hit.pieces or looked.pieces,
+            behind_tokens=hit.behind_tokens,
         )
 
     # ---- the present state of the model

@@ -32,11 +32,7 @@ def positions_of(
         kwargs: the other arguments of the call, of which positions may depend on the shapes of
             images.
     """
-    from transformers import GenerationMixin
-
-    usual = getattr(GenerationMixin, _COMPUTES, None)
-    generating = generating_module(model)
-    if usual is None or getattr(type(generating), _COMPUTES, usual) is usual:
+    if not has_own_positions(model):
         return {}
     given = {
         name: value
@@ -44,7 +40,19 @@ def positions_of(
         if value is not None and (name in CONTENT or name in TYPES)
     }
     given["attention_mask"] = mask
+    generating = generating_module(model)
     return {"position_ids": getattr(generating, _COMPUTES)(input_ids, given)}
+
+
+def has_own_positions(model: Any) -> bool:
+    """Whether a model computes the positions of a prompt in a way of its own, not from the mask
+    alone. Pure.
+    """
+    from transformers import GenerationMixin
+
+    usual = getattr(GenerationMixin, _COMPUTES, None)
+    own = getattr(type(generating_module(model)), _COMPUTES, usual)
+    return usual is not None and own is not usual
 
 
 def why_no_positions(model: Any) -> str:

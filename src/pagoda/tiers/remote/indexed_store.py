@@ -73,6 +73,12 @@ class IndexedStoreConnection(StoreConnection):
         """Return how many leading keys the index has."""
         return self._index.find(namespace, keys, until)
 
+    def present(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[bool]:
+        """Return which of these keys the index has."""
+        return self._index.present(namespace, keys, until)
+
     def touch(
         self,
         namespace: bytes,

@@ -190,6 +190,26 @@ class ObjectStoreConnection(StoreConnection):
         self._in_http_call = False
         self._runner.ended = False
 
+    def present(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[bool]:
+        """Return which keys are present, one request each. If none of some positions is, the others
+        are not asked about: most prompts that are not found were never stored, and each request
+        costs money.
+        """
+        step = max(1, len(keys) // self.exact_keys)
+        probes = range(0, len(keys), step)
+        found = self.touch(namespace, [keys[at] for at in probes], until)
+        here = [False] * len(keys)
+        here[::step] = found
+        if step == 1 or not any(found):
+            return here
+        rest = [at for at in range(len(keys)) if at % step]
+        more = self.touch(namespace, [keys[at] for at in rest], until)
+        for at, is_here in zip(rest, more, strict=True):
+            here[at] = is_here
+        return here
+
     def touch(
         self,
         namespace: bytes,

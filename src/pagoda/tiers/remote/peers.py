@@ -18,8 +18,8 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
-from typing import NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Generic, NamedTuple, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from pagoda.base.clock import Clock
@@ -67,6 +67,12 @@ _RESOLVE_SECONDS = 30.0  # between two lookups of the addresses of a name
 _RESOLVE_PATIENCE_SECONDS = 5.0
 
 _logger = guarded_logger("pagoda.tiers.remote")
+_T = TypeVar("_T")
+
+# asks one neighbour about the keys of a namespace, until a time
+_Question: TypeAlias = Callable[
+    [PagodaServerConnection, bytes, Sequence[bytes], float], _T
+]
 
 
 class PeerUrl(NamedTuple):
@@ -249,8 +255,30 @@ class PeersClient(StoreClient):
                     self._holders[key] = holders + silent
             begin = end
         with self._lock:
-            while len(self._holders) > _MOST_KEYS:
-                del self._holders[next(iter(self._holders))]
+            self._drop_oldest()
+
+    def record_each(
+        self, keys: Sequence[bytes], answers: Mapping[Peer, Sequence[bool]]
+    ) -> None:
+        """Remember which keys each neighbour has, and keep what is known of those that did not
+        answer.
+        """
+        for peer in answers:
+            peer.answers += 1
+        with self._lock:
+            for at, key in enumerate(keys):
+                holders = tuple(
+                    peer for peer, here in answers.items() if here[at]
+                )
+                if holders:
+                    others = self._holders.pop(key, ())
+                    silent = tuple(peer for peer in others if peer not in answers)
+                    self._holders[key] = holders + silent
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while len(self._holders) > _MOST_KEYS:
+            del self._holders[next(iter(self._holders))]
 
     def holders(self, key: bytes) -> tuple[list[Peer], list[Peer]]:
         """Return the neighbours that are known to have a key, in an order that depends on the key;
@@ -443,9 +471,30 @@ class PeersConnection(StoreConnection):
         for loads. If none
         answers: RefusedError if one refuses, otherwise OSError.
         """
+        look = _Look(
+            keys, PagodaServerConnection.find, self._client.record_answers
+        )
+        return max(self._answers(look, namespace, until).values(), default=0)
+
+    def present(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[bool]:
+        """Return which keys some neighbour has, also behind absent ones, as `find` does."""
+        look = _Look(
+            keys, PagodaServerConnection.present, self._client.record_each
+        )
+        answers = self._answers(look, namespace, until)
+        if not answers:
+            return [False] * len(keys)
+        return list(map(any, zip(*answers.values(), strict=True)))
+
+    def _answers(
+        self, look: _Look[_T], namespace: bytes, until: float
+    ) -> dict[Peer, _T]:
+        """Ask all neighbours at once, and return the answers; empty if there is nobody to ask."""
+        keys = look.keys
         patience = min(until, time.monotonic() + self._client.patience_seconds)
         self._client.resolve(patience)
-        look = _Look(keys)
         asked = self._whom_to_ask(keys, patience)
         lines = self._free_lines(asked)
         # the others are asked only to check whether they work again
@@ -468,13 +517,13 @@ class PeersConnection(StoreConnection):
             )
             answers = dict(look.answers)
             look.is_over = True
-        self._client.record_answers(keys, answers)
+        look.record(keys, answers)
         if answers:
-            return max(answers.values())
+            return answers
         if look.open:
             raise TimeoutError("no neighbour answered in time")
         if not asked:
-            return 0
+            return {}
         for peer, refusal in list(look.refusals.items()):
             said = f"{refusal} ({peer.client.address})"
             raise (
@@ -541,12 +590,12 @@ class PeersConnection(StoreConnection):
         return line
 
     def _look(
-        self, line: _PeerLine, look: _Look, namespace: bytes, until: float
+        self, line: _PeerLine, look: _Look[_T], namespace: bytes, until: float
     ) -> None:
         """Ask one neighbour, on a thread of the pool."""
-        found: int | None = None
+        found: _T | None = None
         try:
-            found = line.connection.find(namespace, look.keys, until)
+            found = look.question(line.connection, namespace, look.keys, until)
             line.peer.breaker.record_success()
         except Exception as error:  # noqa: BLE001
             # a background thread: nobody else sees it
@@ -566,7 +615,7 @@ class PeersConnection(StoreConnection):
                 if look.is_complete:
                     self._changed.notify_all()
         if found and late:
-            self._client.record_answers(look.keys, {line.peer: found})
+            look.record(look.keys, {line.peer: found})
 
     def get(self, request: GetRequest, until: float) -> int | Reason | None:
         """Fill `page` and the result of `destination` from a neighbour that has the chunk, or from
@@ -686,14 +735,24 @@ class _PeerLine:
         self.looks = False
 
 
-class _Look:
+class _Look(Generic[_T]):
     """One lookup: what was asked, the answers, and which neighbours must still answer. Used with
     the lock.
+
+    An answer is the number of leading keys, or for each key whether it is there; `record` remembers
+    answers for loads.
     """
 
-    def __init__(self, keys: Sequence[bytes]) -> None:
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        question: _Question[_T],
+        record: Callable[[Sequence[bytes], Mapping[Peer, _T]], None],
+    ) -> None:
         self.keys = keys
-        self.answers: dict[Peer, int] = {}
+        self.question = question
+        self.record = record
+        self.answers: dict[Peer, _T] = {}
         self.refusals: dict[
             Peer, RefusedError | ServerError
         ] = {}  # complete when no neighbour must still answer
@@ -708,7 +767,12 @@ class _Look:
         return (
             not self.open
             or (self.is_late and bool(self.answers))
-            or len(self.keys) in self.answers.values()
+            or any(map(self._is_whole, self.answers.values()))
+        )
+
+    def _is_whole(self, answer: _T) -> bool:
+        return (
+            all(answer) if isinstance(answer, list) else answer == len(self.keys)
         )
 
 

@@ -336,6 +336,21 @@ class RedisNodesConnection(StoreConnection):
             )
         return end  # the number of keys is worth more than the reason
 
+    def present(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[bool]:
+        """Return which keys are present on nodes that answer; all nodes are asked at the same
+        time.
+        """
+        shares, answers = self._ask_for(
+            keys, RedisConnection.present, namespace, until
+        )
+        here = [False] * len(keys)
+        for node, found in answers.items():
+            for at in compress(shares[node], found):
+                here[at] = True
+        return here
+
     def touch(
         self,
         namespace: bytes,

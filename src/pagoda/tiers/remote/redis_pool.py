@@ -211,20 +211,35 @@ class RedisPoolConnection(RedisNodesConnection):
 
         def ask(asked: Sequence[bytes]) -> list[bool]:
             nonlocal silent
-            question = self._client.names.question(namespace, asked)
-            nodes = self._client.in_use()
-            calls = dict.fromkeys(
-                nodes, lambda line: line.answer(question, len(asked), until)
-            )
-            answers = self._ask(calls, until)
-            silent |= len(answers) < len(nodes)
-            return self._merged(asked, answers)
+            here, all_answered = self._ask_of_all(namespace, asked, until)
+            silent |= not all_answered
+            return here
 
         found = leading_run(keys, ask, exact=EXACT_KEYS)
         if keys and not found and silent:
             text = "a node that may have the first chunk did not answer"
             raise RefusedError(Reason.DEADLINE, text, contained=True)
         return found  # the number of keys is worth more than the reason
+
+    def present(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[bool]:
+        """Return which keys are present on any node: all nodes are asked for all keys, at the same
+        time.
+        """
+        return self._ask_of_all(namespace, keys, until)[0]
+
+    def _ask_of_all(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> tuple[list[bool], bool]:
+        """Return which keys any node has, and whether every node answered."""
+        question = self._client.names.question(namespace, keys)
+        nodes = self._client.in_use()
+        calls = dict.fromkeys(
+            nodes, lambda line: line.answer(question, len(keys), until)
+        )
+        answers = self._ask(calls, until)
+        return self._merged(keys, answers), len(answers) == len(nodes)
 
     def claim(
         self, namespace: bytes, keys: Sequence[bytes], until: float

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import compress
 from operator import methodcaller
 from typing import TypeVar
 
@@ -213,6 +214,71 @@ class RemoteTier(QueuedTier):
             else:
                 break
         return at
+
+    def find_each(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        stamp: int | None = None,
+        namespace: bytes | None = None,
+        deadline_seconds: float | None = None,
+    ) -> list[bool]:
+        """Return for each key whether it is stored or queued, also behind absent ones, as far as
+        that is known in time: the store is asked once.
+        """
+        if self._refusal() is not None or not keys:
+            return [False] * len(keys)
+        until = time.monotonic() + clamp_deadline(
+            self._look_seconds, deadline_seconds
+        )
+        queued = self._pool.queue.pending_writes(keys)
+        presence = self._store.presence
+
+        def known(at: int) -> bool | None:
+            write = queued.get(keys[at])
+            position = None if start is None else start + at
+            is_queued = (
+                write is not None
+                and write.is_valid()
+                and write.matches(namespace, position)
+            )
+            return True if is_queued else presence.get(namespace, keys[at])
+
+        here = [known(at) for at in range(len(keys))]
+        unknown = [at for at, there in enumerate(here) if there is None]
+        if unknown:
+            self._ask_each([keys[at] for at in unknown], namespace, until)
+            for at in unknown:
+                here[at] = presence.get(namespace, keys[at])
+        return [there is True for there in here]
+
+    def _ask_each(
+        self, keys: Sequence[bytes], namespace: bytes | None, until: float
+    ) -> None:
+        """Ask the store which of these keys it has; what it answers is in `presence` afterwards. A
+        late answer is used by the next lookup.
+        """
+        store = self._store
+
+        def ask(connection: StoreConnection) -> int:
+            present = set[bytes]()
+            roots = store.roots(namespace)
+            for root in roots:
+                for first in range(0, len(keys), EXACT_KEYS):
+                    some = keys[first : first + EXACT_KEYS]
+                    here = connection.present(root, some, store.deadline())
+                    present.update(compress(some, here))
+            for is_present in (True, False):
+                found = [key for key in keys if (key in present) is is_present]
+                store.presence.record(namespace, found, is_present)
+            if roots:
+                store.note_answer()
+            return len(present)
+
+        answer = self._query((namespace, "each", *keys), ask, until)
+        if isinstance(answer, Reason):
+            store.count({f"miss_{answer}": 1})
 
     def _find_in_store(
         self, keys: Sequence[bytes], namespace: bytes | None, until: float

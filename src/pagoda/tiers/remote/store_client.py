@@ -180,6 +180,16 @@ class StoreConnection(Protocol):
             exact=self.exact_keys,
         )
 
+    def present(
+        self, namespace: bytes, keys: Sequence[bytes], until: float
+    ) -> list[bool]:
+        """Return which of these keys are present, also behind absent ones, in as few round trips as
+        possible; moves no chunk.
+
+        This default is for stores in which a touch changes nothing.
+        """
+        return self.touch(namespace, keys, until)
+
     def touch(
         self,
         namespace: bytes,
