@@ -137,49 +137,36 @@ def test_every_type_writes_the_same_text(
         assert counts in ([0, 80, 80, 80], [0, 89, 80, 89])
 
 
-def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
-    out = model.generate(
-        ids,
-        max_new_tokens=1,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return out.logits[0].float()
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", model_types())
 def test_every_type_goes_on_behind_holes(
     kind: str, house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of each chunk that is missing in turn, and of two: logits as cold. Other KV would change
-    them by far more.
+    """Of each chunk that is missing in turn, and of two: the text and logits of a cold call. Types
+    that cannot go on there use what is before the first hole.
     """
     ids = prompts()[0]
-    try:
-        model = any_tiny_model(kind)
-        model.generation_config.use_cache = True
-        cold = logits_of(model, ids)
-    except Exception as trouble:  # noqa: BLE001
-        pytest.skip(f"not built here: {type(trouble).__name__}: {trouble}"[:200])
+    model = built(kind)
+    cold = written(kind, model, ids)
     cached = house.open(model, host_size="32MiB", disk_size=0, disk_path="")
-    if cached._stateful is not None:
-        pytest.skip("goes on where an ending was kept")
-    logits_of(cached, ids)
-    plain = (logits_of(cached, ids) - cold).abs().max()
-    if not cached.last.hit:
-        pytest.skip("not cached")
+    for _ in range(2):
+        assert_same(written(kind, cached, ids), cold)
+    hit = cached.last.hit
+    only_text = set(call_of(kind, ids)) <= {"input_ids", "attention_mask"}
+    if hit.reason is Reason.NOT_CACHEABLE or not only_text:
+        # no chunk of such a prompt has these keys
+        return
     keys = [key for _, _, key in cached.cache.keys(ids[0])]
     (host,) = cached.cache._tiers.all
     loaded = []
     for gone in ([0], [1], [3], [0, 2], [1, 3]):
         for at in gone:
             host.remove(keys[at])
-        difference = (logits_of(cached, ids) - cold).abs().max()
-        assert difference <= 2 * plain + 1e-4 * cold.abs().max()
-        assert cached.last.hit.num_tokens == 16 * gone[0]
+        assert_same(written(kind, cached, ids), cold)
         loaded.append(cached.last.hit.loaded)
     with capsys.disabled():
         print(f"\n{kind}: {loaded}")
-    assert loaded in ([64, 64, 64, 48, 48], [0, 16, 48, 0, 16])
+    if cached._stateful is not None:
+        assert max(loaded) < hit.num_tokens
+    else:
+        assert loaded in ([64, 64, 64, 48, 48], [0, 16, 48, 0, 16])
