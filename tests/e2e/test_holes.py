@@ -306,6 +306,32 @@ def test_a_promised_piece_that_does_not_come_is_computed(
         assert cached.last_stored[0].refused == 0
 
 
+def test_pieces_that_were_only_promised_are_not_in_the_answer(
+    house: House, tmp_path: Path
+) -> None:
+    """With a copy engine: a look-up before the load."""
+    model = llama()
+    want = generated(model, IDS, NEW)
+    layout = layout_of(model, CHUNK)
+    disk = HopefulDisk.open(layout, tmp_path / "hopeful", 4 << 20)
+    device = SlowDevice()
+    with Cache(
+        namespace=namespace_of(model, layout),
+        layout=layout,
+        tiers=[disk],
+        chunk_tokens=CHUNK,
+        worth_it=False,
+        deadline_seconds=30.0,
+    ) as cache:
+        cached = CachedModel(model, cache=cache)
+        cached._seen = cached._seen._replace(copy_engine=engine_over(device))
+        assert text(cached) == want
+        hit = cached.last.hit
+        assert (hit.num_tokens, hit.loaded) == (0, 0)
+        assert hit.pieces == ()
+    device.end()
+
+
 def test_a_damaged_chunk_on_the_disk_is_computed(house: House) -> None:
     model = llama()
     want = generated(model, IDS, NEW)

@@ -1372,7 +1372,7 @@ class CachedModel(ModelFacade):
         return replace(
             looked,
             by_tier=hit.by_tier,
-            pieces=hit.pieces or looked.pieces,
+            pieces=hit.pieces if pieces else looked.pieces,
             behind_tokens=hit.behind_tokens,
         )
 
