@@ -515,7 +515,8 @@ class CachedModel(ModelFacade):
             return self._generated_without(
                 why_not, input_ids, attention_mask, kwargs
             )
-        watch = HookWatch(self.model, before.hooks)
+        columns = prompts.input_ids.shape[1]
+        watch = HookWatch(self.model, before.hooks, columns)
         try:
             with watch:
                 given = over_given_kv(decoding, kwargs)
@@ -539,8 +540,10 @@ class CachedModel(ModelFacade):
         except HookChanges as seen:
             # nothing was chosen or streamed yet, except the prompt
             self._keep_in_mind(seen.hook)
+            if seen.prompt_shown:
+                kwargs = _again(kwargs)
             return self._generated_without(
-                str(seen), input_ids, attention_mask, _again(kwargs)
+                str(seen), input_ids, attention_mask, kwargs
             )
         self.last_stored = []
         if watch.changing is not None:
@@ -1081,7 +1084,8 @@ class CachedModel(ModelFacade):
                 prompts.mask,
                 most_tokens,
             )
-        except HookChanges:
+        except HookChanges as seen:
+            seen.prompt_shown = False
             raise
         except Exception as trouble:  # noqa: BLE001
             # a boundary: all behind the leading part can be computed at once
