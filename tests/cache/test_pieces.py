@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pagoda.base.metrics import Reason
@@ -410,3 +411,25 @@ def test_a_call_that_is_cancelled_loads_no_further_piece(
     threading.Timer(0.05, call.cancel).start()
     assert call.run().loaded == 0
     assert disk.loads == 1
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "16", None, [16], float("nan")])
+def test_a_wrong_number_of_tokens_is_refused(wrong: object, cache: Cache) -> None:
+    tokens = prompt(3)
+    kv = blank(tokens).transfer
+    said = "pass True for all, or the fewest tokens of a piece"
+    with pytest.raises(ValueError, match=said):
+        cache.lookup(tokens, pieces=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        cache.retrieve(tokens, kv, pieces=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        cache.retrieve_future(tokens, kv, pieces=wrong)  # type: ignore[arg-type]
+    assert counters_of(cache)["lookups"] == 0
+
+
+def test_a_number_may_be_of_any_kind_of_integer(cache: Cache) -> None:
+    tokens = prompt(5)
+    stored(cache, tokens)
+    remove(cache, tokens, {1})
+    assert cache.lookup(tokens, pieces=np.int64(32)).loaded == 4 * CHUNK
+    assert cache.lookup(tokens, pieces=np.int64(64)).loaded == CHUNK
