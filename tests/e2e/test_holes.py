@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from pagoda import Cache, Hit
 from pagoda.base.metrics import Reason
@@ -254,6 +255,34 @@ def test_a_pass_that_fails_leaves_the_leading_part(house: House) -> None:
     assert hit.pieces == ((0, 4 * CHUNK, "host"),)
     assert text(cached) == want
     assert cached.last.hit.num_tokens == CHUNKS * CHUNK
+
+
+def test_passes_that_fail_each_time_are_counted_and_logged_once(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model may not compute a prompt in parts."""
+    model = InOnePiece(llama().config).eval()
+    want = generated(model, IDS, NEW)
+    cached = house.open(model)
+    text(cached)
+    for _ in range(3):
+        remove(cached, {4})
+        assert text(cached) == want
+        assert cached.last.hit.loaded == 4 * CHUNK
+    lines = [line for line in caplog.messages if "behind a missing" in line]
+    assert len(lines) == 1
+    assert "TypeError: no parts" in lines[0]
+    counters = cached.cache.stats()["counters"]
+    assert counters["miss_not_cacheable"] == 3
+
+
+class InOnePiece(LlamaForCausalLM):
+    """A model of another's code."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        if 1 < input_ids.shape[1] < IDS.shape[1]:
+            raise TypeError("no parts")
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
 
 def test_an_interrupt_during_a_pass_leaves_nothing_behind(house: House) -> None:

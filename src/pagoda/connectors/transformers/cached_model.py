@@ -1041,7 +1041,9 @@ class CachedModel(ModelFacade):
         watch = watch_for(self._seen.devices)
         with self._prefills.measured(self.model, watch):
             if found.hit.behind_tokens:
-                columns = self._filled_behind(found, planes, prompts, most_tokens)
+                columns = self._filled_behind(
+                    found, planes, prompts, most_tokens, ready.cache
+                )
             planes = []  # the cache has its own by now, or keeps them
             kv = found.past_key_values
             found.past_key_values = None
@@ -1065,11 +1067,12 @@ class CachedModel(ModelFacade):
         planes: Planes,
         prompts: _Prompts,
         most_tokens: int | None,
+        cache: Cache,
     ) -> int:
         """Compute what is missing between the pieces of a prompt, into its cache; return how many
         tokens that holds then.
 
-        If that fails, the cache holds the leading part, as without pieces.
+        If that fails, the cache holds the leading part, as without pieces, and `cache` counts it.
         """
         hit = found.hit
         columns = found.columns
@@ -1089,10 +1092,9 @@ class CachedModel(ModelFacade):
             raise
         except Exception as trouble:  # noqa: BLE001
             # a boundary: all behind the leading part can be computed at once
-            _log.warning(
-                "the chunks behind a missing one are computed: %s: %s",
-                type(trouble).__name__,
-                trouble,
+            cache.decline(
+                "the chunks behind a missing one were computed too: "
+                f"{type(trouble).__name__}: {trouble}"
             )
         found.past_key_values = dynamic_cache(
             self.model, self._seen, planes, prompts.rows, columns
