@@ -433,3 +433,29 @@ def test_a_number_may_be_of_any_kind_of_integer(cache: Cache) -> None:
     remove(cache, tokens, {1})
     assert cache.lookup(tokens, pieces=np.int64(32)).loaded == 4 * CHUNK
     assert cache.lookup(tokens, pieces=np.int64(64)).loaded == CHUNK
+
+
+@pytest.mark.parametrize("leading", [0, 1, 2, 3])
+def test_a_leading_part_below_the_minimum_does_not_hide_pieces(
+    leading: int, shm_root: Path
+) -> None:
+    tokens = prompt(12)
+    with cache_at(shm_root, None, min_hit_tokens=3 * CHUNK) as cache:
+        stored(cache, tokens)
+        remove(cache, tokens, {leading, 9})
+        here = [leading == 3] * leading + [False] + [True] * (8 - leading)
+        want = pieces_of(["host" if at else "" for at in [*here, False]])
+        hit = cache.lookup(tokens, pieces=True)
+        assert hit.pieces == want
+        kv = blank(tokens)
+        loaded = cache.retrieve(tokens, kv.transfer, pieces=True)
+        assert loaded.pieces == want
+        check_bytes(kv, tokens, loaded)
+        for each in (hit, loaded):
+            assert each.num_tokens == (3 * CHUNK if leading == 3 else 0)
+            assert each.loaded == sum(here) * CHUNK
+            below = each.reason is Reason.BELOW_MINIMUM
+            assert below == (leading in (1, 2))
+        counters = counters_of(cache)
+        assert counters["lookups"] == 2
+        assert counters["hit_tokens"] == hit.loaded + loaded.loaded

@@ -95,7 +95,7 @@ def _with_pieces(
     """Return the hit with its pieces: of the leading part, which are `order`, those that are worth
     loading, and those behind it.
     """
-    if resources.closed or hit.reason is Reason.BELOW_MINIMUM:
+    if resources.closed:
         return hit
     pieces = list(takewhile(lambda piece: piece.tier in hit.by_tier, order))
     leading = sum(stop - start for start, stop, _ in pieces)
@@ -124,7 +124,10 @@ def find_pieces(
     `chooses`: tiers that are slower than computing are left out.
     """
     size = request.chunk_tokens
+    least = max(least, resources.config.min_hit_tokens)
     owners: list[str | None] = [None] * (len(request.keys) - first)
+    if len(owners) * size < least:
+        return []
     for tier in request.tiers.all:
         missing = [at for at, owner in enumerate(owners) if owner is None]
         if not missing or request.deadline.passed:
@@ -148,7 +151,7 @@ def find_pieces(
             add_piece(run, at * size, (at + 1) * size, owner)
         elif run:
             tokens = run[-1].stop - run[0].start
-            if tokens >= max(least, resources.config.min_hit_tokens):
+            if tokens >= least:
                 found += run
             run = []
     return found
