@@ -126,7 +126,7 @@ def _columns_after(kwargs: Mapping[str, Any]) -> float:
     known: then no hook ends a call that may have handed out tokens.
     """
     mask = kwargs.get("attention_mask")
-    shape = getattr(mask, "shape", ())
+    shape: tuple[int, ...] = getattr(mask, "shape", ())
     if len(shape) == 2:
         return int(shape[1])
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
