@@ -158,11 +158,10 @@ def find_pieces(
 
 
 def _is_silent(tier: Tier, request: CacheRequest, first: int) -> bool:
-    """Whether a store has not answered whether it has a chunk that it was asked about."""
+    """Whether a store has not answered yet what it has from a chunk on."""
     root = request.namespace.root
-    return isinstance(tier, RemoteTier) and not tier.knows(
-        request.keys[first], root
-    )
+    keys = request.keys[first:]
+    return isinstance(tier, RemoteTier) and tier.is_silent(keys, root)
 
 
 def add_piece(pieces: list[Piece], start: int, stop: int, tier: str) -> None:
