@@ -234,6 +234,26 @@ def test_pieces_of_a_tier_that_is_too_slow_are_computed(
         assert (rest.num_tokens, rest.loaded) == (0, 5 * CHUNK)
 
 
+def test_a_slow_tier_between_two_parts_of_a_fast_one_is_a_hole(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    tokens = prompt(8)
+    with cache_at(shm_root, tmp_path, clock=FakeClock(), worth_it=True) as cache:
+        stored(cache, tokens)
+        remove(cache, tokens, {3}, "host")
+        remove(cache, tokens, {4, 5, 6, 7}, "disk")
+        cache.observe_prefill(100_000, 1.0)
+        for _ in range(3):
+            cache._resources.load_cost.record_load("disk", 8192, 1.0)
+            cache._resources.load_cost.record_load("host", 1 << 40, 1.0)
+        hit = cache.lookup(tokens, pieces=True)
+        assert hit.pieces == pieces_of(["host"] * 3 + [""] + ["host"] * 4)
+        assert (hit.num_tokens, hit.loaded) == (3 * CHUNK, 7 * CHUNK)
+        assert hit.by_tier == {"host": 3 * CHUNK}
+        assert hit.mask.sum() == 3 * CHUNK
+        assert hit.reason is Reason.NOT_WORTH_IT
+
+
 def test_another_tenants_chunk_is_no_piece(cache: Cache) -> None:
     tokens = prompt(4)
     stored(cache, tokens)
