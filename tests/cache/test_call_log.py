@@ -156,6 +156,27 @@ def test_a_call_is_a_line_without_its_prompt(
     assert SECRET not in caplog.text
 
 
+def test_what_was_served_behind_a_missing_chunk_is_in_the_line(
+    shm_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(shm_root, tmp_path) as cache:
+        cache.store(TOKENS, kv())
+        assert cache.flush(60.0)
+        keys = [key for _, _, key in cache.keys(TOKENS)]
+        for tier in cache._tiers.all[:2]:  # the third one is not there
+            tier.remove(keys[1])
+        caplog.set_level(logging.DEBUG, "pagoda.cache")
+        caplog.clear()
+        cache.retrieve(TOKENS, kv(), pieces=True, tiers=("host", "disk"))
+        (call,) = [
+            record for record in caplog.records if hasattr(record, "pagoda")
+        ]
+    assert call.getMessage().startswith(
+        "retrieve: 256 tokens asked, 64 hit (host 64), then removed, 128 hit behind, "
+    )
+    assert call.__dict__["pagoda"]["behind_tokens"] == 128
+
+
 CHILD = """
 import logging, sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import (
 
 from pagoda.base.errors import ConfigError
 from pagoda.cache import call
-from tests.cache.kit import CHUNK, cache_at, prompt, served, stored
+from tests.cache.kit import CHUNK, cache_at, keys_of, prompt, served, stored
 
 
 class Processor(SimpleSpanProcessor):
@@ -50,6 +50,21 @@ def exporter(
     monkeypatch.setattr(call, "_spans", None)
     made[1].clear()
     return made[1]
+
+
+def test_tokens_behind_a_missing_chunk_have_an_attribute(
+    shm_root: Path, exporter: InMemorySpanExporter
+) -> None:
+    tokens = prompt(4)
+    with cache_at(shm_root, None, otel=True) as cache:
+        stored(cache, tokens)
+        for tier in cache._tiers.all:
+            tier.remove(keys_of(cache, tokens)[1])
+        cache.lookup(tokens, pieces=True)
+    looked = exporter.get_finished_spans()[-1]
+    assert looked.attributes is not None
+    assert looked.attributes["pagoda.hit_tokens"] == CHUNK
+    assert looked.attributes["pagoda.behind_tokens"] == 2 * CHUNK
 
 
 def test_off_by_default(shm_root: Path, exporter: InMemorySpanExporter) -> None:

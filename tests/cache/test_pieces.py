@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pagoda.base.metrics import Reason
@@ -233,6 +234,26 @@ def test_pieces_of_a_tier_that_is_too_slow_are_computed(
         assert (rest.num_tokens, rest.loaded) == (0, 5 * CHUNK)
 
 
+def test_a_slow_tier_between_two_parts_of_a_fast_one_is_a_hole(
+    shm_root: Path, tmp_path: Path
+) -> None:
+    tokens = prompt(8)
+    with cache_at(shm_root, tmp_path, clock=FakeClock(), worth_it=True) as cache:
+        stored(cache, tokens)
+        remove(cache, tokens, {3}, "host")
+        remove(cache, tokens, {4, 5, 6, 7}, "disk")
+        cache.observe_prefill(100_000, 1.0)
+        for _ in range(3):
+            cache._resources.load_cost.record_load("disk", 8192, 1.0)
+            cache._resources.load_cost.record_load("host", 1 << 40, 1.0)
+        hit = cache.lookup(tokens, pieces=True)
+        assert hit.pieces == pieces_of(["host"] * 3 + [""] + ["host"] * 4)
+        assert (hit.num_tokens, hit.loaded) == (3 * CHUNK, 7 * CHUNK)
+        assert hit.by_tier == {"host": 3 * CHUNK}
+        assert hit.mask.sum() == 3 * CHUNK
+        assert hit.reason is Reason.NOT_WORTH_IT
+
+
 def test_another_tenants_chunk_is_no_piece(cache: Cache) -> None:
     tokens = prompt(4)
     stored(cache, tokens)
@@ -410,3 +431,51 @@ def test_a_call_that_is_cancelled_loads_no_further_piece(
     threading.Timer(0.05, call.cancel).start()
     assert call.run().loaded == 0
     assert disk.loads == 1
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "16", None, [16], float("nan")])
+def test_a_wrong_number_of_tokens_is_refused(wrong: object, cache: Cache) -> None:
+    tokens = prompt(3)
+    kv = blank(tokens).transfer
+    said = "pass True for all, or the fewest tokens of a piece"
+    with pytest.raises(ValueError, match=said):
+        cache.lookup(tokens, pieces=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        cache.retrieve(tokens, kv, pieces=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=said):
+        cache.retrieve_future(tokens, kv, pieces=wrong)  # type: ignore[arg-type]
+    assert counters_of(cache)["lookups"] == 0
+
+
+def test_a_number_may_be_of_any_kind_of_integer(cache: Cache) -> None:
+    tokens = prompt(5)
+    stored(cache, tokens)
+    remove(cache, tokens, {1})
+    assert cache.lookup(tokens, pieces=np.int64(32)).loaded == 4 * CHUNK
+    assert cache.lookup(tokens, pieces=np.int64(64)).loaded == CHUNK
+
+
+@pytest.mark.parametrize("leading", [0, 1, 2, 3])
+def test_a_leading_part_below_the_minimum_does_not_hide_pieces(
+    leading: int, shm_root: Path
+) -> None:
+    tokens = prompt(12)
+    with cache_at(shm_root, None, min_hit_tokens=3 * CHUNK) as cache:
+        stored(cache, tokens)
+        remove(cache, tokens, {leading, 9})
+        here = [leading == 3] * leading + [False] + [True] * (8 - leading)
+        want = pieces_of(["host" if at else "" for at in [*here, False]])
+        hit = cache.lookup(tokens, pieces=True)
+        assert hit.pieces == want
+        kv = blank(tokens)
+        loaded = cache.retrieve(tokens, kv.transfer, pieces=True)
+        assert loaded.pieces == want
+        check_bytes(kv, tokens, loaded)
+        for each in (hit, loaded):
+            assert each.num_tokens == (3 * CHUNK if leading == 3 else 0)
+            assert each.loaded == sum(here) * CHUNK
+            below = each.reason is Reason.BELOW_MINIMUM
+            assert below == (leading in (1, 2))
+        counters = counters_of(cache)
+        assert counters["lookups"] == 2
+        assert counters["hit_tokens"] == hit.loaded + loaded.loaded

@@ -25,6 +25,7 @@ from pagoda.connectors.transformers import (
 from pagoda.connectors.transformers.model_checks import kv_argument
 from pagoda.connectors.transformers.numerics import numerics_of
 from tests.e2e.house import House
+from tests.e2e.stateful_models import stateful
 from tests.e2e.tiny import generated, llama, prompt, qwen
 
 # sharp attention, so that rounding changes the text
@@ -465,6 +466,77 @@ def test_a_hook_that_changes_something_later_is_not_stored(
     for hit in (0, 80):
         assert texts(cached, ids) == plain
         assert cached.last.hit.num_tokens == hit
+
+
+MARK = 7  # the token that a hook changes
+
+
+def marked(_module, args, out):
+    """A hook that changes the embedding of one token, in passes that have it."""
+    here = args[0] == MARK
+    return out + 5.0 * here[..., None] if here.any() else None
+
+
+def test_a_hook_that_changes_a_later_pass_over_the_prompt(
+    house: House,
+) -> None:
+    """A prompt is computed in several passes behind holes, and with `prefill_chunk_size`."""
+    model = llama(seed=7, **SETTINGS)
+    ids = prompt(325)
+    ids[ids == MARK] = MARK + 1
+    ids[0, 160:240:2] = MARK
+    ids[0, -2] = MARK
+    cached = house.open(model)
+    texts(cached, ids)
+    for gone, options in (
+        ({2}, {}),
+        ({2, 4, 12}, {}),
+        (range(18, 20), {"prefill_chunk_size": 20}),
+    ):
+        assert cached.cache.flush(60.0)
+        keys = [key for _, _, key in cached.cache.keys(ids[0])]
+        for tier in cached.cache._tiers.all:
+            for at in gone:
+                tier.remove(keys[at])
+        hook = model.model.embed_tokens.register_forward_hook(marked)
+        want = texts(model, ids, **options)
+        streamer = Streamed()
+        assert texts(cached, ids, streamer=streamer, **options) == want
+        assert [len(one) for one in streamer.got] == [325] + [1] * NEW
+        assert said(cached)[0] is Reason.NOT_CACHEABLE
+        assert cached.last_stored == []
+        hook.remove()
+        cached._changing.clear()
+        texts(cached, ids)  # stores what was removed
+
+
+@pytest.mark.parametrize("kind", ["mistral", "mamba2", "lfm2"])
+def test_a_streamer_gets_the_prompt_of_a_model_with_states_once(
+    kind: str, house: House
+) -> None:
+    """Its prompt is computed up to a cut before `generate` is called."""
+    model = stateful(kind)
+    ids = prompt(325)
+    ids[ids == MARK] = MARK + 1
+    cached = house.open(model)
+    plain = texts(model, ids)
+    for at, store in ((5, True), (-1, True), (5, False)):
+        embedding = model.get_input_embeddings()
+        hook = embedding.register_forward_hook(marked)
+        changed = ids.clone()
+        changed[0, at] = MARK
+        streamer = Streamed()
+        want = texts(model, changed)
+        assert texts(cached, changed, streamer=streamer, store=store) == want
+        assert [len(one) for one in streamer.got] == [325] + [1] * NEW
+        assert said(cached)[0] is Reason.NOT_CACHEABLE
+        hook.remove()
+        cached._changing.clear()
+    watched = embedding.register_forward_hook(lambda *_: None)
+    for store in (False, True):
+        assert texts(cached, ids, store=store) == plain
+        assert said(cached)[0] is Reason.ABSENT
+    watched.remove()
 
 
 class Streamed:

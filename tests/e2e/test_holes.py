@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from pagoda import Cache, Hit
 from pagoda.base.metrics import Reason
@@ -204,8 +205,15 @@ def test_a_redis_that_lost_some_keys(house: House) -> None:
         house.shut()
 
 
+def holds(server, key: bytes) -> bool:
+    """Whether a Redis has the chunk of this key."""
+    return key.hex() in server.call("KEYS", f"*{key.hex()}*")
+
+
 @pytest.mark.slow
-def test_a_node_of_a_pool_that_is_gone(house: House) -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_a_node_of_a_pool_that_is_gone(first: bool, house: House) -> None:
+    """With the first chunk, or another one."""
     model = llama()
     want = generated(model, IDS, NEW)
     with ExitStack() as running:
@@ -219,14 +227,14 @@ def test_a_node_of_a_pool_that_is_gone(house: House) -> None:
         cached = house.open(model, **remote)
         text(cached)
         assert cached.cache.flush(60.0)
-        name = keys_of(cached)[1].hex()
+        has_first = [holds(server, keys_of(cached)[0]) for server in servers]
+        assert any(has_first)
         house.shut()
-        (lost,) = [one for one in servers if name in one.call("KEYS", "*")]
-        lost.kill()
+        servers[has_first.index(first)].kill()
         cached = house.open(model, **remote)
         assert text(cached) == want
         hit = cached.last.hit
-        assert hit.num_tokens <= CHUNK
+        assert (hit.num_tokens == 0) == first
         assert hit.num_tokens < hit.loaded < CHUNKS * CHUNK
         house.shut()
 
@@ -256,6 +264,34 @@ def test_a_pass_that_fails_leaves_the_leading_part(house: House) -> None:
     assert hit.pieces == ((0, 4 * CHUNK, "host"),)
     assert text(cached) == want
     assert cached.last.hit.num_tokens == CHUNKS * CHUNK
+
+
+def test_passes_that_fail_each_time_are_counted_and_logged_once(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model may not compute a prompt in parts."""
+    model = InOnePiece(llama().config).eval()
+    want = generated(model, IDS, NEW)
+    cached = house.open(model)
+    text(cached)
+    for _ in range(3):
+        remove(cached, {4})
+        assert text(cached) == want
+        assert cached.last.hit.loaded == 4 * CHUNK
+    lines = [line for line in caplog.messages if "behind a missing" in line]
+    assert len(lines) == 1
+    assert "TypeError: no parts" in lines[0]
+    counters = cached.cache.stats()["counters"]
+    assert counters["miss_not_cacheable"] == 3
+
+
+class InOnePiece(LlamaForCausalLM):
+    """A model of another's code."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        if 1 < input_ids.shape[1] < IDS.shape[1]:
+            raise TypeError("no parts")
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
 
 
 def test_an_interrupt_during_a_pass_leaves_nothing_behind(house: House) -> None:
@@ -306,6 +342,32 @@ def test_a_promised_piece_that_does_not_come_is_computed(
         assert hit.num_tokens == 3 * CHUNK
         assert hit.loaded < (CHUNKS - len(gone)) * CHUNK
         assert cached.last_stored[0].refused == 0
+
+
+def test_pieces_that_were_only_promised_are_not_in_the_answer(
+    house: House, tmp_path: Path
+) -> None:
+    """With a copy engine: a look-up before the load."""
+    model = llama()
+    want = generated(model, IDS, NEW)
+    layout = layout_of(model, CHUNK)
+    disk = HopefulDisk.open(layout, tmp_path / "hopeful", 4 << 20)
+    device = SlowDevice()
+    with Cache(
+        namespace=namespace_of(model, layout),
+        layout=layout,
+        tiers=[disk],
+        chunk_tokens=CHUNK,
+        worth_it=False,
+        deadline_seconds=30.0,
+    ) as cache:
+        cached = CachedModel(model, cache=cache)
+        cached._seen = cached._seen._replace(copy_engine=engine_over(device))
+        assert text(cached) == want
+        hit = cached.last.hit
+        assert (hit.num_tokens, hit.loaded) == (0, 0)
+        assert hit.pieces == ()
+    device.end()
 
 
 def test_a_damaged_chunk_on_the_disk_is_computed(house: House) -> None:
@@ -407,9 +469,12 @@ def test_a_hole_on_a_device(house: House) -> None:
     gone = {0, 9, 10, 25}
     remove(cached, gone)
     check_holes(cached, want, gone)
+    # a leading part alone would be loaded layer by layer
+    remove(cached, {4, 9})
+    check_holes(cached, want, {4, 9})
     remove(cached, {CHUNKS - 1})
     check_holes(cached, want, {CHUNKS - 1})
-    assert cached.cache.stats()["counters"]["lookups"] == 5
+    assert cached.cache.stats()["counters"]["lookups"] == 7
     house.shut()
     device.end()
 

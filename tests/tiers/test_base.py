@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import pytest
 
 from pagoda.tiers.base import (
     Chunk,
     check_sizes,
+    confirm_each,
     flat_bytes,
     follows,
     running_future,
@@ -58,3 +62,56 @@ def test_a_buffer_that_cannot_hold_a_chunk_is_a_value_error(
 ) -> None:
     with pytest.raises(ValueError, match="buffer"):
         check_sizes("buffer", [array], 10)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_key_that_is_there_is_confirmed(seed: int) -> None:
+    chance = random.Random(seed)
+    count = chance.randrange(40)
+    perhaps = [chance.random() < 0.7 for _ in range(count)]
+    there = [chance.random() < 0.7 for _ in range(count)]
+    asked: list[int] = []
+
+    def find(begin: int, stop: int, seconds: float | None) -> int:
+        assert seconds is None
+        assert all(perhaps[begin:stop])
+        assert stop == count or not perhaps[stop]
+        found = [*there[begin:stop], False].index(False)
+        asked.extend(range(begin, min(begin + found + 1, stop)))
+        return found
+
+    want = [a and b for a, b in zip(perhaps, there, strict=True)]
+    assert confirm_each(perhaps, find, None) == want
+    assert asked == [at for at in range(count) if perhaps[at]]
+
+
+class CountedReads(Sequence[bool]):
+    """A sequence of True and False in turn, which counts the items that are read."""
+
+    def __init__(self, length: int, step: int) -> None:
+        self.reads = 0
+        self._length = length
+        self._step = step
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at):
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(self._length))]
+        self.reads += 1
+        return self._step == 1 or at % self._step == 0
+
+    def __iter__(self) -> Iterator[bool]:
+        return (self[i] for i in range(self._length))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_many_holes_take_no_more_than_a_few_looks_at_each_key(
+    step: int,
+) -> None:
+    """A prompt of 65,536 chunks, of which every other one is gone, took seconds."""
+    perhaps = CountedReads(1_000, step)
+    here = confirm_each(perhaps, lambda begin, stop, _: begin % 2 == 0, None)
+    assert here == [at % 2 == 0 for at in range(1_000)]
+    assert perhaps.reads <= 4_000

@@ -9,6 +9,7 @@ awaited. The work is in `StoreCall`, `RetrieveCall` and `lookup_call`; what all 
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -501,6 +502,7 @@ class Cache:
         usable: Callable[[Hit], Hit] | None = None,
         pieces: bool | int = False,
     ) -> Call[Hit]:
+        least = _least_of(pieces)
         request = self._checked(tokens, options, CallKind.LOOKUP, counted)
         work = partial(
             run_lookup,
@@ -509,7 +511,7 @@ class Cache:
             counted,
             usable,
             measure_again,
-            int(pieces),
+            least,
         )
         return Call(
             "lookup",
@@ -527,6 +529,7 @@ class Cache:
         options: CallOptions,
         pieces: bool | int = False,
     ) -> Call[Hit]:
+        least = _least_of(pieces)
         transfer = CheckedTransfer(kv, self.layout)
         request = self._checked(tokens, options, CallKind.RETRIEVE, counted)
         work = RetrieveCall(
@@ -534,8 +537,8 @@ class Cache:
             request,
             transfer,
             counted,
-            [] if pieces else None,
-            int(pieces),
+            [] if least else None,
+            least,
         ).run
         return Call(
             "retrieve",
@@ -1067,6 +1070,21 @@ def _completed(
         weights_epoch=max(epochs, default=0),
         approximate=approximate,
     )
+
+
+def _least_of(pieces: object) -> int:
+    """Return the fewest tokens of a run behind a missing chunk that a call asks for, 0 if for
+    none. ValueError if `pieces` is neither a bool nor a number of tokens. Pure.
+    """
+    try:
+        least = operator.index(pieces)  # type: ignore[arg-type]
+    except TypeError:
+        least = -1
+    if least < 0:
+        raise ValueError(
+            f"pieces = {pieces!r}: pass True for all, or the fewest tokens of a piece"
+        )
+    return least
 
 
 def _require_quality(

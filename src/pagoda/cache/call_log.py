@@ -110,6 +110,9 @@ def log_call(name: str, answer: object, seconds: float) -> None:
             "hit_tokens": answer.by_tier,
             "reason": answer.reason,
         }
+        if answer.behind_tokens:
+            text = f"{text}, {answer.behind_tokens} hit behind"
+            known["behind_tokens"] = answer.behind_tokens
     elif isinstance(answer, Stored):
         why = f" ({answer.reason})" if answer.reason is not None else ""
         chunks = f"{answer.num_chunks} new, {answer.present} present, {answer.refused} refused{why}"

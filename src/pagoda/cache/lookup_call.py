@@ -95,7 +95,7 @@ def _with_pieces(
     """Return the hit with its pieces: of the leading part, which are `order`, those that are worth
     loading, and those behind it.
     """
-    if resources.closed or hit.reason is Reason.BELOW_MINIMUM:
+    if resources.closed:
         return hit
     pieces = list(takewhile(lambda piece: piece.tier in hit.by_tier, order))
     leading = sum(stop - start for start, stop, _ in pieces)
@@ -124,7 +124,10 @@ def find_pieces(
     `chooses`: tiers that are slower than computing are left out.
     """
     size = request.chunk_tokens
+    least = max(least, resources.config.min_hit_tokens)
     owners: list[str | None] = [None] * (len(request.keys) - first)
+    if len(owners) * size < least:
+        return []
     for tier in request.tiers.all:
         missing = [at for at, owner in enumerate(owners) if owner is None]
         if not missing or request.deadline.passed:
@@ -148,18 +151,17 @@ def find_pieces(
             add_piece(run, at * size, (at + 1) * size, owner)
         elif run:
             tokens = run[-1].stop - run[0].start
-            if tokens >= max(least, resources.config.min_hit_tokens):
+            if tokens >= least:
                 found += run
             run = []
     return found
 
 
 def _is_silent(tier: Tier, request: CacheRequest, first: int) -> bool:
-    """Whether a store has not answered whether it has a chunk that it was asked about."""
+    """Whether a store has not answered yet what it has from a chunk on."""
     root = request.namespace.root
-    return isinstance(tier, RemoteTier) and not tier.knows(
-        request.keys[first], root
-    )
+    keys = request.keys[first:]
+    return isinstance(tier, RemoteTier) and tier.is_silent(keys, root)
 
 
 def add_piece(pieces: list[Piece], start: int, stop: int, tier: str) -> None:

@@ -71,6 +71,8 @@ def _attributes(answer: object) -> Mapping[str, AttributeValue] | None:
             "pagoda.hit_tokens": answer.num_tokens,
         }
         found |= {"pagoda.tiers": list(answer.by_tier)}
+        if answer.behind_tokens:
+            found |= {"pagoda.behind_tokens": answer.behind_tokens}
     elif isinstance(answer, Stored):
         found = {
             "pagoda.stored_tokens": answer.num_tokens,

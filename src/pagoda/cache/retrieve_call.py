@@ -158,6 +158,7 @@ class RetrieveCall:
         hit = self._refusal()
         loads = dict[str, int]()
         load: TokenLoad | None = None
+        behind = self._pieces if self._behind else None
         if hit is None:
             if (
                 host is not None
@@ -185,8 +186,10 @@ class RetrieveCall:
             if kv is not None:
                 seconds = sum(self._load_seconds.values())
                 load = TokenLoad(hit.num_tokens, int(seconds * 1e6))
-            if self._behind and self._pieces is not None:
-                hit = self._with_pieces(hit, self._pieces)
+        elif hit.reason is not Reason.BELOW_MINIMUM:
+            behind = None  # else a longer piece may follow
+        if behind is not None:
+            hit = self._with_pieces(hit, behind)
         if self._counted:
             resources.counters.count_request(
                 len(hit.mask) - hit.start_tokens,

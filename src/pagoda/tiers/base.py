@@ -299,6 +299,7 @@ def confirm_each(
     here = [False] * len(perhaps)
     end = len(perhaps)
     at = 0
+    stop = 0  # the end of the run that `at` is in
     while at < end:
         if not perhaps[at]:
             at += 1
@@ -306,7 +307,9 @@ def confirm_each(
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
             break
-        stop = [*perhaps[at:], False].index(False) + at
+        stop = max(stop, at)
+        while stop < end and perhaps[stop]:
+            stop += 1
         found = min(find(at, stop, left), stop - at)
         here[at : at + found] = [True] * found
         at += found + 1  # the one behind them is absent

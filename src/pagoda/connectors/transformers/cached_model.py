@@ -532,7 +532,8 @@ class CachedModel(ModelFacade):
             return self._generated_without(
                 why_not, input_ids, attention_mask, kwargs
             )
-        watch = HookWatch(self.model, before.hooks)
+        columns = prompts.input_ids.shape[1]
+        watch = HookWatch(self.model, before.hooks, columns)
         try:
             with watch:
                 passed = over_given_kv(decoding, kwargs)
@@ -556,8 +557,10 @@ class CachedModel(ModelFacade):
         except HookChanges as seen:
             # nothing was chosen or streamed yet, except the prompt
             self._keep_in_mind(seen.hook)
+            if seen.prompt_shown:
+                kwargs = _again(kwargs)
             return self._generated_without(
-                str(seen), input_ids, attention_mask, _again(kwargs)
+                str(seen), input_ids, attention_mask, kwargs
             )
         self.last_stored = []
         if watch.changing is not None:
@@ -1064,7 +1067,9 @@ class CachedModel(ModelFacade):
         watch = watch_for(self._seen.devices)
         with self._prefills.measured(self.model, watch):
             if found.hit.behind_tokens:
-                columns = self._filled_behind(found, planes, prompts, most_tokens)
+                columns = self._filled_behind(
+                    found, planes, prompts, most_tokens, ready.cache
+                )
             planes = []  # the cache has its own by now, or keeps them
             kv = found.past_key_values
             found.past_key_values = None
@@ -1088,11 +1093,12 @@ class CachedModel(ModelFacade):
         planes: Planes,
         prompts: _Prompts,
         most_tokens: int | None,
+        cache: Cache,
     ) -> int:
         """Compute what is missing between the pieces of a prompt, into its cache; return how many
         tokens that holds then.
 
-        If that fails, the cache holds the leading part, as without pieces.
+        If that fails, the cache holds the leading part, as without pieces, and `cache` counts it.
         """
         hit = found.hit
         columns = found.columns
@@ -1107,14 +1113,14 @@ class CachedModel(ModelFacade):
                 prompts.mask,
                 most_tokens,
             )
-        except HookChanges:
+        except HookChanges as seen:
+            seen.prompt_shown = False
             raise
         except Exception as trouble:  # noqa: BLE001
             # a boundary: all behind the leading part can be computed at once
-            _log.warning(
-                "the chunks behind a missing one are computed: %s: %s",
-                type(trouble).__name__,
-                trouble,
+            cache.decline(
+                "the chunks behind a missing one were computed too: "
+                f"{type(trouble).__name__}: {trouble}"
             )
         found.past_key_values = dynamic_cache(
             self.model, self._seen, planes, prompts.rows, columns
@@ -1398,7 +1404,7 @@ class CachedModel(ModelFacade):
         return replace(
             looked,
             by_tier=hit.by_tier,
-            pieces=hit.pieces or looked.pieces,
+            pieces=hit.pieces if pieces else looked.pieces,
             behind_tokens=hit.behind_tokens,
         )
 

@@ -294,7 +294,8 @@ class StatefulPrompts:
                     for row in range(len(input_ids))
                 ]
                 computed.endings.append(_CutEnding(cut, payloads))
-        except HookChanges:
+        except HookChanges as seen:
+            seen.prompt_shown = False
             raise
         except Exception as trouble:  # noqa: BLE001
             # whatever a model's code raises: `generate` itself may do better

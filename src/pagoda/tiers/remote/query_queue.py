@@ -54,6 +54,11 @@ class QueryQueue:
             self._changed.notify_all()
             return query.answer
 
+    def is_unanswered(self, name: object) -> bool:
+        """Return whether a query of this name waits for its answer."""
+        with self._changed:
+            return name in self._unanswered
+
     def take(self, timeout: float | None) -> Query | None:
         """Wait for the next query and return it; None after `timeout` seconds, or when woken."""
         with self._changed:

@@ -377,6 +377,12 @@ class RemoteTier(QueuedTier):
         """Return whether the store has recently answered whether it has this key."""
         return self._store.presence.is_answered(namespace, key)
 
+    def is_silent(self, keys: Sequence[bytes], namespace: bytes) -> bool:
+        """Return whether a `find` of these keys still waits for the store. One that a part of the
+        store could not answer does not: the other parts may be asked at once.
+        """
+        return self._store.queries.is_unanswered((namespace, *keys))
+
     def holders(self, key: bytes) -> list[str]:
         """Return what keeps this chunk: "in flight" or nothing. The store may evict any chunk."""
         return ["in flight"] if self.in_flight(key) else []
