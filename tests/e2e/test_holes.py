@@ -239,6 +239,31 @@ def test_a_node_of_a_pool_that_is_gone(first: bool, house: House) -> None:
         house.shut()
 
 
+class ComputesLess(LlamaForCausalLM):
+    """Computes all but the last token of a part of the prompt."""
+
+    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if CHUNK < input_ids.shape[1] < IDS.shape[1]:
+            for name in ("input_ids", "position_ids"):
+                inputs[name] = inputs[name][:, :-1]
+        return inputs
+
+
+def test_a_pass_that_computed_less_leaves_the_leading_part(house: House) -> None:
+    plain = llama()
+    model = ComputesLess(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    model.generation_config = plain.generation_config
+    want = generated(model, IDS, NEW)
+    cached = house.open(model)
+    text(cached)
+    remove(cached, {4, 9})
+    assert text(cached) == want
+    hit = cached.last.hit
+    assert (hit.num_tokens, hit.loaded) == (4 * CHUNK, 4 * CHUNK)
+
+
 def test_a_pass_that_fails_leaves_the_leading_part(house: House) -> None:
     model = llama()
     want = generated(model, IDS, NEW)

@@ -243,6 +243,10 @@ def test_the_help_fits_and_names_everything() -> None:
 LETTERS = [[token, False] for token in range(320) if not 100 <= token < 126]
 
 
+# a child of nohup, which the tests may be, ignores that its terminal is closed
+HANGS_UP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+
+
 class Run:
     """A running command."""
 
@@ -305,7 +309,14 @@ def running(
     options += ["--disk-path", str(tmp_path / "kv"), "--disk-size", "64MiB"]
     options += ["--chunk-tokens", "64", "--no-worth-it"]
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, "llama-server", *options, *map(str, words)],
+        [
+            sys.executable,
+            "-c",
+            HANGS_UP + RUN,
+            "llama-server",
+            *options,
+            *map(str, words),
+        ],
         env={**clean, **path, "HOME": str(tmp_path), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -360,11 +360,11 @@ def test_a_client_that_leaves_at_the_end_keeps_no_slot(
             await asyncio.sleep(0.2)
             return await listed()
 
+        slots.task_numbers = slowly  # type: ignore[assignment, method-assign]
         client = socket.create_connection(("127.0.0.1", proxy.port))
         body = {"prompt": TEXT, **GREEDY, "n_predict": 2, "stream": True}
         client.sendall(asked("/completion", body=json.dumps(body).encode()))
         client.recv(1)
-        slots.task_numbers = slowly  # type: ignore[assignment, method-assign]
         wait_until(asked_for.is_set)
         client.close()
         slots.task_numbers = listed  # type: ignore[method-assign]
@@ -655,14 +655,22 @@ def test_the_adapters_of_a_request_are_not_those_of_the_next_one(
         assert proxy.complete(asked, lora=chosen).status == 200
         slot = proxy.proxy._accounts.all[0]
         answers = [proxy.complete(TEXT)]
-        wait_until(lambda: slot.stored_tokens, why_not=proxy.status)
+
+        def is_stored() -> bool:
+            # What the first request leaves is accounted for when its client has the answer: behind
+            # the second one, if the machine is busy. Then the slot is not saved.
+            if slot.is_tainted or not slot.is_known:
+                answers.append(proxy.complete(TEXT))
+            return bool(slot.stored_tokens)
+
+        wait_until(is_stored, why_not=proxy.status)
         server.post("/slots/0?action=erase")
         slot.clear()
         # what was stored
         answers.append(proxy.complete(TEXT))
         expected = bare(server, "/completion", {"prompt": TEXT, "n_predict": 8})
-    assert [answer.text for answer in answers] == [expected, expected]
-    assert int(answers[1].told["loaded"]) > 0
+    assert {answer.text for answer in answers} == {expected}
+    assert int(answers[-1].told["loaded"]) > 0
 
 
 def test_a_conversation_with_adapters_of_its_own_goes_on(tmp_path: Path) -> None:
