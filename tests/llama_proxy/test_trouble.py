@@ -574,6 +574,34 @@ def test_a_request_that_is_passed_on_may_use_a_slot_that_is_being_saved(
         assert not any(slot.is_known for slot in accounts.all)
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_who_has_an_answer_finds_the_accounts_right(
+    server: LlamaServer, is_streamed: bool
+) -> None:
+    """The next request of a client comes at once."""
+    emptied(server)
+    with running_proxy(server) as proxy:
+        slots = proxy.proxy._accounts.all
+
+        def in_use() -> list[int]:
+            return [
+                slot.number
+                for slot in slots
+                if slot.lock.locked() and not slot.is_saving
+            ]
+
+        for number in range(20):
+            proxy.complete(TEXT)
+            # two prompts, which the proxy does not follow
+            asked = [TEXT + "a", f"{number} {TEXT}"]
+            proxy.complete(asked, stream=is_streamed)
+            assert not any(slot.is_known for slot in slots)
+            assert not in_use()
+            refused = proxy.complete(TEXT, n_predict="x", stream=is_streamed)
+            assert refused.status == 400
+            assert not in_use()
+
+
 def test_a_save_that_fails_for_a_while_is_tried_again(tmp_path: Path) -> None:
     model = write_model(tmp_path, "llama", seed=5)
     with llama_server(model, "A") as server, running_proxy(server) as proxy:
@@ -655,15 +683,7 @@ def test_the_adapters_of_a_request_are_not_those_of_the_next_one(
         assert proxy.complete(asked, lora=chosen).status == 200
         slot = proxy.proxy._accounts.all[0]
         answers = [proxy.complete(TEXT)]
-
-        def is_stored() -> bool:
-            # What the first request leaves is accounted for when its client has the answer: behind
-            # the second one, if the machine is busy. Then the slot is not saved.
-            if slot.is_tainted or not slot.is_known:
-                answers.append(proxy.complete(TEXT))
-            return bool(slot.stored_tokens)
-
-        wait_until(is_stored, why_not=proxy.status)
+        wait_until(lambda: slot.stored_tokens, why_not=proxy.status)
         server.post("/slots/0?action=erase")
         slot.clear()
         # what was stored

@@ -37,7 +37,7 @@ from pagoda_tools.llama_proxy.request_body import (
     has_member,
     read_body,
 )
-from pagoda_tools.llama_proxy.request_flow import RequestFlow
+from pagoda_tools.llama_proxy.request_flow import AtEnd, RequestFlow
 from pagoda_tools.llama_proxy.request_turn import Question, printable
 from pagoda_tools.llama_proxy.slot_accounts import (
     SlotAccount,
@@ -369,13 +369,12 @@ class LlamaProxy:
         added: Body = {"cache_prompt": False} if client.salt else {}
         self._accounts.taint_ram()
 
-        async def send(slot: int) -> web.StreamResponse:
+        async def send(slot: int, at_end: AtEnd) -> web.StreamResponse:
             sent = changed(text, question, {**added, "id_slot": slot})
-            return await self._pass(request, sent, client, header)
+            return await self._pass(request, sent, client, header, at_end)
 
-        several = is_several(question)
         try:
-            if not several:
+            if not is_several(question):
                 adapters = question[_CHOOSES_ADAPTERS]
                 answer = await self._flow.with_adapters(
                     send, adapters, client.salt
@@ -383,17 +382,13 @@ class LlamaProxy:
                 if answer is not None:
                     return answer
             # the server chooses, perhaps several slots
-            self._accounts.taint()
-            several = True
             sent = changed(text, question, added)
             anywhere = partial(self._pass, request, sent, client, header)
-            return await self._flow.passed_on(anywhere, None, client.salt)
+            return await self._flow.passed_on(
+                anywhere, None, client.salt, taints=True
+            )
         except ServerTrouble as trouble:
             raise aiohttp.ClientError(str(trouble)) from trouble
-        finally:
-            if several:
-                # a slot may have been emptied and used again meanwhile
-                self._accounts.taint()
 
     async def _pass_unknown(
         self, request: web.Request, text: bytes, client: Client
@@ -404,15 +399,10 @@ class LlamaProxy:
             self._flow.counts["passed_on"] += 1
             header = 'why="the body is no JSON object"'
         is_moving = has_member(text, (_MOVES_KV, _CHOOSES_ADAPTERS))
-        if is_moving:
-            self._accounts.taint()
-        try:
-            send = partial(self._pass, request, text, client, header)
-            return await self._flow.passed_on(send, None, client.salt)
-        finally:
-            if is_moving:
-                # a slot may have been emptied and used again meanwhile
-                self._accounts.taint()
+        send = partial(self._pass, request, text, client, header)
+        return await self._flow.passed_on(
+            send, None, client.salt, taints=is_moving
+        )
 
     def _status(self) -> dict[str, object]:
         """Return what `GET /pagoda` says."""
@@ -440,12 +430,13 @@ class LlamaProxy:
         body: bytes | aiohttp.StreamReader | None,
         client: Client,
         header: str = "",
+        at_end: AtEnd | None = None,
     ) -> web.StreamResponse:
         """Pass a request and its answer on, byte for byte."""
         async with self._upstream.send(
             request, body, with_key=client.may_ask
         ) as answer:
-            return await passed(request, answer, header)
+            return await passed(request, answer, header, at_end)
 
     async def _change_adapters(
         self, request: web.Request, client: Client

@@ -35,6 +35,10 @@ from pagoda_tools.llama_proxy.slot_questions import SlotQuestions
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
 from pagoda_tools.llama_proxy.upstream import Upstream
 
+# Called with the status of the server's answer when that has ended: the accounts are right before
+# the client, which may ask again at once, knows of the end.
+AtEnd = Callable[[int], Awaitable[None]]
+
 # what was looked up so long ago may have changed: a slot was saved meanwhile
 _LOOKED_UP_SECONDS = 0.005
 
@@ -146,7 +150,7 @@ class RequestFlow:
 
     async def with_adapters(
         self,
-        send: Callable[[int], Awaitable[web.StreamResponse]],
+        send: Callable[[int, AtEnd], Awaitable[web.StreamResponse]],
         adapters: object,
         salt: str,
     ) -> web.StreamResponse | None:
@@ -157,36 +161,49 @@ class RequestFlow:
         slot = await self._preparation.take_for_adapters((salt, adapters))
         if slot is None:
             return None
+
+        async def give_back(_status: int) -> None:
+            await self._accounts.give_back(slot)
+
+        at_end = _once(give_back)
         try:
             (await self._starts.right()).release()
-            return await send(slot.number)
+            return await send(slot.number, at_end)
         finally:
-            await finished(self._accounts.give_back(slot))
+            await at_end(0)
 
     async def passed_on(
         self,
-        send: Callable[[], Awaitable[web.StreamResponse]],
+        send: Callable[[AtEnd], Awaitable[web.StreamResponse]],
         tokens: Tokens | None,
         salt: str,
+        *,
+        taints: bool = False,
     ) -> web.StreamResponse:
         """Let the server itself choose a slot, and account for that.
 
-        `send`: asks the server. `tokens`: of the prompt, if they are known.
+        `send`: asks the server. `tokens`: of the prompt, if they are known. `taints`: what it
+        leaves in a slot may not be the KV of its tokens.
         """
+        if taints:
+            self._accounts.taint()
         (await self._starts.right()).release()
         since = time.monotonic()
         before = await self._server_slots.task_numbers()
-        held: Tokens | None = None
+
+        async def note(status: int) -> None:
+            if taints:
+                # a slot may have been emptied and used again meanwhile
+                self._accounts.taint()
+            held = tokens if status == 200 else None
+            await self._server_slots.note_passed(before, since, held, salt)
+
+        at_end = _once(note)
         try:
-            answer = await send()
-            if answer.status == 200:
-                held = tokens
-            return answer
+            return await send(at_end)
         finally:
-            # the client may go as soon as it has its answer
-            await finished(
-                self._server_slots.note_passed(before, since, held, salt)
-            )
+            # the client may have gone before
+            await at_end(0)
 
     def status(self) -> dict[str, object]:
         """Return what a person asks when there are no hits."""
@@ -206,3 +223,16 @@ class RequestFlow:
                 for slot in self._accounts.all
             ],
         }
+
+
+def _once(work: AtEnd) -> AtEnd:
+    """Return what does this work, to its end, the first time that it is called."""
+    has_begun = False
+
+    async def work_once(status: int) -> None:
+        nonlocal has_begun
+        if not has_begun:
+            has_begun = True
+            await finished(work(status))
+
+    return work_once

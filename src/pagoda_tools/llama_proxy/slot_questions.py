@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import aiohttp
 from aiohttp import web
@@ -104,7 +106,9 @@ class SlotQuestions:
                     turn.slot.restore(before)
                 else:
                     turn.slot.forget()
-                return await passed(request, answer, turn.header())
+                return await passed(
+                    request, answer, turn.header(), partial(self._end, turn)
+                )
             if kind.startswith("text/event-stream"):
                 return await self._streamed(answer, turn)
             content = await answer.read()
@@ -183,6 +187,9 @@ class SlotQuestions:
             self._computed(timings.computed_tokens, timings.compute_seconds)
         self._saver.note_answer(slot, len(turn.tokens) - turn.saved)
 
+    async def _end(self, turn: Turn, _status: int) -> None:
+        await finished(self._server_slots.give_back(turn))
+
     def _computed(self, tokens: int, seconds: float) -> None:
         """Account for a prompt that the server has computed, if it says something."""
         if tokens < LEAST_TOKENS or seconds <= 0:
@@ -192,9 +199,14 @@ class SlotQuestions:
 
 
 async def passed(
-    request: web.Request, answer: aiohttp.ClientResponse, header: str = ""
+    request: web.Request,
+    answer: aiohttp.ClientResponse,
+    header: str = "",
+    at_end: Callable[[int], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
-    """Pass an answer on as it comes."""
+    """Pass an answer on as it comes. `at_end`: called with its status when all of it has come,
+    before the client knows that; perhaps twice.
+    """
     headers = answer_headers(answer)
     if "Content-Length" in answer.headers:
         headers["Content-Length"] = answer.headers["Content-Length"]
@@ -206,9 +218,13 @@ async def passed(
     await response.prepare(request)
     try:
         async for piece in answer.content.iter_any():
+            if at_end is not None and answer.content.at_eof():
+                await at_end(answer.status)
             await response.write(piece)
     except aiohttp.ClientError:
         break_connection(request.transport)
         raise
+    if at_end is not None:
+        await at_end(answer.status)
     await response.write_eof()
     return response
