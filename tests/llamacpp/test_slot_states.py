@@ -4,7 +4,6 @@ many hits: text and log-probabilities must be equal.
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
@@ -46,6 +45,7 @@ from tests.llamacpp.kit import (
     opened,
     prompt_of,
 )
+from tests.llamacpp.settings import all_pairs, options_of
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -121,76 +121,13 @@ def test_every_form_of_the_cache_is_exact(
         check_exact(server, states, tokens, expected, most, slot)
 
 
-# two values of two settings are tried together once at least
-SETTINGS: dict[str, tuple[object, ...]] = {
-    "build": BUILDS,
-    "architecture": (
-        "llama",
-        "qwen3",
-        "qwen3moe",
-        "deepseek2",
-        "gemma3",
-        "lfm2",
-        "mamba2",
-    ),
-    "types": (("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "f16"), ("f32", "bf16")),
-    "flash": (True, False),
-    "slots": (1, 2, 4),
-    "unified": (True, False),
-}
-
-
-def can_start(settings: dict[str, object]) -> bool:
-    """Whether the build starts with these settings, and has states that can be continued."""
-    k, v = settings["types"]  # type: ignore[misc]
-    if settings["architecture"] == "deepseek2" and k != v:
-        return False
-    is_b = settings["build"] == "B"
-    # its kernels for q8_0 need instructions that not every processor has
-    if is_b and "q8_0" in (k, v):
-        return False
-    # it saves no checkpoints
-    if is_b and settings["architecture"] in ("gemma3", "lfm2", "mamba2"):
-        return False
-    return settings["flash"] or v != "q8_0"  # type: ignore[return-value]
-
-
-def all_pairs(rng: random.Random) -> list[dict[str, object]]:
-    """Return settings that have every pair of values that can start, chosen greedily."""
-    every = [
-        dict(zip(SETTINGS, values, strict=True))
-        for values in itertools.product(*SETTINGS.values())
-    ]
-    every = [settings for settings in every if can_start(settings)]
-    rng.shuffle(every)
-    left = {pair for settings in every for pair in pairs_of(settings)}
-    chosen = []
-    while left:
-        best = max(every, key=lambda settings: len(left & pairs_of(settings)))
-        chosen.append(best)
-        left -= pairs_of(best)
-    return chosen
-
-
-def pairs_of(settings: dict[str, object]) -> set[object]:
-    return set(itertools.combinations(settings.items(), 2))
-
-
 @pytest.mark.soak
 def test_every_pair_of_settings_is_exact(models: Path) -> None:
     chosen = all_pairs(random.Random(1))
     assert len(chosen) <= 60
     for number, settings in enumerate(chosen):
         print(number, settings)
-        k, v = settings["types"]  # type: ignore[misc]
-        options: LlamaOptions = {
-            "k": k,
-            "v": v,
-            "flash": bool(settings["flash"]),
-            "slots": int(str(settings["slots"])),
-            "unified": bool(settings["unified"]),
-            "context": 4096,
-        }
+        options = options_of(settings)
         architecture = str(settings["architecture"])
         slot = number % options["slots"]
         tokens = prompt_of(number)
