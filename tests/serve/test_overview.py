@@ -373,6 +373,38 @@ def test_a_reader_gets_every_span_although_others_ask_for_figures_too(
         asyncio.run(look())
 
 
+def test_the_first_event_of_every_reader_is_the_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also of one that comes while the stores are read for others."""
+    monkeypatch.setattr(live_feed, "PERIOD_SECONDS", 0.01)
+
+    def slow() -> list[Ledger]:
+        time.sleep(0.05)
+        return []
+
+    async def look() -> None:
+        calls = BlockingCallPool()
+        feed = LiveFeed(Overview(slow), calls)
+        feed.start()
+        for _ in range(10):
+            # in the middle of a reading
+            await asyncio.sleep(0.03)
+            async with feed.reader() as queue:
+                event = await queue.get()
+                assert event is not None
+                assert b'"history":' in event
+        async with feed.reader() as last:
+            feed.close()
+        async with feed.reader() as late:
+            assert late.get_nowait() is not None
+            assert late.get_nowait() is None
+        assert last.get_nowait() is None
+        calls.close()
+
+    asyncio.run(look())
+
+
 @pytest.mark.slow
 def test_events_come_every_second_however_long_the_stores_take(
     monkeypatch: pytest.MonkeyPatch,

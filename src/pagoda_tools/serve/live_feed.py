@@ -38,6 +38,9 @@ class LiveFeed:
         self._overview = overview
         self._calls = calls
         self._readers: set[asyncio.Queue[Event]] = set()
+        # readers that wait for the history, which is their first event
+        self._opening = 0
+        self._is_closed = False
         self._sampler: asyncio.Task[None] | None = None
         self._reading: asyncio.Future[None] | None = None
         self._latest: dict[str, object] = {}
@@ -72,17 +75,23 @@ class LiveFeed:
     @asynccontextmanager
     async def reader(self) -> AsyncIterator[asyncio.Queue[Event]]:
         """Open a stream: a queue of events, the first with the history. Raises TooManyReaders."""
-        if len(self._readers) >= MOST_READERS:
+        if len(self._readers) + self._opening >= MOST_READERS:
             raise TooManyReaders(
                 f"{MOST_READERS} streams are open: close one of this server's pages"
             )
-        queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
-        self._readers.add(queue)
+        self._opening += 1
         try:
             await self.latest()
-            spans = list(self._overview.history.seconds)
-            history = [span.as_json() for span in spans]
-            queue.put_nowait(self._event({**self._latest, "history": history}))
+        finally:
+            self._opening -= 1
+        spans = list(self._overview.history.seconds)
+        history = [span.as_json() for span in spans]
+        queue: asyncio.Queue[Event] = asyncio.Queue(_BACKLOG)
+        queue.put_nowait(self._event({**self._latest, "history": history}))
+        if self._is_closed:
+            queue.put_nowait(None)
+        self._readers.add(queue)
+        try:
             yield queue
         finally:
             self._readers.discard(queue)
@@ -95,6 +104,7 @@ class LiveFeed:
 
     def close(self) -> None:
         """End all streams, and no longer read the stores."""
+        self._is_closed = True
         for queue in self._readers:
             _end(queue)
         if self._sampler is not None:
@@ -108,7 +118,8 @@ class LiveFeed:
             # a store that is waited for does not make the period longer
             await asyncio.sleep(max(0.0, began + PERIOD_SECONDS - loop.time()))
             began = loop.time()
-            work = self._overview.take if self._readers else self._overview.look
+            is_watched = bool(self._readers or self._opening)
+            work = self._overview.take if is_watched else self._overview.look
             trouble = ""
             try:
                 await self._read_stores(work)
