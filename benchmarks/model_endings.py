@@ -8,6 +8,10 @@ each round:
     cut     a prefill that is cut and stored, in multiples of one that is not
     hit     the share that a whole prefill has of a call that finds its prompt in the host tier:
             how many times less it computes
+
+Models of gated delta nets are measured in two widths. What a pass costs beside its tokens does not
+depend on the width, so the narrow one shows the most that a cut can cost, and the wide one, with
+the layers of a published model of 0.8 billion parameters, what it costs there.
 """
 
 from __future__ import annotations
@@ -47,6 +51,24 @@ _SIZE = {
 }
 
 
+# of Qwen 3.5 with 0.8 billion parameters, but for the number of layers
+_WIDE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+}
+_WIDE_LAYERS = ["linear_attention"] * 3 + ["full_attention"]
+_WIDE_STATES = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+}
+
+
 def gemma3() -> PreTrainedModel:
     """Return a model with five layers of windows for each full one."""
     import transformers
@@ -76,6 +98,30 @@ def qwen3_next() -> PreTrainedModel:
         num_experts_per_tok=2,
     )
     return transformers.Qwen3NextForCausalLM(config)
+
+
+def qwen3_5_wide() -> PreTrainedModel:
+    """Return a model with four layers of one that is published."""
+    import transformers
+
+    config = transformers.Qwen3_5TextConfig(
+        **{**_SIZE, **_WIDE},
+        **_WIDE_STATES,
+        layer_types=_WIDE_LAYERS,
+    )
+    return transformers.Qwen3_5ForCausalLM(config)
+
+
+def olmo_hybrid_wide() -> PreTrainedModel:
+    """Return a model of the same size, whose states are those of OLMo."""
+    import transformers
+
+    config = transformers.OlmoHybridConfig(
+        **{**_SIZE, **_WIDE},
+        **_WIDE_STATES,
+        layer_types=_WIDE_LAYERS,
+    )
+    return transformers.OlmoHybridForCausalLM(config)
 
 
 def olmo_hybrid() -> PreTrainedModel:
@@ -137,7 +183,9 @@ def llava() -> PreTrainedModel:
 _MODELS = {
     "gemma3": gemma3,
     "qwen3_next": qwen3_next,
+    "qwen3_5_wide": qwen3_5_wide,
     "olmo_hybrid": olmo_hybrid,
+    "olmo_hybrid_wide": olmo_hybrid_wide,
     "mamba2": mamba2,
     "llava": llava,
 }
