@@ -262,6 +262,10 @@ def test_a_pass_that_computed_less_leaves_the_leading_part(house: House) -> None
     assert text(cached) == want
     hit = cached.last.hit
     assert (hit.num_tokens, hit.loaded) == (4 * CHUNK, 4 * CHUNK)
+    remove(cached, {4})
+    assert text(cached) == want
+    counters = cached.cache.stats()["counters"]
+    assert counters["miss_not_cacheable"] == 1
 
 
 def test_a_pass_that_fails_leaves_the_leading_part(house: House) -> None:
@@ -289,12 +293,15 @@ def test_a_pass_that_fails_leaves_the_leading_part(house: House) -> None:
     assert hit.pieces == ((0, 4 * CHUNK, "host"),)
     assert text(cached) == want
     assert cached.last.hit.num_tokens == CHUNKS * CHUNK
+    remove(cached, {4})
+    assert text(cached) == want
+    assert cached.last.hit.loaded == (CHUNKS - 1) * CHUNK
 
 
-def test_passes_that_fail_each_time_are_counted_and_logged_once(
+def test_a_model_that_computes_no_parts_is_tried_once(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model may not compute a prompt in parts."""
+    """Each try would cost a pass."""
     model = InOnePiece(llama().config).eval()
     want = generated(model, IDS, NEW)
     cached = house.open(model)
@@ -305,9 +312,9 @@ def test_passes_that_fail_each_time_are_counted_and_logged_once(
         assert cached.last.hit.loaded == 4 * CHUNK
     lines = [line for line in caplog.messages if "behind a missing" in line]
     assert len(lines) == 1
-    assert "TypeError: no parts" in lines[0]
+    assert "TypeError: no parts (from now on always)" in lines[0]
     counters = cached.cache.stats()["counters"]
-    assert counters["miss_not_cacheable"] == 3
+    assert counters["miss_not_cacheable"] == 1
 
 
 class InOnePiece(LlamaForCausalLM):

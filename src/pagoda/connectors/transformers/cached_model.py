@@ -1118,10 +1118,15 @@ class CachedModel(ModelFacade):
             raise
         except Exception as trouble:  # noqa: BLE001
             # a boundary: all behind the leading part can be computed at once
-            cache.decline(
+            why = (
                 "the chunks behind a missing one were computed too: "
                 f"{type(trouble).__name__}: {trouble}"
             )
+            if not isinstance(trouble, RuntimeError):
+                # not for want of memory: it would be the same each time
+                self._least_piece = 0
+                why += " (from now on always)"
+            cache.decline(why)
         found.past_key_values = dynamic_cache(
             self.model, self._seen, planes, prompts.rows, columns
         )
