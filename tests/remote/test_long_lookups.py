@@ -4,6 +4,7 @@ and nothing else.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +20,14 @@ from pagoda.tiers.remote.redis import RedisClient
 from pagoda.tiers.remote.redis_pool import RedisPoolClient
 from testbed.servers import Server, redis_server
 from tests.cache.kit import CHUNK, cache_at, keys_of, prompt, served, stored
-from tests.remote.chunks import PATIENT_SECONDS, ROOT, name_of, save, tier_on
+from tests.remote.chunks import (
+    PATIENT_SECONDS,
+    ROOT,
+    load,
+    name_of,
+    save,
+    tier_on,
+)
 from tests.remote.chunks import keys_of as chain_of
 
 LONG = 3 * EXACT_KEYS
@@ -135,6 +143,41 @@ def test_what_was_not_asked_about_is_stored(
         assert db.exists(name_of("pagoda", keys[HOLE]))
 
 
+def test_a_hole_that_a_load_has_met_is_asked_about(
+    server: Server, db: client.Redis
+) -> None:
+    """However long ago: what is computed for it is stored."""
+    keys = chain_of(LONG)
+    holes = [HOLE, HOLE + 50]
+    present(db, [key for at, key in enumerate(keys) if at not in holes])
+    with tier_on(RedisClient(server.url)) as tier:
+        presence = tier._store.presence
+        assert tier.find(keys, namespace=ROOT) == LONG
+        for hole in holes:
+            assert load(tier, [keys[hole]]) == [Reason.ABSENT]
+        for hole in holes:
+            for _ in range(2):
+                presence._known.clear()  # it is too old
+                assert tier.find(keys, namespace=ROOT) == hole
+                assert tier.find(keys[hole:], namespace=ROOT) == 0
+            assert save(tier, [keys[hole]])[0].ok
+        presence._known.clear()
+        assert tier.find(keys, namespace=ROOT) == LONG
+        assert not presence._holes
+
+
+def test_each_of_many_keys_is_asked_about(
+    server: Server, db: client.Redis
+) -> None:
+    """Also behind a look-up that has asked for some of them."""
+    keys = chain_of(LONG)
+    present(db, [key for at, key in enumerate(keys) if at != HOLE])
+    with tier_on(RedisClient(server.url)) as tier:
+        assert tier.find(keys, namespace=ROOT) == LONG
+        here = tier.find_each(keys, namespace=ROOT)
+        assert [at for at in range(LONG) if not here[at]] == [HOLE]
+
+
 @pytest.mark.slow
 def test_a_hole_is_a_shorter_hit(
     server: Server, db: client.Redis, tmp_path: Path
@@ -151,6 +194,8 @@ def test_a_hole_is_a_shorter_hit(
         assert cache.lookup(tokens).num_tokens == LONG * CHUNK
         hit, _ = served(cache, tokens)
         assert (hit.num_tokens, hit.reason) == (HOLE * CHUNK, Reason.ABSENT)
+        # while it is computed, what is known of the store becomes too old
+        time.sleep(2.5)
         stored(cache, tokens)
         assert served(cache, tokens)[0].num_tokens == LONG * CHUNK
 

@@ -486,12 +486,13 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
         proxy_to(served.address[1]) as proxy,
     ):
         producer.store(1, 8)
-        url = f"http://:{serve_kit.TOKEN}@127.0.0.1:{proxy.port}"
+        url = f"http://:{serve_kit.TOKEN}@127.0.0.1:{proxy.port}?deadline=60s&look=60s"
         there = {
             "host_path": str(shm_root / "second"),
             "host_size": 256 << 20,
             "peers": [url],
             "worth_it": False,
+            "deadline_seconds": 60.0,
         }
         with serve_kit.engine("LARGE", **there) as reader:
             proxy.down = Fault(bytes_per_second=40e6)

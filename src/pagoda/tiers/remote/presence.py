@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pagoda.base.clock import Clock
 from pagoda.base.fork import reset_now_and_in_child
 
 _MOST_KEYS = 1 << 17  # the number of keys that are remembered: a few MiB
+_MOST_HOLES = 1 << 12
 # the time after its expiry in which an answer still explains a miss
 _ANSWERED_NS = 10**9
 
@@ -40,6 +41,8 @@ class PresenceCache:
         self._lock = threading.Lock()
         # key -> present, asked for directly, known until when; the oldest first
         self._known: dict[tuple[bytes | None, bytes], tuple[bool, bool, int]] = {}
+        # keys that a load did not find although chunks behind them are there; the oldest first
+        self._holes: dict[tuple[bytes | None, bytes], None] = {}
 
     def record(
         self,
@@ -63,8 +66,33 @@ class PresenceCache:
             for name in names:
                 self._known.pop(name, None)
             self._known.update(dict.fromkeys(names, value))
+            if present and asked:
+                for name in names:
+                    self._holes.pop(name, None)
             while len(self._known) > _MOST_KEYS:
                 del self._known[next(iter(self._known))]
+
+    def record_hole(self, namespace: bytes, key: bytes) -> None:
+        """Remember that a load has not found this key: for a short time as an absent one, and until
+        it is stored as one that a look-up must ask about.
+        """
+        self.record(namespace, [key], False)
+        with self._lock:
+            for known_as in (namespace, None):
+                self._holes[(known_as, key)] = None
+            while len(self._holes) > _MOST_HOLES:
+                del self._holes[next(iter(self._holes))]
+
+    def run_to_ask(self, namespace: bytes | None, keys: Sequence[bytes]) -> int:
+        """Return of how many leading keys the store may be asked for some only: those before the
+        next one that a load did not find; 1: the first is such a one itself.
+        """
+        holes = self._holes
+        if holes:
+            for at, key in enumerate(keys):
+                if (namespace, key) in holes:
+                    return max(at, 1)
+        return len(keys)
 
     def get(self, namespace: bytes | None, key: bytes) -> bool | None:
         """Return whether the key is present; None: not known."""
@@ -80,7 +108,7 @@ class PresenceCache:
         ]
         return self._clock.monotonic_ns() < until + _ANSWERED_NS
 
-    def is_stored(self, namespace: bytes, key: bytes) -> bool:
+    def is_stored(self, namespace: bytes | None, key: bytes) -> bool:
         """Return whether the store was asked for exactly this key and has it, so that it need not
         be sent.
         """
@@ -93,3 +121,4 @@ class PresenceCache:
         """Forget everything."""
         with self._lock:
             self._known.clear()
+            self._holes.clear()

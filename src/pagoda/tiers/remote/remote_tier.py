@@ -205,6 +205,7 @@ class RemoteTier(QueuedTier):
             )
             if known is None:
                 asked = keys[at:]
+                asked = asked[: self._store.presence.run_to_ask(namespace, asked)]
                 found = self._find_in_store(asked, namespace, until)
                 at += found
                 if not found or (found < len(asked) and keys[at] not in queued):
@@ -243,7 +244,10 @@ class RemoteTier(QueuedTier):
                 and write.is_valid()
                 and write.matches(namespace, position)
             )
-            return True if is_queued else presence.get(namespace, keys[at])
+            if is_queued or presence.is_stored(namespace, keys[at]):
+                return True
+            # what a look-up took for present was not asked about
+            return False if presence.get(namespace, keys[at]) is False else None
 
         here = [known(at) for at in range(len(keys))]
         unknown = [at for at, there in enumerate(here) if there is None]
@@ -1023,7 +1027,7 @@ class RemoteWorker(IoWorker):
                 )
                 return count
             if count is None:
-                store.presence.record(root, [read.key], False)
+                store.presence.record_hole(root, read.key)
                 return Reason.ABSENT
         except RefusedError as refusal:
             if refusal.reason is not Reason.FAILED_CHECK:
@@ -1046,7 +1050,7 @@ class RemoteWorker(IoWorker):
         store.count({"failed_checks": 1})
         with contextlib.suppress(RefusedError):
             connection.remove(root, [read.key], store.deadline())
-        store.presence.record(root, [read.key], False)
+        store.presence.record_hole(root, read.key)
         return Reason.FAILED_CHECK
 
     def _is_good_for_others(
