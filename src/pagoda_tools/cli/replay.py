@@ -31,7 +31,7 @@ Speed: TypeAlias = Annotated[
 ]
 _PNG = Path("pagoda-curve.png")
 # the time of a simulation, relative to hindsight
-_WEIGHTS = {"lru": 0.1, OPTIMUM: 0.03}
+_WEIGHTS = {"lru": 0.04, OPTIMUM: 0.01}
 _OTHERS = 1.0
 
 
