@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base import recorded_tiers
 from pagoda.config.sources import load
-from pagoda.tiers import recorded_tiers
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from pagoda import Cache, Config, KVLayout, Namespace
+from pagoda.base import recorded_tiers
 from pagoda.connectors.transformers import layout_of, namespace_of
-from pagoda.tiers import recorded_tiers
 from pagoda_tools.cli.demo.demo_prompts import ByteTokenizer
 
 from .engine import Engine, Sequence

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from pagoda import Cache, KVLayout, Namespace
+from pagoda.base import recorded_tiers
 from pagoda.base.errors import NoRoomError
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.ledger.stores_under_root import stores_in
 from pagoda.slab import FileSlab, MemorySlab
-from pagoda.tiers import DiskTier, HostTier, recorded_tiers
+from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.io_queue import WorkerPool
 from pagoda.transfer import BlockKV
 

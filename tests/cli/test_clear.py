@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from pagoda import Cache, Config, KVLayout
+from pagoda.base import recorded_tiers
 from pagoda.ledger import admin
-from pagoda.tiers import recorded_tiers
 from pagoda.transfer import BlockKV
 from tests.cli.shelf import (
     LLAMA,

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import cast
 
+import pytest
+
 import pagoda as package
 from pagoda.base.store_place import is_in_memory
 from pagoda.config import option_names
@@ -113,14 +115,27 @@ def test_what_is_nested_too_deeply_to_be_read_is_one_line(tmp_path: Path) -> Non
     assert f"{deep}: cannot be read as TOML" in refused("stats", "--config", deep)
 
 
-def test_help_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("command", ["--help", "--version", "stats"])
+def test_what_opens_no_store_imports_nothing_heavy(
+    command: str, shm_root: Path
+) -> None:
     code = (
-        "import sys\nfrom pagoda_tools.cli import main\nmain(['--help'])\n"
-        "sys.exit(str({'numpy', 'torch', 'lmdb', 'pydantic_settings'} & set(sys.modules) or '') "
-        "or 0)"
+        f"import sys\nfrom pagoda_tools.cli import main\nmain(['{command}'])\n"
+        "heavy = {'numpy', 'torch', 'lmdb', 'pydantic_settings', 'asyncio', 'http.client'}\n"
+        "sys.exit(str(heavy & set(sys.modules) or '') or 0)"
     )
+    # nothing is stored there
+    environment = {
+        **os.environ,
+        "PAGODA_HOST_PATH": str(shm_root / "x"),
+        "XDG_STATE_HOME": str(shm_root / "state"),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 

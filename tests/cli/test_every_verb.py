@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base import recorded_tiers
 from pagoda.config.remote_urls import parse
 from pagoda.keys import chunk_keys
 from pagoda.ledger import Ledger, StoreSpec, admin
-from pagoda.tiers import recorded_tiers
 from pagoda_tools.cli.remote_stores import leading
 from testbed.servers import redis_server
 from tests.cli.shelf import CHUNK, LLAMA, put, run_here

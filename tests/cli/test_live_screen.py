@@ -16,8 +16,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from pagoda.base import recorded_tiers
 from pagoda.ledger.request_meters import TokenLoad
-from pagoda.tiers import recorded_tiers
 from pagoda_tools.cli import top, top_view
 from pagoda_tools.cli.live_screen import Key, LiveScreen, keys_in
 from pagoda_tools.cli.top_view import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagoda import Cache, KVLayout, PagodaError
-from pagoda.tiers import recorded_tiers
+from pagoda.base import recorded_tiers
 from testbed.servers import free_port
 from tests.cli.shelf import LLAMA, answer, disk, host, put, run_here, save
 from tests.config.hostile import Listener, listening

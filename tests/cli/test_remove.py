@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base import recorded_tiers
 from pagoda.ledger.store_state import LOCKS
-from pagoda.tiers import DiskTier, recorded_tiers
+from pagoda.tiers import DiskTier
+from tests.base.test_recorded_tiers import LAYOUT
 from tests.cli.shelf import (
     LLAMA,
     answer,
@@ -20,7 +22,6 @@ from tests.cli.shelf import (
     refused,
     save,
 )
-from tests.tiers.test_recorded_tiers import LAYOUT
 
 
 def filled(shm_root: Path, tmp_path: Path) -> None:

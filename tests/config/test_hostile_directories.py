@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base import recorded_tiers
 from pagoda.base.errors import ConfigError
 from pagoda.cache import Cache
 from pagoda.config.sources import load
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
-from pagoda.tiers import recorded_tiers
 from tests.cli.shelf import answer, done_here, run_here
 from tests.config.hostile import (
     OWN_CLONE,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.tiers import recorded_tiers
+from pagoda.base import recorded_tiers
 from pagoda_tools.cli import UsageError
 from pagoda_tools.cli.demo import demo_child, demo_command
 from pagoda_tools.cli.demo.demo_child import Size, Task

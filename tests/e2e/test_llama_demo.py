@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base import recorded_tiers
 from pagoda.connectors.identity.gguf_header import read_gguf_header
-from pagoda.tiers import recorded_tiers
 from pagoda_tools.cli import FailedError, main
 from pagoda_tools.cli.demo import demo_command
 from pagoda_tools.cli.demo.demo_server import LlamaAnswer

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from pagoda.base.errors import ClosedError, NoRoomError, StoreError
+from pagoda.base.synced_files import write_synced
 from pagoda.ledger import Ledger, admin, rebuild, space_sharing, store_directory
 from pagoda.ledger.locks import OPEN
-from pagoda.ledger.store_state import LOCKS, read_state, write_synced
+from pagoda.ledger.store_state import LOCKS, read_state
 from testbed.patience import Patience
 from tests.children import child, in_child, wait
 from tests.ledger.support import (

@@ -5,6 +5,8 @@ Lower modules never import higher ones:
     fork                 what a forked child resets
     finalizers           closes dropped objects on a thread of its own
     signal_safe_threads  threads, pools and conditions that survive signals and refused starts
+    recorded_tiers       the user's list of tiers, for the commands
+    synced_files         small files that are replaced as a whole
     store_place          whether a directory may hold a store, and has the space
     quality_verdict      whether an approximate feature may start; quality_bounds: what it must keep
     trusted_files        which files are believed, and for what

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pagoda.base import recorded_tiers
 from pagoda.base.clock import Clock
 from pagoda.base.errors import NoRoomError, StoreError
 from pagoda.base.log import guarded_logger
@@ -26,7 +27,7 @@ from pagoda.config.sizes import (
 from pagoda.config.sources import file_of
 from pagoda.layout import KVLayout
 from pagoda.ledger.ledger import make_room
-from pagoda.tiers import DiskTier, HostTier, Tier, recorded_tiers
+from pagoda.tiers import DiskTier, HostTier, Tier
 from pagoda.tiers.remote.remote_tier import RemoteTier
 
 if TYPE_CHECKING:

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda.base.errors import is_shortage
+from pagoda.base.synced_files import write_synced
 from pagoda.ledger.clear_log import ALL, ClearLog, Watermarks
 from pagoda.ledger.lmdb_tables import NAMESPACE, NUMBER, PendingClear
-from pagoda.ledger.store_state import NAMESPACES, write_synced
+from pagoda.ledger.store_state import NAMESPACES
 from pagoda.ledger.transaction import Transaction
 
 NOBODYS = 2**64 - 1  # no namespace has this number

@@ -34,13 +34,13 @@ from blake3 import blake3
 from pagoda.base.errors import StoreError
 from pagoda.base.file_space import make_directory, opened, reserve_beyond
 from pagoda.base.log import guarded_logger
+from pagoda.base.synced_files import sync_directory
 from pagoda.ledger.locks import BEYOND, OPEN, LockFile, timed_out
 from pagoda.ledger.store_state import (
     Vouched,
     Voucher,
     read_voucher,
     set_voucher,
-    sync_directory,
 )
 from pagoda.ledger.stores_under_root import stores
 

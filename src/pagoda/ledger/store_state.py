@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import time
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -32,6 +30,7 @@ import xxhash
 
 from pagoda.base.errors import is_gone
 from pagoda.base.file_space import opened
+from pagoda.base.synced_files import sync_directory
 from pagoda.ledger.columns import columns_bytes
 from pagoda.ledger.member_counters import COUNTERS_BYTES, MEMBER_ROWS
 
@@ -73,7 +72,6 @@ NEVER_BOOTED = ""
 Kind = Literal["memory", "file"]
 
 _PAGE = 4096
-_WRITE_SECONDS = 600.0
 # magic, number, length of the text, checksum of number and text
 _RECORD = Struct("<8sQQ16s")
 _MAGIC = b"PAGODAST"
@@ -313,44 +311,6 @@ def _record(content: bytes, page: int) -> _Record | None:
     return (
         _Record(number, page, text) if sealed == _sealed(number, text) else None
     )
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """Replace a small file so that it has either the old or the new content, also after a power
-    cut.
-    """
-    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    remove_abandoned(path.parent, f".{path.name}-*")
-    try:
-        with open(
-            fresh,
-            "wb",
-            opener=lambda name, flags: os.open(name, flags | os.O_CLOEXEC, 0o600),
-        ) as file:
-            # writes all of it or raises OSError; `os.write` to a full disk may write only a part
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    finally:
-        fresh.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Write to the medium which files a directory has. OSError."""
-    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
-        os.fsync(fd)
-
-
-def remove_abandoned(directory: Path, names: str) -> None:
-    """Remove the files of a pattern that are older than any write takes: their writers were killed.
-    Raises OSError.
-    """
-    for file in directory.glob(names):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - file.stat().st_mtime > _WRITE_SECONDS:
-                file.unlink()
 
 
 def mismatch(

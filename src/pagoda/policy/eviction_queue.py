@@ -33,13 +33,13 @@ _SAMPLED_FOR_EACH = 4
 _NEIGHBOURS = 32  # slots in each run of the sample
 # A queue that held recent slots would return a head before the tail that was stored after the queue
 # was filled.
-_SHARE = 16
+SHARE = 16
 # of a sample: smaller, since only runs with the end of a prompt have any
 _SAMPLE_SHARE = 64
 _LEAST = 8
-_LOW = 4  # less than this part of the queue is left: it should be filled again
+LOW = 4  # less than this part of the queue is left: it should be filled again
 _LOOK = 256  # entries examined at once
-_MOST_LOOKED_AT = 16 * _LOOK  # entries examined in one call
+MOST_LOOKED_AT = 16 * _LOOK  # entries examined in one call
 # up to this number, slots are searched one by one, which is cheaper than array operations
 _FEW = 8
 _FEW_LOOKS = 32
@@ -191,7 +191,7 @@ class EvictionQueue:
         ranked = self._ranked
         left = len(ranked.rows) - ranked.next
         return not self._is_small and (
-            ranked.is_spent or left * _LOW <= len(ranked.rows)
+            ranked.is_spent or left * LOW <= len(ranked.rows)
         )
 
     def first(self, count: int, stamp: int, now: int) -> Rows:
@@ -241,7 +241,7 @@ class EvictionQueue:
         """Rank all slots and queue those older than `stamp` that are evicted first, at least
         `least` if there are as many.
         """
-        count = max(_LEAST, self._hints.backed // _SHARE, least)
+        count = max(_LEAST, self._hints.backed // SHARE, least)
         self._ranked = self._snapshot(self._all(), count, stamp, now)
         self._sampled = self._nothing
 
@@ -310,7 +310,7 @@ class EvictionQueue:
         found: list[Rows] = []
         have = 0
         at = batch.next
-        most = max(_MOST_LOOKED_AT, _SAMPLED_FOR_EACH * count)
+        most = max(MOST_LOOKED_AT, _SAMPLED_FOR_EACH * count)
         end = min(len(batch.rows), at + most)
         while have < count and at < end:
             look = slice(at, at + _LOOK)

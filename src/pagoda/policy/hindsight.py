@@ -409,8 +409,9 @@ def _of_both(
     kept: NDArray[np.integer], ghosts: NDArray[np.integer], at: Rows
 ) -> NDArray[np.int64]:
     """Return these values of a column of the slots that is continued by the same of the ghosts."""
-    values = np.empty(len(at), np.int64)
-    is_kept = at < len(kept)
-    values[is_kept] = kept[at[is_kept]]
-    values[~is_kept] = ghosts[at[~is_kept] - len(kept)]
+    # most are ghosts: all are read as if they were, which takes less than to divide them
+    behind = at - len(kept)
+    values = ghosts[np.maximum(behind, 0)].astype(np.int64)
+    inside = np.flatnonzero(behind < 0)
+    values[inside] = kept[at[inside]]
     return values

@@ -12,7 +12,6 @@ Modules, in the order in which a save reaches them:
   remote tiers share
 - `header_scan`: rebuilds a lost ledger from the headers in the slab
 - `breaker`: the circuit breaker that lets a failing device or store rest
-- `recorded_tiers`: the user's list of tiers, for the commands
 """
 
 from __future__ import annotations

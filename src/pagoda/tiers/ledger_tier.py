@@ -20,13 +20,13 @@ from collections.abc import (
 from pathlib import Path
 from typing import TypeVar
 
+from pagoda.base import recorded_tiers
 from pagoda.base.clock import Clock
 from pagoda.base.metrics import Reason
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.ledger.ledger import OpenSlab, discard_empty
 from pagoda.ledger.stores_under_root import stores_in
-from pagoda.tiers import recorded_tiers
 from pagoda.tiers.base import clamp_deadline, confirm_each
 from pagoda.tiers.put_and_load import BlockingCalls
 

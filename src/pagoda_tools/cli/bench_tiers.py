@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base import recorded_tiers
 from pagoda.base.signal_safe_threads import Pool, wait
 from pagoda.config import Config
 from pagoda.config.sizes import nearest_existing
@@ -32,7 +33,7 @@ from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved
 from pagoda.slab.file import aligned
-from pagoda.tiers import Chunk, DiskTier, Done, HostTier, recorded_tiers
+from pagoda.tiers import Chunk, DiskTier, Done, HostTier
 from pagoda_tools.cli import FailedError
 
 Bytes = npt.NDArray[np.uint8]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import (
@@ -302,6 +301,8 @@ def check_start(
 
 def installed_version(*names: str) -> str | None:
     """Return the version of the first of these distributions that is installed, or None."""
+    from importlib import metadata
+
     for name in names:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)

@@ -4,7 +4,6 @@ compute.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shlex
@@ -200,6 +199,8 @@ def _attach(
         print(f"listen at {_url(listen)}")
         return 0
     _check(proxy, listen, keys)
+    import asyncio
+
     from pagoda_tools.llama_proxy.proxy_app import ProxyOptions, run_proxy
 
     options = ProxyOptions(
@@ -230,6 +231,8 @@ def _attach(
 
 def _start(proxy: _Proxy, words: Sequence[str], own: Collection[str]) -> int:
     """Start a server, and serve in front of it. `own`: the options of this command."""
+    import asyncio
+
     from pagoda_tools.llama_proxy.in_process_server import read_options
     from pagoda_tools.llama_proxy.server_arguments import (
         known_options,
@@ -281,6 +284,8 @@ async def _serve(
     directory: Path,
 ) -> int:
     """Start the server, serve until the end of either, and end the server."""
+    import asyncio
+
     from pagoda_tools.llama_proxy.proxy_app import ProxyOptions, run_proxy
     from pagoda_tools.llama_proxy.server_process import ServerProcess
 
@@ -398,6 +403,8 @@ def _end_with_the_terminal() -> None:
     """Let a terminal that is closed end this process as SIGTERM does, unless that is ignored
     (nohup): so slots are saved.
     """
+    import asyncio
+
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         asyncio.get_running_loop().add_signal_handler(
             signal.SIGHUP, signal.raise_signal, signal.SIGTERM
@@ -407,6 +414,8 @@ def _end_with_the_terminal() -> None:
 @contextlib.contextmanager
 def _quiet_end() -> Iterator[None]:
     """End with SIGTERM as with Ctrl-C, while the server loads."""
+    import asyncio
+
     try:
         yield
     except asyncio.CancelledError:

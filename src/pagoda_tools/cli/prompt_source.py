@@ -4,10 +4,8 @@ of vLLM or llama.cpp.
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +17,8 @@ from urllib.parse import urlsplit
 from pagoda_tools.cli import FailedError, UsageError
 
 if TYPE_CHECKING:
+    import http.client
+
     from transformers import PreTrainedTokenizerBase
 
     from pagoda.keys import TokenIds
@@ -333,6 +333,8 @@ def _ask(
     """Return the JSON answer of a server. Does not follow redirects: they would send the key
     elsewhere.
     """
+    import http.client
+
     link, base = _connection(url)
     until = time.monotonic() + _ASK_SECONDS
     headers = {"Accept": "application/json"} | (
@@ -385,6 +387,9 @@ def _ask(
 
 def _connection(url: str) -> tuple[http.client.HTTPConnection, str]:
     """Return a connection to the server, and the path before its own paths."""
+    import http.client
+    import ssl
+
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -19,9 +19,9 @@ from pagoda_tools.cli import FAILED, USAGE, printing
 from pagoda_tools.cli.stores import Configured, configured
 
 if TYPE_CHECKING:
+    from pagoda.base.recorded_tiers import Entry
     from pagoda.config import RemoteSpec
     from pagoda.ledger import NamespaceRow
-    from pagoda.tiers.recorded_tiers import Entry
     from pagoda.tiers.remote.store_client import ListingDeadline, StoreConnection
 
 _T = TypeVar("_T")
@@ -115,8 +115,8 @@ def all_remotes(
     """
     if directory is not None:
         return (), {}
+    from pagoda.base import recorded_tiers
     from pagoda.config.remote_urls import parse
-    from pagoda.tiers import recorded_tiers
 
     configured_here = {
         spec.redacted: spec for spec in configured(config_file).remotes()

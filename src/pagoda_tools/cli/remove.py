@@ -76,8 +76,8 @@ def remove(
 
 
 def _forget_remote(url: str) -> int:
+    from pagoda.base import recorded_tiers
     from pagoda.config.remote_urls import redacted
-    from pagoda.tiers import recorded_tiers
 
     if not recorded_tiers.remove(redacted(url)):
         raise UsageError(
@@ -146,9 +146,9 @@ def _remove(
     """Remove all stores that can be removed, and return these; adds the errors of the others to
     `broken`.
     """
+    from pagoda.base import recorded_tiers
     from pagoda.base.errors import StoreError
     from pagoda.ledger.stores_under_root import remove_store, stores_in
-    from pagoda.tiers import recorded_tiers
 
     gone: list[DoomedStore] = []
     for store in stores:

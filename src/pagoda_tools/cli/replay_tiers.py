@@ -17,9 +17,9 @@ from pagoda_tools.cli.replay_inputs import Cell, Trace, best
 from pagoda_tools.cli.trace_pool import TraceJob, TracePool
 from pagoda_tools.replay.simulate import (
     SimulatedOutcome,
-    Simulation,
     TierOutcome,
     TierSpec,
+    simulate_each,
 )
 from pagoda_tools.replay.timed_replay import (
     Engines,
@@ -58,16 +58,15 @@ def tiered(
 
     As in the cache itself (`worth_it`), chunks are computed if loading them takes longer.
     """
-    simulation = Simulation(specs)
+    outcome, served_by_tier = simulate_each(requests, specs)
     load = [speeds.load_seconds(spec.name, chunk_bytes) for spec in specs]
     saved = 0
     cold = []
     seconds = []
-    for request in requests:
+    for request, served in zip(requests, served_by_tier, strict=True):
         chunk_seconds = (
             request.chunk_tokens / speeds.prefill if speeds.prefill else math.inf
         )
-        served = simulation.request(request)
         loaded = [
             chunks if each <= chunk_seconds else 0
             for chunks, each in zip(served, load, strict=True)
@@ -84,7 +83,7 @@ def tiered(
             )
     return ReplayedTiers(
         specs[0].policy,
-        simulation.outcome(),
+        outcome,
         saved,
         _summary(cold),
         _summary(seconds),

@@ -195,6 +195,8 @@ def snapshots(
     directories: Sequence[Path],
 ) -> tuple[list[StoreStats], dict[Path, str]]:
     """Return the facts and counters of the stores, and the errors of those that cannot be read."""
+    if not directories:
+        return [], {}
     from pagoda.ledger.store_stats import StoreStats
 
     found, broken = in_each(directories, StoreStats.of)
@@ -265,6 +267,8 @@ def _print(
 
 def store_names(found: Sequence[StoreStats]) -> list[str]:
     """Return the name of each store, which is the same in all commands."""
+    if not found:
+        return []
     from pagoda.ledger.store_names import store_names as named
 
     return named([(snapshot.tier, snapshot.directory) for snapshot in found])

@@ -150,7 +150,7 @@ def find_roots(
 
     Then, with `opened_too`, those that this user has opened in another way.
     """
-    from pagoda.tiers import recorded_tiers
+    from pagoda.base import recorded_tiers
 
     named = configured(config_file).roots().items()
     entries = recorded_tiers.entries() if opened_too else []

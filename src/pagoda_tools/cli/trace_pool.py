@@ -29,6 +29,8 @@ from pagoda_tools.cli import FailedError, printing
 R = TypeVar("R")
 _LOOK_SECONDS = 0.1  # the pause between two checks of what has ended
 _FEW_CHUNKS = 10_000  # to replay so many takes less time than to start processes
+# the same for the jobs of one call, as often as their weights say
+_CHEAP_CHUNKS = 20_000
 
 
 class TraceJob(NamedTuple, Generic[R]):
@@ -36,8 +38,8 @@ class TraceJob(NamedTuple, Generic[R]):
     process.
 
     The result must be short, a few hundred bytes: all processes answer through one pipe, and if one
-    is killed while it writes a long answer, the reader waits for the rest. `weight`: the relative
-    cost of the job, for the progress bar.
+    is killed while it writes a long answer, the reader waits for the rest. `weight`: the cost
+    of the job, relative to a replay with hindsight.
     """
 
     function: Callable[..., R]
@@ -55,7 +57,10 @@ class TracePool(ExitStack):
         trace.
         """
         super().__init__()
-        few = sum(len(request.hash_ids) for request in requests) <= _FEW_CHUNKS
+        accesses = sum(len(request.hash_ids) for request in requests)
+        few = accesses <= _FEW_CHUNKS
+        # work of this weight is done here
+        self._cheap = 0.0 if jobs else _CHEAP_CHUNKS / max(1, accesses)
         self.jobs = jobs or (1 if few else len(os.sched_getaffinity(0)))
         self._requests = requests
         self._quiet = quiet
@@ -78,7 +83,7 @@ class TracePool(ExitStack):
         of the work that is done, from 0 to 1, again and again.
         """
         total = sum(job.weight for job in work)
-        if min(self.jobs, len(work)) <= 1:
+        if min(self.jobs, len(work)) <= 1 or total <= self._cheap:
             found = []
             done = 0.0
             for job in work:

@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -141,6 +140,8 @@ def _registers() -> bool:
     """Whether vLLM finds the connector by its name: it loads the plugin, unless VLLM_PLUGINS names
     only others.
     """
+    from importlib import metadata
+
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
         return False

@@ -3,6 +3,7 @@ policies' own code. `pagoda.cache.request_trace` reads and writes the requests.
 
 simulate        simulates the tiers of one cache on a trace
 simulated_tier  one simulated tier
+exact_lru       the same for `lru` by a dictionary, where that has the same figures
 timed_replay    the same with time: busy engines, tiers with a bandwidth
 fleet           machines that share a remote tier
 optimum         upper bounds for any cache

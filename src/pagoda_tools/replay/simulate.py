@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from pagoda.ledger.columns import Marks
 from pagoda.ledger.store_state import FIRST_OFFSET
 from pagoda.policy.request_hints import SHARED, RequestHint
 from pagoda.policy.reuse_context import Ending
+from pagoda_tools.replay.exact_lru import LruTier, NotExactError
 from pagoda_tools.replay.simulated_tier import Chain, SimulatedTier, marks_of_ids
 
 # the stop reasons of servers: of Anthropic's API, and of OpenAI's
@@ -280,7 +282,54 @@ def simulate(
     with_hints: bool = False,
 ) -> SimulatedOutcome:
     """Simulate all requests. `with_hints`: see `Simulation`."""
+    return simulate_each(requests, tiers, with_hints=with_hints)[0]
+
+
+def simulate_each(
+    requests: Iterable[Request],
+    tiers: Sequence[TierSpec],
+    *,
+    with_hints: bool = False,
+) -> tuple[SimulatedOutcome, list[tuple[int, ...]]]:
+    """Simulate all requests; return also how many leading chunks each tier served of each.
+    `with_hints`: see `Simulation`.
+    """
+    if not with_hints and all(tier.policy == "lru" for tier in tiers):
+        requests = list(requests)  # they may be simulated twice
+        with suppress(NotExactError):
+            return _by_dictionaries(requests, tiers)
     simulation = Simulation(tiers, with_hints=with_hints)
+    served = [simulation.request(request) for request in requests]
+    return simulation.outcome(), served
+
+
+def _by_dictionaries(
+    requests: Sequence[Request], specs: Sequence[TierSpec]
+) -> tuple[SimulatedOutcome, list[tuple[int, ...]]]:
+    """Do the same for tiers that evict the least recently used chunk.
+
+    Each does what it would do alone, and keeps whole prefixes: so it serves what is beyond the
+    longest prefix above it.
+    """
+    if not specs or min(spec.chunks for spec in specs) < 1:
+        raise NotExactError  # `Simulation` says what is wrong
+    tiers = [LruTier(spec.chunks) for spec in specs]
+    served: list[tuple[int, ...]] = []
+    hits = [0] * len(tiers)
+    accesses = 0
     for request in requests:
-        simulation.request(request)
-    return simulation.outcome()
+        ids = request.hash_ids
+        accesses += len(ids)
+        end = 0
+        counts = []
+        for at, tier in enumerate(tiers):
+            count = max(0, tier.request(ids) - end)
+            end += count
+            hits[at] += count
+            counts.append(count)
+        served.append(tuple(counts))
+    outcomes = (
+        TierOutcome(*spec, count, tier.written, tier.evicted, tier.refused)
+        for spec, count, tier in zip(specs, hits, tiers, strict=True)
+    )
+    return SimulatedOutcome(len(requests), accesses, tuple(outcomes)), served

@@ -37,7 +37,7 @@ from pagoda.base.serve_token_file import (
     default_token_file,
     is_own,
 )
-from pagoda.ledger.store_state import remove_abandoned
+from pagoda.base.synced_files import remove_abandoned
 
 COOKIE = "pagoda"
 """The name of the page's cookie."""

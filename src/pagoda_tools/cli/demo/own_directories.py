@@ -59,7 +59,7 @@ def own_directory(parent: Path, tier: str) -> Iterator[Path]:
 
 
 def _remove(made: Path, tier: str) -> None:
-    from pagoda.tiers import recorded_tiers
+    from pagoda.base import recorded_tiers
 
     recorded_tiers.remove(os.path.realpath(made / tier))
     for _ in range(_TRIES):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagoda.base.log import guarded_logger
-from pagoda.ledger.store_state import remove_abandoned, write_synced
+from pagoda.base.synced_files import remove_abandoned, write_synced
 
 log = guarded_logger("pagoda.tiers.register")
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.base import recorded_tiers
+from pagoda.base.recorded_tiers import Entry
 from pagoda.cache.open_tiers import open_remote
 from pagoda.config.remote_urls import parse
 from pagoda.config.sources import load
 from pagoda.layout import KVLayout
-from pagoda.tiers import DiskTier, HostTier, recorded_tiers
-from pagoda.tiers.recorded_tiers import Entry
+from pagoda.tiers import DiskTier, HostTier
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from testbed.servers import redis_server
 from tests.config.hostile import listening
