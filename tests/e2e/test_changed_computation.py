@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
+from torch.utils._pytree import tree_map
 
 from pagoda.base.metrics import Reason
 from tests.e2e.house import House
@@ -206,6 +207,76 @@ def test_packed_weights_are_part_of_the_key(house: House) -> None:
     check(house.open(packed(2)), 0)
     cached.model.load_state_dict(packed(2).state_dict())
     check(cached, 0)
+
+
+class Quantised(nn.Parameter):
+    """A weight that keeps its scale in an attribute, as of bitsandbytes."""
+
+    scale: torch.Tensor
+
+
+class Wrapped(torch.Tensor):
+    """A weight that is made of other tensors, as of torchao."""
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, numbers.shape, dtype=torch.float32, device=numbers.device
+        )
+
+    def __init__(self, numbers: torch.Tensor, scale: torch.Tensor) -> None:
+        self.numbers = numbers
+        self.scale = scale
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, given=(), named=None):
+        def plain(value):
+            if isinstance(value, Wrapped):
+                return value.numbers.float() * value.scale
+            return value
+
+        return function(*tree_map(plain, given), **tree_map(plain, named or {}))
+
+
+class Scaled(nn.Linear):
+    """A layer whose weight has a scale."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if isinstance(weight, Quantised):
+            weight = weight.as_subclass(torch.Tensor) * weight.scale
+        return nn.functional.linear(values, weight)
+
+
+def quantised(weight: torch.Tensor, scale: float) -> torch.Tensor:
+    made = Quantised(weight, requires_grad=False)
+    made.scale = torch.tensor(scale)
+    return made
+
+
+def wrapped(weight: torch.Tensor, scale: float) -> torch.Tensor:
+    return Wrapped(weight, torch.tensor(scale))
+
+
+@pytest.mark.parametrize("make", [quantised, wrapped])
+def test_what_a_weight_holds_is_part_of_the_key(make, house: House) -> None:
+    for scale in (1.0, -2.0):
+        model = llama(seed=7)
+        for layer in model.model.layers:
+            old = layer.self_attn.v_proj
+            new = Scaled(old.in_features, old.out_features, bias=False)
+            del new._parameters["weight"]
+            new._parameters["weight"] = make(old.weight.detach(), scale)
+            layer.self_attn.v_proj = new
+        cached = house.open(model.eval())
+        check(cached, 0)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.scale.mul_(2)
+    check(cached, 0)
+    check(cached, 64)
 
 
 class Rewriting(nn.Linear):

@@ -135,6 +135,14 @@ def state_of_tensor(tensor: Any, of_tensor: Callable[[Any], Any]) -> list[Any]:
     return reader.attributes(_own(tensor))
 
 
+def marks_of_tensor(tensor: Any, of_tensor: Callable[[Any], Any]) -> list[Any]:
+    """Return what is equal as long as `state_of_tensor` is, only for comparisons. Changes
+    nothing.
+    """
+    reader = _Reader(frozenset(), of_tensor, by_identity=True)
+    return reader.attributes(_own(tensor))
+
+
 class _Unreadable(ValueError):
     """Something on which the KV may depend has no name."""
 

@@ -7,10 +7,15 @@ are not used here.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Set
+import functools
+from collections.abc import Callable, Iterator, Set
 from typing import Any, NamedTuple
 
-from pagoda.connectors.transformers.foreign_state import is_foreign, marks_of
+from pagoda.connectors.transformers.foreign_state import (
+    is_foreign,
+    marks_of,
+    marks_of_tensor,
+)
 
 METHODS = ("forward", "generate", "prepare_inputs_for_generation")
 """Of a model: they decide which KV belongs to which token."""
@@ -143,8 +148,7 @@ def walk_over(model: Any) -> ModelWalk:
         registered |= _configs_of(model)
 
         def mark(tensor: Any) -> Any:
-            tensors.append(tensor)
-            return mark_of(tensor)
+            return mark_of(tensor, tensors.append)
 
         for module in strangers:
             settings.append(marks_of(module, registered, mark))
@@ -188,23 +192,41 @@ def merged_into(module: Any) -> tuple[str, ...]:
     return tuple(map(str, getattr(module, "merged_adapters", None) or ()))
 
 
-def mark_of(tensor: Any) -> tuple[Any, ...]:
+def mark_of(
+    tensor: Any, seen: Callable[[Any], None] | None = None
+) -> tuple[Any, ...]:
     """Return what changes if a tensor is written to, or gets other memory.
 
     torch counts writes, but neither those through `.data` nor any to a tensor of the inference
     mode: so a few bytes in the middle of the memory are part of it, where the CPU can read them.
+
+    `seen` is called with the tensor, and with those of which its class makes it.
     """
+    if seen is not None:
+        seen(tensor)
     version = 0 if tensor.is_inference() else tensor._version
-    try:
-        storage = tensor.untyped_storage()
-        address = tensor.data_ptr()
-    except (NotImplementedError, RuntimeError):
-        # a class that is made of other tensors, which has no memory of its own
-        parts = tuple(mark_of(part) for part in inner_tensors(tensor))
-        return id(tensor), version, parts
+    if type(tensor) not in _plain_tensors() or tensor.is_sparse:
+        parts = [mark_of(part, seen) for part in inner_tensors(tensor)]
+        held = marks_of_tensor(tensor, lambda part: mark_of(part, seen))
+        return _address_of(tensor), version, id(tensor), parts, held
+    storage = tensor.untyped_storage()
     sample = _sample(tensor, storage) if tensor.is_cpu else b""
     # another tensor in the same memory counts its writes anew
-    return address, version, storage._cdata, tensor._cdata, sample
+    return tensor.data_ptr(), version, storage._cdata, tensor._cdata, sample
+
+
+@functools.lru_cache(maxsize=1)
+def _plain_tensors() -> frozenset[type]:
+    import torch
+
+    return frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def _address_of(tensor: Any) -> int:
+    try:
+        return int(tensor.data_ptr())
+    except (NotImplementedError, RuntimeError):
+        return 0  # made of other tensors, without memory of its own
 
 
 def inner_tensors(tensor: Any) -> Iterator[Any]:
@@ -235,9 +257,8 @@ def _add_tensors(
     weights.append(name)
     for part, tensor in tensors.items():
         if tensor is not None:
-            found.append(tensor)
             weights.append(part)
-            weights += mark_of(tensor)
+            weights += mark_of(tensor, found.append)
 
 
 def _plan_for(attributes: tuple[str, ...]) -> _Plan:
