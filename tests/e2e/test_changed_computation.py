@@ -310,3 +310,21 @@ def test_an_activated_adapter_is_not_cached(house: House) -> None:
         layer.active_adapters = []
     check(cached, 0)
     check(cached, 64)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_without_strides_are_named(house: House) -> None:
+    model = llama(seed=7)
+    place = model.model.layers[0].mlp
+    place.register_buffer("pairs", torch.eye(3).to_sparse())
+    place.register_buffer("rows", torch.eye(3).to_sparse_csr())
+    place.register_buffer(
+        "steps", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    )
+    angles = torch.ones(3, dtype=torch.complex64)
+    place.register_buffer("angles", angles.conj())
+    cached = house.open(model)
+    check(cached, 0)
+    check(cached, 64)
+    place.pairs = torch.eye(3).mul(2).to_sparse()
+    check(cached, 0)

@@ -204,7 +204,8 @@ def _bytes_digest(name: str, tensor: Any) -> str:
     found = xxhash.xxh3_128()
     if not _is_plain(tensor):
         return _other_digest(name, tensor)
-    flat = tensor.detach().contiguous().flatten()
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    flat = resolved.contiguous().flatten()
     step = max(_PIECE_BYTES // max(flat.element_size(), 1), 1)
     for start in range(0, flat.numel(), step):
         found.update(_as_bytes(flat[start : start + step].cpu()))

@@ -205,7 +205,7 @@ def mark_of(
     if seen is not None:
         seen(tensor)
     version = 0 if tensor.is_inference() else tensor._version
-    if type(tensor) not in _plain_tensors() or tensor.is_sparse:
+    if type(tensor) not in _plain_tensors() or _is_sparse(tensor):
         parts = [mark_of(part, seen) for part in inner_tensors(tensor)]
         held = marks_of_tensor(tensor, lambda part: mark_of(part, seen))
         return _address_of(tensor), version, id(tensor), parts, held
@@ -220,6 +220,12 @@ def _plain_tensors() -> frozenset[type]:
     import torch
 
     return frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def _is_sparse(tensor: Any) -> bool:
+    import torch
+
+    return tensor.layout is not torch.strided
 
 
 def _address_of(tensor: Any) -> int:
