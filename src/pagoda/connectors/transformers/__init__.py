@@ -9,7 +9,8 @@ In the order in which a call meets them:
     positions         positions that a model remembers from its latest prompt
     numerics          what of the process decides the numbers, for the key: autocast, precision,
                       kernels
-    model_walk        one walk over a model's modules, which the next two and the identity share
+    model_walk        one walk over a model's modules, which the next three and the identity share
+    foreign_state     what adapters and the user's modules hold besides their weights, for the key
     model_edits       edits of the model after it was opened, for the key
     hook_watch        hooks that change what the model computes
     model_checks      which models can be cached; the layout of a model's KV, from a forward pass

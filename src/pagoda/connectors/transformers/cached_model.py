@@ -291,6 +291,7 @@ class CachedModel(ModelFacade):
             self._seen = _unseen(config.chunk_tokens)
         walk = walk_over(model)
         self._weights = walk.weights  # of the latest walk
+        self._memory = walk.storages()
         self._stamp = stamp_of(model)
         self._forms = model_checks.forms_of(model)
         self._edits = ModelEdits(model, walk)
@@ -311,6 +312,8 @@ class CachedModel(ModelFacade):
         }
         # for caches that are opened here
         self._config = config if cache is None else None
+        # of the latest weights
+        self._namespace: Namespace | None = None
         self._stateful: StatefulPrompts | None = None
         self._least_piece = 0  # of those behind a missing chunk; 0: none are used
         if self._refusal:
@@ -324,6 +327,7 @@ class CachedModel(ModelFacade):
                 cache = self._new_cache(config, namespace)
             else:
                 _check_made_for(cache, namespace)
+            self._namespace = namespace
             self._use(cache)
         # the arguments of `publish_events`
         self._events: dict[str, Any] | None = None
@@ -1430,6 +1434,7 @@ class CachedModel(ModelFacade):
                 if stamp != self._stamp:
                     self._weights_changed(walk)
                     self._stamp = stamp
+                self._memory = walk.storages()
             self._weights = walk.weights
             if self._refusal:
                 space: KeySpace = {"lora": None, "salt": None, "numerics": ""}
@@ -1454,7 +1459,11 @@ class CachedModel(ModelFacade):
             except ValueError as trouble:
                 why_not = why_not or str(trouble)
             numerics = numerics_of(self.model, walk)
-            edits = self._edits.text(walk)
+            edits = ""
+            try:
+                edits = self._edits.text(walk)
+            except ValueError as trouble:
+                why_not = why_not or str(trouble)
             why_not = why_not or self._layout_trouble(numerics.autocast, edits)
             why_not = why_not or why_no_positions(self.model)
             space = {
@@ -1546,6 +1555,11 @@ class CachedModel(ModelFacade):
                 f"{how}: create a new CachedModel, so that old KV is not used with new weights"
             )
         old = self.cache
+        if forms == self._forms:
+            namespace = namespace_of(self.model, self._seen.layout, **self._named)
+            if namespace == self._namespace:
+                # written to with the same values, as some adapters do in each pass
+                return
         blender = self._blender
         self._blender = None
         # it has the verdict, the probed embedding and the KV of the old weights
@@ -1564,7 +1578,7 @@ class CachedModel(ModelFacade):
                 self._edits.text(walk),
             )
             self._layouts.clear()
-        namespace = namespace_of(self.model, self._seen.layout, **self._named)
+            namespace = namespace_of(self.model, self._seen.layout, **self._named)
         try:
             cache = self._new_cache(self._config, namespace)
         except ConfigError as refusal:
@@ -1576,6 +1590,7 @@ class CachedModel(ModelFacade):
             )
             cache = self._new_cache(old.config.without_lossy_tiers(), namespace)
         self._use(cache)
+        self._namespace = namespace
         old.close()
         if self._events is not None:
             try:

@@ -17,11 +17,14 @@ from typing import Any
 from blake3 import blake3
 
 from pagoda.connectors.identity.plain_values import stable
+from pagoda.connectors.transformers.foreign_state import is_foreign, state_of
 from pagoda.connectors.transformers.hook_watch import ForeignHook
+from pagoda.connectors.transformers.model_identity import named_tensor
 from pagoda.connectors.transformers.model_walk import (
     METHODS,
     ModelWalk,
     plain_settings,
+    registered_in,
 )
 
 # hooks of these only observe, or compute a weight from other weights, which are named
@@ -38,20 +41,26 @@ class ModelEdits:
     def __init__(self, model: Any, walk: ModelWalk) -> None:
         """`walk` is that of this moment."""
         self._model = model
-        self._modules = _modules_of(model)
+        try:
+            self._modules = _modules_of(model)
+        except ValueError:
+            # who names the weights reads the same, and says so
+            self._modules = {}
         self._config = _config_of(model)
         self._latest: _Facts = self._modules
         self._seen = walk.settings  # when the latest were read
+        self._memory = walk.storages()
 
     def text(self, walk: ModelWalk) -> str:
         """Return a name of the differences, "" if there are none: the same edits have the same name
-        everywhere.
+        everywhere. ValueError if what a module holds cannot be read.
 
         `walk` is that of this moment.
         """
         if walk.settings != self._seen:
             self._latest = _modules_of(self._model)
             self._seen = walk.settings
+            self._memory = walk.storages()
         modules = self._latest
         config = _config_of(self._model)
         if modules == self._modules and config == self._config:
@@ -118,15 +127,20 @@ def _foreign_in(registered: Any, place: str) -> list[ForeignHook]:
 
 
 def _modules_of(model: Any) -> _Facts:
-    """Return the class and the plain attributes of each module."""
+    """Return the class of each module, its plain attributes, and what it holds if it is foreign."""
     found: _Facts = {}
+    registered = None
     for name, module in model.named_modules():
         # the shell of a compiled module, which computes the same
         if "_orig_mod" in module._modules:
             continue
+        held: Any = plain_settings(module)
+        if is_foreign(type(module)):
+            registered = registered or registered_in(model)
+            held = state_of(module, registered, named_tensor)
         found[name.replace("_orig_mod.", "").removesuffix("._orig_mod")] = (
             type(module),
-            plain_settings(module),
+            held,
         )
     return found
 

@@ -18,12 +18,24 @@ import xxhash
 from blake3 import blake3
 
 from pagoda.connectors.identity.plain_values import VOLATILE
-from pagoda.connectors.transformers.model_walk import ModelWalk, walk_over
+from pagoda.connectors.transformers.foreign_state import (
+    is_foreign,
+    state_of,
+    state_of_tensor,
+)
+from pagoda.connectors.transformers.model_walk import (
+    ModelWalk,
+    inner_tensors,
+    mark_of,
+    merged_into,
+    registered_in,
+    walk_over,
+)
 from pagoda.connectors.transformers.numerics import numerics_of
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 
-Stamp = tuple[tuple[int, int], ...]
+Stamp = tuple[tuple[Any, ...], ...]
 
 _PIECE_BYTES = 256 << 20  # how much is copied from a device to the CPU at a time
 
@@ -87,17 +99,39 @@ def weights_digest(model: Any) -> str:
             _bytes_digest(name, tensor),
         ]
         found.update(json.dumps(described).encode())
+    registered = None
+    for name, module in model.named_modules():
+        if not is_foreign(type(module)):
+            continue
+        registered = registered or registered_in(model)
+        kind = type(module)
+        described = [
+            name,
+            f"{kind.__module__}.{kind.__qualname__}",
+            state_of(module, registered, named_tensor),
+        ]
+        found.update(json.dumps(described, default=str).encode())
     return str(found.hexdigest(16))
 
 
-def stamp_of(model: Any) -> Stamp:
-    """Return address and version of each tensor: they change when a weight is replaced or written
-    to in place.
+def named_tensor(tensor: Any) -> list[Any]:
+    """Return what names a tensor: its shape, dtype and content. Changes nothing. Raises ValueError
+    if it has no bytes here.
     """
-    return tuple(
-        (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-        for _, tensor in _tensors(model)
-    )
+    return [
+        list(tensor.shape),
+        str(tensor.dtype),
+        _bytes_digest("a tensor of a module", tensor),
+    ]
+
+
+def stamp_of(model: Any) -> Stamp:
+    """Return the mark of each tensor, and which adapters are merged: they change when a weight is
+    replaced or written to in place.
+    """
+    marks = [mark_of(tensor) for _, tensor in _tensors(model)]
+    merged = [merged_into(module) for module in model.modules()]
+    return (*marks, *filter(None, merged))
 
 
 def adapters_digest(model: Any, walk: ModelWalk | None = None) -> str:
@@ -119,6 +153,7 @@ def adapters_digest(model: Any, walk: ModelWalk | None = None) -> str:
             "off"
         )
     at_work = []
+    present = set()
     for name, module in (walk or walk_over(model)).adapted:
         merged = list(getattr(module, "merged_adapters", ()) or ())
         off = getattr(module, "disable_adapters", False)
@@ -127,8 +162,15 @@ def adapters_digest(model: Any, walk: ModelWalk | None = None) -> str:
             scaling = getattr(module, "scaling", {})
             scales: object = str(scaling)
             if isinstance(scaling, dict):
-                scales = {key: scaling.get(key) for key in active}
+                scales = {key: scaling.get(key) for key in (*active, *merged)}
             at_work.append([name, active, merged, scales])
+            present.update(active)
+    for name, config in dict(configs or {}).items():
+        if name in present and getattr(config, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"adapter {name} is an activated LoRA: which tokens it changes depends on what the "
+                "prompt says later"
+            )
     if not at_work:
         return ""
     return str(
@@ -160,11 +202,72 @@ def _bytes_digest(name: str, tensor: Any) -> str:
             "weights=..."
         )
     found = xxhash.xxh3_128()
-    flat = tensor.detach().contiguous().flatten()
+    if not _is_plain(tensor):
+        return _other_digest(name, tensor)
+    resolved = tensor.detach().resolve_conj().resolve_neg()
+    flat = resolved.contiguous().flatten()
     step = max(_PIECE_BYTES // max(flat.element_size(), 1), 1)
     for start in range(0, flat.numel(), step):
         found.update(_as_bytes(flat[start : start + step].cpu()))
     return found.hexdigest()
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether a tensor's bytes are all that it holds."""
+    import torch
+
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return (
+        type(tensor) in plain
+        and not tensor.is_quantized
+        and tensor.layout is torch.strided
+    )
+
+
+def _other_digest(name: str, tensor: Any) -> str:
+    """Return what names a tensor of another class, or one that has scales: by the tensors of which
+    it is made, and its attributes.
+    """
+    import torch
+
+    try:
+        parts = list(inner_tensors(tensor))
+        scales = ""
+        if tensor.is_quantized:
+            parts = [tensor.int_repr()]
+            scales = _scales_of(tensor)
+        elif tensor.layout is not torch.strided:
+            parts = [tensor.to_dense()]
+        elif not parts:
+            parts = [tensor.detach().as_subclass(torch.Tensor)]
+        kind = type(tensor)
+        described = [
+            f"{kind.__module__}.{kind.__qualname__}",
+            scales,
+            [named_tensor(part) for part in parts],
+            state_of_tensor(tensor, named_tensor),
+        ]
+    except Exception as trouble:  # whatever a class raises
+        raise ValueError(
+            f"{name} is a {type(tensor).__qualname__}, whose content cannot be read "
+            f"({type(trouble).__name__}: {trouble}): pass weights=..."
+        ) from trouble
+    return str(blake3(json.dumps(described, default=str).encode()).hexdigest(16))
+
+
+def _scales_of(tensor: Any) -> str:
+    """Return the scales and zero points of a quantised tensor, as text."""
+    import torch
+
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return repr((tensor.q_scale(), tensor.q_zero_point()))
+    return repr(
+        (
+            tensor.q_per_channel_scales().tolist(),
+            tensor.q_per_channel_zero_points().tolist(),
+            tensor.q_per_channel_axis(),
+        )
+    )
 
 
 def _as_bytes(flat: Any) -> memoryview:
