@@ -697,9 +697,13 @@ def test_a_server_that_never_ends_its_answer_is_left_at_the_deadline(
 
     put(host(shm_root), LLAMA, PROMPT)
     monkeypatch.setattr(Vllm, "do_GET", drip)
-    monkeypatch.setattr(prompt_source, "_ASK_SECONDS", 0.3)
-    code, _, err = run_here("explain", shm_root, "--text", "t1", "--url", url)
-    assert code == 1
+    for seconds in (0.3, 3.0, 30.0):
+        monkeypatch.setattr(prompt_source, "_ASK_SECONDS", seconds)
+        code, _, err = run_here("explain", shm_root, "--text", "t1", "--url", url)
+        assert code == 1
+        # on a busy machine the answer may not even begin in time
+        if "no answer (timed out)" not in err:
+            break
     assert "too slow" in err
 
 
