@@ -74,6 +74,7 @@ def test_no_exception_of_a_signal_handler_leaves_a_condition_taken() -> None:
     assert all(free(answer._condition) for answer in answers)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300, method="thread")
 @pytest.mark.xfail(
     sys.version_info >= (3, 14),

@@ -493,6 +493,7 @@ def test_a_process_with_cooperative_threads_is_refused_with_the_remedy(
         )
 
 
+@pytest.mark.slow
 def test_a_thread_of_a_process_that_was_stopped_is_not_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -160,6 +160,7 @@ def _loads(shm_root: Path) -> None:
         assert begun == [True]
 
 
+@pytest.mark.slow
 def test_a_load_alone_registers_them_too(
     shm_root: Path, with_driver: Path
 ) -> None:
@@ -217,6 +218,7 @@ def _has_no_driver(shm_root: Path) -> None:
         assert pinned_bytes(cache) == 0
 
 
+@pytest.mark.slow
 def test_without_a_driver_all_goes_on(shm_root: Path, with_driver: Path) -> None:
     # this process has it mapped: overwriting it would cause a bus error
     with_driver.unlink()

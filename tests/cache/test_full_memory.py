@@ -89,6 +89,7 @@ def test_a_size_that_was_asked_for_is_not_made_smaller(memory: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["auto", 50 * MIB])
 def test_the_store_of_a_model_that_is_gone_makes_room_for_the_tables_of_the_next(
     memory: Path, size: int | str

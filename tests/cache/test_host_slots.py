@@ -550,6 +550,7 @@ def _clears_and_fills(shm_root: Path) -> None:
             written(cache, prompt(8, seed))
 
 
+@pytest.mark.slow
 def test_no_byte_of_a_held_slot_changes_though_another_process_clears_it(
     shm_root: Path,
 ) -> None:

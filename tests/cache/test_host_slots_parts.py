@@ -121,6 +121,7 @@ def nowhere(cache: Cache, tokens: Prompt) -> bool:
     return not len(found.slots) and not on_disk(cache, tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_chunk_of_two_processes_is_there_when_both_have_written_it(
     shm_root: Path, tmp_path: Path, first: int

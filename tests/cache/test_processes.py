@@ -117,6 +117,7 @@ def _store_and_stand_still(shm_root: Path, began: Event) -> None:
         cache.store(prompt(4), Standing(kv_of(prompt(4)).transfer))
 
 
+@pytest.mark.slow
 def test_what_a_dead_process_was_storing_is_soon_nobody_s(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         began = SPAWN.Event()

@@ -271,6 +271,7 @@ def test_it_says_nothing_of_the_text(shm_root: Path, trace: Path) -> None:
     assert trace.stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.slow
 def test_a_replay_of_it_hits_what_the_cache_did(
     shm_root: Path, trace: Path
 ) -> None:

@@ -257,6 +257,7 @@ def test_a_chunk_that_stays_busy_is_read_past_its_owner(
         assert cache.stats()["staging_buffers"] == 0
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_costs_one_deadline_and_leaves_nothing_behind(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -108,6 +108,7 @@ def test_what_finds_no_room_on_the_host_goes_below(
         assert cache.store(tokens, kv_of(tokens).transfer).present == 100
 
 
+@pytest.mark.slow
 def test_a_flush_drops_nothing_while_chunks_in_buffers_wait(
     shm_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,6 +433,7 @@ def test_write_back_writes_what_is_left_when_it_closes(
         assert served(cache, prompt(10))[0].by_tier == {"disk": 160}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["write_through", "selective", "write_back"])
 def test_close_is_bounded_even_if_the_disk_hangs(
     shm_root: Path, tmp_path: Path, policy: str
@@ -474,6 +476,7 @@ def test_close_writes_what_a_store_without_a_host_tier_said_it_keeps(
         assert served(cache, tokens)[0].num_tokens == 100 * CHUNK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_host", [False, True])
 def test_close_says_what_it_could_not_write(
     shm_root: Path, tmp_path: Path, with_host: bool

@@ -332,6 +332,7 @@ def test_a_record_of_no_change_may_be_lost(tmp_path: Path, loss: str) -> None:
         assert served(cache, tokens)[0].num_tokens == 64
 
 
+@pytest.mark.slow
 def test_a_record_that_is_lost_while_it_is_in_use(
     shm_root: Path, tmp_path: Path
 ) -> None:

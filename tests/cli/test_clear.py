@@ -35,6 +35,7 @@ from tests.cli.shelf import (
 )
 
 
+@pytest.mark.slow
 def test_everything_in_all_tiers(shm_root: Path, tmp_path: Path) -> None:
     ledger = host(shm_root / "host")
     put(ledger, LLAMA, range(64))

@@ -36,6 +36,7 @@ def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     assert "auto (" in shown
 
 
+@pytest.mark.slow
 def test_check_says_what_would_not_work(tmp_path: Path) -> None:
     assert answer("config", "check", PAGODA_HOST_SIZE="64MiB")["ok"] is True
     done = pagoda("config", "check", PAGODA_HOST_SIZE="4000TiB")
@@ -140,6 +141,7 @@ def test_what_opens_no_store_imports_nothing_heavy(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_interrupted_is_130_without_a_traceback(shm_root: Path) -> None:
     environment = {
         **os.environ,

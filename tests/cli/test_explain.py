@@ -57,6 +57,7 @@ def only(
     return one["num_tokens"], one["reason"], str(one["detail"])
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_stored_whole_is_a_hit_of_100_percent(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_keys_are_read_from_what_a_terminal_sends() -> None:
     assert keys_in("xyz\xff\x1b[15~é") == []
 
 
+@pytest.mark.slow
 def test_q_h_and_arrows(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(32))
     # a long time between two samples: what is drawn in it answers a key
@@ -76,6 +77,7 @@ def test_q_h_and_arrows(shm_root: Path) -> None:
     assert live.ended() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(24, 60), (10, 40), (3, 20), (1, 1), (50, 200)])
 def test_a_new_size_is_followed(shm_root: Path, size: tuple[int, int]) -> None:
     put(host(shm_root), LLAMA, range(32))

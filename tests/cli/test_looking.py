@@ -516,6 +516,7 @@ def test_with_stderr_closed_no_remark_is_among_the_output(shm_root: Path) -> Non
         )
 
 
+@pytest.mark.slow
 def test_output_that_cannot_be_written_is_one_line(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(16))
     with open("/dev/full", "w") as full:

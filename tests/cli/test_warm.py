@@ -320,6 +320,7 @@ def running(
         process.communicate()
 
 
+@pytest.mark.slow
 def test_the_rate_is_kept(
     where: dict[str, str], host: HostTier, url: str
 ) -> None:

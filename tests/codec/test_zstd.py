@@ -295,6 +295,7 @@ def test_any_bytes_are_refused_or_fill_the_payload(
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(data=st.data(), word=WORDS)
 def test_damage_in_several_places(data: st.DataObject, word: int) -> None:

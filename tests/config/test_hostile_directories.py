@@ -65,6 +65,7 @@ def check_line(said: str, victim: Victim) -> None:
     assert all(remedy in lines[0] for remedy in REMEDIES), lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_no_command_sends_or_writes_anything(victim: Victim, place: str) -> None:
     with listening() as listener:

@@ -296,6 +296,7 @@ def test_exact_tokens_are_those_of_a_full_prefill_and_others_are_not(
         ).min() > 1e-3
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_what_is_cached(house: House) -> None:
     model = llama()
     documents, question = pieces()
@@ -569,6 +570,7 @@ def test_after_new_weights_without_a_verdict_everything_is_computed(
     assert "documents are computed in full" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_verdict_is_about_the_adapters_that_were_active(
     house: House, tmp_path
 ) -> None:

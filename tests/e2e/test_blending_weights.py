@@ -98,6 +98,9 @@ def test_a_verdict_of_the_old_weights_does_not_count(
     assert [one["checked"] for one in cached.stats()["approximate"]] == ["exact"]
     with pytest.raises(ConfigError):
         cached.blend(documents, question, recompute=0.3)  # it never began
+    # they were read again
+    assert cached.cache.namespace.weights != weights
+    weights = cached.cache.namespace.weights
     verdict(
         tmp_path,
         json.dumps([weights, version]) if version else weights_name(weights, 1),

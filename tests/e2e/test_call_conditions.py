@@ -362,6 +362,7 @@ def test_an_edit_that_is_taken_back_has_the_first_keys_again(
     assert cached.last.hit.num_tokens == 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMELESS)
 def test_what_has_no_name_is_not_cached(name: str, house: House) -> None:
     edit, says = NAMELESS[name]
@@ -447,6 +448,7 @@ class Once:
         return out + 1.0 if self._left == 0 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_a_hook_that_changes_something_later_is_not_stored(
     passes: int, house: House
@@ -477,6 +479,7 @@ def marked(_module, args, out):
     return out + 5.0 * here[..., None] if here.any() else None
 
 
+@pytest.mark.slow
 def test_a_hook_that_changes_a_later_pass_over_the_prompt(
     house: House,
 ) -> None:
@@ -510,6 +513,7 @@ def test_a_hook_that_changes_a_later_pass_over_the_prompt(
         texts(cached, ids)  # stores what was removed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mistral", "mamba2", "lfm2"])
 def test_a_streamer_gets_the_prompt_of_a_model_with_states_once(
     kind: str, house: House
@@ -608,6 +612,7 @@ def _own_loop(model, input_ids, **_kwargs):
     return torch.cat([input_ids, input_ids[:, :NEW]], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_call_with_more_than_tokens_goes_on_without_the_cache(
     name: str,

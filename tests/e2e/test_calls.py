@@ -385,6 +385,7 @@ def test_writes_and_deletions_reach_the_model(house: House) -> None:
     assert "last" not in vars(model)
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_the_model(house: House, tmp_path) -> None:
     model = llama(seed=7, **SETTINGS)
     cached = house.open(model)
@@ -440,6 +441,7 @@ def test_isinstance_says_that_it_is_not_the_model(house: House) -> None:
     assert isinstance(cached.model, transformers.PreTrainedModel)
 
 
+@pytest.mark.slow
 def test_a_cached_model_as_assistant(house: House) -> None:
     model = llama(seed=7, **SETTINGS)
     helper = llama(seed=4, **SETTINGS)

@@ -151,6 +151,7 @@ def test_merging_reads_the_weights_again(house: House) -> None:
     check(cached, 0)
 
 
+@pytest.mark.slow
 def test_writes_that_torch_does_not_count_are_noticed(house: House) -> None:
     model = adapted()
     cached = house.open(model)
@@ -199,6 +200,7 @@ def packed(seed: int):
     return quantize_dynamic(model, {nn.Linear}, dtype=torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_packed_weights_are_part_of_the_key(house: House) -> None:
     cached = house.open(packed(1))
@@ -327,4 +329,25 @@ def test_weights_without_strides_are_named(house: House) -> None:
     check(cached, 0)
     check(cached, 64)
     place.pairs = torch.eye(3).mul(2).to_sparse()
+    check(cached, 0)
+
+
+def test_a_reported_change_of_weights_with_a_name_is_accepted(
+    house: House,
+) -> None:
+    """The caller names the weights, and says to the cache when they change."""
+    model = llama(seed=7)
+    cached = house.open(model, weights="run 7")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    check(cached, 0)
+    check(cached, 64)
+    for step in range(2):
+        weight.data.mul_(1.5)
+        cached.cache.weights_changed(f"run 7, step {step}")
+        check(cached, 0)
+        check(cached, 64)
+    weight.data.mul_(1.5)
+    with pytest.raises(ValueError, match="weights were changed"):
+        cached.generate(IDS, max_new_tokens=NEW)
+    cached.cache.weights_changed("run 7, step 2")
     check(cached, 0)

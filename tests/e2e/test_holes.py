@@ -422,6 +422,7 @@ def test_a_damaged_chunk_on_the_disk_is_computed(house: House) -> None:
     assert cached.last.hit.num_tokens == CHUNKS * CHUNK
 
 
+@pytest.mark.slow
 def test_beams_samples_and_proposals_begin_behind_holes(house: House) -> None:
     model = llama()
     cached = house.open(model)
@@ -448,6 +449,7 @@ def test_a_prefill_in_pieces_stays_one(house: House) -> None:
     assert passes[:3] == [20, 20, 8]
 
 
+@pytest.mark.slow
 def test_where_holes_are_computed_with_all_behind_them(house: House) -> None:
     """Batches, and padding: the leading part only."""
     model = llama()
@@ -471,6 +473,7 @@ def test_where_holes_are_computed_with_all_behind_them(house: House) -> None:
         assert prefix.columns == prefix.hit.loaded == 3 * CHUNK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEW)
 def test_a_window_or_a_state_behind_a_hole_ends_the_hit(
     kind: str, house: House
@@ -490,6 +493,7 @@ def test_a_window_or_a_state_behind_a_hole_ends_the_hit(
     assert cached.last.hit.num_tokens == whole
 
 
+@pytest.mark.slow
 def test_a_hole_on_a_device(house: House) -> None:
     """With a copy engine: a prompt with holes is loaded before it is computed."""
     model = llama()

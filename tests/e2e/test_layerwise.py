@@ -314,6 +314,7 @@ def settled() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_many_threads_generate(house: House) -> None:
     model = llama()
     cached, device = house.open(model)
@@ -433,6 +434,7 @@ def test_nothing_keeps_the_memory_of_a_prompt(fails: bool, warm) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_what_goes_the_plain_way(warm) -> None:
     """Batches, beams, samples of one prompt, padding: complete before anything is computed."""
     cached, device, want = warm
@@ -481,6 +483,7 @@ def test_what_goes_the_plain_way(warm) -> None:
 
 
 # of torch, about its own compiler
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_models_go_the_plain_way(warm) -> None:
     """What is compiled need not run what is done between its layers."""

@@ -59,6 +59,7 @@ def use_build(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LD_LIBRARY_PATH", folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["A", "B"])
 def test_two_starts_one_text(
     build: str,

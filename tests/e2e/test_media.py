@@ -104,6 +104,7 @@ def test_a_text_and_a_prompt_with_an_image_share_the_text_before_it(
     assert cached.last.columns == chunks_before(TEXT - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SOME, *OTHERS])
 def test_a_conversation_in_which_each_turn_shows_an_image(
     kind: str, house: House
@@ -155,6 +156,7 @@ def test_kv_within_an_image_is_used_up_to_its_begin(
     assert calls == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
 def test_beams_samples_and_output_with_images(kind: str, house: House) -> None:
     count = image_tokens(kind)
@@ -243,6 +245,7 @@ def marks_of(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"token_type_ids": torch.zeros_like(ids)}
 
 
+@pytest.mark.slow
 def test_a_text_with_marks_hits_over_windows(house: House) -> None:
     ids = prompt(TEXT)
     longer = torch.cat([ids, prompt(9)], dim=1)

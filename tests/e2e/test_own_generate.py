@@ -27,6 +27,7 @@ def ways(call: dict[str, object]) -> list[tuple[list, dict[str, object]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_first_is_not_taken_for_the_prompt(
     kind: str, house: House
@@ -50,6 +51,7 @@ def test_an_image_first_is_not_taken_for_the_prompt(
         assert cached.last.hit.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_prompt_may_not_be_given_twice(kind: str, house: House) -> None:
     cached = house.open(any_tiny_model(kind))
@@ -59,6 +61,7 @@ def test_the_prompt_may_not_be_given_twice(kind: str, house: House) -> None:
         cached.generate(pixels, **call)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_write_one_token_after_another(
     house: House,
 ) -> None:

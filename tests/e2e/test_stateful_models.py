@@ -62,6 +62,7 @@ def text(cached, ids: torch.Tensor, new: int = 12, **kwargs) -> list[list[int]]:
 # ---- the same text
 
 
+@pytest.mark.slow
 @of_every_type
 def test_the_same_text_cold_from_host_and_from_disk(
     kind: str, house: House
@@ -115,6 +116,7 @@ def values_of(cache, kinds: tuple[str, ...]) -> list[torch.Tensor]:
     return values
 
 
+@pytest.mark.slow
 @of_every_type
 def test_logits_behind_an_ending_and_what_a_wrong_one_changes(
     kind: str, house: House
@@ -395,6 +397,7 @@ def test_the_two_halves(kind: str, house: House) -> None:
         cached.store(ids, DynamicCache(config=model.config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEW)
 def test_what_a_caller_generated_by_hand_is_stored_where_it_ends(
     kind: str, house: House
@@ -446,6 +449,7 @@ def test_a_cache_by_hand_that_is_used_otherwise(kind: str, house: House) -> None
         assert generated(model, other, 6, **given) == generated(model, other, 6)
 
 
+@pytest.mark.slow
 def test_passes_over_embeddings_and_in_a_shell_are_counted(house: House) -> None:
     model = stateful("mamba2")
     cached = house.open(model)
@@ -538,6 +542,7 @@ def test_an_ending_is_that_of_what_the_cache_holds(kind: str) -> None:
     assert held == [40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
 def test_bytes_of_a_prompt(
     kind: str, house: House, capsys: pytest.CaptureFixture[str]
@@ -573,6 +578,7 @@ def test_bytes_of_a_prompt(
 # ---- which models, and under which names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UNCACHED)
 def test_models_that_compute_something_else_behind_a_state_are_not_cached(
     kind: str, house: House
@@ -590,6 +596,7 @@ def test_models_that_compute_something_else_behind_a_state_are_not_cached(
     )
 
 
+@pytest.mark.slow
 def test_a_long_probe_is_said(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -603,6 +610,7 @@ def test_a_long_probe_is_said(
     assert float(said[0][0]) > 1
 
 
+@pytest.mark.slow
 def test_another_arrangement_has_other_keys() -> None:
     """A name for the weights says nothing of windows: what is kept must."""
     names = set()
@@ -627,6 +635,7 @@ def test_another_arrangement_has_other_keys() -> None:
     assert len(layouts) == 6
 
 
+@pytest.mark.slow
 def test_tenants_share_no_endings(house: House) -> None:
     cached = house.open(stateful("mamba2"))
     ids = prompt(LENGTH)
@@ -712,6 +721,7 @@ def test_a_minimum_is_that_of_a_prompt(house: House) -> None:
     assert cached.last.columns == 0
 
 
+@pytest.mark.slow
 def test_a_cache_that_the_caller_made(house: House) -> None:
     from pagoda import Cache
 
@@ -744,6 +754,7 @@ def test_a_cache_that_the_caller_made(house: House) -> None:
                     assert cached.last.columns == hit
 
 
+@pytest.mark.slow
 def test_an_ending_that_has_no_room_is_said(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:

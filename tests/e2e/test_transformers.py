@@ -399,6 +399,7 @@ def test_a_cache_of_ones_own(house: House) -> None:
             CachedModel(llama(seed=3), cache=cache)
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_published_also_after_training(
     house: House,
 ) -> None:

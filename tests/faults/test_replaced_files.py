@@ -97,6 +97,7 @@ def test_a_process_leaves_a_store_whose_files_are_not_those_it_opened(
     assert wait_until_logged(caplog)  # still one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 @pytest.mark.parametrize("name", GUARDS)
 def test_the_next_process_waits_until_all_have_left(
@@ -125,6 +126,7 @@ def test_the_next_process_waits_until_all_have_left(
         ledger.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_who_comes_after_state_was_replaced_waits_until_the_others_have_left(
     shm_root: Path, tmp_path: Path, kind: str

@@ -147,6 +147,7 @@ def test_the_disk_tier_is_warm_after_all_processes_were_killed(
     tier.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data.mdb", "columns"])
 def test_the_disk_tier_is_warm_after_its_ledger_was_deleted(
     tmp_path: Path, name: str

@@ -116,6 +116,7 @@ def test_a_disk_store_of_an_older_version_is_kept_and_so_it_is_back_again(
         ), version
 
 
+@pytest.mark.slow
 def test_that_a_store_is_rebuilt_is_logged_in_one_line(machine: Machine) -> None:
     machine.run(OLDER[0], "store=0:1")
     engine = machine.start(NOW, "close", "served=0:1")

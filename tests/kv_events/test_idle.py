@@ -155,6 +155,7 @@ def test_a_router_that_comes_during_a_rest_hears_everything(
     late.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_changes")
 @pytest.mark.parametrize("version", ["", "a version"])
 def test_weights_that_change_during_a_rest_take_all_back(
@@ -214,6 +215,7 @@ def test_a_close_ends_the_rest(cache: Cache, rounds: Rounds) -> None:
     assert stored_in.close()
 
 
+@pytest.mark.slow
 def test_without_watches_it_looks_all_the_time(
     cache: Cache, rounds: Rounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

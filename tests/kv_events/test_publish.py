@@ -81,6 +81,7 @@ def test_what_is_stored_and_cleared_is_published(
         router.close()
 
 
+@pytest.mark.slow
 def test_all_that_is_there_is_published_to_who_comes_later_and_by_a_restarted_engine(
     shm_root: Path, tmp_path: Path
 ) -> None:
@@ -501,6 +502,7 @@ def test_a_router_that_reads_nothing_keeps_nobody_waiting(cache: Cache) -> None:
     stuck.close(), router.close()
 
 
+@pytest.mark.slow
 def test_a_router_that_reads_nothing_costs_a_bounded_amount_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -525,6 +527,7 @@ def test_a_router_that_reads_nothing_costs_a_bounded_amount_of_memory(
     publisher.close()
 
 
+@pytest.mark.slow
 def test_given_keys_and_parts_of_prompts_are_published_with_their_tokens_or_not_at_all(
     cache: Cache,
 ) -> None:

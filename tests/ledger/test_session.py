@@ -488,6 +488,7 @@ def test_a_fork_while_a_thread_waits_at_the_gate(
     assert all(present(ledger, keys(1, 2)))
 
 
+@pytest.mark.slow
 def test_a_fork_while_a_thread_writes_hangs_nobody(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -657,6 +658,7 @@ def test_closing_ends_in_time_while_another_sits_in_the_gate(
     again.close()
 
 
+@pytest.mark.slow
 def test_what_another_thread_opens_during_a_fork_can_be_opened_in_the_child(
     shm_root: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -391,6 +391,7 @@ def test_whose_lines_are_in_the_log(
     assert not [line for line in run.lines if "Invalid API Key" in line]
 
 
+@pytest.mark.slow
 def test_windows_without_checkpoints_are_told_once_at_the_start(
     models: Path, tmp_path: Path
 ) -> None:
@@ -406,6 +407,7 @@ def test_windows_without_checkpoints_are_told_once_at_the_start(
     assert told[0].startswith("pagoda: ")
 
 
+@pytest.mark.slow
 def test_who_ends_it_is_told_what_the_end_waits_for(
     models: Path, tmp_path: Path
 ) -> None:
@@ -428,6 +430,7 @@ def test_who_ends_it_is_told_what_the_end_waits_for(
             assert run.end() == 130
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves_and_ends(models: Path, tmp_path: Path) -> None:
     words = ["--allow-host", "a.test", "--", *small(write_model(models))]
     with running(tmp_path, *words) as run:
@@ -474,6 +477,7 @@ def test_a_killed_command_leaves_no_server(models: Path, tmp_path: Path) -> None
         assert next_run.end() == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_ends_the_command(
     models: Path, tmp_path: Path
 ) -> None:

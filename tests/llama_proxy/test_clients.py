@@ -71,6 +71,7 @@ def right(models: Path) -> str:
         return reply.text
 
 
+@pytest.mark.slow
 def test_the_openai_client(url: str, right: str) -> None:
     extra = {"ignore_eos": True, "logit_bias": ONLY_LETTERS}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:

@@ -903,6 +903,7 @@ BODIES = {
 }
 
 
+@pytest.mark.slow
 def test_changed_bodies_are_told_as_they_are_computed(
     server: LlamaServer,
 ) -> None:

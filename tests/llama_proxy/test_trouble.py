@@ -574,6 +574,7 @@ def test_a_request_that_is_passed_on_may_use_a_slot_that_is_being_saved(
         assert not any(slot.is_known for slot in accounts.all)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_who_has_an_answer_finds_the_accounts_right(
     server: LlamaServer, is_streamed: bool
@@ -602,6 +603,7 @@ def test_who_has_an_answer_finds_the_accounts_right(
             assert not in_use()
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_for_a_while_is_tried_again(tmp_path: Path) -> None:
     model = write_model(tmp_path, "llama", seed=5)
     with llama_server(model, "A") as server, running_proxy(server) as proxy:

@@ -123,6 +123,7 @@ def test_the_first_command_keeps_a_prompt_over_a_restart(
     assert list((home / "kv").iterdir())
 
 
+@pytest.mark.slow
 def test_a_server_that_already_runs(
     models: Path, tmp_path: Path, shm_root: Path, register_of_tiers: Path
 ) -> None:

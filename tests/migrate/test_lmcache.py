@@ -600,6 +600,7 @@ _VALUES = (
 )
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from(known_fields()) | st.text(max_size=8), _VALUES, max_size=6

@@ -79,6 +79,7 @@ def plain_worth(asked: Table, watched: Table) -> Table:
     return best
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 2**32),
     st.sampled_from([0.1, 3.0, 1000.0]),

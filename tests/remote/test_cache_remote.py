@@ -324,6 +324,7 @@ def test_a_clear_that_fails_names_the_tier(shm_root: Path) -> None:
         assert cleared.chunks["host"] == 4
 
 
+@pytest.mark.slow
 def test_a_limit_ends_a_load_whose_chunks_still_come(
     server: Server, url: str
 ) -> None:
@@ -501,6 +502,7 @@ def test_a_forked_child_goes_on_with_connections_of_its_own(
 # ---- what fails
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_and_comes_back(
     shm_root: Path, tmp_path: Path
 ) -> None:
@@ -593,6 +595,7 @@ def s3_url(server: Server) -> str:
     )
 
 
+@pytest.mark.slow
 def test_what_one_machine_stored_in_s3_another_serves(
     shm_root: Path, s3: Server
 ) -> None:

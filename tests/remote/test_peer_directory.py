@@ -293,6 +293,7 @@ def test_directories_with_other_prefixes_share_a_redis(
 # ---- machines
 
 
+@pytest.mark.slow
 def test_a_machine_says_what_it_has_and_another_finds_it_among_many(
     directory_server: Server, two: list[Server]
 ) -> None:

@@ -524,6 +524,7 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
         )
 
 
+@pytest.mark.slow
 def test_the_late_answer_of_a_neighbour_far_away_serves_the_next_look_up(
     three: list[Server],
 ) -> None:
@@ -673,6 +674,7 @@ def serving(host: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_what_one_machine_computed_another_serves(
     tmp_path: Path, shm_root: Path
 ) -> None:
@@ -822,6 +824,7 @@ def test_2000_chunks_byte_by_byte(shm_root: Path) -> None:
         assert cache.stats()["tiers"]["peers"]["loaded_chunks"] >= 2000
 
 
+@pytest.mark.slow
 def test_slow_neighbours_are_not_loaded_from_when_computing_is_faster(
     shm_root: Path,
 ) -> None:

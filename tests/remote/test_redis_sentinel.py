@@ -144,6 +144,7 @@ def test_without_a_sentinel_or_a_service_it_is_said() -> None:
         connection.close()
 
 
+@pytest.mark.slow
 def test_sentinels_and_their_master_over_tls_with_passwords(
     tmp_path: Path,
 ) -> None:

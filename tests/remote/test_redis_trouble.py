@@ -189,6 +189,7 @@ def test_a_user_that_may_only_read(size: int) -> None:
         assert client.dbsize() == 0
 
 
+@pytest.mark.slow
 def test_tls_needs_the_right_authority(tmp_path: Path) -> None:
     with redis_server(tls=True) as server:
         url = f"{server.url}?ssl_ca_certs={server.ca}"

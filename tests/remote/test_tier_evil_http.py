@@ -121,6 +121,7 @@ def on(port: int, prefix: str = "p") -> ObjectStoreClient:
     return ObjectStoreClient(f"http://127.0.0.1:{port}/", prefix=prefix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
 def test_a_server_that_answers_a_get_with(
     liar: LyingHttp, lie: Callable[[], Lie]

@@ -98,6 +98,7 @@ def test_a_load_over_a_bad_network(
         assert proxy.open_connections <= 2  # one for transfers, one for probes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [STEADY[name] for name in WHEN_SAVING], ids=WHEN_SAVING
 )
@@ -172,6 +173,7 @@ def test_what_failed_once_is_not_taken_to_be_absent(
         assert load(tier, keys) == [None]
 
 
+@pytest.mark.slow
 def test_two_prompts_with_one_beginning_are_not_confused(
     server: Server, proxy: Proxy, prefix: str
 ) -> None:
@@ -225,6 +227,7 @@ def test_a_link_that_dies_without_a_word(
         recovers(tier, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [STALLED, Fault(cut_at=0), Fault(corrupt=range(1 << 40))]
 )

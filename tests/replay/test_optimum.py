@@ -122,6 +122,7 @@ def test_figures_of_the_sample(chunks: int, percent: float) -> None:
     assert 100 * optimum(sample(), chunks) == pytest.approx(percent, abs=0.001)
 
 
+@pytest.mark.slow
 def test_a_long_trace_takes_little_memory() -> None:
     """Long traces have many accesses to few chunks; each access takes some 60 bytes at most."""
     ids = list(range(10**6, 10**6 + 5_000))

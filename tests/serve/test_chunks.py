@@ -59,6 +59,7 @@ def test_every_byte_arrives_from_the_disk(shm_root: Path, tmp_path: Path) -> Non
                 assert (found == payload_of(1, position)).all()
 
 
+@pytest.mark.slow
 def test_each_key_of_a_prompt_is_found_also_behind_a_hole(
     shm_root: Path,
 ) -> None:

@@ -236,6 +236,7 @@ def test_a_slow_body_ends(served: Server, path: str) -> None:
         assert all(closed_within(slow, 10.0) for slow in many)
 
 
+@pytest.mark.slow
 def test_an_endless_body_is_refused(served: Server, path: str) -> None:
     assert (
         raw(
@@ -348,6 +349,7 @@ def test_many_who_leave_at_once_keep_nobody_out(
             served.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_who_reads_nothing_of_small_answers_is_disconnected(
     served: Server, path: str
 ) -> None:

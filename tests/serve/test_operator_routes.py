@@ -154,6 +154,7 @@ def test_the_login_gives_a_cookie_that_serves_the_own_page_only(
     assert "Set-Cookie" in form.headers
 
 
+@pytest.mark.slow
 def test_a_cookie_ends_with_its_login_and_is_worth_nothing_at_another_server(
     page: Server, host: Path
 ) -> None:
@@ -298,6 +299,7 @@ def test_clear_pin_unpin_and_explain(page: Server, running: Engine) -> None:
     running.store(1, 4)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_about_the_model_that_was_chosen(shm_root: Path) -> None:
     prompt = {"tokens": tokens_of(1, 4)}
     kv = DenseKV(kv_of(1, 4), LAYOUT)

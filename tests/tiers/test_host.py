@@ -121,6 +121,7 @@ def test_a_source_that_raises_frees_its_slot(shm_root: Path) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 def test_another_tier_of_the_machine_sees_the_same_chunks(shm_root: Path) -> None:
     tier = open_host(shm_root)
     keys = keys_of(4)

@@ -243,6 +243,7 @@ def test_mistake_7_a_tier_that_cannot_be_opened_leaves_nothing_behind(
     tier.close()
 
 
+@pytest.mark.slow
 def test_mistake_7_threads_find_all_fields_however_early_they_run(
     tmp_path: Path,
 ) -> None:

@@ -126,6 +126,7 @@ def test_kv_comes_back_from_every_kind_of_slot(
         assert stub.registered == 0
 
 
+@pytest.mark.slow
 def test_a_snapshot_keeps_what_it_was_taken_of(device: CudaDevice) -> None:
     layout, planes, made = FORMS["pages"]()
     kv = made(planes, CopyEngine(device))

@@ -343,6 +343,7 @@ def test_copies_use_the_widest_words_that_fit(width: int, gather: bool) -> None:
     assert check(case, chunks, gather=gather) == len(WIDTHS) - WIDTHS.index(width)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     "run_bytes", [16384, 16384 + 16368, 2 * 16384 + 16, 12288 + 16]

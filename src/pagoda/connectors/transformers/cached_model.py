@@ -314,6 +314,8 @@ class CachedModel(ModelFacade):
         self._config = config if cache is None else None
         # of the latest weights
         self._namespace: Namespace | None = None
+        # that names belong to when the weights were last looked at
+        self._epoch = b""
         self._stateful: StatefulPrompts | None = None
         self._least_piece = 0  # of those behind a missing chunk; 0: none are used
         if self._refusal:
@@ -329,6 +331,7 @@ class CachedModel(ModelFacade):
                 _check_made_for(cache, namespace)
             self._namespace = namespace
             self._use(cache)
+            self._epoch = self._epoch_of_names()
         # the arguments of `publish_events`
         self._events: dict[str, Any] | None = None
         # made at the first use, for the present weights
@@ -1429,13 +1432,15 @@ class CachedModel(ModelFacade):
         """
         with self._lock:
             walk = walk_over(self.model)
+            epoch = self._epoch_of_names()
             if not self._refusal and walk.weights != self._weights:
                 stamp = stamp_of(self.model)
                 if stamp != self._stamp:
-                    self._weights_changed(walk)
+                    self._weights_changed(walk, is_reported=epoch != self._epoch)
                     self._stamp = stamp
                 self._memory = walk.storages()
             self._weights = walk.weights
+            self._epoch = epoch
             if self._refusal:
                 space: KeySpace = {"lora": None, "salt": None, "numerics": ""}
                 return _Ready(
@@ -1540,12 +1545,22 @@ class CachedModel(ModelFacade):
         if tokens >= self.layout.chunk_tokens:
             self.cache.observe_prefill(tokens, seconds)
 
-    def _weights_changed(self, walk: ModelWalk) -> None:
+    def _epoch_of_names(self) -> bytes:
+        """Return what changes with `Cache.weights_changed`, where the caller names the weights."""
+        is_named_here = self._named["weights"] is None and self._config is not None
+        if self._refusal or is_named_here:
+            return b""
+        return self.cache.present_namespace().root
+
+    def _weights_changed(self, walk: ModelWalk, *, is_reported: bool) -> None:
         """Change to the namespace and the device of the present weights, after a weight was written
-        to or moved.
+        to or moved. `is_reported`: the caller, who names the weights, has said so to the cache.
         """
         forms = model_checks.forms_of(self.model)
-        if self._named["weights"] is not None or self._config is None:
+        config = self._config
+        if config is None or self._named["weights"] is not None:
+            if is_reported and forms == self._forms:
+                return
             how = (
                 "the weights were changed"
                 if forms == self._forms
@@ -1580,7 +1595,7 @@ class CachedModel(ModelFacade):
             self._layouts.clear()
             namespace = namespace_of(self.model, self._seen.layout, **self._named)
         try:
-            cache = self._new_cache(self._config, namespace)
+            cache = self._new_cache(config, namespace)
         except ConfigError as refusal:
             if not old.config.lossy_codecs():
                 raise

@@ -113,7 +113,7 @@ def state_of(
         registered: the `id` of each tensor and module that is found in the model anyway.
         of_tensor: returns what stands for another tensor.
     """
-    reader = _Reader(registered, of_tensor, by_identity=False)
+    reader = _StateReader(registered, of_tensor, by_identity=False)
     return reader.attributes(vars(module))
 
 
@@ -123,7 +123,7 @@ def marks_of(
     """Return what is equal as long as `state_of` is: cheaper, and only for comparisons. Changes
     nothing.
     """
-    reader = _Reader(registered, of_tensor, by_identity=True)
+    reader = _StateReader(registered, of_tensor, by_identity=True)
     return reader.attributes(vars(module))
 
 
@@ -131,7 +131,7 @@ def state_of_tensor(tensor: Any, of_tensor: Callable[[Any], Any]) -> list[Any]:
     """Return what a tensor of another class than torch's own holds: its inner tensors, and its
     attributes (scales of a quantised weight). Changes nothing.
     """
-    reader = _Reader(frozenset(), of_tensor, by_identity=False)
+    reader = _StateReader(frozenset(), of_tensor, by_identity=False)
     return reader.attributes(_own(tensor))
 
 
@@ -139,15 +139,15 @@ def marks_of_tensor(tensor: Any, of_tensor: Callable[[Any], Any]) -> list[Any]:
     """Return what is equal as long as `state_of_tensor` is, only for comparisons. Changes
     nothing.
     """
-    reader = _Reader(frozenset(), of_tensor, by_identity=True)
+    reader = _StateReader(frozenset(), of_tensor, by_identity=True)
     return reader.attributes(_own(tensor))
 
 
-class _Unreadable(ValueError):
+class _NamelessStateError(ValueError):
     """Something on which the KV may depend has no name."""
 
 
-class _Reader:
+class _StateReader:
     """Reads values. For one use."""
 
     def __init__(
@@ -186,7 +186,7 @@ class _Reader:
         if self._left < 0:
             if self._by_identity:
                 return Held(value)
-            raise _Unreadable(
+            raise _NamelessStateError(
                 "a module holds more values than can be named: keep data apart from the model"
             )
         if id(value) in self._registered:
@@ -202,7 +202,7 @@ class _Reader:
         self._inside.add(id(value))
         try:
             return self._object(value, depth + 1)
-        except _Unreadable:
+        except _NamelessStateError:
             raise
         except Exception:  # noqa: BLE001
             # a boundary: whatever the code of an object raises
@@ -281,7 +281,7 @@ class _Reader:
         try:
             inside = value.__getstate__()
         except Exception as trouble:  # whatever a class in C++ raises
-            raise _Unreadable(
+            raise _NamelessStateError(
                 f"a module holds a {_name_of(type(value))}, whose content cannot be read: pass "
                 "weights=..."
             ) from trouble
