@@ -86,7 +86,7 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 tests/__pycache__: | $(READY)
 	$(PYTEST) --collect-only >/dev/null || true
 
-# without the slowest 11 % of the tests, which take two thirds of the time
+# without the slowest 14 % of the tests, which take most of the time
 test: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak and not slow'
 

@@ -1547,7 +1547,9 @@ class CachedModel(ModelFacade):
 
     def _epoch_of_names(self) -> bytes:
         """Return what changes with `Cache.weights_changed`, where the caller names the weights."""
-        is_named_here = self._named["weights"] is None and self._config is not None
+        is_named_here = (
+            self._named["weights"] is None and self._config is not None
+        )
         if self._refusal or is_named_here:
             return b""
         return self.cache.present_namespace().root
