@@ -164,6 +164,14 @@ def test_a_hole_that_a_load_has_met_is_asked_about(
         presence._known.clear()
         assert tier.find(keys, namespace=ROOT) == LONG
         assert not presence._holes
+        # a prompt that was gone, and that another machine has stored again
+        for key in keys:
+            presence.record_hole(ROOT, key)
+        presence._known.clear()
+        # few questions
+        assert presence.run_to_ask(ROOT, keys, EXACT_KEYS) == EXACT_KEYS
+        assert tier.find(keys, namespace=ROOT) == LONG
+        assert not presence._holes
 
 
 def test_each_of_many_keys_is_asked_about(

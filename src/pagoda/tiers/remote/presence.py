@@ -83,15 +83,17 @@ class PresenceCache:
             while len(self._holes) > _MOST_HOLES:
                 del self._holes[next(iter(self._holes))]
 
-    def run_to_ask(self, namespace: bytes | None, keys: Sequence[bytes]) -> int:
-        """Return of how many leading keys the store may be asked for some only: those before the
-        next one that a load did not find; 1: the first is such a one itself.
+    def run_to_ask(
+        self, namespace: bytes | None, keys: Sequence[bytes], exact_keys: int
+    ) -> int:
+        """Return how many leading keys are the next question, so that no key that a load did not
+        find is taken for present: the store answers about up to `exact_keys` exactly.
         """
         holes = self._holes
-        if holes:
+        if holes and len(keys) > exact_keys:
             for at, key in enumerate(keys):
                 if (namespace, key) in holes:
-                    return max(at, 1)
+                    return max(at, exact_keys)
         return len(keys)
 
     def get(self, namespace: bytes | None, key: bytes) -> bool | None:

@@ -205,7 +205,10 @@ class RemoteTier(QueuedTier):
             )
             if known is None:
                 asked = keys[at:]
-                asked = asked[: self._store.presence.run_to_ask(namespace, asked)]
+                count = self._store.presence.run_to_ask(
+                    namespace, asked, self._store.exact_keys
+                )
+                asked = asked[:count]
                 found = self._find_in_store(asked, namespace, until)
                 at += found
                 if not found or (found < len(asked) and keys[at] not in queued):
