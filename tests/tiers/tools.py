@@ -4,7 +4,8 @@ fail.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -68,6 +69,15 @@ def chunks_of(
             still_valid,
         )
         for n, key in enumerate(keys)
+    ]
+
+
+def io_threads(before: Iterable[threading.Thread]) -> list[threading.Thread]:
+    """Return the threads of tiers that were started since then."""
+    return [
+        t
+        for t in threading.enumerate()
+        if t not in before and t.name != "pagoda-dropped"
     ]
 
 
