@@ -86,12 +86,12 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 tests/__pycache__: | $(READY)
 	$(PYTEST) --collect-only >/dev/null || true
 
-# without the slowest 14 % of the tests, which take most of the time
+# without the slowest 17 % of the tests, which take most of the time
 test: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'not soak and not slow'
 
 # The others, of the files that have some: the workers need not read the rest.
-# make test-slow ARGS='--slow-part N': a fifth of them, those whose number is N modulo 5
+# make test-slow ARGS='--slow-part N': a tenth of them, those whose number is N modulo 10
 test-slow: $(READY) | tests/__pycache__
 	$(PYTEST) $(PARALLEL) -m 'slow and not soak' --durations=25 $(ARGS) $$(grep -rl --include='test_*.py' --exclude-dir=vllm --exclude-dir=sglang 'pytest\.mark\.slow' tests)
 

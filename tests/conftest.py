@@ -82,7 +82,7 @@ if _HOME not in os.environ:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-SLOW_PARTS = 5
+SLOW_PARTS = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

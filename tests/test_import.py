@@ -49,6 +49,7 @@ def test_import_is_light() -> None:
     assert {name for name in after if name.startswith("pagoda")} == {"pagoda"}
 
 
+@pytest.mark.slow
 def test_what_an_engine_imports_is_one_package() -> None:
     """import-linter sees what is written; this sees what is loaded."""
     after = modules_after(

@@ -393,6 +393,7 @@ def test_a_thread_that_ends_before_it_has_begun_is_not_waited_for(
     assert done.wait(SECONDS)
 
 
+@pytest.mark.slow
 def test_a_thread_that_begins_too_late_does_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -74,6 +74,7 @@ def test_what_was_stored_again_hits_when_the_node_is_back(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_too_short_is_refused(tmp_path: Path) -> None:
     done = run(str(trace(tmp_path / "trace")))
     assert done.returncode != 0

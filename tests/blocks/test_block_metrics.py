@@ -103,6 +103,7 @@ def test_before_the_first_figures_there_is_nothing() -> None:
     assert not list(BlockMetrics().collect())
 
 
+@pytest.mark.slow
 def test_any_thread_may_collect_while_the_scheduler_works(
     hosted: Engine,
 ) -> None:

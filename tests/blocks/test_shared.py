@@ -89,6 +89,7 @@ def test_two_processes_that_demote_the_same_at_once(
         assert admin.check(ledger_of(cache)).gauges["ready"] == 6
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_in_its_copies_leaves_nothing_half_written(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -157,6 +157,7 @@ def test_a_chunk_of_two_processes_is_there_when_both_have_written_it(
         assert served(cache, tokens)[0].by_tier == {"disk": 64}
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_before_its_part_takes_the_chunk_with_it(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def use_beside_others(cache: Cache, clock: FakeClock, again: bool) -> None:
         assert cache.flush(100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("policy", ["lru", "hindsight"])
 def test_a_hot_prompt_survives_a_reboot_with_a_small_disk(

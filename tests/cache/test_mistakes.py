@@ -130,6 +130,7 @@ def test_the_keys_of_another_tenant_are_a_miss_and_stay(
         assert not _counter(cache, "failed_checks", "host")
 
 
+@pytest.mark.slow
 def test_mistake_1_staging_memory_that_leaks_until_close_hangs(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -328,6 +328,7 @@ def test_a_tier_is_asked_once_and_only_if_something_is_missing(
     assert disk.asked == 2
 
 
+@pytest.mark.slow
 def test_a_tier_that_stops_is_waited_for_once(
     asked: tuple[Cache, AskedDisk],
 ) -> None:

@@ -407,6 +407,7 @@ def test_write_back_writes_the_coldest_ahead_of_their_eviction(
         assert _on_disk(cache) == 60  # on request, everything is written down
 
 
+@pytest.mark.slow
 def test_write_back_keeps_up_with_a_stream_of_prompts(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def test_a_root_that_is_only_behind_costs_no_epoch(tmp_path: Path) -> None:
     assert WeightsEpoch(apart, "m").epoch() == third
 
 
+@pytest.mark.slow
 def test_a_record_forgets_the_first_of_many_epochs(tmp_path: Path) -> None:
     """It has a fixed size."""
     roots = {"host": tmp_path / "host"}
@@ -269,6 +270,7 @@ def test_a_tier_that_cannot_take_the_epoch_down_loses_what_it_has(
         assert served(cache, tokens)[0].num_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["gone", "older", "cut", "foreign", "torn"])
 def test_a_lost_record_is_a_broken_promise(
     shm_root: Path, tmp_path: Path, loss: str

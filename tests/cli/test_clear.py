@@ -100,6 +100,7 @@ def test_nothing_goes_without_a_yes_or_for_a_wrong_name(shm_root: Path) -> None:
     assert len(ledger.match_prefix(keys).slots) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("typed", "code", "left"), [(b"y\n", 0, 0), (b"n\n", 1, 4), (b"\x03", 130, 4)]
 )

@@ -19,6 +19,7 @@ from pagoda.config import option_names
 from tests.cli.shelf import answer, done_here, one_line, pagoda, refused
 
 
+@pytest.mark.slow
 def test_show_names_the_source_of_each_value(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text("chunk_tokens = 128\n")
@@ -69,6 +70,7 @@ def test_schema_is_json() -> None:
     assert list(found["properties"]) == option_names()
 
 
+@pytest.mark.slow
 def test_version_help_and_no_command() -> None:
     assert pagoda("--version").stdout == f"pagoda {package.__version__}\n"
     for arguments in ([], ["--help"], ["-h"]):

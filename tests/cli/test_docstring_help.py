@@ -89,6 +89,7 @@ def test_an_argument_that_a_command_does_not_have_is_an_error() -> None:
         documented(command)
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_and_options() -> None:
     for words, wanted in (
         ("pagoda rem", "remove"),

@@ -59,6 +59,7 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install torch 'pagodakv[transformers]'" in said
 
 
+@pytest.mark.slow
 def test_the_help_of_all_commands_imports_no_torch() -> None:
     program = (
         "import sys\nfrom pagoda_tools.cli import main\n"

@@ -135,6 +135,7 @@ def judged(name: str, kl: float, passed: bool, feature: str = "codec") -> Judged
     return Judged(name, figures, 1.0, result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", ["codec", "blend"])
 def test_quality_is_logarithmic_and_says_pass_or_fail(
     tmp_path: Path, drawn: list[Figure], feature: str

@@ -40,6 +40,7 @@ def engine(code: int = 0) -> list[str]:
     return [sys.executable, "-c", ENGINE, str(code)]
 
 
+@pytest.mark.slow
 def test_it_records_what_a_command_asks(
     trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_signal_reaches_a_command_that_has_just_begun(tmp_path: Path) -> None:
         assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_command_which_reports_what_it_did(
     trace: Path, tmp_path: Path
 ) -> None:

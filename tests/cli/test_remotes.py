@@ -202,6 +202,7 @@ def test_explain_goes_on_where_the_host_tier_ends(
     assert list(found["failed"]) == ["dead"]  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_explain_asks_the_neighbours_too(
     where: dict[str, str], shm_root: Path
 ) -> None:

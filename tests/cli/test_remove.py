@@ -35,6 +35,7 @@ def filled(shm_root: Path, tmp_path: Path) -> None:
     recorded_tiers.add("disk", tmp_path / "disk")
 
 
+@pytest.mark.slow
 def test_one_tier_then_all(shm_root: Path, tmp_path: Path) -> None:
     filled(shm_root, tmp_path)
     taken = sum(

@@ -43,6 +43,7 @@ def test_results_come_in_the_order_of_the_work(jobs: int) -> None:
             assert found == [list(range(start, 20)) for start in starts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_a_process_raises_is_raised_here(jobs: int) -> None:
     with (
@@ -52,6 +53,7 @@ def test_what_a_process_raises_is_raised_here(jobs: int) -> None:
         pool.run([TraceJob(ids_from, (1,)), TraceJob(bad, ())], "")
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_said_and_the_others_end() -> None:
     with TracePool(REQUESTS, 2, quiet=True) as pool:
         with pytest.raises(FailedError, match="--jobs 1"):

@@ -230,6 +230,7 @@ def test_kv_of_every_shape_is_within_the_error_bound(
     check_bound(name, payload, layout, back)
 
 
+@pytest.mark.slow
 def test_blocks_of_planes_that_are_larger() -> None:
     """A plane is cut into blocks at heads, at channels and at rows."""
     for layout in (
@@ -436,6 +437,7 @@ def test_truncated_and_longer_bytes_are_no_encoding(name: str) -> None:
     assert codec.decode(name, stored, 2, back)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from(LOSSY),

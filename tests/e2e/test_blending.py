@@ -328,6 +328,7 @@ def test_the_answer_does_not_depend_on_what_is_cached(house: House) -> None:
     )
 
 
+@pytest.mark.slow
 def test_prompts_never_find_documents(house: House) -> None:
     model = llama()
     cached = house.open(model, unchecked=True)
@@ -350,6 +351,7 @@ def test_prompts_never_find_documents(house: House) -> None:
     assert cached.last.hit.num_tokens == 0
 
 
+@pytest.mark.slow
 def test_what_was_blended_cannot_be_stored_as_a_prompt(house: House) -> None:
     model = llama()
     (documents, question) = pieces()
@@ -448,6 +450,7 @@ def test_tenants_and_weights_keep_documents_apart(house: House) -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_a_verdict_it_runs_only_unchecked_and_stats_say_so(
     house: House, tmp_path
 ) -> None:

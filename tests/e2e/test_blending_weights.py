@@ -111,6 +111,7 @@ def test_a_verdict_of_the_old_weights_does_not_count(
     )
 
 
+@pytest.mark.slow
 def test_what_the_old_weights_compute_at_that_moment_is_not_stored(
     house: House,
 ) -> None:

@@ -197,6 +197,7 @@ HITS: dict[str, Callable] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HITS)
 def test_calls_that_hit(name: str, house: House) -> None:
     call = HITS[name]
@@ -402,6 +403,7 @@ COPIES: dict[str, Callable] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_has_the_same_store(name: str, house: House) -> None:
     cached = house.open(llama(seed=7, **SETTINGS), salt="tenant")

@@ -120,6 +120,7 @@ STATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", STATES)
 def test_what_an_adapter_holds_is_part_of_the_key(change, house: House) -> None:
     cached = house.open(adapted())
@@ -135,6 +136,7 @@ def test_what_an_adapter_holds_is_part_of_the_key(change, house: House) -> None:
     check(cached, 64)
 
 
+@pytest.mark.slow
 def test_merging_reads_the_weights_again(house: House) -> None:
     model = adapted()
     cached = house.open(model)

@@ -163,6 +163,7 @@ def test_a_model_that_cannot_be_had_or_cached(
     assert transformers
 
 
+@pytest.mark.slow
 def test_torch_missing_is_one_line_with_the_remedy() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from pagoda_tools.cli import main; "

@@ -282,6 +282,7 @@ def test_every_argument_of_every_type(kind: str, house: House) -> None:
     assert_right(walked(opened(house, model), cases_of_type(kind, model), ids))
 
 
+@pytest.mark.slow
 def test_the_walk_sees_a_poisoned_key(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def check_holes(
     return hit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", EDGES, ids=str)
 def test_only_missing_chunks_are_computed(gone: set[int], house: House) -> None:
     model = llama()
@@ -250,6 +251,7 @@ class ComputesLess(LlamaForCausalLM):
         return inputs
 
 
+@pytest.mark.slow
 def test_a_pass_that_computed_less_leaves_the_leading_part(house: House) -> None:
     plain = llama()
     model = ComputesLess(plain.config).eval()
@@ -268,6 +270,7 @@ def test_a_pass_that_computed_less_leaves_the_leading_part(house: House) -> None
     assert counters["miss_not_cacheable"] == 1
 
 
+@pytest.mark.slow
 def test_a_pass_that_fails_leaves_the_leading_part(house: House) -> None:
     model = llama()
     want = generated(model, IDS, NEW)
@@ -298,6 +301,7 @@ def test_a_pass_that_fails_leaves_the_leading_part(house: House) -> None:
     assert cached.last.hit.loaded == (CHUNKS - 1) * CHUNK
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_no_parts_is_tried_once(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:

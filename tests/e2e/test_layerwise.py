@@ -246,6 +246,7 @@ def test_a_load_that_fails(last: int, warm) -> None:
     assert cached.last.columns == (96 if last == 5 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", ["before its first copy", "before its last copy"]
 )
@@ -572,6 +573,7 @@ def test_output_is_stored_from_the_device(warm) -> None:
     assert cached.last.columns == (100 + NEW - 1) // CHUNK * CHUNK
 
 
+@pytest.mark.slow
 def test_a_model_that_was_converted_is_looked_at_again(house: House) -> None:
     model = llama()
     cached, _ = house.open(model)

@@ -58,6 +58,7 @@ def chunks_before(tokens: int) -> int:
     return tokens - tokens % CHUNK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SOME, *OTHERS])
 def test_a_prompt_with_an_image_hits(kind: str, house: House) -> None:
     ids = one_image(kind)
@@ -87,6 +88,7 @@ def test_a_prompt_with_an_image_hits(kind: str, house: House) -> None:
     assert calls == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SOME, *OTHERS])
 def test_a_text_and_a_prompt_with_an_image_share_the_text_before_it(
     kind: str, house: House
@@ -198,6 +200,7 @@ def test_a_text_after_an_image_is_not_moved_by_it(house: House) -> None:
         assert text(cached.model, ids, **kv) == plain
 
 
+@pytest.mark.slow
 def test_a_reader_that_stores_nothing_hits_too(house: House) -> None:
     ids = one_image("llava")
     writer = house.open(tiny_vision.llava())
@@ -362,6 +365,7 @@ def test_a_model_that_cannot_continue_after_an_image_is_found_out(
     assert "what follows has other KV" in cached.last.hit.detail
 
 
+@pytest.mark.slow
 def test_a_prompt_that_ends_with_an_image_shows_nothing(
     house: House,
 ) -> None:

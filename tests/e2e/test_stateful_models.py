@@ -225,6 +225,7 @@ def test_a_shared_head_is_kept_when_it_is_seen_twice(house: House) -> None:
     assert cached.last.hit.num_tokens == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FEW)
 def test_a_conversation_goes_on_after_each_answer(
     kind: str, house: House
@@ -270,6 +271,7 @@ def test_a_prompt_without_a_whole_chunk_is_not_stored(house: House) -> None:
     assert cached.cache.stats()["tiers"]["host"]["ready"] == 0
 
 
+@pytest.mark.slow
 def test_reading_only_computes_a_prompt_in_one_piece(house: House) -> None:
     model = stateful("gemma2")
     cached = house.open(model)
@@ -317,6 +319,7 @@ def test_batches_beams_and_samples(kind: str, house: House) -> None:
     assert out == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma2", "mamba2"])
 def test_output_of_several_samples_is_kept(kind: str, house: House) -> None:
     model = stateful(kind)
@@ -511,6 +514,7 @@ def test_through_a_copy_engine_and_over_poisoned_memory(
 # ---- what is kept
 
 
+@pytest.mark.slow
 @of_every_type
 def test_an_ending_is_a_copy_of_its_bytes(kind: str, house: House) -> None:
     """A window that stays a view holds the memory of the whole prompt."""
@@ -644,6 +648,7 @@ def test_tenants_share_no_endings(house: House) -> None:
         assert cached.last.hit.num_tokens == hit
 
 
+@pytest.mark.slow
 def test_changed_weights_and_settings_use_nothing_old(house: House) -> None:
     model = stateful("lfm2")
     cached = house.open(model)
@@ -662,6 +667,7 @@ def test_changed_weights_and_settings_use_nothing_old(house: House) -> None:
     assert cached.layout.planes[0].dtype == "bfloat16"
 
 
+@pytest.mark.slow
 def test_an_edited_model_has_other_endings(house: House) -> None:
     model = stateful("gemma2")
     cached = house.open(model)

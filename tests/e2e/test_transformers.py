@@ -83,6 +83,7 @@ def test_controls_zeroed_kv_and_another_prompts_kv_change_the_text(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shared", [0, 15, 16, 50, 79])
 def test_a_partial_hit_gives_the_same_text(
@@ -421,6 +422,7 @@ def test_what_is_stored_is_published_also_after_training(
     router.close()
 
 
+@pytest.mark.slow
 def test_prefill_speed_is_observed(house: House) -> None:
     cached = house.open(llama())
     cost = cached.cache._resources.load_cost

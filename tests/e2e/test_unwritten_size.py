@@ -75,6 +75,7 @@ def test_without_sizes_it_takes_an_eighth_of_what_is_free_and_says_so(
     cached.close()
 
 
+@pytest.mark.slow
 def test_a_later_start_keeps_what_is_stored_when_less_is_free(
     small: Path,
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_size_that_somebody_wrote_is_taken_as_it_is(
     cached.close()
 
 
+@pytest.mark.slow
 def test_where_not_one_chunk_fits_it_runs_without_memory_and_says_why(
     small: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

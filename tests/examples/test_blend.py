@@ -143,6 +143,7 @@ def test_computing_everything_again_is_a_full_prefill(
     closed(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-1", "qwen-1"])
 def test_one_layer_has_no_context_so_every_share_is_exact(
     name: str, house: House

@@ -191,6 +191,7 @@ def test_a_damaged_page_of_the_state_costs_nothing(
                 apart(lambda root=root: serves(root, boot))  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_damaged_vouchers_cost_the_chunks_of_a_rebuild_and_nothing_later(
     tmp_path: Path,
 ) -> None:

@@ -58,6 +58,7 @@ subprocess.run(["umount", where], check=True)
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_turns_read_only_rests_and_is_logged_once(
     tmp_path: Path,
 ) -> None:

@@ -72,6 +72,7 @@ def found(ledger: Ledger, *numbers: int) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "file"])
 @pytest.mark.parametrize("name", [*GUARDS, "columns"])
 @pytest.mark.parametrize("loss", [removed, replaced])

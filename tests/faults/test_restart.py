@@ -78,6 +78,7 @@ def test_the_host_tier_is_warm_after_its_only_process_was_killed(
     store.close()
 
 
+@pytest.mark.slow
 def test_the_disk_tier_is_warm_after_the_host_tier_was_wiped(
     shm_root: Path, tmp_path: Path
 ) -> None:

@@ -293,6 +293,7 @@ def test_nothing_stays_taken_between_its_taking_and_the_try(
         assert free(), work
 
 
+@pytest.mark.slow
 def test_what_was_deferred_is_done_once_whatever_interrupts_it(
     shm_root: Path,
 ) -> None:

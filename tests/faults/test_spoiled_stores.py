@@ -155,6 +155,7 @@ def test_a_store_of_another_user_is_refused_with_the_remedy(
         Store(shm_root)
 
 
+@pytest.mark.slow
 def test_another_user_can_neither_enter_nor_read(shm_root: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to become another user")

@@ -104,6 +104,7 @@ def test_subscriptions_to_other_topics_are_not_kept(events: EventSocket) -> None
         assert client.prefixes == {len(TOPIC)}
 
 
+@pytest.mark.slow
 def test_a_router_that_checks_the_connection_is_answered(
     events: EventSocket,
 ) -> None:
@@ -197,6 +198,7 @@ def test_connections_are_few_and_a_router_stays_while_strangers_come(
     wait_until(lambda: not events._clients)
 
 
+@pytest.mark.slow
 def test_who_does_not_end_his_handshake_is_disconnected(
     events: EventSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

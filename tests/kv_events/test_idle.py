@@ -204,6 +204,7 @@ def test_weights_that_another_process_changes_during_a_rest_take_all_back(
     router.close()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("only_changes")
 def test_a_close_ends_the_rest(cache: Cache, rounds: Rounds) -> None:
     cache.publish_events(ANY)

@@ -313,6 +313,7 @@ def all_is_taken_back(router: Router, tokens: np.ndarray) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_other_weights_take_all_back(cache: Cache) -> None:
     tokens = prompt(3)
     router = Router(cache.publish_events(ANY))
@@ -325,6 +326,7 @@ def test_other_weights_take_all_back(cache: Cache) -> None:
     router.close()
 
 
+@pytest.mark.slow
 def test_weights_that_another_process_has_changed_take_all_back_without_a_request(
     cache: Cache, shm_root: Path
 ) -> None:
@@ -426,6 +428,7 @@ def test_what_is_noted_after_the_weights_changed_is_not_published(
     router.close()
 
 
+@pytest.mark.slow
 def test_what_cannot_work_is_refused_with_its_remedy(
     cache: Cache, shm_root: Path
 ) -> None:

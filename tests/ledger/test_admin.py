@@ -93,6 +93,7 @@ def test_an_unpin_ends_the_pins_of_the_chunks_that_it_names(
     assert admin.list_pins(ledger) == {}
 
 
+@pytest.mark.slow
 def test_no_call_about_many_pins_holds_the_gate_for_all_of_them(
     shm_root: Path,
 ) -> None:

@@ -636,6 +636,7 @@ def test_tables_that_cannot_be_read_are_not_touched(
     os.close(directory)
 
 
+@pytest.mark.slow
 def test_a_store_whose_tables_cannot_be_opened_again_rests_and_says_so(
     ledger: Ledger,
     monkeypatch: pytest.MonkeyPatch,

@@ -212,6 +212,7 @@ def test_a_model_that_is_open_to_the_network_is_told(
     assert ("the network can use the model" in capsys.readouterr().err) is is_told
 
 
+@pytest.mark.slow
 def test_what_the_server_prints_is_its_own() -> None:
     done = subprocess.run(
         [sys.executable, "-c", RUN, "llama-server", "--", "--version"],

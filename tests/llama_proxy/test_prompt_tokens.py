@@ -656,6 +656,7 @@ def with_input(value: object) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_inputs_of_tools_are_written_as_the_server_writes_them(
     build: str, models: Path

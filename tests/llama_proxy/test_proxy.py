@@ -191,6 +191,7 @@ def test_slots_that_share_their_room_lose_nothing(
         assert proxy.counts() == {"loads": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_a_server_that_empties_idle_slots_loses_nothing(
     build: str, tmp_path: Path

@@ -300,6 +300,7 @@ def parent(
     raise AssertionError("the server did not start")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_server_dies_with_a_killed_parent(name: str, models: Path) -> None:
     build = build_of(name)

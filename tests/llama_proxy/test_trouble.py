@@ -155,6 +155,7 @@ def test_a_page_at_a_foreign_address_is_refused(server: LlamaServer) -> None:
         assert status("http://192.0.2.9:3000", "192.0.2.9:8080") == 200
 
 
+@pytest.mark.slow
 def test_response_fields_do_not_end_loading(
     server: LlamaServer, tmp_path: Path
 ) -> None:
@@ -271,6 +272,7 @@ def test_a_slot_of_one_user_is_emptied_for_another(server: LlamaServer) -> None:
         assert int(again.told["loaded"]) > 0
 
 
+@pytest.mark.slow
 def test_the_ram_cache_of_a_server_tells_no_user_of_another(
     tmp_path: Path,
 ) -> None:
@@ -620,6 +622,7 @@ def test_a_save_that_fails_for_a_while_is_tried_again(tmp_path: Path) -> None:
 # ---- servers that change
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_is_used_again_for_new_prompts(
     tmp_path: Path,
 ) -> None:
@@ -747,6 +750,7 @@ def test_the_ram_cache_of_a_server_gives_no_kv_of_a_requests_own_adapters(
     assert answer.text == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_the_ram_cache_of_a_server_gives_no_kv_of_another_scale(
     build: str, tmp_path: Path

@@ -149,6 +149,7 @@ def test_a_server_that_already_runs(
             assert "X-Pagoda: prompt=" in run(ask, environment)
 
 
+@pytest.mark.slow
 def test_the_options_of_the_server_are_shown() -> None:
     assert "--ctx-size" in run(inline("pagoda llama-server -- --help"), {})
 

@@ -154,6 +154,7 @@ def test_the_answer_is_about_the_model_of_the_server(
         assert models_ == {"gguf tiny", "gguf other"}
 
 
+@pytest.mark.slow
 def test_where_a_model_with_windows_goes_on(models: Path, shm_root: Path) -> None:
     key = {"OPENAI_API_KEY": KEY}
     model = write_model(models, "gemma3")

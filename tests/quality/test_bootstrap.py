@@ -27,6 +27,7 @@ def test_of_a_share_it_is_what_the_binomial_distribution_gives() -> None:
     assert (found.low, found.high) == pytest.approx((0.69, 0.81), abs=0.006)
 
 
+@pytest.mark.slow
 def test_it_holds_the_true_value_about_as_often_as_it_says() -> None:
     draw = np.random.default_rng(2)
     held = 0

@@ -144,6 +144,7 @@ def test_computing_everything_again_is_exact_and_passes(run: QualityRun) -> None
     assert everything.prompts_digest == prompts_digest(prompts(8))
 
 
+@pytest.mark.slow
 def test_least_tokens_of_a_document_are_measured_as_asked(
     model: LlamaForCausalLM,
 ) -> None:
@@ -330,6 +331,7 @@ def test_answers_are_those_that_the_model_would_write_over_that_kv(
     assert different  # else the test shows nothing
 
 
+@pytest.mark.slow
 def test_answers_are_judged_beside_exact_kv(model: LlamaForCausalLM) -> None:
     asked = [
         prompt._replace(

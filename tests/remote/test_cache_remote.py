@@ -528,6 +528,7 @@ def test_an_engine_that_dies_and_comes_back(
             wait_until(comes_back, 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "with_host", [True, False], ids=["below a host tier", "alone"]
 )

@@ -274,6 +274,7 @@ def test_who_may_only_read_gets_one_warning_and_reads_on(
             )
 
 
+@pytest.mark.slow
 def test_objects_are_looked_for_again_once_in_a_while(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch, moto: Server
 ) -> None:

@@ -238,6 +238,7 @@ def test_the_value_of_another_key_is_a_miss(pool: Server) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_chunk_in_use_can_be_removed(pool: Server) -> None:
     """The master has given it a lease: readers verify what they read, so it may go."""
     remote = client_of(pool)

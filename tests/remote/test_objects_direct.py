@@ -108,6 +108,7 @@ def test_a_look_up_asks_for_sixteen_at_once_and_leaves_no_answer_behind() -> Non
         assert connection.find(NAMESPACE, keys(3, 9), until()) == 0
 
 
+@pytest.mark.slow
 def test_an_idle_connection_that_was_forgotten_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,6 +257,7 @@ def test_without_the_secret_the_bucket_is_listed_by_obstore(moto: Server) -> Non
         assert connection.clear(NAMESPACE, walk(ENOUGH_SECONDS)) == 3
 
 
+@pytest.mark.slow
 def test_pages_of_a_true_bucket(moto: Server) -> None:
     """More chunks than a page has; two that clear at once do not disturb each other."""
     remote = ObjectStoreClient(

@@ -76,6 +76,7 @@ def test_a_call_in_a_forked_child_fails_at_once(
     assert get(connection, keys(1)[0], Room(10)) == 10
 
 
+@pytest.mark.slow
 def test_a_child_may_be_the_first_to_use_it(store: Store) -> None:
     script = """
 import os, signal, sys, time

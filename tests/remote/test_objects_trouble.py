@@ -547,6 +547,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_network_on_the_way_down(
     store: Store, connection: ObjectStoreConnection, fault: str
@@ -630,6 +631,7 @@ def test_a_server_killed_amid_a_get_and_back_again(store: Store) -> None:
         connection.clear(None, walk(ENOUGH_SECONDS))
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_is_used_by_the_same_link(
     store: Store,
 ) -> None:

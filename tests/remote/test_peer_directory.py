@@ -394,6 +394,7 @@ def test_what_two_machines_have_survives_one(
             )
 
 
+@pytest.mark.slow
 def test_many_dead_machines_hide_no_living_one(
     directory_server: Server, two: list[Server]
 ) -> None:
@@ -707,6 +708,7 @@ def test_no_password_is_shown() -> None:
     assert spec.prefix == "team"
 
 
+@pytest.mark.slow
 def test_explain_asks_the_neighbours_that_are_named(
     directory_server: Server, two: list[Server], shm_root: Path
 ) -> None:

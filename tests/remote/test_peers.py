@@ -451,6 +451,7 @@ def test_a_neighbour_that_ends_during_a_load_is_a_miss_in_time(
             )
 
 
+@pytest.mark.slow
 def test_a_slow_neighbour_never_delays_a_look_up_beyond_its_time(
     three: list[Server],
 ) -> None:

@@ -179,6 +179,7 @@ def test_thousands_of_keys_are_found_in_order(
     )
 
 
+@pytest.mark.slow
 def test_a_ttl_begins_when_the_chunk_is_whole(
     server: Server, client: Client
 ) -> None:

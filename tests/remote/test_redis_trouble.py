@@ -288,6 +288,7 @@ def test_a_connection_that_nobody_takes() -> None:
             each.close()
 
 
+@pytest.mark.slow
 def test_a_name_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 

@@ -141,6 +141,7 @@ def test_a_server_that_answers_a_get_with(
         recovers(tier, keys, LARGE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lie", ANSWERS.values(), ids=ANSWERS)
 def test_a_server_that_answers_everything_with(
     server: Server, liar: LyingRedis, lie: Callable[[], Lie]

@@ -319,6 +319,7 @@ def test_a_save_that_close_breaks_off_is_no_failure_of_the_store(
         assert not tier.resting
 
 
+@pytest.mark.slow
 def test_a_writer_that_never_ends_is_not_waited_for_forever(
     server: Server, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +364,7 @@ def test_a_writer_far_away_sends_nothing_that_is_there(
 # ---- answers that are none
 
 
+@pytest.mark.slow
 def test_answers_to_a_look_up_take_no_memory_whatever_they_are(
     server: Server,
 ) -> None:

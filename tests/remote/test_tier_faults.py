@@ -80,6 +80,7 @@ def moving(futures: list[Future[Done]], proxy: Proxy) -> list[Future[Done]]:
 # ---- the server's life
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deed", ["save", "load"])
 def test_the_server_is_killed_in_the_middle_of_a_transfer(
     server: Server, proxy: Proxy, deed: str
@@ -335,6 +336,7 @@ def test_a_user_who_may_not(shared: Server) -> None:
         recovers(tier, keys_of(2))
 
 
+@pytest.mark.slow
 def test_encryption_by_the_wrong_authority(tmp_path: object) -> None:
     with redis_server(tls=True) as server, redis_server(tls=True) as another:
         url = f"rediss://127.0.0.1:{server.port}"

@@ -96,6 +96,7 @@ def test_nothing_is_asked_of_an_engine_that_is_away(
         )
 
 
+@pytest.mark.slow
 def test_only_threads_of_the_tier_use_its_sockets(
     shm_root: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_only_threads_of_the_tier_use_its_sockets(
     assert me not in connects
 
 
+@pytest.mark.slow
 def test_a_retrieve_takes_no_longer_while_the_engine_is_away(
     shm_root: Path, server: Server, proxy: Proxy
 ) -> None:

@@ -61,6 +61,7 @@ def conversations(seed: int, count: int, longest: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.slow
 @given(chained(most=60), st.lists(st.integers(1, 40), min_size=1, max_size=3))
 def test_random_requests_have_the_figures_of_the_policy(
     requests: list[Request], sizes: list[int]

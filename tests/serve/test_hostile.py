@@ -194,6 +194,7 @@ def test_a_huge_find_and_a_broken_one_are_refused(
     )
 
 
+@pytest.mark.slow
 def test_a_slow_head_and_an_idle_connection_end(
     served: Server, path: str
 ) -> None:

@@ -335,6 +335,7 @@ def test_while_nobody_looks_only_counters_are_read_and_the_history_has_no_hole(
         asyncio.run(look())
 
 
+@pytest.mark.slow
 def test_a_reader_gets_every_span_although_others_ask_for_figures_too(
     shm_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

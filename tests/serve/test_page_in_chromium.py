@@ -749,6 +749,7 @@ def test_a_server_that_comes_back_asks_for_a_login_and_goes_on(
     context.close()
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_seen_and_continued(
     browser, root: Path, cache: Cache
 ) -> None:  # type: ignore[no-untyped-def]

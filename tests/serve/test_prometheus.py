@@ -128,6 +128,7 @@ def has_data(monitor: Prometheus, query: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_prometheus_reads_every_metric_with_its_help_and_every_query_has_data(
     shm_root: Path, tmp_path: Path
 ) -> None:

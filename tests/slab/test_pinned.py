@@ -273,6 +273,7 @@ def test_a_copy_that_does_not_end_keeps_memory_registered_and_mapped(
     pinned._kept.clear()
 
 
+@pytest.mark.slow
 def test_nothing_is_under_way_when_the_process_and_the_driver_end(
     stub: Stub,
 ) -> None:

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from pagoda.ledger import Ledger, admin, rebuild
 from pagoda.testing import Fault, FaultySlab
 from pagoda.tiers import DiskTier
@@ -223,6 +225,7 @@ def kill_while_storing(root: Path, slots: int, per_chain: int) -> int:
         return max([5, *(int(line.split()[0]) for line in process.stdout)])
 
 
+@pytest.mark.slow
 def test_after_a_kill_all_that_is_found_is_right(tmp_path: Path) -> None:
     last = kill_while_storing(tmp_path, 40, 6)
     tier = open_disk(tmp_path, 40)

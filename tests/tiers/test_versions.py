@@ -99,6 +99,7 @@ def keeps_all(root: Path) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 def test_a_store_of_format_2_keeps_what_it_holds(tmp_path: Path) -> None:
     directory = written(tmp_path)
     as_format_2(directory)

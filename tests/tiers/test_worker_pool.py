@@ -128,6 +128,7 @@ def test_a_payload_is_let_go_once_it_is_written(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_forgets_to_close_ends(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path

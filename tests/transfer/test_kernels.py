@@ -373,6 +373,7 @@ def test_one_layer_at_a_time(layout: str, gather: bool) -> None:
         )
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("programs", [1, 2, 1000])
 def test_any_number_of_programs_copies_right(programs: int, gather: bool) -> None:
