@@ -36,6 +36,25 @@ def test_every_option_of_every_command_has_its_help() -> None:
     assert not [name for name, text in found.items() if not text]
 
 
+def test_a_command_imports_no_other() -> None:
+    code = (
+        "import sys; from pagoda_tools.cli.app import program; "
+        "made = program.commands['stats']; assert 'clear' in program.commands; "
+        "print(*list(program.commands)); "
+        "print(*[name for name in sys.modules if 'cli' in name])"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    names, modules = told.splitlines()
+    assert {"stats", "clear", "llama-server", "config"} <= set(names.split())
+    assert "pagoda_tools.cli.stats" in modules.split()
+    assert not {
+        f"pagoda_tools.cli.{other}"
+        for other in ("clear", "serve", "top", "config", "vllm", "llama_server")
+    } & set(modules.split())
+
+
 def test_switches_are_shown_without_a_type(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
