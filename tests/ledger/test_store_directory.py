@@ -400,7 +400,8 @@ def test_a_store_that_others_have_open_keeps_its_size(shm_root: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        ("memory", "Columns"),  # a store on disk has none that must be there
+        # a store on disk has none that must be there
+        ("memory", "columns_in_memory"),
         *itertools.product(
             ["memory", "file"], ["write_state", "allocate", "_resize_tables"]
         ),

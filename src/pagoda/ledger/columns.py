@@ -10,7 +10,8 @@ the columns only rank chunks (see `hint_pages`).
 Beside them is a table of *ghosts*: what is remembered of chunks that were evicted, removed or not
 admitted. A ghost says when its chunk was last asked for, how often, and why it is not here. The
 table is mapped and shared like the columns; a ghost may be lost or torn at any time. A key has
-eight places; when all are taken, the ghost that was asked for longest ago is replaced.
+eight places; when all are taken, the ghost that was asked for longest ago is replaced. The table is
+behind the columns in their file, or grows in a file of its own: see `ghost_pages`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -34,6 +35,9 @@ from numpy.typing import NDArray
 from pagoda.base.errors import NoRoomError
 from pagoda.base.file_space import allocate, opened
 from pagoda.policy import Contexts, Ghosts
+
+if TYPE_CHECKING:
+    from pagoda.ledger.ghost_pages import GhostPages
 
 # `last_use` of a slot that has no chunk to evict
 NOT_READY = np.iinfo(np.int64).max
@@ -53,8 +57,12 @@ _MOST_GHOSTS = 1 << 20
 _COUNTED = 2048
 
 PER_SLOT = 8
-WIDTHS = (8, 8, 8, 2, 1)  # bytes of the columns of a ghost
-_WAYS = 8
+# columns of a ghost: mark, last use, when it went, hits, reason
+GHOST_TYPES = (np.uint64, np.int64, np.int64, np.uint16, np.uint8)
+WIDTHS = (8, 8, 8, 2, 1)  # their bytes
+WAYS = 8
+# rows that are copied at once when a table has grown: other threads run in between
+_SPREAD = 1 << 15
 # batches of replaced ghosts that wait for the policy to learn from them
 _MOST_FORGOTTEN = 1024
 _MOST_HITS = np.iinfo(np.uint16).max
@@ -78,11 +86,13 @@ class Columns:
         source: Path | mmap.mmap | None,
         slots: int,
         ghosts: int | None = None,
+        ghost_pages: GhostPages | None = None,
     ) -> None:
         """Map the file `source`, or use that memory; None: private memory, zeroed. It has
         `columns_bytes` bytes.
 
-        `ghosts`: by default 8 for each slot.
+        `ghosts`: how many that memory has, by default 8 for each slot. `ghost_pages`: where ghosts
+        are instead.
         """
         ghosts = PER_SLOT * slots if ghosts is None else ghosts
         nbytes = columns_bytes(slots, ghosts)
@@ -106,28 +116,56 @@ class Columns:
         self.position: NDArray[np.uint32] = self._view(np.uint32, slots)
         self.cells: list[memoryview] = []
         self.renew_cells()
-        self.table = GhostTable(
-            self._view(np.uint64, ghosts),
-            self._view(np.int64, ghosts),
-            self._view(np.int64, ghosts),
-            self._view(np.uint16, ghosts),
-            self._view(np.uint8, ghosts),
-        )
-        # the part that policies read
-        self.ghosts = Ghosts(self.table.last_use, self.table.hits)
-        self.forgotten = self.table.forgotten
+        self.ghost_pages = ghost_pages
+        # what `ghost_pages` said when the table was last looked at
+        self._said = 0
+        if ghost_pages is None:
+            self._table = GhostTable(
+                self._view(np.uint64, ghosts),
+                self._view(np.int64, ghosts),
+                self._view(np.int64, ghosts),
+                self._view(np.uint16, ghosts),
+                self._view(np.uint8, ghosts),
+            )
+        else:
+            self._said = ghost_pages.said[0]
+            self._table = ghost_pages.table()
         self.contexts: Contexts | None = None
+
+    @property
+    def table(self) -> GhostTable:
+        """The ghosts. One that grows is another object after that, so take it anew for each
+        call.
+        """
+        pages = self.ghost_pages
+        if pages is not None and pages.said[0] != self._said:
+            self._said = pages.said[0]
+            self._table = pages.table(self._table)
+        return self._table
+
+    @property
+    def ghosts(self) -> Ghosts:
+        """The part of the ghosts that policies read."""
+        return self.table.read_by_policies
+
+    def forgotten(
+        self,
+    ) -> Iterator[tuple[NDArray[np.uint32], Rows, NDArray[np.uint16]]]:
+        """Take the ghosts that this process replaced since the last call."""
+        return self._table.forgotten()
 
     def note_contexts(self) -> Contexts:
         """Keep the context of each chunk from now on, in private memory: all are unknown."""
-        ghosts = len(self.table.last_use)
+        pages = self.ghost_pages
+        most = self._table.places if pages is None else pages.most
+        ghosts = most * WAYS
         self.contexts = Contexts(
             np.zeros(self.slots, np.uint16),
             np.zeros(self.slots, np.uint16),
             np.zeros(self.slots, np.uint32),
             np.zeros(ghosts, np.uint16),
         )
-        self.table.contexts = self.contexts.of_ghosts
+        self._table.contexts = self.contexts.of_ghosts
         return self.contexts
 
     def note_pages(self, backed: int, fitting: int) -> None:
@@ -266,7 +304,7 @@ def columns_bytes(slots: int, ghosts: int | None = None) -> int:
 
 def bounded_ghosts(slots: int) -> int:
     """Return how many ghosts a store on disk has: they take memory that no option counts."""
-    return min(PER_SLOT * slots, max(_MOST_GHOSTS, -(-slots // _WAYS) * _WAYS))
+    return min(PER_SLOT * slots, max(_MOST_GHOSTS, -(-slots // WAYS) * WAYS))
 
 
 def _aligned(nbytes: int) -> int:
@@ -294,12 +332,14 @@ class GhostTable:
         self._went = went
         self.hits = hits
         self._reason = reason
+        self.read_by_policies = Ghosts(last_use, hits)
         # None: nobody keeps them
         self.contexts: NDArray[np.uint16] | None = None
         # one row per place
-        self._marks = mark.reshape(-1, _WAYS)
-        self._uses = last_use.reshape(-1, _WAYS)
-        self._places = np.uint64(len(mark) // _WAYS)
+        self._marks = mark.reshape(-1, WAYS)
+        self._uses = last_use.reshape(-1, WAYS)
+        self.places = len(mark) // WAYS
+        self._places = np.uint64(self.places)
         self._forgotten: deque[
             tuple[NDArray[np.uint32], Rows, NDArray[np.uint16]]
         ] = deque(maxlen=_MOST_FORGOTTEN)
@@ -388,9 +428,9 @@ class GhostTable:
         # the mark as in `marks_of`, without its array operations, which are several times slower
         # for one key
         mark = int.from_bytes(key[:8], sys.byteorder)
-        first = mark % len(self._marks) * _WAYS
+        first = mark % len(self._marks) * WAYS
         for row, other in enumerate(
-            self._mark[first : first + _WAYS].tolist(), first
+            self._mark[first : first + WAYS].tolist(), first
         ):
             if other == mark and self.last_use[row] > 0:
                 return int(self._went[row]), int(self._reason[row])
@@ -409,6 +449,48 @@ class GhostTable:
         """Forget ghosts of values that no process writes."""
         self.last_use[(self.last_use < 0) | (self.last_use > LAST_STAMP)] = 0
 
+    def follow(self, smaller: GhostTable) -> None:
+        """Keep for this process what the table before this one kept for it: each has the first
+        places of the next.
+        """
+        self._forgotten = smaller._forgotten
+        self.contexts = contexts = smaller.contexts
+        if contexts is not None:
+            rows = len(smaller.last_use)
+            while 0 < rows < len(self.last_use):
+                contexts[rows : 2 * rows] = contexts[:rows]
+                rows *= 2
+
+    def spread(self) -> None:
+        """Copy the first half of the places to the second one, with the ghosts that belong
+        there.
+        """
+        half = len(self.last_use) // 2
+        for at in range(0, half, _SPREAD):
+            part = slice(at, min(at + _SPREAD, half))
+            later = slice(part.start + half, part.stop + half)
+            for column in (self._mark, self._went, self.hits, self._reason):
+                column[later] = column[part]
+            self.last_use[later] = np.where(
+                self._belong(later), self.last_use[part], 0
+            )
+
+    def drop_misplaced(self) -> None:
+        """Forget the ghosts that are at other places since the table was spread: policies would
+        count them twice.
+        """
+        for at in range(0, len(self.last_use), _SPREAD):
+            part = slice(at, min(at + _SPREAD, len(self.last_use)))
+            self.last_use[part][~self._belong(part)] = 0
+
+    def _belong(self, part: slice) -> NDArray[np.bool_]:
+        """Return which ghosts of these rows are at the place of their key."""
+        places = np.arange(part.start, part.stop, dtype=np.uint64) // np.uint64(
+            WAYS
+        )
+        belong: NDArray[np.bool_] = self._mark[part] % self._places == places
+        return belong
+
     def copy_from(self, other: GhostTable) -> None:
         """Copy the ghosts of another table; where a place has too many, keep those that were asked
         for last.
@@ -419,8 +501,8 @@ class GhostTable:
         there = there[order]
         places = places[order]
         ways = np.arange(len(there)) - np.searchsorted(places, places)
-        rows = (places * _WAYS + ways)[ways < _WAYS]
-        there = there[ways < _WAYS]
+        rows = (places * WAYS + ways)[ways < WAYS]
+        there = there[ways < WAYS]
         for own, old in zip(self._all(), other._all(), strict=True):
             own[rows] = old[there]
 
@@ -440,7 +522,7 @@ class GhostTable:
         same = self._marks[places] == marks[:, None]
         same &= self._uses[places] > 0
         known = np.flatnonzero(same.any(axis=1))
-        return known, places[known] * _WAYS + same[known].argmax(axis=1)
+        return known, places[known] * WAYS + same[known].argmax(axis=1)
 
     def _rows(self, marks: Marks) -> tuple[Rows, NDArray[np.bool_]]:
         """Return the row of each mark's ghost, or the row that it would take, and whether it
@@ -450,7 +532,7 @@ class GhostTable:
         uses = self._uses[places]
         same = (self._marks[places] == marks[:, None]) & (uses > 0)
         found = same.any(axis=1)
-        return places * _WAYS + np.where(
+        return places * WAYS + np.where(
             found, same.argmax(axis=1), uses.argmin(axis=1)
         ), found
 

@@ -40,11 +40,13 @@ from pagoda.ledger.columns import (
     bounded_ghosts,
     columns_bytes,
 )
+from pagoda.ledger.ghost_pages import GhostPages
 from pagoda.ledger.member_counters import COUNTERS_BYTES
 from pagoda.ledger.request_meters import METERS_BYTES
 from pagoda.ledger.store_state import (
     COLUMNS,
     COUNTERS_FILE,
+    GHOSTS,
     METERS,
     STATE,
     StoreState,
@@ -96,7 +98,7 @@ class HintPages:
         """Map the columns. OSError if a store in memory has none."""
         slots = self._state.slots
         if not self._saved:
-            return Columns(self._directory / COLUMNS, slots)
+            return columns_in_memory(self._directory, self._state)
         memory = self._mapped(
             COLUMNS, columns_bytes(slots, self._ghosts), self._fill_columns
         )
@@ -309,6 +311,19 @@ class Published:
         self._words[2] = missing
 
 
+def columns_in_memory(
+    directory: Path, state: StoreState, ghosts: bool = True
+) -> Columns:
+    """Map the columns of a store in memory; without `ghosts` that are in a file of their own, if
+    nobody asks for them. OSError.
+    """
+    pages = None
+    if state.first_places and ghosts:
+        pages = GhostPages(directory / GHOSTS, state.first_places, state.slots)
+    inside = state.ghosts_in_columns()
+    return Columns(directory / COLUMNS, state.slots, inside, pages)
+
+
 def newest_stamp(directory: Path, state: StoreState) -> int:
     """Return the highest recency stamp in the columns of a store that no process has open; 0 if
     there is none. OSError.
@@ -316,7 +331,9 @@ def newest_stamp(directory: Path, state: StoreState) -> int:
     For a store on disk it reads what was saved.
     """
     if state.kind == "memory":
-        columns: Columns | None = Columns(directory / COLUMNS, state.slots)
+        columns: Columns | None = columns_in_memory(
+            directory, state, ghosts=False
+        )
     else:
         columns = _saved_columns(directory, state.store_id)
     if columns is None:
@@ -329,7 +346,9 @@ def coldest_stamp(directory: Path, state: StoreState) -> int:
     known. OSError.
     """
     if state.kind == "memory":
-        columns: Columns | None = Columns(directory / COLUMNS, state.slots)
+        columns: Columns | None = columns_in_memory(
+            directory, state, ghosts=False
+        )
     else:
         ghosts = bounded_ghosts(state.slots)
         made = _home(directory, state)

@@ -360,6 +360,10 @@ class SpaceShare:
             free = free_bytes(self._root, self._in_memory)
             bound = "filesystem"
         count = min(count, free // nbytes)
+        count = self._with_room_for_ghosts(meta, count, free)
+        if count > 0 and not self._allocate_ghosts(meta, count):
+            count = self._known_ghosts(meta)
+            bound = "filesystem"
         if count <= 0:
             if spares:
                 self._note_refusal(bound)
@@ -395,6 +399,31 @@ class SpaceShare:
         )
         self.grown += 1
         return sum(map(len, got))
+
+    def _known_ghosts(self, meta: Meta) -> int:
+        """Return for how many more slots there are ghosts, at least; all if the table does not
+        grow.
+        """
+        ghosts = self._session.columns.ghost_pages
+        if ghosts is None:
+            return meta.slots
+        return max(0, ghosts.places - meta.with_pages())
+
+    def _with_room_for_ghosts(
+        self, meta: Meta, count: int, free_bytes: int
+    ) -> int:
+        """Return for how many of `count` slots there is room, with the ghosts that they need."""
+        ghosts = self._session.columns.ghost_pages
+        if ghosts is None or count <= self._known_ghosts(meta):
+            return count
+        free_bytes -= ghosts.more_bytes(meta.with_pages() + count)
+        fitting = max(self._known_ghosts(meta), free_bytes // self._slot_bytes)
+        return min(count, fitting)
+
+    def _allocate_ghosts(self, meta: Meta, count: int) -> bool:
+        """Allocate the ghosts for `count` more slots; False without space for them."""
+        ghosts = self._session.columns.ghost_pages
+        return ghosts is None or ghosts.grow(meta.with_pages() + count)
 
     def _allocate_tables(self, backed: int, stop: int) -> bool:
         """Allocate the rows of the tables for slots from `backed` to `stop`; False without space

@@ -41,9 +41,10 @@ from pagoda.base.store_place import (
     require_own,
     require_umask,
 )
+from pagoda.ledger import ghost_pages
 from pagoda.ledger.clear_log import NEVER_CLEARED, ClearLog
-from pagoda.ledger.columns import LONGEST_LEASE_NS, Columns
-from pagoda.ledger.hint_pages import newest_stamp
+from pagoda.ledger.columns import LONGEST_LEASE_NS, columns_bytes
+from pagoda.ledger.hint_pages import columns_in_memory, newest_stamp
 from pagoda.ledger.lmdb_tables import (
     BYTES_PER_SLOT,
     META_ROW,
@@ -56,6 +57,7 @@ from pagoda.ledger.lmdb_tables import (
 )
 from pagoda.ledger.locks import OPEN, LockFile, StoreLocks
 from pagoda.ledger.root_usage import (
+    held_bytes,
     holdings,
     is_of_another_version,
     root_limit,
@@ -66,6 +68,7 @@ from pagoda.ledger.store_state import (
     COUNTERS_FILE,
     FIRST_OFFSET,
     FORMAT,
+    GHOSTS,
     GUARDS_NOTHING,
     LOCKS,
     METERS,
@@ -100,6 +103,10 @@ from pagoda.ledger.transaction import Transaction
 
 log = guarded_logger("pagoda.ledger.store_directory")
 
+# Columns and ghosts that take at most this part of what a store begins with are allocated at once:
+# then older versions know all its files.
+_COLUMNS_SHARE = 4
+_FEWEST_PLACES = 1024  # of a table of ghosts that grows: 221 KiB
 # what the other files of a store take, which grow a little
 _SMALL_FILES_BYTES = 1 << 20
 # members notice within a second that a file was replaced, and leave
@@ -455,6 +462,7 @@ def _join(
             "stop them first or choose another path"
         )
     _make_again(directory, state, COUNTERS_FILE)
+    _make_ghosts_again(directory, state)
     warn_of_slots(directory, state.slots, spec)
     return OpenStore(directory, state, locks, sole=False)
 
@@ -465,6 +473,20 @@ def _make_again(directory: Path, state: StoreState, name: str) -> None:
     if nbytes is not None and not _has_size(directory / name, nbytes):
         (directory / name).unlink(missing_ok=True)
         allocate(directory / name, nbytes)
+
+
+def _make_ghosts_again(directory: Path, state: StoreState) -> None:
+    """Make the file of ghosts anew if it is gone or has another size. NoRoomError."""
+    first = state.first_places
+    if not first:
+        return
+    most = ghost_pages.most_places(first, state.slots)
+    if not _has_size(directory / GHOSTS, ghost_pages.ghost_bytes(most)):
+        places = 0
+        with contextlib.suppress(FileNotFoundError):  # a store that is being made
+            held = held_bytes(directory / SLAB, state.slot_bytes)
+            places = held // state.slot_bytes
+        ghost_pages.make(directory / GHOSTS, first, state.slots, places)
 
 
 def _has_size(file: Path, nbytes: int) -> bool:
@@ -546,6 +568,7 @@ def _distrusted(
         return "a process ended while it was opening its tables"
     for name in GUARDS_NOTHING:
         _make_again(directory, state, name)
+    _make_ghosts_again(directory, state)
     if wrong := mismatch(directory, state, apart=GUARDS_NOTHING):
         return wrong
     if state.clean and checksum(directory, state.used_bytes) != state.checksum:
@@ -588,7 +611,7 @@ def _end_leases_ahead(directory: Path, state: StoreState, now: int) -> None:
     """End the leases that no call can have taken: of a damaged page, or of a machine that was
     restored.
     """
-    columns = Columns(directory / COLUMNS, state.slots)
+    columns = columns_in_memory(directory, state, ghosts=False)
     ahead = columns.lease_until > now + LONGEST_LEASE_NS
     columns.lease_until[ahead] = 0
 
@@ -607,6 +630,7 @@ def _create(directory: Path, spec: StoreSpec, clock: Clock) -> OpenStore:
         clean=False,
         private=spec.private,
         inodes={},
+        first_places=_first_places(spec),
     )
     first = _first_slots(spec, state)
     maker = os.getpid()
@@ -655,13 +679,14 @@ def _make_ledger(
     """
     write_in_place(directory)
     # the meters begin anew with the counters, whose parts they are
-    for name in (TABLES, COLUMNS, COUNTERS_FILE, METERS):
+    for name in (TABLES, COLUMNS, COUNTERS_FILE, METERS, GHOSTS):
         (directory / name).unlink(missing_ok=True)
     sizes = state.sizes()
     for name in sizes.keys() & {COLUMNS, COUNTERS_FILE, PAGE_GUARDS}:
         allocate(directory / name, sizes[name])
+    _make_ghosts_again(directory, state)
     if COLUMNS in sizes:
-        Columns(directory / COLUMNS, state.slots).reset()
+        columns_in_memory(directory, state, ghosts=False).reset()
     unused = 0 if scan == state.slots else state.slots
     meta = Meta(
         state.slots,
@@ -715,25 +740,31 @@ def _lengthen(directory: Path, state: StoreState, spec: StoreSpec) -> StoreState
         incarnation=state.incarnation + 1,
         boot_id=NEVER_BOOTED,
         clean=False,
+        first_places=_first_places(spec),
     )
-    # For a moment both the old and the new columns exist.
+    old = None
+    places = 0
+    if state.kind == "memory":
+        old = columns_in_memory(directory, state)
+        places = old.table.places
+    # For a moment both the old and the new columns exist, with their ghosts.
     grows = spec.first_bytes is not None
-    need = (
-        _ledger_bytes(resized, state.map_bytes if grows else resized.map_bytes)
-        - _ledger_bytes(state, state.map_bytes)
-        + state.sizes().get(COLUMNS, 0)
-    )
+    need = resized.sizes().get(COLUMNS, 0) + _ghost_bytes(resized, places)
+    if not grows:
+        need += resized.map_bytes - state.map_bytes
     try:
         require_free(spec.root, need, spec.kind == "memory")
     except NoRoomError as error:
         log.warning("%s keeps its %d slots: %s", directory, state.slots, error)
         return state
     write_state(directory, resized)
-    if state.kind == "memory":
-        old = Columns(directory / COLUMNS, state.slots)
-        (directory / COLUMNS).unlink()
+    if old is not None:
+        for name in (COLUMNS, GHOSTS):
+            (directory / name).unlink(missing_ok=True)
         allocate(directory / COLUMNS, resized.sizes()[COLUMNS])
-        columns = Columns(directory / COLUMNS, resized.slots)
+        if first := resized.first_places:
+            ghost_pages.make(directory / GHOSTS, first, resized.slots, places)
+        columns = columns_in_memory(directory, resized)
         columns.reset()
         columns.copy_from(old)
     if spec.slot_bytes:
@@ -766,12 +797,35 @@ def _resize_tables(path: Path, map_bytes: int, slots: int) -> None:
         transaction.save()
 
 
+def _first_places(spec: StoreSpec) -> int:
+    """Return with how many places for ghosts a store that grows begins; 0: they are in the columns,
+    as in a store of a size that was asked for, or one whose columns are small.
+    """
+    if spec.first_bytes is None or not spec.slot_bytes:
+        return 0
+    if columns_bytes(spec.slots) <= spec.first_bytes // _COLUMNS_SHARE:
+        return 0
+    least = max(_FEWEST_PLACES, spec.first_bytes // spec.slot_bytes)
+    return ghost_pages.first_places(spec.slots, least)
+
+
+def _ghost_bytes(state: StoreState, places: int) -> int:
+    """Return the bytes of the file of ghosts with that many places, or those that it begins
+    with.
+    """
+    first = state.first_places
+    if not first:
+        return 0
+    most = ghost_pages.most_places(first, state.slots)
+    return ghost_pages.ghost_bytes(ghost_pages.doubled(first, most, places))
+
+
 def _ledger_bytes(state: StoreState, tables_bytes: int) -> int:
     """Return the bytes of all files but the slab, with that many for the tables."""
     others = sum(
         size for name, size in state.sizes().items() if name not in (SLAB, TABLES)
     )
-    return others + tables_bytes
+    return others + _ghost_bytes(state, 0) + tables_bytes
 
 
 def _first_slots(spec: StoreSpec, state: StoreState) -> int:

@@ -58,6 +58,9 @@ NOTES = "notes"
 # the last requests: see `request_ring`; not part of FORMAT, so that every version opens the store
 REQUESTS = "requests"
 SPEEDS = "speeds"  # see `cache/load_cost`; not part of FORMAT
+# ghosts of a store that grows, if they are many: see `ghost_pages`; not part of FORMAT, because
+# older versions find the columns too short
+GHOSTS = "ghosts"
 METERS = "meters"  # requests by model and tenant: see `request_meters`; not part of FORMAT
 # What these say is of no use to a process that opens the store alone: numbers for people, and slots
 # in use by others.
@@ -135,6 +138,14 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
     # size of a payload; 0: unknown (so far only older versions, or users without payloads, had the
     # store to themselves)
     chunk_bytes: int = 0
+    # with how many places the file `ghosts` begins; 0: the ghosts are in the columns
+    first_places: int = 0
+
+    def ghosts_in_columns(self) -> int | None:
+        """Return how many ghosts the columns in memory have; None: as many as `Columns` gives
+        them.
+        """
+        return 0 if self.first_places else None
 
     def sizes(self) -> dict[str, int]:
         """Return the exact size of each file that must be there, in bytes. On disk only the tables
@@ -143,7 +154,9 @@ class StoreState(msgspec.Struct, frozen=True, kw_only=True):
         in_memory = self.kind == "memory"
         sizes = {
             TABLES: self.map_bytes,
-            COLUMNS: columns_bytes(self.slots) if in_memory else 0,
+            COLUMNS: columns_bytes(self.slots, self.ghosts_in_columns())
+            if in_memory
+            else 0,
             COUNTERS_FILE: COUNTERS_BYTES if in_memory else 0,
             PAGE_GUARDS: GUARD_BYTES if in_memory and self.slot_bytes else 0,
             SLAB: self.slots * self.slot_bytes,

@@ -52,7 +52,8 @@ class Contexts(NamedTuple):
     """What is known of the last use of each chunk: see `reuse_context`. Eight bytes for a slot.
 
     `sessions`: which session used it, hashed; 0: none was named. `hinted_at`: when a hint was given
-    for it (seconds of its stamp; 0: never). `of_ghosts`: the contexts of ghosts.
+    for it (seconds of its stamp; 0: never). `of_ghosts`: the contexts of ghosts; it may be longer
+    than `Ghosts`, which may grow.
     """
 
     of_slots: NDArray[np.uint16]

@@ -383,7 +383,10 @@ class Hindsight:
             hits = np.concatenate([hints.hits, ghosts.hits])
             if hints.contexts is not None:
                 contexts = np.concatenate(
-                    [hints.contexts.of_slots, hints.contexts.of_ghosts]
+                    [
+                        hints.contexts.of_slots,
+                        hints.contexts.of_ghosts[: len(ghosts.last_use)],
+                    ]
                 )
         there = (uses != NOT_READY) & (uses > 0)
         known = None if contexts is None else contexts[there].astype(np.uint16)
