@@ -9,12 +9,16 @@ depend on its key, so that a wrong one is seen.
     after ROOT             opens what such a process has left, checks and fills it
     beside ROOT READY GO   stores some, makes READY, waits for GO, checks that, stores more
     older ROOT             opens and fills what is there; for a version that knows no growth
+    ghosts ROOT            the file system is full at each doubling of the ghosts
 
-Prints one line of JSON.
+Prints one line of JSON. CHUNK_BYTES in the environment is the size of a chunk: of small ones there
+are so many that the ghosts grow too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -32,11 +36,13 @@ from blake3 import blake3
 from pagoda.base import store_place
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved, admin, space_sharing
+from pagoda.ledger.columns import marks_of
+from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import MemorySlab
 from pagoda.tiers import HostTier
 
-CHUNK_BYTES = 64 << 10
+CHUNK_BYTES = int(os.environ.get("CHUNK_BYTES", 64 << 10))
 LAYOUT = KVLayout.opaque(16, CHUNK_BYTES, "growth")
 TENANT = blake3(b"tenant").digest()
 MIB = 1 << 20
@@ -200,13 +206,29 @@ POINTS: dict[str, tuple[object, str]] = {
     "mapped": (MemorySlab, "populate_slots"),
     "listed": (Transaction, "extend_backed"),
 }
+# as names: a version that knows no such file imports this module too
+GHOST_POINTS = {
+    "ghosts allocated": ("pagoda.ledger.ghost_pages", "allocate_range"),
+    "ghosts copied": ("pagoda.ledger.columns:GhostTable", "spread"),
+    "ghosts published": ("pagoda.ledger.columns:GhostTable", "drop_misplaced"),
+}
+
+
+def named(point: str) -> tuple[object, str]:
+    """Return where a point is."""
+    if point in POINTS:
+        return POINTS[point]
+    where, name = GHOST_POINTS[point]
+    module, _, of_class = where.partition(":")
+    owner: object = importlib.import_module(module)
+    return (getattr(owner, of_class) if of_class else owner), name
 
 
 def filled(root: str, point: str) -> dict[str, int]:
     """Fill a tier; at a point of its first piece after the opening this process dies."""
     tier = opened(root, FILLED_MIB)
     print(json.dumps(put(tier, range(16))), flush=True)
-    owner, name = POINTS[point]
+    owner, name = named(point)
     setattr(owner, name, killed_after(owner, name, lambda: True))
     put(tier, range(16, FILLED_MIB * MIB // CHUNK_BYTES))
     return {}
@@ -272,6 +294,57 @@ def older(root: str) -> dict[str, int]:
     }
 
 
+def take_all(junk: Path, but: int = 0) -> None:
+    """Fill a file system, but for some pages."""
+    with open(junk, "ab") as file:
+        for piece in (MIB, 65536, 4096):
+            with contextlib.suppress(OSError):
+                while True:
+                    end = os.fstat(file.fileno()).st_size
+                    os.posix_fallocate(file.fileno(), end, piece)
+        if but:
+            end = os.fstat(file.fileno()).st_size
+            os.ftruncate(file.fileno(), end - but * 4096)
+
+
+def ghosts(root: str) -> dict[str, int]:
+    """At each doubling the file system is full, or has too little; all ghosts in use are written
+    then.
+    """
+    tier = opened(f"{root}/store", FILLED_MIB)
+    pages = tier.ledger.columns.ghost_pages
+    assert pages is not None
+    junk = Path(root) / "junk"
+    answer = {"doubled": 0, "refused": 0, "taken": 0}
+    number = 0
+    while pages.places < pages.most:
+        more = pages.more_bytes(2 * pages.places) // 4096
+        for free in (0, 1, more // 3, more - 1):
+            take_all(junk, free)
+            held = os.statvfs(root).f_bfree
+            with root_locked(Path(root, "store"), 10.0):
+                grown = pages.grow(2 * pages.places)
+            answer["refused"] += not grown
+            answer["taken"] += held - os.statvfs(root).f_bfree
+            # a ghost without a page would be a SIGBUS
+            take_all(junk)
+            columns = tier.ledger.columns
+            for _ in range(16):
+                marks = marks_of([key(number + one) for one in range(4096)])
+                number += 4096
+                stamps = np.full(len(marks), number)
+                hits = np.zeros(len(marks), np.uint32)
+                columns.table.remember(marks, stamps, hits, number, 0)
+            columns.table.sane()
+            junk.unlink()
+        with root_locked(Path(root, "store"), 10.0):
+            answer["doubled"] += pages.grow(2 * pages.places)
+    answer["stored"] = put(tier, range(1000))
+    admin.check(tier.ledger)
+    tier.close()
+    return answer
+
+
 def main(what: str, root: str, *arguments: str) -> None:
     if what == "full":
         answer = full(root, int(arguments[0]))
@@ -281,6 +354,8 @@ def main(what: str, root: str, *arguments: str) -> None:
         answer = filled(root, arguments[0])
     elif what == "beside":
         answer = beside(root, *arguments)
+    elif what == "ghosts":
+        answer = ghosts(root)
     elif what == "older":
         answer = older(root)
     else:

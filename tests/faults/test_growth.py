@@ -17,12 +17,53 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.growth_steps import CHUNK_BYTES, FILLED_MIB, MIB, POINTS
+from testbed.patience import wait_until
+from tests.faults.growth_steps import (
+    CHUNK_BYTES,
+    FILLED_MIB,
+    GHOST_POINTS,
+    MIB,
+    POINTS,
+)
 from tests.faults.support import ROOT, own_mounts
 
 STEPS = Path(__file__).with_name("growth_steps.py")
 _ON_OWN_TMPFS = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
+SMALL_BYTES = 4096
+_ALL_THERE = {
+    "found": 16,
+    "wrong": 0,
+    "lost": 0,
+    "missing": 0,
+    "evicted": 0,
+    "unbacked": 0,
+}
 pytestmark = pytest.mark.timeout(300)
+
+
+def run(
+    *arguments: object,
+    before: tuple[str, ...] = (),
+    tree: Path = ROOT,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> subprocess.CompletedProcess[str]:
+    """Run one process to its end."""
+    return subprocess.run(
+        [*before, sys.executable, STEPS, *map(str, arguments)],
+        env=_environment(tree, chunk_bytes),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def _environment(tree: Path, chunk_bytes: int) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{tree / 'src'}:{ROOT}",
+        "CHUNK_BYTES": str(chunk_bytes),
+    }
 
 
 def ended(
@@ -30,16 +71,10 @@ def ended(
     before: tuple[str, ...] = (),
     code: int = 0,
     tree: Path = ROOT,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> dict[str, int]:
     """Run one process to its end; return the last line that it printed."""
-    done = subprocess.run(
-        [*before, sys.executable, STEPS, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": f"{tree / 'src'}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run(*arguments, before=before, tree=tree, chunk_bytes=chunk_bytes)
     assert done.returncode == code, f"{done.stdout}\n{done.stderr[-3000:]}"
     answer: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return answer
@@ -51,12 +86,23 @@ def on_own_tmpfs(place: Path, size: str) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("chunk_bytes", "rounds"),
+    [
+        (CHUNK_BYTES, 2),
+        (SMALL_BYTES, 1),
+        pytest.param(CHUNK_BYTES, 50, marks=pytest.mark.soak),
+    ],
+)
 def test_on_a_file_system_that_others_fill_it_grows_when_there_is_room_again(
-    tmp_path: Path, rounds: int
+    tmp_path: Path, chunk_bytes: int, rounds: int
 ) -> None:
     answer = ended(
-        "full", tmp_path, rounds, before=on_own_tmpfs(tmp_path, "128m")
+        "full",
+        tmp_path,
+        rounds,
+        before=on_own_tmpfs(tmp_path, "128m"),
+        chunk_bytes=chunk_bytes,
     )
     assert answer["wrong"] == 0
     assert answer["found"] > 0
@@ -69,15 +115,33 @@ def test_a_piece_inside_which_its_process_was_killed_is_no_loss(
     shm_root: Path, point: str
 ) -> None:
     assert ended("filled", shm_root, point, code=-9) == 16
-    answer = ended("after", shm_root)
-    assert answer == {
-        "found": 16,
-        "wrong": 0,
-        "lost": 0,
-        "missing": 0,
-        "evicted": 0,
-        "unbacked": 0,
-    }
+    assert ended("after", shm_root) == _ALL_THERE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", GHOST_POINTS)
+def test_a_doubling_inside_which_its_process_was_killed_is_no_loss(
+    shm_root: Path, point: str
+) -> None:
+    ended("filled", shm_root, point, code=-9, chunk_bytes=SMALL_BYTES)
+    answer = ended("after", shm_root, chunk_bytes=SMALL_BYTES)
+    assert answer == _ALL_THERE
+
+
+@pytest.mark.slow
+def test_a_file_system_that_is_full_at_a_doubling_refuses_it(
+    tmp_path: Path,
+) -> None:
+    answer = ended(
+        "ghosts",
+        tmp_path,
+        before=on_own_tmpfs(tmp_path, "128m"),
+        chunk_bytes=SMALL_BYTES,
+    )
+    assert answer["doubled"] >= 2
+    assert answer["refused"] == 4 * answer["doubled"]
+    assert answer["taken"] == 0
+    assert answer["stored"] == 1000
 
 
 @pytest.fixture
@@ -179,7 +243,7 @@ def test_a_version_that_knows_no_growth_fills_the_store_beside_one_that_grows(
     go = tmp_path / "go"
     process = subprocess.Popen(
         [sys.executable, STEPS, "beside", shm_root, ready, go],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        env=_environment(ROOT, CHUNK_BYTES),
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -199,3 +263,38 @@ def test_a_version_that_knows_no_growth_fills_the_store_beside_one_that_grows(
         "stored": 1,
         "half": True,
     }
+
+
+@pytest.mark.slow
+def test_a_version_that_knows_no_ghosts_apart_refuses_the_store_then_replaces_it(
+    shm_root: Path, tmp_path: Path, older_tree: Path
+) -> None:
+    """It would touch ghosts that have no pages."""
+    ready = tmp_path / "ready"
+    go = tmp_path / "go"
+    process = subprocess.Popen(
+        [sys.executable, STEPS, "beside", shm_root, ready, go],
+        env=_environment(ROOT, SMALL_BYTES),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(ready.exists)
+    refused = run("older", shm_root, tree=older_tree, chunk_bytes=SMALL_BYTES)
+    go.touch()
+    out, _ = process.communicate(timeout=200)
+    here = json.loads(out.splitlines()[-1])
+    assert refused.returncode == 1
+    assert "while other processes have it open: stop them first" in refused.stderr
+    assert "columns has" in refused.stderr
+    assert (here["found"], here["wrong"], here["stored"]) == (16, 0, 1)
+    replaced = ended("older", shm_root, tree=older_tree, chunk_bytes=SMALL_BYTES)
+    assert replaced == {
+        "found": 0,
+        "wrong": 0,
+        "lost": 0,
+        "missing": 0,
+        "unbacked": 0,
+    }
+    # and its store is this version's
+    after = ended("after", shm_root, chunk_bytes=SMALL_BYTES)
+    assert after["wrong"] == after["unbacked"] == 0

@@ -144,6 +144,9 @@ def test_slots_with_pages_never_have_fewer_ghosts_than_all_have(
     assert len(set(seen)) > 3
     assert seen[-1] == SLOTS == with_pages(ledger)
     assert file.stat().st_size == ghost_bytes(SLOTS)
+    gauges = admin.gauges(ledger)
+    small_files = 1 << 20
+    assert 0 <= gauges["allocated_bytes"] - gauges["most_bytes"] < small_files
     ledger.close()
 
 

@@ -354,10 +354,13 @@ def _hinted(ledger: Ledger) -> dict[str, int]:
         raise StoreError(
             f"{ledger.directory} cannot be read: {error.strerror}"
         ) from error
+    most = sum(ledger.session.store.state.sizes().values())
+    if (ghosts := ledger.columns.ghost_pages) is not None:
+        most += ghosts.most_bytes
     return {
         "leased": int(np.count_nonzero(leased)),
         "allocated_bytes": allocated,
-        "most_bytes": sum(ledger.session.store.state.sizes().values()),
+        "most_bytes": most,
         "hint_bytes": ledger.session.hints.nbytes,
         "locked_bytes": ledger.session.locked_bytes,
     }
