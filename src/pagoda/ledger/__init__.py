@@ -26,6 +26,7 @@ Modules, in the order in which a request reaches them:
     lmdb_tables         the LMDB tables: everything that must be right
     columns             the mapped columns and ghosts: hints for policies, and the published
                         generations
+    ghost_pages         the file of the ghosts of a store that grows: as many as its slots need
     hint_pages          the memory of columns, counters and the like, and what a store on disk saves
                         of it
     compare_hints       lets the columns of a store on disk say what its tables say
