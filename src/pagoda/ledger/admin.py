@@ -22,6 +22,7 @@ from pagoda.base.metrics import Reason
 from pagoda.ledger import hold_pin_remove, queries, table_integrity
 from pagoda.ledger.chunk_notes import ChunkNotes
 from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.ghost_pages import ghost_bytes, most_places
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.lmdb_tables import (
     COUNTERS_ROW,
@@ -354,9 +355,10 @@ def _hinted(ledger: Ledger) -> dict[str, int]:
         raise StoreError(
             f"{ledger.directory} cannot be read: {error.strerror}"
         ) from error
-    most = sum(ledger.session.store.state.sizes().values())
-    if (ghosts := ledger.columns.ghost_pages) is not None:
-        most += ghosts.most_bytes
+    state = ledger.session.store.state
+    most = sum(state.sizes().values())
+    if state.first_places:
+        most += ghost_bytes(most_places(state.first_places, state.slots))
     return {
         "leased": int(np.count_nonzero(leased)),
         "allocated_bytes": allocated,

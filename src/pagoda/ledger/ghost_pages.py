@@ -60,11 +60,6 @@ class GhostPages:
             self._places = said
         return self._places
 
-    @property
-    def most_bytes(self) -> int:
-        """The bytes of the file when all places are in use."""
-        return ghost_bytes(self.most)
-
     def table(self, before: GhostTable | None = None) -> GhostTable:
         """Return the ghosts of the places in use: `before`, if it has as many."""
         places = self.places
