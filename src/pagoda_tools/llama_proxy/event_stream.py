@@ -89,7 +89,7 @@ class EventStream:
         self._cuts = cuts_progress
         self._has_in_progress = False
         self._buffer = b""
-        self._tail = b""
+        self._tail = bytearray()
         # how many tokens of the prompt were reused, once the server has said it
         self.reused_tokens: int | None = None
 
@@ -135,7 +135,7 @@ class EventStream:
     @property
     def timings(self) -> Timings:
         """What the server said at the end of the stream."""
-        return timings_of(self._tail)
+        return timings_of(bytes(self._tail[-_TAIL_BYTES:]))
 
     def _kept(self, event: bytes) -> bytes:
         """Return what the client gets of an event."""
@@ -147,7 +147,9 @@ class EventStream:
         return b""
 
     def _noted(self, piece: bytes) -> bytes:
-        self._tail = (self._tail + piece)[-_TAIL_BYTES:]
+        self._tail += piece
+        if len(self._tail) > 2 * _TAIL_BYTES:
+            del self._tail[:-_TAIL_BYTES]
         return piece
 
     async def _event(self) -> bytes | None:

@@ -328,7 +328,7 @@ class LlamaProxy:
             # the KV in the slot would not be that of its tokens
             text = changed(text, question, {_MOVES_KV: 0})
             question[_MOVES_KV] = 0
-        prompt = await self._prompt(route, question)
+        prompt = await self._prompt(route, question, text)
         why = prompt.why
         if prompt.tokens is not None:
             asked = Question(
@@ -414,11 +414,11 @@ class LlamaProxy:
             **self._flow.status(),
         }
 
-    async def _prompt(self, route: str, body: Body) -> RequestPrompt:
+    async def _prompt(self, route: str, body: Body, text: bytes) -> RequestPrompt:
         """Return the tokens of a request, or why it is to be passed on as it is."""
         try:
             async with asyncio.timeout(_PROMPT_SECONDS):
-                return await prompt_of(route, body, self._upstream.ask)
+                return await prompt_of(route, body, self._upstream.ask, text)
         except (ServerTrouble, TimeoutError) as error:
             why = f"the server did not tell the tokens: {error}"
             _log.warn(_logger, Reason.IO_ERROR, f"{route}: {why}")
@@ -463,8 +463,8 @@ class LlamaProxy:
         # until they are emptied
         self._accounts.taint()
         async with asyncio.timeout(_ADAPTER_SECONDS):
-            async with self._upstream.send(
-                request, text, with_key=client.may_ask, is_read=True
+            async with self._upstream.question(
+                request, text, with_key=client.may_ask
             ) as answer:
                 content = await answer.read()
         await self._empty_all()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import aiohttp
 from aiohttp import web
@@ -24,6 +23,7 @@ from pagoda_tools.llama_proxy.load_worth import LEAST_TOKENS, LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import MESSAGES, ROUTES
 from pagoda_tools.llama_proxy.request_body import changed
 from pagoda_tools.llama_proxy.request_turn import HEADER, Turn
+from pagoda_tools.llama_proxy.server_connection import ServerConnection
 from pagoda_tools.llama_proxy.server_slots import ServerSlots
 from pagoda_tools.llama_proxy.slot_accounts import SlotAccount, SlotAccounts
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
@@ -73,7 +73,7 @@ class SlotQuestions:
         slot.marks = turn.marks
         try:
             return await self._answered(sent, turn, before)
-        except (asyncio.CancelledError, ConnectionError, aiohttp.ClientError):
+        except (asyncio.CancelledError, OSError, aiohttp.ClientError):
             if not turn.is_over:
                 # what was computed until then is as good
                 self._saver.note_answer(slot, 0)
@@ -98,34 +98,37 @@ class SlotQuestions:
     ) -> web.StreamResponse:
         """Send the question and pass the answer on. `before`: what the slot held."""
         request = turn.question.request
-        async with self._upstream.send(request, sent, is_read=True) as answer:
+        async with self._upstream.question(request, sent) as answer:
             kind = answer.headers.get("Content-Type", "")
-            if answer.status != 200:
-                if 400 <= answer.status < 500 or answer.status == 501:
-                    # a refused request computes nothing
-                    turn.slot.restore(before)
-                else:
-                    turn.slot.forget()
-                return await passed(
-                    request, answer, turn.header(), partial(self._end, turn)
-                )
-            if kind.startswith("text/event-stream"):
+            status = answer.status
+            if status == 200 and kind.startswith("text/event-stream"):
                 return await self._streamed(answer, turn)
+            if 400 <= status < 500 or status == 501:
+                # a refused request computes nothing
+                turn.slot.restore(before)
+            elif status != 200:
+                turn.slot.forget()
             content = await answer.read()
-            timings = timings_of(content)
-            self._checks.check(turn, timings.reused_tokens)
-            self._note(turn, timings)
+            if status == 200:
+                timings = timings_of(content)
+                self._checks.check(turn, timings.reused_tokens)
+                self._note(turn, timings)
             headers = answer_headers(answer)
             headers[HEADER] = turn.header()
-            return web.Response(status=200, headers=headers, body=content)
+            return web.Response(
+                status=status,
+                reason=answer.reason,
+                headers=headers,
+                body=content,
+            )
 
     async def _streamed(
-        self, answer: aiohttp.ClientResponse, turn: Turn
+        self, answer: ServerConnection, turn: Turn
     ) -> web.StreamResponse:
         question = turn.question
         request = question.request
         stream = EventStream(
-            answer.content.iter_any(),
+            answer.pieces(),
             cuts_progress=turn.loaded > 0 and not question.wants_progress,
         )
         first = b""
@@ -169,7 +172,7 @@ class SlotQuestions:
                 self._note(turn, timings)
             raise
         finally:
-            await unread.end()
+            unread.end()
 
     def _note(self, turn: Turn, timings: Timings) -> None:
         """Account for a complete answer."""
@@ -186,9 +189,6 @@ class SlotQuestions:
         if timings.computed_tokens is not None:
             self._computed(timings.computed_tokens, timings.compute_seconds)
         self._saver.note_answer(slot, len(turn.tokens) - turn.saved)
-
-    async def _end(self, turn: Turn, _status: int) -> None:
-        await finished(self._server_slots.give_back(turn))
 
     def _computed(self, tokens: int, seconds: float) -> None:
         """Account for a prompt that the server has computed, if it says something."""

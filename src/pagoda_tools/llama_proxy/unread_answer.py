@@ -7,7 +7,6 @@ the client has not read waits here, in bounds.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 
 _MOST_BYTES = 16 << 20
@@ -17,35 +16,37 @@ class UnreadAnswer:
     """Bytes between one writer and one reader. For the event loop."""
 
     def __init__(self) -> None:
-        self._pieces = deque[bytes]()
-        self._nbytes = 0
+        self._pieces: list[bytes] = []
+        self._unread_bytes = 0
         self._has_ended = False
-        self._changed = asyncio.Condition()
+        self._has_changed = asyncio.Event()
+        self._has_room = asyncio.Event()
 
     async def put(self, piece: bytes) -> None:
         """Add bytes; waits for the reader if too many are unread."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._nbytes < _MOST_BYTES)
-            self._pieces.append(piece)
-            self._nbytes += len(piece)
-            self._changed.notify_all()
+        while self._unread_bytes >= _MOST_BYTES:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._pieces.append(piece)
+        self._unread_bytes += len(piece)
+        self._has_changed.set()
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """Say that nothing more comes."""
-        async with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
+        self._has_ended = True
+        self._has_changed.set()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the bytes until the end."""
+        """Yield the bytes until the end, in as few pieces as possible."""
         while True:
-            async with self._changed:
-                await self._changed.wait_for(
-                    lambda: self._pieces or self._has_ended
-                )
-                if not self._pieces:
-                    return
-                piece = self._pieces.popleft()
-                self._nbytes -= len(piece)
-                self._changed.notify_all()
-            yield piece
+            if self._pieces:
+                found = b"".join(self._pieces)
+                self._pieces.clear()
+                self._unread_bytes = 0
+                self._has_room.set()
+                yield found
+            elif self._has_ended:
+                return
+            else:
+                self._has_changed.clear()
+                await self._has_changed.wait()
