@@ -137,7 +137,7 @@ class RunningProxy:
 
         async def give_back() -> None:
             for slot in accounts.all:
-                await accounts.give_back(slot)
+                accounts.give_back(slot)
 
         asyncio.run_coroutine_threadsafe(take(), self.loop).result(60)
         try:

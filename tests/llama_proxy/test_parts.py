@@ -242,7 +242,7 @@ def test_slots_are_taken_by_one_and_waiting_ends() -> None:
                 most = max(most, users)
                 await asyncio.sleep(0)
                 users -= 1
-                await accounts.give_back(taken)
+                accounts.give_back(taken)
 
         async with asyncio.timeout(60):
             await asyncio.gather(*map(use, range(8)))

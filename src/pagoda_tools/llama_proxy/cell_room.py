@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from pagoda.connectors.llamacpp import SlotStates
+from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.slot_accounts import SlotAccount, SlotAccounts
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
 
@@ -50,13 +51,17 @@ class CellRoom:
                 continue
             # a save ends soon, and holds no other lock
             await slot.lock.acquire()
-            slot.is_saving = True
-            try:
-                await self._saver.save(slot)
-                await self._empty(slot)
-            finally:
-                # and wakes those who wait for a slot
-                await self._accounts.give_back(slot)
+            await finished(self._free(slot))
+
+    async def _free(self, slot: SlotAccount) -> None:
+        """Save and empty a slot whose lock is held, and give it back."""
+        slot.is_saving = True
+        try:
+            await self._saver.save(slot)
+            await self._empty(slot)
+        finally:
+            # and wakes those who wait for a slot
+            self._accounts.give_back(slot)
 
 
 def _cells(slot: SlotAccount) -> int:

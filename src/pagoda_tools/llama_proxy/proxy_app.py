@@ -450,12 +450,12 @@ class LlamaProxy:
             for slot in self._accounts.all:
                 await slot.lock.acquire()
                 held.append(slot)
-                await finished(self._saver.save(slot))
+                await self._saver.save(slot)
             # also if the client goes meanwhile: the server may have changed them
             return await finished(self._changed_adapters(request, text, client))
         finally:
             for slot in held:
-                await finished(self._accounts.give_back(slot))
+                self._accounts.give_back(slot)
 
     async def _changed_adapters(
         self, request: web.Request, text: bytes, client: Client

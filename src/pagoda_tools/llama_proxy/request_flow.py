@@ -117,7 +117,7 @@ class RequestFlow:
             turn.stored = stored.tokens
             turn.why = stored.why
             turn.start = await self._starts.right()
-            await finished(preparation.prepare(turn, stored))
+            await preparation.prepare(turn, stored)
             turn.marks = partial(
                 marks_of,
                 question.route,
@@ -138,7 +138,7 @@ class RequestFlow:
             if starting is not None:
                 starting.cancel()
             turn.start.release()
-            await finished(self._server_slots.give_back(turn))
+            await self._server_slots.give_back(turn)
 
     async def _differed(self, turn: Turn, why: str) -> None:
         """Empty a slot that is not what was restored, before it is asked again."""
@@ -163,7 +163,7 @@ class RequestFlow:
             return None
 
         async def give_back(_status: int) -> None:
-            await self._accounts.give_back(slot)
+            self._accounts.give_back(slot)
 
         at_end = _once(give_back)
         try:

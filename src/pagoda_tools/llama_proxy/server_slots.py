@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.request_turn import Turn
 from pagoda_tools.llama_proxy.slot_accounts import SlotAccounts, Tokens
 from pagoda_tools.llama_proxy.slot_saver import SlotSaver
@@ -59,16 +60,21 @@ class ServerSlots:
                 slot.clear()
 
     async def give_back(self, turn: Turn) -> None:
-        """Let others have the slot of a turn; idempotent."""
+        """Let others have the slot of a turn; idempotent, and comes to its end if the request is
+        cancelled.
+        """
         if turn.is_over:
             return
         turn.is_over = True
         try:
             if self._others_ask:
-                numbers = await self.task_numbers()
-                turn.slot.task = (numbers or {}).get(turn.slot.number)
+                await finished(self._note_task(turn))
         finally:
-            await self._accounts.give_back(turn.slot)
+            self._accounts.give_back(turn.slot)
+
+    async def _note_task(self, turn: Turn) -> None:
+        numbers = await self.task_numbers()
+        turn.slot.task = (numbers or {}).get(turn.slot.number)
 
     async def note_passed(
         self,

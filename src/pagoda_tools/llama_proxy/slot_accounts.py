@@ -147,7 +147,7 @@ class SlotAccounts:
         # these copies may have KV that is not that of their tokens, until the server is restarted
         self.is_ram_tainted = False
         self.all = [SlotAccount(number) for number in range(count)]
-        self._freed = asyncio.Condition()
+        self._freed = asyncio.Event()
 
     @property
     def free(self) -> list[SlotAccount]:
@@ -165,27 +165,26 @@ class SlotAccounts:
         """Return the slot that `choose` chooses among those that are free or are being saved, and
         lock it; wait as long as it chooses none, or one that is being saved.
         """
-        async with self._freed:
-            while True:
-                slot = choose(
-                    [
-                        slot
-                        for slot in self.all
-                        if slot.is_saving or not slot.lock.locked()
-                    ]
-                )
-                if slot is not None and not slot.lock.locked():
-                    # nobody else can take it: there was no await since we looked
-                    await slot.lock.acquire()
-                    return slot
-                await self._freed.wait()
+        while True:
+            slot = choose(
+                [
+                    slot
+                    for slot in self.all
+                    if slot.is_saving or not slot.lock.locked()
+                ]
+            )
+            if slot is not None and not slot.lock.locked():
+                # nobody else can take it: there was no await since we looked
+                await slot.lock.acquire()
+                return slot
+            self._freed.clear()
+            await self._freed.wait()
 
-    async def give_back(self, slot: SlotAccount) -> None:
+    def give_back(self, slot: SlotAccount) -> None:
         """Unlock a slot, and wake those who wait for one."""
         slot.is_saving = False
         slot.lock.release()
-        async with self._freed:
-            self._freed.notify_all()
+        self._freed.set()
 
     def resize(self, count: int) -> None:
         """Account for a server that was started anew with another number of slots."""
@@ -246,5 +245,5 @@ def least_useful(slots: Sequence[SlotAccount]) -> SlotAccount:
 def common_prefix(left: Tokens, right: Tokens) -> int:
     """Return how many leading tokens two sequences share."""
     common = min(len(left), len(right))
-    differing = np.flatnonzero(left[:common] != right[:common])
-    return int(differing[0]) if len(differing) else common
+    differs = left[:common] != right[:common]
+    return int(differs.argmax()) if differs.any() else common

@@ -185,25 +185,27 @@ class SlotPreparation:
             return None
         try:
             if slot.adapters != adapters:
-                await finished(self._saver.save(slot))
+                await self._saver.save(slot)
                 if not await finished(self.empty(slot)):
                     raise ServerTrouble(f"slot {slot.number} was not emptied")
             slot.is_tainted = True
             slot.adapters = adapters
         except BaseException:
-            await finished(self._accounts.give_back(slot))
+            self._accounts.give_back(slot)
             raise
         return slot
 
     async def prepare(self, turn: Turn, stored: StoredPrefix) -> None:
-        """Save what the slot loses, and load what it lacks."""
+        """Save what the slot loses, and load what it lacks. What has begun comes to its end if the
+        request is cancelled.
+        """
         slot = turn.slot
         if slot.is_tainted:
-            turn.is_spoiled = not await self.empty(slot)
+            turn.is_spoiled = not await finished(self.empty(slot))
         elif slot.salt != turn.salt and not slot.is_empty:
             # what another user's prompt left must not be seen in the time that an answer takes
             await self._saver.save(slot)
-            turn.is_spoiled = not await self.empty(slot)
+            turn.is_spoiled = not await finished(self.empty(slot))
         await self._room.make(slot, len(turn.tokens))
         turn.held = slot.held(turn.tokens, turn.salt)
         turn.stored = max(turn.stored, min(turn.held, slot.stored_tokens))
@@ -213,10 +215,10 @@ class SlotPreparation:
         if turn.held < len(slot.tokens):
             await self._saver.save(slot)
         if self._is_ram_foreign(turn) and slot.may_ask_ram(turn.held):
-            turn.is_spoiled = not await self.empty(slot)
+            turn.is_spoiled = not await finished(self.empty(slot))
             turn.held = 0
         if stored.is_unknown or self._is_better(stored, turn.held):
-            await self._load(turn)
+            await finished(self._load(turn))
         elif stored.may_load and stored.tokens > turn.held:
             self._counts["not_worth_it"] += 1
             self._worth.refused()

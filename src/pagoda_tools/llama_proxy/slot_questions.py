@@ -18,7 +18,6 @@ from pagoda_tools.llama_proxy.event_stream import (
     Timings,
     timings_of,
 )
-from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.load_worth import LEAST_TOKENS, LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import MESSAGES, ROUTES
 from pagoda_tools.llama_proxy.request_body import changed
@@ -164,7 +163,7 @@ class SlotQuestions:
             async for piece in stream.rest():
                 await unread.put(piece)
             self._note(turn, stream.timings)
-            await finished(self._server_slots.give_back(turn))
+            await self._server_slots.give_back(turn)
         except asyncio.CancelledError:
             # many clients go at the last event, before the end of the stream
             timings = stream.timings

@@ -75,9 +75,13 @@ class SlotSaver:
         self._changed.set()
 
     async def save(self, slot: SlotAccount) -> None:
-        """Save a slot whose lock the caller holds, if enough of it is new. Raises nothing: what
-        could not be stored is computed again some time.
+        """Save a slot whose lock the caller holds, if enough of it is new; comes to its end if the
+        request is cancelled. Raises nothing: what could not be stored is computed again some time.
         """
+        if slot.save_at is not None:
+            await finished(self._save(slot))
+
+    async def _save(self, slot: SlotAccount) -> None:
         if slot.save_at is None:
             return
         slot.save_at = None
@@ -154,7 +158,7 @@ class SlotSaver:
             async with asyncio.timeout(_END_SECONDS):
                 for slot in self._accounts.all:
                     async with slot.lock:
-                        await self.save(slot)
+                        await self._save(slot)
 
     async def _save_free_one(self, slot: SlotAccount) -> None:
         if slot.lock.locked():
@@ -165,7 +169,7 @@ class SlotSaver:
         try:
             await self.save(slot)
         finally:
-            await self._accounts.give_back(slot)
+            self._accounts.give_back(slot)
 
     async def _save_idle_ones(self) -> None:
         while True:
