@@ -200,9 +200,12 @@ def test_no_idle_connection_keeps_a_thread_of_the_server(
             thread.start()
         for thread in threads:
             thread.join(60)
-        session = proxy.proxy._upstream._session
-        assert session.connector is not None
-        assert not session.connector._conns
+        upstream = proxy.proxy._upstream
+        assert upstream._session.connector is not None
+        assert not upstream._session.connector._conns
+        # that of our own requests goes after a moment
+        proxy.complete(TEXT)
+        wait_until(lambda: upstream._connections._kept is None)
 
 
 def test_a_request_that_waits_for_a_slot_finds_what_was_saved_meanwhile(
@@ -527,7 +530,8 @@ def test_a_slot_is_saved_before_another_conversation_takes_it(
 def test_a_slot_of_doubtful_kv_is_not_saved(server: LlamaServer) -> None:
     emptied(server)
     with running_proxy(server) as proxy:
-        proxy.complete(TEXT[:200])
+        # not so long that it is saved at once
+        proxy.complete(TEXT[:120])
         slot = max(proxy.proxy._accounts.all, key=lambda slot: len(slot.tokens))
         assert slot.save_at is not None
         proxy.proxy._accounts.taint()

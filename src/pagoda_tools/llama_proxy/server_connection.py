@@ -198,10 +198,10 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """Take the end of the connection."""
-        is_body = self.status and self._left_bytes is None
-        if is_body and not self._is_chunked and error is None:
-            self._is_complete = True
         if self._lost is None:
+            is_body = self.status and self._left_bytes is None
+            if is_body and not self._is_chunked and error is None:
+                self._is_complete = True
             why = "" if error is None else f": {error}"
             self._lost = BrokenAnswer(f"it closed the connection{why}")
         self._wake()
