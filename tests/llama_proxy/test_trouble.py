@@ -208,6 +208,133 @@ def test_no_idle_connection_keeps_a_thread_of_the_server(
         wait_until(lambda: upstream._connections._kept is None)
 
 
+class ForgetfulRelay:
+    """Before a server: it ends each connection at its second request, without a word."""
+
+    def __init__(self, server: LlamaServer) -> None:
+        self._server = server
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self.is_on = False
+        self.came: list[bytes] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                threading.Thread(
+                    target=self._pass, args=[client], daemon=True
+                ).start()
+
+    def _pass(self, client: socket.socket) -> None:
+        with (
+            contextlib.suppress(OSError),
+            client,
+            socket.create_connection(
+                ("127.0.0.1", self._server.server.port)
+            ) as server,
+        ):
+            threading.Thread(
+                target=self._copy, args=[server, client], daemon=True
+            ).start()
+            requests = 0
+            while data := client.recv(1 << 20):
+                if data.startswith((b"POST ", b"GET ")):
+                    requests += 1
+                    if self.is_on:
+                        self.came.append(data.split(b" ")[1])
+                    if self.is_on and requests > 1:
+                        server.shutdown(socket.SHUT_RDWR)
+                        break
+                server.sendall(data)
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 20):
+                target.sendall(data)
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+def test_a_question_that_may_have_come_is_not_sent_twice(
+    server: LlamaServer,
+) -> None:
+    """Its own requests are: they change nothing. Then no connection is kept any more."""
+    emptied(server)
+    relay = ForgetfulRelay(server)
+    question = {"messages": [{"role": "user", "content": "abc"}], **GREEDY}
+    asked_for = ("/completion", {"prompt": "abc", "n_predict": 2, **GREEDY})
+    with (
+        contextlib.closing(relay),
+        running_proxy(server, url=relay.url) as proxy,
+    ):
+        relay.is_on = True
+        assert proxy.post(*asked_for).status == 502
+        assert relay.came == [b"/tokenize", b"/completion"]
+        for _ in range(3):
+            assert proxy.post(*asked_for).status == 200
+    relay = ForgetfulRelay(server)
+    with (
+        contextlib.closing(relay),
+        running_proxy(server, url=relay.url) as proxy,
+    ):
+        relay.is_on = True
+        route = "/v1/chat/completions"
+        assert proxy.post(route, {**question, "max_tokens": 2}).status == 200
+        assert relay.came == [
+            b"/apply-template",
+            b"/tokenize",
+            b"/tokenize",
+            route.encode(),
+        ]
+
+
+def test_the_server_computes_no_more_for_a_client_that_left(
+    tmp_path: Path,
+) -> None:
+    """The server itself goes on with an answer that is not streamed."""
+    model = write_model(tmp_path, "llama", seed=5)
+    body = {"prompt": "abc", **GREEDY, "n_predict": 30000, "stream": True}
+    text = json.dumps(body).encode()
+    with (
+        llama_server(model, "A", slots=1, context=32768) as server,
+        running_proxy(server) as proxy,
+    ):
+        with socket.create_connection(("127.0.0.1", proxy.port)) as client:
+            client.sendall(asked("/completion", body=text))
+            client.recv(1 << 10)
+        # waits until it computes no more
+        saved = server.post("/slots/0?action=save", filename="left")
+        assert int(str(saved["n_saved"])) < 20000
+
+
+def test_a_server_that_is_stopped_for_a_while_loses_no_request(
+    tmp_path: Path,
+) -> None:
+    """Kept connections are too old by then, and new ones wait in the kernel."""
+    model = write_model(tmp_path, "llama", seed=5)
+    prompts = [f"{number} roofs, " * 9 for number in range(5)]
+    with llama_server(model, "B", slots=2, context=2048) as server:
+        expected = [
+            bare(server, "/completion", {"prompt": prompt, "n_predict": 8})
+            for prompt in prompts
+        ]
+        with running_proxy(server) as proxy, ThreadPoolExecutor(50) as clients:
+            answers = [
+                clients.submit(proxy.complete, prompt, stream=bool(number % 2))
+                for number, prompt in enumerate(prompts * 20)
+            ]
+            for _ in range(3):
+                wait_until(lambda: any(answer.done() for answer in answers))
+                server.server.stop()
+                time.sleep(0.5)
+                server.server.cont()
+            for answer, text in zip(answers, expected * 20, strict=True):
+                assert answer.result(120).text == text
+
+
 def test_a_request_that_waits_for_a_slot_finds_what_was_saved_meanwhile(
     server: LlamaServer,
 ) -> None:

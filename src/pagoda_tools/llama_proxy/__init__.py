@@ -21,6 +21,7 @@ have been idle for a while are saved. Everything else passes byte for byte.
     slot_saver        when slots are saved
     load_worth        whether a load is faster than computing
     upstream          requests to the server
+    server_connection    their connections: one is kept for a moment
     finished_work     work that ends also if its request is cancelled
     prompt_tokens, chat_conversion   the tokens of a request, per route
     server_arguments, server_process, in_process_server, slot_directory

@@ -226,8 +226,7 @@ class ServerConnection(asyncio.Protocol):
             self._left_bytes = max(self._left_bytes - len(data), 0)
             self._is_complete = not self._left_bytes
         elif self._is_chunked:
-            self._buffer += data
-            self._take_chunks()
+            self._take_chunks(data)
         else:
             self._add(data)
 
@@ -283,28 +282,34 @@ class ServerConnection(asyncio.Protocol):
             self._waits = waits and b"close" not in framing[b"connection"]
         self._is_complete = self._left_bytes == 0
 
-    def _take_chunks(self) -> None:
-        buffer = self._buffer
+    def _take_chunks(self, data: bytes) -> None:
+        came: bytes | bytearray = data
+        if self._buffer:
+            self._buffer += data
+            came = self._buffer
         begin = 0
-        while (line_end := buffer.find(_LINE, begin)) >= 0:
-            size = _chunk_bytes(bytes(buffer[begin:line_end]))
+        while (line_end := came.find(_LINE, begin)) >= 0:
+            size = _chunk_bytes(came[begin:line_end])
             if not size:
                 # there may be trailers, which nobody needs
-                end = buffer.find(_EMPTY_LINE, line_end)
+                end = came.find(_EMPTY_LINE, line_end)
                 if end >= 0:
                     self._is_complete = True
                     begin = end + len(_EMPTY_LINE)
                 break
             chunk = line_end + len(_LINE)
             end = chunk + size
-            if len(buffer) < end + len(_LINE):
+            if len(came) < end + len(_LINE):
                 break
-            if buffer[end : end + len(_LINE)] != _LINE:
+            if not came.startswith(_LINE, end):
                 raise ValueError("a chunk has another length")
-            self._add(bytes(buffer[chunk:end]))
+            self._add(bytes(came[chunk:end]))
             begin = end + len(_LINE)
-        del buffer[:begin]
-        if len(buffer) > _MOST_CHUNK_BYTES:
+        if came is data:
+            self._buffer += data[begin:]
+        else:
+            del self._buffer[:begin]
+        if len(self._buffer) > _MOST_CHUNK_BYTES:
             raise ValueError("a chunk has no end")
 
     def _add(self, piece: bytes) -> None:
@@ -407,7 +412,7 @@ async def _connect(family: int, address: _Address) -> ServerConnection:
     return connection
 
 
-def _chunk_bytes(line: bytes) -> int:
+def _chunk_bytes(line: bytes | bytearray) -> int:
     digits = line.partition(b";")[0].strip()
     if not digits.isalnum():
         raise ValueError("a chunk has no length")
