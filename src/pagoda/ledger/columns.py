@@ -47,6 +47,11 @@ NO_PARENT = -1
 BARE = 1 << 63  # in the published generation of a slot that has no pages
 # up to this number of rows, a loop is cheaper than array operations, above all with cold CPU caches
 FEW = 4
+# the same where the array operations are many, and the loop reads and writes `Columns.cells`
+FEW_USED = 16
+# the place of some columns in `Columns.cells`
+_LEASE_CELLS = 3
+PARENT_CELLS = 4
 KEY_BYTES = 32
 _ALIGN = 4096
 
@@ -105,6 +110,8 @@ class Columns:
         self.slots = self.capacity = self.backed = slots
         self._offset = 0
         self.generation: NDArray[np.uint64] = self._view(np.uint64, slots)
+        # to read keys as bytes: the memory, and where the first one is
+        self.published_keys = self._map, self._offset
         self.keys: NDArray[np.uint64] = self._view(np.uint64, slots * 4).reshape(
             slots, 4
         )
@@ -218,7 +225,9 @@ class Columns:
 
     def key_of(self, slot: int) -> bytes:
         """Return the published key of a slot."""
-        return bytes(self.cells[1][slot * KEY_BYTES : (slot + 1) * KEY_BYTES])
+        memory, keys_at = self.published_keys
+        begin = keys_at + slot * KEY_BYTES
+        return memory[begin : begin + KEY_BYTES]
 
     def places_of(self, keys: Sequence[bytes]) -> list[tuple[int, bytes]]:
         """Return slot and key for each of these keys that is published, complete or not. Reads all
@@ -248,18 +257,36 @@ class Columns:
         """
         fresh = self.lease_until[rows] <= now
         if fresh.any():
-            # take another sample each time, at an odd step: the slots of one prompt often have a
-            # regular step, a power of two
-            step = self.slots // _COUNTED | 1
-            sample = self.lease_until[now % step :: step]
-            leased = (
-                int(np.count_nonzero(sample > now)) * self.slots // len(sample)
-            )
-            room = max(0, self.capacity // 2 - leased)
+            room = self._room_for_leases(now)
             rows = np.concatenate([rows[~fresh], rows[fresh][:room]])
         self.lease_until[rows] = np.maximum(
             self.lease_until[rows], now + nanoseconds
         )
+
+    def lease_few(self, slots: Sequence[int], now: int, nanoseconds: int) -> None:
+        """Do the same for few slots, one by one."""
+        lease_until = self.cells[_LEASE_CELLS]
+        end = now + nanoseconds
+        room = -1  # not known yet
+        for slot in slots:
+            before = lease_until[slot]
+            if before <= now:
+                if room < 0:
+                    room = self._room_for_leases(now)
+                if not room:
+                    continue
+                room -= 1
+            if before < end:
+                lease_until[slot] = end
+
+    def _room_for_leases(self, now: int) -> int:
+        """Return how many more chunks may be leased."""
+        # take another sample each time, at an odd step: the slots of one prompt often have a
+        # regular step, a power of two
+        step = self.slots // _COUNTED | 1
+        sample = self.lease_until[now % step :: step]
+        leased = int(np.count_nonzero(sample > now)) * self.slots // len(sample)
+        return max(0, self.capacity // 2 - leased)
 
     def sane(self) -> None:
         """Replace values that no process writes: these columns were read from a file."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from pagoda import policy as policies
 from pagoda.base.metrics import Reason
 from pagoda.ledger.columns import Columns, Marks
 from pagoda.ledger.locks import DeadlineMissedError
-from pagoda.policy import Newcomers
+from pagoda.policy import HITS_CELLS, Newcomers
 
 GHOST_REASONS = (
     Reason.EVICTED,
@@ -34,6 +34,7 @@ GHOST_REASONS = (
 )
 _REFUSED = GHOST_REASONS.index(Reason.NOT_ADMITTED)
 
+_MOST_HITS = 0xFFFFFFFF  # then they begin again, as in the array
 # the wait for another thread of this process, if the caller has no deadline
 _MOST_SECONDS = 1.0
 # the same inside the gate
@@ -81,6 +82,31 @@ class Evictor:
                 self._policy.touch(rows, stamps, asked)
                 if asked:
                     self._columns.hits[rows] += np.uint32(1)
+        finally:
+            try:  # noqa: SIM105
+                lock.release()
+            except RuntimeError:
+                pass
+
+    def touch_few(
+        self,
+        slots: Sequence[int],
+        stamps: Sequence[int],
+        asked: bool,
+        until: float | None = None,
+    ) -> None:
+        """Do the same for few chunks, one by one."""
+        lock = self._lock
+        if self._is_inside():
+            return
+        try:
+            taken = lock.acquire(False) or lock.acquire(timeout=_left(until))
+            if taken:
+                self._policy.touch_few(slots, stamps, asked)
+                if asked:
+                    hits = self._columns.cells[HITS_CELLS]
+                    for slot in slots:
+                        hits[slot] = (hits[slot] + 1) & _MOST_HITS
         finally:
             try:  # noqa: SIM105
                 lock.release()

@@ -35,15 +35,17 @@ from pagoda.base.store_place import free_bytes, require_own
 from pagoda.ledger import allocation, hold_pin_remove, queries
 from pagoda.ledger.clearing import Clearing
 from pagoda.ledger.columns import (
+    FEW_USED,
     KEY_BYTES,
     LONGEST_LEASE_NS,
     NOT_READY,
+    PARENT_CELLS,
     Columns,
     marks_of,
 )
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.growth_thread import GrowthThread
-from pagoda.ledger.lmdb_tables import Meta
+from pagoda.ledger.lmdb_tables import Meta, Tables, Txn
 from pagoda.ledger.locks import DeadlineMissedError, barrier
 from pagoda.ledger.members import mark_device
 from pagoda.ledger.namespace_registry import NamespaceRegistry
@@ -982,31 +984,90 @@ class Ledger:
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
-        until = time.monotonic() + deadline_seconds
-        # what is served from a disk is never decided by columns, which are only hints there
-        find = partial(
-            queries.match_prefix,
-            columns=self.columns,
-            published=not self.on_disk,
-            keys=keys,
-            namespace=namespace,
-            start=start,
+        slots, generations, reason = self._match(
+            keys,
+            start,
+            namespace,
+            stamp,
+            lease_seconds,
+            touch,
+            asked,
+            deadline_seconds,
         )
+        return Match(
+            np.asarray(slots, np.int64),
+            np.asarray(generations, np.uint64),
+            reason,
+        )
+
+    def count_prefix(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int | None = 0,
+        namespace: bytes | None = None,
+        stamp: int | None = None,
+        lease_seconds: float = 0.0,
+        touch: bool = True,
+        deadline_seconds: float = 1.0,
+    ) -> tuple[int, Reason | None]:
+        """Do what `match_prefix` does; return only how many keys are in the run, and why not
+        more.
+        """
+        slots, _, reason = self._match(
+            keys,
+            start,
+            namespace,
+            stamp,
+            lease_seconds,
+            touch,
+            True,
+            deadline_seconds,
+        )
+        return len(slots), reason
+
+    def _match(
+        self,
+        keys: Sequence[bytes],
+        start: int | None,
+        namespace: bytes | None,
+        stamp: int | None,
+        lease_seconds: float,
+        touch: bool,
+        asked: bool,
+        deadline_seconds: float,
+    ) -> tuple[
+        Sequence[int] | NDArray[np.int64],
+        Sequence[int] | NDArray[np.uint64],
+        Reason | None,
+    ]:
+        until = time.monotonic() + deadline_seconds
+        columns = self.columns
+        on_disk = self.on_disk
+
+        def find(txn: Txn, tables: Tables) -> queries.Found:
+            # what is served from a disk is never decided by columns, which are only hints there
+            return queries.match_prefix(
+                txn, tables, columns, not on_disk, keys, namespace, start
+            )
+
         try:
-            if self.on_disk:
+            if on_disk:
                 found, transaction = self.session.read(
                     lambda txn, tables: (find(txn, tables), txn.id()),
                     deadline_seconds,
                 )
-                self._note_matched(transaction, found[0], found[1])
+                self._note_matched(
+                    transaction,
+                    np.asarray(found[0], np.int64),
+                    np.asarray(found[1], np.uint64),
+                )
             else:
                 found = self.session.read(find, deadline_seconds)
-            slots, generations, intact, reason = found
         except UnavailableError as error:
             self.count({f"miss_{error.reason}": 1})
-            return Match(
-                np.empty(0, np.int64), np.empty(0, np.uint64), error.reason
-            )
+            return [], [], error.reason
+        slots, generations, intact, reason = found
         if intact < len(slots):
             damaged = keys[intact], int(slots[intact]), int(generations[intact])
             self.remove_exact(
@@ -1016,18 +1077,73 @@ class Ledger:
             generations = generations[:intact]
         elif reason is None and len(slots) < len(keys):
             reason = self.explain_miss(keys[len(slots)]).reason
-        if touch and len(slots):
-            stamps = (
-                (self.stamp() if stamp is None else stamp)
-                - (start or 0)
-                - np.arange(len(slots))
+        if len(slots) and (touch or lease_seconds):
+            newest = 0
+            if touch:
+                newest = self.stamp() if stamp is None else stamp
+                newest -= start or 0
+            self._use(
+                slots, generations, newest, touch, asked, lease_seconds, until
             )
-            self._touch(slots, generations, stamps, asked, until, linked=True)
-        if lease_seconds and len(slots):
-            self.lease(slots, generations, lease_seconds)
-        if self.on_disk:
+        if on_disk:
             self.upkeep_thread.read()
-        return Match(slots, generations, reason)
+        return slots, generations, reason
+
+    def _use(
+        self,
+        slots: Sequence[int] | NDArray[np.int64],
+        generations: Sequence[int] | NDArray[np.uint64],
+        newest: int,
+        touch: bool,
+        asked: bool,
+        lease_seconds: float,
+        until: float,
+    ) -> None:
+        """Raise the recency of a run of chunks, the first of which gets the stamp `newest`, and
+        lease them, as `match_prefix` says.
+        """
+        if isinstance(slots, np.ndarray) or len(slots) > FEW_USED:
+            slots = np.asarray(slots, np.int64)
+            generations = np.asarray(generations, np.uint64)
+            if touch:
+                falling = newest - np.arange(len(slots))
+                self._touch(
+                    slots, generations, falling, asked, until, linked=True
+                )
+            if lease_seconds:
+                self.lease(slots, generations, lease_seconds)
+            return
+        columns = self.columns
+        # read once: see `Columns.renew_cells`
+        cells = columns.cells
+        published = cells[0]
+        count = len(slots)
+        stamps: Sequence[int] = range(newest, newest - count, -1)
+        here = slots
+        linked = touch and count > 1
+        if [published[slot] for slot in slots] != generations:
+            standing = [
+                at
+                for at, slot in enumerate(slots)
+                if published[slot] == generations[at]
+            ]
+            here = [slots[at] for at in standing]
+            stamps = [newest - at for at in standing]
+            linked = False
+        if touch:
+            self.evictor.touch_few(here, stamps, asked, until)
+        if linked:
+            parents = cells[PARENT_CELLS]
+            parent_generations = cells[PARENT_CELLS + 1]
+            before = slots[0]
+            for at in range(1, count):
+                slot = slots[at]
+                parents[slot] = before
+                parent_generations[slot] = generations[at - 1]
+                before = slot
+        if lease_seconds:
+            nanoseconds = int(min(lease_seconds * 1e9, LONGEST_LEASE_NS))
+            columns.lease_few(here, self._now(), nanoseconds)
 
     def which(
         self, keys: Sequence[bytes], deadline_seconds: float = 1.0

@@ -22,7 +22,7 @@ Modules, in the order in which data reaches them:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ REMOVED = {
     "fifo": "was removed; write lru, which serves as much or more",
 }
 """Policies of earlier versions, and what to write instead."""
+
+
+LAST_USE_CELLS = 2
+HITS_CELLS = 6
 
 
 class Ghosts(NamedTuple):
@@ -68,8 +72,9 @@ class Hints(Protocol):
 
     `capacity`: how many chunks fit now; it may be less than `slots`, because slots may have no
     pages. `backed`: the slots from this one on have no chunk, as far as this process knows.
-    `contexts`: None if nobody says what requests are about; the policy writes those of slots that
-    are asked for again.
+    `cells`: the same columns as memory views, for single values; `LAST_USE_CELLS` and `HITS_CELLS`
+    say which. `contexts`: None if nobody says what requests are about; the policy writes those of
+    slots that are asked for again.
     """
 
     slots: int
@@ -83,6 +88,7 @@ class Hints(Protocol):
     hits: NDArray[np.uint32]
     position: NDArray[np.uint32]
     contexts: Contexts | None
+    cells: list[memoryview]
 
     @property
     def ghosts(self) -> Ghosts:
@@ -135,6 +141,11 @@ class Policy(Protocol):
 
         Called before `hits` is raised.
         """
+
+    def touch_few(
+        self, slots: Sequence[int], stamps: Sequence[int], asked: bool = True
+    ) -> None:
+        """Do the same for few slots, in less time than with arrays."""
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
         """Return how many leading newcomers are admitted, `room` of them without a victim. Each

@@ -14,12 +14,13 @@ write together. Each process adds the chunks that were asked for again to the sh
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.policy import Hints, Newcomers
+from pagoda.policy import HITS_CELLS, LAST_USE_CELLS, Hints, Newcomers
 from pagoda.policy.eviction_queue import (
     NOT_READY,
     Chosen,
@@ -38,7 +39,9 @@ from pagoda.policy.reuse_worth import (
     CLASSES,
     Table,
     age_of,
+    age_of_one,
     class_of,
+    class_of_one,
     tally,
     worth,
 )
@@ -95,6 +98,15 @@ class ShadowLru:
                 here[1] + served,
                 here[2] + shadow,
             ]
+
+    def count_few(self, last_uses: Sequence[int]) -> None:
+        """Count a few chunks that were asked for and served."""
+        oldest = self._oldest
+        if oldest:
+            here = self._here
+            here[0] += len(last_uses)
+            here[1] += len(last_uses)
+            here[2] += sum(last >= oldest for last in last_uses)
 
     def look(self) -> None:
         """Find the oldest chunk that LRU would have; by a sample if there are many slots and
@@ -221,6 +233,32 @@ class Hindsight:
             )
             self._shadow.count(last_uses, len(last_uses))
             self._stamp = max(self._stamp, int(stamps[0]))
+
+    def touch_few(
+        self, slots: Sequence[int], stamps: Sequence[int], asked: bool = True
+    ) -> None:
+        """Do the same for few slots, one by one."""
+        hints = self._hints
+        if hints.contexts is not None:
+            self.touch(np.array(slots), np.array(stamps), asked)
+            return
+        last_use = hints.cells[LAST_USE_CELLS]
+        before: list[int] = []
+        for slot, stamp in zip(slots, stamps, strict=True):
+            last = last_use[slot]
+            if last < stamp:
+                last_use[slot] = stamp
+                before.append(last)
+                if asked and stamp - last >= _AT_ONCE_NS:
+                    hits = hints.cells[HITS_CELLS][slot]
+                    place = class_of_one(hits), age_of_one(stamp - last)
+                    self._asked[place] += 1
+                    self._watched[place] += 1
+            elif last != NOT_READY:
+                before.append(last)
+        if asked and slots:
+            self._shadow.count_few(before)
+            self._stamp = max(self._stamp, stamps[0])
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
         """Admit those worth at least as much as their victims; a head is worth at least as much as

@@ -6,12 +6,13 @@ always older than its head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagoda.policy import Hints, Newcomers
+from pagoda.policy import LAST_USE_CELLS, Hints, Newcomers
 from pagoda.policy.eviction_queue import Chosen, EvictionQueue, Ranks, Rows
 
 
@@ -36,6 +37,15 @@ class Lru:
     def touch(self, rows: Rows, stamps: Rows, asked: bool = True) -> None:
         """Raise the recency of these slots; never lower it."""
         raise_recency(self._hints, rows, stamps)
+
+    def touch_few(
+        self, slots: Sequence[int], stamps: Sequence[int], asked: bool = True
+    ) -> None:
+        """Do the same for few slots, one by one."""
+        last_use = self._hints.cells[LAST_USE_CELLS]
+        for slot, stamp in zip(slots, stamps, strict=True):
+            if last_use[slot] < stamp:
+                last_use[slot] = stamp
 
     def admit(self, newcomers: Newcomers, room: int, now: int) -> int:
         """Admit all; the ledger refuses a newcomer only if it is older than every kept chunk."""

@@ -13,6 +13,8 @@ similar density, over the whole life.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +27,7 @@ _UPPER_SECONDS = _SHORTEST_SECONDS * 2.0 ** (np.arange(AGES) / _PER_OCTAVE)
 _LOWER_SECONDS = np.concatenate([[0.0], _UPPER_SECONDS[:-1]])
 _WIDTH_SECONDS = _UPPER_SECONDS - _LOWER_SECONDS
 _UPPER_NS = (_UPPER_SECONDS * 1e9).astype(np.int64)
+_UPPER_NS_LIST = _UPPER_NS.tolist()
 
 # The guess before anything is known: the longer ago the last use, the less likely, as in least
 # recently used. Its weight is given as a number of watched chunks.
@@ -45,6 +48,18 @@ def class_of(hits: NDArray[np.integer]) -> NDArray[np.int64]:
 def age_of(age_ns: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the bucket of an age."""
     return np.minimum(np.searchsorted(_UPPER_NS, age_ns, side="right"), AGES - 1)
+
+
+def class_of_one(hits: int) -> int:
+    """Return what `class_of` returns, for one chunk."""
+    if hits < 3:
+        return hits
+    return min((hits + 1).bit_length(), CLASSES - 1)
+
+
+def age_of_one(age_ns: int) -> int:
+    """Return what `age_of` returns, for one chunk."""
+    return min(bisect_right(_UPPER_NS_LIST, age_ns), AGES - 1)
 
 
 def tally(

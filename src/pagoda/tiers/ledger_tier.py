@@ -148,7 +148,7 @@ class LedgerTier(BlockingCalls):
         """Return how many leading keys are stored; copies nothing."""
         if self._closed or self.resting:
             return 0
-        match = self.ledger.match_prefix(
+        count, _ = self.ledger.count_prefix(
             keys,
             start=start,
             namespace=namespace,
@@ -158,7 +158,7 @@ class LedgerTier(BlockingCalls):
                 self.deadline_seconds, deadline_seconds
             ),
         )
-        return len(match.slots)
+        return count
 
     def find_each(
         self,
