@@ -176,13 +176,13 @@ def test_an_epoch_is_on_the_medium_before_it_is_used(
     )
     synced.clear()
     raised(weights)
-    assert synced == ["epochs", "state", weights._old_paths[0].name, "disk"]
+    assert synced == ["epochs", "state", Path(weights._old_paths[0]).name, "disk"]
 
 
 def test_what_older_versions_count_is_taken_over(tmp_path: Path) -> None:
     roots = {"host": tmp_path / "a", "disk": tmp_path / "b"}
     old = [
-        WeightsEpoch({name: root}, "m")._old_paths[0]
+        Path(WeightsEpoch({name: root}, "m")._old_paths[0])
         for name, root in roots.items()
     ]
     # three changes, in a root that the other one was not open with

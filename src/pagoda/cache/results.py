@@ -30,7 +30,7 @@ def runs_of(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Hit:
     """How many leading tokens, from which tiers, and why not more. Immutable. True if there are
     any; an int of them.
@@ -62,6 +62,31 @@ class Hit:
     approximate: str = ""
     pieces: tuple[Piece, ...] = ()
     behind_tokens: int = 0
+
+    def __init__(
+        self,
+        num_tokens: int,
+        by_tier: dict[str, int],
+        mask: npt.NDArray[np.bool_],
+        reason: Reason | None,
+        detail: str = "",
+        start_tokens: int = 0,
+        approximate: str = "",
+        pieces: tuple[Piece, ...] = (),
+        behind_tokens: int = 0,
+    ) -> None:
+        """Make a hit. Written by hand, since a frozen dataclass takes three times as long."""
+        self.__dict__.update(
+            num_tokens=num_tokens,
+            by_tier=by_tier,
+            mask=mask,
+            reason=reason,
+            detail=detail,
+            start_tokens=start_tokens,
+            approximate=approximate,
+            pieces=pieces,
+            behind_tokens=behind_tokens,
+        )
 
     def __bool__(self) -> bool:
         return self.num_tokens > 0

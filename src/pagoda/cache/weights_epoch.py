@@ -91,6 +91,11 @@ class PresentWeights:
         self._scopes: dict[
             tuple[str, str, str, str, Epoch], tuple[Namespace, bool]
         ] = {}
+        # what was asked for last, the state in which it was answered, and the answer
+        self._last: (
+            tuple[tuple[str | None, ...], object, tuple[Namespace, TierStack]]
+            | None
+        ) = None
         self._begun = list(begun)
         self._measured: dict[tuple[str, Epoch, str], list[QualityState]] = {}
         reset_now_and_in_child(self)
@@ -117,7 +122,24 @@ class PresentWeights:
         namespace is a different one: so KV that another process loads from a lossy tier into host
         memory is not found either.
         """
-        version, epoch = self._present(version)
+        asked = lora, salt, version, numerics
+        state = self._epoch.state(), self._resources.tiers
+        last = self._last
+        if last is not None and last[0] == asked and last[1] == state:
+            return last[2]
+        found = self._scope(lora, salt, version, numerics, state[0][0])
+        self._last = asked, state, found
+        return found
+
+    def _scope(
+        self,
+        lora: str | None,
+        salt: str | None,
+        version: str | None,
+        numerics: str | None,
+        epoch: Epoch,
+    ) -> tuple[Namespace, TierStack]:
+        version, epoch = self._present(version, epoch)
         lora = self._base.lora if lora is None else lora
         salt = self._base.salt if salt is None else salt
         numerics = self._base.numerics if numerics is None else numerics
@@ -184,8 +206,11 @@ class PresentWeights:
             named = named.with_(salt=salt)
         return named if numerics is None else named.with_(numerics=numerics)
 
-    def _present(self, version: str | None) -> tuple[str, Epoch]:
-        epoch = self._epoch.epoch()
+    def _present(
+        self, version: str | None, epoch: Epoch | None = None
+    ) -> tuple[str, Epoch]:
+        if epoch is None:
+            epoch = self._epoch.epoch()
         version, named_at = (
             self._epoch.named if version is None else (version, NEVER_CHANGED)
         )
@@ -343,7 +368,7 @@ class WeightsEpoch:
         self.unread = {
             tier: record for tier, record in every.items() if tier in left_out
         }
-        self._old_paths = [record.old_path for record in self._records.values()]
+        self._old_paths = _old_paths(self._records)
         # its count never decreases in this process, whatever happens to the files
         self._known = NEVER_CHANGED
         # names of the tiers whose root has not recorded that epoch: they are not used
@@ -375,6 +400,17 @@ class WeightsEpoch:
             self._look(seen)
         return self._known
 
+    def state(
+        self,
+    ) -> tuple[Epoch, tuple[str, Epoch], frozenset[str], tuple[str, ...]]:
+        """Return what namespaces and tiers depend on, to be compared; look for changes first."""
+        return (
+            self.epoch(),
+            self.named,
+            self.unrecorded,
+            tuple(self.unread),
+        )
+
     def _look(self, seen: list[tuple[int, int] | None]) -> None:
         """Compare the roots if something has changed: an epoch, the file of a record, or what could
         not be recorded.
@@ -403,7 +439,7 @@ class WeightsEpoch:
         with self._lock:
             if record is not None:
                 self._records[tier] = record
-                self._old_paths = [one.old_path for one in self._records.values()]
+                self._old_paths = _old_paths(self._records)
                 self.unread.pop(tier, None)
             self._compare_all(self.unrecorded)
         return (
@@ -551,7 +587,12 @@ def _agreed(
     return present
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _old_paths(records: Mapping[str, EpochRecord]) -> list[str]:
+    """Return the files that tell of changes, as text: `stat` takes longer for a `Path`."""
+    return [str(record.old_path) for record in records.values()]
+
+
+def _identity(path: str | Path) -> tuple[int, int] | None:
     try:
         status = os.stat(path)
     except OSError:

@@ -100,6 +100,10 @@ class LockFile:
         self.unlock_intent = _FLOCK.pack(
             fcntl.F_UNLCK, os.SEEK_SET, first + INTENT, 1, 0
         )
+        # both, by one call
+        self.share_gate = _FLOCK.pack(
+            fcntl.F_RDLCK, os.SEEK_SET, first + GATE, 2, 0
+        )
         # and intent
         self.unlock_gate = _FLOCK.pack(
             fcntl.F_UNLCK, os.SEEK_SET, first + GATE, 2, 0
@@ -243,6 +247,17 @@ def _take_own_description(fd: int, flags: int) -> None:
 @lru_cache(maxsize=256)
 def _request(kind: int, byte: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
+
+
+def _shared_at_once(fd: int, request: bytes) -> bool:
+    """Take the locks of a reader, if no writer has or wants the gate. Whoever waits takes them one
+    after the other: behind a writer that waits, not behind all of them.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
+    except (OSError, ValueError):  # `LockFile.lock` says which it is
+        return False
+    return True
 
 
 class StoreLocks(LockFile):
@@ -427,8 +442,9 @@ class Gate:
             if not entered:
                 raise DeadlineMissedError
             self._owner = me
-            if not self._lock(INTENT, exclusive, until) or not self._lock(
-                GATE, exclusive, until
+            if (exclusive or not _shared_at_once(fd, file.share_gate)) and (
+                not self._lock(INTENT, exclusive, until)
+                or not self._lock(GATE, exclusive, until)
             ):
                 raise DeadlineMissedError
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, file.unlock_intent)
