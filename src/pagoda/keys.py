@@ -10,13 +10,12 @@ hash is cryptographic because users choose the token ids of their prompts.
 from __future__ import annotations
 
 import json
-import marshal
 import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
 import msgspec
 import numpy as np
@@ -31,6 +30,7 @@ __all__ = [
     "Item",
     "KeyChain",
     "Namespace",
+    "PromptKeys",
     "TokenIds",
     "as_token_ids",
     "chunk_keys",
@@ -60,10 +60,25 @@ def as_token_ids(tokens: TokenIds) -> Int32s:
     copy, other integer types are converted by one call; only a list or tuple is walked, once.
     Raises ValueError for anything else.
     """
-    if isinstance(tokens, list | tuple | range):
-        found = _from_items(list(tokens) if isinstance(tokens, range) else tokens)
-    else:
-        found = _from_buffer(tokens)
+    found = _as_integers(tokens)
+    # Every bit that any id has, in one pass: the sign is one, and so are those of large ids.
+    if found.size and not 0 <= int(np.bitwise_or.reduce(found)) <= _INT32_MAX:
+        raise _out_of_range(found)
+    return np.ascontiguousarray(found, _INT32)
+
+
+_INT32 = np.dtype("<i4")
+
+
+def _as_integers(tokens: TokenIds) -> npt.NDArray[np.integer]:
+    """Return token ids as a 1-D array of integers, which may be out of range: without a copy, or
+    from a list. ValueError.
+    """
+    if isinstance(tokens, list | tuple):
+        return _from_items(tokens)
+    if isinstance(tokens, range):
+        return _from_items(list(tokens))
+    found = tokens if type(tokens) is np.ndarray else _from_buffer(tokens)
     if found.ndim != 1:
         raise ValueError(
             f"token ids must be 1-D, got shape {found.shape}: pass one sequence, e.g. ids[0]"
@@ -72,54 +87,56 @@ def as_token_ids(tokens: TokenIds) -> Int32s:
         raise ValueError(
             f"token ids must be integers, got {found.dtype}: convert them, e.g. ids.astype('int32')"
         )
-    if found.size and found.dtype.kind == "i" and found.min() < 0:
-        raise ValueError(
+    return found
+
+
+def _out_of_range(found: npt.NDArray[np.integer]) -> ValueError:
+    """Return what to raise for ids of which some are negative or too large."""
+    if found.dtype.kind == "i" and found.min() < 0:
+        return ValueError(
             f"token id {found.min()} is negative: remove padding and placeholder ids before calling"
         )
-    if (
-        found.size
-        and found.dtype.itemsize >= 4
-        and found.dtype != np.int32
-        and found.max() > _INT32_MAX
-    ):
-        raise ValueError(
-            f"token id {found.max()} is over {_INT32_MAX}: ids are int32, map them to the "
-            "model's vocabulary"
-        )
-    return np.ascontiguousarray(found, dtype="<i4")
+    return ValueError(
+        f"token id {found.max()} is over {_INT32_MAX}: ids are int32, map them to the "
+        "model's vocabulary"
+    )
 
 
-# One int of 32 bits as `marshal` writes it: a type code, then the number.
-_MARSHALLED_INT = np.dtype([("code", "u1"), ("number", "<i4")])
-_MARSHALLED_HEADER_BYTES = 5  # the type code of the list, and its length
+_PACKED_AT_ONCE = 4096
 
 
-def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.generic]:
+def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.integer]:
     """Turn a list into an array.
 
-    `marshal` writes all items and their types in one call, in a third of the time that numpy takes
-    for both. Any item that it does not write as an int of 32 bits takes the slow path, which
-    handles numpy's integers and errors.
+    `struct` converts all items in one call, in a third of the time that numpy takes. It refuses
+    floats and whatever is no int of 32 bits, but takes True as 1: so the types of items that became
+    0 or 1 are looked at. Other lists take the slow path, which handles numpy's integers and errors.
     """
+    if not tokens:
+        return np.empty(0, _INT32)
+    if type(tokens[0]) is not int:
+        return _from_mixed_items(tokens)
+    count = len(tokens)
     try:
-        written = marshal.dumps(tokens, 2)  # the last version without references
-    except ValueError:  # numpy's integers, or items that are not token ids
+        if count <= _PACKED_AT_ONCE:
+            packed = struct.pack(f"<{count}i", *tokens)
+        else:
+            packed = b"".join(
+                struct.pack(f"<{len(part)}i", *part)
+                for at in range(0, count, _PACKED_AT_ONCE)
+                if (part := tokens[at : at + _PACKED_AT_ONCE])
+            )
+    except struct.error:
         return _from_mixed_items(tokens)
-    if (
-        len(written)
-        != _MARSHALLED_HEADER_BYTES + len(tokens) * _MARSHALLED_INT.itemsize
-    ):
-        return _from_mixed_items(tokens)
-    items = np.frombuffer(
-        written, _MARSHALLED_INT, offset=_MARSHALLED_HEADER_BYTES
-    )
-    # True is written as "T"; numpy would read it as 1
-    if (items["code"] != ord("i")).any():
-        return _from_mixed_items(tokens)
-    return items["number"]
+    ids = np.frombuffer(packed, _INT32)
+    if np.minimum.reduce(ids) <= 1:
+        for at in np.flatnonzero(ids <= 1).tolist():
+            if type(tokens[at]) is not int:
+                return _from_mixed_items(tokens)
+    return ids
 
 
-def _from_mixed_items(tokens: Sequence[int]) -> npt.NDArray[np.generic]:
+def _from_mixed_items(tokens: Sequence[int]) -> npt.NDArray[np.integer]:
     """Turn any list into an array. The types are checked first, because numpy would read True as
     1.
     """
@@ -142,7 +159,7 @@ def _from_mixed_items(tokens: Sequence[int]) -> npt.NDArray[np.generic]:
         ) from None
 
 
-def _from_buffer(tokens: object) -> npt.NDArray[np.generic]:
+def _from_buffer(tokens: object) -> npt.NDArray[np.integer]:
     """Wrap an array, tensor or typed buffer without a copy."""
     if isinstance(tokens, bytes | bytearray | str):
         raise ValueError(
@@ -151,7 +168,7 @@ def _from_buffer(tokens: object) -> npt.NDArray[np.generic]:
             "for int32 ids, or numpy.frombuffer(data, 'uint8') for byte-level ids"
         )
     try:
-        found: npt.NDArray[np.generic] = np.asarray(tokens)
+        found: npt.NDArray[np.integer] = np.asarray(tokens)
     except (TypeError, ValueError, RuntimeError) as error:
         # e.g. a tensor on a GPU
         raise ValueError(
@@ -186,10 +203,80 @@ def chunk_keys(
     """
     _check_chain(root, chunk_tokens)
     ids = as_token_ids(tokens)
-    trailers = _trailers(
-        _checked(items, 0, len(ids)), 0, len(ids) // chunk_tokens, chunk_tokens
-    )
+    known = _checked(items, 0, len(ids))
+    trailers = _trailers(known, 0, len(ids) // chunk_tokens, chunk_tokens)
     return _chain(ids, root, chunk_tokens, trailers)
+
+
+class PromptKeys(Sequence[bytes]):
+    """The keys of the whole chunks of a prompt, as `chunk_keys` returns them, but derived when they
+    are read: a look-up reads none behind the first chunk that is missing.
+
+    Ids are checked when they are hashed, a partial chunk with the last whole one. Until then the
+    tokens must not change. Not thread-safe.
+    """
+
+    def __init__(self, tokens: TokenIds, root: bytes, chunk_tokens: int) -> None:
+        """Derive the first few keys. Raises ValueError for bad ids."""
+        _check_chain(root, chunk_tokens)
+        self._tokens: npt.NDArray[np.integer] | list[int] | tuple[int, ...]
+        if isinstance(tokens, list | tuple):
+            self._tokens = tokens
+        else:
+            self._tokens = _as_integers(tokens)
+        self.num_tokens = len(self._tokens)
+        self._count = self.num_tokens // chunk_tokens
+        self._chunk_tokens = chunk_tokens
+        self._parent = root
+        self._keys: list[bytes] = []
+        self.first_ids = self._derive(min(self._count, _FIRST_WINDOW))
+        """The ids of the chunks of the first window."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def window(self, at: int) -> list[bytes]:
+        """Return keys from index `at` on: those that are known, or if there are none, some more.
+        Raises ValueError for bad ids.
+        """
+        known = len(self._keys)
+        if at >= known < self._count:
+            self._derive(max(at + 1, known * _GROWTH))
+        return self._keys[at:]
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        """Return a key, or some. Raises ValueError for bad ids."""
+        if not isinstance(index, int) or not 0 <= index < len(self._keys):
+            self._derive(self._count)
+        return self._keys[index]
+
+    def _derive(self, count: int) -> Int32s:
+        """Derive the keys up to that number of chunks, and return the ids that were hashed."""
+        begin = len(self._keys) * self._chunk_tokens
+        end = count * self._chunk_tokens
+        tokens = self._tokens
+        # with the last chunk, what follows it
+        ids = as_token_ids(
+            tokens[begin:end] if count < self._count else tokens[begin:]
+        )
+        self._keys += _chain(ids, self._parent, self._chunk_tokens, {})
+        if self._keys:
+            self._parent = self._keys[-1]
+        return ids
+
+
+# how many chunks are hashed first; then always so many times as many
+_FIRST_WINDOW = 8
+_GROWTH = 8
+
+
+def keys_of_ids(ids: Int32s, root: bytes, chunk_tokens: int) -> list[bytes]:
+    """Return what `chunk_keys` returns for ids that `as_token_ids` returned, without items."""
+    return _chain(ids, root, chunk_tokens, {})
 
 
 class KeyChain:
@@ -285,10 +372,10 @@ def _chain(
     step = chunk_tokens * 4
     keys: list[bytes] = []
     append = keys.append
-    for number, start in enumerate(range(0, len(view) - step + 1, step)):
+    for start in range(0, len(view) - step + 1, step):
         hasher = blake3(view[start : start + step], key=parent)
-        if trailers and number in trailers:
-            hasher.update(trailers[number])
+        if trailers and start // step in trailers:
+            hasher.update(trailers[start // step])
         parent = hasher.digest()
         append(parent)
     return keys

@@ -360,7 +360,9 @@ class Cache:
         of the two calls. An engine that cannot go on after every chunk says with `usable` what of a
         hit it can use (`Hit.shortened`): that is counted and returned.
         """
-        return self._lookup_call(tokens, counted, options, usable, pieces).run()
+        return self._lookup_call(
+            tokens, counted, options, usable, pieces, lazily=True
+        ).run()
 
     def lookup_future(
         self,
@@ -501,9 +503,12 @@ class Cache:
         options: CallOptions,
         usable: Callable[[Hit], Hit] | None = None,
         pieces: bool | int = False,
+        lazily: bool = False,
     ) -> Call[Hit]:
-        least = _least_of(pieces)
-        request = self._checked(tokens, options, CallKind.LOOKUP, counted)
+        least = 0 if pieces is False else _least_of(pieces)
+        request = self._checked(
+            tokens, options, CallKind.LOOKUP, counted, lazily and not least
+        )
         work = partial(
             run_lookup,
             self._resources,
@@ -567,16 +572,23 @@ class Cache:
         options: CallOptions,
         kind: CallKind | None = None,
         counted: bool = True,
+        lazily: bool = False,
     ) -> CacheRequest:
         """Return the request that these options describe; record a call that has a `kind`.
         ValueError for wrong use.
+
+        `lazily`: the call reads keys at once, before the tokens can change, and perhaps not all.
         """
         # read together: the remote tiers may only be used with the namespace of the same epoch
-        namespace, tiers = self._weights.scope(
-            options.get("lora"),
-            options.get("salt"),
-            options.get("weights_version"),
-            options.get("numerics"),
+        namespace, tiers = (
+            self._weights.scope(
+                options.get("lora"),
+                options.get("salt"),
+                options.get("weights_version"),
+                options.get("numerics"),
+            )
+            if options
+            else self._weights.scope()
         )
         resources = self._resources
         request = build_request(
@@ -589,6 +601,9 @@ class Cache:
             deadline_seconds=self.config.deadline_seconds,
             bounded=kind is not CallKind.STORE,
             clock=resources.clock,
+            lazily=lazily
+            and resources.recorder is None
+            and resources.events is None,
         )
         if kind is not None and resources.recorder is not None:
             keys = [*request.head, *request.keys]

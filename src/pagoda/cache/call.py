@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
@@ -33,7 +32,16 @@ from pagoda.cache.counters import CacheCounters
 from pagoda.cache.otel_spans import SpanRecorder
 from pagoda.cache.results import Hit
 from pagoda.cache.tier_stack import TierStack
-from pagoda.keys import Int32s, Item, Namespace, TokenIds, as_token_ids
+from pagoda.keys import (
+    Int32s,
+    Item,
+    Namespace,
+    PromptKeys,
+    TokenIds,
+    as_token_ids,
+    chunk_keys,
+    keys_of_ids,
+)
 from pagoda.layout import KVLayout
 from pagoda.tiers.base import Bytes
 from pagoda.transfer import Transfer
@@ -71,6 +79,20 @@ class CallOptions(TypedDict, total=False):
 
 
 _OPTIONS = CallOptions.__optional_keys__
+# the keys of a prompt of so many chunks are derived at once
+_SHORT_CHUNKS = 16
+# options with which keys are derived as they are without any
+_LAZY_OPTIONS = frozenset(
+    {
+        "lora",
+        "salt",
+        "weights_version",
+        "numerics",
+        "tiers",
+        "deadline_seconds",
+        "limit_seconds",
+    }
+)
 
 
 class CacheRequest(NamedTuple):
@@ -81,12 +103,13 @@ class CacheRequest(NamedTuple):
     namespace: Namespace
     tiers: TierStack  # that the call may use
     deadline: Deadline
-    keys: list[bytes]
+    keys: Sequence[bytes]
     first: int  # chain position of keys[0]
     parent: bytes | None  # the key at first - 1
     length_tokens: int
     chunk_tokens: int
-    tokens: Int32s | None = None  # None: the caller gave keys only
+    # None: the caller gave keys only. With `PromptKeys`, those of the first chunks
+    tokens: Int32s | None = None
     items: tuple[Item, ...] = ()
     # the keys before keys[0], as far as the caller gave them
     head: Sequence[bytes] = ()
@@ -99,6 +122,18 @@ class CacheRequest(NamedTuple):
     def position_of(self, index: int) -> int | None:
         """Return the chain position at which keys[index] must have been stored; None: any."""
         return None if self.any_position else self.first + index
+
+    def window(self, index: int, whole: bool = False) -> Sequence[bytes]:
+        """Return keys from that index on, at least one if there is one: of a look-up, those to ask
+        about before others are derived; or all. Raises CallerError for bad ids.
+        """
+        keys = self.keys
+        if not isinstance(keys, PromptKeys):
+            return keys[index:] if index else keys
+        try:
+            return keys[index:] if whole else keys.window(index)
+        except ValueError as error:
+            raise CallerError(error) from error
 
     def parent_of(self, index: int) -> bytes | None:
         """Return the key of the chunk before keys[index], None at the root."""
@@ -153,17 +188,28 @@ def build_request(
     deadline_seconds: float,
     bounded: bool,
     clock: Clock,
+    lazily: bool = False,
 ) -> CacheRequest:
     """Return the request for the whole chunks of `tokens` that `options` ask for.
 
     `namespace` and `tiers` are those of the present weights; `deadline_seconds` counts if the
     options have none;
-    `bounded`: the deadline also depends on the bytes of the chunks.
+    `bounded`: the deadline also depends on the bytes of the chunks. `lazily`: derive keys when they
+    are read, if that can be done; the tokens do not change until then.
 
     `keys` replace hashing. Raises ValueError for an option that does not exist, a mask that is not
     False...False True...True, a start that is not a multiple of a chunk, keys that do not fit the
     tokens, and an unknown tier.
     """
+    if (
+        lazily
+        and scheme is chunk_keys
+        and tokens is not None
+        and (not options or _LAZY_OPTIONS.issuperset(options))
+    ):
+        return _lazy_request(
+            tokens, options, namespace, tiers, layout, deadline_seconds, clock
+        )
     # otherwise a misspelt `salt` would share a tenant's chunks
     if not options.keys() <= _OPTIONS:
         raise ValueError(
@@ -218,18 +264,12 @@ def build_request(
     parent = given[skip - 1] if 0 < skip <= len(given) else None
     head = given[:skip]
     asked = given[skip:]
-    patience = deadline_seconds
-    limits: list[float] = []
-    if (seconds := options.get("deadline_seconds")) is not None:
-        patience = seconds_of("deadline_seconds", seconds)
-        limits.append(patience)
-    if (most := options.get("limit_seconds")) is not None:
-        limits.append(seconds_of("limit_seconds", most))
-    if bounded:
-        limits.append(
-            patience + len(asked) * layout.chunk_bytes / SLOWEST_BYTES_PER_SECOND
-        )
-    deadline = Deadline(patience, min(limits, default=None), clock)
+    deadline = _deadline_of(
+        options,
+        deadline_seconds,
+        len(asked) * layout.chunk_bytes if bounded else None,
+        clock,
+    )
     return CacheRequest(
         namespace,
         tiers,
@@ -244,6 +284,66 @@ def build_request(
         head,
         options.get("any_position", False),
     )
+
+
+def _lazy_request(
+    tokens: TokenIds,
+    options: CallOptions,
+    namespace: Namespace,
+    tiers: TierStack,
+    layout: KVLayout,
+    deadline_seconds: float,
+    clock: Clock,
+) -> CacheRequest:
+    """Return the request for all whole chunks of `tokens`; of a long prompt only the first keys are
+    derived. ValueError.
+    """
+    if options and (names := options.get("tiers")) is not None:
+        tiers = tiers.only(names)
+    chunk_tokens = layout.chunk_tokens
+    keys: Sequence[bytes]
+    try:
+        count = len(tokens)
+    except TypeError:  # `as_token_ids` says what is wrong with it
+        count = 0
+    if count > _SHORT_CHUNKS * chunk_tokens:
+        keys = PromptKeys(tokens, namespace.root, chunk_tokens)
+        ids = keys.first_ids
+        length = keys.num_tokens
+    else:
+        ids = as_token_ids(tokens)
+        keys = keys_of_ids(ids, namespace.root, chunk_tokens)
+        length = len(ids)
+    nbytes = len(keys) * layout.chunk_bytes
+    return CacheRequest(
+        namespace,
+        tiers,
+        _deadline_of(options, deadline_seconds, nbytes, clock),
+        keys,
+        0,
+        None,
+        length,
+        chunk_tokens,
+        ids,
+    )
+
+
+def _deadline_of(
+    options: CallOptions, patience: float, nbytes: int | None, clock: Clock
+) -> Deadline:
+    """Return the deadline of a call that begins now; `nbytes`: of its chunks, if it is bounded by
+    them. ValueError.
+    """
+    limits: list[float] = []
+    if options:
+        if (seconds := options.get("deadline_seconds")) is not None:
+            patience = seconds_of("deadline_seconds", seconds)
+            limits.append(patience)
+        if (most := options.get("limit_seconds")) is not None:
+            limits.append(seconds_of("limit_seconds", most))
+    if nbytes is not None:
+        limits.append(patience + nbytes / SLOWEST_BYTES_PER_SECOND)
+    return Deadline(patience, min(limits, default=None), clock)
 
 
 def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
@@ -296,6 +396,7 @@ def _mask_start(mask: Mask, length_tokens: int, start_tokens: int) -> int:
 
 # makes the context of a call or a copy from its name; torch.profiler's if ranges are on
 _profiler_range: Callable[[str], AbstractContextManager[object]] = nullcontext
+_ranges_are_on = False
 
 
 def enable_profiler_ranges() -> None:
@@ -303,7 +404,7 @@ def enable_profiler_ranges() -> None:
 
     Raises ConfigError where torch is not installed.
     """
-    global _profiler_range
+    global _profiler_range, _ranges_are_on
     try:
         from torch.profiler import record_function
     except ImportError as missing:
@@ -311,6 +412,7 @@ def enable_profiler_ranges() -> None:
             f"profile = True: {missing}; install torch, or leave it out"
         ) from None
     _profiler_range = record_function
+    _ranges_are_on = True
 
 
 _spans: SpanRecorder | None = None
@@ -324,9 +426,9 @@ def enable_spans() -> None:
     _spans = SpanRecorder()
 
 
-class TransferMisuse(Exception):
-    """Carries the ValueError of a transfer out of `Call.run`: the caller's KV does not fit its
-    tokens.
+class CallerError(Exception):
+    """Carries a ValueError of wrong use out of `Call.run`: the caller's KV does not fit its tokens,
+    or tokens that were read late are no token ids.
     """
 
     def __init__(self, error: ValueError) -> None:
@@ -357,24 +459,23 @@ class CheckedTransfer:
         self._kv = kv
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Call the transfer; raise TransferMisuse for its ValueError."""
+        """Call the transfer; raise CallerError for its ValueError."""
         try:
             with _profiler_range("pagoda.copy_down"):
                 self._kv.to_slots(starts, slots)
         except ValueError as error:
-            raise TransferMisuse(error) from error
+            raise CallerError(error) from error
 
     def from_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
-        """Call the transfer; raise TransferMisuse for its ValueError."""
+        """Call the transfer; raise CallerError for its ValueError."""
         try:
             with _profiler_range("pagoda.copy_up"):
                 self._kv.from_slots(starts, slots)
         except ValueError as error:
-            raise TransferMisuse(error) from error
+            raise CallerError(error) from error
 
 
-@dataclass(frozen=True, eq=False)
-class Call(Generic[T]):
+class Call(NamedTuple, Generic[T]):
     """One call of an engine, checked and ready to run once, on this thread or another; `cancel`
     from any thread.
     """
@@ -396,9 +497,12 @@ class Call(Generic[T]):
             else None
         )
         try:
-            with _profiler_range(f"pagoda.{self.name}"):
+            if _ranges_are_on:
+                with _profiler_range(f"pagoda.{self.name}"):
+                    answer = self.work()
+            else:
                 answer = self.work()
-        except TransferMisuse as misuse:
+        except CallerError as misuse:
             raise misuse.error from None
         except ClosedError as error:
             answer = self.refuse(Reason.CLOSED, str(error))

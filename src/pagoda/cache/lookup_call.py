@@ -259,42 +259,82 @@ def match_prefix(
     """Find the leading run through all tiers; lease what the host tier has of it, unless `touch` is
     False. `order` gets which tier has which part of it.
     """
-    root = request.namespace.root
     tiers = request.tiers
-    deadline = request.deadline
+    chunks = len(request.keys)
+    find = partial(_find_in_host, request, stamp, touch)
+    if tiers.host is not None and order is None:
+        found, reason = find(tiers.host, 0)
+        if found == chunks or not tiers.lower:
+            return TiersMatch(found, {tiers.host.name: found}, reason)
+        answers = [(found, reason)]
 
-    def find_in_host(host: HostTier, at: int) -> tuple[int, Reason | None]:
-        match = host.ledger.match_prefix(
-            request.keys[at:],
-            start=request.position_of(at),
-            namespace=root,
-            stamp=stamp,
-            touch=touch,
-            lease_seconds=LEASE_SECONDS if touch else 0.0,
-            deadline_seconds=deadline.remaining(),
-        )
-        return len(match.slots), match.reason
+        def find_again(host: HostTier, at: int) -> tuple[int, Reason | None]:
+            return answers.pop() if answers else find(host, at)
 
-    def find_below(tier: Tier, at: int) -> tuple[int, Reason | None]:
-        count = tier.find(
-            request.keys[at:],
-            start=request.position_of(at),
-            namespace=root,
-            touch=touch,
-            deadline_seconds=deadline.remaining(),
-        )
-        # In this case the tier may not have been asked, or may not have answered.
-        return count, Reason.DEADLINE if not count and deadline.passed else None
-
-    finders = {tier.name: partial(find_below, tier) for tier in tiers.lower}
-    if tiers.host is not None:
-        finders = {tiers.host.name: partial(find_in_host, tiers.host), **finders}
+        finders = {tiers.host.name: partial(find_again, tiers.host)}
+    elif tiers.host is not None:
+        finders = {tiers.host.name: partial(find, tiers.host)}
+    else:
+        finders = {}
+    for tier in tiers.lower:
+        finders[tier.name] = partial(_find_below, request, touch, tier)
     if order is not None:
         finders = {
             name: partial(_noted, request, order, name, find)
             for name, find in finders.items()
         }
-    return match_tiers(finders, len(request.keys))
+    return match_tiers(finders, chunks)
+
+
+def _find_in_host(
+    request: CacheRequest,
+    stamp: int | None,
+    touch: bool,
+    host: HostTier,
+    at: int,
+) -> tuple[int, Reason | None]:
+    """Return how many chunks the host tier has from an index on, and why not more; lease them, if
+    they are touched.
+    """
+    end = at
+    while True:
+        keys = request.window(end)
+        found, reason = host.ledger.count_prefix(
+            keys,
+            start=request.position_of(end),
+            namespace=request.namespace.root,
+            stamp=stamp,
+            touch=touch,
+            lease_seconds=LEASE_SECONDS if touch else 0.0,
+            deadline_seconds=request.deadline.remaining(),
+        )
+        end += found
+        if found < len(keys) or end == len(request.keys):
+            return end - at, reason
+
+
+def _find_below(
+    request: CacheRequest, touch: bool, tier: Tier, at: int
+) -> tuple[int, Reason | None]:
+    """Return how many chunks a tier has from an index on, and why not more, if that is known."""
+    deadline = request.deadline
+    end = at
+    while True:
+        # a request to another machine costs more than to hash all
+        keys = request.window(end, whole=tier.is_shared)
+        count = tier.find(
+            keys,
+            start=request.position_of(end),
+            namespace=request.namespace.root,
+            touch=touch,
+            deadline_seconds=deadline.remaining(),
+        )
+        end += count
+        if count < len(keys) or end == len(request.keys):
+            break
+    # In this case the tier may not have been asked, or may not have answered.
+    is_late = end == at and deadline.passed
+    return end - at, Reason.DEADLINE if is_late else None
 
 
 def _noted(
