@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
@@ -29,6 +29,7 @@ __all__ = [
     "FORMAT_VERSION",
     "Item",
     "KeyChain",
+    "KeyPrefix",
     "Namespace",
     "PromptKeys",
     "TokenIds",
@@ -208,6 +209,17 @@ def chunk_keys(
     return _chain(ids, root, chunk_tokens, trailers)
 
 
+class KeyPrefix(NamedTuple):
+    """The keys of the first chunks of a prompt, and a digest of their token ids: a prompt that
+    begins with the same ids continues from them. Immutable.
+    """
+
+    root: bytes
+    chunk_tokens: int
+    keys: tuple[bytes, ...]
+    digest: bytes
+
+
 class PromptKeys(Sequence[bytes]):
     """The keys of the whole chunks of a prompt, as `chunk_keys` returns them, but derived when they
     are read: a look-up reads none behind the first chunk that is missing.
@@ -216,8 +228,16 @@ class PromptKeys(Sequence[bytes]):
     tokens must not change. Not thread-safe.
     """
 
-    def __init__(self, tokens: TokenIds, root: bytes, chunk_tokens: int) -> None:
-        """Derive the first few keys. Raises ValueError for bad ids."""
+    def __init__(
+        self,
+        tokens: TokenIds,
+        root: bytes,
+        chunk_tokens: int,
+        after: KeyPrefix | None = None,
+    ) -> None:
+        """Derive the first few keys, or continue from those of an earlier prompt, `after`, if this
+        one begins with its chunks. Raises ValueError for bad ids.
+        """
         _check_chain(root, chunk_tokens)
         self._tokens: npt.NDArray[np.integer] | list[int] | tuple[int, ...]
         if isinstance(tokens, list | tuple):
@@ -227,13 +247,21 @@ class PromptKeys(Sequence[bytes]):
         self.num_tokens = len(self._tokens)
         self._count = self.num_tokens // chunk_tokens
         self._chunk_tokens = chunk_tokens
-        self._parent = root
+        self._root = root
         self._keys: list[bytes] = []
-        self.first_ids = self._derive(min(self._count, _FIRST_WINDOW))
-        """The ids of the chunks of the first window."""
+        # of the ids of all keys
+        self._hasher = blake3()
+        ids = None if after is None else self._continued(after)
+        self.first_ids: Int32s = (
+            self._derive(min(self._count, _FIRST_WINDOW)) if ids is None else ids
+        )
+        """The ids of the chunks that are known at first."""
 
     def __len__(self) -> int:
         return self._count
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self[:])
 
     def window(self, at: int) -> list[bytes]:
         """Return keys from index `at` on: those that are known, or if there are none, some more.
@@ -243,6 +271,15 @@ class PromptKeys(Sequence[bytes]):
         if at >= known < self._count:
             self._derive(max(at + 1, known * _GROWTH))
         return self._keys[at:]
+
+    def prefix(self) -> KeyPrefix:
+        """Return the keys that are known, for a prompt that begins like this one."""
+        return KeyPrefix(
+            self._root,
+            self._chunk_tokens,
+            tuple(self._keys),
+            self._hasher.digest(),
+        )
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -254,19 +291,44 @@ class PromptKeys(Sequence[bytes]):
             self._derive(self._count)
         return self._keys[index]
 
+    def _continued(self, after: KeyPrefix) -> Int32s | None:
+        """Take over the keys of an earlier prompt, and return the ids of its chunks; None, and do
+        nothing, unless this prompt begins with the same ids, under the same root.
+
+        To compare the digests of the ids takes a small part of the time that their keys would take,
+        which hash one chunk after the other.
+        """
+        count = len(after.keys)
+        if (after.root, after.chunk_tokens) != (self._root, self._chunk_tokens):
+            return None
+        if not 0 < count <= self._count:
+            return None
+        ids = as_token_ids(self._tokens[: count * self._chunk_tokens])
+        hasher = blake3(_bytes_of(ids))
+        if hasher.digest() != after.digest:
+            return None
+        self._hasher = hasher
+        self._keys = list(after.keys)
+        return ids
+
     def _derive(self, count: int) -> Int32s:
         """Derive the keys up to that number of chunks, and return the ids that were hashed."""
-        begin = len(self._keys) * self._chunk_tokens
-        end = count * self._chunk_tokens
-        tokens = self._tokens
-        # with the last chunk, what follows it
-        ids = as_token_ids(
-            tokens[begin:end] if count < self._count else tokens[begin:]
-        )
-        self._keys += _chain(ids, self._parent, self._chunk_tokens, {})
-        if self._keys:
-            self._parent = self._keys[-1]
+        known = len(self._keys)
+        if count < self._count:
+            last = count * self._chunk_tokens
+        else:  # with the last chunk, what follows it
+            last = self.num_tokens
+        ids = as_token_ids(self._tokens[known * self._chunk_tokens : last])
+        parent = self._keys[-1] if known else self._root
+        new = _chain(ids, parent, self._chunk_tokens, {})
+        self._hasher.update(_bytes_of(ids[: len(new) * self._chunk_tokens]))
+        self._keys += new
         return ids
+
+
+def _bytes_of(ids: Int32s) -> memoryview:
+    """Return the memory of ids, which is contiguous."""
+    return ids.data.cast("B") if len(ids) else memoryview(b"")
 
 
 # how many chunks are hashed first; then always so many times as many
@@ -368,7 +430,7 @@ def _chain(
     """Hash the whole chunks of `ids`; `trailers`: chunk (0 = first of `ids`) -> bytes that follow
     its tokens.
     """
-    view = ids.data.cast("B") if len(ids) else memoryview(b"")
+    view = _bytes_of(ids)
     step = chunk_tokens * 4
     keys: list[bytes] = []
     append = keys.append

@@ -35,6 +35,7 @@ from pagoda.cache.tier_stack import TierStack
 from pagoda.keys import (
     Int32s,
     Item,
+    KeyPrefix,
     Namespace,
     PromptKeys,
     TokenIds,
@@ -73,6 +74,7 @@ class CallOptions(TypedDict, total=False):
     salt: str | None
     weights_version: str | None
     numerics: str | None
+    after: Hit | None
     tiers: Iterable[str] | None
     deadline_seconds: float | None
     limit_seconds: float | None
@@ -88,6 +90,7 @@ _LAZY_OPTIONS = frozenset(
         "salt",
         "weights_version",
         "numerics",
+        "after",
         "tiers",
         "deadline_seconds",
         "limit_seconds",
@@ -163,6 +166,9 @@ class CacheRequest(NamedTuple):
             detail,
             start,
             self.namespace.approximate,
+            keys=self.keys.prefix()
+            if isinstance(self.keys, PromptKeys)
+            else None,
         )
 
     def miss(self, reason: Reason, detail: str = "") -> Hit:
@@ -218,6 +224,7 @@ def build_request(
         )
     keys = options.get("keys")
     items = options.get("items", ())
+    whole: PromptKeys | None = None
     chunk_tokens = layout.chunk_tokens
     if (names := options.get("tiers")) is not None:
         tiers = tiers.only(names)
@@ -249,7 +256,17 @@ def build_request(
     first = begin // chunk_tokens or origin
     if given is None:
         assert ids is not None
-        given = scheme(ids, namespace.root, chunk_tokens, items)
+        after = _known_keys(options)
+        if (
+            scheme is chunk_keys
+            and not items
+            and length > _SHORT_CHUNKS * chunk_tokens
+        ):
+            derived = PromptKeys(ids, namespace.root, chunk_tokens, after)
+            given = derived[:]
+            whole = derived
+        else:
+            given = scheme(ids, namespace.root, chunk_tokens, items)
     elif origin + len(given) > length // chunk_tokens:
         raise ValueError(
             f"{len(given)} keys from chunk {origin} on, but {length} tokens: pass both of one "
@@ -263,7 +280,9 @@ def build_request(
     skip = first - origin
     parent = given[skip - 1] if 0 < skip <= len(given) else None
     head = given[:skip]
-    asked = given[skip:]
+    asked: Sequence[bytes] = given[skip:]
+    if whole is not None and not skip:
+        asked = whole
     deadline = _deadline_of(
         options,
         deadline_seconds,
@@ -307,7 +326,8 @@ def _lazy_request(
     except TypeError:  # `as_token_ids` says what is wrong with it
         count = 0
     if count > _SHORT_CHUNKS * chunk_tokens:
-        keys = PromptKeys(tokens, namespace.root, chunk_tokens)
+        after = _known_keys(options)
+        keys = PromptKeys(tokens, namespace.root, chunk_tokens, after)
         ids = keys.first_ids
         length = keys.num_tokens
     else:
@@ -326,6 +346,18 @@ def _lazy_request(
         chunk_tokens,
         ids,
     )
+
+
+def _known_keys(options: CallOptions) -> KeyPrefix | None:
+    """Return the keys that a call continues from, if they fit its prompt. ValueError."""
+    after = options.get("after") if options else None
+    if after is None:
+        return None
+    if not isinstance(after, Hit):
+        raise ValueError(
+            f"after = {after!r}: pass the hit of an earlier call, whose prompt this one continues"
+        )
+    return after.keys
 
 
 def _deadline_of(

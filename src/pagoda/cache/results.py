@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.metrics import Reason
+from pagoda.keys import KeyPrefix
 
 
 class Piece(NamedTuple):
@@ -51,6 +52,8 @@ class Hit:
         pieces: of a call with `pieces`: all stored tokens, ascending, also those behind the first
             missing chunk; of a retrieve, those that were loaded. Empty without `pieces`.
         behind_tokens: how many tokens of the pieces are behind the first missing chunk.
+        keys: of a prompt of more than a few chunks, the keys that were derived, for a call with
+            `after`.
     """
 
     num_tokens: int
@@ -62,6 +65,7 @@ class Hit:
     approximate: str = ""
     pieces: tuple[Piece, ...] = ()
     behind_tokens: int = 0
+    keys: KeyPrefix | None = field(default=None, repr=False)
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class Hit:
         approximate: str = "",
         pieces: tuple[Piece, ...] = (),
         behind_tokens: int = 0,
+        keys: KeyPrefix | None = None,
     ) -> None:
         """Make a hit. Written by hand, since a frozen dataclass takes three times as long."""
         self.__dict__.update(
@@ -86,6 +91,7 @@ class Hit:
             approximate=approximate,
             pieces=pieces,
             behind_tokens=behind_tokens,
+            keys=keys,
         )
 
     def __bool__(self) -> bool:
