@@ -808,7 +808,13 @@ class CachedModel(ModelFacade):
             tokens = row.tokens[: kv.num_tokens]
             items = row.items_in(len(tokens))
             answers.append(
-                ready.cache.store(tokens, kv, items=items, **ready.space)
+                ready.cache.store(
+                    tokens,
+                    kv,
+                    items=items,
+                    after=self._hit_before(),
+                    **ready.space,
+                )
             )
         return answers
 
@@ -1255,8 +1261,18 @@ class CachedModel(ModelFacade):
         if self._seen.copy_engine is None or len(rows) > 1:
             return None
         return ready.cache.lookup(
-            rows[0].tokens[:-1], pieces=pieces, **ready.space
+            rows[0].tokens[:-1],
+            pieces=pieces,
+            after=self._hit_before(),
+            **ready.space,
         )
+
+    def _hit_before(self) -> Hit | None:
+        """Return the last hit: the next turn of a conversation continues from its keys. Whatever
+        call it was of, the cache uses them only if they are right.
+        """
+        last = self.last
+        return last.hit if last is not None and last.hits else None
 
     def _begun(
         self, rows: list[BatchRow], looked: Hit, ready: _Ready
@@ -1404,12 +1420,22 @@ class CachedModel(ModelFacade):
         cache = ready.cache
         if looked is None:
             return cache.retrieve(
-                tokens, kv, items=items, pieces=pieces, **ready.space
+                tokens,
+                kv,
+                items=items,
+                pieces=pieces,
+                after=self._hit_before(),
+                **ready.space,
             )
         if not looked.behind_tokens:
             pieces = 0
         hit = cache.retrieve(
-            tokens, kv, counted=False, pieces=pieces, **ready.space
+            tokens,
+            kv,
+            counted=False,
+            pieces=pieces,
+            after=looked,
+            **ready.space,
         )
         if hit.num_tokens != looked.num_tokens:
             return hit
