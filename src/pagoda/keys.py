@@ -253,7 +253,7 @@ class PromptKeys(Sequence[bytes]):
         self._hasher = blake3()
         ids = None if after is None else self._continued(after)
         self.first_ids: Int32s = (
-            self._derive(min(self._count, _FIRST_WINDOW)) if ids is None else ids
+            self._derive(_first_window(self._count)) if ids is None else ids
         )
         """The ids of the chunks that are known at first."""
 
@@ -326,12 +326,21 @@ class PromptKeys(Sequence[bytes]):
         return ids
 
 
+def _first_window(count: int) -> int:
+    """Return how many of so many chunks are hashed first: all of a prompt for which one more
+    question to the tiers would take longer than to hash it.
+    """
+    return count if count <= _AT_ONCE else _FIRST_WINDOW
+
+
 def _bytes_of(ids: Int32s) -> memoryview:
     """Return the memory of ids, which is contiguous."""
     return ids.data.cast("B") if len(ids) else memoryview(b"")
 
 
-# how many chunks are hashed first; then always so many times as many
+# a prompt of up to so many chunks is hashed at once
+_AT_ONCE = 64
+# how many chunks of a longer one are hashed first; then always so many times as many
 _FIRST_WINDOW = 8
 _GROWTH = 8
 

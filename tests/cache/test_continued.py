@@ -202,7 +202,7 @@ def test_keys_of_another_cache_are_used_only_if_they_are_the_same(
                 hashed.clear()
                 assert two.lookup(NEXT, after=first).num_tokens == found
                 # a miss looks for its first chunk under other names, too
-                assert sum(hashed) in ((5,) if found else (8, 9))
+                assert sum(hashed) in ((5,) if found else (25, 26))
         # chunks of another length
         wide = KVLayout.opaque(2 * CHUNK, 16384, "tests of the cache")
         config = config_of(shm_root / "wide", None, chunk_tokens=2 * CHUNK)

@@ -11,10 +11,11 @@ import pytest
 from pagoda import keys as token_keys
 from pagoda.base.metrics import Reason
 from pagoda.keys import PromptKeys, chunk_keys
-from tests.cache.kit import CHUNK, NAMESPACE, cache_at, prompt, stored
+from tests.cache.kit import CHUNK, LAYOUT, NAMESPACE, cache_at, prompt, stored
 
 # longer than what is hashed at once
-LONG = 40
+LONG = 100
+ROOM = {"host_size": 256 * LAYOUT.slot_bytes}
 
 
 @pytest.mark.parametrize("chunks", [0, 0.5, 1, 7, 8, 9, 16.5, 17, 63, 64.5, 600])
@@ -42,14 +43,14 @@ def test_keys_in_windows_are_the_keys(
 
 
 @pytest.mark.parametrize("tiers", ["host", "disk", "both"])
-@pytest.mark.parametrize("have", [0, 1, 7, 8, 9, 16, 39, 40])
+@pytest.mark.parametrize("have", [0, 1, 7, 8, 9, 71, 72, 73, 99, 100])
 def test_a_long_prompt_is_found_as_far_as_it_is_stored(
     tmp_path: Path, shm_root: Path, tiers: str, have: int
 ) -> None:
     tokens = prompt(LONG)
     host = shm_root if tiers != "disk" else None
     disk = tmp_path if tiers != "host" else None
-    with cache_at(host, disk) as cache:
+    with cache_at(host, disk, **(ROOM if host else {})) as cache:
         stored(cache, tokens[: have * CHUNK])
         for asked in (tokens, tokens.tolist()):
             hit = cache.lookup(asked)
@@ -62,13 +63,13 @@ def test_a_run_goes_on_in_a_lower_tier_behind_the_first_chunks(
     tmp_path: Path, shm_root: Path
 ) -> None:
     tokens = prompt(LONG)
-    with cache_at(shm_root, tmp_path) as cache:
+    with cache_at(shm_root, tmp_path, **ROOM) as cache:
         stored(cache, tokens)
         cache._tiers.host.clear()  # type: ignore[union-attr]
         stored(cache, tokens[: 10 * CHUNK])
         assert cache.lookup(tokens).by_tier == {
             "host": 10 * CHUNK,
-            "disk": 30 * CHUNK,
+            "disk": 90 * CHUNK,
         }
 
 
@@ -83,7 +84,7 @@ def test_a_miss_hashes_a_few_chunks_only(
         return chain(ids, *more)
 
     monkeypatch.setattr(token_keys, "_chain", noted)
-    with cache_at(shm_root, None) as cache:
+    with cache_at(shm_root, None, **ROOM) as cache:
         tokens = np.arange(1_000_000, dtype=np.int32)
         for asked in (tokens, tokens.tolist()):
             hashed.clear()
@@ -99,7 +100,7 @@ def test_wrong_ids_are_refused_when_they_are_read(
     good = prompt(LONG).tolist()
     bad = good[:-CHUNK] + [wrong] * CHUNK
     says = "remove padding" if wrong < 0 else "over 2147483647"
-    with cache_at(shm_root, None) as cache:
+    with cache_at(shm_root, None, **ROOM) as cache:
         # nothing is stored, so the end of the prompt is not read
         assert cache.lookup(make(bad)).num_tokens == 0
         kv = stored(cache, np.asarray(good, np.int32))
@@ -116,7 +117,7 @@ def test_wrong_ids_are_refused_when_they_are_read(
 
 
 def test_tokens_may_change_when_a_future_was_returned(shm_root: Path) -> None:
-    with cache_at(shm_root, None) as cache:
+    with cache_at(shm_root, None, **ROOM) as cache:
         stored(cache, prompt(LONG))
         for _ in range(20):
             tokens = prompt(LONG)
@@ -129,5 +130,5 @@ def test_tokens_may_change_when_a_future_was_returned(shm_root: Path) -> None:
 def test_what_is_no_prompt_is_a_value_error(
     shm_root: Path, tokens: object
 ) -> None:
-    with cache_at(shm_root, None) as cache, pytest.raises(ValueError):
+    with cache_at(shm_root, None, **ROOM) as cache, pytest.raises(ValueError):
         cache.lookup(tokens)  # type: ignore[arg-type]
