@@ -456,9 +456,10 @@ class GhostTable:
         # for one key
         mark = int.from_bytes(key[:8], sys.byteorder)
         first = mark % len(self._marks) * WAYS
-        for row, other in enumerate(
-            self._mark[first : first + WAYS].tolist(), first
-        ):
+        marks = self._mark[first : first + WAYS].tolist()
+        if mark not in marks:
+            return None
+        for row, other in enumerate(marks, first):
             if other == mark and self.last_use[row] > 0:
                 return int(self._went[row]), int(self._reason[row])
         return None
