@@ -103,7 +103,8 @@ def _out_of_range(found: npt.NDArray[np.integer]) -> ValueError:
     )
 
 
-_PACKED_AT_ONCE = 4096
+# of a longer list, so many items are arguments of one call
+_PACKED_AT_ONCE = 65_536
 
 
 def _from_items(tokens: list[int] | tuple[int, ...]) -> npt.NDArray[np.integer]:
@@ -234,9 +235,12 @@ class PromptKeys(Sequence[bytes]):
         root: bytes,
         chunk_tokens: int,
         after: KeyPrefix | None = None,
+        keeps: bool = False,
     ) -> None:
         """Derive the first few keys, or continue from those of an earlier prompt, `after`, if this
         one begins with its chunks. Raises ValueError for bad ids.
+
+        `keeps`: a later prompt may continue from these keys: see `prefix`.
         """
         _check_chain(root, chunk_tokens)
         self._tokens: npt.NDArray[np.integer] | list[int] | tuple[int, ...]
@@ -250,7 +254,7 @@ class PromptKeys(Sequence[bytes]):
         self._root = root
         self._keys: list[bytes] = []
         # of the ids of all keys
-        self._hasher = blake3()
+        self._hasher = blake3() if keeps else None
         ids = None if after is None else self._continued(after)
         self.first_ids: Int32s = (
             self._derive(_first_window(self._count)) if ids is None else ids
@@ -272,8 +276,12 @@ class PromptKeys(Sequence[bytes]):
             self._derive(max(at + 1, known * _GROWTH))
         return self._keys[at:]
 
-    def prefix(self) -> KeyPrefix:
-        """Return the keys that are known, for a prompt that begins like this one."""
+    def prefix(self) -> KeyPrefix | None:
+        """Return the keys that are known, for a prompt that begins like this one; None unless they
+        are kept.
+        """
+        if self._hasher is None:
+            return None
         return KeyPrefix(
             self._root,
             self._chunk_tokens,
@@ -307,7 +315,8 @@ class PromptKeys(Sequence[bytes]):
         hasher = blake3(_bytes_of(ids))
         if hasher.digest() != after.digest:
             return None
-        self._hasher = hasher
+        if self._hasher is not None:
+            self._hasher = hasher
         self._keys = list(after.keys)
         return ids
 
@@ -318,10 +327,15 @@ class PromptKeys(Sequence[bytes]):
             last = count * self._chunk_tokens
         else:  # with the last chunk, what follows it
             last = self.num_tokens
-        ids = as_token_ids(self._tokens[known * self._chunk_tokens : last])
+        tokens = self._tokens
+        if known or last < self.num_tokens:
+            tokens = tokens[known * self._chunk_tokens : last]
+        ids = as_token_ids(tokens)
         parent = self._keys[-1] if known else self._root
         new = _chain(ids, parent, self._chunk_tokens, {})
-        self._hasher.update(_bytes_of(ids[: len(new) * self._chunk_tokens]))
+        if self._hasher is not None:
+            whole = ids[: len(new) * self._chunk_tokens]
+            self._hasher.update(_bytes_of(whole))
         self._keys += new
         return ids
 

@@ -65,7 +65,7 @@ def test_a_turn_derives_the_keys_of_its_new_chunks(
 ) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, NEXT)
-        first = cache.lookup(TURN)
+        first = cache.lookup(TURN, after=None)
         assert first.num_tokens == len(TURN)
         hashed.clear()
         second = cache.lookup(NEXT, after=first)
@@ -84,7 +84,7 @@ def test_a_turn_derives_the_keys_of_its_new_chunks(
 
 def test_a_hit_keeps_no_tokens(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
-        hit = cache.lookup(TURN)
+        hit = cache.lookup(TURN, after=None)
         assert hit.keys is not None
         parts = [*hit.keys, *hit.keys.keys]
         assert all(isinstance(one, bytes | int | tuple) for one in parts)
@@ -126,7 +126,7 @@ def test_a_changed_head_is_hashed_anew(shm_root: Path, edit: str) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, NEXT)
         stored(cache, tokens[: len(tokens) // CHUNK * CHUNK])
-        first = cache.lookup(TURN)
+        first = cache.lookup(TURN, after=None)
         for asked in (tokens, tokens.tolist()):
             with_after = cache.lookup(asked, after=first)
             assert answer(with_after) == answer(cache.lookup(asked))
@@ -154,7 +154,7 @@ def test_keys_of_another_namespace_are_not_used(
 ) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, NEXT)
-        first = cache.lookup(TURN)
+        first = cache.lookup(TURN, after=None)
         assert cache.lookup(NEXT, after=first, **options).num_tokens == 0  # type: ignore[arg-type]
         # and the other way round
         kv = kv_of(NEXT)
@@ -162,7 +162,7 @@ def test_keys_of_another_namespace_are_not_used(
         new = cache.store(NEXT, kv.transfer, after=first, **options)  # type: ignore[arg-type]
         assert new.num_chunks == LONG + 5
         assert cache.lookup(NEXT, **options).num_tokens == len(NEXT)  # type: ignore[arg-type]
-        other = cache.lookup(TURN, **options)  # type: ignore[arg-type]
+        other = cache.lookup(TURN, after=None, **options)  # type: ignore[arg-type]
         assert other.num_tokens == len(TURN)
         assert cache.lookup(NEXT, after=other).num_tokens == 0
         mine = cache.lookup(NEXT, after=other, **options)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def test_keys_of_weights_that_changed_meanwhile_are_not_used(
 ) -> None:
     with cache_at(shm_root, None) as cache:
         stored(cache, NEXT)
-        first = cache.lookup(TURN)
+        first = cache.lookup(TURN, after=None)
         cache.weights_changed()
         assert cache.lookup(NEXT, after=first).num_tokens == 0
         kv = kv_of(NEXT)
@@ -188,7 +188,7 @@ def test_keys_of_another_cache_are_used_only_if_they_are_the_same(
     other_layout = KVLayout.opaque(CHUNK, 8192, "another layout")
     with cache_at(shm_root, None) as one:
         stored(one, NEXT)
-        first = one.lookup(TURN)
+        first = one.lookup(TURN, after=None)
         others = {
             "model": (NAMESPACE.with_(model="another"), LAYOUT, 0),
             "dtype": (NAMESPACE.with_(kv_dtype="fp8"), LAYOUT, 0),
@@ -226,7 +226,7 @@ def test_a_key_scheme_of_the_caller_is_always_asked(shm_root: Path) -> None:
             key_scheme=scheme,
         ) as two,
     ):
-        two.lookup(NEXT, after=one.lookup(TURN))
+        two.lookup(NEXT, after=one.lookup(TURN, after=None))
         assert asked == [len(NEXT)]
 
 
@@ -236,7 +236,7 @@ def test_what_is_no_hit_is_refused(shm_root: Path, wrong: object) -> None:
         for call in (cache.lookup, cache.prefetch, cache.explain):
             with pytest.raises(ValueError, match="after"):
                 call(TURN, after=wrong)  # type: ignore[operator]
-        # of a short prompt there is nothing to continue from
+        # without the option there is nothing to continue from
         short = cache.lookup(TURN[:CHUNK])
         assert short.keys is None
         assert cache.lookup(TURN, after=short).num_tokens == 0

@@ -110,10 +110,10 @@ class Cache:
             weights.
         numerics: how the engine computes now ("autocast=bfloat16"), instead of the namespace's; ""
             is its defaults.
-        after: the hit of an earlier call, such as the last turn of a conversation: if this prompt
+        after: the hit of the turn before of a conversation, None in the first one: if this prompt
             begins with the same tokens, their keys are not derived again. Whatever differs (a
             token, the tenant, the adapter, the weights), all are: the answer is the same with and
-            without it.
+            without it. The hit has the keys for the next turn only if this option is given.
         tiers: the names of the only tiers to use.
         deadline_seconds: for the whole call; default: config.deadline_seconds without progress.
         limit_seconds: for the whole call, also while it makes progress; default: by the bytes of

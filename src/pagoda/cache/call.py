@@ -80,6 +80,7 @@ class CallOptions(TypedDict, total=False):
     limit_seconds: float | None
 
 
+_FALSE = bytes(1)  # all values of a mask of misses
 _OPTIONS = CallOptions.__optional_keys__
 # the keys of a prompt of so many chunks are derived at once
 _SHORT_CHUNKS = 16
@@ -156,8 +157,13 @@ class CacheRequest(NamedTuple):
         }
         start = self.first * self.chunk_tokens
         served = sum(tokens.values())
-        mask = np.zeros(self.length_tokens, np.bool_)
-        mask[start : start + served] = True
+        if served:
+            mask = np.zeros(self.length_tokens, np.bool_)
+            mask[start : start + served] = True
+        else:  # of a long prompt it would take longer than all else
+            mask = np.ndarray(
+                (self.length_tokens,), np.bool_, _FALSE, strides=(0,)
+            )
         return Hit(
             served,
             tokens,
@@ -256,16 +262,17 @@ def build_request(
     first = begin // chunk_tokens or origin
     if given is None:
         assert ids is not None
-        after = _known_keys(options)
-        if (
-            scheme is chunk_keys
-            and not items
-            and length > _SHORT_CHUNKS * chunk_tokens
-        ):
-            derived = PromptKeys(ids, namespace.root, chunk_tokens, after)
-            given = derived[:]
-            whole = derived
+        if "after" in options and scheme is chunk_keys and not items:
+            whole = PromptKeys(
+                ids,
+                namespace.root,
+                chunk_tokens,
+                _known_keys(options),
+                keeps=True,
+            )
+            given = whole[:]
         else:
+            _known_keys(options)
             given = scheme(ids, namespace.root, chunk_tokens, items)
     elif origin + len(given) > length // chunk_tokens:
         raise ValueError(
@@ -325,9 +332,14 @@ def _lazy_request(
         count = len(tokens)
     except TypeError:  # `as_token_ids` says what is wrong with it
         count = 0
-    if count > _SHORT_CHUNKS * chunk_tokens:
-        after = _known_keys(options)
-        keys = PromptKeys(tokens, namespace.root, chunk_tokens, after)
+    if count > _SHORT_CHUNKS * chunk_tokens or "after" in options:
+        keys = PromptKeys(
+            tokens,
+            namespace.root,
+            chunk_tokens,
+            _known_keys(options),
+            keeps="after" in options,
+        )
         ids = keys.first_ids
         length = keys.num_tokens
     else:
@@ -350,7 +362,7 @@ def _lazy_request(
 
 def _known_keys(options: CallOptions) -> KeyPrefix | None:
     """Return the keys that a call continues from, if they fit its prompt. ValueError."""
-    after = options.get("after") if options else None
+    after = options.get("after")
     if after is None:
         return None
     if not isinstance(after, Hit):

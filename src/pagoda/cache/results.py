@@ -52,8 +52,8 @@ class Hit:
         pieces: of a call with `pieces`: all stored tokens, ascending, also those behind the first
             missing chunk; of a retrieve, those that were loaded. Empty without `pieces`.
         behind_tokens: how many tokens of the pieces are behind the first missing chunk.
-        keys: of a prompt of more than a few chunks, the keys that were derived, for a call with
-            `after`.
+        keys: of a call with `after`, the keys that were derived, for the next one; it has no
+            tokens.
     """
 
     num_tokens: int
