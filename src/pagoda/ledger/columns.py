@@ -48,7 +48,7 @@ BARE = 1 << 63  # in the published generation of a slot that has no pages
 # up to this number of rows, a loop is cheaper than array operations, above all with cold CPU caches
 FEW = 4
 # the same where the array operations are many, and the loop reads and writes `Columns.cells`
-FEW_USED = 16
+FEW_USED = 32
 # the place of some columns in `Columns.cells`
 _LEASE_CELLS = 3
 PARENT_CELLS = 4
