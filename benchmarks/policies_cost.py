@@ -18,8 +18,9 @@ from harness import say, seconds_text
 
 from pagoda.keys import Namespace
 from pagoda.ledger import Ledger, Reserved, StoreSpec
-from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
+from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.eviction_policy import Evictor
+from pagoda.ledger.ghost_table import Marks
 
 _BATCH = 64
 _CHAIN = 512  # chunks of a prompt

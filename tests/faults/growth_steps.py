@@ -36,7 +36,7 @@ from blake3 import blake3
 from pagoda.base import store_place
 from pagoda.layout import KVLayout
 from pagoda.ledger import Reserved, admin, space_sharing
-from pagoda.ledger.columns import marks_of
+from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.stores_under_root import root_locked
 from pagoda.ledger.transaction import Transaction
 from pagoda.slab import MemorySlab
@@ -209,8 +209,11 @@ POINTS: dict[str, tuple[object, str]] = {
 # as names: a version that knows no such file imports this module too
 GHOST_POINTS = {
     "ghosts allocated": ("pagoda.ledger.ghost_pages", "allocate_range"),
-    "ghosts copied": ("pagoda.ledger.columns:GhostTable", "spread"),
-    "ghosts published": ("pagoda.ledger.columns:GhostTable", "drop_misplaced"),
+    "ghosts copied": ("pagoda.ledger.ghost_table:GhostTable", "spread"),
+    "ghosts published": (
+        "pagoda.ledger.ghost_table:GhostTable",
+        "drop_misplaced",
+    ),
 }
 
 

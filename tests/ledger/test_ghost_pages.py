@@ -22,13 +22,14 @@ from pagoda.ledger import (
     space_sharing,
     store_directory,
 )
-from pagoda.ledger.columns import WAYS, Columns, GhostTable, marks_of
+from pagoda.ledger.columns import Columns
 from pagoda.ledger.ghost_pages import (
     GhostPages,
     first_places,
     ghost_bytes,
     most_places,
 )
+from pagoda.ledger.ghost_table import WAYS, GhostTable, marks_of
 from pagoda.ledger.hint_pages import columns_in_memory
 from pagoda.ledger.store_state import COLUMNS, GHOSTS, read_state
 from pagoda.ledger.stores_under_root import (

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.ledger.columns import PER_SLOT, Columns, GhostTable, marks_of
+from pagoda.ledger.columns import PER_SLOT, Columns
+from pagoda.ledger.ghost_table import GhostTable, marks_of
 from tests.ledger.support import keys
 
 

@@ -45,7 +45,7 @@ from pagoda.kv_events.store_watch import StoreWatch
 from pagoda.kv_events.tier_difference import TierDifference
 from pagoda.ledger import Ledger, Outcome, Present, Reserved, queries
 from pagoda.ledger.chunk_notes import MOST_NOTE_BYTES, ChunkNotes
-from pagoda.ledger.columns import marks_of
+from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.store_state import TABLES
 
 log = guarded_logger("pagoda.events")

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from pagoda.kv_events.notes import ChunkNote, EventForm
 from pagoda.ledger import Ledger
 from pagoda.ledger.chunk_notes import ChunkNotes
-from pagoda.ledger.columns import NOT_READY, marks_of
+from pagoda.ledger.columns import NOT_READY
+from pagoda.ledger.ghost_table import marks_of
 
 # chunks reported at once: steps that hold the interpreter's lock for some 0.1 ms, with rests
 # between them

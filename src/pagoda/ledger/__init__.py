@@ -24,8 +24,8 @@ Modules, in the order in which a request reaches them:
     namespace_slots     which slots may have chunks of a namespace: hints for clears
     queries             what read transactions look up
     lmdb_tables         the LMDB tables: everything that must be right
-    columns             the mapped columns and ghosts: hints for policies, and the published
-                        generations
+    columns             the mapped columns: hints for policies, and the published generations
+    ghost_table         what is remembered of chunks that have gone
     ghost_pages         the file of the ghosts of a store that grows: as many as its slots need
     hint_pages          the memory of columns, counters and the like, and what a store on disk saves
                         of it

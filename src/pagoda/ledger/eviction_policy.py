@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from pagoda import policy as policies
 from pagoda.base.metrics import Reason
-from pagoda.ledger.columns import Columns, Marks
+from pagoda.ledger.columns import Columns
+from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.locks import DeadlineMissedError
 from pagoda.policy import HITS_CELLS, Newcomers
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from pagoda.base.errors import NoRoomError
 from pagoda.base.file_space import allocate_range, lengthen, opened, punch
-from pagoda.ledger.columns import GHOST_TYPES, WAYS, WIDTHS, GhostTable
+from pagoda.ledger.ghost_table import GHOST_TYPES, WAYS, WIDTHS, GhostTable
 
 _PAGE_BYTES = 4096
 

@@ -34,13 +34,13 @@ from pagoda.base.errors import NoRoomError, is_gone
 from pagoda.base.file_space import allocate, opened
 from pagoda.base.store_place import is_in_memory, require_free
 from pagoda.ledger.columns import (
-    LAST_STAMP,
     NOT_READY,
     Columns,
     bounded_ghosts,
     columns_bytes,
 )
 from pagoda.ledger.ghost_pages import GhostPages
+from pagoda.ledger.ghost_table import LAST_STAMP
 from pagoda.ledger.member_counters import COUNTERS_BYTES
 from pagoda.ledger.request_meters import METERS_BYTES
 from pagoda.ledger.store_state import (

@@ -41,9 +41,9 @@ from pagoda.ledger.columns import (
     NOT_READY,
     PARENT_CELLS,
     Columns,
-    marks_of,
 )
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
+from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.growth_thread import GrowthThread
 from pagoda.ledger.lmdb_tables import Meta, Tables, Txn
 from pagoda.ledger.locks import DeadlineMissedError, barrier

@@ -16,15 +16,9 @@ import lmdb
 import numpy as np
 
 from pagoda.base.metrics import Reason
-from pagoda.ledger.columns import (
-    BARE,
-    KEY_BYTES,
-    NO_PARENT,
-    NOT_READY,
-    Columns,
-    marks_of,
-)
+from pagoda.ledger.columns import BARE, KEY_BYTES, NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.eviction_policy import GHOST_REASONS
+from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.lmdb_tables import (
     HOLD,
     MEMBER,

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import UNSET
 
 from pagoda.cache.request_trace import Request
-from pagoda.ledger.columns import Marks
+from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.store_state import FIRST_OFFSET
 from pagoda.policy.request_hints import SHARED, RequestHint
 from pagoda.policy.reuse_context import Ending

@@ -20,8 +20,9 @@ from pagoda.ledger.allocation import (
     PRESENT_LEASE_SECONDS,
     STAMP_STEP,
 )
-from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns, Marks
+from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
+from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.transaction import BATCH
 from pagoda.policy.request_hints import RequestHint, RequestHints
 from pagoda.tiers.remote.redis import GHOST_SECONDS
