@@ -7,12 +7,13 @@ docs/design/benchmarks.md.
 
 from __future__ import annotations
 
-from blocks_books import admit_figure, tree_figures
+from blocks_books import admit_figure, step_figure, tree_figures
 from blocks_engine import engine_figures
 from ground import Part, main
 
 PARTS: dict[str, Part] = {
     "admit": admit_figure,
+    "step": step_figure,
     "tree": tree_figures,
     "engine": engine_figures,
 }

@@ -135,6 +135,65 @@ def _admit(
         manager.release("next")
 
 
+# ---- a decode step
+
+STEP_BLOCKS = (1024, 64 * 1024)
+_STEP_BLOCK_TOKENS = 16
+_STEPS = 200
+
+
+def step_figure(plan: Plan) -> list[Figure]:
+    """Time a decode step (`append`, `extend`, `computed` of one token) of a request of 1k and of
+    64k blocks.
+    """
+    watch = Watch()
+    for blocks in STEP_BLOCKS:
+        manager, tokens = _decoding(blocks, _STEPS * (1 + max(9, plan.rounds)))
+        name = f"{blocks:,} blocks"
+        for turn in range(1 + max(9, plan.rounds)):
+            clock = watch if turn else Watch()
+            with clock.on(name):
+                for _ in range(_STEPS):
+                    tokens += 1
+                    manager.append("runs", [1])
+                    manager.extend("runs", tokens)
+                    manager.computed("runs", tokens)
+        manager.check()
+    short, long = (f"{blocks:,} blocks" for blocks in STEP_BLOCKS)
+    ratios = [
+        after / before
+        for before, after in zip(
+            watch.processor[short], watch.processor[long], strict=True
+        )
+    ]
+    told = ", ".join(
+        f"{name} {seconds_text(statistics.median(each) / _STEPS)}"
+        for name, each in watch.processor.items()
+    )
+    return [
+        Figure(
+            "decode_step_growth",
+            statistics.median(ratios),
+            1.5,
+            "times",
+            {"times": ratios, "processor_seconds": watch.processor},
+            f"processor time of {_STEPS} steps; one step: {told}",
+        )
+    ]
+
+
+def _decoding(blocks: int, steps: int) -> tuple[BlockManager, int]:
+    """Return a manager with a request that has computed `blocks` blocks, and its tokens."""
+    manager = BlockManager(
+        blocks + 1 + steps // _STEP_BLOCK_TOKENS, _STEP_BLOCK_TOKENS
+    )
+    tokens = blocks * _STEP_BLOCK_TOKENS
+    manager.add("runs", np.zeros(tokens, np.int32))
+    manager.admit("runs")
+    manager.computed("runs", tokens)
+    return manager, tokens
+
+
 # ---- a million nodes
 
 

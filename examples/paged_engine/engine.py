@@ -342,7 +342,7 @@ class Engine:
                 return False
             answer = self.manager.extend(seq.id, len(seq.tokens))
             if isinstance(answer, Extended):
-                seq.table = answer.table
+                seq.table += answer.added
             elif isinstance(answer, Waiting):
                 self._move(answer.plan)
                 seq.blocked = answer.tickets

@@ -18,6 +18,7 @@ from pagoda.blocks import (
     Admitted,
     BlockManager,
     Direction,
+    Extended,
     Plan,
     Settled,
     Waiting,
@@ -224,7 +225,7 @@ class Engine:
         self.requests[name].tokens += tokens
         self.manager.append(name, tokens)
         assert isinstance(
-            self.manager.extend(name, len(self.requests[name].tokens)), tuple
+            self.manager.extend(name, len(self.requests[name].tokens)), Extended
         )
 
     def finish(self, name: str, **options: bool) -> Settled:

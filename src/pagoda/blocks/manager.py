@@ -225,13 +225,16 @@ class BlockManager:
     ) -> Extended | Waiting | NoRoom:
         """Give an admitted request blocks for `num_tokens` tokens in total. All or nothing, like
         `admit`.
+
+        Its cost is that of the blocks it adds, whatever the length of the table.
         """
         request = self._admitted_request(request_id)
+        table = request.table
         new = blocks_for(
             _count("num_tokens", num_tokens), self.block_tokens
-        ) - len(request.table)
+        ) - len(table)
         if new <= 0:
-            return Extended(list(request.table), 0)
+            return Extended([], table, len(table))
         shortage = self._allocator.shortage(new, evict=evict)
         if shortage is not None:
             return shortage
@@ -240,8 +243,8 @@ class BlockManager:
             return waiting
         blocks = self._pool.allocate(new)
         assert blocks is not None, "make_room() has freed them"
-        request.table += blocks
-        return Extended(list(request.table), new)
+        table += blocks
+        return Extended(blocks, table, len(table))
 
     def computed(self, request_id: str, num_tokens: int) -> None:
         """Report that the first `num_tokens` tokens have their KV: whole blocks can be hit from now
@@ -650,7 +653,7 @@ def _gauges(state: BlockAllocator) -> dict[str, int]:
     """
     orphans = sum(move.size for move in state.moves.loads() if move.cancelled)
     own_blocks = sum(
-        len(request.own_blocks) for request in state.requests.values()
+        request.num_own_blocks for request in state.requests.values()
     )
     return {
         "total": state.pool.total,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import NamedTuple
 
@@ -80,11 +81,27 @@ class Admitted(NamedTuple):
     waits: frozenset[int]
 
 
-class Extended(NamedTuple):
-    """A request has the blocks it asked for."""
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """A request has the blocks it asked for: `added` are those at the end of its table.
 
-    table: list[int]
-    new: int  # blocks added at the end
+    One step of a long request adds at most a block, so append `added` to a table of your own.
+    """
+
+    added: list[int]
+    # the request's own list, which only grows while the request is admitted
+    _blocks: list[int] = field(repr=False)
+    _length: int
+
+    @property
+    def new(self) -> int:
+        """How many blocks were added."""
+        return len(self.added)
+
+    @property
+    def table(self) -> list[int]:
+        """All blocks in order: a copy, made each time this is read."""
+        return self._blocks[: self._length]
 
 
 class Waiting(NamedTuple):

@@ -74,6 +74,11 @@ class RequestState:
         """The blocks that belong to this request and not to the tree."""
         return self.duplicates + self.table[self.num_in_tree :]
 
+    @property
+    def num_own_blocks(self) -> int:
+        """How many blocks belong to this request and not to the tree."""
+        return len(self.duplicates) + len(self.table) - self.num_in_tree
+
     def append(self, tokens: TokenIds, items: Iterable[Item] = ()) -> None:
         """Add tokens; hashes only the new ones. Raises ValueError, and changes nothing, for bad ids
         or items.
