@@ -121,11 +121,12 @@ def test_one_flipped_bit_anywhere_is_a_miss(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.TORN])
 def test_a_read_that_fails_is_a_miss_and_the_entry_goes(
-    tmp_path: Path, fault: Fault
+    tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(2)
     store(tier, keys)
+    match = tier.ledger.match_prefix(keys)
     slab.fail_next("read", fault)
     assert ends(tier.load(keys, [room(), room()], namespace=ROOT)) == [
         Done(False, Reason.IO_ERROR),
@@ -133,6 +134,14 @@ def test_a_read_that_fails_is_a_miss_and_the_entry_goes(
     ]
     assert not tier.contains(keys[0])
     assert tier.stats()["miss_io_error"] == 1
+    # the removal is published like any other
+    places = zip(match.slots.tolist(), match.generations.tolist(), strict=True)
+    assert [tier.ledger.is_published(*place) for place in places] == [
+        False,
+        True,
+    ]
+    assert tier.ledger.explain_miss(keys[0]).reason is Reason.FAILED_CHECK
+    assert "ValueError" not in caplog.text
     check(tier)
     tier.close()
 

@@ -1402,8 +1402,8 @@ class Ledger:
         reason: Reason,
         deadline_seconds: float = 1.0,
     ) -> bool:
-        """Remove a chunk that failed a check, if the entry still names that slot and generation;
-        counted.
+        """Remove a chunk that failed a check or cannot be read, if the entry still names that slot
+        and generation; counted.
         """
         if reason is Reason.FAILED_CHECK:
             self.count({"failed_checks": 1})
@@ -1412,7 +1412,8 @@ class Ledger:
             key=key,
             slot=slot,
             generation=generation,
-            reason=reason,
+            # what is remembered of it: IO_ERROR would say that the tables did not answer
+            reason=reason if reason in GHOST_REASONS else Reason.FAILED_CHECK,
         )
         try:
             return self.session.write(drop, deadline_seconds, frees=True)
