@@ -41,3 +41,19 @@ def test_a_wait_ends_when_one_comes_back() -> None:
     patience = Patience(50)
     assert staging.acquire(100) is first
     assert not patience.ended, patience.said()
+
+
+def test_several_buffers_are_those_that_are_free() -> None:
+    staging = StagingPool(64 << 20)
+    first = staging.acquire()
+    assert first is not None
+    some = staging.acquire_some(99, 60.0)
+    assert len(some) == staging.count - 1
+    assert staging.in_use == staging.count
+    assert staging.acquire_some(2, 0.01) == []
+    staging.release(first)
+    (again,) = staging.acquire_some(2, 60.0)
+    assert again is first
+    for buffer in (*some, again):
+        staging.release(buffer)
+    assert staging.in_use == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from pagoda.ledger import Ledger, StoreSpec, admin
 from pagoda.policy.hindsight import _SharedValues
 from pagoda.testing import FakeClock, Fault, FaultySlab
 from pagoda.tiers import DiskTier, HostTier
+from pagoda.tiers.disk import DiskWorker
+from pagoda.tiers.io_queue import WriteRequest
 from testbed.patience import Patience, wait_until
 from tests.cache.kit import (
     CHUNK,
@@ -464,6 +467,45 @@ def test_a_store_without_a_host_tier_is_bounded_by_its_buffers(
         assert cache.flush(100)
         assert cache.stats()["staging_buffers"] == 0
         assert served(cache, tokens)[0].num_tokens == 30 * CHUNK
+
+
+def test_small_chunks_without_a_host_slot_are_handed_over_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one batch: a wake-up, two transactions and a write for all of them."""
+    batches = list[int]()
+    save = DiskWorker.save
+
+    def counted(self: DiskWorker, writes: Sequence[WriteRequest]) -> None:
+        batches.append(len(writes))
+        save(self, writes)
+
+    monkeypatch.setattr(DiskWorker, "save", counted)
+    with cache_at(None, tmp_path) as cache:
+        first = prompt(4)
+        tokens = prompt(12)
+        assert stored(cache, first).same(kv_of(first))
+        assert cache.flush(100)
+        assert cache.store(tokens, kv_of(tokens).transfer) == (8, 128, 4, 0, None)
+        assert cache.flush(100)
+        assert batches == [4, 8]
+        assert cache.stats()["staging_buffers"] == 0
+        assert served(cache, tokens)[0].num_tokens == 12 * CHUNK
+
+
+def test_a_copy_into_buffers_that_fails_keeps_none_of_them(
+    tmp_path: Path,
+) -> None:
+    with cache_at(None, tmp_path) as cache:
+        tokens = prompt(12)
+
+        class Failing(Watching):
+            def before(self) -> None:
+                raise RuntimeError("the engine's memory is gone")
+
+        cache.store(tokens, Failing(kv_of(tokens).transfer))
+        assert cache.stats()["staging_buffers"] == 0
+        assert served(cache, tokens)[0].num_tokens == 0
 
 
 def test_close_writes_what_a_store_without_a_host_tier_said_it_keeps(

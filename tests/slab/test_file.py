@@ -358,3 +358,15 @@ def test_threads_read_what_they_wrote(slab: FileSlab) -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def test_adjacent_slots_are_read_together(slab: FileSlab) -> None:
+    pages = [aligned(slab.slot_bytes) for _ in range(3)]
+    for n, page in enumerate(pages):
+        page[:] = n + 1
+    slab.write(1, pages, 3)
+    found = [aligned(slab.slot_bytes) for _ in range(3)]
+    slab.read(1, found, 3)
+    assert [page.tolist() for page in found] == [page.tolist() for page in pages]
+    with pytest.raises(ValueError, match="outside"):
+        slab.read(slab.slots - 2, found, 3)

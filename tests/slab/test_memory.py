@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import ClosedError, StoreError
-from pagoda.slab import PAGE_BYTES, MemorySlab, aligned
+from pagoda.slab import PAGE_BYTES, MemorySlab, address, aligned
 from pagoda.slab.linux_mmap import populate
 from testbed.patience import Patience
 
@@ -164,3 +164,11 @@ def test_aligned_buffers_begin_with_a_page(nbytes: int) -> None:
     assert buffer.shape == (nbytes,)
     assert buffer.dtype == np.uint8
     assert buffer.ctypes.data % PAGE_BYTES == 0
+
+
+def test_the_address_of_any_buffer() -> None:
+    whole = aligned(8192)
+    view = whole.view()
+    view.flags.writeable = False
+    for buffer in (whole, whole[100:], whole[::2], view[8:], whole[5:5]):
+        assert address(buffer) == buffer.ctypes.data

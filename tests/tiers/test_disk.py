@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagoda.base.metrics import Reason
-from pagoda.ledger import admin
+from pagoda.ledger import Ledger, admin
 from pagoda.ledger.clears_and_labels import read_labels
 from pagoda.slab import FileSlab
 from pagoda.testing import Fault
@@ -149,7 +149,7 @@ def test_a_read_of_a_queued_chunk_does_not_outlive_its_write(
     assert all(oks(tier.save([write.chunk], ROOT)))
     write.future.set_result(Done(True))
     write.chunk.payload.fill(0xEE)
-    tier._pool.queue.add_read(read)  # ... and has its turn only now
+    tier._pool.queue.add_reads([read])  # ... and has its turn only now
     assert read.future.result(SECONDS).ok
     assert is_right(key, read.buffer)
     tier.close()
@@ -286,6 +286,56 @@ def test_small_chunks_are_written_many_at_once(
     store(tier, keys)
     assert (batches, calls) == ([12], [24])
     assert all(right(tier, key) for key in keys)
+    tier.close()
+
+
+def test_neighbours_are_read_by_one_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one wake-up, and one question whether they are still there."""
+    calls = list[int]()
+    asked = list[int]()
+    move = FileSlab._readv
+    are_valid = Ledger.are_valid
+
+    def counted_move(
+        self: FileSlab, views: Sequence[memoryview], offset: int
+    ) -> int:
+        calls.append(len(views))
+        return move(self, views, offset)
+
+    def counted_question(
+        self: Ledger, places: Sequence[tuple[int, int]]
+    ) -> list[bool]:
+        asked.append(len(places))
+        return are_valid(self, places)
+
+    tier = open_disk(tmp_path, slots=512, io_threads=2)
+    keys = keys_of(12)
+    store(tier, keys)
+    monkeypatch.setattr(FileSlab, "_readv", counted_move)
+    monkeypatch.setattr(Ledger, "are_valid", counted_question)
+    buffers = [room() for _ in keys]
+    # two cannot be used by the slab
+    buffers[3] = np.empty(LAYOUT.chunk_bytes, np.uint8)
+    buffers[7] = np.empty(LAYOUT.chunk_bytes, np.uint8)
+    assert all(oks(tier.load(keys, buffers, namespace=ROOT)))
+    assert all(map(is_right, keys, buffers))
+    assert (calls, asked) == ([24], [12])
+    tier.close()
+
+
+def test_a_run_of_reads_is_not_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_RUN_BYTES", 3 * LAYOUT.slot_bytes)
+    tier = open_disk(tmp_path, slots=512, io_threads=2)
+    assert tier._store.run_chunks == 3
+    keys = keys_of(7)
+    store(tier, keys)
+    buffers = [room() for _ in keys]
+    assert all(oks(tier.load(keys, buffers, namespace=ROOT)))
+    assert all(map(is_right, keys, buffers))
     tier.close()
 
 

@@ -26,6 +26,7 @@ from tests.tiers.tools import (
     check,
     chunks_of,
     ends,
+    is_right,
     keys_of,
     oks,
     open_disk,
@@ -143,6 +144,94 @@ def test_a_read_that_fails_is_a_miss_and_the_entry_goes(
     assert tier.ledger.explain_miss(keys[0]).reason is Reason.FAILED_CHECK
     assert "ValueError" not in caplog.text
     check(tier)
+    tier.close()
+
+
+def test_a_damaged_chunk_fails_alone_among_its_neighbours(
+    tmp_path: Path,
+) -> None:
+    """Each chunk of a run is verified by itself: its header, its checksum and its generation."""
+    tier = open_disk(tmp_path, slots=512, direct=False)
+    keys = keys_of(8)
+    store(tier, keys)
+    match = tier.ledger.match_prefix(keys)
+    slots = match.slots.tolist()
+    assert slots == list(range(slots[0], slots[0] + 8))
+    file = slot_file(tier)
+    file[slots[1], HEADER_BYTES + 77] ^= 1  # its payload
+    file[slots[3]] = file[slots[2]]  # its neighbour's chunk
+    file[slots[5], 100] ^= 1  # its header
+    buffers = [room() for _ in keys]
+    done = ends(tier.load(keys, buffers, namespace=ROOT))
+    failed = Done(False, Reason.FAILED_CHECK)
+    assert done == [failed if n in (1, 3, 5) else Done(True) for n in range(8)]
+    assert all(is_right(keys[n], buffers[n]) for n in (0, 2, 4, 6, 7))
+    assert [tier.contains(key) for key in keys] == [one.ok for one in done]
+    assert tier.stats()["failed_checks"] == 3
+    check(tier)
+    tier.close()
+
+
+def test_neighbours_of_a_bad_sector_are_read(tmp_path: Path) -> None:
+    tier, slab = open_faulty(tmp_path, slots=512)
+    keys = keys_of(8)
+    store(tier, keys)
+    slab.fail_next("read", Fault.EIO, skip=3)
+    buffers = [room() for _ in keys]
+    done = ends(tier.load(keys, buffers, namespace=ROOT))
+    assert done == [
+        Done(False, Reason.IO_ERROR) if n == 3 else Done(True) for n in range(8)
+    ]
+    assert all(is_right(keys[n], buffers[n]) for n in range(8) if n != 3)
+    assert tier.stats()["miss_io_error"] == 1
+    check(tier)
+    tier.close()
+
+
+@pytest.mark.parametrize("what", ["clear", "remove", "reuse"])
+def test_what_goes_while_a_run_is_read_is_not_served(
+    tmp_path: Path, what: str
+) -> None:
+    """The tables are asked after the last chunk of the run was read."""
+    tier, slab = open_faulty(tmp_path, slots=64, io_threads=2)
+    assert tier._store.run_chunks >= 4
+    keys = keys_of(4)
+    store(tier, keys)
+    # the last read of the run; the chunks before it have been read
+    slab.fail_next("read", Fault.HANG, skip=3)
+    loading = tier.load(keys, [room() for _ in keys], namespace=ROOT)
+    assert slab.hanging.wait(SECONDS)
+    if what == "clear":
+        tier.clear(ROOT)
+    else:
+        assert tier.remove(keys[1])
+    if what == "reuse":
+        store(tier, keys_of(61, chain=5))
+    slab.release()
+    done = [one.ok for one in ends(loading)]
+    assert done == [what != "clear" and n != 1 for n in range(4)]
+    assert tier.stats()["failed_checks"] == 0
+    tier.close()
+
+
+def test_a_clear_while_a_batch_is_written_is_heeded(tmp_path: Path) -> None:
+    """What waits in buffers is asked for together: before, after the checksums, after the write."""
+    tier, slab = open_faulty(tmp_path, slots=512)
+    keys = keys_of(6)
+    for asked_before in range(4):
+        answers = iter([True] * asked_before + [False])
+        writes = slab.calls["write"]
+        saving = tier.save(
+            chunks_of(keys, still_valid=lambda a=answers: next(a)),  # type: ignore[misc]
+            ROOT,
+        )
+        if asked_before == 3:
+            assert all(oks(saving))  # the commit has decided
+            break
+        assert ends(saving) == [Done(False, Reason.STALE)] * 6
+        assert slab.calls["write"] == writes + 6 * (asked_before == 2)
+        assert tier.find(keys) == 0
+        assert check(tier)["free"] == tier.ledger.slots
     tier.close()
 
 

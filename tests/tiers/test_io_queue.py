@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pagoda.base.metrics import Reason
 from pagoda.tiers.base import Done
-from pagoda.tiers.io_queue import IoQueue, ReadRequest, WriteRequest
+from pagoda.tiers.io_queue import (
+    IoQueue,
+    ReadRequest,
+    WriteRequest,
+    valid_writes,
+)
 from testbed.patience import Patience, wait_until
 from tests.tiers.tools import (
     LAYOUT,
@@ -43,8 +48,8 @@ def test_reads_come_before_writes_and_each_kind_in_order() -> None:
         assert added(queue, each) is each
     reads = [read(5), read(6)]
     for one in reads:
-        assert queue.add_read(one) is None
-    assert [queue.take(2), queue.take(2)] == reads
+        assert queue.add_reads([one]) == [None]
+    assert [queue.take(2), queue.take(2)] == [[one] for one in reads]
     assert queue.take(2) == writes[:2]
     assert queue.take(2) == writes[2:]
 
@@ -111,7 +116,7 @@ def test_the_newest_write_is_refused_until_one_has_ended() -> None:
 
 def test_reads_are_bounded_too() -> None:
     queue = IoQueue(2, read_chunks=2)
-    assert [queue.add_read(read(n)) for n in range(3)] == [
+    assert queue.add_reads([read(n) for n in range(3)]) == [
         None,
         None,
         Reason.QUEUE_FULL,
@@ -168,12 +173,11 @@ def test_reads_of_one_chunk_share_one_flight_and_all_get_the_bytes() -> None:
     leader = read(0)
     follower = read(0)
     other = read(1)
-    for each in (leader, follower, other):
-        queue.add_read(each)
-    assert queue.take(1) is leader
-    assert queue.take(1) is other
+    queue.add_reads([leader, follower, other])
+    assert queue.take(1) == [leader]
+    assert queue.take(1) == [other]
     leader.buffer[:] = payload_of(KEYS[0])
-    queue.finish_read(leader, OK, LAYOUT.chunk_bytes)
+    queue.finish_reads([(leader, OK)], LAYOUT.chunk_bytes)
     assert follower.future.result(0) == OK
     assert is_right(KEYS[0], follower.buffer)
     assert queue.outstanding() == (0, 1)
@@ -183,12 +187,12 @@ def test_who_follows_shares_a_failure_too() -> None:
     queue = IoQueue(2)
     leader = read(0)
     follower = read(0)
-    queue.add_read(leader)
-    queue.add_read(follower)
-    queue.finish_read(leader, Done(False, Reason.IO_ERROR), LAYOUT.chunk_bytes)
+    queue.add_reads([leader, follower])
+    failed = Done(False, Reason.IO_ERROR)
+    queue.finish_reads([(leader, failed)], LAYOUT.chunk_bytes)
     assert follower.future.result(0) == Done(False, Reason.IO_ERROR)
     again = read(0)
-    queue.add_read(again)
+    queue.add_reads([again])
     assert not again.future.done()
 
 
@@ -236,12 +240,12 @@ def test_close_hands_back_what_had_not_begun() -> None:
     added(queue, begun)
     queue.take(1)
     added(queue, waiting)
-    queue.add_read(one)
+    queue.add_reads([one])
     assert queue.close() == ([waiting], [one])
     assert queue.close() == ([], [])
     assert queue.take(1) is None
     assert added(queue, write(2)) is Reason.CLOSED
-    assert queue.add_read(read(2)) is Reason.CLOSED
+    assert queue.add_reads([read(2)]) == [Reason.CLOSED]
 
 
 def test_close_wakes_who_waits_for_work() -> None:
@@ -260,8 +264,8 @@ def test_a_thread_that_waits_for_work_sleeps_when_work_ends() -> None:
     reading = read(2)
     assert added(queue, mine) is mine
     assert queue.take(1) == [mine]
-    assert queue.add_read(reading) is None
-    assert queue.take(1) is reading
+    assert queue.add_reads([reading]) == [None]
+    assert queue.take(1) == [reading]
     worker = threading.Thread(target=queue.take, args=(1,))
     waiter = threading.Thread(target=queue.wait, args=(None, 60.0))
     worker.start()
@@ -271,10 +275,104 @@ def test_a_thread_that_waits_for_work_sleeps_when_work_ends() -> None:
     )
     (waiting,) = queue._changed._waiters
     queue.finish_writes([(mine, OK)])
-    queue.finish_read(reading, OK, 0)
+    queue.finish_reads([(reading, OK)], 0)
     waiter.join(60.0)
     assert not waiter.is_alive()
     assert list(queue._changed._waiters) == [waiting]
     queue.close()
     worker.join(60.0)
     assert not worker.is_alive()
+
+
+def placed(n: int, slot: int) -> ReadRequest:
+    return ReadRequest(KEYS[n], n, ROOT, room(), (slot, 1))
+
+
+def test_reads_of_adjacent_slots_are_taken_together() -> None:
+    queue = IoQueue(8, run_chunks=3)
+    slots = [4, 5, 7, 8, 9, 10, 12, 11]
+    reads = [placed(n, slot) for n, slot in enumerate(slots)]
+    assert queue.add_reads(reads) == [None] * 8
+    runs: list[list[ReadRequest]] = []
+    queue.read_all(runs.append)
+    assert runs == [reads[:2], reads[2:5], reads[5:6], reads[6:7], reads[7:]]
+
+
+def test_what_is_read_elsewhere_joins_no_run() -> None:
+    queue = IoQueue(8, run_chunks=8)
+    queued = read(1)
+    queued.source = write(1)
+    reads = [placed(0, 4), queued, placed(2, 6), read(3), read(4)]
+    queue.add_reads(reads)
+    assert [queue.take(1) for _ in reads] == [[each] for each in reads]
+
+
+def test_one_thread_is_woken_for_each_run() -> None:
+    queue = IoQueue(8, run_chunks=2)
+    threads = [
+        threading.Thread(target=queue.take, args=(1,), daemon=True)
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(queue._changed._waiters) == 4)
+    # two of one run, one that is full, and one in another place; the last follows the first
+    reads = [placed(0, 4), placed(1, 5), placed(2, 6), placed(3, 20)]
+    queue.add_reads([*reads, placed(0, 4)])
+    assert len(queue._changed._waiters) == 1
+    wait_until(lambda: not queue._reads)
+    queue.close()
+
+
+def test_threads_are_woken_for_as_many_writes_as_one_takes() -> None:
+    queue = IoQueue(8, fewest_writes=2)
+    threads = [
+        threading.Thread(target=queue.take, args=(2, 3, 2), daemon=True)
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(queue._changed._waiters) == 3)
+    queue.add_writes([write(n) for n in range(3)])
+    assert len(queue._changed._waiters) == 1
+    wait_until(lambda: not queue._writes)
+    queue.close()
+
+
+def test_the_first_chunk_of_a_run_ends_last() -> None:
+    """Who waits for it finds the others there, and waits once."""
+    queue = IoQueue(8, run_chunks=8)
+    reads = [placed(n, n) for n in range(4)]
+    follower = placed(2, 2)
+    queue.add_reads([*reads, follower])
+    assert queue.take(1) == reads
+    ended: list[ReadRequest] = []
+    for each in (*reads, follower):
+        each.future.add_done_callback(lambda _, each=each: ended.append(each))  # type: ignore[misc]
+    failed = Done(False, Reason.FAILED_CHECK)
+    dones = [OK, failed, OK, OK]
+    reads[2].buffer[:] = payload_of(KEYS[2])
+    queue.finish_reads(list(zip(reads, dones, strict=True)), LAYOUT.chunk_bytes)
+    assert ended == [reads[3], follower, reads[2], reads[1], reads[0]]
+    assert [each.future.result(0) for each in reads] == dones
+    assert follower.future.result(0) == OK
+    assert is_right(KEYS[2], follower.buffer)
+    assert queue.outstanding() == (0, 0)
+
+
+def test_what_several_writes_share_is_asked_once() -> None:
+    asked: list[str] = []
+
+    def source(name: str, valid: bool) -> Callable[[], bool]:
+        return lambda: bool(asked.append(name)) or valid
+
+    shared = source("shared", True)
+    sources = [shared, shared, source("gone", False), shared, shared]
+    writes = [
+        WriteRequest(chunks_of(KEYS[n : n + 1], n, each)[0], ROOT, None)
+        for n, each in enumerate(sources)
+    ]
+    writes[3].cancelled = Reason.REMOVED
+    writes[4].future.set_result(OK)
+    assert valid_writes(writes) == set(writes[:2])
+    assert asked == ["shared", "gone"]

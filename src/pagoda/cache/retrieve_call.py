@@ -895,14 +895,11 @@ class StagingDestination:
         """Acquire free buffers; wait only for the first one, and only if no read of this call is in
         flight.
         """
-        buffers: list[LoadBuffer] = []
-        for _ in range(begin, end):
-            wait = self._deadline.remaining() if may_wait and not buffers else 0.0
-            buffer = self._staging.acquire(wait)
-            if buffer is None:
-                break
-            buffers.append(LoadBuffer(buffer, None, [buffer]))
-        return buffers
+        wait = self._deadline.remaining() if may_wait else 0.0
+        return [
+            LoadBuffer(buffer, None, [buffer])
+            for buffer in self._staging.acquire_some(end - begin, wait)
+        ]
 
     def commit(self, buffers: Sequence[LoadBuffer]) -> int:
         """Return how many of the leading buffers are valid: all."""

@@ -62,6 +62,21 @@ class StagingPool:
                     timeout=min(deadline.remaining(), _LOOK_SECONDS)
                 )
 
+    def acquire_some(self, count: int, timeout: float) -> list[Bytes]:
+        """Return up to `count` buffers; wait up to `timeout` seconds for the first, and for no
+        other.
+        """
+        buffers: list[Bytes] = []
+        with contextlib.suppress(queue.Empty):
+            while len(buffers) < count:
+                buffers.append(self._free.get_nowait())
+        while len(buffers) < count:
+            buffer = self.acquire(0.0 if buffers else timeout)
+            if buffer is None:
+                break
+            buffers.append(buffer)
+        return buffers
+
     def release(self, buffer: Bytes) -> None:
         """Put a buffer back into the pool."""
         self._free.put(buffer)

@@ -7,7 +7,7 @@ and enqueues the chunks for the lower tiers in each `WriteBackQueue`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 from pagoda.base.clock import Deadline
@@ -28,6 +28,9 @@ from pagoda.tiers.base import Bytes
 
 # the longest total wait for buffers, for chunks that the host's policy refuses
 _MOMENT_SECONDS = 0.05
+# What is copied into staging buffers before the tiers get it: for small chunks, a note and a batch
+# of each tier for all of them.
+_GROUP_BYTES = 1 << 20
 # the states of a chunk
 _LEFT = 0
 _NEW = 1
@@ -283,26 +286,30 @@ class StoreCall:
         have = max(begin, min(ends.values()))
         refusing = set[str]()
         self._note_present_below(begin, have)
-        for i in range(have, len(request.keys)):
-            if self._fate[i] != _LEFT:
+        at = have
+        while at < len(request.keys):
+            if self._fate[at] != _LEFT:
+                at += 1
                 continue
-            self._admit_ahead(i, ends, refusing)
-            if all(end <= i for end in ends.values()):
+            self._admit_ahead(at, ends, refusing)
+            if all(end <= at for end in ends.values()):
                 return Reason.NOT_ADMITTED
             if self._deadline.passed:
                 return Reason.DEADLINE
-            buffer = self._staging.acquire(patience.remaining())
-            if buffer is None:
+            group = self._group(at, ends)
+            buffers = self._staging.acquire_some(len(group), patience.remaining())
+            if not buffers:
                 return Reason.QUEUE_FULL
             self._stage(
-                i,
-                buffer,
+                group[: len(buffers)],
+                buffers,
                 {
                     tier: self._stamps[tier]
                     for tier, end in ends.items()
-                    if end > i
+                    if end > at
                 },
             )
+            at += len(buffers)
             self._deadline.progress()
             latest = self._sent[-self._staging.count :]
             reasons = (staged.refused for _, staged in latest)
@@ -353,26 +360,44 @@ class StoreCall:
             for queue in self._queues:
                 queue.note_access(access)
 
+    def _group(self, at: int, ends: Mapping[str, int]) -> range:
+        """Return the chunks from `at` on that are staged together: adjacent ones, for the same
+        tiers, of not too many bytes.
+        """
+        stop = min(
+            at + max(1, _GROUP_BYTES // self._staging.nbytes),
+            len(self._request.keys),
+            *(end for end in ends.values() if end > at),
+        )
+        here = next((i for i in range(at, stop) if self._fate[i] != _LEFT), stop)
+        return range(at, here)
+
     def _stage(
-        self, index: int, buffer: Bytes, stamps: Mapping[str, int | None]
+        self,
+        group: range,
+        buffers: Sequence[Bytes],
+        stamps: Mapping[str, int | None],
     ) -> None:
-        """Copy one chunk into a buffer and enqueue it for the tiers in `stamps`."""
+        """Copy adjacent chunks into buffers and enqueue them for the tiers in `stamps`."""
         request = self._request
         filled = False
         try:
-            self._kv.to_slots(request.starts(index, index + 1), [buffer])
+            self._kv.to_slots(request.starts(group.start, group.stop), buffers)
             filled = True
         finally:
             if not filled:
-                self._staging.release(buffer)
-        staged = StagedChunk(
-            self._staging, buffer, len(stamps), self._not_cleared
-        )
-        self._fate[index] = _NEW
-        self._sent.append((index, staged))
-        ref = chunk_ref(request, index, staged=staged)
+                for buffer in buffers:
+                    self._staging.release(buffer)
+        refs: list[ChunkRef] = []
+        for index, buffer in zip(group, buffers, strict=True):
+            staged = StagedChunk(
+                self._staging, buffer, len(stamps), self._not_cleared
+            )
+            self._fate[index] = _NEW
+            self._sent.append((index, staged))
+            refs.append(chunk_ref(request, index, staged=staged))
         for queue in self._queues:
-            queue.enqueue(request.namespace.root, [ref], stamps)
+            queue.enqueue(request.namespace.root, refs, stamps)
 
     def _collect_refused(self) -> Reason | None:
         """Note which chunks no tier below has stored; return the reason of the first."""

@@ -222,6 +222,8 @@ class WriteBackQueue:
         # limit
         self._waiting = self._buffered = 0
         self._writing = 0  # chunks that the tier is writing
+        # the thread waits until no more than these are being written; -1: it does not wait
+        self._awaited = -1
         self._working = False  # the thread is working on a note
         # write_back: by slot
         self._dirty: dict[int, tuple[ChunkRef, _WriteBatch]] = {}
@@ -615,9 +617,11 @@ class WriteBackQueue:
         most = self._most_writing - len(piece)
         with self._changed:
             if self._writing > most:
+                self._awaited = most
                 self._changed.wait_for(
                     lambda: self._closed or self._writing <= most, _WRITE_SECONDS
                 )
+                self._awaited = -1
         try:
             leased = self._lease(piece)
             chunks = self._chunks(piece)
@@ -701,7 +705,9 @@ class WriteBackQueue:
         finally:
             with self._changed:
                 self._writing -= 1
-                self._changed.notify_all()
+                # a call that flushes waits for the last one
+                if not self._writing or self._writing <= self._awaited:
+                    self._changed.notify_all()
 
     # -- what the tier has -------------------------------------------------------------------------
 

@@ -9,7 +9,10 @@ versions, a chunk of format 2 is another version's: a miss that stays in the sto
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +36,10 @@ _CHECKSUM = slice(_FIELDS.size, _FIELDS.size + 16)
 # xxh3_64 over all other bytes of the page
 _OWN = slice(_CHECKSUM.stop, _CHECKSUM.stop + 8)
 _LAST = struct.Struct("<Q32s")  # stored_bytes and parent, after the checksums
+_NO_PARENT = bytes(32)
 
 Page = npt.NDArray[np.uint8] | memoryview | bytes
+_Values: TypeAlias = tuple[int | str | bytes, ...]
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,7 @@ class Header:
         return self.stored_bytes if self.codec in LOSSY else self.length
 
 
-@dataclass(frozen=True, kw_only=True)
-class Expected:
+class Expected(NamedTuple):
     """What a reader expects of a stored chunk; None: any value."""
 
     store_id: bytes | None = None
@@ -90,6 +94,12 @@ class Expected:
 
 
 _NAMES = tuple(field.name for field in fields(Header))
+assert Expected._fields == _NAMES
+# The values of a header in this order. A reader compares them without making a `Header`.
+_values: Callable[[object], _Values] = attrgetter(*_NAMES)
+_CODEC = _NAMES.index("codec")
+_LENGTH = _NAMES.index("length")
+_STORED = _NAMES.index("stored_bytes")
 
 
 def seal(
@@ -128,7 +138,12 @@ def parse(page: Page) -> Header | None:
     """Return the header in `page`, or None if it is not PagodaKV's or a byte of it is damaged;
     needs no payload.
     """
-    view = _view(page)
+    values = _parsed(_view(page))
+    return None if values is None else Header(*values)  # type: ignore[arg-type]
+
+
+def _parsed(view: memoryview) -> _Values | None:
+    """Return the values of the header in a page, in the order of its fields."""
     if not _is_whole(view):
         return None
     _, format_, size, *numbers, codec, layout, sequence = _FIELDS.unpack_from(
@@ -143,8 +158,13 @@ def parse(page: Page) -> Header | None:
     if (format_ == FORMAT_LOSSY) != (names[0] in LOSSY):
         return None
     stored, parent = _LAST.unpack_from(view, _OWN.stop)
-    values = *numbers, *names, sequence, stored, parent if any(parent) else b""
-    return Header(*values)
+    return (
+        *numbers,
+        *names,
+        sequence,
+        stored,
+        b"" if parent == _NO_PARENT else parent,
+    )
 
 
 def is_foreign(page: Page) -> bool:
@@ -163,10 +183,17 @@ def agrees(found: Header, expected: Header | Expected) -> bool:
     """Whether a header has all values of `expected`, and a known codec. Does not check the
     payload.
     """
-    pairs = ((getattr(expected, name), getattr(found, name)) for name in _NAMES)
-    return found.codec in CODECS and all(
-        want is None or want == value for want, value in pairs
-    )
+    return _agree(_values(found), expected)
+
+
+def _agree(found: _Values, expected: Header | Expected) -> bool:
+    wanted = expected if isinstance(expected, Expected) else _values(expected)
+    if found[_CODEC] not in CODECS:
+        return False
+    for want, value in zip(wanted, found, strict=True):
+        if want is not None and want != value:
+            return False
+    return True
 
 
 def verify(
@@ -178,18 +205,15 @@ def verify(
     `data` is the payload; with a lossy codec, the stored bytes. Fields are compared before the data
     is read, so a wrong chunk costs no checksum. An unknown codec fails.
     """
-    found = parse(page)
-    if (
-        found is None
-        or found.checked_bytes > data.nbytes
-        or not agrees(found, expected)
-    ):
-        return Reason.FAILED_CHECK
     view = _view(page)
-    if (
-        _data_checksum(view[: _FIELDS.size], data, found.checked_bytes)
-        != view[_CHECKSUM]
-    ):
+    found = _parsed(view)
+    if found is None:
+        return Reason.FAILED_CHECK
+    checked = found[_STORED if found[_CODEC] in LOSSY else _LENGTH]
+    assert isinstance(checked, int)
+    if checked > data.nbytes or not _agree(found, expected):
+        return Reason.FAILED_CHECK
+    if _data_checksum(view[: _FIELDS.size], data, checked) != view[_CHECKSUM]:
         return Reason.FAILED_CHECK
     return None
 
@@ -199,7 +223,7 @@ def _pack(header: Header) -> bytes:
         ("store_id", header.store_id, 16),
         ("namespace", header.namespace, 32),
         ("key", header.key, 32),
-        ("parent", header.parent or bytes(32), 32),
+        ("parent", header.parent or _NO_PARENT, 32),
     ):
         if len(value) != size:
             raise ValueError(f"{name} has {size} bytes, got {len(value)}")

@@ -1267,24 +1267,35 @@ class Ledger:
 
     def is_valid(self, slot: int, generation: int) -> bool:
         """Return for one slot what `still_valid` returns for many."""
-        if self.on_disk:
-            matched = self._matched
-            # no transaction since the chunk was found: nothing has changed
-            if (
-                matched.holds(slot, generation)
-                and self.session.last_transaction() == matched.transaction
-            ):
-                return True
-            try:
-                return self.session.read(
-                    lambda txn, tables: queries.is_current(
-                        txn, tables, slot, generation
-                    ),
-                    _VALID_SECONDS,
-                )
-            except (UnavailableError, ClosedError):
-                return False
-        return self.is_published(slot, generation)
+        return (
+            self.are_valid([(slot, generation)])[0]
+            if self.on_disk
+            else self.is_published(slot, generation)
+        )
+
+    def are_valid(self, places: Sequence[tuple[int, int]]) -> list[bool]:
+        """Return for a few slots, with their generations, what `still_valid` returns for arrays.
+
+        For a store on disk it reads the tables only if there was a transaction since the chunks
+        were found.
+        """
+        if not self.on_disk:
+            return [self.is_published(*place) for place in places]
+        matched = self._matched
+        # no transaction since the chunks were found: nothing has changed
+        if (
+            all(matched.holds(*place) for place in places)
+            and self.session.last_transaction() == matched.transaction
+        ):
+            return [True] * len(places)
+        slots, generations = zip(*places, strict=True)
+        current = partial(
+            queries.are_current, slots=slots, generations=generations
+        )
+        try:
+            return self.session.read(current, _VALID_SECONDS)
+        except (UnavailableError, ClosedError):
+            return [False] * len(places)
 
     def is_published(self, slot: int, generation: int) -> bool:
         """Return whether a slot is published with that generation; for a store on disk a hint.

@@ -262,12 +262,6 @@ def are_current(
     ]
 
 
-def is_current(txn: Txn, tables: Tables, slot: int, generation: int) -> bool:
-    """Return for one slot what `are_current` returns for many, in less time."""
-    row = txn.get(SLOT_KEY.pack(slot), db=tables.slots)
-    return row is not None and bool(SLOT.unpack(row)[0] == generation)
-
-
 def backing(txn: Txn, tables: Tables) -> tuple[Meta, list[int]]:
     """Return the totals, and the bare slots in order."""
     bare = [

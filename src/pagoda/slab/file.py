@@ -68,9 +68,12 @@ class FileSlab:
         self._lock = threading.Lock()
         self._calls = set()
 
-    def read(self, slot: int, buffers: Sequence[Bytes]) -> None:
-        """Fill `buffers` in order from the start of `slot`; OSError if not all bytes were read."""
-        views = self._views(slot, buffers)
+    def read(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> None:
+        """Fill `buffers` in order from the start of `slot`; OSError if not all bytes were read.
+
+        With `slots` above 1 they are for adjacent slots, and fill all but the last.
+        """
+        views = self._views(slot, buffers, slots)
         offset = slot * self.slot_bytes
         with self._open_fd() as fd:
             self._move_all(self._readv, views, offset)

@@ -5,6 +5,7 @@ Called by `HostTier`; calls `linux_mmap` and `pinned`.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -48,8 +49,12 @@ def aligned(nbytes: int) -> Bytes:
 
 def address(buffer: Bytes) -> int:
     """Return the address of a buffer, at a fraction of the cost of `buffer.ctypes`."""
-    begin: int = buffer.__array_interface__["data"][0]
-    return begin
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        # empty, read-only or with gaps
+        begin: int = buffer.__array_interface__["data"][0]
+        return begin
 
 
 class Lender(Protocol):

@@ -63,8 +63,8 @@ class FaultySlab(FileSlab):
         self.hanging = threading.Event()  # set once a call hangs
         self._released = threading.Event()
         self._plans: dict[str, list[_Planned]] = {name: [] for name in CALLS}
-        # by slot: what its next write finds
-        self._judged: dict[int, _Planned | None] = {}
+        # by call and slot: what its next one finds
+        self._judged: dict[tuple[str, int], _Planned | None] = {}
         self._plan_lock = threading.Lock()
         self._shorten = threading.local()
 
@@ -106,12 +106,9 @@ class FaultySlab(FileSlab):
         """Let all calls continue that hang now or later."""
         self._released.set()
 
-    def read(self, slot: int, buffers: Sequence[Bytes]) -> None:
-        """As FileSlab.read, with the planned faults."""
-        plan = self._next("read")
-        self._run(plan, buffers, lambda part: FileSlab.read(self, slot, part))
-        if plan is not None and plan.fault is Fault.BIT_FLIP:
-            _flip(buffers, plan.at)
+    def read(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> None:
+        """As FileSlab.read, with the planned faults; a call for several slots as in `write`."""
+        self._each("read", slot, buffers, slots, self._read_slot)
 
     def write(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> None:
         """As FileSlab.write, with the planned faults.
@@ -119,25 +116,41 @@ class FaultySlab(FileSlab):
         A call for several slots counts as one for each of them, and ends at the first that fails.
         The faults of those until then are found again by the next call for each.
         """
+        self._each("write", slot, buffers, slots, self._write_slot)
+
+    def _each(
+        self,
+        call: str,
+        slot: int,
+        buffers: Sequence[Bytes],
+        slots: int,
+        move: Callable[[int, Sequence[Bytes], _Planned | None], None],
+    ) -> None:
         each = len(buffers) // slots
-        plans: dict[int, _Planned | None] = {}
+        plans: dict[tuple[str, int], _Planned | None] = {}
         for n in range(slots):
-            plans[slot + n] = self._plan_of(slot + n)
+            plan = self._plan_of(call, slot + n)
+            plans[call, slot + n] = plan
             try:
-                self._write_slot(
-                    slot + n, buffers[n * each : (n + 1) * each], plans[slot + n]
-                )
+                move(slot + n, buffers[n * each : (n + 1) * each], plan)
             except OSError:
                 if slots > 1:
                     with self._plan_lock:
                         self._judged.update(plans)
                 raise
 
-    def _plan_of(self, slot: int) -> _Planned | None:
+    def _plan_of(self, call: str, slot: int) -> _Planned | None:
         with self._plan_lock:
-            if slot in self._judged:
-                return self._judged.pop(slot)
-        return self._next("write")
+            if (call, slot) in self._judged:
+                return self._judged.pop((call, slot))
+        return self._next(call)
+
+    def _read_slot(
+        self, slot: int, buffers: Sequence[Bytes], plan: _Planned | None
+    ) -> None:
+        self._run(plan, buffers, lambda part: FileSlab.read(self, slot, part))
+        if plan is not None and plan.fault is Fault.BIT_FLIP:
+            _flip(buffers, plan.at)
 
     def _write_slot(
         self, slot: int, buffers: Sequence[Bytes], plan: _Planned | None

@@ -38,6 +38,7 @@ from pagoda.tiers.io_queue import (
     ReadRequest,
     WorkerBackend,
     WriteRequest,
+    valid_writes,
 )
 from pagoda.tiers.ledger_tier import LedgerTier, discard_unused, opened_store
 
@@ -48,6 +49,8 @@ BATCH_CHUNKS = 16
 BATCH_BYTES = 64 << 20
 # smaller batches are written by one thread, and to adjacent slots by one call
 _CALL_BYTES = 4 << 20
+# What one call reads of adjacent slots: little, since its first chunk waits for its last.
+_RUN_BYTES = 1 << 20
 _ADMISSIONS = 256  # the number of runs whose admission is remembered
 _ADMIT_CHUNKS = 64  # how many the policy is asked about at once
 # the wait for an answer that only saves work; a save must not wait longer
@@ -427,6 +430,9 @@ class DiskStore(WorkerBackend):
         self.fewest_chunks = max(
             1, min(self.batch_chunks, _CALL_BYTES // self.slot_bytes)
         )
+        self.run_chunks = max(
+            1, min(self.fewest_chunks, _RUN_BYTES // self.slot_bytes)
+        )
 
     def reset(self) -> None:
         """Create the locks: a thread of a parent process may have held the old ones."""
@@ -532,7 +538,7 @@ class DiskWorker(IoWorker):
     def __init__(self, store: DiskStore, queue: IoQueue) -> None:
         super().__init__(store, queue)
         self._store = store
-        # of the chunks that one call writes; a load uses the first of them
+        # of the chunks that one call writes or reads
         self._header_pages = list(
             aligned(store.fewest_chunks * HEADER_BYTES).reshape(-1, HEADER_BYTES)
         )
@@ -540,41 +546,80 @@ class DiskWorker(IoWorker):
 
     # ---- loading ---------------------------------------------------------------------------------
 
+    def _load_run(self, reads: Sequence[ReadRequest]) -> list[Reason | None]:
+        if not isinstance(reads[0].source, tuple):
+            return super()._load_run(reads)
+        reasons = self._load_slots(reads)
+        return [
+            self._load_again(read, reason) if reason is Reason.EVICTED else reason
+            for read, reason in zip(reads, reasons, strict=True)
+        ]
+
     def _load(self, read: ReadRequest) -> Reason | None:
-        in_slot = isinstance(read.source, tuple)
-        reason = self._load_slot(read) if in_slot else Reason.EVICTED
-        if reason is not Reason.EVICTED:
-            return reason
-        # The chunk left its slot while the read waited, or moved from the queue into a slot: look
-        # it up again, once.
+        # a chunk that was queued when it was looked up
+        return self._load_again(read, None)
+
+    def _load_again(
+        self, read: ReadRequest, reason: Reason | None
+    ) -> Reason | None:
+        """Look a chunk up again, once: it left its slot while the read waited, or moved from the
+        queue into a slot.
+
+        `reason`: why the first read failed.
+        """
         match = self._store.ledger.match_prefix(
             [read.key], start=read.position, namespace=read.namespace, asked=False
         )
         if not len(match.slots):
-            return reason if in_slot else match.reason
+            return match.reason if reason is None else reason
         read.source = int(match.slots[0]), int(match.generations[0])
-        return self._load_slot(read)
+        return self._load_slots([read])[0]
 
-    def _load_slot(self, read: ReadRequest) -> Reason | None:
-        assert isinstance(read.source, tuple)
+    def _load_slots(self, reads: Sequence[ReadRequest]) -> list[Reason | None]:
+        """Fill the buffers of reads of adjacent slots by one call, and verify each chunk by
+        itself.
+        """
         store = self._store
-        header = self._header_pages[0]
-        (slot, generation) = read.source
         if store.resting:
-            return Reason.TIER_SKIPPED
-        direct = store.can_use(read.buffer)
-        payload = (
-            read.buffer[: store.slot_bytes] if direct else self._spare_payload(0)
-        )
-        try:
-            store.slab.read(slot, [header, payload])
-        except OSError as error:
-            return self._drop_entry(
-                read, store.record_error(error, f"reading slot {slot}")
+            return [Reason.TIER_SKIPPED] * len(reads)
+        places = [_place(read) for read in reads]
+        pages: list[tuple[Bytes, Bytes]] = []
+        for row, read in enumerate(reads):
+            payload = (
+                read.buffer[: store.slot_bytes]
+                if store.can_use(read.buffer)
+                else self._spare_payload(row)
             )
+            pages.append((self._header_pages[row], payload))
+        slot = places[0][0]
+        try:
+            store.slab.read(
+                slot, [page for pair in pages for page in pair], len(reads)
+            )
+        except OSError as error:
+            if len(reads) > 1:  # each slot alone: a bad sector affects only one
+                return [self._load_slots([read])[0] for read in reads]
+            return [
+                self._drop_entry(
+                    reads[0], store.record_error(error, f"reading slot {slot}")
+                )
+            ]
         store.breaker.record_success()
-        if not store.ledger.is_valid(slot, generation):
-            return Reason.EVICTED
+        # asked once, after all of them were read
+        valid = store.ledger.are_valid(places)
+        return [
+            self._verify(read, header, payload) if there else Reason.EVICTED
+            for read, there, (header, payload) in zip(
+                reads, valid, pages, strict=True
+            )
+        ]
+
+    def _verify(
+        self, read: ReadRequest, header: Bytes, payload: Bytes
+    ) -> Reason | None:
+        """Compare header and checksum of a chunk that was read, and deliver it."""
+        store = self._store
+        slot, generation = _place(read)
         expected = codec.Expected(
             store_id=store.ledger.store_id,
             slot=slot,
@@ -598,7 +643,7 @@ class DiskWorker(IoWorker):
                 message = f"slot {slot} was written by another version"
                 return store.log_reason(Reason.FAILED_CHECK, message)
             return self._drop_entry(read, Reason.FAILED_CHECK)
-        if not direct and not store.is_lossy:
+        if not store.is_lossy and not np.may_share_memory(payload, read.buffer):
             np.copyto(
                 read.buffer[: store.chunk_bytes], payload[: store.chunk_bytes]
             )
@@ -606,8 +651,7 @@ class DiskWorker(IoWorker):
 
     def _drop_entry(self, read: ReadRequest, reason: Reason) -> Reason:
         """Remove an entry that cannot be served from the ledger, unless it has changed since."""
-        assert isinstance(read.source, tuple)
-        self._store.ledger.remove_exact(read.key, *read.source, reason)
+        self._store.ledger.remove_exact(read.key, *_place(read), reason)
         return reason
 
     # ---- saving ----------------------------------------------------------------------------------
@@ -638,10 +682,11 @@ class DiskWorker(IoWorker):
         reserved: dict[WriteRequest, Reserved] = {}
         try:
             with store.in_turn(writes[0].batch):
+                valid = valid_writes(writes)
                 for write in writes:
                     if store.resting:
                         results[write] = self._dropped(Reason.TIER_SKIPPED)
-                    elif not write.is_valid():
+                    elif write not in valid:
                         results[write] = self._dropped(
                             write.cancelled or Reason.STALE
                         )
@@ -753,13 +798,16 @@ class DiskWorker(IoWorker):
             )
             header = self._header_pages[row]
             codec.seal(described, payload, header)
-            # Up to this line the payload was the key's chunk, and so is everything that matches the
-            # checksum.
-            if write.is_valid():
-                sealed.append(_Sealed(reserved.slot, write, (header, payload)))
-            else:
-                results[write] = self._dropped(write.cancelled or Reason.STALE)
-        return sorted(sealed)  # by slot
+            sealed.append(_Sealed(reserved.slot, write, (header, payload)))
+        # Up to this line the payloads were the keys' chunks, and so is everything that matches the
+        # checksums.
+        valid = valid_writes([one.write for one in sealed])
+        for one in sealed:
+            if one.write not in valid:
+                results[one.write] = self._dropped(
+                    one.write.cancelled or Reason.STALE
+                )
+        return sorted(one for one in sealed if one.write in valid)  # by slot
 
     def _write(
         self, sealed: Sequence[_Sealed], results: dict[WriteRequest, Done]
@@ -795,8 +843,9 @@ class DiskWorker(IoWorker):
                     )
                 continue
             store.breaker.record_success()
+            valid = valid_writes([one.write for one in run])
             for one in run:
-                if not one.write.is_valid():
+                if one.write not in valid:
                     results[one.write] = self._dropped(
                         one.write.cancelled or Reason.STALE
                     )
@@ -852,6 +901,12 @@ class DiskWorker(IoWorker):
     def _dropped(self, reason: Reason) -> Done:
         self._store.ledger.count({f"drop_{reason}": 1})
         return Done(False, reason)
+
+
+def _place(read: ReadRequest) -> tuple[int, int]:
+    """Return the slot and the generation of the chunk to read."""
+    assert isinstance(read.source, tuple)
+    return read.source
 
 
 def _follows(write: WriteRequest, before: WriteRequest) -> bool:

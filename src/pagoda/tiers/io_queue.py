@@ -11,7 +11,7 @@ import heapq
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -86,6 +86,23 @@ class WriteRequest:
         return self.is_valid()
 
 
+def valid_writes(writes: Sequence[WriteRequest]) -> set[WriteRequest]:
+    """Return those of these writes that are valid. What several chunks share, such as the last
+    clear, is asked once.
+    """
+    answers: dict[int, bool] = {}
+    valid = set[WriteRequest]()
+    for write in writes:
+        if write.cancelled is not None or write.future.done():
+            continue
+        source = write.chunk.still_valid
+        if id(source) not in answers:
+            answers[id(source)] = source()
+        if answers[id(source)]:
+            valid.add(write)
+    return valid
+
+
 # Where a chunk is: in the payload of a save while the save is valid, or in a slot (slot,
 # generation); None: not known
 Source: TypeAlias = WriteRequest | tuple[int, int] | None
@@ -104,16 +121,35 @@ class ReadRequest:
     followers: list[ReadRequest] = field(default_factory=list)
     stamp: int = field(default_factory=time.monotonic_ns)
 
+    def is_next_to(self, before: ReadRequest) -> bool:
+        """Whether the chunk is in the slot after that of `before`."""
+        return (
+            isinstance(self.source, tuple)
+            and isinstance(before.source, tuple)
+            and self.source[0] == before.source[0] + 1
+        )
+
 
 class IoQueue:
     """Holds reads and writes from their request to their end. Thread-safe; no I/O under its lock.
 
-    At most `write_chunks` writes and `read_chunks` reads are outstanding: queued or running.
+    At most `write_chunks` writes and `read_chunks` reads are outstanding: queued or running. A
+    worker takes up to `run_chunks` reads at once, if they are next to each other in the queue and
+    in the store. `fewest_writes`: how many writes any worker takes at once if there are so many;
+    None: some workers only read.
     """
 
-    def __init__(self, write_chunks: int, read_chunks: int = 4096) -> None:
+    def __init__(
+        self,
+        write_chunks: int,
+        read_chunks: int = 4096,
+        run_chunks: int = 1,
+        fewest_writes: int | None = None,
+    ) -> None:
+        self._fewest_writes = fewest_writes
         self._write_chunks = write_chunks
         self._read_chunks = read_chunks
+        self._run_chunks = run_chunks
         # the locks are never held together; `_ended` only wakes `wait`
         self._changed = Condition()
         self._ended = Condition()
@@ -155,31 +191,53 @@ class IoQueue:
                     self._outstanding_writes[write.chunk.key] = write
                     self._writes.append(write)
                     added.append(write)
-            # some of the waiting threads only read, so one is not enough
-            self._changed.notify_all()
+            if self._fewest_writes is None:
+                # some of the waiting threads only read, so one is not enough
+                self._changed.notify_all()
+            else:
+                self._changed.notify(-(-len(self._writes) // self._fewest_writes))
         return added
 
-    def add_read(self, read: ReadRequest) -> Reason | None:
-        """Queue a read, or attach it to a queued read of the same chunk. Return why it was refused,
-        or None.
+    def add_reads(self, reads: Sequence[ReadRequest]) -> list[Reason | None]:
+        """Queue several reads before a worker can take any of them, or attach them to queued reads
+        of the same chunks. Return for each why it was refused, or None.
         """
+        refused: list[Reason | None] = []
+        runs = 0
+        run: list[ReadRequest] = []
         with self._changed:
-            if self._closed:
-                return Reason.CLOSED
-            if self._read_count >= self._read_chunks:
-                return Reason.QUEUE_FULL
-            flight = read.key, read.position, read.namespace
-            leader = self._leaders.get(flight)
-            # No signal handler runs from here to the end of the append, so either all of this
-            # happens or nothing.
-            self._read_count += 1
-            if leader is None:
-                self._leaders[flight] = read
-                self._reads.append(read)
-            else:
-                leader.followers.append(read)
-            self._changed.notify_all()
-            return None
+            try:
+                for read in reads:
+                    if self._closed:
+                        refused.append(Reason.CLOSED)
+                        continue
+                    if self._read_count >= self._read_chunks:
+                        refused.append(Reason.QUEUE_FULL)
+                        continue
+                    refused.append(None)
+                    flight = read.key, read.position, read.namespace
+                    leader = self._leaders.get(flight)
+                    if leader is None:
+                        if not self._joins(read, run):
+                            run = []
+                            runs += 1
+                        run.append(read)
+                    # No signal handler runs from here to the end of the append, so either all of
+                    # this happens or nothing.
+                    self._read_count += 1
+                    if leader is None:
+                        self._leaders[flight] = read
+                        self._reads.append(read)
+                    else:
+                        leader.followers.append(read)
+            finally:
+                # any thread serves reads: one for each run
+                self._changed.notify(runs)
+        return refused
+
+    def _joins(self, read: ReadRequest, run: Sequence[ReadRequest]) -> bool:
+        """Whether a worker takes a read together with the reads before it."""
+        return 0 < len(run) < self._run_chunks and read.is_next_to(run[-1])
 
     def has_room(self) -> bool:
         """Return whether a write could be queued now."""
@@ -247,8 +305,8 @@ class IoQueue:
 
     def take(
         self, most_writes: int, shares: int = 1, fewest_writes: int = 1
-    ) -> ReadRequest | list[WriteRequest] | None:
-        """Wait for work; return the next read, or the oldest writes. None: closed.
+    ) -> list[ReadRequest] | list[WriteRequest] | None:
+        """Wait for work; return the next run of reads, or the oldest writes. None: closed.
 
         Takes at most 1/`shares` of the queued writes, or `fewest_writes` if that is more. With
         `most_writes` 0, waits for reads only.
@@ -265,7 +323,7 @@ class IoQueue:
                     self._delayed[0][0] - now if self._delayed else None
                 )
             if self._reads:
-                return self._reads.popleft()
+                return self._take_run()
             if self._closed:
                 return None
             share = max(fewest_writes, -(-len(self._writes) // shares))
@@ -275,6 +333,14 @@ class IoQueue:
             for write in batch:
                 write.batch = self._batch
             return batch
+
+    def _take_run(self) -> list[ReadRequest]:
+        """Take the next reads of adjacent slots. Called with the lock."""
+        reads = self._reads
+        run = [reads.popleft()]
+        while reads and self._joins(reads[0], run):
+            run.append(reads.popleft())
+        return run
 
     def put_back(self, write: WriteRequest, seconds: float) -> bool:
         """Queue again, after some seconds, a write that a worker has taken. False: closed."""
@@ -286,16 +352,16 @@ class IoQueue:
                 self._changed.notify_all()
             return not self._closed
 
-    def read_all(self, load: Callable[[ReadRequest], None]) -> None:
-        """Call `load` for each read that is queued. A worker calls it before each write, so that
-        reads go first.
+    def read_all(self, load: Callable[[list[ReadRequest]], None]) -> None:
+        """Call `load` for each run of reads that is queued. A worker calls it before each write, so
+        that reads go first.
         """
         while True:
             with self._changed:
-                read = self._reads.popleft() if self._reads else None
-            if read is None:
+                run = self._take_run() if self._reads else None
+            if run is None:
                 return
-            load(read)
+            load(run)
 
     def finish_writes(self, ends: Sequence[tuple[WriteRequest, Done]]) -> None:
         """End some writes; may be called again. A key is no longer in flight when its future is
@@ -311,22 +377,29 @@ class IoQueue:
             if not write.future.done():
                 write.future.set_result(done)
 
-    def finish_read(self, read: ReadRequest, done: Done, nbytes: int) -> None:
-        """End a read. Its followers get their copies first, because afterwards its buffer is the
-        caller's again.
+    def finish_reads(
+        self, ends: Sequence[tuple[ReadRequest, Done]], nbytes: int
+    ) -> None:
+        """End some reads. Their followers get their copies first, because afterwards their buffers
+        are the callers' again.
+
+        The last future is done first: who waits for the first chunk of a run finds all others.
         """
+        ended: list[tuple[ReadRequest, Done]] = []
         with self._changed:
-            del self._leaders[read.key, read.position, read.namespace]
-            followers = read.followers
+            for read, done in ends:
+                del self._leaders[read.key, read.position, read.namespace]
+                ended += [(each, done) for each in (read, *read.followers)]
+        for read, done in ends:
+            if done.ok:
+                for follower in read.followers:
+                    np.copyto(follower.buffer[:nbytes], read.buffer[:nbytes])
             read.followers = []
-        if done.ok:
-            for follower in followers:
-                np.copyto(follower.buffer[:nbytes], read.buffer[:nbytes])
         with self._changed:
-            self._read_count -= 1 + len(followers)
+            self._read_count -= len(ended)
         with self._ended:
             self._ended.notify_all()
-        for each in (read, *followers):
+        for each, done in reversed(ended):
             each.future.set_result(done)
 
     def wait(self, keys: Iterable[bytes] | None, timeout: float) -> bool:
@@ -365,6 +438,8 @@ class WorkerBackend(ABC):
     batch_chunks = 1  # how many writes a worker takes at once
     # the least that a worker takes, even if none are left for other workers
     fewest_chunks = 1
+    # how many reads of adjacent slots a worker takes at once
+    run_chunks = 1
     reader_threads = 0  # threads that only read
     count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 
@@ -408,24 +483,45 @@ class IoWorker(ABC):
         self._backend = backend
         self._queue = queue
 
-    def load(self, read: ReadRequest) -> None:
-        """Do one read and end its future, whatever happens."""
+    def load(self, reads: Sequence[ReadRequest]) -> None:
+        """Do reads that were taken together and end their futures, whatever happens."""
         nbytes = self._backend.chunk_bytes
-        source = read.source
         try:
-            copied = isinstance(source, WriteRequest) and source.copy_to(
-                read, nbytes
-            )
-            reason = None if copied else self._load(read)
+            reasons = self._load_run(reads)
         except Exception as error:  # noqa: BLE001
-            # a background thread: the error becomes the future's value
-            reason = self._backend.record_error(error, "a load")
-        if reason is None:
-            self._backend.count({"loaded_chunks": 1, "loaded_bytes": nbytes})
-        elif reason is not Reason.LEDGER_BUSY:
-            # LEDGER_BUSY is counted by the ledger
-            self._backend.count({f"miss_{reason}": 1})
-        self._queue.finish_read(read, Done(reason is None, reason), nbytes)
+            # a background thread: the error becomes the futures' value
+            if len(reads) > 1:
+                for read in reads:  # each alone: it may be the fault of one
+                    self.load([read])
+                return
+            reasons = [self._backend.record_error(error, "a load")]
+        counts = Counter[str]()
+        for reason in reasons:
+            if reason is None:
+                counts["loaded_chunks"] += 1
+                counts["loaded_bytes"] += nbytes
+            elif reason is not Reason.LEDGER_BUSY:
+                # LEDGER_BUSY is counted by the ledger
+                counts[f"miss_{reason}"] += 1
+        self._backend.count(counts)
+        self._queue.finish_reads(
+            [
+                (read, Done(reason is None, reason))
+                for read, reason in zip(reads, reasons, strict=True)
+            ],
+            nbytes,
+        )
+
+    def _load_run(self, reads: Sequence[ReadRequest]) -> list[Reason | None]:
+        """Do reads; return for each why its chunk did not arrive, or None."""
+        return [self._load_one(read) for read in reads]
+
+    def _load_one(self, read: ReadRequest) -> Reason | None:
+        source = read.source
+        copied = isinstance(source, WriteRequest) and source.copy_to(
+            read, self._backend.chunk_bytes
+        )
+        return None if copied else self._load(read)
 
     @abstractmethod
     def _load(self, read: ReadRequest) -> Reason | None:
@@ -464,7 +560,14 @@ class WorkerPool:
         child.
         """
         self._lock = threading.Lock()
-        self.queue = IoQueue(self._queue_chunks)
+        backend = self._backend
+        self.queue = IoQueue(
+            self._queue_chunks,
+            run_chunks=backend.run_chunks,
+            fewest_writes=(
+                None if backend.reader_threads else backend.fewest_chunks
+            ),
+        )
         self._backend.reset()
         self._stop = Event()
         self._background_done = Event()
@@ -525,7 +628,7 @@ class WorkerPool:
                     most_writes, self._io_threads, self._backend.fewest_chunks
                 )
             ) is not None:
-                if isinstance(job, list):
+                if isinstance(job[0], WriteRequest):
                     worker.save(job)
                 else:
                     worker.load(job)
@@ -559,8 +662,8 @@ class WorkerPool:
         for write in writes:
             self._backend.count({f"drop_{Reason.CLOSED}": 1})
             self.queue.finish_writes([(write, Done(False, Reason.CLOSED))])
-        for read in reads:
-            self.queue.finish_read(read, Done(False, Reason.CLOSED), 0)
+        closed = Done(False, Reason.CLOSED)
+        self.queue.finish_reads([(read, closed) for read in reads], 0)
         self._backend.interrupt()
         deadline = Deadline(timeout)
         for thread in self._threads:
@@ -707,24 +810,29 @@ class QueuedTier(BlockingCalls):
         refusal = self._refusal()
         if refusal is not None:
             return [self._missed(refusal) for _ in keys]
-        futures = list[Future[Done]]()
-        sources = self._sources(keys, start, namespace, deadline_seconds)
-        for n, (key, buffer, source) in enumerate(
-            zip(keys, buffers, sources, strict=True)
-        ):
-            if isinstance(source, Reason):
-                futures.append(self._missed(source))
-                continue
-            read = ReadRequest(
+        sources = list(self._sources(keys, start, namespace, deadline_seconds))
+        reads = [
+            ReadRequest(
                 key,
                 None if start is None else start + n,
                 namespace,
                 buffer,
                 source,
             )
-            refusal = self._pool.queue.add_read(read)
+            for n, (key, buffer, source) in enumerate(
+                zip(keys, buffers, sources, strict=True)
+            )
+            if not isinstance(source, Reason)
+        ]
+        queued = iter(zip(reads, self._pool.queue.add_reads(reads), strict=True))
+        futures = list[Future[Done]]()
+        for source in sources:
+            if isinstance(source, Reason):
+                futures.append(self._missed(source))
+                continue
+            read, refused = next(queued)
             futures.append(
-                read.future if refusal is None else self._missed(refusal)
+                read.future if refused is None else self._missed(refused)
             )
         return futures
 
@@ -736,7 +844,7 @@ class QueuedTier(BlockingCalls):
         namespace: bytes | None,
         deadline_seconds: float | None,
     ) -> Iterable[Source | Reason]:
-        """Yield where a load finds each chunk, or why it is absent; lazily."""
+        """Yield where a load finds each chunk, or why it is absent."""
 
     def _cancel_writes(
         self,
