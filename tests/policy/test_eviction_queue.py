@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
 from pagoda.policy.eviction_queue import EvictionQueue
@@ -276,3 +277,28 @@ def test_nobody_is_named_twice_when_a_leased_chunk_was_put_behind_one_that_nobod
     columns.lease_until[3] = NOW + 1
     victims = queue.first(9, 103, NOW).tolist()
     assert sorted(victims) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("slots", "calls"), [(256, 4), (96, 2)])
+def test_a_small_store_is_ranked_for_some_calls_together(
+    slots: int, calls: int
+) -> None:
+    """For four calls like the first, but not for more than a quarter of its slots."""
+    columns = columns_of(slots)
+    for row in range(slots):
+        put(columns, row, last_use=1000 + row)
+    ranked: list[int] = []
+
+    def rank(_: object) -> NDArray[np.float64]:
+        ranked.append(calls)
+        return np.zeros(slots)
+
+    queue = EvictionQueue(columns, rank)
+    for call in range(calls):
+        victims = queue.first(12, 10**6, NOW).tolist()
+        assert victims == list(range(12 * call, 12 * call + 12))
+        for row in victims:
+            empty(columns, row)
+    assert ranked == [calls]
+    queue.first(12, 10**6, NOW)
+    assert ranked == [calls] * 2

@@ -310,7 +310,7 @@ def _present(
     tables = transaction.tables
     clearing = bool(tables.pending_clears(transaction.txn))
     for key in keys:
-        row = transaction.get(key, db=tables.entries)
+        row = transaction.get(key, None, tables.entries)
         if (
             row is not None
             and clearing
@@ -333,7 +333,7 @@ def _busy(transaction: Transaction, key: bytes) -> Busy | None:
     """Return the living member that is filling a slot for that key, if it began a short while
     ago.
     """
-    row = transaction.get(key, db=transaction.tables.pending)
+    row = transaction.get(key, None, transaction.tables.pending)
     reservation = (
         transaction.reservation(*PLACE.unpack_from(row))
         if row is not None
@@ -385,7 +385,8 @@ def _commit_one(
         )
     if reservation.writers[part] != transaction.member:
         return CommitResult.LOST
-    writers = (*reservation.writers[:part], 0, *reservation.writers[part + 1 :])
+    writers = reservation.writers
+    writers = (*writers[:part], 0, *writers[part + 1 :])
     latest = transaction.is_latest(reservation)
     if reservation.namespace not in watermarks:
         watermarks[reservation.namespace] = transaction.watermark(

@@ -57,6 +57,7 @@ NUMBER = Struct(">Q")
 _META = Struct("<12Q")
 _RESERVATION = Struct("<QQqqQII32sH")
 _WRITER = Struct("<Q")
+_ONE_WRITER_BYTES = _RESERVATION.size + _WRITER.size
 Txn: TypeAlias = "lmdb.Transaction[bytes]"
 NO_MEMBER = 0  # no member has this number
 NO_NAMESPACE = 0  # no namespace has this number
@@ -177,15 +178,20 @@ class Reservation(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the row as bytes."""
-        return _RESERVATION.pack(*self[:8], len(self.writers)) + b"".join(
-            map(_WRITER.pack, self.writers)
-        )
+        writers = self[8]
+        row: bytes = _RESERVATION.pack(*self[:8], len(writers))
+        if len(writers) == 1:
+            return row + _WRITER.pack(writers[0])
+        return row + b"".join(map(_WRITER.pack, writers))
 
     @classmethod
     def unpack(cls, row: bytes) -> Reservation:
         """Make a row from bytes."""
-        rest = _WRITER.iter_unpack(row[_RESERVATION.size :])
-        writers = tuple(chain.from_iterable(rest))
+        if len(row) == _ONE_WRITER_BYTES:
+            writers = _WRITER.unpack_from(row, _RESERVATION.size)
+        else:
+            rest = _WRITER.iter_unpack(row[_RESERVATION.size :])
+            writers = tuple(chain.from_iterable(rest))
         return cls._make((*_RESERVATION.unpack_from(row)[:8], writers))
 
 

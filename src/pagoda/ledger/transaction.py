@@ -163,13 +163,14 @@ class Transaction:
         """Remove the chunk of a slot from the tables; return its key, or None. The caller then owns
         the slot.
         """
-        row = self.pop(SLOT_KEY.pack(slot), db=self.tables.slots)
+        # by position here and below: a third faster than by name
+        row = self.pop(SLOT_KEY.pack(slot), self.tables.slots)
         if row is None:
             return None
         fields = SLOT.unpack(row)
         namespace: int = fields[1]
         key: bytes = fields[-1]
-        self.delete(key, db=self.tables.entries)
+        self.delete(key, b"", self.tables.entries)
         self.meta.ready -= 1
         self.add_to_namespace(namespace, chunks=-1)
         self._ghosts.setdefault(reason, []).append((slot, key))
@@ -220,7 +221,7 @@ class Transaction:
 
     def key_of(self, slot: int, generation: int) -> bytes | None:
         """Return the key of the chunk in a slot, if it still has that generation."""
-        row = self.get(SLOT_KEY.pack(slot), db=self.tables.slots)
+        row = self.get(SLOT_KEY.pack(slot), None, self.tables.slots)
         if row is None:
             return None
         fields = SLOT.unpack(row)
@@ -230,13 +231,13 @@ class Transaction:
 
     def is_protected(self, slot: int, key: bytes) -> bool:
         """Whether the chunk in a slot is pinned, or held by a living member."""
-        return self.get(key, db=self.tables.pins) is not None or bool(
+        return self.get(key, None, self.tables.pins) is not None or bool(
             self.holders(slot)
         )
 
     def holders(self, slot: int) -> tuple[int, ...]:
         """Return the living members that hold the chunk in a slot."""
-        row = self.get(SLOT_KEY.pack(slot), db=self.tables.holds)
+        row = self.get(SLOT_KEY.pack(slot), None, self.tables.holds)
         if row is None:
             return ()
         holds = HOLD.iter_unpack(row)
@@ -266,7 +267,7 @@ class Transaction:
 
     def reservation(self, slot: int, generation: int) -> Reservation | None:
         """Return the reservation of that slot, if it still has that generation."""
-        row = self.get(SLOT_KEY.pack(slot), db=self.tables.reserved)
+        row = self.get(SLOT_KEY.pack(slot), None, self.tables.reserved)
         if row is None:
             return None
         reservation = Reservation.unpack(row)
@@ -278,9 +279,9 @@ class Transaction:
         """Remove a reservation from the tables; the caller then owns the slot. `latest`:
         `is_latest`, if known.
         """
-        self.delete(SLOT_KEY.pack(slot), db=self.tables.reserved)
+        self.delete(SLOT_KEY.pack(slot), b"", self.tables.reserved)
         if self.is_latest(reservation) if latest is None else latest:
-            self.delete(reservation.key, db=self.tables.pending)
+            self.delete(reservation.key, b"", self.tables.pending)
         self.meta.reserved -= 1
         self.add_to_namespace(reservation.namespace, reservations=-1)
         self.owed[reservation.owner] -= 1
@@ -294,7 +295,7 @@ class Transaction:
 
     def is_latest(self, reservation: Reservation) -> bool:
         """Whether this is the latest reservation of its key."""
-        row = self.get(reservation.key, db=self.tables.pending)
+        row = self.get(reservation.key, None, self.tables.pending)
         return row is not None and bool(
             PLACE.unpack_from(row)[1] == reservation.generation
         )

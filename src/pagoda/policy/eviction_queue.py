@@ -37,6 +37,9 @@ SHARE = 16
 # of a sample: smaller, since only runs with the end of a prompt have any
 _SAMPLE_SHARE = 64
 _LEAST = 8
+# A store of few slots is ranked for some calls together, but not for more than a quarter of it.
+_CALLS_AHEAD = 4
+_MOST_AHEAD = 4
 LOW = 4  # less than this part of the queue is left: it should be filled again
 _LOOK = 256  # entries examined at once
 MOST_LOOKED_AT = 16 * _LOOK  # entries examined in one call
@@ -224,7 +227,7 @@ class EvictionQueue:
         if len(found) == count or (stamp <= ranked.rest and now < ranked.lapse):
             return ranked.rows[found], ranked.ranks[found]
         if self._ranks_all(count):
-            self.fill(count, stamp, now)
+            self.fill(max(count, self._ahead(count)), stamp, now)
             ranked = self._ranked
             found = self._valid(ranked, count, stamp, now)
             return ranked.rows[found], ranked.ranks[found]
@@ -251,6 +254,10 @@ class EvictionQueue:
         """
         few = max(RANKED_AT_ONCE, count * _SAMPLED_FOR_EACH * 2)
         return self._is_small or few >= self._hints.backed
+
+    def _ahead(self, count: int) -> int:
+        """Return how many entries are queued for the calls after one for `count` victims."""
+        return min(_CALLS_AHEAD * count, self._hints.backed // _MOST_AHEAD)
 
     def _all(self) -> slice:
         """Return the slots that may have chunks."""
