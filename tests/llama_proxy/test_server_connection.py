@@ -32,6 +32,9 @@ STREAM = (
     b"2\r\n{}\r\n0\r\n\r\n"
 )
 LEFT_OVER = KEPT + b"more"
+# may be the beginning of another answer
+BEGUN = KEPT + b"HTTP/1.1"
+TWICE = KEPT + KEPT
 
 # takes what came, and says what to send; None: close the connection without a word
 Script = Callable[[int, int], bytes | None]
@@ -152,6 +155,7 @@ def test_an_answer_is_the_same_however_it_comes(
     found, body = read_in_pieces(answer, sizes, ends=form == "end")
     assert (found.status, found.reason) == (201, "Made it")
     assert found.headers.getall("x-name") == ["a: b", "c"]
+    assert "a" not in found.headers
     assert body == whole
 
 
@@ -168,6 +172,9 @@ def test_an_answer_is_the_same_however_it_comes(
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabcd\r\n0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\nab",
+        b"HTTP/1.1 101 So\r\nConnection: upgrade\r\nUpgrade: a\r\n\r\nab",
+        b"HTTP/1.1 000 OK\r\n\r\nab",
+        b"HTTP/1.1 100 Continue\r\nContent-Length: 2\r\n\r\nab",
         b"HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\nab",
         b"HTTP/1.1 200 OK\r\nContent-Length: two\r\n\r\nab",
         b"HTTP/1.1 200 OK\r\nno name\r\n\r\n",
@@ -182,9 +189,26 @@ def test_a_part_of_an_answer_is_not_taken_for_one(answer: bytes) -> None:
         read_in_pieces(answer, [], ends=True)
 
 
-def test_a_head_without_an_end_is_given_up() -> None:
-    with pytest.raises(BrokenAnswer):
-        read_in_pieces(b"HTTP/1.1 200 OK\r\n" + b"a" * (1 << 20), [], ends=False)
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"HTTP/1.1 200 OK\r\n",
+        b"HTTP/1.1 200 OK\r\nA: ",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nA: ",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;a=",
+    ],
+)
+def test_a_head_or_trailers_without_an_end_are_given_up(begin: bytes) -> None:
+    with pytest.raises(BrokenAnswer, match="no HTTP"):
+        read_in_pieces(begin + b"a" * (1 << 20), [], ends=False)
+
+
+def test_why_an_answer_is_no_http_is_said() -> None:
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n"
+    with pytest.raises(BrokenAnswer, match="Transfer-Encoding: gzip"):
+        read_in_pieces(answer, [], ends=False)
+    with pytest.raises(BrokenAnswer, match="Expected HTTP/"):
+        read_in_pieces(b"SSH-2.0-OpenSSH\r\n\r\n", [], ends=False)
 
 
 def test_a_large_answer_waits_for_its_reader() -> None:
@@ -223,7 +247,15 @@ def test_a_large_answer_waits_for_its_reader() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "connections"),
-    [(KEPT, 1), (ENDING, 2), (SILENT, 2), (STREAM, 2), (LEFT_OVER, 2)],
+    [
+        (KEPT, 1),
+        (ENDING, 2),
+        (SILENT, 2),
+        (STREAM, 2),
+        (LEFT_OVER, 2),
+        (BEGUN, 2),
+        (TWICE, 2),
+    ],
 )
 def test_a_connection_is_used_again_if_the_server_says_that_it_waits(
     answer: bytes, connections: int

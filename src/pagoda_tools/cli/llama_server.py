@@ -116,9 +116,10 @@ def llama_server(
 
     try:
         import aiohttp  # noqa: F401
-    except ModuleNotFoundError:
+        import httptools  # noqa: F401
+    except ModuleNotFoundError as error:
         raise UsageError(
-            "llama-server needs aiohttp: pip install 'pagodakv[serve]'"
+            f"llama-server needs {error.name}: pip install 'pagodakv[serve]'"
         ) from None
     given = {name: value for name, value in options.items() if value is not None}
     proxy = _Proxy(

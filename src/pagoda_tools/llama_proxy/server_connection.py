@@ -4,6 +4,7 @@
     ServerConnection     one request at a time, and its answer as it comes
 
 Called by `upstream`. aiohttp's client takes three times as much processor time for a short request.
+llhttp reads the answers, through `httptools`.
 
 A request is never sent twice unless repeating it changes nothing. So one goes over a kept
 connection only if
@@ -20,29 +21,21 @@ import asyncio
 import contextlib
 import re
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from multidict import CIMultiDict
 
 _CONNECT_SECONDS = 10.0
 # far less than any server waits: its thread is free again when others need it
 _KEPT_SECONDS = 0.05
-_MOST_HEAD_BYTES = 256 << 10
+# of a head, or of what is neither head nor body
+_MOST_OTHER_BYTES = 256 << 10
 _MOST_UNREAD_BYTES = 1 << 20
-_MOST_CHUNK_BYTES = 256 << 20
 # a larger body is not copied to be sent in one piece with the head
 _MOST_JOINED_BYTES = 64 << 10
-_WAITS = re.compile(rb"timeout\s*=\s*[1-9]")
-_FRAMING = (
-    b"transfer-encoding",
-    b"content-length",
-    b"keep-alive",
-    b"connection",
-)
-_WITHOUT_BODY = (204, 304)
-_LINE = b"\r\n"
+_WAITS = re.compile(r"timeout\s*=\s*[1-9]", re.IGNORECASE)
 _Address = tuple[object, ...]
-_EMPTY_LINE = b"\r\n\r\n"
 
 
 class BrokenAnswer(ConnectionError):
@@ -68,15 +61,18 @@ class ServerConnection(asyncio.Protocol):
     def _begin(self) -> None:
         self.status = 0
         self.reason = ""
-        self._head_lines: list[bytes] = []
-        # of what came and is not part of a piece yet
-        self._buffer = bytearray()
+        # of the answer
+        self.headers = CIMultiDict[str]()
+        # None: there is no answer to read
+        self._parser: HttpResponseParser | None = None
+        # since the last part of the body
+        self._other_bytes = 0
+        # after the end of the answer
+        self._has_more = False
         self._pieces: list[bytes] = []
         self._unread_bytes = 0
         self._is_paused = False
-        # of the body; None: chunks, or all until the end of the connection
-        self._left_bytes: int | None = None
-        self._is_chunked = False
+        self._ends_with_connection = False
         self._waits = False
         self._is_complete = False
 
@@ -85,6 +81,11 @@ class ServerConnection(asyncio.Protocol):
     async def ask(self, head: bytes, body: bytes) -> None:
         """Send a request, and wait for the head of its answer. Raises BrokenAnswer."""
         self._begin()
+        self._parser = HttpResponseParser(self)
+        # which RFC 9112 allows
+        self._parser.set_dangerous_leniencies(
+            lenient_spaces_after_chunk_size=True
+        )
         transport = self._transport
         assert transport is not None
         if len(body) <= _MOST_JOINED_BYTES:
@@ -94,18 +95,6 @@ class ServerConnection(asyncio.Protocol):
             transport.write(body)
         while not self.status:
             await self._next()
-
-    @property
-    def headers(self) -> CIMultiDict[str]:
-        """The headers of the answer."""
-        headers = CIMultiDict[str]()
-        for line in self._head_lines:
-            name, _, value = line.partition(b":")
-            headers.add(
-                name.decode("latin-1"),
-                value.strip().decode(errors="surrogateescape"),
-            )
-        return headers
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the bytes of the answer as they come. Raises BrokenAnswer."""
@@ -129,7 +118,7 @@ class ServerConnection(asyncio.Protocol):
         return (
             self._is_complete
             and self._waits
-            and not self._buffer
+            and not self._has_more
             and self._lost is None
             and transport is not None
             and not transport.is_closing()
@@ -189,132 +178,82 @@ class ServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what came."""
+        if self._parser is None:
+            # nobody has asked for that
+            self._has_more = True
+            return
+        self._other_bytes += len(data)
         try:
-            self._take(data)
-        except ValueError as error:
-            self._lost = BrokenAnswer(f"its answer is no HTTP: {error}")
-            self.close()
+            self._parser.feed_data(data)
+            if self._other_bytes > _MOST_OTHER_BYTES:
+                raise HttpParserError("its head or its trailers have no end")
+        except (HttpParserError, HttpParserUpgrade) as error:
+            if self._is_complete:
+                self._has_more = True
+            else:
+                why = str(error.__context__ or error)
+                self._lost = BrokenAnswer(f"its answer is no HTTP: {why}")
+                self.close()
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Take the end of the connection."""
         if self._lost is None:
-            is_body = self.status and self._left_bytes is None
-            if is_body and not self._is_chunked and error is None:
+            if self._ends_with_connection and error is None:
                 self._is_complete = True
             why = "" if error is None else f": {error}"
             self._lost = BrokenAnswer(f"it closed the connection{why}")
+        self._parser = None
         self._wake()
 
     def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
 
-    def _take(self, data: bytes) -> None:
-        if not self.status:
-            self._buffer += data
-            if not self._has_head():
-                return
-            data = bytes(self._buffer)
-            self._buffer.clear()
+    # ---- for the parser
+
+    def on_message_begin(self) -> None:
+        """Begin an answer."""
         if self._is_complete:
-            # nobody has asked for that
-            self._buffer += data
-        elif self._left_bytes is not None:
-            self._add(data[: self._left_bytes])
-            self._buffer += data[self._left_bytes :]
-            self._left_bytes = max(self._left_bytes - len(data), 0)
-            self._is_complete = not self._left_bytes
-        elif self._is_chunked:
-            self._take_chunks(data)
-        else:
-            self._add(data)
+            raise ValueError("there is another answer")
+        # those of a head that announced this one
+        self.headers.clear()
+        self.reason = ""
 
-    def _has_head(self) -> bool:
-        """Take the heads that came; return whether that of the answer is one of them."""
-        while (end := self._buffer.find(_EMPTY_LINE)) >= 0:
-            head = bytes(self._buffer[:end])
-            del self._buffer[: end + len(_EMPTY_LINE)]
-            self._take_head(head)
-            if self.status:
-                return True
-        if len(self._buffer) > _MOST_HEAD_BYTES:
-            raise ValueError("its head has no end")
-        return False
+    def on_status(self, reason: bytes) -> None:
+        """Take what follows the status, or a part of it."""
+        self.reason += reason.decode("latin-1")
 
-    def _take_head(self, head: bytes) -> None:
-        first, *lines = head.split(_LINE)
-        version, status, *reason = first.split(b" ", 2)
-        if not version.startswith(b"HTTP/1."):
-            raise ValueError(first[:20].decode("latin-1"))
-        number = int(status)
-        if 100 <= number < 200:
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, if it is none after the body."""
+        if not self.status:
+            self.headers.add(
+                name.decode("latin-1"),
+                value.strip().decode(errors="surrogateescape"),
+            )
+
+    def on_headers_complete(self) -> None:
+        """Take the end of a head."""
+        parser = self._parser
+        assert parser is not None
+        status = parser.get_status_code()
+        if status < 200:
             # another head follows
             return
-        framing = dict.fromkeys(_FRAMING, b"")
-        for line in lines:
-            name, colon, value = line.partition(b":")
-            if not colon or name != name.strip():
-                raise ValueError("a header has no name")
-            name = name.lower()
-            if name in framing:
-                framing[name] = value.strip().lower()
-        self.status = number
-        self.reason = b"".join(reason).decode("latin-1")
-        self._head_lines = lines
-        self._take_framing(framing)
-
-    def _take_framing(self, framing: Mapping[bytes, bytes]) -> None:
-        """Remember how long the body is, and what follows it."""
-        coding = framing[b"transfer-encoding"]
-        length = framing[b"content-length"]
-        if self.status in _WITHOUT_BODY:
-            self._left_bytes = 0
-        elif coding:
-            if coding != b"chunked":
-                raise ValueError(f"Transfer-Encoding: {coding.decode('latin-1')}")
-            self._is_chunked = True
-        elif length:
-            if not length.isdigit():
-                raise ValueError(f"Content-Length: {length.decode('latin-1')}")
-            self._left_bytes = int(length)
-            waits = _WAITS.search(framing[b"keep-alive"]) is not None
-            self._waits = waits and b"close" not in framing[b"connection"]
-        self._is_complete = self._left_bytes == 0
-
-    def _take_chunks(self, data: bytes) -> None:
-        came: bytes | bytearray = data
-        if self._buffer:
-            self._buffer += data
-            came = self._buffer
-        begin = 0
-        while (line_end := came.find(_LINE, begin)) >= 0:
-            size = _chunk_bytes(came[begin:line_end])
-            if not size:
-                # there may be trailers, which nobody needs
-                end = came.find(_EMPTY_LINE, line_end)
-                if end >= 0:
-                    self._is_complete = True
-                    begin = end + len(_EMPTY_LINE)
-                break
-            chunk = line_end + len(_LINE)
-            end = chunk + size
-            if len(came) < end + len(_LINE):
-                break
-            if not came.startswith(_LINE, end):
-                raise ValueError("a chunk has another length")
-            self._add(bytes(came[chunk:end]))
-            begin = end + len(_LINE)
-        if came is data:
-            self._buffer += data[begin:]
+        coding = self.headers.get("Transfer-Encoding")
+        if coding is not None and coding.lower() != "chunked":
+            raise ValueError(f"Transfer-Encoding: {coding}")
+        self.status = status
+        self._other_bytes = 0
+        if "Content-Length" in self.headers:
+            waits = _WAITS.search(self.headers.get("Keep-Alive", ""))
+            self._waits = waits is not None and parser.should_keep_alive()
         else:
-            del self._buffer[:begin]
-        if len(self._buffer) > _MOST_CHUNK_BYTES:
-            raise ValueError("a chunk has no end")
+            self._ends_with_connection = coding is None
 
-    def _add(self, piece: bytes) -> None:
-        if not piece:
-            return
+    def on_body(self, piece: bytes) -> None:
+        """Take a part of the body."""
+        self._other_bytes = 0
         self._pieces.append(piece)
         self._unread_bytes += len(piece)
         if self._unread_bytes > _MOST_UNREAD_BYTES and not self._is_paused:
@@ -322,6 +261,12 @@ class ServerConnection(asyncio.Protocol):
             if transport is not None and not transport.is_closing():
                 self._is_paused = True
                 transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """Take the end of an answer."""
+        if self.status:
+            self._is_complete = True
+            self._parser = None
 
 
 class ServerConnections:
@@ -410,13 +355,3 @@ async def _connect(family: int, address: _Address) -> ServerConnection:
         await loop.create_connection(lambda: connection, sock=sock)
         undo.pop_all()
     return connection
-
-
-def _chunk_bytes(line: bytes | bytearray) -> int:
-    digits = line.partition(b";")[0].strip()
-    if not digits.isalnum():
-        raise ValueError("a chunk has no length")
-    size = int(digits, 16)
-    if size > _MOST_CHUNK_BYTES:
-        raise ValueError(f"a chunk of {size} bytes")
-    return size
