@@ -6,8 +6,8 @@ import numpy as np
 
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.eviction_policy import Evictor
-from pagoda.policy.request_hints import RequestHint, RequestHints
-from pagoda.policy.reuse_context import Ending
+from pagoda.policy.request_hints import ContextWriter, RequestHint
+from pagoda.policy.reuse_context import Ending, hint_second, seconds_since
 
 SLOTS = 40
 SECOND = 10**9
@@ -21,7 +21,8 @@ class Tier:
     def __init__(self) -> None:
         self.columns = Columns(None, SLOTS)
         self.columns.reset()
-        self.hints = RequestHints(self.columns.note_contexts())
+        contexts = self.columns.note_contexts()
+        self.hints = ContextWriter(contexts, self.columns.generation)
         self.advice = Evictor("hindsight", self.columns)
         self.now = START
         self.generation = 0
@@ -123,3 +124,34 @@ def test_gaps_are_those_of_the_session() -> None:
     assert octaves == {7}
     # nothing is known of chunks after one that was never hinted at
     assert tier.hints.arriving(said(1), 20, tier.now) >> 7 == 0
+
+
+def test_what_was_said_of_a_chunk_is_forgotten_with_it() -> None:
+    """Another process has put other chunks into its slots."""
+    tier = Tier()
+    tier.request(0, said(1))
+    tier.request(10, said(2))
+    tier.hints.end(2)
+    rows = np.arange(10, 20)
+    before = tier.columns.contexts_of(rows)
+    assert before is not None
+    assert before.all()
+    tier.columns.generation[rows] += 1
+    tier.columns.parent_generation[rows] += 1
+    after = tier.columns.contexts_of(rows)
+    assert after is not None
+    assert not after.any()
+    tier.advice.rank(0, tier.now, tier.now)
+    assert tier.first_to_go() == set(range(10))
+    # whose they are now is known when they are asked for here
+    tier.hints.used(rows, 3, workload=5)
+    found = tier.columns.contexts_of(rows)
+    assert found is not None
+    assert set(found.tolist()) == {5}
+    tier.hints.end(2)
+    assert set(found.tolist()) == {5}
+
+
+def test_a_gap_is_counted_beyond_the_end_of_the_clock() -> None:
+    assert seconds_since(hint_second(65_530 * SECOND), 65_545 * SECOND) == 15
+    assert hint_second(65_535 * SECOND) == 1

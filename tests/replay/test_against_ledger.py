@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pagoda.ledger import Ledger, Reserved, admin
+from pagoda.ledger.request_contexts import Asked
 from pagoda.ledger.upkeep_thread import UpkeepThread
+from pagoda.policy.reuse_context import Ending
 from pagoda.testing.fake_clock import FakeClock
 from pagoda_tools.replay import Request, Simulation, TierSpec
+from pagoda_tools.replay.simulate import _ENDINGS
 from pagoda_tools.replay.simulated_tier import marks_of_ids
 from tests.ledger.support import PATIENT_SECONDS, TENANT, spec
 from tests.replay.traces import chained, request, sample
@@ -32,9 +35,13 @@ class Real:
     simulator.
     """
 
-    def __init__(self, root: Path, slots: int, policy: str) -> None:
+    def __init__(
+        self, root: Path, slots: int, policy: str, with_hints: bool = False
+    ) -> None:
         self._clock = FakeClock()
         self.ledger = Ledger.open(spec(root, slots), policy, self._clock)
+        if with_hints:
+            assert self.ledger.contexts.keep()
         self.ledger.namespaces.register(TENANT, {"model": "test"})
         self._begun = self._clock.monotonic_ns()
         self._shared = self._prepared = -(10**9)
@@ -47,11 +54,13 @@ class Real:
             mark.tobytes() + bytes(24) for mark in marks_of_ids(asked.hash_ids)
         ]
         stamp = self.ledger.stamp()
-        have = len(
-            self.ledger.match_prefix(
-                keys, stamp=stamp, deadline_seconds=PATIENT_SECONDS
-            ).slots
-        )
+        contexts = self.ledger.contexts
+        said = said_of(asked, keys)
+        slots = self.ledger.match_prefix(
+            keys, stamp=stamp, deadline_seconds=PATIENT_SECONDS
+        ).slots
+        have = len(slots)
+        context = contexts.arriving(said, int(slots[-1]) if have else None, stamp)
         if have < len(keys):
             parent = keys[have - 1] if have else None
             assert len(keys) - have <= self.ledger.window
@@ -61,12 +70,16 @@ class Real:
                 start=have,
                 parent=parent,
                 stamp=stamp,
+                context=context,
                 deadline_seconds=PATIENT_SECONDS,
             )
             self.ledger.commit(
                 [item for item in outcomes if isinstance(item, Reserved)],
                 deadline_seconds=PATIENT_SECONDS,
             )
+        contexts.note_answer(
+            keys, said, context=context, deadline_seconds=PATIENT_SECONDS
+        )
         return have
 
     def _upkeep(self, now: int) -> None:
@@ -79,18 +92,38 @@ class Real:
             self.ledger.upkeep_thread._prepare()
 
 
+def said_of(asked: Request, keys: Sequence[bytes]) -> Asked:
+    """Return what a request says of itself, as the ledger takes it."""
+    first = keys[0] if keys else b""
+    if not isinstance(asked.session, int | str):
+        return Asked(TENANT, first)
+    return Asked(
+        TENANT,
+        first,
+        str(asked.session),
+        str(asked.agent or ""),
+        _ENDINGS.get(str(asked.stop), Ending.OTHER),
+        asked.last is True,
+    )
+
+
 def compare(
-    slots: int, policy: str, requests: Sequence[Request], every: int = 1
+    slots: int,
+    policy: str,
+    requests: Sequence[Request],
+    every: int = 1,
+    with_hints: bool = False,
 ) -> Simulation:
     """Play the requests to both; they must agree after each (or so many) in all that a policy
     reads.
     """
-    simulation = Simulation([TierSpec("tier", slots, policy)])
+    tier = TierSpec("tier", slots, policy)
+    simulation = Simulation([tier], with_hints=with_hints)
     root = Path(tempfile.mkdtemp(prefix="pagoda-test-", dir="/dev/shm"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(UpkeepThread, "wake", lambda *_, **__: None)
         try:
-            real = Real(root, slots, policy)
+            real = Real(root, slots, policy, with_hints)
             begun_ms = requests[0].timestamp_ms if requests else 0.0
             for number, asked in enumerate(requests):
                 asked = replace(asked, timestamp_ms=asked.timestamp_ms - begun_ms)
@@ -116,6 +149,11 @@ def agree(simulation: Simulation, ledger: Ledger) -> None:
         simulated = getattr(tier._columns, name)[there]
         real = getattr(ledger.columns, name)[there]
         assert simulated.tolist() == real.tolist(), name
+    kept = tier._columns.contexts_of(there)
+    if kept is not None:
+        real_contexts = ledger.columns.contexts_of(there)
+        assert real_contexts is not None
+        assert real_contexts.tolist() == kept.tolist()
     ages = [
         columns.generation[there].argsort().tolist()
         for columns in (tier._columns, ledger.columns)
@@ -205,3 +243,31 @@ def test_recorded_requests_hit_and_evict_as_in_the_ledger(policy: str) -> None:
     tier = compare(1024, policy, requests, every=20).outcome().tiers[0]
     assert tier.evicted
     assert (tier.refused > 0) == (policy == "hindsight")
+
+
+def hinted(requests: Sequence[Request], seed: int) -> list[Request]:
+    """Say of each request to which of a few sessions it belongs, and how it ends."""
+    random = np.random.default_rng(seed)
+    return [
+        replace(
+            asked,
+            session=str(asked.hash_ids[0] // 10_000 % 40),
+            stop=str(random.choice(["tool_use", "end_turn", "length"])),
+            last=bool(random.random() < 0.2),
+        )
+        if random.random() < 0.9
+        else asked
+        for asked in requests
+    ]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_hinted_requests_hit_and_evict_as_in_the_ledger(seed: int) -> None:
+    requests = hinted(stream(seed, 500, 6, 40), seed)
+    told = compare(64, "hindsight", requests, 25, with_hints=True).outcome()
+    assert told.tiers[0].evicted
+    # the control: without hints other chunks are served
+    plain = Simulation([TierSpec("tier", 64, "hindsight")])
+    for asked in requests:
+        plain.request(asked)
+    assert told.hits != plain.outcome().hits

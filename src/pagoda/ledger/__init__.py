@@ -37,6 +37,9 @@ Modules, in the order in which a request reaches them:
     request_ring        the last requests, with the reason why each got no more tokens
     request_meters      what each model and each tenant asked for, hit, loaded and computed
     eviction_policy     `Evictor`: the one way to the policy
+    retained_chunks     chunks that are evicted after all others, up to a budget
+    request_contexts    what requests say of themselves, for the chunks of one store
+    session_numbers     numbers of sessions, for the columns
     upkeep_thread       the thread on which a policy learns and ranks
     growth_thread       the thread that asks for more slots with pages, before they are needed
     slots_in_use        which slots of a slab in memory are read or written, so that their pages

@@ -63,6 +63,8 @@ class ReserveRequest:
     parts: int = 1
     admit_all: bool = False
     already_admitted: bool = False
+    # of the chunks that get a slot; None: what their keys say
+    context: int | None = None
     grow_until: float = (
         0.0  # how long (time.monotonic()) it waits for a store that grows
     )

@@ -39,6 +39,7 @@ from pagoda.ledger.ghost_table import (
     marks_of,
 )
 from pagoda.policy import Contexts, Ghosts
+from pagoda.policy.reuse_context import known_contexts
 
 # `last_use` of a slot that has no chunk to evict
 NOT_READY = np.iinfo(np.int64).max
@@ -154,11 +155,23 @@ class Columns:
         self.contexts = Contexts(
             np.zeros(self.slots, np.uint16),
             np.zeros(self.slots, np.uint16),
-            np.zeros(self.slots, np.uint32),
+            np.zeros(self.slots, np.uint16),
+            np.zeros(self.slots, np.uint16),
             np.zeros(ghosts, np.uint16),
         )
         self._table.contexts = self.contexts.of_ghosts
         return self.contexts
+
+    def forget_contexts(self) -> None:
+        """Keep no contexts from now on: a forked child has none of its own."""
+        self.contexts = None
+        self._table.contexts = None
+
+    def contexts_of(self, slots: Rows) -> NDArray[np.uint16] | None:
+        """Return the contexts of the chunks in these slots; None if nobody keeps them."""
+        if self.contexts is None:
+            return None
+        return known_contexts(self.contexts, slots, self.generation[slots])
 
     def note_pages(self, backed: int, fitting: int) -> None:
         """Note that slots from `backed` on have no pages, and how many have some."""

@@ -24,7 +24,10 @@ from pagoda.base.metrics import Reason
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.locks import DeadlineMissedError
+from pagoda.ledger.retained_chunks import RetainedChunks
 from pagoda.policy import HITS_CELLS, Newcomers
+from pagoda.policy.hindsight import Hindsight, HintedHindsight
+from pagoda.policy.request_hints import ContextWriter, RequestHint
 
 GHOST_REASONS = (
     Reason.EVICTED,
@@ -61,6 +64,9 @@ class Evictor:
         # whether this thread is
         self._is_inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self.shared_values = self._policy.shared_values
+        # None: nobody keeps contexts
+        self._writer: ContextWriter | None = None
+        self._retained = RetainedChunks(columns)
 
     def touch(
         self,
@@ -143,6 +149,8 @@ class Evictor:
             return len(marks), known_hits + (last_use > 0)
         # the policy may correct the hits that were recalled
         contexts = ghosts.recall_contexts(marks)
+        if self._retained.is_due(now):
+            self._run(lambda: self._retained.renew(now), until)
         newcomers = Newcomers(stamps, known_hits, last_use, contexts, arriving)
         count = self._run(lambda: self._policy.admit(newcomers, room, now), until)
         count = len(marks) if admit_all else 0 if refuse_all else count
@@ -180,6 +188,8 @@ class Evictor:
 
         DeadlineMissedError if other threads do not leave the policy in time.
         """
+        if self._retained.is_due(now):
+            self._run(lambda: self._retained.renew(now), until)
         return self._run(lambda: self._policy.victims(count, stamp, now), until)
 
     @property
@@ -199,6 +209,9 @@ class Evictor:
         """Do work in advance that the next calls would have to do. Called by one thread, in
         parallel to other calls.
         """
+        if self._retained.is_due(now):
+            with contextlib.suppress(DeadlineMissedError):
+                self._run(lambda: self._retained.renew(now), None)
         self._policy.prepare(stamp, now)
 
     def share(self, values: NDArray[np.float64]) -> None:
@@ -210,6 +223,117 @@ class Evictor:
                 lambda: self._policy.share(values),
                 time.monotonic() + _INSIDE_SECONDS,
             )
+
+    # ---- what requests say of themselves
+
+    @property
+    def keeps_contexts(self) -> bool:
+        """Whether the policy sees what requests say of themselves."""
+        return self._writer is not None
+
+    def keep_contexts(self, until: float | None = None) -> bool:
+        """Keep contexts from now on; False if the policy makes no use of them.
+        DeadlineMissedError as in `victims`.
+        """
+
+        def begin() -> bool:
+            before = self._policy
+            if self._writer is None and isinstance(before, Hindsight):
+                contexts = self._columns.note_contexts()
+                generation = self._columns.generation
+                self._policy = HintedHindsight(self._columns, before)
+                self._writer = ContextWriter(contexts, generation)
+            return self._writer is not None
+
+        return self._run(begin, until)
+
+    def arriving(self, hint: RequestHint, parent: int | None, stamp: int) -> int:
+        """Return the context that new chunks of a request will have, 0 if nobody keeps any."""
+        writer = self._writer
+        return 0 if writer is None else writer.arriving(hint, parent, stamp)
+
+    def put(
+        self,
+        rows: Rows,
+        context: int,
+        until: float | None = None,
+    ) -> None:
+        """Note new chunks in these slots, with their context. Does nothing if other threads do not
+        leave the policy in time.
+        """
+        if (writer := self._writer) is not None and len(rows):
+            with contextlib.suppress(DeadlineMissedError):
+                self._run(lambda: writer.put(rows, context), until)
+
+    def used(
+        self,
+        rows: Rows,
+        session: int,
+        workload: int,
+        until: float | None = None,
+    ) -> None:
+        """Note that a request of this session asked for these chunks. As `put`."""
+        if (writer := self._writer) is not None and len(rows):
+            with contextlib.suppress(DeadlineMissedError):
+                self._run(lambda: writer.used(rows, session, workload), until)
+
+    def answered(
+        self,
+        rows: Rows,
+        hint: RequestHint,
+        context: int | None,
+        stamp: int,
+        until: float | None = None,
+    ) -> bool:
+        """Note how a request ended, for the chunks of its prompt that are in these slots. False:
+        not done in time, or nobody keeps contexts. `context`: that of its new chunks, if `arriving`
+        was asked; None: as far as these chunks tell it.
+        """
+        writer = self._writer
+        if writer is None:
+            return False
+
+        def note() -> None:
+            known = context
+            if known is None:
+                parent = writer.last_hinted(rows)
+                known = writer.arriving(hint, parent, stamp)
+            writer.answered(rows, hint, known, stamp)
+            for session in hint.over:
+                writer.end(session)
+            if hint.drop:
+                self._retained.release(rows)
+
+        try:
+            self._run(note, until)
+        except DeadlineMissedError:
+            return False
+        return True
+
+    def forget_session(self, session: int) -> None:
+        """Forget which chunks a session used. As `put`."""
+        if (writer := self._writer) is not None:
+            with contextlib.suppress(DeadlineMissedError):
+                self._run(lambda: writer.forget(session), None)
+
+    @property
+    def retained_budget(self) -> int:
+        """How many chunks may be retained at once."""
+        return self._retained.budget
+
+    def retain(
+        self, rows: Rows, now: int, seconds: float, until: float | None = None
+    ) -> int:
+        """Evict these chunks after all others for so long; return how many there are, from the
+        first on, within the budget. 0 if other threads do not leave the policy in time.
+        """
+        nanoseconds = int(seconds * 1e9)
+        try:
+            return self._run(
+                lambda: self._retained.retain(rows, now, nanoseconds), until
+            )
+        except DeadlineMissedError:
+            return 0
 
     def _run(self, work: Callable[[], T], until: float | None) -> T:
         """Run `work` while no other thread does. DeadlineMissedError if one does until then.

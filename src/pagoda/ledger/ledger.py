@@ -59,6 +59,7 @@ from pagoda.ledger.outcomes import (
     Reserved,
     RunToReserve,
 )
+from pagoda.ledger.request_contexts import RequestContexts
 from pagoda.ledger.request_ring import RING_BYTES, RequestRing
 from pagoda.ledger.root_usage import holdings
 from pagoda.ledger.session import Session, UnavailableError
@@ -174,6 +175,7 @@ class Ledger:
         self._asked = set[tuple[int | None, int | None]]()
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)
+        self.contexts = RequestContexts(self)
         self.space = SpaceShare(self)
         learned = map_learned(session.hints, self.evictor)
         self.upkeep_thread = UpkeepThread(session, self.evictor, learned)
@@ -421,6 +423,7 @@ class Ledger:
         stamp: int | None = None,
         admit_all: bool = False,
         already_admitted: bool = False,
+        context: int | None = None,
         deadline_seconds: float = 1.0,
     ) -> list[Outcome]:
         """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading
@@ -428,8 +431,8 @@ class Ledger:
 
         `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a
         slot in one call, and one member has at most a quarter of the slots reserved. The policy may
-        keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. Changes recency
-        and leases of what is Present.
+        keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
+        new chunks, see `policy.reuse_context`. Changes recency and leases of what is Present.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -447,10 +450,12 @@ class Ledger:
             parts,
             admit_all,
             already_admitted,
+            context,
         )
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
         try:
             self._reserve_alone(request, until)
+            self.contexts.put(request)
             outcomes = request.outcomes + [
                 Refused(key, Reason.FULL) for key in keys[self.window :]
             ]
@@ -491,6 +496,7 @@ class Ledger:
                 tokens,
                 parts,
                 admit_all,
+                context=run.context,
                 grow_until=until - deadline_seconds * (1 - _GROWTH_SHARE),
             )
             for run in runs
@@ -501,6 +507,8 @@ class Ledger:
                     self._reserve_group(group, until)
                 else:
                     self._reserve_alone(group[0], until)
+            for request in requests:
+                self.contexts.put(request)
             outcomes = [
                 request.outcomes
                 + [Refused(key, Reason.FULL) for key in run.keys[self.window :]]
@@ -709,7 +717,8 @@ class Ledger:
         marks = marks_of([request.keys[i] for i in new])
         stamps = request.stamp - request.start - np.array(new)
         if hindrance is Reason.NOT_ADMITTED:
-            self.evictor.refuse(marks, stamps, self._now())
+            context = self.contexts.context_of(request)
+            self.evictor.refuse(marks, stamps, self._now(), context)
         elif hindrance is None:
             leading, hits = self.evictor.admit(
                 marks,
@@ -718,6 +727,7 @@ class Ledger:
                 self._now(),
                 admit_all=request.admit_all,
                 already_admitted=request.already_admitted,
+                arriving=self.contexts.context_of(request),
                 until=until,
             )
             request.hits.update(zip(new, hits.tolist(), strict=True))
@@ -749,12 +759,18 @@ class Ledger:
             self._admit(request, range(len(request.keys)), None, until)
         return min(request.end, len(request.keys))
 
-    def refuse(self, keys: Sequence[bytes], *, start: int, stamp: int) -> None:
+    def refuse(
+        self,
+        keys: Sequence[bytes],
+        *,
+        start: int,
+        stamp: int,
+        context: int = 0,
+    ) -> None:
         """Record requests for keys after a key that was not admitted. Changes ghosts only."""
         if keys:
-            self.evictor.refuse(
-                marks_of(keys), stamp - start - np.arange(len(keys)), self._now()
-            )
+            stamps = stamp - start - np.arange(len(keys))
+            self.evictor.refuse(marks_of(keys), stamps, self._now(), context)
 
     def _reserve_batch(
         self, request: allocation.ReserveRequest, batch: range, until: float
@@ -1487,7 +1503,9 @@ def _reset_in_child() -> None:
     _opening.clear()
     for ledger in list(_ledgers):
         ledger.namespaces.forget()
-        # the parent may have been in the old one
+        # the parent may have been in the old one, and its contexts are its own
+        ledger.columns.forget_contexts()
+        ledger.contexts = RequestContexts(ledger)
         ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)
         ledger.upkeep_thread = UpkeepThread(
             ledger.session,

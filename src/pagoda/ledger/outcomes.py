@@ -51,7 +51,7 @@ Outcome = Reserved | Present | Busy | Refused
 
 class RunToReserve(NamedTuple):
     """Keys of one chain that want slots: at positions from `start` on, after `parent`. `stamp`: the
-    recency of their request.
+    recency of their request. `context`: see `reuse_context`; None: what their keys say.
     """
 
     keys: Sequence[bytes]
@@ -59,6 +59,7 @@ class RunToReserve(NamedTuple):
     start: int
     parent: bytes | None
     stamp: int
+    context: int | None = None
 
 
 class CommitResult(IntEnum):

@@ -231,6 +231,22 @@ def find_entries(
     return found, tables.load_meta(txn)
 
 
+def find_slots(
+    txn: Txn, tables: Tables, keys: Sequence[bytes]
+) -> list[tuple[int, int] | None]:
+    """Return slot and generation of those of these keys that have an entry or are being stored."""
+    found, _ = find_entries(txn, tables, keys)
+    places: list[tuple[int, int] | None] = []
+    for key, entry in zip(keys, found, strict=True):
+        place = None
+        if entry is not None:
+            place = entry.slot, entry.generation
+        elif row := txn.get(key, db=tables.pending):
+            place = PLACE.unpack_from(row)
+        places.append(place)
+    return places
+
+
 def _intact(
     columns: Columns,
     slots: NDArray[np.int64],

@@ -430,6 +430,7 @@ class Transaction:
                 columns.hits[slots],
                 stamp,
                 GHOST_REASONS.index(reason),
+                columns.contexts_of(slots),
             )
         (
             generation,

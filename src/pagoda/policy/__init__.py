@@ -53,16 +53,19 @@ class Ghosts(NamedTuple):
 
 
 class Contexts(NamedTuple):
-    """What is known of the last use of each chunk: see `reuse_context`. Eight bytes for a slot.
+    """What is known of the last use of each chunk: see `reuse_context`. Eight bytes for a slot, of
+    this process alone.
 
-    `sessions`: which session used it, hashed; 0: none was named. `hinted_at`: when a hint was given
-    for it (seconds of its stamp; 0: never). `of_ghosts`: the contexts of ghosts; it may be longer
-    than `Ghosts`, which may grow.
+    `sessions`: the number of the session that used it; 0: none was named. `hinted_at`: when a hint
+    was given for it (see `reuse_context.hint_second`). `marks`: of the generation that all this is
+    about (see `reuse_context.mark_of`): another process may have put another chunk into the slot.
+    `of_ghosts`: the contexts of ghosts; it may be longer than `Ghosts`, which may grow.
     """
 
     of_slots: NDArray[np.uint16]
     sessions: NDArray[np.uint16]
-    hinted_at: NDArray[np.uint32]
+    hinted_at: NDArray[np.uint16]
+    marks: NDArray[np.uint16]
     of_ghosts: NDArray[np.uint16]
 
 

@@ -31,6 +31,7 @@ from pagoda.policy.eviction_queue import (
 from pagoda.policy.reuse_context import (
     ROWS,
     asked_again,
+    known_contexts,
     row_of,
     worth_in_context,
 )
@@ -225,7 +226,8 @@ class Hindsight:
             last_uses = last_uses[ready]
             before = None
             if contexts is not None:
-                before = contexts.of_slots[rows]
+                generations = self._hints.generation[rows]
+                before = known_contexts(contexts, rows, generations)
                 contexts.of_slots[rows] = asked_again(before)
                 before = before[ready]
             self._note(
@@ -330,19 +332,15 @@ class Hindsight:
         next to learn.
         """
         learned = _SharedValues.of(values)
-        if not ((values >= 0) & (values < _MOST)).all():  # damaged: start again
-            values[:] = 0
-        for hits, ages, contexts in self._hints.forgotten():
-            self._watched += self._tally(hits, ages, contexts)
+        _forget_damaged(values)
+        self._count_forgotten()
         for own, shared in (
             (self._asked, learned.asked),
             (self._watched, learned.watched),
         ):
             np.add(shared, own, out=shared)
             own[:] = 0
-        if learned.watched.sum() > _MEMORY * self._hints.capacity:
-            learned.asked[:] /= 2
-            learned.watched[:] /= 2
+        self._halve_old(learned)
         self._shadow.share(learned.shadow, _MEMORY * self._hints.capacity)
         self._refuses = bool(learned.asked.sum() >= self._hints.capacity)
         if self._to_publish:
@@ -357,6 +355,17 @@ class Hindsight:
             learned.learned_at[0] = seconds
             self._elected = True
             self._known = (learned.asked.copy(), learned.watched.copy())
+
+    def _halve_old(self, learned: _SharedValues) -> None:
+        """Halve the counts if they remember more than they should."""
+        if learned.watched.sum() > _MEMORY * self._hints.capacity:
+            learned.asked[:] /= 2
+            learned.watched[:] /= 2
+
+    def _count_forgotten(self) -> None:
+        """Count the ghosts that were replaced: their chunks were never asked for again."""
+        for hits, ages, contexts in self._hints.forgotten():
+            self._watched += self._tally(hits, ages, contexts)
 
     def _row_of(
         self,
@@ -414,7 +423,7 @@ class Hindsight:
             weight = total / _CENSUS
             if hints.contexts is not None:
                 contexts = _of_both(
-                    hints.contexts.of_slots, hints.contexts.of_ghosts, at
+                    self._contexts_of(slice(None)), hints.contexts.of_ghosts, at
                 )
         else:
             uses = np.concatenate([hints.last_use, ghosts.last_use])
@@ -422,13 +431,20 @@ class Hindsight:
             if hints.contexts is not None:
                 contexts = np.concatenate(
                     [
-                        hints.contexts.of_slots,
+                        self._contexts_of(slice(None)),
                         hints.contexts.of_ghosts[: len(ghosts.last_use)],
                     ]
                 )
         there = (uses != NOT_READY) & (uses > 0)
         known = None if contexts is None else contexts[there].astype(np.uint16)
         return self._tally(hits[there], stamp - uses[there], known, weight)
+
+    def _contexts_of(self, chosen: Chosen) -> NDArray[np.uint16]:
+        """Return what is known of the chunks in these slots."""
+        contexts = self._hints.contexts
+        assert contexts is not None
+        generations = self._hints.generation[chosen]
+        return known_contexts(contexts, chosen, generations)
 
     def _ranks(self, chosen: Chosen) -> Ranks:
         hints = self._hints
@@ -439,11 +455,86 @@ class Hindsight:
             return np.zeros(len(uses))
         contexts = None
         if hints.contexts is not None:
-            contexts = hints.contexts.of_slots[chosen]
+            contexts = self._contexts_of(chosen)
         rows = self._row_of(hints.hits[chosen], contexts)
         ranks = self._worth[rows, age_of(self._stamp - uses)]
         ranks[uses == NOT_READY] = 0
         return ranks
+
+
+class HintedHindsight(Hindsight):
+    """Hindsight in a process that is given request hints, in a store whose shared values have none.
+
+    What it learns of contexts stays in this process, 1.5 MB, and ends with it. The shared values
+    get the same counts by class, so that processes without hints, and later ones, learn as before.
+    As thread-safe as Hindsight.
+    """
+
+    def __init__(self, hints: Hints, before: Hindsight) -> None:
+        """Go on from `before`, which learned without contexts. The columns have them by now."""
+        super().__init__(hints)
+        # in place of the shared values
+        self._own = np.zeros(self.shared_values)
+        self.shared_values = before.shared_values
+        # counted here by class, not yet shared
+        self._asked_of_classes = before._asked.copy()
+        self._watched_of_classes = before._watched.copy()
+        # the shared counts when this process last added to them
+        self._seen = np.zeros((2, CLASSES, AGES))
+        self._shadow = before._shadow
+        self._refuses = before._refuses
+        self._room = before._room
+        self._stamp = before._stamp
+        self._known = np.zeros_like(self._asked), np.zeros_like(self._asked)
+        for table, known in zip(self._known, before._known, strict=True):
+            table[:CLASSES] = known
+        self._worth = self._worth_of(*self._known)
+
+    def share(self, values: NDArray[np.float64]) -> None:
+        """Learn from what the others counted without contexts, let them learn from this process,
+        and learn of contexts.
+        """
+        _forget_damaged(values)
+        shared = _SharedValues.of(values)
+        own = _SharedValues.of(self._own)
+        counts = shared.asked, shared.watched
+        for mine, theirs, seen in zip(
+            (own.asked, own.watched), counts, self._seen, strict=True
+        ):
+            # nothing is known of their chunks: workload 0. Less than before: all were halved.
+            mine[:CLASSES] += np.maximum(theirs - seen, 0)
+        own.shadow[:] = shared.shadow
+        super().share(self._own)
+        shared.shadow[:] = own.shadow
+        shared.asked[:] += self._asked_of_classes
+        shared.watched[:] += self._watched_of_classes
+        self._asked_of_classes[:] = 0
+        self._watched_of_classes[:] = 0
+        self._halve_old(shared)
+        self._seen = np.array(counts)
+
+    def _count_forgotten(self) -> None:
+        for hits, ages, contexts in self._hints.forgotten():
+            self._watched += self._tally(hits, ages, contexts)
+            self._watched_of_classes += tally(class_of(hits), age_of(ages))
+
+    def _note(
+        self,
+        hits: NDArray[np.uint32],
+        ages_ns: Rows,
+        contexts: NDArray[np.uint16] | None,
+    ) -> None:
+        super()._note(hits, ages_ns, contexts)
+        later = ages_ns >= _AT_ONCE_NS
+        seen = tally(class_of(hits[later]), age_of(ages_ns[later]))
+        self._asked_of_classes += seen
+        self._watched_of_classes += seen
+
+
+def _forget_damaged(values: NDArray[np.float64]) -> None:
+    """Start again if there are values that no process writes."""
+    if not ((values >= 0) & (values < _MOST)).all():
+        values[:] = 0
 
 
 def _of_both(

@@ -19,6 +19,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from pagoda.policy import Contexts as ContextColumns
 from pagoda.policy.reuse_worth import (
     AGES,
     CLASSES,
@@ -73,6 +74,51 @@ ROWS = WORKLOADS * KINDS
 # How many watched chunks a guess counts for, where a kind with an ending or a workload is guessed
 # from those like it. All chunks of a prompt are asked for together, so this is some ten prompts.
 _GUESS_WEIGHT = 1000.0
+
+
+# Fibonacci hashing: generations of one slot often differ by a power of two
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_MARK_SHIFT = np.uint64(48)
+_SECONDS = (1 << 16) - 1
+_HIGH_BITS = np.uint64(40)
+_NANOSECONDS = 10**9
+
+
+def workload_of(marks: NDArray[np.uint64]) -> int:
+    """Return the workload of a prompt whose chunks have these marks, from its first one on: by
+    other bits than those by which ghosts find their places. 0 for no chunk.
+    """
+    return int(marks[0] >> _HIGH_BITS) % WORKLOADS if len(marks) else 0
+
+
+def mark_of(generations: NDArray[np.uint64]) -> NDArray[np.uint16]:
+    """Return the mark of each generation. Two of 65,536 have the same: then a chunk is judged by
+    what was known of another, as by a wrong hint.
+    """
+    return (generations * _SPREAD >> _MARK_SHIFT).astype(np.uint16)
+
+
+def known_contexts(
+    columns: ContextColumns,
+    chosen: NDArray[np.int64] | slice,
+    generations: NDArray[np.uint64],
+) -> Contexts:
+    """Return the contexts of these slots, which have these generations; 0: this process knows
+    nothing of the chunk. A new array.
+    """
+    same = columns.marks[chosen] == mark_of(generations)
+    contexts: Contexts = columns.of_slots[chosen] * same
+    return contexts
+
+
+def hint_second(stamp: int) -> int:
+    """Return when a hint was given, from 1 on; it begins again after 18 hours."""
+    return 1 + stamp // _NANOSECONDS % _SECONDS
+
+
+def seconds_since(second: int, stamp: int) -> int:
+    """Return how long ago that `hint_second` was, less than 18 hours."""
+    return (hint_second(stamp) - second) % _SECONDS
 
 
 def kinds_of_ending(ending: Ending) -> slice:

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
 from msgspec import UNSET
 
 from pagoda.cache.request_trace import Request
 from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.store_state import FIRST_OFFSET
 from pagoda.policy.request_hints import SHARED, RequestHint
-from pagoda.policy.reuse_context import Ending
+from pagoda.policy.reuse_context import Ending, workload_of
 from pagoda_tools.replay.exact_lru import LruTier, NotExactError
 from pagoda_tools.replay.simulated_tier import Chain, SimulatedTier, marks_of_ids
 
@@ -26,7 +25,6 @@ _ENDINGS = {
     "end_turn": Ending.TURN,
     "stop": Ending.TURN,
 }
-_HIGH_BITS = np.uint64(40)
 _BEGIN_NS = FIRST_OFFSET + 1  # recency as in a new store
 
 
@@ -233,8 +231,7 @@ class Simulation:
 
     def _hint_of(self, request: Request, marks: Marks) -> RequestHint:
         """Return what a request of a trace says of itself."""
-        # other bits than those by which ghosts find their places
-        workload = int(marks[0] >> _HIGH_BITS) if len(marks) else 0
+        workload = workload_of(marks)
         stop = str(request.stop)
         if request.session is None or request.session is UNSET:
             return RequestHint(workload, _ENDINGS.get(stop, Ending.UNKNOWN))
@@ -273,6 +270,14 @@ class Simulation:
             for at in range(run.tier + 1, len(self._tiers)):
                 self._tiers[at].touch(chain, run.begin, run.end, stamps[at])
         return runs
+
+
+def have_hints(requests: Iterable[Request]) -> bool:
+    """Whether some of these requests say to which session they belong, or how they ended."""
+    return any(
+        isinstance(one.session, int | str) or isinstance(one.stop, str)
+        for one in requests
+    )
 
 
 def simulate(

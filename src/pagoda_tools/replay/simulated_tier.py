@@ -24,7 +24,7 @@ from pagoda.ledger.columns import NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.eviction_policy import GHOST_REASONS, Evictor
 from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.transaction import BATCH
-from pagoda.policy.request_hints import RequestHint, RequestHints
+from pagoda.policy.request_hints import ContextWriter, RequestHint
 from pagoda.tiers.remote.redis import GHOST_SECONDS
 from pagoda.tiers.remote.redis_pool import mixed
 
@@ -92,9 +92,10 @@ class SimulatedTier:
         self.hits = self.written = self.evicted = self.refused = 0
         self._columns = Columns(None, chunks)
         self._columns.reset()
-        self._hints = (
-            RequestHints(self._columns.note_contexts()) if with_hints else None
-        )
+        self._hints: ContextWriter | None = None
+        if with_hints:
+            contexts = self._columns.note_contexts()
+            self._hints = ContextWriter(contexts, self._columns.generation)
         self._advice = Evictor(policy, self._columns)
         self._learnt = np.zeros(self._advice.shared_values)
         self._rows: dict[int, int] = {}
@@ -333,9 +334,7 @@ class SimulatedTier:
             marks = columns.keys[gone, 0]
             uses = columns.last_use[gone]
             hits = columns.hits[gone]
-            contexts = None
-            if columns.contexts is not None:
-                contexts = columns.contexts.of_slots[gone]
+            contexts = columns.contexts_of(gone)
             columns.table.remember(
                 marks, uses, hits, chain.now, _EVICTED, contexts
             )
