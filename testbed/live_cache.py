@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.cache import Cache
+from pagoda.cache import Cache, RequestHints
+from pagoda.cache.caller_hints import EndingName
 from pagoda.keys import Namespace
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger
@@ -30,6 +31,8 @@ _HEADER = 4096  # of a slot on disk
 _SHARE_MS = 1_000.0
 _PREPARE_MS = 100.0
 _HALF = 1 << 30
+# by the stop reasons of the trace
+_ENDINGS: dict[str, EndingName] = {"tool_use": "tool_call", "end_turn": "turn"}
 
 
 class Rate(NamedTuple):
@@ -58,7 +61,10 @@ class Live:
         disk: int = 0,
         remote: StoreClient | None = None,
         at_ms: float = 0.0,
+        with_hints: bool = False,
     ) -> None:
+        """Open it. `with_hints`: it is told what the requests of the trace say of themselves."""
+        self._with_hints = with_hints
         self.clock = FakeClock(1_000.0 + at_ms / 1e3)
         self.hits: Counter[str] = Counter()  # served chunks by tier
         self._tiers: list[HostTier | DiskTier | RemoteTier] = []
@@ -105,6 +111,7 @@ class Live:
             clock=self.clock,
             worth_it=False,
             deadline_seconds=60.0,
+            hints="always" if with_hints else "auto",
         )
         for ledger in self.ledgers:
             ledger.upkeep_thread._thread = (
@@ -136,8 +143,9 @@ class Live:
             ),
             LAYOUT,
         )
-        hit = self.cache.retrieve(tokens, kv)
-        self.cache.store(tokens, kv)
+        hints = hints_of(request) if self._with_hints else None
+        hit = self.cache.retrieve(tokens, kv, hints=hints)
+        self.cache.store(tokens, kv, hints=hints)
         self.hits.update(
             {tier: tokens // CHUNK for tier, tokens in hit.by_tier.items()}
         )
@@ -168,6 +176,18 @@ class Live:
     def close(self) -> None:
         """Close the cache, as at the end of a process."""
         assert self.cache.close(30)
+
+
+def hints_of(request: Request) -> RequestHints | None:
+    """Return what a request of a trace says of itself, as a caller would say it."""
+    if not isinstance(request.session, int | str):
+        return None
+    return RequestHints(
+        session=str(request.session),
+        agent=str(request.agent or ""),
+        ending=_ENDINGS.get(str(request.stop), "other"),
+        session_end=request.last is True,
+    )
 
 
 def tokens_of(ids: tuple[int, ...]) -> npt.NDArray[np.int32]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         StoreError,
     )
     from pagoda.base.metrics import Reason
-    from pagoda.cache import Cache, ChunkRef, Hit, Stored
+    from pagoda.cache import Cache, ChunkRef, Hit, RequestHints, Stored
     from pagoda.config import Config
     from pagoda.keys import Namespace
     from pagoda.layout import KVLayout
@@ -56,6 +56,7 @@ __all__ = [
     "NoRoomError",
     "PagodaError",
     "Reason",
+    "RequestHints",
     "StoreError",
     "Stored",
     "__version__",
@@ -66,6 +67,7 @@ _HOME = dict.fromkeys(__all__, "pagoda.base.errors") | {
     "Cache": "pagoda.cache",
     "ChunkRef": "pagoda.cache",
     "Hit": "pagoda.cache",
+    "RequestHints": "pagoda.cache",
     "Stored": "pagoda.cache",
     "Reason": "pagoda.base.metrics",
     "Config": "pagoda.config",

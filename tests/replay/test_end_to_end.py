@@ -17,6 +17,7 @@ from pagoda.policy.hindsight import _SharedValues
 from pagoda_tools.replay import Request, TierSpec, simulate
 from testbed.live_cache import CHUNK, Live, Rate, simulated
 from tests.cache.kit import SPAWN
+from tests.replay.test_against_ledger import hinted, stream
 from tests.replay.traces import sample
 
 CHUNKS = 3000
@@ -191,3 +192,17 @@ def test_two_processes_share_what_they_learn(
     assert report.gauges["reserved"] == 0
     assert report.gauges["ready"] + report.gauges["free"] == CHUNKS
     live.close()
+
+
+@pytest.mark.slow
+def test_hints_serve_what_the_simulator_says(shm_root: Path) -> None:
+    """Through the calls that an engine makes: retrieve with a session, store with the end."""
+    told = hinted(stream(3, 700, 6, 40), 3)
+    live = Live(shm_root, "hindsight", host=64, with_hints=True)
+    rate = live.play(told)
+    live.close()
+    tier = [TierSpec("host", 64, "hindsight")]
+    wanted = simulate(told, tier, with_hints=True).hit_rate
+    assert rate.share == pytest.approx(wanted, abs=0.005)
+    # the control: these hints, which are made up, change what is served
+    assert abs(simulate(told, tier).hit_rate - wanted) > 0.05

@@ -10,6 +10,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from pagoda.cache.request_trace import Request, format_request
+from pagoda.ledger.retained_chunks import RETAINED_SHARE
 from pagoda_tools.replay import TierSpec, simulate
 from tests.replay.traces import request, sample
 
@@ -109,8 +110,39 @@ def always_over(stream: Stream) -> Stream:
     ]
 
 
+def the_opposite(stream: Stream) -> Stream:
+    """Say of each request that continues that its session is over, and of each that does not that
+    a tool is running.
+    """
+    firsts = [each.hash_ids[:1] for each in stream]
+    last = {first: at for at, first in enumerate(firsts)}
+    return [
+        replace(
+            each,
+            session=str(firsts[at]),
+            stop="tool_use",
+            last=last[firsts[at]] != at,
+        )
+        for at, each in enumerate(stream)
+    ]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("hostile", [random_hints, one_session, always_over])
+def test_what_is_retained_for_nothing_costs_little() -> None:
+    """As if the budget of retained chunks were not there."""
+    stream = sample()
+    for chunks in (500, 5_000):
+        hit_rates = [
+            simulate(stream, [TierSpec("host", size, "lru")]).hit_rate
+            for size in (chunks, chunks - chunks // RETAINED_SHARE)
+        ]
+        assert hit_rates[1] > hit_rates[0] - 0.006
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "hostile", [random_hints, one_session, always_over, the_opposite]
+)
 def test_wrong_hints_cost_little(hostile: Callable[[Stream], Stream]) -> None:
     stream = sample()
     for chunks in (500, 5_000):

@@ -104,6 +104,10 @@ COUNTERS: tuple[str, ...] = (
     # pieces that a store in memory did not get, by what had too little room (`store_place.Growth`)
     *(f"growth_refused_{bound}" for bound in GROWTH_BOUNDS),
     "growth_failures",
+    # what became of request hints
+    "hints_accepted",
+    "hints_clipped",
+    "hints_refused",
 )
 
 

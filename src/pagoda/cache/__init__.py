@@ -13,6 +13,7 @@ Modules, in the order in which a call reaches them:
     retrieve_call    one retrieve or prefetch
     staging_buffers  buffers for chunks without a host slot
     writeback        the queues and threads that write to the lower tiers
+    caller_hints     what callers say of their requests, and what became of it
     miss_explainer   the reason of a miss
     request_events   what requests report of their chunks, for routers
     prompt_log       the prompts that were stored lately, with their tokens
@@ -34,7 +35,17 @@ Modules, in the order in which a call reaches them:
 from __future__ import annotations
 
 from pagoda.cache.cache import Cache
+from pagoda.cache.caller_hints import HintAnswer, HintResult, RequestHints
 from pagoda.cache.results import Cleared, Hit, Stored
 from pagoda.cache.writeback import ChunkRef
 
-__all__ = ["Cache", "ChunkRef", "Cleared", "Hit", "Stored"]
+__all__ = [
+    "Cache",
+    "ChunkRef",
+    "Cleared",
+    "HintAnswer",
+    "HintResult",
+    "Hit",
+    "RequestHints",
+    "Stored",
+]

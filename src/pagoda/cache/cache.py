@@ -39,6 +39,12 @@ from pagoda.cache.call import (
     enable_spans,
 )
 from pagoda.cache.call_log import log_opened
+from pagoda.cache.caller_hints import (
+    HintedRequest,
+    HintResult,
+    RequestHints,
+    said,
+)
 from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.late_tier import LateTier
 from pagoda.cache.lookup_call import run_explain, run_lookup
@@ -118,6 +124,8 @@ class Cache:
         deadline_seconds: for the whole call; default: config.deadline_seconds without progress.
         limit_seconds: for the whole call, also while it makes progress; default: by the bytes of
             the chunks.
+        hints: what is known of the request (`pagoda.RequestHints`), for store, lookup and retrieve.
+            The last two use its session only; the rest is about the end of the request.
 
     Example:
         >>> import numpy as np
@@ -441,6 +449,48 @@ class Cache:
             self._retrieve_call(tokens, kv, True, options, pieces)
         )
 
+    def note_answer(
+        self,
+        tokens: TokenIds | None,
+        **options: Unpack[CallOptions],
+    ) -> tuple[HintResult, ...]:
+        """Say by `hints` how a request ended, without storing anything; return what became of each.
+
+        For engines that store piece by piece, and for requests whose end is known later. `tokens`
+        and the options name its prompt, as in a look-up. Without `hints` it says that a request
+        without any has ended: then its chunks are known to be used by others too.
+
+        Example:
+            >>> from pagoda import RequestHints
+            >>> layout = KVLayout.opaque(16, 64, "an example")
+            >>> options = {"host_size": "1MiB", "host_shared": False}
+            >>> with Cache(namespace=Namespace("m"), layout=layout, **options) as cache:
+            ...     over = RequestHints(session="a1", session_end=True)
+            ...     for result in cache.note_answer(list(range(32)), hints=over):
+            ...         print(result)
+            session accepted
+            session_end accepted
+        """
+        request = self._checked(tokens, options)
+        hints = request.hints
+        taker = self._resources.hints
+
+        def work() -> tuple[HintResult, ...]:
+            if self._resources.closed:
+                return missed(Reason.CLOSED, "the cache is closed")
+            if hints is None and not taker.are_heard:
+                return ()
+            return self._note_answer(request.tiers, request.hinted(), hints)
+
+        def missed(reason: Reason, detail: str = "") -> tuple[HintResult, ...]:
+            names = () if hints is None else hints.names
+            closed = reason is Reason.CLOSED
+            why = "the cache is closed" if closed else str(reason)
+            return tuple(taker.refuse(name, why) for name in names)
+
+        counters = self._resources.counters
+        return Call("note_answer", work, missed, request.deadline, counters).run()
+
     def prefetch(
         self, tokens: TokenIds | None, **options: Unpack[CallOptions]
     ) -> Future[Hit]:
@@ -498,7 +548,10 @@ class Cache:
         request = self._checked(tokens, options, CallKind.STORE)
         store = StoreCall(self._resources, request, transfer)
         counters = self._resources.counters
-        return Call("store", store.run, store.miss, request.deadline, counters)
+        work = store.run
+        if request.hints is not None or self._resources.hints.are_heard:
+            work = partial(self._answered_by, store, request)
+        return Call("store", work, store.miss, request.deadline, counters)
 
     def _lookup_call(
         self,
@@ -522,6 +575,8 @@ class Cache:
             measure_again,
             least,
         )
+        if request.hints is not None:
+            work = partial(self._used_by, work, request)
         return Call(
             "lookup",
             work,
@@ -549,6 +604,8 @@ class Cache:
             [] if least else None,
             least,
         ).run
+        if request.hints is not None:
+            work = partial(self._used_by, work, request)
         return Call(
             "retrieve",
             work,
@@ -569,6 +626,41 @@ class Cache:
             request.deadline,
             self._resources.counters,
         )
+
+    def _used_by(self, work: Callable[[], Hit], request: CacheRequest) -> Hit:
+        """Do a look-up or a retrieve, and note whose it is."""
+        hit = work()
+        ledgers = dict(request.tiers.ledgers())
+        hinted = request.hinted()
+        self._resources.hints.note_use(ledgers, hinted, request.hints)
+        return hit
+
+    def _answered_by(self, store: StoreCall, request: CacheRequest) -> Stored:
+        """Do a store, and note how its request ended."""
+        stored = store.run()
+        hinted = request.hinted()
+        context = store.context
+        self._note_answer(request.tiers, hinted, request.hints, context)
+        return stored
+
+    def _note_answer(
+        self,
+        tiers: TierStack,
+        request: HintedRequest,
+        hints: RequestHints | None,
+        context: int | None = None,
+    ) -> tuple[HintResult, ...]:
+        resources = self._resources
+        results = resources.hints.note_answer(
+            dict(tiers.ledgers()), request, hints, context
+        )
+        if hints is not None and resources.recorder is not None:
+            resources.recorder.note_answer(
+                request.keys,
+                request.first,
+                said(request.root, hints, results),
+            )
+        return results
 
     def _checked(
         self,
@@ -614,7 +706,14 @@ class Cache:
             first = request.first - len(request.head)
             num_tokens = request.length_tokens - first * request.chunk_tokens
             resources.recorder.note(
-                kind, keys, first, num_tokens, counted=counted
+                kind,
+                keys,
+                first,
+                num_tokens,
+                counted=counted,
+                said=None
+                if request.hints is None
+                else said(namespace.root, request.hints),
             )
         if kind is not None and resources.events is not None:
             resources.events.heard(request, options.get("weights_version"))
@@ -949,6 +1048,8 @@ class Cache:
             "models": usage_by_model(meters),
             "tenants": usage_by_tenant(meters),
         }
+        if hints := resources.hints.stats():
+            stats["hints"] = hints
         if left_out := resources.left_out():
             stats["left_out"] = left_out
         if quality := self._weights.quality():

@@ -28,6 +28,7 @@ from pagoda.base.errors import ClosedError, ConfigError
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.cache.call_log import log_call
+from pagoda.cache.caller_hints import HintedRequest, RequestHints
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.otel_spans import SpanRecorder
 from pagoda.cache.results import Hit
@@ -78,6 +79,7 @@ class CallOptions(TypedDict, total=False):
     tiers: Iterable[str] | None
     deadline_seconds: float | None
     limit_seconds: float | None
+    hints: RequestHints | None
 
 
 _FALSE = bytes(1)  # all values of a mask of misses
@@ -118,6 +120,7 @@ class CacheRequest(NamedTuple):
     # the keys before keys[0], as far as the caller gave them
     head: Sequence[bytes] = ()
     any_position: bool = False  # whether `first` is not known for certain
+    hints: RequestHints | None = None
 
     def starts(self, begin: int, end: int) -> list[int]:
         """Return the first token of each of the chunks keys[begin:end]."""
@@ -142,6 +145,12 @@ class CacheRequest(NamedTuple):
     def parent_of(self, index: int) -> bytes | None:
         """Return the key of the chunk before keys[index], None at the root."""
         return self.keys[index - 1] if index else self.parent
+
+    def hinted(self) -> HintedRequest:
+        """Return the request, as far as hints are concerned."""
+        keys = [*self.head, *self.keys]
+        first = self.first - len(self.head)
+        return HintedRequest(self.namespace.root, keys, first)
 
     def hit(
         self,
@@ -228,6 +237,11 @@ def build_request(
             f"{', '.join(options.keys() - _OPTIONS)}: no such option; there are "
             f"{', '.join(sorted(_OPTIONS))}"
         )
+    hints = options.get("hints")
+    if hints is not None and not isinstance(hints, RequestHints):
+        raise ValueError(
+            f"hints is of type {type(hints).__name__}: pass a pagoda.RequestHints"
+        )
     keys = options.get("keys")
     items = options.get("items", ())
     whole: PromptKeys | None = None
@@ -309,6 +323,7 @@ def build_request(
         tuple(items),
         head,
         options.get("any_position", False),
+        hints,
     )
 
 

@@ -19,8 +19,9 @@ from pagoda.base.clock import Deadline, seconds_of
 from pagoda.base.errors import ClosedError
 from pagoda.base.metrics import Reason
 from pagoda.cache.call import Call
+from pagoda.cache.caller_hints import RequestHints, said
 from pagoda.cache.lookup_call import LEASE_SECONDS
-from pagoda.cache.recording import CallKind
+from pagoda.cache.recording import CallKind, Said
 from pagoda.cache.resources import Resources
 from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.cache.writeback import (
@@ -41,7 +42,9 @@ from pagoda.ledger import (
     Reserved,
     RunToReserve,
 )
+from pagoda.ledger.columns import marks_of
 from pagoda.ledger.request_meters import TokenLoad
+from pagoda.policy.reuse_context import workload_of
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes, runs
 
@@ -190,15 +193,44 @@ class HostSlots:
         return self._resources.recorder is not None
 
     def record_request(
-        self, keys: Sequence[bytes], num_tokens: int, *, start: int = 0
+        self,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        *,
+        start: int = 0,
+        hints: RequestHints | None = None,
+        namespace: bytes = b"",
     ) -> None:
         """Record one request for that many tokens, by the keys of its prompt from chain position
         `start` on.
 
         For engines that look up uncounted and call `count_request`. Does nothing if requests are
         not recorded.
+
+        `hints`: what its caller said of it; it is then recorded at `Cache.note_answer`.
+        `namespace`: its root, which names the tenant of its session.
         """
-        self._record(CallKind.REQUEST, keys, start, num_tokens)
+        told = None if hints is None else said(namespace, hints)
+        self._record(CallKind.REQUEST, keys, start, num_tokens, said=told)
+
+    @property
+    def hears_hints(self) -> bool:
+        """Whether a request without hints matters to those of others, so that
+        `Cache.note_answer` is worth calling. Cheap.
+        """
+        return self._ledger.contexts.are_kept
+
+    def context_of(self, first_key: bytes) -> int | None:
+        """Return the context of new chunks of a prompt that begins with this chunk, for
+        `reserve_runs`; None: nobody keeps contexts. Cheap.
+        """
+        if not self.hears_hints:
+            return None
+        return workload_of(marks_of([first_key]))
+
+    def refuse_hint(self, hint: str, why: str) -> None:
+        """Count a hint that a caller refuses. Both texts must be of a fixed set."""
+        self._resources.hints.refuse(hint, why)
 
     def log_prompt(
         self,
@@ -483,10 +515,11 @@ class HostSlots:
         start: int,
         num_tokens: int,
         parent: bytes | None = None,
+        said: Said | None = None,
     ) -> None:
         if self._resources.recorder is not None:
             self._resources.recorder.note(
-                kind, tuple(keys), start, num_tokens, parent=parent
+                kind, tuple(keys), start, num_tokens, parent=parent, said=said
             )
 
     def _deadline(self, seconds: float | None) -> Deadline:

@@ -51,6 +51,8 @@ _ID_MASK = (1 << 63) - 1  # ids are signed 64-bit integers
 _SAME_MS = 10_000
 # a request is stored within this time: an answer may take long
 _STORED_MS = 600_000
+# a request is written after this time, whether its answer was noted or not
+_ANSWERED_MS = 600_000
 _MOST_REQUESTS = 512  # the number of requests that are remembered
 _ID = 8  # the bytes of a key that distinguish it from others
 
@@ -60,6 +62,8 @@ _TAIL_BYTES = 64 << 10
 _NUMBERS = re.compile(rb"[0-9][0-9.e+]*(,[0-9]+)*,?")
 _WRITTEN = b'{"timestamp":0"input_length":0"output_length":0"hash_ids":[0],"chunk_tokens":0}'
 _IDS = b'0],"chunk_tokens":0}'
+# what was said of a request, at the end of its line
+_SAID = re.compile(rb',"?$|,"s.*$', re.DOTALL)
 
 
 def require_trace(path: Path) -> tuple[int, int] | None:
@@ -113,11 +117,13 @@ def _is_trace(head: bytes, tail: bytes) -> bool:
     if end or len(tail) < _TAIL_BYTES:
         return _is_written(last)
     # the tail is within the ids of a long line
-    return _IDS.startswith(_NUMBERS.sub(b"0", last.lstrip(b",")))
+    last = _SAID.sub(b"", last.lstrip(b","))
+    return _IDS.startswith(_NUMBERS.sub(b"0", last))
 
 
 def _is_written(fragment: bytes) -> bool:
     """Return whether this is how a line begins that a recorder wrote."""
+    fragment = _SAID.sub(b"", fragment)
     return _WRITTEN.startswith(_NUMBERS.sub(b"0", fragment))
 
 
@@ -129,6 +135,19 @@ class CallKind(Enum):
     STORE = auto()
     RESERVE = auto()  # it reserved slots to store into
     REQUEST = auto()  # the engine itself reports a request
+    ANSWER = auto()  # it said how a request ended
+
+
+class Said(NamedTuple):
+    """What a caller said of a request, as its line has it; empty: nothing. `results`: what became
+    of it.
+    """
+
+    session: str = ""
+    agent: str = ""
+    stop: str = ""
+    last: bool = False
+    results: str = ""
 
 
 class RecordedCall(NamedTuple):
@@ -141,6 +160,7 @@ class RecordedCall(NamedTuple):
     num_tokens: int  # tokens of the whole prompt
     at_ms: int
     parent: bytes | None = None  # the key before the first
+    said: Said | None = None  # what the caller said of the request
 
 
 class Recorder:
@@ -170,6 +190,7 @@ class Recorder:
         self._calls: deque[RecordedCall] = deque()
         self._keys = 0  # keys of the calls in the queue
         self._detector = RequestDetector()
+        self._waiting: deque[_WaitingLine] = deque()
         self._closed = False
         self._writer = DeferredCall(self._write, "pagoda-record", _PAUSE_SECONDS)
         self._recorded = self._dropped = 0
@@ -187,9 +208,10 @@ class Recorder:
         *,
         counted: bool = True,
         parent: bytes | None = None,
+        said: Said | None = None,
     ) -> None:
         """Note a call about the chunks of a prompt of `num_tokens` tokens from number `first`
-        on.
+        on. A request of which something is said is written when its answer has been noted.
         """
         call = RecordedCall(
             kind,
@@ -199,6 +221,7 @@ class Recorder:
             num_tokens,
             round(self._clock.time() * 1000),
             parent,
+            said,
         )
         with self._lock:
             if self._closed:
@@ -213,6 +236,10 @@ class Recorder:
             self._calls.append(call)
             self._keys += len(keys)
             self._writer.request()
+
+    def note_answer(self, keys: Sequence[bytes], first: int, said: Said) -> None:
+        """Note what was said of a request at its end."""
+        self.note(CallKind.ANSWER, keys, first, 0, said=said)
 
     def stats(self) -> dict[str, object]:
         """Return the path, and how many requests this process recorded and how many calls it
@@ -249,11 +276,12 @@ class Recorder:
         written = 0
         failure: Exception | None = None
         try:
-            lines = [
-                self._line(call)
-                for call in calls
-                if self._detector.is_request(call)
-            ]
+            for call in calls:
+                if call.kind is CallKind.ANSWER:
+                    self._complete(call)
+                elif self._detector.is_request(call):
+                    self._waiting.append(_WaitingLine(call))
+            lines = self._due_lines()
             if lines:
                 self._check_file()
                 written, failure = append_lines(self.path, lines)
@@ -273,6 +301,28 @@ class Recorder:
             text = f"{too_many} calls are not recorded: they were too many"
             self._log_lines.warn(log, Reason.QUEUE_FULL, text)
 
+    def _complete(self, answer: RecordedCall) -> None:
+        """Add what was said at the end of a request to its line, if that still waits."""
+        for line in reversed(self._waiting):
+            if not line.is_complete and line.is_of(answer):
+                line.said = answer.said
+                line.is_complete = True
+                return
+
+    def _due_lines(self) -> list[bytes]:
+        """Take the lines that wait for no answer, in the order of their times."""
+        lines: list[bytes] = []
+        now = round(self._clock.time() * 1000)
+        while self._waiting:
+            first = self._waiting[0]
+            late = now - first.call.at_ms > _ANSWERED_MS
+            many = len(self._waiting) > _MOST_REQUESTS
+            if not (first.is_complete or late or many or self._closed):
+                break
+            self._waiting.popleft()
+            lines.append(self._line(first))
+        return lines
+
     def _check_file(self) -> None:
         """Refuse a file that took the place of the trace and is none. ConfigError."""
         try:
@@ -282,16 +332,49 @@ class Recorder:
         if self._file != (status.st_dev, status.st_ino):
             self._file = require_trace(self.path)
 
-    def _line(self, call: RecordedCall) -> bytes:
+    def _line(self, waiting: _WaitingLine) -> bytes:
+        from msgspec import UNSET
+
         from pagoda.cache.request_trace import Request, format_request
 
+        call = waiting.call
+        said = waiting.said or Said()
         ids = tuple(
             [int.from_bytes(key[:8], "little") & _ID_MASK for key in call.keys]
         )
         request = Request(
-            float(call.at_ms), call.num_tokens, 0, ids, self._chunk_tokens
+            float(call.at_ms),
+            call.num_tokens,
+            0,
+            ids,
+            self._chunk_tokens,
+            session=said.session or UNSET,
+            stop=said.stop or UNSET,
+            last=said.last or UNSET,
+            agent=said.agent or UNSET,
+            said_hints=said.results or UNSET,
         )
         return format_request(request).encode() + b"\n"
+
+
+class _WaitingLine:
+    """A request that is to be written, when what was said of it is known."""
+
+    def __init__(self, call: RecordedCall) -> None:
+        self.call = call
+        self.said = call.said
+        self.is_complete = call.said is None
+
+    def is_of(self, answer: RecordedCall) -> bool:
+        """Whether the answer is that of this request: of one session, and one prompt continues the
+        other.
+        """
+        said = answer.said
+        mine = self.said
+        if said is None or mine is None:
+            return False
+        same = (said.session, said.agent) == (mine.session, mine.agent)
+        return same and _KnownRequest(self.call).is_related(answer)
 
 
 class RequestDetector:
@@ -316,6 +399,8 @@ class RequestDetector:
                 begins = call.counted and not self._polled(call)
             case CallKind.RETRIEVE:
                 begins = not self._was_looked_up(call) and call.counted
+            case CallKind.ANSWER:
+                return False
             case CallKind.STORE | CallKind.RESERVE:
                 return self._begins_with_store(call)
         self._reads |= begins

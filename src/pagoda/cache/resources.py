@@ -13,6 +13,7 @@ from pagoda.base.clock import Clock, Deadline
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.cache.call import KeyScheme
+from pagoda.cache.caller_hints import CallerHints
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.executor import CallExecutor
 from pagoda.cache.late_tier import LateTier
@@ -53,6 +54,7 @@ class Resources:
     executor: CallExecutor
     explainer: MissExplainer
     load_cost: LoadCost
+    hints: CallerHints
     writeback: tuple[WriteBackQueue, ...]  # one per lower tier that is written
     load_staging: StagingPool
     # separate from the pool for loads, so that neither starves the other
@@ -99,6 +101,7 @@ class Resources:
             )
             self.writeback = (queue, *self.writeback)
         self.tiers = self.tiers.joined_by(tier)
+        self.hints.begin(dict(self.tiers.ledgers()))
         self.explainer.tiers = self.tiers
         self.load_cost.tiers = self.tiers.names
         self.registered.clear()  # its namespaces are registered by the next calls
@@ -157,6 +160,8 @@ def build_resources(
     ledgers = tiers.ledgers()
     counters = CacheCounters(ledgers[0][1] if ledgers else None, clock, engine)
     executor = CallExecutor()
+    hints = CallerHints(counters, config.hints)
+    hints.begin(dict(ledgers))
     # prompts are not logged in private memory, where no other process could read them
     shared = tiers.host if config.prompt_log and config.host_shared else None
     return Resources(
@@ -184,6 +189,7 @@ def build_resources(
             engine=engine.root.hex(),
             tiers=tiers.names,
         ),
+        hints=hints,
         writeback=tuple(
             WriteBackQueue(
                 tier, tiers.host, config, layout.chunk_tokens, counters, clock

@@ -71,6 +71,8 @@ class StoreCall:
         self._overflows = overflows and bool(self._lower)
         self._admit_all = not overflows and bool(self._lower)
         self._stamp = 0  # the stamp of the run in the host tier
+        # that of the run's new chunks in the host tier; None: nobody keeps contexts
+        self.context: int | None = None
         self._stamps: dict[str, int | None] = {}  # and in each lower tier
         self._fate = bytearray(len(request.keys))
         self._sent: list[tuple[int, StagedChunk]] = []
@@ -179,6 +181,10 @@ class StoreCall:
         self._fate[at : at + len(have.slots)] = bytes([_PRESENT]) * len(
             have.slots
         )
+        if ledger.contexts.are_kept:
+            asked = self._resources.hints.asked(request.hinted(), request.hints)
+            parent = int(have.slots[-1]) if len(have.slots) else None
+            self.context = ledger.contexts.arriving(asked, parent, self._stamp)
         at += len(have.slots)
         try:
             while at < len(request.keys):
@@ -192,6 +198,7 @@ class StoreCall:
                         request.keys[end:],
                         start=request.first + end,
                         stamp=self._stamp,
+                        context=self.context or 0,
                     )
                 if refused is not None:
                     return refused
@@ -217,6 +224,7 @@ class StoreCall:
             tokens=request.chunk_tokens,
             stamp=self._stamp,
             admit_all=self._admit_all,
+            context=self.context,
             deadline_seconds=self._deadline.remaining(),
         )
         try:

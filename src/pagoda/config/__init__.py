@@ -26,6 +26,7 @@ from pagoda.config import option_values
 from pagoda.config.option_values import (
     Check,
     DiskCodec,
+    HintMode,
     LogFormat,
     StartWithout,
     WritePolicy,
@@ -202,6 +203,13 @@ class Config:
             f"{', '.join(map(repr, policies.NAMES))}."
         ),
         option_values.one_of(policies.NAMES, policies.REMOVED),
+    )
+    hints: HintMode = _option(  # noqa: RUF009
+        "auto",
+        (
+            "When the policy sees request hints: from the first one on ('auto'), never, or always, "
+            "so that it tells workloads apart also without them."
+        ),
     )
     record: str = _option(
         "",
@@ -462,6 +470,7 @@ class ConfigOptions(TypedDict, total=False):
     io_threads: int
     queue_chunks: int
     policy: str
+    hints: HintMode
     record: str | os.PathLike[str]
     prompt_log: bool
     profile: bool

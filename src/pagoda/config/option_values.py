@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pagoda.config import Config
 
 WritePolicy = Literal["write_through", "selective", "write_back"]
+HintMode = Literal["auto", "always", "never"]
 LogFormat = Literal["plain", "json"]
 StartWithout = Literal["none", "lower"]
 # no zstd: a slot has a fixed size, so compression saves nothing there
@@ -297,6 +298,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 _WORDS = (
     ("WritePolicy", WritePolicy),
+    ("HintMode", HintMode),
     ("LogFormat", LogFormat),
     ("DiskCodec", DiskCodec),
     ("StartWithout", StartWithout),

@@ -19,6 +19,7 @@ from pagoda_tools.replay.simulate import (
     SimulatedOutcome,
     TierOutcome,
     TierSpec,
+    have_hints,
     simulate_each,
 )
 from pagoda_tools.replay.timed_replay import (
@@ -56,9 +57,12 @@ def tiered(
 ) -> ReplayedTiers:
     """Simulate tiers below each other, and the time of each prompt on an idle engine.
 
-    As in the cache itself (`worth_it`), chunks are computed if loading them takes longer.
+    As in the cache itself (`worth_it`), chunks are computed if loading them takes longer, and the
+    policy sees what the requests say of themselves.
     """
-    outcome, served_by_tier = simulate_each(requests, specs)
+    outcome, served_by_tier = simulate_each(
+        requests, specs, with_hints=have_hints(requests)
+    )
     load = [speeds.load_seconds(spec.name, chunk_bytes) for spec in specs]
     saved = 0
     cold = []

@@ -70,6 +70,9 @@ COUNTED: Mapping[str, str] = {
     "growth_refused_cgroup": "Pieces that a host store that grows did not get: its cgroup had no memory to spare.",  # noqa: E501
     "growth_failures": "Pieces that a store did not get for another reason, which is logged.",
     "growth_refused_machine": "Pieces that a host store that grows did not get: the machine had no memory to spare.",  # noqa: E501
+    "hints_accepted": "Request hints that were accepted.",
+    "hints_clipped": "Request hints that were accepted up to a limit.",
+    "hints_refused": "Request hints that were refused; `Cache.stats` says why.",
     "prefill_tokens": "Tokens that engines computed, as they reported with the time that it took.",
 }
 """The help of each counter. Counters of reasons and load times are not here: their families have
