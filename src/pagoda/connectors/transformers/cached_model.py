@@ -32,7 +32,7 @@ from pagoda.blend import (
     blend_setting,
     policy_named,
 )
-from pagoda.cache import Cache, Cleared, Hit, Stored
+from pagoda.cache import Cache, Cleared, Hit, RequestHints, Stored
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.endings import KeySpace
 from pagoda.connectors.prefill_stopwatch import PrefillTimes, watch_for
@@ -427,6 +427,7 @@ class CachedModel(ModelFacade):
         store: bool = True,
         store_output: bool = False,
         salt: str | None = None,
+        hints: RequestHints | None = None,
         **kwargs: Any,
     ) -> Any:
         """Return the result of `model.generate` for these arguments, sooner; store the KV of the
@@ -450,6 +451,9 @@ class CachedModel(ModelFacade):
             store: False: only read.
             store_output: also store the KV of the generated tokens; not with `documents`.
             salt: the tenant of this call, instead of the model's.
+            hints: what is known of this request, such as its session (`pagoda.RequestHints`), for
+                each of its prompts; without effect on a call that goes on without the cache, and on
+                models whose cache has a state.
             kwargs: arguments of `model.generate`.
 
         Raises ValueError for wrong arguments, ConfigError (a ValueError) if `blend` has no verdict.
@@ -457,6 +461,10 @@ class CachedModel(ModelFacade):
         input_ids, attention_mask, kwargs = as_keywords(
             self.model, given, input_ids, attention_mask, kwargs
         )
+        if hints is not None and not isinstance(hints, RequestHints):
+            raise ValueError(
+                f"hints is of type {type(hints).__name__}: pass a pagoda.RequestHints"
+            )
         with_documents = documents is not None or question is not None
         if with_documents and (
             input_ids is not None or attention_mask is not None or store_output
@@ -575,9 +583,27 @@ class CachedModel(ModelFacade):
         elif store or store_output or media.form:
             # a form that shows something is tried also if nothing is stored
             self._store_after(
-                out, kv, prompts, before, salt, store, store_output, kwargs
+                out, kv, prompts, before, salt, store, store_output, kwargs, hints
             )
+        if hints is not None and not self.last_stored:
+            self._note_answer(prompts.rows, before, hints)
         return out
+
+    def _note_answer(
+        self, rows: Sequence[BatchRow], before: _Ready, hints: RequestHints
+    ) -> None:
+        """Say what is known of a request that has ended. Never raises: the text is complete."""
+        try:
+            for row in rows:
+                before.cache.note_answer(
+                    row.tokens,
+                    items=row.items_in(len(row.tokens)),
+                    hints=hints,
+                    **before.space,
+                )
+        except Exception as trouble:  # noqa: BLE001
+            # nobody loses a text because of a hint
+            _log.warning("the hints of a request are not used: %s", trouble)
 
     def prefix(
         self,
@@ -771,6 +797,7 @@ class CachedModel(ModelFacade):
         past_key_values: Any,
         ready: _Ready,
         every: int,
+        hints: RequestHints | None = None,
     ) -> list[Stored]:
         """Store the KV of rows 0, every, 2 * every, ... Raises ValueError for KV that is not of
         this model.
@@ -812,6 +839,7 @@ class CachedModel(ModelFacade):
                     tokens,
                     kv,
                     items=items,
+                    hints=hints,
                     after=self._hit_before(),
                     **ready.space,
                 )
@@ -965,6 +993,7 @@ class CachedModel(ModelFacade):
         prompt: bool,
         with_output: bool,
         kwargs: dict[str, Any],
+        hints: RequestHints | None = None,
     ) -> None:
         """Try a form of calls, and store the KV of a complete generation: of its `prompt`, or also
         `with_output`. Never raises: nobody loses a text because of its KV.
@@ -1000,7 +1029,7 @@ class CachedModel(ModelFacade):
                 )
                 return
             every = 1 if with_output else every
-            self.last_stored = self._stored(rows, kv, before, every)
+            self.last_stored = self._stored(rows, kv, before, every, hints)
         except Exception as trouble:  # noqa: BLE001
             # a boundary: the text is complete
             before.cache.decline(

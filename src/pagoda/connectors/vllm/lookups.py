@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Pool, wait
-from pagoda.cache import Cache, Hit
+from pagoda.cache import Cache, Hit, RequestHints
 from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.connectors.vllm.identity.engine_namespace import salt_of
@@ -64,6 +64,7 @@ class TrackedRequest:
     most_loaded: int | None = None  # tokens, beyond those that the engine has
     most_saved: int | None = None  # tokens, from the first on
     reason: Reason | None = None  # why there was no look-up
+    hints: RequestHints | None = None  # what its client says of it
     counted: bool = False
     keys: list[bytes] = field(default_factory=list)  # in the namespace found.root
     named: bytes = b""  # the block hash from which the last of the keys was made
@@ -142,7 +143,13 @@ class LookupThreads:
         tracked.polled = False
         try:
             tracked.look = self._threads.submit(
-                self._lookup, request, digests, hashes, last, prompt
+                self._lookup,
+                request,
+                digests,
+                hashes,
+                last,
+                prompt,
+                tracked.hints,
             )
             self._begun.append((now, tracked.look))
             tracked.recorded = True
@@ -237,6 +244,36 @@ class LookupThreads:
             tracked.found.root, keys, list(tracked.request.all_token_ids[:tokens])
         )
 
+    def note_answer(
+        self, tracked: TrackedRequest, tokens: int, hints: RequestHints | None
+    ) -> None:
+        """Say how a request with these first tokens has ended; on a thread."""
+        found = tracked.found
+        chunks = tokens // self._chunk_tokens
+        if found is not None and self._threads.under_way < _MOST:
+            # here, because its prompt may be logged on another thread at the same time
+            self.extend_keys(tracked, chunks)
+            keys = tracked.keys[:chunks]
+            self._threads.later(self._note_answer, found, keys, hints)
+        elif hints is not None:
+            for name in hints.names:
+                self._slots.refuse_hint(name, "too many requests at once")
+
+    def _note_answer(
+        self,
+        found: LookupAnswer,
+        keys: list[bytes],
+        hints: RequestHints | None,
+    ) -> None:
+        self._cache.note_answer(
+            None,
+            keys=keys,
+            lora=found.lora,
+            salt=found.salt,
+            weights_version=found.version,
+            hints=hints,
+        )
+
     def root(self) -> bytes:
         """Return the root of the namespace of requests without an adapter and a salt. Never waits
         for a tier.
@@ -298,6 +335,7 @@ class LookupThreads:
         hashes: int,
         last: bytes,
         prompt: int | None,
+        hints: RequestHints | None,
     ) -> LookupAnswer | None:
         """Determine the request's namespace, derive its keys, ask the tiers. Runs on a thread.
 
@@ -330,7 +368,10 @@ class LookupThreads:
         keys = derive_keys(digests, root)
         if prompt is not None:
             self._slots.record_request(
-                keys[: prompt // self._chunk_tokens], prompt
+                keys[: prompt // self._chunk_tokens],
+                prompt,
+                hints=hints,
+                namespace=root,
             )
         hit = self._cache.lookup(
             None,

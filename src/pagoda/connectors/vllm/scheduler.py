@@ -10,14 +10,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from vllm.v1.engine import FinishReason
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
-from pagoda.cache import Cache
+from pagoda.cache import Cache, RequestHints
+from pagoda.cache.caller_hints import EndingName
 from pagoda.cache.writeback import ChunkRef
+from pagoda.connectors.hint_parameters import parsed_hints
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.event_form import VLLMEventForm
@@ -190,6 +194,7 @@ class PagodaScheduler:
             most_loaded=self._limit(request, "max_load_tokens"),
             most_saved=self._limit(request, "max_offload_tokens"),
             asked_at=time.monotonic(),
+            hints=self._hints_of(request),
         )
         if self._cache is not None:
             self._lookups.begin(tracked)
@@ -207,6 +212,17 @@ class PagodaScheduler:
         )
         self._lines.warn(log, Reason.IO_ERROR, text)
         return None
+
+    def _hints_of(self, request: Any) -> RequestHints | None:
+        """Return what a request's client says of it; what is wrong is counted."""
+        session = getattr(request, "session_id", None)
+        parsed = parsed_hints(request.kv_transfer_params, session)
+        if self._cache is not None:
+            for hint, why in parsed.refused.items():
+                self._slots.refuse_hint(hint, why)
+                text = f"the hint {hint} of a request is refused: {why}"
+                self._lines.warn(log, Reason.IO_ERROR, text)
+        return parsed.hints
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond `local_tokens` can be loaded; (None, False): ask again.
@@ -580,8 +596,9 @@ class PagodaScheduler:
         first = due.first
         parent = tracked.keys[first - 1] if first else None
         keys = tracked.keys[first : due.done]
+        context = self._slots.context_of(tracked.keys[0])
         return RunToReserve(
-            keys, tracked.found.root, first, parent, tracked.stamp
+            keys, tracked.found.root, first, parent, tracked.stamp, context
         )
 
     def _noted(
@@ -624,6 +641,8 @@ class PagodaScheduler:
     def finished(self, request: Any) -> None:
         """Forget a request; its running loads continue until the workers have ended them."""
         tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None and self._cache is not None:
+            self._note_answer(tracked)
         if tracked is not None and tracked.saves and tracked.found is not None:
             # the last token was not computed; vLLM may already count it in a step that it began
             # early
@@ -636,6 +655,23 @@ class PagodaScheduler:
             self._lookups.log_prompt(
                 tracked, self._saved_of(tracked, request.num_tokens)
             )
+
+    def _note_answer(self, tracked: TrackedRequest) -> None:
+        """Tell the cache how a request has ended, if anybody says such things."""
+        hints = tracked.hints
+        if hints is None and not self._slots.hears_hints:
+            return
+        request = tracked.request
+        if tracked.found is None:
+            for name in () if hints is None else hints.names:
+                self._slots.refuse_hint(name, "the request was not looked up")
+            return
+        if hints is not None and not hints.ending:
+            is_turn = request.get_finished_reason() is FinishReason.STOP
+            ending: EndingName = "turn" if is_turn else "other"
+            hints = replace(hints, ending=ending)
+        tokens = self._saved_of(tracked, request.num_tokens)
+        self._lookups.note_answer(tracked, tokens, hints)
 
     def _count_unsaved(self, chunks: int) -> None:
         """Count chunks that will not be saved, because their request has ended."""
