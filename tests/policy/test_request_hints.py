@@ -7,7 +7,13 @@ import numpy as np
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.eviction_policy import Evictor
 from pagoda.policy.request_hints import ContextWriter, RequestHint
-from pagoda.policy.reuse_context import Ending, hint_second, seconds_since
+from pagoda.policy.reuse_context import (
+    Ending,
+    gap_octave,
+    hint_second,
+    next_gap_octave,
+    seconds_since,
+)
 
 SLOTS = 40
 SECOND = 10**9
@@ -153,5 +159,18 @@ def test_what_was_said_of_a_chunk_is_forgotten_with_it() -> None:
 
 
 def test_a_gap_is_counted_beyond_the_end_of_the_clock() -> None:
-    assert seconds_since(hint_second(65_530 * SECOND), 65_545 * SECOND) == 15
+    later = 65_545 * SECOND + SECOND // 2
+    assert seconds_since(hint_second(65_530 * SECOND), later) == 15.5
     assert hint_second(65_535 * SECOND) == 1
+
+
+def test_a_gap_is_known_when_the_session_asks_again() -> None:
+    """Then how its last answer ended is forgotten, and nothing else of the context is left."""
+    tier = Tier()
+    tier.request(0, said(1))
+    rows = np.arange(PROMPT)
+    tier.now += 20 * SECOND
+    tier.advice.touch(rows, tier.now - rows, True)
+    assert not tier.columns.contexts.of_slots[rows].any()  # type: ignore[union-attr]
+    context = tier.hints.arriving(said(1), 0, tier.now)
+    assert gap_octave(context) == next_gap_octave(0, 20)

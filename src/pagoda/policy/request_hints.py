@@ -18,7 +18,6 @@ from pagoda.policy.reuse_context import (
     ended,
     gap_octave,
     hint_second,
-    known_contexts,
     mark_of,
     next_gap_octave,
     seconds_since,
@@ -146,9 +145,10 @@ class ContextWriter:
     def _gap_octave(self, slot: int, stamp: int) -> int:
         contexts = self._contexts
         row = np.array([slot])
-        context = int(known_contexts(contexts, row, self._generation[row])[0])
+        generations = self._generation[row]
         hinted_at = int(contexts.hinted_at[slot])
-        if not context or not hinted_at:
+        is_known = contexts.marks[row] == mark_of(generations)
+        if not hinted_at or not is_known.all():
             return 0
-        seconds = seconds_since(hinted_at, stamp)
-        return next_gap_octave(gap_octave(context), seconds)
+        before = gap_octave(int(contexts.of_slots[slot]))
+        return next_gap_octave(before, seconds_since(hinted_at, stamp))

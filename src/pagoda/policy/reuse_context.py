@@ -116,9 +116,9 @@ def hint_second(stamp: int) -> int:
     return 1 + stamp // _NANOSECONDS % _SECONDS
 
 
-def seconds_since(second: int, stamp: int) -> int:
+def seconds_since(second: int, stamp: int) -> float:
     """Return how long ago that `hint_second` was, less than 18 hours."""
-    return (hint_second(stamp) - second) % _SECONDS
+    return (stamp / _NANOSECONDS - (second - 1)) % _SECONDS
 
 
 def kinds_of_ending(ending: Ending) -> slice:
