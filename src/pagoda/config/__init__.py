@@ -207,8 +207,8 @@ class Config:
     hints: HintMode = _option(  # noqa: RUF009
         "auto",
         (
-            "When the policy sees request hints: from the first one on ('auto'), never, or always, "
-            "so that it tells workloads apart also without them."
+            "When the policy sees request hints: from the first one on ('auto'), 'never', or "
+            "'always', so that it tells workloads apart also without them."
         ),
     )
     record: str = _option(
