@@ -42,7 +42,7 @@ from pagoda.ledger import (
     Reserved,
     RunToReserve,
 )
-from pagoda.ledger.columns import marks_of
+from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.request_meters import TokenLoad
 from pagoda.policy.reuse_context import workload_of
 from pagoda.tiers import HostTier

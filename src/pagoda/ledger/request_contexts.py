@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pagoda.base.errors import ClosedError
 from pagoda.ledger import queries
 from pagoda.ledger.allocation import ReserveRequest
-from pagoda.ledger.columns import marks_of
+from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.locks import DeadlineMissedError
 from pagoda.ledger.outcomes import Reserved
 from pagoda.ledger.session import UnavailableError
