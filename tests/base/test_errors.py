@@ -24,6 +24,7 @@ def test_public_names() -> None:
         "NoRoomError",
         "PagodaError",
         "Reason",
+        "RequestHints",
         "StoreError",
         "Stored",
         "__version__",

@@ -487,7 +487,7 @@ def test_a_reader_that_ends_or_stops_during_a_load_costs_its_neighbour_nothing(
         proxy_to(served.address[1]) as proxy,
     ):
         producer.store(1, 8)
-        url = f"http://:{serve_kit.TOKEN}@127.0.0.1:{proxy.port}?deadline=60s&look=60s"
+        url = f"http://:{serve_kit.TOKEN}@127.0.0.1:{proxy.port}"
         there = {
             "host_path": str(shm_root / "second"),
             "host_size": 256 << 20,

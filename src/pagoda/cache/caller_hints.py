@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from pagoda.base.log import guarded_logger
 from pagoda.cache.counters import CacheCounters
-from pagoda.cache.recording import Said
+from pagoda.cache.recording import SaidOfRequest
 from pagoda.config.option_values import HintMode
 from pagoda.ledger import Ledger
 from pagoda.ledger.request_contexts import Asked, HintedChunks
@@ -280,9 +280,9 @@ class CallerHints:
 
 def said(
     root: bytes, hints: RequestHints, results: Sequence[HintResult] = ()
-) -> Said:
+) -> SaidOfRequest:
     """Return what the record of a request says of its hints: hashed names."""
-    return Said(
+    return SaidOfRequest(
         digest(root, hints.session).hex()[:16] if hints.session else "",
         digest(root, hints.agent).hex()[:16] if hints.agent else "",
         _STOPS.get(hints.ending, ""),

@@ -21,7 +21,7 @@ from pagoda.base.metrics import Reason
 from pagoda.cache.call import Call
 from pagoda.cache.caller_hints import RequestHints, said
 from pagoda.cache.lookup_call import LEASE_SECONDS
-from pagoda.cache.recording import CallKind, Said
+from pagoda.cache.recording import CallKind, SaidOfRequest
 from pagoda.cache.resources import Resources
 from pagoda.cache.weights_epoch import PresentWeights
 from pagoda.cache.writeback import (
@@ -515,7 +515,7 @@ class HostSlots:
         start: int,
         num_tokens: int,
         parent: bytes | None = None,
-        said: Said | None = None,
+        said: SaidOfRequest | None = None,
     ) -> None:
         if self._resources.recorder is not None:
             self._resources.recorder.note(

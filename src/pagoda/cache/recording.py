@@ -138,7 +138,7 @@ class CallKind(Enum):
     ANSWER = auto()  # it said how a request ended
 
 
-class Said(NamedTuple):
+class SaidOfRequest(NamedTuple):
     """What a caller said of a request, as its line has it; empty: nothing. `results`: what became
     of it.
     """
@@ -160,7 +160,7 @@ class RecordedCall(NamedTuple):
     num_tokens: int  # tokens of the whole prompt
     at_ms: int
     parent: bytes | None = None  # the key before the first
-    said: Said | None = None  # what the caller said of the request
+    said: SaidOfRequest | None = None  # what the caller said of the request
 
 
 class Recorder:
@@ -208,7 +208,7 @@ class Recorder:
         *,
         counted: bool = True,
         parent: bytes | None = None,
-        said: Said | None = None,
+        said: SaidOfRequest | None = None,
     ) -> None:
         """Note a call about the chunks of a prompt of `num_tokens` tokens from number `first`
         on. A request of which something is said is written when its answer has been noted.
@@ -237,7 +237,9 @@ class Recorder:
             self._keys += len(keys)
             self._writer.request()
 
-    def note_answer(self, keys: Sequence[bytes], first: int, said: Said) -> None:
+    def note_answer(
+        self, keys: Sequence[bytes], first: int, said: SaidOfRequest
+    ) -> None:
         """Note what was said of a request at its end."""
         self.note(CallKind.ANSWER, keys, first, 0, said=said)
 
@@ -338,7 +340,7 @@ class Recorder:
         from pagoda.cache.request_trace import Request, format_request
 
         call = waiting.call
-        said = waiting.said or Said()
+        said = waiting.said or SaidOfRequest()
         ids = tuple(
             [int.from_bytes(key[:8], "little") & _ID_MASK for key in call.keys]
         )

@@ -175,7 +175,7 @@ class Ledger:
         self._asked = set[tuple[int | None, int | None]]()
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)
-        self.contexts = RequestContexts(self)
+        self.contexts = RequestContexts(session, self.evictor)
         self.space = SpaceShare(self)
         learned = map_learned(session.hints, self.evictor)
         self.upkeep_thread = UpkeepThread(session, self.evictor, learned)
@@ -1129,9 +1129,36 @@ class Ledger:
             if lease_seconds:
                 self.lease(slots, generations, lease_seconds)
             return
-        columns = self.columns
-        # read once: see `Columns.renew_cells`
-        cells = columns.cells
+        cells = self.columns.cells
+        try:
+            self._use_few(
+                cells,
+                slots,
+                generations,
+                newest,
+                touch,
+                asked,
+                lease_seconds,
+                until,
+            )
+        except ValueError:
+            # in a child that a signal handler forked in this call, which is its parent's, they are
+            # released: see `Columns.renew_cells`
+            if cells is self.columns.cells:
+                raise
+
+    def _use_few(
+        self,
+        cells: Sequence[memoryview],
+        slots: Sequence[int],
+        generations: Sequence[int] | NDArray[np.uint64],
+        newest: int,
+        touch: bool,
+        asked: bool,
+        lease_seconds: float,
+        until: float,
+    ) -> None:
+        """Do the same for few chunks, one by one, by `cells` of the columns."""
         published = cells[0]
         count = len(slots)
         stamps: Sequence[int] = range(newest, newest - count, -1)
@@ -1159,7 +1186,7 @@ class Ledger:
                 before = slot
         if lease_seconds:
             nanoseconds = int(min(lease_seconds * 1e9, LONGEST_LEASE_NS))
-            columns.lease_few(here, self._now(), nanoseconds)
+            self.columns.lease_few(here, self._now(), nanoseconds)
 
     def which(
         self, keys: Sequence[bytes], deadline_seconds: float = 1.0
@@ -1505,8 +1532,8 @@ def _reset_in_child() -> None:
         ledger.namespaces.forget()
         # the parent may have been in the old one, and its contexts are its own
         ledger.columns.forget_contexts()
-        ledger.contexts = RequestContexts(ledger)
         ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)
+        ledger.contexts = RequestContexts(ledger.session, ledger.evictor)
         ledger.upkeep_thread = UpkeepThread(
             ledger.session,
             ledger.evictor,

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +19,14 @@ from numpy.typing import NDArray
 from pagoda.base.errors import ClosedError
 from pagoda.ledger import queries
 from pagoda.ledger.allocation import ReserveRequest
+from pagoda.ledger.eviction_policy import Evictor
 from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.locks import DeadlineMissedError
 from pagoda.ledger.outcomes import Reserved
-from pagoda.ledger.session import UnavailableError
+from pagoda.ledger.session import Session, UnavailableError
 from pagoda.ledger.session_numbers import SessionNumbers
 from pagoda.policy.request_hints import RequestHint
 from pagoda.policy.reuse_context import Ending, context_of, workload_of
-
-if TYPE_CHECKING:
-    from pagoda.ledger.ledger import Ledger
 
 # chunks of answered requests that a store on disk has not received yet
 _MOST_AWAITED = 4096
@@ -80,9 +77,10 @@ class RequestContexts:
     time.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        # weak, so that a closed store frees its columns immediately
-        self._ledger: Ledger = weakref.proxy(ledger)
+    def __init__(self, session: Session, evictor: Evictor) -> None:
+        self._session = session
+        self._evictor = evictor
+        self._on_disk = session.published is not None
         # by mark, for a store on disk: the workload, the ending and the session of chunks that are
         # written later than their request is answered
         self._awaited: dict[int, tuple[int, Ending, int]] = {}
@@ -93,14 +91,14 @@ class RequestContexts:
     @property
     def are_kept(self) -> bool:
         """Whether the policy sees what requests say of themselves. Cheap."""
-        return self._ledger.evictor.keeps_contexts
+        return self._evictor.keeps_contexts
 
     def keep(self) -> bool:
         """Keep contexts from now on: eight bytes a slot. False if the policy has no use for them,
         or another thread keeps it busy.
         """
         try:
-            return self._ledger.evictor.keep_contexts()
+            return self._evictor.keep_contexts()
         except DeadlineMissedError:
             return False
 
@@ -118,7 +116,7 @@ class RequestContexts:
             return
         made = [one for one in request.outcomes if isinstance(one, Reserved)]
         slots = np.array([one.slot for one in made], np.int64)
-        evictor = self._ledger.evictor
+        evictor = self._evictor
         evictor.put(slots, self.context_of(request))
         for one, slot in zip(made, slots, strict=True):
             if not self._awaited:
@@ -134,7 +132,7 @@ class RequestContexts:
         """Return the context that the new chunks of a request will have. `parent`: the slot of the
         chunk before them.
         """
-        return self._ledger.evictor.arriving(self._hint(asked), parent, stamp)
+        return self._evictor.arriving(self._hint(asked), parent, stamp)
 
     def note_use(
         self, keys: Sequence[bytes], asked: Asked, deadline_seconds: float = 1.0
@@ -144,7 +142,7 @@ class RequestContexts:
             until = time.monotonic() + deadline_seconds
             rows, _ = self._find(keys, deadline_seconds)
             session = self._hint(asked).session
-            evictor = self._ledger.evictor
+            evictor = self._evictor
             evictor.used(rows, session, asked.workload, until)
 
     def note_answer(
@@ -159,14 +157,13 @@ class RequestContexts:
         as the budget allows. `context`: what `arriving` returned for it; None: it was not asked.
         """
         until = time.monotonic() + deadline_seconds
-        ledger = self._ledger
-        evictor = ledger.evictor
+        evictor = self._evictor
         rows, absent = self._find(keys, deadline_seconds)
         hint = self._hint(asked)
-        now = ledger.session.clock.monotonic_ns()
-        stamp = ledger.session.stamp(now)
+        now = self._session.clock.monotonic_ns()
+        stamp = self._session.stamp(now)
         done = evictor.answered(rows, hint, context, stamp, until)
-        if done and ledger.on_disk:
+        if done and self._on_disk:
             self._await(absent, hint)
         if not retain_seconds:
             return HintedChunks(done, len(rows))
@@ -180,7 +177,7 @@ class RequestContexts:
                 asked.root,
                 asked.session,
                 asked.agent,
-                self._ledger.evictor.forget_session,
+                self._evictor.forget_session,
             )
             over: tuple[int, ...] = ()
             if asked.session_end:
@@ -194,7 +191,7 @@ class RequestContexts:
         and the keys of the others. Nothing is there if the tables do not answer.
         """
         try:
-            found = self._ledger.session.read(
+            found = self._session.read(
                 partial(queries.find_slots, keys=keys), deadline_seconds
             )
         except (UnavailableError, ClosedError):
@@ -202,7 +199,7 @@ class RequestContexts:
         here = [place for place in found if place is not None]
         slots = np.array([slot for slot, _ in here], np.int64)
         generations = np.array([number for _, number in here], np.uint64)
-        rows: Rows = slots[self._ledger.columns.generation[slots] == generations]
+        rows: Rows = slots[self._session.columns.generation[slots] == generations]
         absent = [
             key for key, place in zip(keys, found, strict=True) if place is None
         ]
