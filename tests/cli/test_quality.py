@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pagoda.base.quality_verdict import read_verdict
 from pagoda.connectors.transformers import CachedModel
 from pagoda.connectors.transformers.model_identity import weights_digest
 from pagoda_tools.quality.prompt_lines import QualityPrompt
-from testbed.patience import Patience
+from testbed.patience import Patience, wait_until
 from tests.cli.shelf import RUN, one_line, run_here
 from tests.quality.tiny import CHUNK, prompts, tiny_llama
 
@@ -305,6 +306,12 @@ def test_a_model_or_a_file_that_is_not_there(saved: Path, tmp_path: Path) -> Non
     )
 
 
+def processor_seconds(pid: int) -> float:
+    """How much processor time a process has had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_leaves_no_verdict(
     saved: Path, tmp_path: Path
@@ -332,7 +339,9 @@ def test_an_interrupted_run_leaves_no_verdict(
     # it measures, or begins to
     while "libtorch_cpu" not in maps.read_text() and not patience.ended:
         time.sleep(0.05)
-    time.sleep(1)
+    # a busy machine takes longer for what is still imported
+    began = processor_seconds(running.pid)
+    wait_until(lambda: processor_seconds(running.pid) > began + 1.0)
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=120)
     assert (running.returncode, out, err.splitlines()[-1:]) == (
