@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pagoda.base.clock import Deadline
 from pagoda.base.errors import ConfigError
 from pagoda.cache import Cache, RequestHints
 from pagoda.cache.caller_hints import HintedRequest
@@ -418,9 +419,41 @@ def test_a_look_without_hints_begins_nothing(told: Callable[..., Told]) -> None:
     cache.ask(0)
     assert cache.cache.note_answer(prompt(LENGTH, 0)) == ()
     hinted = cache.cache._resources.hints
-    request = HintedRequest(bytes(32), [])
+    request = HintedRequest(bytes(32), [], Deadline(60.0))
     hinted.note_answer({"host": cache.ledger}, request, None)
     assert cache.ledger.columns.contexts is None
+
+
+def test_hints_wait_no_longer_than_their_call(told: Callable[..., Told]) -> None:
+    cache = told()
+    cache.ask(0, session="s")
+    deadline = Deadline(0.02, clock=cache.clock)
+    request = HintedRequest(NAMESPACE.root, [], deadline)
+    assert request.patience_seconds() == pytest.approx(0.02)
+    cache.clock.advance(1)
+    assert request.patience_seconds() == 0
+    # another thread is in the ledger, for as long as it likes
+    gate = cache.ledger.session.gate
+    begun = threading.Event()
+    over = threading.Event()
+
+    def stay() -> None:
+        assert gate.hold(60)
+        begun.set()
+        over.wait(60)
+        gate.let_go()
+
+    other = threading.Thread(target=stay)
+    other.start()
+    assert begun.wait(60)
+    try:
+        (result,) = cache.cache._resources.hints.note_answer(
+            {"host": cache.ledger}, request, RequestHints(drop=True)
+        )
+    finally:
+        over.set()
+        other.join(60)
+    assert result.answer == "refused"
 
 
 def test_hints_reach_chunks_that_are_being_stored(

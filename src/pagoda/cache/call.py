@@ -150,7 +150,7 @@ class CacheRequest(NamedTuple):
         """Return the request, as far as hints are concerned."""
         keys = [*self.head, *self.keys]
         first = self.first - len(self.head)
-        return HintedRequest(self.namespace.root, keys, first)
+        return HintedRequest(self.namespace.root, keys, self.deadline, first)
 
     def hit(
         self,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum, auto
 from typing import Literal, NamedTuple
 
+from pagoda.base.clock import Deadline
 from pagoda.base.log import guarded_logger
 from pagoda.cache.counters import CacheCounters
 from pagoda.cache.recording import SaidOfRequest
@@ -153,13 +154,18 @@ class HintResult(NamedTuple):
 
 
 class HintedRequest(NamedTuple):
-    """A request, as far as hints are concerned: whose it is, and the keys of its prompt, of which
-    `first` are not known.
+    """A request, as far as hints are concerned: whose it is, the keys of its prompt, of which
+    `first` are not known, and the deadline of its call.
     """
 
     root: bytes
     keys: Sequence[bytes]
+    deadline: Deadline
     first: int = 0
+
+    def patience_seconds(self) -> float:
+        """Return how long a tier is waited for."""
+        return min(_PATIENCE_SECONDS, self.deadline.remaining())
 
 
 class CallerHints:
@@ -217,7 +223,9 @@ class CallerHints:
         for ledger in ledgers.values():
             if hints is not None:
                 ledger.contexts.keep()
-            ledger.contexts.note_use(request.keys, asked, _PATIENCE_SECONDS)
+            ledger.contexts.note_use(
+                request.keys, asked, request.patience_seconds()
+            )
 
     def note_answer(
         self,
@@ -249,7 +257,7 @@ class CallerHints:
                 asked,
                 min(seconds, MOST_SECONDS),
                 context,
-                _PATIENCE_SECONDS,
+                request.patience_seconds(),
             )
         return self._counted(
             [_result(name, seconds, found, uses) for name in names]
