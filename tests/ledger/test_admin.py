@@ -270,11 +270,12 @@ def test_a_damaged_entry_is_a_miss_and_goes(unchecked_ledger: Ledger) -> None:
         assert len(unchecked_ledger.match_prefix(many).slots) == 8
 
 
+@pytest.mark.parametrize("length", [12, 40], ids=["one by one", "at once"])
 @pytest.mark.parametrize("beyond", [0, 1, 10**6])
 def test_an_entry_of_a_long_run_names_a_slot_that_does_not_exist(
-    unchecked_ledger: Ledger, beyond: int
+    unchecked_ledger: Ledger, beyond: int, length: int
 ) -> None:
-    run = keys(*range(12))
+    run = keys(*range(length))
     stored = put(unchecked_ledger, run)[9]
     entry = ENTRY.pack(unchecked_ledger.slots + beyond, stored.generation, 1, 9)
     unchecked_ledger.session.write(
