@@ -157,7 +157,7 @@ def test_a_layer_is_computed_before_the_next_one_has_come(
 ) -> None:
     cached, device, want = warm
     # however many chunks there are
-    monkeypatch.setattr("pagoda.cache.retrieve_call._COPY_BYTES", 1)
+    monkeypatch.setattr("pagoda.cache.serve_loop._COPY_BYTES", 1)
     computed = threading.Event()
     late = []
     hook = cached.model.model.layers[0].register_forward_hook(

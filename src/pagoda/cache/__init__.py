@@ -11,6 +11,9 @@ Modules, in the order in which a call reaches them:
     store_call       one store
     lookup_call      one lookup
     retrieve_call    one retrieve or prefetch
+    serve_loop       the chunks of one run, in order from whatever tier has the next one
+    load_pipeline    the chunks of one lower tier, read while earlier ones are copied
+    load_destinations  what they are read into: host slots or staging buffers
     staging_buffers  buffers for chunks without a host slot
     writeback        the queues and threads that write to the lower tiers
     caller_hints     what callers say of their requests, and what became of it
