@@ -165,6 +165,7 @@ def running_proxy(
     *,
     url: str = "",
     worth_it: bool = False,
+    hints: str = "auto",
     **options: object,
 ) -> Iterator[RunningProxy]:
     """Run a proxy. `disk`: where it keeps KV; None: in memory, for as long as it runs. `url`:
@@ -175,6 +176,7 @@ def running_proxy(
         "host_shared": False,
         "chunk_tokens": CHUNK,
         "worth_it": worth_it,
+        "hints": hints,
     }
     if disk is not None:
         settings |= {"disk_path": str(disk), "disk_size": "64MiB"}

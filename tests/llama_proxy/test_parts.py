@@ -78,7 +78,7 @@ def test_only_progress_is_cut_out_however_the_bytes_come(
     stream, got = asyncio.run(read(text, sizes, shows=shows))
     assert stream.reused_tokens == 7
     assert got == b"".join([*(progress if shows else ()), *answer])
-    assert stream.timings.answer_tokens == 5
+    assert timings_of(stream.tail).answer_tokens == 5
 
 
 def test_a_stream_without_progress_passes_whole() -> None:
@@ -119,7 +119,10 @@ def test_a_stream_of_messages_says_what_it_reuses() -> None:
     text = f"event: message_start\ndata: {start}\n\ndata: {end}\n\n".encode()
     stream, got = asyncio.run(read(text, [11] * 5, shows=False))
     assert got == text
-    assert (stream.reused_tokens, stream.timings.answer_tokens) == (40, 9)
+    assert (stream.reused_tokens, timings_of(stream.tail).answer_tokens) == (
+        40,
+        9,
+    )
 
 
 def test_timings_are_those_of_the_server_not_of_the_text() -> None:

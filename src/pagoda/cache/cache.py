@@ -40,6 +40,7 @@ from pagoda.cache.call import (
 )
 from pagoda.cache.call_log import log_opened
 from pagoda.cache.caller_hints import (
+    LATER,
     HintedRequest,
     HintResult,
     RequestHints,
@@ -491,6 +492,17 @@ class Cache:
         counters = self._resources.counters
         return Call("note_answer", work, missed, request.deadline, counters).run()
 
+    @property
+    def hears_hints(self) -> bool:
+        """Whether a request without hints matters to those of others, so that `note_answer` is
+        worth a call for it. Cheap.
+        """
+        return self._resources.hints.are_heard
+
+    def refuse_hint(self, hint: str, why: str) -> None:
+        """Count a hint that a caller refuses. Both texts must be of a fixed set."""
+        self._resources.hints.refuse(hint, why)
+
     def prefetch(
         self, tokens: TokenIds | None, **options: Unpack[CallOptions]
     ) -> Future[Hit]:
@@ -549,7 +561,8 @@ class Cache:
         store = StoreCall(self._resources, request, transfer)
         counters = self._resources.counters
         work = store.run
-        if request.hints is not None or self._resources.hints.are_heard:
+        is_told = request.hints is not None or self.hears_hints
+        if is_told and request.hints is not LATER:
             work = partial(self._answered_by, store, request)
         return Call("store", work, store.miss, request.deadline, counters)
 
@@ -712,7 +725,7 @@ class Cache:
                 num_tokens,
                 counted=counted,
                 said=None
-                if request.hints is None
+                if request.hints in (None, LATER)
                 else said(namespace.root, request.hints),
             )
         if kind is not None and resources.events is not None:

@@ -127,6 +127,10 @@ class RequestHints:
         return tuple(one.name for one in fields(self) if getattr(self, one.name))
 
 
+LATER = RequestHints()
+"""In place of the hints of a store that is a part of a request: `Cache.note_answer` follows."""
+
+
 class HintAnswer(StrEnum):
     """What became of a hint."""
 

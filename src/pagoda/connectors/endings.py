@@ -31,6 +31,7 @@ from pagoda.base.clock import Deadline
 from pagoda.base.fork import reset_now_and_in_child
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
+from pagoda.cache.caller_hints import LATER
 from pagoda.keys import KEY_BYTES, TokenIds, derive_keys, ending_key
 from pagoda.layout import KVLayout
 from pagoda.transfer.base import Bytes, checked_slots
@@ -114,6 +115,8 @@ class Endings:
         parents = self._parents(tokens, space)
         parts = _Parts(payload, self._cache.layout, len(parents) - 1)
         options = self._options(tokens, parents, payload.size, space)
+        # no request by itself: it uses nothing
+        options["hints"] = LATER
         stored = self._cache.store(None, parts, **options)
         if stored.refused:
             return False
@@ -212,6 +215,41 @@ class Endings:
             return None
         self._remember(parents[-1], len(tokens) % self._chunk_tokens)
         return LoadedEnding(payload, list(hit.by_tier)[-1])
+
+    def keys_with(
+        self,
+        tokens: Tokens,
+        lengths: Iterable[int],
+        payload_bytes: Callable[[int], int],
+        **space: Unpack[KeySpace],
+    ) -> list[bytes]:
+        """Return the keys of all that a prompt has in the cache, for `Cache.note_answer`: of its
+        whole chunks, and of the parts of its endings of these lengths.
+        """
+        parents = self._parents(tokens, space)
+        keys = parents[1:]
+        for length in lengths:
+            count = _part_count(payload_bytes(length), self._cache.layout)
+            keys += _part_keys(self._key(tokens[:length], parents), count)
+        return keys
+
+    def seen(
+        self, tokens: Tokens, most: int = 4, **space: Unpack[KeySpace]
+    ) -> list[int]:
+        """Return the lengths of endings of these tokens that this process has probably stored or
+        loaded, the longest first, at most so many.
+        """
+        parents = self._parents(tokens, space)
+        found: list[int] = []
+        for whole in range(len(parents) - 1, -1, -1):
+            with self._lock:
+                tails = sorted(self._seen.get(parents[whole], ()), reverse=True)
+            begin = whole * self._chunk_tokens
+            lengths = [begin + tail for tail in tails]
+            found += [one for one in lengths if 0 < one <= len(tokens)]
+            if len(found) >= most:
+                break
+        return found[:most]
 
     def _parents(self, tokens: Tokens, space: KeySpace) -> list[bytes]:
         """Return the root and the keys of the whole chunks, which contain the salt."""

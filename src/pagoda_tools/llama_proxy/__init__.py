@@ -6,12 +6,14 @@ have been idle for a while are saved. Everything else passes byte for byte.
 
     proxy_app         the aiohttp application: its routes, its start and its end
     client_access     which clients may ask, and whose KV they share
+    client_hints      what clients say of their requests beside the question
     request_flow      the way of one request through the rooms below
     request_turn      what it asks, and what becomes of it in its slot
     slot_preparation  what is stored of it, which slot it gets, and what is loaded there
     request_starts    one starts at a time, where a start empties idle slots
     slot_questions    the question to the server, and its answer
     answer_checks     answers that reused other tokens than were restored
+    answer_ending     how an answer ended: a tool call, a turn, a limit
     server_slots      what others did in the server's slots
     request_body      the JSON of a request
     event_stream      the events of a streamed answer

@@ -133,9 +133,9 @@ class EventStream:
             yield self._noted(piece)
 
     @property
-    def timings(self) -> Timings:
-        """What the server said at the end of the stream."""
-        return timings_of(bytes(self._tail[-_TAIL_BYTES:]))
+    def tail(self) -> bytes:
+        """The last bytes of the stream."""
+        return bytes(self._tail[-_TAIL_BYTES:])
 
     def _kept(self, event: bytes) -> bytes:
         """Return what the client gets of an event."""

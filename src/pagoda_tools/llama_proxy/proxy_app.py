@@ -23,6 +23,7 @@ from pagoda.config import Config
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.client_access import Client, ClientAccess
+from pagoda_tools.llama_proxy.client_hints import hinted_body, refuse_all
 from pagoda_tools.llama_proxy.finished_work import finished
 from pagoda_tools.llama_proxy.load_worth import LoadWorth
 from pagoda_tools.llama_proxy.prompt_tokens import (
@@ -328,6 +329,9 @@ class LlamaProxy:
             # the KV in the slot would not be that of its tokens
             text = changed(text, question, {_MOVES_KV: 0})
             question[_MOVES_KV] = 0
+        text, parsed = hinted_body(request, text, question)
+        for hint, refusal in parsed.refused.items():
+            self._states.refuse_hint(hint, refusal)
         prompt = await self._prompt(route, question, text)
         why = prompt.why
         if prompt.tokens is not None:
@@ -338,12 +342,14 @@ class LlamaProxy:
                 body=question,
                 tokens=prompt.tokens,
                 salt=client.salt,
+                hints=parsed.hints,
             )
             answer = await self._flow.answer(asked)
             if answer is not None:
                 return answer
             why = "the server chose a slot: none was free in time"
         self._flow.counts["passed_on"] += 1
+        refuse_all(self._states, parsed.hints, "the server chose a slot")
         header = f'why="{printable(why)}"'
         if question.get(_CHOOSES_ADAPTERS):
             return await self._pass_with_adapters(
@@ -411,6 +417,7 @@ class LlamaProxy:
             "trouble": states.trouble,
             "kind": states.kind,
             "context_tokens": states.context_tokens,
+            "hints": states.hint_counts(),
             **self._flow.status(),
         }
 

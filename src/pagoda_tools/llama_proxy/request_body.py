@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -41,6 +41,21 @@ def has_member(text: bytes, names: Sequence[str]) -> bool:
         except RecursionError:
             return True
     return any(f'"{name}"'.encode() in plain for name in names)
+
+
+def without(text: bytes, names: Collection[str]) -> bytes:
+    """Return an object without these members; the values of all others stay as they were written.
+    Pure.
+    """
+    members = msgspec.json.decode(
+        text.removeprefix(_MARK), type=dict[str, msgspec.Raw]
+    )
+    kept = [
+        json.dumps(name).encode() + b": " + bytes(value)
+        for name, value in members.items()
+        if name not in names
+    ]
+    return b"{" + b", ".join(kept) + b"}"
 
 
 def changed(

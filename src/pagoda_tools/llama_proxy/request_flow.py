@@ -98,6 +98,7 @@ class RequestFlow:
         """
         self._accounts.resize(self._states.slots)
         await self._server_slots.forget_others()
+        await self._saver.note_before(question.tokens, question.salt)
         preparation = self._preparation
         stored = await preparation.find(question, self._accounts.free)
         looked_up = time.monotonic()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from pagoda.cache import RequestHints
 from pagoda_tools.llama_proxy.request_starts import StartRight
 from pagoda_tools.llama_proxy.slot_accounts import Marks, SlotAccount, Tokens
 
@@ -18,6 +19,7 @@ class Question:
     """A request whose tokens are known.
 
     `text`: its body. `body`: the same, read. `salt`: KV is shared by those who have the same.
+    `hints`: what its client says of it.
     """
 
     request: web.Request
@@ -26,6 +28,7 @@ class Question:
     body: Mapping[str, object]
     tokens: Tokens
     salt: str
+    hints: RequestHints | None = None
 
     @property
     def is_streamed(self) -> bool:

@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.cache import RequestHints
+
 Tokens = npt.NDArray[np.int32]
 Marks = Callable[[], Awaitable[list[int]]]
 
@@ -56,11 +58,18 @@ class SlotAccount:
         self.task: object = None
         # where the state of models with windows or recurrent layers should be kept
         self.marks: Marks | None = None
+        # how its last request ended: to be noted when it is saved, at the latest
+        self.hints: RequestHints | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether it surely holds nothing."""
         return self.is_known and not len(self.tokens)
+
+    @property
+    def is_retained(self) -> bool:
+        """Whether what it has is to be retained: then it is stored before it is used again."""
+        return self.hints is not None and self.hints.retain_seconds > 0
 
     @property
     def new_tokens(self) -> int:
@@ -106,6 +115,7 @@ class SlotAccount:
         self.save_at = None
         self.failed_saves = 0
         self.marks = None
+        self.hints = None
         self.adapters = None
 
     def clear(self) -> None:
@@ -131,6 +141,7 @@ class SlotAccount:
         self.used_at = other.used_at
         self.save_at = other.save_at
         self.marks = other.marks
+        self.hints = other.hints
 
     def forget(self) -> None:
         """Account for a request that we could not follow."""

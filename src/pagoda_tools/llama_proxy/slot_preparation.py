@@ -131,7 +131,9 @@ class SlotPreparation:
             off = off or "response_fields leaves out how many tokens were reused"
         if off:
             return StoredPrefix(0, False, off)
-        found = await self._call(self._states.find, tokens, salt=salt)
+        found = await self._call(
+            self._states.find, tokens, salt=salt, hints=question.hints
+        )
         if found is None:
             return StoredPrefix(0, False, "what is stored is not known")
         is_unknown = found.reason is Reason.NOT_CACHEABLE
@@ -212,7 +214,7 @@ class SlotPreparation:
         turn.saved = max(turn.stored, min(turn.held, slot.saved_tokens))
         if turn.held and not turn.why:
             turn.why = slot.why_not_stored
-        if turn.held < len(slot.tokens):
+        if turn.held < len(slot.tokens) or slot.is_retained:
             await self._saver.save(slot)
         if self._is_ram_foreign(turn) and slot.may_ask_ram(turn.held):
             turn.is_spoiled = not await finished(self.empty(slot))

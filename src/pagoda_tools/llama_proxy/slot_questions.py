@@ -11,8 +11,12 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 from aiohttp import web
 
+from pagoda.cache import RequestHints
+from pagoda.cache.caller_hints import EndingName
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda_tools.llama_proxy.answer_checks import AnswerChecks
+from pagoda_tools.llama_proxy.answer_ending import ending_of
+from pagoda_tools.llama_proxy.client_hints import refuse_all
 from pagoda_tools.llama_proxy.event_stream import (
     EventStream,
     Timings,
@@ -75,7 +79,7 @@ class SlotQuestions:
         except (asyncio.CancelledError, OSError, aiohttp.ClientError):
             if not turn.is_over:
                 # what was computed until then is as good
-                self._saver.note_answer(slot, 0)
+                self._saver.note_answer(slot, 0, self._ended(turn, "other"))
             raise
 
     def _sent(self, turn: Turn) -> bytes:
@@ -107,11 +111,15 @@ class SlotQuestions:
                 turn.slot.restore(before)
             elif status != 200:
                 turn.slot.forget()
+            if status != 200:
+                refuse_all(
+                    self._states, turn.question.hints, "the server refused it"
+                )
             content = await answer.read()
             if status == 200:
                 timings = timings_of(content)
                 self._checks.check(turn, timings.reused_tokens)
-                self._note(turn, timings)
+                self._note(turn, timings, content)
             headers = answer_headers(answer)
             headers[HEADER] = turn.header()
             return web.Response(
@@ -162,19 +170,24 @@ class SlotQuestions:
         try:
             async for piece in stream.rest():
                 await unread.put(piece)
-            self._note(turn, stream.timings)
+            tail = stream.tail
+            self._note(turn, timings_of(tail), tail)
             await self._server_slots.give_back(turn)
         except asyncio.CancelledError:
             # many clients go at the last event, before the end of the stream
-            timings = stream.timings
+            tail = stream.tail
+            timings = timings_of(tail)
             if timings.answer_tokens is not None and not turn.is_over:
-                self._note(turn, timings)
+                self._note(turn, timings, tail)
             raise
         finally:
             unread.end()
 
-    def _note(self, turn: Turn, timings: Timings) -> None:
-        """Account for a complete answer."""
+    def _ended(self, turn: Turn, ending: EndingName) -> RequestHints | None:
+        return self._states.ended(turn.question.hints, ending)
+
+    def _note(self, turn: Turn, timings: Timings, text: bytes) -> None:
+        """Account for a complete answer. `text`: its end, or all of it."""
         slot = turn.slot
         reused = timings.reused_tokens
         is_attention = self._states.kind == "attention"
@@ -187,7 +200,10 @@ class SlotQuestions:
             slot.more_tokens = max(timings.answer_tokens - 1, 0)
         if timings.computed_tokens is not None:
             self._computed(timings.computed_tokens, timings.compute_seconds)
-        self._saver.note_answer(slot, len(turn.tokens) - turn.saved)
+        ending = ending_of(turn.question.route, text)
+        self._saver.note_answer(
+            slot, len(turn.tokens) - turn.saved, self._ended(turn, ending)
+        )
 
     def _computed(self, tokens: int, seconds: float) -> None:
         """Account for a prompt that the server has computed, if it says something."""

@@ -2,7 +2,8 @@
 
 A slot is saved when it has been idle for two seconds, at once after a long new prompt (other
 conversations may begin in the same way), before another conversation takes it, and at the end of
-the proxy; never for less than a chunk of new tokens.
+the proxy; never for less than a chunk of new tokens. What is known of its last request is noted
+with it, or when the next request of that conversation comes; at once if there is nothing to save.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Protocol, TypeVar
 
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
+from pagoda.cache import RequestHints
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
-from pagoda.connectors.llamacpp.slot_states import StoredState
 from pagoda_tools.llama_proxy.finished_work import finished
-from pagoda_tools.llama_proxy.slot_accounts import SlotAccount, SlotAccounts
+from pagoda_tools.llama_proxy.slot_accounts import (
+    SlotAccount,
+    SlotAccounts,
+    Tokens,
+)
 
 _IDLE_SECONDS = 2.0
 _LONG_CHUNKS = 4  # of new prompt
@@ -33,7 +39,13 @@ _PASSING = (Reason.BUSY, Reason.IO_ERROR, Reason.DEADLINE)
 _logger = guarded_logger("pagoda.llamacpp")
 _log = RateLimitedLog()
 
-Run = Callable[[Callable[[], StoredState]], Awaitable[StoredState]]
+T = TypeVar("T")
+
+
+class Run(Protocol):
+    """Runs a call on another thread."""
+
+    def __call__(self, call: Callable[[], T]) -> Awaitable[T]: ...
 
 
 class SlotSaver:
@@ -63,13 +75,24 @@ class SlotSaver:
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._save_idle_ones())
 
-    def note_answer(self, slot: SlotAccount, new_prompt_tokens: int) -> None:
-        """Remember that a slot has been asked, and when it is to be saved."""
+    def note_answer(
+        self,
+        slot: SlotAccount,
+        new_prompt_tokens: int,
+        hints: RequestHints | None = None,
+    ) -> None:
+        """Remember that a slot has been asked, and when it is to be saved. `hints`: how the request
+        ended.
+        """
+        slot.hints = hints
         if slot.new_tokens < self._chunk:
             slot.save_at = None
+            if hints is not None:
+                self._changed.set()
             return
         wait = self._idle_seconds
-        if new_prompt_tokens >= _LONG_CHUNKS * self._chunk:
+        is_long = new_prompt_tokens >= _LONG_CHUNKS * self._chunk
+        if is_long or slot.is_retained:
             wait = 0.0
         slot.save_at = time.monotonic() + wait
         self._changed.set()
@@ -80,16 +103,48 @@ class SlotSaver:
         """
         if slot.save_at is not None:
             await finished(self._save(slot))
+        else:
+            await self._note(slot)
+
+    async def note_before(self, tokens: Tokens, salt: str) -> None:
+        """Note how the last requests of those conversations ended which this prompt goes on with:
+        after it is looked up, nothing could be learnt of when it came. What is to be retained is
+        noted when it is stored.
+        """
+        for slot in self._accounts.all:
+            if slot.hints is None or slot.is_retained or slot.lock.locked():
+                continue
+            if 0 < len(slot.tokens) == slot.held(tokens, salt):
+                await self._note(slot)
+
+    async def _note(self, slot: SlotAccount) -> None:
+        """Note how the last request of a slot ended, if that is not noted yet."""
+        hints = slot.hints
+        if hints is None:
+            return
+        slot.hints = _rest_of(hints) if slot.save_at is not None else None
+        note = partial(
+            self._states.note_answer, slot.tokens, salt=slot.salt, hints=hints
+        )
+        try:
+            await finished(self._run(note))
+        except Exception as error:  # noqa: BLE001
+            # a boundary: the policy knows less
+            _log.warn(
+                _logger, Reason.IO_ERROR, f"hints were not noted: {error!r}"
+            )
 
     async def _save(self, slot: SlotAccount) -> None:
         if slot.save_at is None:
             return
         slot.save_at = None
         if slot.is_tainted or slot.new_tokens < self._chunk:
+            await self._note(slot)
             return
         if self._states.trouble:
             # said at the start
             slot.why_not_stored = self._states.trouble
+            await self._note(slot)
             return
         marks = await self._marks_of(slot)
         call = partial(
@@ -99,7 +154,10 @@ class SlotSaver:
             more_tokens=slot.more_tokens,
             marks=marks,
             salt=slot.salt,
+            hints=slot.hints,
         )
+        if slot.hints is not None:
+            slot.hints = _rest_of(slot.hints)
         try:
             stored = await self._run(call)
         except Exception as error:  # noqa: BLE001
@@ -127,6 +185,7 @@ class SlotSaver:
             # the server has emptied it
             slot.forget()
             return
+        slot.hints = None
         if stored:
             self.saves += 1
         if stored.slot_tokens is not None:
@@ -158,7 +217,7 @@ class SlotSaver:
             async with asyncio.timeout(_END_SECONDS):
                 for slot in self._accounts.all:
                     async with slot.lock:
-                        await self._save(slot)
+                        await self.save(slot)
 
     async def _save_free_one(self, slot: SlotAccount) -> None:
         if slot.lock.locked():
@@ -189,7 +248,11 @@ class SlotSaver:
         due = [
             slot
             for slot in self._accounts.free
-            if slot.save_at is not None and slot.save_at <= now
+            if (
+                slot.hints is not None
+                if slot.save_at is None
+                else slot.save_at <= now
+            )
         ]
         for slot in due:
             await finished(self._save_free_one(slot))
@@ -203,3 +266,15 @@ class SlotSaver:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 await self._changed.wait()
+
+
+def _rest_of(hints: RequestHints) -> RequestHints | None:
+    """Return what counts for a slot that is stored after the end of its request was noted: whose it
+    is, and how long it is retained.
+    """
+    rest = RequestHints(
+        session=hints.session,
+        agent=hints.agent,
+        retain_seconds=hints.retain_seconds,
+    )
+    return rest if rest.names else None

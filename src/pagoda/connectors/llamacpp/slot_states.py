@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, Unpack
 
@@ -20,7 +20,8 @@ from pagoda.base.finalizers import close_when_dropped
 from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
-from pagoda.cache import Cache
+from pagoda.cache import Cache, HintResult, RequestHints
+from pagoda.cache.caller_hints import LATER, EndingName
 from pagoda.cache.results import CacheStats, Hit
 from pagoda.config import Config, ConfigOptions
 from pagoda.connectors.endings import Endings, choose
@@ -319,7 +320,89 @@ class SlotStates:
         """Return what `Cache.stats` returns."""
         return self.cache.stats()
 
-    def find(self, tokens: TokenIds, *, salt: str | None = None) -> LoadedState:
+    def refuse_hint(self, hint: str, why: str) -> None:
+        """Count a hint that a proxy refuses. Both texts must be of a fixed set."""
+        current = self._current
+        if current is not None:
+            current.cache.refuse_hint(hint, why)
+
+    def hint_counts(self) -> Mapping[str, Mapping[str, int]]:
+        """Return how many hints were accepted, clipped and refused, by hint and reason."""
+        current = self._current
+        if current is None:
+            return {}
+        try:
+            return current.cache.stats().get("hints", {})
+        except ClosedError:
+            return {}
+
+    def ended(
+        self, hints: RequestHints | None, ending: EndingName
+    ) -> RequestHints | None:
+        """Return the hints of a request whose answer ended in this way, for `store` or
+        `note_answer`.
+
+        Without hints of its client, the ending is told from the first answer on that ends in a tool
+        call: an agent asks, whose next request is another matter than a user's.
+        """
+        if self._config.hints == "never" or not ending:
+            return hints
+        if hints is not None:
+            return hints if hints.ending else replace(hints, ending=ending)
+        current = self._current
+        is_heard = current is not None and current.cache.hears_hints
+        if ending == "tool_call" or is_heard:
+            return RequestHints(ending=ending)
+        return None
+
+    def note_answer(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str | None = None,
+        hints: RequestHints | None = None,
+    ) -> tuple[HintResult, ...]:
+        """Say by `hints` how a request ended, as `Cache.note_answer` does, for a prompt of which
+        nothing is to be stored; return what became of each. Asks the server nothing.
+
+        Args:
+            tokens: the prompt and the answer, as far as they are known.
+            salt: a tenant, instead of that of this object.
+            hints: None: its client says nothing.
+
+        Raises ValueError for wrong use, and nothing else.
+        """
+        ids = as_token_ids(tokens)
+        _require_salt(salt)
+        return self._note(ids, (), salt, hints)
+
+    def _note(
+        self,
+        ids: Tokens,
+        lengths: Sequence[int],
+        salt: str | None,
+        hints: RequestHints | None,
+    ) -> tuple[HintResult, ...]:
+        """Note how a request ended. `lengths`: of its endings; none: they are looked for."""
+        current = self._current
+        if current is None or (hints is None and not current.cache.hears_hints):
+            return ()
+        endings = current.endings
+        size = current.probed.cut.payload_bytes
+        try:
+            lengths = lengths or endings.seen(ids, salt=salt)
+            keys = endings.keys_with(ids, lengths, size, salt=salt)
+        except ClosedError:
+            return ()
+        return current.cache.note_answer(None, keys=keys, salt=salt, hints=hints)
+
+    def find(
+        self,
+        tokens: TokenIds,
+        *,
+        salt: str | None = None,
+        hints: RequestHints | None = None,
+    ) -> LoadedState:
         """Return the longest stored state that these tokens begin with, as `load` would restore it;
         change nothing but its recency.
 
@@ -334,6 +417,7 @@ class SlotStates:
         Args:
             tokens: of the whole prompt.
             salt: a tenant, instead of that of this object: different salts share nothing.
+            hints: what its client says of the request; only the session counts here.
 
         Raises ValueError for wrong use, and nothing else.
         """
@@ -345,7 +429,7 @@ class SlotStates:
         if current.probed.trouble:
             current.cache.decline(current.probed.trouble)
             return LoadedState(0, Reason.NOT_CACHEABLE, current.probed.trouble)
-        found = self._longest(current, ids, salt)
+        found = self._longest(current, ids, salt, hints=hints)
         now = self._current
         if self._closed or now is None or now.cache is not current.cache:
             return self._not_open()
@@ -410,6 +494,7 @@ class SlotStates:
         marks: Iterable[int] = (),
         salt: str | None = None,
         limit_seconds: float | None = None,
+        hints: RequestHints | None = None,
     ) -> StoredState:
         """Save an idle slot, and store what is not stored yet.
 
@@ -424,6 +509,7 @@ class SlotStates:
                 if the server kept a checkpoint.
             salt: a tenant, instead of that of this object: different salts share nothing.
             limit_seconds: instead of that of this object.
+            hints: how the request ended, noted also if nothing could be stored.
 
         Raises ValueError for wrong use.
         """
@@ -445,7 +531,10 @@ class SlotStates:
         def miss(_: int, reason: Reason, detail: str) -> StoredState:
             return StoredState(0, 0, (), reason, detail)
 
-        return self._guarded(work, miss, deadline, is_load=False)
+        stored = self._guarded(work, miss, deadline, is_load=False)
+        known = ids if stored.slot_tokens is None else stored.slot_tokens
+        self._note(known[: len(ids) + more_tokens], stored.endings, salt, hints)
+        return stored
 
     def close(self) -> None:
         """Close the cache and remove what is in the directory; idempotent.
@@ -681,6 +770,7 @@ class SlotStates:
         most: int | None = None,
         *,
         counted: bool = True,
+        hints: RequestHints | None = None,
     ) -> LoadedState:
         """Return how many tokens of `ids` can be loaded, at most `most`, and why not more."""
         most = len(ids) if most is None else most
@@ -693,7 +783,7 @@ class SlotStates:
             return hit.shortened(found.num_tokens, found.reason, found.detail)
 
         hit = current.cache.lookup(
-            ids[:most], counted=counted, usable=usable, salt=salt
+            ids[:most], counted=counted, usable=usable, salt=salt, hints=hints
         )
         # without a count the look-up failed
         return LoadedState(sum(counts), hit.reason, hit.detail)
@@ -897,6 +987,7 @@ class SlotStates:
             StateChunks(fd, state.full, state.tokens, current.layout),
             salt=wanted.salt,
             limit_seconds=deadline.last(),
+            hints=LATER,
         )
         have = (stored.num_chunks + stored.present) * size
         new = stored.num_tokens
