@@ -14,7 +14,8 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -106,8 +107,11 @@ class ObservedEngine:
         seed: int | None = None,
         prompt_logprobs: int | None = None,
         transfer: dict[str, Any] | None = None,
+        actions: Sequence[tuple[str, str, dict[str, Any]]] = (),
     ) -> list[Answer]:
-        """Generate for all prompts at once; greedy unless there is a seed."""
+        """Generate for all prompts at once; greedy unless there is a seed. `actions`: types,
+        versions and payloads of `kv_hints`.
+        """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -125,13 +129,37 @@ class ObservedEngine:
             | ({"cache_salt": salt} if salt else {})
             for one in prompts
         ]
-        outputs = self.llm.generate(
-            asked,
-            params,
-            lora_request=LoRARequest(*lora) if lora else None,
-            use_tqdm=False,
-        )
+        with self._hinting(actions):
+            outputs = self.llm.generate(
+                asked,
+                params,
+                lora_request=LoRARequest(*lora) if lora else None,
+                use_tqdm=False,
+            )
         return [self._answer(output) for output in outputs]
+
+    @contextlib.contextmanager
+    def _hinting(
+        self, actions: Sequence[tuple[str, str, dict[str, Any]]]
+    ) -> Iterator[None]:
+        """Give the next requests `kv_hints`, which `LLM.generate` does not take."""
+        if not actions:
+            yield
+            return
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+        made = [
+            KvHintAction(str(number), *action)
+            for number, action in enumerate(actions)
+        ]
+        engine = self.llm.llm_engine
+        engine.add_request = partial(
+            engine.add_request, kv_hints=KvHintsEnvelope("1.0", "m", made)
+        )
+        try:
+            yield
+        finally:
+            del engine.add_request
 
     def _answer(self, output: Any) -> Answer:
         mine = [

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pagoda.connectors.hint_parameters import parsed_hints
+from pagoda.connectors.hint_parameters import parameters_of, parsed_hints
 from pagoda_tools.replay import read_trace
 from tests.vllm import stores
 from tests.vllm.engines import CHUNK, Engine, connector, options
@@ -112,8 +112,20 @@ def test_a_dropped_prompt_goes_before_an_older_one(
         "retain_seconds: the value is wrong": 1,
         "unknown: there is no such hint": 1,
     }
+    # the same as an action of vLLM's own envelope
+    heard = _heard(engine)
+    actions = [
+        ("pagoda.drop", "1.0", {"session": "b"}),
+        ("pagoda.drop", "9.0", {}),
+        ("kv.fetch", "1.0", {"of": "another"}),
+    ]
+    engine.generate(prompt(3000, TOKENS), actions=actions)
+    stores.wait_until(lambda: _heard(engine) > heard, "the actions")
+    hints = engine.call(_stats)["hints"]
+    assert hints["accepted"]["drop"] == 2
+    assert hints["refused"]["unknown: there is no such hint"] == 2
     engine.stop()
-    (line,) = [one for one in read_trace(trace) if one.said_hints]
+    (line, _) = [one for one in read_trace(trace) if one.said_hints]
     assert (line.stop, len(line.hash_ids)) == ("length", CHUNKS)
 
 
@@ -148,3 +160,41 @@ def test_the_engine_knows_the_session_too() -> None:
     assert parsed.refused == {"retain_seconds": "the prompt is dropped"}
     assert parsed_hints({"pagoda.session": "t"}, "s").hints.session == "t"  # type: ignore[union-attr]
     assert parsed_hints(None).hints is None
+
+
+class Action(NamedTuple):
+    """One of vLLM's `KvHintAction`, as far as it is read."""
+
+    action_type: object
+    action_version: object
+    payload: object
+
+
+class Envelope(NamedTuple):
+    """A `KvHintsEnvelope`, perhaps a wrong one."""
+
+    actions: object
+
+
+def test_actions_are_read_and_those_of_others_left_alone() -> None:
+    found = parameters_of(
+        Envelope(
+            [
+                Action("pagoda.retain", "1.0", {"seconds": 5, "session": "s"}),
+                Action("pagoda.session_end", "1.0", None),
+                Action("pagoda.pin", "1.0", {}),
+                Action("kv.fetch", "1.0", {}),
+                Action(7, None, {}),
+            ]
+        )
+    )
+    parsed = parsed_hints(found)
+    assert parsed.hints is not None
+    assert parsed.hints.retain_seconds == 5
+    assert parsed.hints.session_end
+    assert parsed.refused == {"unknown": "there is no such hint"}
+    wrong = Envelope([Action("pagoda.retain", "1.0", {})])
+    assert parsed_hints(parameters_of(wrong)).refused == {
+        "retain_seconds": "the value is wrong"
+    }
+    assert parameters_of(None) == parameters_of(Envelope(3)) == {}

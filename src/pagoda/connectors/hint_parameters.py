@@ -19,6 +19,16 @@ _FIELDS = {
     "pagoda.drop": "drop",
     "pagoda.retain": "retain_seconds",
 }
+# the actions of vLLM's `kv_hints` that are ours, and the member of the payload that is the value;
+# None: the action says it all
+_ACTIONS: dict[str, str | None] = {
+    "pagoda.retain": "seconds",
+    "pagoda.drop": None,
+    "pagoda.session_end": None,
+}
+_ACTION_VERSION = "1.0"
+# members of a payload that say whose the request is
+_WHOSE = ("session", "agent")
 _OF_SESSIONS = ("agent", "session_end")
 UNKNOWN = "unknown"
 """In place of the name of a hint that there is not."""
@@ -29,6 +39,32 @@ class ParsedHints(NamedTuple):
 
     hints: RequestHints | None = None
     refused: Mapping[str, str] = {}
+
+
+def parameters_of(envelope: Any) -> dict[str, Any]:
+    """Return the hints in an envelope of vLLM (`kv_hints`), as parameters for `parsed_hints`.
+
+    Actions of others are left alone; one that begins like ours and is none is a parameter that
+    there is not, and refused as such. Never raises.
+    """
+    found: dict[str, Any] = {}
+    actions = getattr(envelope, "actions", None)
+    for action in actions if isinstance(actions, (list, tuple)) else ():
+        kind = getattr(action, "action_type", None)
+        version = getattr(action, "action_version", None)
+        payload = getattr(action, "payload", None)
+        if not isinstance(kind, str) or not kind.startswith(_PREFIX):
+            continue
+        if kind not in _ACTIONS or version != _ACTION_VERSION:
+            found[f"{kind}@{version}"] = payload
+            continue
+        members = payload if isinstance(payload, Mapping) else {}
+        member = _ACTIONS[kind]
+        found[kind] = True if member is None else members.get(member)
+        for name in _WHOSE:
+            if name in members:
+                found[f"{_PREFIX}{name}"] = members[name]
+    return found
 
 
 def parsed_hints(

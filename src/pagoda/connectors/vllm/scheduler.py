@@ -21,7 +21,7 @@ from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.cache import Cache, RequestHints
 from pagoda.cache.caller_hints import EndingName
 from pagoda.cache.writeback import ChunkRef
-from pagoda.connectors.hint_parameters import parsed_hints
+from pagoda.connectors.hint_parameters import parameters_of, parsed_hints
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights
 from pagoda.connectors.vllm.event_form import VLLMEventForm
@@ -216,7 +216,9 @@ class PagodaScheduler:
     def _hints_of(self, request: Any) -> RequestHints | None:
         """Return what a request's client says of it; what is wrong is counted."""
         session = getattr(request, "session_id", None)
-        parsed = parsed_hints(request.kv_transfer_params, session)
+        actions = parameters_of(getattr(request, "kv_hints", None))
+        given = {**actions, **(request.kv_transfer_params or {})}
+        parsed = parsed_hints(given, session)
         if self._cache is not None:
             for hint, why in parsed.refused.items():
                 self._slots.refuse_hint(hint, why)
