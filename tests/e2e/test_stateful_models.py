@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -116,10 +117,50 @@ def values_of(cache, kinds: tuple[str, ...]) -> list[torch.Tensor]:
     return values
 
 
+def next_logits(model, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits behind a prompt, of a whole call."""
+    out = model.generate(
+        ids,
+        max_new_tokens=1,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.logits[0][0].float()
+
+
+@pytest.mark.slow
+@of_every_type
+def test_logits_cold_from_host_and_from_disk(
+    kind: str, house: House, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside the model alone, which goes on from the same split in memory."""
+    model = stateful(kind)
+    ids = prompt(LENGTH)
+    held = CUTS[-1]
+    want = first_logits(model, handed_over(model, ids, CUTS), ids, held)
+    found: dict[str, float] = {}
+
+    def call(cached: CachedModel, tier: str) -> None:
+        logits = next_logits(cached, ids)
+        assert cached.last.hit.by_tier == ({tier: held} if tier else {})
+        difference = (logits - want).abs().max() / want.abs().max()
+        found[tier or "cold"] = float(difference)
+
+    cached = house.open(model)
+    call(cached, "")
+    call(cached, "host")
+    house.shut(wipe_host=True)
+    call(house.open(stateful(kind)), "disk")
+    with capsys.disabled():
+        print(f"\n{kind}: " + " ".join(f"{k} {v:.1e}" for k, v in found.items()))
+    assert max(found.values()) <= SAME
+
+
 @pytest.mark.slow
 @of_every_type
 def test_logits_behind_an_ending_and_what_a_wrong_one_changes(
-    kind: str, house: House
+    kind: str, house: House, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = stateful(kind)
     ids = prompt(LENGTH)
@@ -139,27 +180,41 @@ def test_logits_behind_an_ending_and_what_a_wrong_one_changes(
             return float((logits - want).abs().max() / largest)
 
     other = cached.prefix(prompt(LENGTH, seed=2)).past_key_values
-    parts = ("window", "conv_states", "recurrent_states")
-    present = [part for part in parts if values_of(other, (part,))]
-    assert present
+    # one token less
+    shifted = handed_over(model, ids, [CUTS[0], held - 1])
 
-    def zero(cache) -> None:
-        for value in values_of(cache, parts):
+    def zero(cache, part: str) -> None:
+        for value in values_of(cache, (part,)):
             value.zero_()
 
-    def swap(cache, wrong_cache) -> None:
+    def swap(cache, wrong_cache, part: str) -> None:
         pairs = zip(
-            values_of(cache, parts), values_of(wrong_cache, parts), strict=True
+            values_of(cache, (part,)),
+            values_of(wrong_cache, (part,)),
+            strict=True,
         )
         for value, wrong in pairs:
             value.copy_(wrong)
 
-    # one token less
-    shifted = handed_over(model, ids, [CUTS[0], held - 1])
-    assert moved() <= SAME
-    assert moved(zero) >= SEEN
-    assert moved(lambda cache: swap(cache, shifted)) >= SEEN
-    assert moved(lambda cache: swap(cache, other)) >= SEEN
+    same = moved()
+    wrong: dict[str, float] = {}
+    for part in ("window", "conv_states", "recurrent_states"):
+        if values_of(other, (part,)):
+            ways = {
+                "zeroed": partial(zero, part=part),
+                "shifted": partial(swap, wrong_cache=shifted, part=part),
+                "of another prompt": partial(swap, wrong_cache=other, part=part),
+            }
+            for way, change in ways.items():
+                wrong[f"{part} {way}"] = moved(change)
+    with capsys.disabled():
+        print(
+            f"\n{kind}: {same:.1e}; "
+            + ", ".join(f"{name} {value:.1e}" for name, value in wrong.items())
+        )
+    assert same <= SAME
+    assert len(wrong) >= 3
+    assert min(wrong.values()) >= SEEN
 
 
 @pytest.mark.slow
