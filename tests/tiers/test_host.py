@@ -234,6 +234,10 @@ def test_a_load_into_plain_buffers(shm_root: Path) -> None:
 
 
 def test_a_size_without_room_for_a_chunk_is_a_value_error(shm_root: Path) -> None:
+    layout = KVLayout.opaque(4, 3 << 20, "large")
+    expected = r"a host tier of 2\.0 MiB has .* chunk of 3\.0 MiB: ask for a larger host_size"
+    with pytest.raises(ValueError, match=expected):
+        HostTier.open(layout, shm_root, 2 << 20)
     with pytest.raises(ValueError, match="no room for one chunk"):
         HostTier.open(LAYOUT, shm_root, LAYOUT.slot_bytes - 1)
 

@@ -197,6 +197,17 @@ def require_free(
             )
 
 
+def require_room_for_one(kind: str, size_bytes: int, chunk_bytes: int) -> None:
+    """Refuse a size of a tier, "host" or "disk", in which not even one chunk has room.
+    ValueError.
+    """
+    if size_bytes < chunk_bytes:
+        raise ValueError(
+            f"a {kind} tier of {_in_words(size_bytes)} has no room for one chunk of "
+            f"{_in_words(chunk_bytes)}: ask for a larger {kind}_size"
+        )
+
+
 def _in_words(nbytes: int) -> str:
     """Return a number of bytes as people read it."""
     for unit, factor in _UNITS:

@@ -24,6 +24,7 @@ from pagoda.base.errors import StoreError
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import NO_THREAD, Condition, Event
+from pagoda.base.store_place import require_room_for_one
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import SLOT_ALIGN, KVLayout, itemsize
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
@@ -153,11 +154,8 @@ class DiskTier(QueuedTier, LedgerTier):
             HEADER_BYTES
             + -(-codec.most_bytes(codec_name, layout) // SLOT_ALIGN) * SLOT_ALIGN
         )
+        require_room_for_one("disk", size_bytes, stride)
         slots = size_bytes // stride
-        if slots < 1:
-            raise ValueError(
-                f"a disk tier of {size_bytes} bytes has no room for one chunk of {stride}"
-            )
         spec = StoreSpec(
             root=Path(path),
             name=layout.fingerprint

@@ -21,7 +21,11 @@ from pagoda.base.finalizers import Finalizer
 from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
-from pagoda.base.store_place import FIRST_PIECE_BYTES, require_memory
+from pagoda.base.store_place import (
+    FIRST_PIECE_BYTES,
+    require_memory,
+    require_room_for_one,
+)
 from pagoda.layout import KVLayout
 from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
 from pagoda.ledger.store_state import FORMAT
@@ -105,12 +109,8 @@ class HostTier(LedgerTier):
         it fills, as long as the machine, the cgroup and the file system have some to spare. Private
         memory is then taken page by page, as it is used.
         """
+        require_room_for_one("host", size_bytes, layout.slot_bytes)
         slots = layout.slots_in(size_bytes)
-        if slots < 1:
-            raise ValueError(
-                f"a host tier of {size_bytes} bytes has no room for one chunk of "
-                f"{layout.slot_bytes}"
-            )
         spec = StoreSpec(
             root=Path(path),
             # versions with other formats have other stores
