@@ -359,8 +359,10 @@ def _store_row(
 
 
 def _most_bytes(stats: StoreStats) -> int:
-    """Return the size to which a store grows; its present size if it does not grow."""
-    return max(stats.size_bytes, stats.gauges.get("most_bytes", 0))
+    """Return the bytes of all slots of a store, also of those without memory yet: the size to which
+    it grows. The gauge of that name has its tables too.
+    """
+    return stats.gauges["slots"] * stats.slot_bytes
 
 
 def _fullness(row: Mapping[str, object]) -> tuple[float, float]:
