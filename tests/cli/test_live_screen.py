@@ -51,6 +51,20 @@ def test_keys_are_read_from_what_a_terminal_sends() -> None:
     assert keys_in("xyz\xff\x1b[15~é") == []
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_help_fits_and_says_all(width: int) -> None:
+    shown = ChosenView(is_help=True)
+    nothing = TopSample(0.0, [], {}, [], {}, "hindsight", [], frozenset())
+    lines = [str(line) for line in shown.lines(nothing, [], width, 60, True)]
+    assert max(map(cell_len, lines)) <= width
+    words = " ".join(" ".join(lines[1:]).split())
+    for meaning in (
+        "one step a sample; a dot: nothing was looked up, or nothing loaded",
+        "so many nodes of a pool answered; the others' chunks are misses",
+    ):
+        assert meaning in words
+
+
 @pytest.mark.slow
 def test_q_h_and_arrows(shm_root: Path) -> None:
     put(host(shm_root), LLAMA, range(32))

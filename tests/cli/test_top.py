@@ -15,14 +15,17 @@ import signal
 import subprocess
 import sys
 import termios
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 
+from pagoda.layout import KVLayout
 from pagoda.ledger import admin
+from pagoda.tiers import HostTier
 from testbed.patience import Patience, wait_until
-from tests.cli.shelf import LLAMA, RUN, disk, host, put, refused, save
+from tests.cli.shelf import LLAMA, QWEN, RUN, disk, host, put, refused, save
 from tests.cli.test_tables import ESCAPES, in_pipe, in_terminal, machine
 
 __all__ = ["machine"]  # a fixture
@@ -141,6 +144,25 @@ def test_the_owners_of_most_pins_are_shown_and_the_rest_is_counted(
         "pinned chunks: the\\x1blargest 4 in host" in text
         and "and 36 more" in text
     ), text
+
+
+def test_a_private_store_has_a_size_and_leaves_room_for_others(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGODA_HOST_PATH", str(shm_root))
+    put(host(shm_root), LLAMA, range(16))
+    layout = KVLayout.opaque(16, 4096, "test")
+    with closing(
+        HostTier.open(layout, shm_root, 16 << 12, shared=False, populate=False)
+    ) as tier:
+        put(tier.ledger, QWEN, range(64))
+        code, text = in_pipe("top", "--once")
+    assert code == 0 and max(map(cell_len, text.splitlines())) <= 80, text
+    assert re.search(
+        rf"host:private-{os.getpid()} █+░+ +25\.0 % 16\.00 KiB of +64\.00 KiB +4 chunks",
+        text,
+    ), text
+    assert re.search(r"host:layout .* 1 chunk$", text, re.MULTILINE), text
 
 
 def test_the_last_requests_fit(shm_root: Path) -> None:

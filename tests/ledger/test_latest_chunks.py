@@ -113,6 +113,22 @@ def test_a_store_has_one_short_name_that_its_path_contains() -> None:
     assert store_names([("host", Path("/a/named"))]) == ["host:named"]
 
 
+def test_a_private_store_is_named_by_its_process() -> None:
+    root = Path("/dev/shm/pagoda-0")
+    layout = "79aff30b522f22e9.5"
+    first = ("host", root / f"{layout}.private-4711-4d6a3c30")
+    other = ("host", root / f"{layout}.private-4712-00000000")
+    assert store_names([first, other]) == [
+        "host:private-4711",
+        "host:private-4712",
+    ]
+    second = ("host", root / f"{layout}.private-4711-00000000")
+    assert store_names([first, second]) == [
+        f"host:{first[1].name}",
+        f"host:{second[1].name}",
+    ]
+
+
 def test_names_that_would_be_equal_are_longer() -> None:
     layout = "79aff30b522f22e9"
     roots = [

@@ -2,7 +2,8 @@
 
 A name is the tier and the beginning of the store's directory name, such as `host:79aff3`. Logs and
 errors have the whole path, so it is found there too, and it does not depend on which other stores
-are shown. Only where two names would be equal (the same layout under two roots) they are longer.
+are shown. A private one is named by its process: `host:private-4711`. Only where two names would be
+equal (the same layout under two roots) they are longer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}(\.\d+)?")
+_PRIVATE = re.compile(r".*\.(private-\d+)-[0-9a-f]+")
 _SHORT = 6  # hex digits of a layout's fingerprint
 
 
@@ -38,8 +40,11 @@ def store_names(stores: Sequence[tuple[str, Path]]) -> list[str]:
 def _spellings(directory: Path) -> list[str]:
     """Return how a store may be named, the shortest first, the whole path last."""
     own = directory.name
-    short = own[:_SHORT] if _FINGERPRINT.fullmatch(own) else own
     root = directory.parent
+    private = _PRIVATE.fullmatch(own)
+    if private:
+        return [private[1], own, f"{root.name}/{own}", str(directory)]
+    short = own[:_SHORT] if _FINGERPRINT.fullmatch(own) else own
     found = [short, f"{root.name}/{short}", f"{root.name}/{own}"]
     above = root.parent
     while above.name:

@@ -49,7 +49,8 @@ class StoreStats(NamedTuple):
             directory=ledger.directory,
             tier=ledger.tier,
             kind=ledger.kind,
-            slot_bytes=ledger.slot_bytes,
+            # private slots are not in a file, so the ledger knows of payloads only
+            slot_bytes=ledger.slot_bytes or ledger.chunk_bytes,
             # while it reads, this process is a member too; people want to know about the others
             gauges={**numbers, "members": numbers["members"] - 1},
             counters=counters,

@@ -52,18 +52,25 @@ _IDLE_SHOWN = 3  # of idle stores, if no other store is there
 STEPS = 24  # of the history
 _NOTHING = "·"
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_HELP = """\
-q            end (so does Ctrl-C)
-h            this help, and back
-left, right  other views: overview, stores, models, requests
-up, down     scroll; space and page keys: by a screen
-
-hit rate     share of the prompts' tokens that were found in a tier
-now          one step a sample; a dot: nothing was looked up, or nothing loaded
-bar          how full a store is. A full store is in order: it evicts
-red          trouble: a store or remote tier that cannot be used
-idle         no process has the store open, and nothing changed
-2 of 3 nodes so many nodes of a pool answered; the others' chunks are misses"""
+_HELP = (
+    ("q", "end (so does Ctrl-C)"),
+    ("h", "this help, and back"),
+    ("left, right", "other views: overview, stores, models, requests"),
+    ("up, down", "scroll; space and page keys: by a screen"),
+    ("", ""),
+    ("hit rate", "share of the prompts' tokens that were found in a tier"),
+    (
+        "now",
+        "one step a sample; a dot: nothing was looked up, or nothing loaded",
+    ),
+    ("bar", "how full a store is. A full store is in order: it evicts"),
+    ("red", "trouble: a store or remote tier that cannot be used"),
+    ("idle", "no process has the store open, and nothing changed"),
+    (
+        "2 of 3 nodes",
+        "so many nodes of a pool answered; the others' chunks are misses",
+    ),
+)
 
 
 class View(StrEnum):
@@ -145,7 +152,7 @@ class ChosenView:
         from rich.text import Text
 
         if self.is_help:
-            body = [Text(line) for line in _HELP.splitlines()]
+            body = [Text(line) for line in _help_lines(width)]
         else:
             body = view_lines(sample, history, width, self.view)[1:]
         room = max(1, height - 1)
@@ -171,6 +178,17 @@ class ChosenView:
                 title = Text(short, style="bold")
         space = width - len(title) - len(right)
         return title.append(" " * max(1, space)).append(right, style="dim")
+
+
+def _help_lines(width: int) -> list[str]:
+    """Return the help: each word, and beside it what it means."""
+    margin = 1 + max(len(word) for word, _ in _HELP)
+    lines = []
+    for word, meaning in _HELP:
+        first, *more = wrapped(meaning, width - margin) or [""]
+        lines.append(f"{word:<{margin}}{first}".rstrip())
+        lines += [" " * margin + line for line in more]
+    return lines
 
 
 def by_name(stores: Sequence[StoreStats]) -> dict[str, StoreStats]:
