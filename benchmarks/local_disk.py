@@ -37,7 +37,7 @@ class DiskSteps:
                 zip(keys, self._sources, parents, strict=True)
             )
         ]
-        for future in self._tier.save(chunks, NAMESPACE.root):
+        for future in self._tier.store(chunks, NAMESPACE.root):
             if not (done := future.result(60)).ok:
                 raise RuntimeError(f"a chunk was not saved: {done.reason}")
 
@@ -129,7 +129,7 @@ def disk_figures(plan: Plan, nbytes: int, suffix: str = "") -> list[Figure]:
         whole = [
             n
             for n in range(plan.rounds + 1 + turns)
-            if tier.find(ours(n)) == turn
+            if tier.match_prefix(ours(n)) == turn
         ]
         steps = {
             "candidate": lambda number: rig.read(ours(whole[number % len(whole)]))

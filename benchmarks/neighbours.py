@@ -96,7 +96,7 @@ def give(server: Server, keys: Sequence[bytes], chunk_bytes: int) -> None:
             Chunk(key, n, 256, sources[n % 4], None, lambda: True)
             for n, key in enumerate(keys)
         ]
-        for future in tier.save(chunks, NAMESPACE.root):
+        for future in tier.store(chunks, NAMESPACE.root):
             if not (done := future.result(PATIENCE_SECONDS)).ok:
                 raise RuntimeError(f"a chunk was not stored: {done.reason}")
 
@@ -309,7 +309,7 @@ def _look_up(
 ) -> Callable[[int], None]:
     def step(_: int) -> None:
         tier._store.presence.clear()  # a look-up of what is known asks nobody
-        if (found := tier.find(keys, namespace=NAMESPACE.root)) != wanted:
+        if (found := tier.match_prefix(keys, namespace=NAMESPACE.root)) != wanted:
             raise RuntimeError(f"{found} keys were found instead of {wanted}")
 
     return step
@@ -374,7 +374,7 @@ def _work(
 ) -> Callable[[int], None]:
     def step(_: int) -> None:
         tier._store.presence.clear()
-        tier.find(keys, namespace=NAMESPACE.root)
+        tier.match_prefix(keys, namespace=NAMESPACE.root)
         ended = [
             future.result(PATIENCE_SECONDS)
             for future in tier.load(keys, slots, namespace=NAMESPACE.root)

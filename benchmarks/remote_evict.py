@@ -134,7 +134,7 @@ class Side:
         begun = time.perf_counter()
         root = _NAMESPACE.root
         stamp = time.monotonic_ns()
-        found = self.tier.find(keys, namespace=root)
+        found = self.tier.match_prefix(keys, namespace=root)
         ends = [
             end.result()
             for end in self.tier.load(
@@ -155,7 +155,7 @@ class Side:
             ]
             # what the tier's queue holds at once
             for at in range(0, len(chunks), 32):
-                for end in self.tier.save(
+                for end in self.tier.store(
                     chunks[at : at + 32], root, stamp=stamp
                 ):
                     end.result()

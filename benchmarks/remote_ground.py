@@ -210,7 +210,7 @@ class TierMoves:
             )
             for place, chunk in enumerate(self._turns.numbers(number))
         ]
-        for future in self.tier.save(chunks, NAMESPACE.root):
+        for future in self.tier.store(chunks, NAMESPACE.root):
             if not (done := future.result(PATIENCE_SECONDS)).ok:
                 raise RuntimeError(f"a chunk was not saved: {done.reason}")
 

@@ -60,7 +60,7 @@ class DiskSide:
         chunks = [self._chunk(chain, positions[one.key], one) for one in stored]
         self.saving.extend(
             self.worker.timed(
-                "save", lambda: self.tier.save(chunks, chain.namespace.root)
+                "save", lambda: self.tier.store(chunks, chain.namespace.root)
             )
         )
         while self.saving and (self.saving[0].done() or len(self.saving) > 200):
@@ -124,7 +124,9 @@ class DiskSide:
                 "disk clear", lambda: self.tier.clear(chain.namespace.root)
             )
         elif roll < 0.9:
-            self.worker.timed("disk find", lambda: self.tier.find(chain.keys))
+            self.worker.timed(
+                "disk find", lambda: self.tier.match_prefix(chain.keys)
+            )
         else:
             self.worker.timed("disk stats", self._stats)
 

@@ -55,7 +55,7 @@ def test_every_tier_that_is_opened_is_entered_once(
 def answered(tier: RemoteTier) -> None:
     """Ask a tier until it has answered, and close it, so that it has noted that."""
     while not tier.knows(bytes(32), bytes(32)):
-        tier.find([bytes(32)], namespace=bytes(32))
+        tier.match_prefix([bytes(32)], namespace=bytes(32))
         time.sleep(0.01)
     tier.close()
 
@@ -74,7 +74,7 @@ def test_a_remote_tier_that_never_answered_is_not_entered(url: str) -> None:
         spec = parse(url.format(port=listener.port))
         with closing(open_remote(spec, LAYOUT)) as tier:
             while not listener.connections:
-                tier.find([bytes(32)], namespace=bytes(32))
+                tier.match_prefix([bytes(32)], namespace=bytes(32))
             tier.stats()
     assert recorded_tiers.entries() == []
 

@@ -135,7 +135,7 @@ def test_what_waits_in_a_staging_buffer_does_not_come_back(
     """
     with cache_at(None, tmp_path) as cache, cache_at(None, tmp_path) as other:
         [disk] = cache._tiers.lower
-        save = disk.save
+        save = disk.store
         waits = threading.Event()
         may_save = threading.Event()
 
@@ -159,7 +159,7 @@ def test_what_waits_in_a_staging_buffer_does_not_come_back(
 
         save_clear = NamespaceRegistry.save_clear
         monkeypatch.setattr(NamespaceRegistry, "save_clear", save_first)
-        monkeypatch.setattr(disk, "save", save_later)
+        monkeypatch.setattr(disk, "store", save_later)
         storing = cache.store_future(prompt(4), kv_of(prompt(4)).transfer)
         assert waits.wait(60)
         assert (cache if by == "this cache" else other).clear().ok

@@ -615,7 +615,7 @@ def test_a_tier_that_cannot_be_closed_leaves_no_other_open(
     monkeypatch.setattr(disk, "close", fail)
     assert not cache.close(), "the failure is reported"
     for tier in (host, disk):
-        assert not tier.find(
+        assert not tier.match_prefix(
             cache_keys := [key for _, _, key in cache.keys(prompt(2))]
         ), cache_keys
     # another process could not open either exclusively

@@ -282,9 +282,9 @@ class AskedDisk(DiskTier):
     loads = 0
     stops = False
 
-    def find_each(self, *given: object, **named: object) -> list[bool]:
+    def match_each(self, *given: object, **named: object) -> list[bool]:
         self.asked += 1
-        return super().find_each(*given, **named)  # type: ignore[arg-type]
+        return super().match_each(*given, **named)  # type: ignore[arg-type]
 
     def load(
         self, keys: Sequence[bytes], buffers: Sequence[Bytes], **named: object

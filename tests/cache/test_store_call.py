@@ -237,7 +237,7 @@ def test_the_host_takes_what_its_policy_keeps_out_if_the_disk_does_not(
         # there are 16 buffers
         assert answer.num_chunks + answer.refused == 40
         assert answer.refused <= 16
-        assert host.find(keys_of(cache, tokens)[16:], start=16) == 24
+        assert host.match_prefix(keys_of(cache, tokens)[16:], start=16) == 24
         slab.heal()
 
 

@@ -172,7 +172,7 @@ def test_chunks_that_a_tier_breaks_on_are_not_waited_for(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("torn from the wall")
 
-    monkeypatch.setattr(stack.quick, "save", broken)
+    monkeypatch.setattr(stack.quick, "store", broken)
     assert stack.cache.store(tokens, kv_of(tokens).transfer).refused == 0
     assert stack.cache.flush(10), "nothing is being written any more"
     monkeypatch.undo()

@@ -114,7 +114,7 @@ def save(
         for n, key in enumerate(keys)
     ]
     assert all(
-        future.result(60).ok for future in tier.save(chunks, namespace.root)
+        future.result(60).ok for future in tier.store(chunks, namespace.root)
     )
     return keys
 

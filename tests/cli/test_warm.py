@@ -127,7 +127,7 @@ def put(host: HostTier, chain: int, chunks: int) -> list[bytes]:
     """Store a prompt as an engine here does."""
     keys = keys_of(ROOT, chain, chunks)
     for n, key in enumerate(keys):
-        (ended,) = host.save(
+        (ended,) = host.store(
             [Chunk(key, n, 64, payload_of(chain, n), None, lambda: True)], ROOT
         )
         assert ended.result(0).ok

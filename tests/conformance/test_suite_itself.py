@@ -46,7 +46,7 @@ class DictTier(Tier):
     def register(self, namespace: Namespace) -> None:
         pass
 
-    def find(
+    def match_prefix(
         self,
         keys: Sequence[bytes],
         *,
@@ -83,7 +83,7 @@ class DictTier(Tier):
             return Reason.TOO_LARGE
         return Reason.CLOSED if self.closed else None
 
-    def save(
+    def store(
         self,
         chunks: Sequence[Chunk],
         namespace: bytes,
@@ -275,7 +275,7 @@ class ServesWrongBytes(DictTier):
 
 
 class FindsBeyondAHole(DictTier):
-    def find(
+    def match_prefix(
         self,
         keys: Sequence[bytes],
         *,
@@ -346,7 +346,7 @@ class TouchesTheLeadingRun(DictTier):
         stamp: int | None = None,
         asked: bool = True,
     ) -> list[bool] | None:
-        return [number < self.find(keys) for number, _ in enumerate(keys)]
+        return [number < self.match_prefix(keys) for number, _ in enumerate(keys)]
 
 
 class PutsLater(DictTier):

@@ -350,7 +350,7 @@ def test_an_interrupt_during_a_pass_leaves_nothing_behind(house: House) -> None:
 class HopefulDisk(DiskTier):
     """A real disk tier that promises every chunk: one that goes before it is loaded."""
 
-    def find_each(self, keys, **_):
+    def match_each(self, keys, **_):
         return [True] * len(keys)
 
 

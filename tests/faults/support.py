@@ -294,7 +294,7 @@ def save_to(
     for start in range(0, len(chunks), 16):
         stored += sum(
             one.result(60).ok
-            for one in tier.save(
+            for one in tier.store(
                 chunks[start : start + 16], namespace.root, stamp=stamp
             )
         )

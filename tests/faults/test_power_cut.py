@@ -263,7 +263,7 @@ def test_what_was_cleared_has_no_entry_after_a_rebuild(
     assert tier.wait_ready(60)
     cleared = keys(range(200, 210))
     assert not {row.key for row in admin.list_chunks(tier.ledger)} & set(cleared)
-    assert tier.find(cleared) == 0
+    assert tier.match_prefix(cleared) == 0
     tier.close()
 
 

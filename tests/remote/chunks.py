@@ -193,7 +193,7 @@ def save(
     tier: RemoteTier, keys: Sequence[bytes], layout: KVLayout = SMALL
 ) -> list[Done]:
     """Save a chain; return the results, which must be soon."""
-    return ends(tier.save(chunks_of(keys, layout), ROOT), LATE_SECONDS)
+    return ends(tier.store(chunks_of(keys, layout), ROOT), LATE_SECONDS)
 
 
 def saved(
@@ -205,7 +205,7 @@ def saved(
     """Store a chain through a tier that is closed when this returns."""
     with tier_on(remote, layout, codec=codec) as tier:
         assert all(
-            end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT))
+            end.ok for end in ends(tier.store(chunks_of(keys, layout), ROOT))
         )
 
 
@@ -249,7 +249,7 @@ def stores(
     """
     wait_until(
         lambda: all(
-            end.ok for end in ends(tier.save(chunks_of(keys, layout), ROOT))
+            end.ok for end in ends(tier.store(chunks_of(keys, layout), ROOT))
         )
     )
 

@@ -71,7 +71,7 @@ def claimed(truth: redis.Redis, prefix: str, keys: Sequence[bytes]) -> bool:
 def others_store(client: StoreClient, keys: Sequence[bytes]) -> None:
     """Check that another machine stores the chunks at once."""
     with soon(), patient(client) as other:
-        assert all(end.ok for end in ends(other.save(chunks_of(keys), ROOT)))
+        assert all(end.ok for end in ends(other.store(chunks_of(keys), ROOT)))
         assert load(other, keys) == [None] * len(keys)
 
 
@@ -91,7 +91,7 @@ def test_what_is_stale_once_it_is_claimed_is_left_to_others(
     truth.execute_command(*rule.replace("~pagoda:", f"~{prefix}:").split())
     url = server.url.replace("://", "://pagoda:PASSWORD@")
     with patient(RedisClient(url, prefix=prefix)) as tier:
-        done = ends(tier.save(chain(keys, still_valid), ROOT))
+        done = ends(tier.store(chain(keys, still_valid), ROOT))
         assert done == [Done(True)] + [Done(False, Reason.STALE)] * (CHUNKS - 1)
         others_store(RedisClient(server.url, prefix=prefix), keys)
     assert len(truth.keys(f"{prefix}*")) == CHUNKS, "no claim or draft is left"
@@ -125,13 +125,15 @@ def test_a_batch_of_two_namespaces_leaves_no_claim(
             f"redis+pool://127.0.0.1:{server.port}", prefix=prefix
         )
     with patient(client) as tier:
-        first = tier.save(chunks_of(keys_of(1, chain=1), still_valid=waits), ROOT)
+        first = tier.store(
+            chunks_of(keys_of(1, chain=1), still_valid=waits), ROOT
+        )
         # the only thread has a batch: all others are one batch after it
         assert begun.wait(PATIENT_SECONDS)
         futures = [
             each
             for root, some in keys.items()
-            for each in tier.save(chain(some, still_valid), root)
+            for each in tier.store(chain(some, still_valid), root)
         ]
         goes_on.set()
         assert ends(futures) == [Done(True), *[Done(False, Reason.STALE)] * 2] * 2
@@ -152,7 +154,7 @@ def test_what_is_removed_once_it_is_claimed_is_left_to_others(
         return not claimed(truth, prefix, keys) or goes_on.wait(PATIENT_SECONDS)
 
     with patient(RedisClient(server.url, prefix=prefix)) as tier:
-        futures = tier.save(
+        futures = tier.store(
             [*chunks_of(keys[:1], still_valid=waits), *chain(keys, always)[1:]],
             ROOT,
         )
@@ -175,7 +177,7 @@ def test_what_a_server_refuses_is_left_to_others(server: Server) -> None:
     with patient(
         RedisClient(f"redis://reads:x@127.0.0.1:{server.port}", prefix=prefix)
     ) as tier:
-        assert not any(end.ok for end in ends(tier.save(chunks_of(keys), ROOT)))
+        assert not any(end.ok for end in ends(tier.store(chunks_of(keys), ROOT)))
         others_store(RedisClient(server.url, prefix=prefix), keys)
 
 
@@ -224,7 +226,7 @@ def test_what_a_broken_connection_does_not_send_is_left_to_others(
             for key, rule in each
         ]
         with patient(client) as tier:
-            assert [end.ok for end in ends(tier.save(chunks, ROOT))] == [
+            assert [end.ok for end in ends(tier.store(chunks, ROOT))] == [
                 True,
                 False,
                 True,
@@ -250,7 +252,7 @@ def test_the_claim_of_another_machine_and_what_it_stores_stay(
 
     with patient(RedisClient(server.url, prefix=prefix)) as tier:
         assert [
-            end.ok for end in ends(tier.save(chain(keys, still_valid), ROOT))
+            end.ok for end in ends(tier.store(chain(keys, still_valid), ROOT))
         ] == [True, False, False]
         wait_until(lambda: not truth.exists(names[2] + ":w"))
     assert truth.get(names[1] + ":w") == b"another"
@@ -306,7 +308,7 @@ def test_claims_on_all_nodes_of_a_cluster_are_released() -> None:
             )
 
         with patient(client()) as tier:
-            done = ends(tier.save(chain(keys, still_valid), ROOT))
+            done = ends(tier.store(chain(keys, still_valid), ROOT))
             assert done == [Done(True)] + [Done(False, Reason.STALE)] * (
                 CHUNKS - 1
             )

@@ -289,7 +289,7 @@ def test_objects_are_looked_for_again_once_in_a_while(
         for key in keys[4:12]:
             assert tier.remove(key)
         use(cache, clock, 60)  # too soon for a request that is paid for
-        assert tier.find(keys, namespace=cache.namespace.root) == 4
+        assert tier.match_prefix(keys, namespace=cache.namespace.root) == 4
         use(cache, clock, 600)
         assert tier.touch(keys, namespace=cache.namespace.root) == [True] * 20
 

@@ -237,7 +237,9 @@ def test_what_is_claimed_in_the_index_and_not_sent_is_released(
             parse(place[0]).engine(),
             connections=1,
         ) as tier:
-            done = ends(tier.save(chunks_of(keys, still_valid=still_valid), ROOT))
+            done = ends(
+                tier.store(chunks_of(keys, still_valid=still_valid), ROOT)
+            )
             assert done == [Done(False, Reason.STALE)] * len(keys)
             with soon():
                 wait_until(lambda: not truth.keys("*"))
@@ -250,7 +252,7 @@ def test_what_is_stale_once_it_was_sent_gets_no_mark(
     url, asked = place
     with tier_on(parse(url).engine()) as tier:
         chunks = chunks_of(keys_of(1), still_valid=lambda: not asked["PUT"])
-        assert ends(tier.save(chunks, ROOT)) == [Done(False, Reason.STALE)]
+        assert ends(tier.store(chunks, ROOT)) == [Done(False, Reason.STALE)]
         with client.Redis(port=server.port) as truth, soon():
             wait_until(lambda: not truth.keys("*"))
     assert asked["PUT"] == 1
@@ -275,11 +277,11 @@ def test_remove_and_clear_reach_both(
         client.Redis(port=server.port) as other,
         tier_on(parse(url).engine(), deadline_seconds=30) as tier,
     ):
-        assert all(end.ok for end in ends(tier.save(chunks_of(keys), ROOT)))
+        assert all(end.ok for end in ends(tier.store(chunks_of(keys), ROOT)))
         assert tier.remove(keys[1], ROOT)
         assert not tier.remove(keys[1], ROOT)
         assert other.dbsize() == 1
-        assert tier.find(keys, namespace=ROOT) == 1
+        assert tier.match_prefix(keys, namespace=ROOT) == 1
 
 
 def test_an_index_that_does_not_answer_is_a_miss_that_the_log_explains(

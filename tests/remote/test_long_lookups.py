@@ -101,7 +101,7 @@ def test_a_long_prompt_is_a_few_questions(
     present(db, keys[:there])
     with tier_on(RedisClient(server.url)) as tier:
         before = asked(db)
-        assert tier.find(keys, namespace=ROOT) == there
+        assert tier.match_prefix(keys, namespace=ROOT) == there
         # with those that a connection begins with
         assert asked(db) - before <= 2 + 16 + LONG // 16
 
@@ -110,7 +110,7 @@ def test_a_short_prompt_is_exact(server: Server, db: client.Redis) -> None:
     keys = chain_of(EXACT_KEYS)
     present(db, [key for at, key in enumerate(keys) if at != 333])
     with tier_on(RedisClient(server.url)) as tier:
-        assert tier.find(keys, namespace=ROOT) == 333
+        assert tier.match_prefix(keys, namespace=ROOT) == 333
 
 
 def test_several_nodes_find_a_long_run(server: Server, db: client.Redis) -> None:
@@ -126,7 +126,7 @@ def test_several_nodes_find_a_long_run(server: Server, db: client.Redis) -> None
                 [keys[at] for at in share if at < LONG + 9],
             )
         with tier_on(pool) as tier:
-            assert tier.find(keys, namespace=ROOT) == LONG + 9
+            assert tier.match_prefix(keys, namespace=ROOT) == LONG + 9
 
 
 def test_what_was_not_asked_about_is_stored(
@@ -138,7 +138,7 @@ def test_what_was_not_asked_about_is_stored(
     with tier_on(
         RedisClient(server.url),
     ) as tier:
-        assert tier.find(keys, namespace=ROOT) == LONG
+        assert tier.match_prefix(keys, namespace=ROOT) == LONG
         assert save(tier, [keys[HOLE]])[0].ok
         assert db.exists(name_of("pagoda", keys[HOLE]))
 
@@ -152,17 +152,17 @@ def test_a_hole_that_a_load_has_met_is_asked_about(
     present(db, [key for at, key in enumerate(keys) if at not in holes])
     with tier_on(RedisClient(server.url)) as tier:
         presence = tier._store.presence
-        assert tier.find(keys, namespace=ROOT) == LONG
+        assert tier.match_prefix(keys, namespace=ROOT) == LONG
         for hole in holes:
             assert load(tier, [keys[hole]]) == [Reason.ABSENT]
         for hole in holes:
             for _ in range(2):
                 presence._known.clear()  # it is too old
-                assert tier.find(keys, namespace=ROOT) == hole
-                assert tier.find(keys[hole:], namespace=ROOT) == 0
+                assert tier.match_prefix(keys, namespace=ROOT) == hole
+                assert tier.match_prefix(keys[hole:], namespace=ROOT) == 0
             assert save(tier, [keys[hole]])[0].ok
         presence._known.clear()
-        assert tier.find(keys, namespace=ROOT) == LONG
+        assert tier.match_prefix(keys, namespace=ROOT) == LONG
         assert not presence._holes
         # a prompt that was gone, and that another machine has stored again
         for key in keys:
@@ -170,7 +170,7 @@ def test_a_hole_that_a_load_has_met_is_asked_about(
         presence._known.clear()
         # few questions
         assert presence.run_to_ask(ROOT, keys, EXACT_KEYS) == EXACT_KEYS
-        assert tier.find(keys, namespace=ROOT) == LONG
+        assert tier.match_prefix(keys, namespace=ROOT) == LONG
         assert not presence._holes
 
 
@@ -181,8 +181,8 @@ def test_each_of_many_keys_is_asked_about(
     keys = chain_of(LONG)
     present(db, [key for at, key in enumerate(keys) if at != HOLE])
     with tier_on(RedisClient(server.url)) as tier:
-        assert tier.find(keys, namespace=ROOT) == LONG
-        here = tier.find_each(keys, namespace=ROOT)
+        assert tier.match_prefix(keys, namespace=ROOT) == LONG
+        here = tier.match_each(keys, namespace=ROOT)
         assert [at for at in range(LONG) if not here[at]] == [HOLE]
 
 
@@ -216,12 +216,12 @@ def test_an_absence_explains_a_miss_for_longer_than_it_is_believed(
     (key,) = chain_of(1)
     with tier_on(RedisClient(server.url), clock=clock) as tier:
         assert not tier.knows(key, ROOT)
-        assert tier.find([key], namespace=ROOT) == 0
+        assert tier.match_prefix([key], namespace=ROOT) == 0
         assert tier.knows(key, ROOT)
         before = asked(db)
         clock.advance(0.5)
         assert tier.knows(key, ROOT)
-        assert tier.find([key], namespace=ROOT) == 0
+        assert tier.match_prefix([key], namespace=ROOT) == 0
         assert asked(db) == before + 1
         clock.advance(2.0)
         assert not tier.knows(key, ROOT)

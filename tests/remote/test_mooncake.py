@@ -76,7 +76,7 @@ def save(
     """Save a chain; return the results, which may take as long as a busy machine takes to start
     processes.
     """
-    return ends(tier.save(chunks_of(keys, layout), ROOT))
+    return ends(tier.store(chunks_of(keys, layout), ROOT))
 
 
 def stores(
@@ -195,7 +195,7 @@ def test_damaged_values_are_misses_and_make_way(
     with tier_on(remote, LARGE) as tier:
         for key in (*keys, good):  # each the first of its chain
             assert all(
-                end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT))
+                end.ok for end in ends(tier.store(chunks_of([key], LARGE), ROOT))
             )
     raw = RawStore(pool)
     for key, lie in zip(keys, LIES.values(), strict=True):
@@ -216,7 +216,7 @@ def test_damaged_values_are_misses_and_make_way(
             ], name
             assert raw.get(name_in(remote, key)) is None, name
             assert all(
-                end.ok for end in ends(tier.save(chunks_of([key], LARGE), ROOT))
+                end.ok for end in ends(tier.store(chunks_of([key], LARGE), ROOT))
             )
             assert load(tier, [key], LARGE, PATIENT_SECONDS) == [None], name
     raw.close()
@@ -245,7 +245,7 @@ def test_a_chunk_in_use_can_be_removed(pool: Server) -> None:
     keys = keys_of(3)
     saved(remote, keys)
     with tier_on(remote) as tier:
-        assert tier.find(keys, namespace=ROOT) == 3
+        assert tier.match_prefix(keys, namespace=ROOT) == 3
         assert load(tier, keys, seconds=PATIENT_SECONDS) == [None] * 3
         assert tier.remove(keys[0])
         assert not tier.remove(keys[0])
@@ -275,7 +275,7 @@ def test_a_clear_keeps_to_its_prefix_and_namespace(pool: Server) -> None:
         assert tier.clear() == 3
     for each in (remote, others):
         with tier_on(each, **patient) as tier:
-            assert tier.find(keys, namespace=ROOT) == 3
+            assert tier.match_prefix(keys, namespace=ROOT) == 3
             assert tier.clear(NAMESPACE.root) == 3
 
 
@@ -292,7 +292,7 @@ def test_a_full_pool_takes_no_more_and_says_so(
             client_of(master), LARGE, queue_chunks=128, **patient
         ) as tier:
             keys = keys_of(12)
-            done = ends(tier.save(chunks_of(keys, LARGE), ROOT))
+            done = ends(tier.store(chunks_of(keys, LARGE), ROOT))
             assert {end.reason for end in done if not end.ok} == {Reason.FULL}
             assert tier.stats()["drop_full"] == sum(not end.ok for end in done)
             here = load(tier, keys, LARGE, PATIENT_SECONDS)
@@ -380,9 +380,11 @@ def test_a_master_that_comes_later_is_found() -> None:
         with tier_on(client_of(master)) as tier:
             keys = keys_of(2)
             with soon():
-                assert tier.find(keys, namespace=ROOT) == 0
+                assert tier.match_prefix(keys, namespace=ROOT) == 0
             wait_until(
-                lambda: tier.find(keys, namespace=ROOT) == 0 and tier.resting
+                lambda: (
+                    tier.match_prefix(keys, namespace=ROOT) == 0 and tier.resting
+                )
             )
             master.restart()
             with mooncake_peer(master):
@@ -495,7 +497,7 @@ def test_the_memory_of_this_machine_is_part_of_the_pool(
         # after it nothing refers to the tier
         def stored(chain: Sequence[bytes]) -> None:
             with tier_on(giving[0], deadline_seconds=START_SECONDS) as tier:
-                assert tier.find(chain, namespace=ROOT) == 0
+                assert tier.match_prefix(chain, namespace=ROOT) == 0
                 wait_until(
                     lambda: (
                         bool(save(tier, chain))

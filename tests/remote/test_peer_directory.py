@@ -150,7 +150,7 @@ def give(server: Server, keys: Sequence[bytes]) -> None:
     """Store a chain on one machine."""
     url = server.url.replace("://", f"://:{TOKEN}@")
     with tier_on(PagodaServerClient(url), queue_chunks=4096, **PATIENT) as tier:
-        assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+        assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
 
 
 def give_value(server: Server, tokens: Sequence[int]) -> None:
@@ -301,9 +301,9 @@ def test_a_machine_says_what_it_has_and_another_finds_it_among_many(
     give(two[1], keys)
     wait_until(lambda: knows(directory_server, keys, two[1].url))
     with tier_on(client_of(directory_server), **PATIENT) as tier:
-        assert tier.find(keys, namespace=ROOT) == 8
+        assert tier.match_prefix(keys, namespace=ROOT) == 8
         assert load(tier, keys) == [None] * 8
-        assert tier.find(fresh_keys(3), namespace=ROOT) == 0
+        assert tier.match_prefix(fresh_keys(3), namespace=ROOT) == 0
     listed = [f"http://:{TOKEN}@127.0.0.1:{free_port()}" for _ in range(20)]
     url = two[1].url.replace("://", f"://:{TOKEN}@")
     with (
@@ -311,7 +311,7 @@ def test_a_machine_says_what_it_has_and_another_finds_it_among_many(
         soon(20.0),
     ):
         # none of the twenty is asked, and none of them runs
-        assert tier.find(keys, namespace=ROOT) == 8
+        assert tier.match_prefix(keys, namespace=ROOT) == 8
         assert load(tier, keys) == [None] * 8
 
 
@@ -326,7 +326,7 @@ def test_only_neighbours_that_are_listed_are_asked_if_there_is_a_list(
         with tier_on(
             client_of(directory_server, f"http://127.0.0.1:{free_port()}")
         ) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
             assert None not in load(tier, keys)
         assert not stranger.requests
     finally:
@@ -354,16 +354,16 @@ def test_a_lie_is_a_miss(directory_server: Server, two: list[Server]) -> None:
             f"http://127.0.0.1:{liar.port}",
         )
         with tier_on(client_of(directory_server), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
             wait_until(
                 lambda: (
                     load(tier, held) == [None] * 4
-                    or not tier.find(held, namespace=ROOT)
+                    or not tier.match_prefix(held, namespace=ROOT)
                 )
             )
             wait_until(
                 lambda: (
-                    tier.find(held, namespace=ROOT) == 4
+                    tier.match_prefix(held, namespace=ROOT) == 4
                     and load(tier, held) == [None] * 4
                 )
             )
@@ -386,11 +386,14 @@ def test_what_two_machines_have_survives_one(
             )
         )
         with tier_on(client_of(directory_server), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 4
+            assert tier.match_prefix(keys, namespace=ROOT) == 4
             dying.kill()
             wait_until(lambda: load(tier, keys, seconds=60) == [None] * 4)
             wait_until(
-                lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4
+                lambda: (
+                    tier.match_prefix([*keys, *fresh_keys(1)], namespace=ROOT)
+                    == 4
+                )
             )
 
 
@@ -408,7 +411,9 @@ def test_many_dead_machines_hide_no_living_one(
     )
     with tier_on(client_of(directory_server), **PATIENT) as tier:
         wait_until(
-            lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 2
+            lambda: (
+                tier.match_prefix([*keys, *fresh_keys(1)], namespace=ROOT) == 2
+            )
         )
         wait_until(lambda: load(tier, keys, seconds=60) == [None] * 2)
 
@@ -443,16 +448,16 @@ def test_without_the_redis_those_named_last_are_asked(two: list[Server]) -> None
             deadline_seconds=10.0,
             look_seconds=1.0,
         ) as tier:
-            wait_until(lambda: tier.find(keys, namespace=ROOT) == 4)
+            wait_until(lambda: tier.match_prefix(keys, namespace=ROOT) == 4)
             directory_server.kill()
             give(two[0], later)
             with soon(20.0):
-                wait_until(lambda: tier.find(later, namespace=ROOT) == 4)
+                wait_until(lambda: tier.match_prefix(later, namespace=ROOT) == 4)
                 assert load(tier, later, seconds=30) == [None] * 4
             directory_server.restart()
             give(two[1], wanted := fresh_keys(3))
             announce(directory_server, wanted, two[1].url)
-            wait_until(lambda: tier.find(wanted, namespace=ROOT) == 3)
+            wait_until(lambda: tier.match_prefix(wanted, namespace=ROOT) == 3)
         with machine(
             directory_server
         ) as new:  # its server outlives its directory too
@@ -470,7 +475,7 @@ def test_a_redis_that_hangs_delays_no_look_up_beyond_its_time() -> None:
         ) as tier:
             for _ in range(5):
                 with soon(0.2 + 0.3):
-                    assert tier.find(fresh_keys(2), namespace=ROOT) == 0
+                    assert tier.match_prefix(fresh_keys(2), namespace=ROOT) == 0
             assert load(tier, fresh_keys(1))[0] in (
                 Reason.TIER_SKIPPED,
                 Reason.ABSENT,
@@ -486,7 +491,10 @@ def test_a_directory_that_was_never_reached_is_trouble_and_no_miss() -> None:
         PeersClient([], directory=directory, clock=QuickClock())
     ) as tier:
         wait_until(
-            lambda: tier.find(fresh_keys(1), namespace=ROOT) == 0 and tier.resting
+            lambda: (
+                tier.match_prefix(fresh_keys(1), namespace=ROOT) == 0
+                and tier.resting
+            )
         )
         assert load(tier, fresh_keys(1)) == [Reason.TIER_SKIPPED]
 
@@ -521,12 +529,12 @@ def test_a_forked_child_asks_the_directory_itself(
     give(two[0], keys)
     announce(directory_server, keys, two[0].url)
     with tier_on(client_of(directory_server), **PATIENT) as tier:
-        assert tier.find(keys, namespace=ROOT) == 3
+        assert tier.match_prefix(keys, namespace=ROOT) == 3
 
         def child() -> None:
             os._exit(
                 0
-                if tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 3
+                if tier.match_prefix([*keys, *fresh_keys(1)], namespace=ROOT) == 3
                 else 1
             )
 
@@ -534,7 +542,7 @@ def test_a_forked_child_asks_the_directory_itself(
         process.start()
         process.join(60)
         assert process.exitcode == 0
-        assert tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 3
+        assert tier.match_prefix([*keys, *fresh_keys(1)], namespace=ROOT) == 3
 
 
 # ---- announcing
@@ -561,7 +569,7 @@ def test_every_chunk_is_announced_again_and_what_is_gone_is_not(
         return knows(directory_server, [key], "http://127.0.0.1:7")
 
     try:
-        assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+        assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
         wait_until(lambda: all(map(announced, keys)))
         first = counts["announced"]
         tier.remove(keys[3])
@@ -595,7 +603,7 @@ def test_the_rounds_go_on_whatever_fails_in_one(
     keys = fresh_keys(2)
     counts = Counter[str]()
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
-    assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+    assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
 
@@ -637,7 +645,7 @@ def test_no_round_announces_more_than_its_part(
     monkeypatch.setattr(PeerDirectoryConnection, "announce", counted)
     keys = fresh_keys(10)
     tier = HostTier.open(SMALL, shm_root, 16 * SMALL.slot_bytes, populate=False)
-    assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+    assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
     stores = ServedStores(lambda: [tier.ledger.directory])
     stores.scan()
     running = Announcer(

@@ -111,7 +111,7 @@ def give(server: Server, keys: Sequence[bytes], layout: KVLayout = SMALL) -> Non
         PagodaServerClient(url_of(server)), layout, queue_chunks=4096, **PATIENT
     ) as tier:
         assert all(
-            done.ok for done in ends(tier.save(chunks_of(keys, layout), ROOT))
+            done.ok for done in ends(tier.store(chunks_of(keys, layout), ROOT))
         )
 
 
@@ -126,10 +126,10 @@ def test_a_look_up_takes_the_longest_run_and_loads_come_from_whoever_has_them(
         if count:
             give(server, keys[:count])
     with tier_on(client_of(*three), **PATIENT) as tier:
-        assert tier.find(keys, namespace=ROOT) == 9
+        assert tier.match_prefix(keys, namespace=ROOT) == 9
         assert load(tier, keys[:9]) == [None] * 9
         assert load(tier, keys[9:], seconds=60) == [Reason.ABSENT] * 3
-        assert tier.find(fresh_keys(3), namespace=ROOT) == 0
+        assert tier.match_prefix(fresh_keys(3), namespace=ROOT) == 0
 
 
 def give_some(
@@ -139,9 +139,9 @@ def give_some(
     chunks = chunks_of(keys, SMALL)
     with tier_on(PagodaServerClient(url_of(server)), **PATIENT) as tier:
         some = [chunks[at] for at in positions]
-        assert all(done.ok for done in ends(tier.save(some, ROOT)))
+        assert all(done.ok for done in ends(tier.store(some, ROOT)))
         # each store of a server is found by then
-        assert all(tier.find_each([chunk.key for chunk in some], namespace=ROOT))
+        assert all(tier.match_each([chunk.key for chunk in some], namespace=ROOT))
 
 
 def test_chunks_behind_a_hole_come_from_whoever_has_them(
@@ -153,8 +153,8 @@ def test_chunks_behind_a_hole_come_from_whoever_has_them(
     here = [at in (1, 2, 5, 9) for at in range(12)]
     for servers in (three, three[:2]):
         with tier_on(client_of(*servers), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
-            assert tier.find_each(keys, namespace=ROOT) == here
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
+            assert tier.match_each(keys, namespace=ROOT) == here
             for at, count in ((1, 2), (5, 1), (9, 1)):
                 buffers = [aligned(SMALL.slot_bytes) for _ in range(count)]
                 some = keys[at : at + count]
@@ -169,7 +169,7 @@ def test_a_server_of_an_earlier_version_knows_leading_keys_only(
     client = client_of(f"http://127.0.0.1:{evil.port}")
     keys = fresh_keys(4)
     with tier_on(client, **PATIENT) as tier:
-        here = tier.find_each(keys, namespace=ROOT)
+        here = tier.match_each(keys, namespace=ROOT)
         assert here == [True, True, False, False]
     assert sum(method == "POST" for method, _ in evil.requests) == 1
 
@@ -184,7 +184,7 @@ def test_senseless_answers_for_each_key_find_nothing(
     evil.lies["POST"] = lambda _: [http(200, body)]
     client = client_of(f"http://127.0.0.1:{evil.port}")
     with tier_on(client, **PATIENT) as tier:
-        assert tier.find_each(fresh_keys(4), namespace=ROOT) == [False] * 4
+        assert tier.match_each(fresh_keys(4), namespace=ROOT) == [False] * 4
         assert tier.stats()["miss_io_error"] > 0
 
 
@@ -202,7 +202,7 @@ def test_another_neighbour_helps_when_one_has_lost_a_chunk(
     for server in three[:2]:
         give(server, keys)
     with tier_on(client_of(*three), **PATIENT) as tier:
-        assert tier.find(keys, namespace=ROOT) == 6
+        assert tier.match_prefix(keys, namespace=ROOT) == 6
         losing = (
             PagodaServerClient(url_of(three[0]))
             .connection()
@@ -221,7 +221,7 @@ def test_a_neighbour_that_evicts_a_prompt_before_its_load_is_no_liar(
     give(three[0], evicted)
     give(three[0], kept)
     with tier_on(client_of(three[0]), **PATIENT) as tier:
-        assert tier.find(evicted, namespace=ROOT) == 20
+        assert tier.match_prefix(evicted, namespace=ROOT) == 20
         losing = (
             PagodaServerClient(url_of(three[0]))
             .connection()
@@ -230,7 +230,7 @@ def test_a_neighbour_that_evicts_a_prompt_before_its_load_is_no_liar(
         assert losing.remove(ROOT, evicted, time.monotonic() + 30) == 20
         losing.close()
         assert load(tier, evicted) == [Reason.ABSENT] * 20
-        assert tier.find(kept, namespace=ROOT) == 3
+        assert tier.match_prefix(kept, namespace=ROOT) == 3
         assert load(tier, kept) == [None] * 3
 
 
@@ -238,14 +238,14 @@ def test_nothing_is_written_to_a_neighbour(three: list[Server]) -> None:
     keys = fresh_keys(2)
     with tier_on(client_of(three[0]), **PATIENT) as tier:
         assert tier.read_only
-        refused = [end.reason for end in ends(tier.save(chunks_of(keys), ROOT))]
+        refused = [end.reason for end in ends(tier.store(chunks_of(keys), ROOT))]
         assert refused == [Reason.NOT_ADMITTED] * 2
         give(three[0], keys)
         assert tier.remove(keys[0], ROOT) is False
         assert tier.clear() == 0
         assert tier.stats()["stored_chunks"] == 0
     with tier_on(client_of(three[0]), **PATIENT) as tier:
-        assert tier.find(keys, namespace=ROOT) == 2
+        assert tier.match_prefix(keys, namespace=ROOT) == 2
 
 
 def test_a_name_stands_for_all_its_addresses(three: list[Server]) -> None:
@@ -257,13 +257,13 @@ def test_a_name_stands_for_all_its_addresses(three: list[Server]) -> None:
         wait_until(
             lambda: (
                 bool(client.peers())
-                or tier.find(fresh_keys(1), namespace=ROOT) > 0
+                or tier.match_prefix(fresh_keys(1), namespace=ROOT) > 0
             )
         )
         assert f"http://127.0.0.1:{three[0].port}" in [
             peer.client.address for peer in client.peers()
         ]
-        wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
+        wait_until(lambda: tier.match_prefix(keys, namespace=ROOT) == 3)
         assert load(tier, keys) == [None] * 3
 
 
@@ -286,7 +286,7 @@ def test_connections_to_neighbours_that_are_gone_are_closed(
 def test_a_name_without_addresses_is_no_neighbour() -> None:
     client = PeersClient([PeerUrl("http://no-such-name.invalid:7777", True)])
     with tier_on(client) as tier, soon():
-        assert tier.find(fresh_keys(1), namespace=ROOT) == 0
+        assert tier.match_prefix(fresh_keys(1), namespace=ROOT) == 0
         assert load(tier, fresh_keys(1)) == [Reason.ABSENT]
 
 
@@ -295,7 +295,7 @@ def test_a_wrong_token_says_what_to_write(
 ) -> None:
     wrong = three[0].url.replace("http://", "http://:not-this-machines-token@")
     with tier_on(client_of(wrong)) as tier:
-        assert tier.find(fresh_keys(1), namespace=ROOT) == 0
+        assert tier.match_prefix(fresh_keys(1), namespace=ROOT) == 0
         wait_until(lambda: "?password_file=PATH" in caplog.text)
         assert "not-this-machines" not in caplog.text
 
@@ -329,7 +329,7 @@ def test_a_refused_token_is_an_io_error_that_says_so_and_no_deadline(
 def test_a_refusal_is_not_called_a_late_answer(three: list[Server]) -> None:
     wrong = three[0].url.replace("http://", "http://:not-this-machines-token@")
     with tier_on(client_of(wrong), **PATIENT) as tier:
-        assert tier.find(fresh_keys(1), namespace=ROOT) == 0
+        assert tier.match_prefix(fresh_keys(1), namespace=ROOT) == 0
         found = unanswered(tier)
         assert found.reason is Reason.IO_ERROR
         assert "refused: 401" in found.detail
@@ -341,7 +341,7 @@ def test_a_peer_that_answers_an_error_is_reported_as_an_error(
 ) -> None:
     evil.lies["POST"] = lambda _: [http(status, b"")]
     with tier_on(client_of(f"http://127.0.0.1:{evil.port}"), **PATIENT) as tier:
-        assert tier.find(fresh_keys(1), namespace=ROOT) == 0
+        assert tier.match_prefix(fresh_keys(1), namespace=ROOT) == 0
         assert tier.refusal is not None
         assert tier.refusal[0] is Reason.IO_ERROR
         assert "the server answered" in tier.refusal[1]
@@ -374,7 +374,7 @@ def test_a_dead_neighbour_is_left_out_and_used_again(three: list[Server]) -> Non
         give(three[0], keys[:3])
         give(dying, keys)
         with tier_on(client_of(three[0], dying), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 5
+            assert tier.match_prefix(keys, namespace=ROOT) == 5
             dying.kill()
             outcome = load(tier, keys, seconds=60)
             assert outcome[:3] == [None] * 3
@@ -382,12 +382,17 @@ def test_a_dead_neighbour_is_left_out_and_used_again(three: list[Server]) -> Non
             for _ in range(3):
                 with soon(1.0):
                     assert (
-                        tier.find([*keys[:3], *fresh_keys(1)], namespace=ROOT)
+                        tier.match_prefix(
+                            [*keys[:3], *fresh_keys(1)], namespace=ROOT
+                        )
                         == 3
                     )
             dying.restart()  # the store outlives its server
             wait_until(
-                lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 5
+                lambda: (
+                    tier.match_prefix([*keys, *fresh_keys(1)], namespace=ROOT)
+                    == 5
+                )
             )
             assert load(tier, keys) == [None] * 5
 
@@ -399,7 +404,10 @@ def test_all_neighbours_dead_is_a_tier_that_rests() -> None:
         )
     ) as tier:
         wait_until(
-            lambda: tier.find(fresh_keys(1), namespace=ROOT) == 0 and tier.resting
+            lambda: (
+                tier.match_prefix(fresh_keys(1), namespace=ROOT) == 0
+                and tier.resting
+            )
         )
         assert load(tier, fresh_keys(1)) == [Reason.TIER_SKIPPED]
 
@@ -422,7 +430,7 @@ def test_a_neighbour_that_ends_during_a_load_is_a_miss_in_time(
             deadline_seconds=1.0,
             look_seconds=5.0,
         ) as tier:
-            assert tier.find(keys, namespace=ROOT) == 24
+            assert tier.match_prefix(keys, namespace=ROOT) == 24
             outcome: list[Reason | None] = []
             thread = threading.Thread(
                 target=lambda: outcome.extend(
@@ -461,15 +469,18 @@ def test_a_slow_neighbour_never_delays_a_look_up_beyond_its_time(
         with tier_on(
             client_of(three[0], slow, look_seconds=0.2), look_seconds=0.2
         ) as tier:
-            tier.find(keys, namespace=ROOT)  # connections are made
+            tier.match_prefix(keys, namespace=ROOT)  # connections are made
             slow.stop()
             patience = Patience(5 * (0.2 + 0.3))
             for _ in range(5):
                 asked = [*keys, *fresh_keys(1)]
-                assert tier.find(asked, namespace=ROOT) in (0, 4)
+                assert tier.match_prefix(asked, namespace=ROOT) in (0, 4)
             assert not patience.ended, patience.said()
             wait_until(
-                lambda: tier.find([*keys, *fresh_keys(1)], namespace=ROOT) == 4
+                lambda: (
+                    tier.match_prefix([*keys, *fresh_keys(1)], namespace=ROOT)
+                    == 4
+                )
             )
 
 
@@ -540,8 +551,8 @@ def test_the_late_answer_of_a_neighbour_far_away_serves_the_next_look_up(
             deadline_seconds=30.0,
             clock=Clock(),
         ) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
-            wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
+            wait_until(lambda: tier.match_prefix(keys, namespace=ROOT) == 3)
             assert load(tier, keys, seconds=30.0) == [None] * 3
 
 
@@ -598,7 +609,7 @@ def test_an_evil_neighbour_causes_only_misses(evil: LyingHttp, lie: str) -> None
         ) as tier,
         soon(2.5),
     ):
-        assert tier.find(keys, namespace=ROOT) <= 3
+        assert tier.match_prefix(keys, namespace=ROOT) <= 3
         assert None not in load(tier, keys)
         stats = tier.stats()
         assert stats["loaded_chunks"] == 0
@@ -618,7 +629,7 @@ def test_an_honest_neighbour_serves_beside_an_evil_one(
     with tier_on(client) as tier:
         wait_until(
             lambda: (
-                tier.find(keys, namespace=ROOT) == 3
+                tier.match_prefix(keys, namespace=ROOT) == 3
                 and load(tier, keys) == [None] * 3
             )
         )
@@ -646,7 +657,7 @@ def test_a_neighbour_whose_answers_nobody_understands_is_left_out(
     with tier_on(client) as tier:
         wait_until(
             lambda: (
-                tier.find(fresh_keys(3), namespace=ROOT) == 0
+                tier.match_prefix(fresh_keys(3), namespace=ROOT) == 0
                 and not client.known()[0].is_used
             )
         )
@@ -660,7 +671,7 @@ def test_a_neighbour_that_never_has_what_it_says_it_has_is_not_asked_for_a_while
     with tier_on(client) as tier:
         for _ in range(12):
             keys = fresh_keys(3)
-            tier.find(keys, namespace=ROOT)
+            tier.match_prefix(keys, namespace=ROOT)
             assert None not in load(tier, keys)
         assert client.peers()[0].trust.resting
 
@@ -896,7 +907,7 @@ def test_a_look_up_finds_what_was_stored_a_moment_ago(
         for stored in (2, 4, 6):
             give(three[0], keys[:stored])
             clock.advance(0.15)
-            assert tier.find(keys, namespace=ROOT) == stored
+            assert tier.match_prefix(keys, namespace=ROOT) == stored
             assert load(tier, keys[:stored]) == [None] * stored
 
 
@@ -959,5 +970,5 @@ def test_a_decoder_loads_what_is_stored_while_the_producer_stores_the_tail(
 
 
 def _loads_in_child(tier: object, keys: list[bytes]) -> None:
-    assert tier.find(keys, namespace=ROOT) == 3  # type: ignore[attr-defined]
+    assert tier.match_prefix(keys, namespace=ROOT) == 3  # type: ignore[attr-defined]
     assert load(tier, keys) == [None] * 3  # type: ignore[arg-type]

@@ -110,7 +110,7 @@ def give(server: Server, keys: Sequence[bytes]) -> None:
     with tier_on(
         PagodaServerClient(server.url), queue_chunks=4096, **PATIENT
     ) as tier:
-        assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+        assert all(done.ok for done in ends(tier.store(chunks_of(keys), ROOT)))
 
 
 def announce(directory_server: Server, keys: Sequence[bytes], url: str) -> None:
@@ -225,7 +225,7 @@ def test_an_impostor_in_the_directory_gets_nothing_and_nothing_is_taken_from_it(
     keys = fresh_keys(3)
     announce(directory_server, keys, f"http://127.0.0.1:{impostor.port}")
     with tier_on(found_in(directory_server), **PATIENT) as tier:
-        assert tier.find(keys, namespace=ROOT) == 0
+        assert tier.match_prefix(keys, namespace=ROOT) == 0
         assert tier.refusal is not None
         assert tier.refusal[0] is Reason.IO_ERROR
         assert (
@@ -249,11 +249,11 @@ def test_an_impostor_at_a_configured_address_gets_nothing_either(
     url = f"http://127.0.0.1:{impostor.port}"
     client = named(url) if option == "peers" else PagodaServerClient(url)
     with tier_on(client, **PATIENT) as tier:
-        assert tier.find(keys, namespace=ROOT) == 0
+        assert tier.match_prefix(keys, namespace=ROOT) == 0
         assert None not in load(tier, keys)
         if option == "remote":
             chunks = chunks_of(keys)
-            assert not any(done.ok for done in ends(tier.save(chunks, ROOT)))
+            assert not any(done.ok for done in ends(tier.store(chunks, ROOT)))
             assert all(
                 bytes(chunk.payload[:64]) not in impostor.received
                 for chunk in chunks
@@ -273,10 +273,10 @@ def test_answers_that_were_recorded_are_no_answers(honest: Server) -> None:
     url = f"http://127.0.0.1:{impostor.port}"
     try:
         with tier_on(named(url), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 3
+            assert tier.match_prefix(keys, namespace=ROOT) == 3
         impostor.repeat()
         with tier_on(named(url), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
             assert "did not prove" in tier.refusal[1]
     finally:
@@ -332,12 +332,12 @@ def test_who_passes_requests_on_must_be_named(
         url = f"http://127.0.0.1:{between.port}"
         announce(directory_server, keys, url)
         with tier_on(found_in(directory_server), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
             assert "--advertise" in tier.refusal[1]
             assert None not in load(tier, keys)
         with tier_on(named(url), **PATIENT) as tier:  # a forwarded port
-            assert tier.find(keys, namespace=ROOT) == 3
+            assert tier.match_prefix(keys, namespace=ROOT) == 3
             assert load(tier, keys) == [None] * 3
 
 
@@ -355,7 +355,7 @@ def test_a_server_is_found_by_the_address_that_it_advertises(
             give(server, keys)
             announce(directory_server, keys, url)
             with tier_on(found_in(directory_server), **PATIENT) as tier:
-                assert tier.find(keys, namespace=ROOT) == 3
+                assert tier.match_prefix(keys, namespace=ROOT) == 3
                 assert load(tier, keys) == [None] * 3
 
 
@@ -370,7 +370,7 @@ def test_without_a_token_nothing_is_taken_from_who_is_found(
         announce(directory_server, keys, f"http://127.0.0.1:{impostor.port}")
         announce(directory_server, keys, honest.url)
         with tier_on(found_in(directory_server), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
             assert tier.refusal[0] is Reason.IO_ERROR
     finally:
@@ -388,7 +388,7 @@ def test_a_wrong_token_says_what_to_do(
         (named(honest.url), "?password_file=PATH"),
     ):
         with tier_on(client, **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
             assert tier.refusal is not None
             assert remedy in tier.refusal[1]
             assert "401" in tier.refusal[1]
@@ -506,7 +506,9 @@ def test_an_older_server_is_not_sent_the_token_unless_the_user_allows_it(
         with tier_on(
             PagodaServerClient(older.url, sends_token=True), **PATIENT
         ) as tier:
-            assert all(done.ok for done in ends(tier.save(chunks_of(keys), ROOT)))
+            assert all(
+                done.ok for done in ends(tier.store(chunks_of(keys), ROOT))
+            )
         announce(directory_server, keys, older.url)
         for client, remedy in (
             (found_in(directory_server), "name it in peers with proof=off"),
@@ -514,7 +516,7 @@ def test_an_older_server_is_not_sent_the_token_unless_the_user_allows_it(
         ):
             caplog.clear()
             with tier_on(client, **PATIENT) as tier:
-                assert tier.find(keys, namespace=ROOT) == 0
+                assert tier.match_prefix(keys, namespace=ROOT) == 0
                 assert tier.refusal is not None
                 assert tier.refusal[0] is Reason.IO_ERROR
                 assert "older version" in tier.refusal[1]
@@ -526,7 +528,7 @@ def test_an_older_server_is_not_sent_the_token_unless_the_user_allows_it(
             ]
             assert lines
         with tier_on(named(older.url, sends_token=True), **PATIENT) as tier:
-            assert tier.find(keys, namespace=ROOT) == 3
+            assert tier.match_prefix(keys, namespace=ROOT) == 3
             assert load(tier, keys) == [None] * 3
 
 

@@ -165,7 +165,7 @@ def test_the_documented_user_may_do_all_we_do(shared: list[Server]) -> None:
         keys = keys_of(12)
         stores(tier, keys, LARGE)
         tier._store.presence.clear()
-        wait_until(lambda: tier.find(keys, namespace=ROOT) == 12)
+        wait_until(lambda: tier.match_prefix(keys, namespace=ROOT) == 12)
         wait_until(lambda: load(tier, keys, LARGE) == [None] * 12)
         assert tier.remove(keys[0], ROOT)
         assert tier.clear(ROOT) == 11
@@ -221,7 +221,7 @@ def test_a_slot_that_has_moved_is_followed(shared: list[Server]) -> None:
             finish_move(slot_of(key), source, target)
         wait_until(lambda: load(tier, keys) == [None] * 20)
         tier._store.presence.clear()
-        wait_until(lambda: tier.find(keys, namespace=ROOT) == 20)
+        wait_until(lambda: tier.match_prefix(keys, namespace=ROOT) == 20)
         for key in keys[:3]:
             assert tier.remove(key, ROOT)
         wait_until(lambda: [end.ok for end in save(tier, keys)] == [True] * 20)

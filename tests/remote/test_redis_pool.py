@@ -267,7 +267,7 @@ def test_random_operations_never_return_wrong_bytes(shared: list[Server]) -> Non
             some = rng.sample(chunks_of(keys), rng.randint(1, 6))
             match rng.randrange(4):
                 case 0 | 1:
-                    assert all(end.ok for end in ends(tier.save(some, ROOT)))
+                    assert all(end.ok for end in ends(tier.store(some, ROOT)))
                     stored.update(chunk.key for chunk in some)
                 case 2:
                     there = load(tier, keys, seconds=PATIENT_SECONDS)
@@ -314,7 +314,7 @@ def healthy(
     some = keys if some is None else some
     wait_until(
         lambda: (
-            tier.find(some, namespace=ROOT) == len(some)
+            tier.match_prefix(some, namespace=ROOT) == len(some)
             and reasons(tier, keys, some) == {None}
         )
     )
@@ -395,7 +395,7 @@ def test_a_node_that_refuses_to_be_read_is_left_out(
         odd.call("ACL", "SETUSER", "default", "-exists", "-hget")
         for key in here[odd][:4]:
             tier._store.presence.clear()
-            tier.find([key], namespace=ROOT)
+            tier.match_prefix([key], namespace=ROOT)
             assert not tier.resting
         wait_until(lambda: len(shares(pool, keys)) == 2)
         tier._store.presence.clear()
@@ -507,10 +507,10 @@ def test_a_node_that_stands_still_delays_no_look_up_for_long(
             wait_until(lambda: tier._store.presence.get(ROOT, keys[0]) is None)
             for _ in range(10):
                 with soon(0.3 + 0.5):
-                    tier.find(keys, namespace=ROOT)
+                    tier.match_prefix(keys, namespace=ROOT)
             wait_until(
                 lambda: (
-                    tier.find(keys, namespace=ROOT) >= 0
+                    tier.match_prefix(keys, namespace=ROOT) >= 0
                     and len(pool.shares(keys)) == 2
                 )
             )
@@ -577,7 +577,7 @@ def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(
             ]
             wait_until(
                 lambda: (
-                    tier.find(keys_of(20, chain=1), namespace=ROOT) >= 0
+                    tier.match_prefix(keys_of(20, chain=1), namespace=ROOT) >= 0
                     and len(shares(pool, keys)) == 2
                 )
             )
@@ -693,11 +693,11 @@ def test_a_writer_waits_for_a_slow_node(
             pool, deadline_seconds=deadline_seconds, look_seconds=0.01
         ) as tier:
             assert all(
-                end.ok for end in ends(tier.save(chunks_of(keys_of(2)), ROOT))
+                end.ok for end in ends(tier.store(chunks_of(keys_of(2)), ROOT))
             )  # it knows the mark now
             monkeypatch.setattr(redis_nodes, "wait", answering)
             proxy.both(STALLED)
-            saving = tier.save(chunks_of(keys), ROOT)
+            saving = tier.store(chunks_of(keys), ROOT)
             wait_until(
                 lambda: slow.trusted_since or all(end.done() for end in saving),
                 deadline_seconds,
@@ -725,10 +725,10 @@ def test_a_full_node_refuses_its_own_chunks_only(servers: list[Server]) -> None:
         ]  # type: ignore[attr-defined]
         # one after the other: nothing else is stored between them
         for chunk in own:
-            assert ends(tier.save([chunk], ROOT))[0].reason is Reason.FULL
+            assert ends(tier.store([chunk], ROOT))[0].reason is Reason.FULL
         assert len(own) > 4
         assert not tier._store.write_breaker.is_open
-        done = ends(tier.save(chunks_of(keys, LARGE), ROOT))
+        done = ends(tier.store(chunks_of(keys, LARGE), ROOT))
         here = of(servers, keys)
         assert not here[servers[0]]
         refused = [key for key, end in zip(keys, done, strict=True) if not end.ok]
@@ -861,7 +861,7 @@ def test_a_call_that_waits_ends_when_the_tier_is_closed(
         server.stop()
     try:
         with tier_on(pool, deadline_seconds=60.0, look_seconds=0.05) as tier:
-            assert tier.find(keys, namespace=ROOT) == 0
+            assert tier.match_prefix(keys, namespace=ROOT) == 0
             loads = tier.load(
                 keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT
             )

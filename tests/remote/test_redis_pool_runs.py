@@ -65,7 +65,7 @@ def stored(
     for at in range(first, len(missing), 5):
         assert all(
             end.ok
-            for end in ends(tier.save(missing[at : at + 5], ROOT, stamp=stamp))
+            for end in ends(tier.store(missing[at : at + 5], ROOT, stamp=stamp))
         )
 
 
@@ -82,13 +82,13 @@ def hits(servers: Sequence[Server], nodes: int = 3) -> list[int]:
     with patient_tier(servers) as tier:
         wait_until(
             lambda: (
-                tier.find(keys_of(1), namespace=ROOT) == 0
+                tier.match_prefix(keys_of(1), namespace=ROOT) == 0
                 and in_use(tier) == nodes
             )
         )
         found = []
         for keys in prompts():
-            count = tier.find(keys, namespace=ROOT)
+            count = tier.match_prefix(keys, namespace=ROOT)
             assert (
                 load(tier, keys[:count], SMALL, PATIENT_SECONDS) == [None] * count
             )
@@ -134,7 +134,7 @@ def test_what_a_request_stores_is_on_one_node_and_requests_are_on_all(
             0,
             2 * CHUNKS,
         ]
-        assert tier.find(longer, namespace=ROOT) == 3 * CHUNKS
+        assert tier.match_prefix(longer, namespace=ROOT) == 3 * CHUNKS
 
 
 def test_the_mark_is_no_key_of_others(servers: list[Server]) -> None:
@@ -175,7 +175,8 @@ def test_a_lost_node_takes_whole_requests_and_is_no_second_loss_when_it_is_back(
     with patient_tier(servers) as tier:
         wait_until(
             lambda: (
-                tier.find(keys_of(1), namespace=ROOT) == 0 and in_use(tier) == 3
+                tier.match_prefix(keys_of(1), namespace=ROOT) == 0
+                and in_use(tier) == 3
             )
         )
         stored(tier, keys_of(2, chain=99), 1)
@@ -202,7 +203,7 @@ def test_a_pool_that_has_values_keeps_own_places_until_it_is_marked(
     # a person, once no machine has an older version
     servers[2].call("SET", MARK, "1")
     with patient_tier(servers) as tier:
-        assert tier.find(keys, namespace=ROOT) == 30
+        assert tier.match_prefix(keys, namespace=ROOT) == 30
         new = keys_of(30, chain=2)
         stored(tier, new, 2)
         assert sorted(map(len, of(servers, new).values())) == [0, 0, 30]
@@ -221,7 +222,7 @@ def test_without_a_mark_too_a_chunk_is_found_on_any_node(
         stored(tier, keys, 1)
     lost.restart()
     with patient_tier(servers) as tier:
-        assert tier.find(keys, namespace=ROOT) == 40
+        assert tier.match_prefix(keys, namespace=ROOT) == 40
         stored(tier, keys, 2)
         assert not of([lost], keys)[lost], (
             "chunks that other nodes have were stored again"
@@ -231,7 +232,7 @@ def test_without_a_mark_too_a_chunk_is_found_on_any_node(
             lambda: load(tier, keys, SMALL, PATIENT_SECONDS) == [None] * 40
         )
         assert tier.remove(keys[0], ROOT)
-        assert tier.find(keys, namespace=ROOT) == 0
+        assert tier.match_prefix(keys, namespace=ROOT) == 0
 
 
 def test_a_first_chunk_that_all_prompts_share_makes_no_busy_node(

@@ -467,7 +467,7 @@ def check_order(
 
     backwards = list(reversed(list(enumerate(keys))))
     assert all(
-        end.ok for end in ends(tier.save(list(reversed(placed(keys))), ROOT))
+        end.ok for end in ends(tier.store(list(reversed(placed(keys))), ROOT))
     )
     assert stepwise()
     for client in clients:
@@ -554,7 +554,7 @@ def test_a_writer_whose_draft_is_evicted_asks_again_how_the_server_evicts() -> (
 
         (chunk,) = chunks_of(keys[1:], LARGE)
         (end,) = ends(
-            tier.save(
+            tier.store(
                 [chunk._replace(position=far(1), still_valid=still_valid)], ROOT
             )
         )
@@ -666,7 +666,7 @@ def test_the_log_says_once_what_is_wrong(
 ) -> None:
     with redis_server() as server, tier_on(RedisClient(server.url)) as tier:
         for _ in range(3):
-            assert tier.find(keys_of(1), namespace=ROOT) == 0
+            assert tier.match_prefix(keys_of(1), namespace=ROOT) == 0
             tier.stats()
         wait_until(lambda: bool(caplog.records), 10.0)
         (line,) = [

@@ -203,7 +203,7 @@ def test_a_pool_has_seen_a_chunk_whatever_request_it_was_in(prefix: str) -> None
             ]
             for asked, expected in requests:
                 stamp += 1
-                assert ends(tier.save(asked, ROOT, stamp=stamp)) == expected, (
+                assert ends(tier.store(asked, ROOT, stamp=stamp)) == expected, (
                     chain
                 )
             assert load(tier, keys) == [None] * 6
@@ -226,7 +226,7 @@ def test_a_pool_without_the_node_of_the_marks_admits_its_chunks(
         servers[1].kill()
         wait_until(
             lambda: (
-                tier.find(keys_of(1), namespace=ROOT) == 0
+                tier.match_prefix(keys_of(1), namespace=ROOT) == 0
                 and len(pool.in_use()) == 2
             )
         )

@@ -159,7 +159,7 @@ def test_a_server_that_answers_everything_with(
             tier_on(on(liar.port, prefix), deadline_seconds=0.5) as tier,
         ):
             load(tier, keys)
-            tier.find(keys)
+            tier.match_prefix(keys)
             save(tier, keys)
             for walk in (tier.clear, tier.stats):
                 try:
@@ -298,5 +298,5 @@ def test_a_server_that_finds_more_than_was_asked(
     keys = keys_of(3)
     liar.lies[b"EXISTS"] = lambda _: [count]
     with tier_on(on(liar.port, fresh_prefix())) as tier:
-        assert 0 <= tier.find(keys) <= 3
+        assert 0 <= tier.match_prefix(keys) <= 3
         assert None not in load(tier, keys)

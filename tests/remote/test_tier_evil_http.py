@@ -156,7 +156,7 @@ def test_a_server_that_answers_everything_with(
             tier_on(on(liar.port), deadline_seconds=0.5) as tier,
         ):
             assert None not in load(tier, keys)
-            tier.find(keys)
+            tier.match_prefix(keys)
             save(tier, keys)
             tier.stats()
         assert memory.peak_bytes < ROOM_BYTES
@@ -311,7 +311,7 @@ from tests.remote.chunks import keys_of, tier_on
 logging.getLogger("pagoda").setLevel(logging.ERROR)
 for _ in range(2):
     with tier_on(ObjectStoreClient(f"http://127.0.0.1:{sys.argv[1]}/"), deadline_seconds=0.2) as tier:
-        tier.find(keys_of(12))
+        tier.match_prefix(keys_of(12))
     gc.collect()
 time.sleep(0.7)
 """  # noqa: E501

@@ -78,11 +78,11 @@ def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
         remote = through(name, prefix)
         with tier_on(remote, clock=clock) as tier:
             assert all(
-                end.ok for end in ends(tier.save(chunks_of(keys[:4]), ROOT))
+                end.ok for end in ends(tier.store(chunks_of(keys[:4]), ROOT))
             )
             # stored chunks are no longer remembered, so they are queried
             clock.advance(10.0)
-            assert tier.find(keys[:4], namespace=ROOT) == 4
+            assert tier.match_prefix(keys[:4], namespace=ROOT) == 4
             replicates(first, second)
             with redis.Redis.from_url(second.url) as client:
                 client.replicaof("NO", "ONE")
@@ -92,14 +92,14 @@ def test_after_a_failover_writes_and_look_ups_go_to_the_new_master() -> None:
                 client.replicaof("127.0.0.1", second.port)
             name.target = ("127.0.0.1", second.port)
             for key in keys[4:24]:
-                (end,) = ends(tier.save(chunks_of([key]), ROOT))
+                (end,) = ends(tier.store(chunks_of([key]), ROOT))
                 assert end.ok, end.reason
             with redis.Redis.from_url(second.url) as client:
                 assert client.dbsize() == 24
                 first.stop()  # a call that still asked it would wait
                 try:
                     clock.advance(10.0)
-                    assert tier.find(keys[:24], namespace=ROOT) == 24
+                    assert tier.match_prefix(keys[:24], namespace=ROOT) == 24
                 finally:
                     first.cont()
             assert tier.stats()["drop_io_error"] == 0
@@ -120,7 +120,7 @@ def test_a_replica_serves_and_is_asked_for_writes_now_and_then() -> None:
             for key in keys[4:20]:
                 assert save(tier, [key])[0].reason is Reason.IO_ERROR
             assert load(tier, keys[:4]) == [None] * 4
-            assert tier.find(keys[:4], namespace=ROOT) == 4
+            assert tier.match_prefix(keys[:4], namespace=ROOT) == 4
             assert not tier.resting
             with redis.Redis.from_url(second.url) as client:
                 client.replicaof("NO", "ONE")
@@ -143,7 +143,7 @@ def test_a_server_that_is_not_ready_is_left_and_the_next_one_is_used(
             tier_on(through(name, prefix), clock=FakeClock()) as tier,
         ):
             assert load(tier, keys) == [None] * 3
-            assert tier.find(keys, namespace=ROOT) == 3
+            assert tier.match_prefix(keys, namespace=ROOT) == 3
             for command in (b"HGET", b"EXISTS"):
                 liar.lies[command] = lambda _: [f"-{said}\r\n".encode()]
             name.target = ("127.0.0.1", server.port)
@@ -215,7 +215,7 @@ def test_the_connection_for_look_ups_is_kept_open(
         tier._pool.start()
         time.sleep(0.2)
         assert proxy.connections == 0, "nobody asked for one"
-        tier.find(keys, namespace=ROOT)
+        tier.match_prefix(keys, namespace=ROOT)
         asked = proxy.traffic
         wait_until(lambda: proxy.traffic != asked)
         assert proxy.connections == 1
@@ -246,7 +246,9 @@ def test_machines_that_compute_the_same_send_it_once(
             )
             for _ in range(4)
         ]
-        futures = [future for tier in tiers for future in tier.save(chunks, ROOT)]
+        futures = [
+            future for tier in tiers for future in tier.store(chunks, ROOT)
+        ]
         assert all(end.ok for end in ends(futures))
         assert sum(tier.stats()["stored_chunks"] for tier in tiers) == 12
     asked = 60_000  # claims and answers
@@ -270,7 +272,7 @@ def test_a_chunk_whose_writer_died_is_sent_by_another(
     assert dead.claim(ROOT, keys[:2], time.monotonic() + 0.5) == [None, None]
     dead.close()
     with tier_on(through(proxy, prefix)) as tier:
-        futures = tier.save(chunks_of(keys), ROOT)
+        futures = tier.store(chunks_of(keys), ROOT)
         assert ends(futures[2:]) == [Done(True)]
         assert load(tier, keys) == [None] * 3, (
             "read from what is still to be sent"
@@ -293,7 +295,7 @@ def test_what_waits_for_another_writer_ends_when_it_is_removed_or_the_tier_is_cl
     )
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
     with tier_on(through(proxy, prefix)) as tier:
-        first, second = tier.save(chunks_of(keys), ROOT)
+        first, second = tier.store(chunks_of(keys), ROOT)
         before = proxy.up_bytes
         # it asks again and again
         wait_until(lambda: proxy.up_bytes - before > 2000)
@@ -311,7 +313,7 @@ def test_a_save_that_close_breaks_off_is_no_failure_of_the_store(
 ) -> None:
     with tier_on(through(proxy, fresh_prefix())) as tier:
         proxy.down = STALLED
-        begun = tier.save(chunks_of(keys_of(1)), ROOT)
+        begun = tier.store(chunks_of(keys_of(1)), ROOT)
         wait_until(lambda: proxy.up_bytes > 0)  # it waits for an answer
         with soon():
             tier.close()
@@ -334,7 +336,7 @@ def test_a_writer_that_never_ends_is_not_waited_for_forever(
     )
     other.claim(ROOT, keys, time.monotonic() + PATIENT_SECONDS)
     with tier_on(through(proxy, prefix), deadline_seconds=10.0) as tier:
-        assert ends(tier.save(chunks_of(keys), ROOT)) == [
+        assert ends(tier.store(chunks_of(keys), ROOT)) == [
             Done(False, Reason.BUSY)
         ]
         assert tier.stats()["drop_busy"] == 1
@@ -353,9 +355,9 @@ def test_a_writer_far_away_sends_nothing_that_is_there(
     proxy.both(Fault(delay_seconds=0.1))
     options = {"look_seconds": 0.01, "deadline_seconds": PATIENT_SECONDS}
     with tier_on(through(proxy, prefix), MEDIUM, **options) as tier:
-        assert tier.find(keys, namespace=ROOT) == 0, "not known in time"
+        assert tier.match_prefix(keys, namespace=ROOT) == 0, "not known in time"
         assert all(
-            end.ok for end in ends(tier.save(chunks_of(keys, MEDIUM), ROOT))
+            end.ok for end in ends(tier.store(chunks_of(keys, MEDIUM), ROOT))
         )
         assert proxy.up_bytes < MEDIUM.chunk_bytes / 4
         assert tier.stats()["stored_chunks"] == 0
@@ -376,7 +378,7 @@ def test_answers_to_a_look_up_take_no_memory_whatever_they_are(
     address = RedisClient(f"redis://127.0.0.1:{liar.port}", prefix=fresh_prefix())
     try:
         with tier_on(address, deadline_seconds=5.0) as tier, growth() as memory:
-            assert tier.find(keys_of(1024), namespace=ROOT) == 0
+            assert tier.match_prefix(keys_of(1024), namespace=ROOT) == 0
             wait_until(lambda: tier.stats()["miss_io_error"] > 0)
             time.sleep(1.0)
         assert memory.peak_bytes < 48 << 20

@@ -97,7 +97,7 @@ def test_the_server_is_killed_in_the_middle_of_a_transfer(
                 keys, [aligned(LARGE.slot_bytes) for _ in keys], namespace=ROOT
             )
         else:
-            begun = tier.save(chunks_of(keys, LARGE), ROOT)
+            begun = tier.store(chunks_of(keys, LARGE), ROOT)
         moving(begun, proxy)
         server.kill()
         done = ends(begun, LATE_SECONDS)
@@ -127,7 +127,7 @@ def test_the_server_stands_still_in_the_middle_of_a_transfer(
                 keys, [aligned(LARGE.slot_bytes) for _ in keys], namespace=ROOT
             )
         else:
-            begun = tier.save(chunks_of(keys, LARGE), ROOT)
+            begun = tier.store(chunks_of(keys, LARGE), ROOT)
         moving(begun, proxy)
         server.stop()
         proxy.heal()
@@ -153,7 +153,7 @@ def test_close_ends_in_time_while_the_server_stands_still(server: Server) -> Non
     saved(on(server), keys[:4])
     server.stop()
     with tier_on(on(server), deadline_seconds=60.0) as tier:
-        saves = tier.save(chunks_of(keys[4:]), ROOT)
+        saves = tier.store(chunks_of(keys[4:]), ROOT)
         loads = tier.load(
             keys[:4], [aligned(65536) for _ in range(4)], namespace=ROOT
         )
@@ -178,7 +178,7 @@ def test_the_server_forgets_everything(server: Server) -> None:
         truth.flushall()
         assert load(tier, keys) == [Reason.ABSENT] * 4
         # what the tier remembers is corrected
-        wait_until(lambda: tier.find(keys) == 0)
+        wait_until(lambda: tier.match_prefix(keys) == 0)
         stores(tier, keys)
         recovers(tier, keys)
 
@@ -192,7 +192,7 @@ def test_the_server_forgets_in_the_middle_of_a_save(
     with tier_on(on(proxy), LARGE, connections=1) as tier:
         stores(tier, warm, LARGE)
         proxy.both(SLOW)
-        begun = moving(tier.save(chunks_of(keys, LARGE), ROOT), proxy)
+        begun = moving(tier.store(chunks_of(keys, LARGE), ROOT), proxy)
         truth.flushall()
         proxy.heal()
         (end,) = ends(begun, LATE_SECONDS)
@@ -373,7 +373,7 @@ def test_another_namespace_finds_and_gets_nothing(shared: Server) -> None:
     saved(on(shared, prefix), keys)
     with tier_on(on(shared, prefix)) as tier:
         tier.register(OTHER)
-        assert tier.find(keys, namespace=OTHER.root) == 0
+        assert tier.match_prefix(keys, namespace=OTHER.root) == 0
         (done, _) = ends(
             tier.load(
                 keys, [aligned(65536), aligned(65536)], namespace=OTHER.root
@@ -391,7 +391,7 @@ def test_another_prefix_shares_nothing(shared: Server) -> None:
     two = fresh_prefix()
     saved(on(shared, one), keys)
     with tier_on(on(shared, two)) as tier:
-        assert tier.find(keys, namespace=ROOT) == 0
+        assert tier.match_prefix(keys, namespace=ROOT) == 0
         assert tier.clear() == 0
     with tier_on(on(shared, one)) as tier:
         recovers(tier, keys)
@@ -447,7 +447,7 @@ def test_two_writers_of_one_key(shared: Server, connections: int) -> None:
         ) as two,
     ):
         chunks = chunks_of(keys, LARGE)
-        begun = [tier.save(chunks, ROOT) for tier in (one, two)]
+        begun = [tier.store(chunks, ROOT) for tier in (one, two)]
         for of_one, of_two in zip(*map(ends, begun), strict=True):
             assert of_one.ok or of_two.ok
             assert {of_one.reason, of_two.reason} <= {None, Reason.BUSY}
@@ -480,7 +480,7 @@ def test_a_full_queue_drops_the_newest(server: Server) -> None:
         server.stop()
         try:
             with soon(DEADLINE_SECONDS):
-                begun = tier.save(chunks_of(keys), ROOT)
+                begun = tier.store(chunks_of(keys), ROOT)
             full = [future.result(0) for future in begun[4:]]
             assert full == [Done(False, Reason.QUEUE_FULL)] * 6
             assert not any(future.done() for future in begun[:4])
@@ -499,11 +499,13 @@ def test_a_find_of_what_is_queued_but_gone_ends_in_time(server: Server) -> None:
         stores(tier, keys_of(1, chain=1))
         server.stop()
         try:
-            begun = tier.save(chunks_of(keys, still_valid=lambda: valid[0]), ROOT)
-            assert tier.find(keys) == 3
+            begun = tier.store(
+                chunks_of(keys, still_valid=lambda: valid[0]), ROOT
+            )
+            assert tier.match_prefix(keys) == 3
             valid[0] = False
             with soon():
-                assert tier.find(keys) == 0
+                assert tier.match_prefix(keys) == 0
             assert tier.stats()["miss_deadline"] <= 3
         finally:
             server.cont()

@@ -143,10 +143,10 @@ def test_bytes_spoilt_on_their_way_to_the_store(
         stores(tier, keys, LARGE)
         proxy.heal()
     with tier_on(RedisClient(server.url, prefix=prefix), LARGE) as tier:
-        assert tier.find(keys) == 1
+        assert tier.match_prefix(keys) == 1
         assert load(tier, keys, LARGE) == [Reason.FAILED_CHECK]
         assert tier.stats()["failed_checks"] == 1
-        wait_until(lambda: tier.find(keys) == 0)
+        wait_until(lambda: tier.match_prefix(keys) == 0)
         stores(tier, keys, LARGE)
         recovers(tier, keys, LARGE)
 
@@ -187,7 +187,7 @@ def test_two_prompts_with_one_beginning_are_not_confused(
         "look_seconds": PATIENT_SECONDS,
     }
     with tier_on(remote, **patient) as tier, ThreadPoolExecutor(2) as asking:
-        answers = asking.map(tier.find, [[head, *one], [head, *two]])
+        answers = asking.map(tier.match_prefix, [[head, *one], [head, *two]])
         assert list(answers) == [3, 1]
 
 
@@ -197,8 +197,8 @@ def test_a_question_that_makes_no_sense_is_the_asker_s_trouble_alone(
     keys = keys_of(2)
     saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(RedisClient(server.url, prefix=prefix)) as tier:
-        assert tier.find(keys_of(1, chain=1), namespace=b"too short") == 0
-        assert tier.find(keys) == 2
+        assert tier.match_prefix(keys_of(1, chain=1), namespace=b"too short") == 0
+        assert tier.match_prefix(keys) == 2
 
 
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
@@ -221,7 +221,7 @@ def test_a_link_that_dies_without_a_word(
                 Reason.TIER_SKIPPED,
             }
         with soon():
-            assert tier.find(keys_of(2, chain=1)) == 0
+            assert tier.match_prefix(keys_of(2, chain=1)) == 0
         assert not any(end.ok for end in save(tier, keys_of(2, chain=2)))
         proxy.heal()
         recovers(tier, keys)
@@ -284,7 +284,7 @@ def test_a_name_that_does_not_resolve(prefix: str) -> None:
             Reason.TIER_SKIPPED,
         }
         assert not any(end.ok for end in save(tier, keys))
-        assert tier.find(keys) == 0
+        assert tier.match_prefix(keys) == 0
 
 
 def test_a_connection_that_is_never_answered(prefix: str) -> None:

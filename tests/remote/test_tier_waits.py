@@ -63,17 +63,17 @@ def test_a_lookup_waits_no_longer_than_its_deadline_and_a_late_answer_serves_the
     with tier_on(
         through(proxy, prefix), look_seconds=0.05, deadline_seconds=20.0
     ) as tier:
-        wait_until(lambda: tier.find(keys, namespace=ROOT) == 3)
+        wait_until(lambda: tier.match_prefix(keys, namespace=ROOT) == 3)
         others = keys_of(3, chain=1)
         saved(RedisClient(server.url, prefix=prefix), others)
         proxy.both(STALLED)
         patience = Patience(10.0)
-        assert tier.find(others, namespace=ROOT) == 0
+        assert tier.match_prefix(others, namespace=ROOT) == 0
         # half of the deadline of the question itself
         assert not patience.ended, patience.said()
         assert tier.stats()["miss_deadline"] >= 1
         proxy.heal()
-        wait_until(lambda: tier.find(others, namespace=ROOT) == 3)
+        wait_until(lambda: tier.match_prefix(others, namespace=ROOT) == 3)
         assert tier.stats()["miss_io_error"] == 0
         assert not tier.resting
 
@@ -82,12 +82,14 @@ def test_what_is_not_there_is_asked_once_in_a_while(proxy: Proxy) -> None:
     clock = FakeClock()
     absent = keys_of(4)
     with tier_on(through(proxy, fresh_prefix()), clock=clock) as tier:
-        assert tier.find(absent, namespace=ROOT) == 0
+        assert tier.match_prefix(absent, namespace=ROOT) == 0
         asked = proxy.traffic
-        assert not any(tier.find(absent, namespace=ROOT) for _ in range(20))
+        assert not any(
+            tier.match_prefix(absent, namespace=ROOT) for _ in range(20)
+        )
         assert proxy.traffic == asked
         clock.advance(0.15)  # what is stored meanwhile is found soon
-        assert tier.find(absent, namespace=ROOT) == 0
+        assert tier.match_prefix(absent, namespace=ROOT) == 0
         assert proxy.traffic > asked
 
 
@@ -135,7 +137,7 @@ def test_close_ends_connections_that_are_being_made(engine: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         remote = ENGINES[engine](f"127.0.0.1:{silent.getsockname()[1]}")
         with tier_on(remote, deadline_seconds=60.0) as tier:
-            saves = tier.save(chunks_of(keys[:2]), ROOT)
+            saves = tier.store(chunks_of(keys[:2]), ROOT)
             loads = tier.load(
                 keys[2:], [aligned(65536) for _ in keys[2:]], namespace=ROOT
             )
@@ -211,7 +213,7 @@ def test_a_line_of_the_log_names_the_store_once(
 ) -> None:
     place = f"{scheme}://127.0.0.1:{free_port()}/{'kv' if scheme == 'redis+sentinel' else ''}"
     with tier_on(parse(place).engine()) as tier:
-        assert tier.find(keys_of(1), namespace=ROOT) == 0
+        assert tier.match_prefix(keys_of(1), namespace=ROOT) == 0
         wait_until(lambda: bool(caplog.records))
         lines = [record.getMessage() for record in caplog.records]
         assert all(line.count(tier.address) <= 1 for line in lines), lines
@@ -224,12 +226,12 @@ def test_what_close_ends_is_no_failure(
     keys = keys_of(3)
     saved(RedisClient(server.url, prefix=prefix), keys)
     with tier_on(through(proxy, prefix), look_seconds=DEADLINE_SECONDS) as tier:
-        assert tier.find(keys, namespace=ROOT) == 3
+        assert tier.match_prefix(keys, namespace=ROOT) == 3
         proxy.both(STALLED)
         loads = tier.load(
             keys, [aligned(SMALL.slot_bytes) for _ in keys], namespace=ROOT
         )
-        assert tier.find(keys_of(3, chain=1), namespace=ROOT) == 0
+        assert tier.match_prefix(keys_of(3, chain=1), namespace=ROOT) == 0
         caplog.clear()
         tier.close(5.0)
         assert [end.reason for end in ends(loads)] == [Reason.CLOSED] * 3

@@ -64,7 +64,7 @@ def store(url: str, layout: KVLayout, gate: Barrier) -> None:
     with tier_on(RedisClient(url), layout) as tier:
         gate.wait(PATIENT_SECONDS)
         assert all(
-            end.ok for end in ends(tier.save(chunks, ROOT), 2 * PATIENT_SECONDS)
+            end.ok for end in ends(tier.store(chunks, ROOT), 2 * PATIENT_SECONDS)
         )
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pagoda.layout import KVLayout
+from pagoda.tiers import HostTier, Tier
 from pagoda.tiers.base import (
+    OLD_VERBS,
     Chunk,
     check_sizes,
     confirm_each,
@@ -115,3 +120,18 @@ def test_many_holes_take_no_more_than_a_few_looks_at_each_key(
     here = confirm_each(perhaps, lambda begin, stop, _: begin % 2 == 0, None)
     assert here == [at % 2 == 0 for at in range(1_000)]
     assert perhaps.reads <= 4_000
+
+
+def test_the_verbs_of_before_are_told(shm_root: Path) -> None:
+    layout = KVLayout.opaque(16, 4096, "verbs")
+    with closing(HostTier.open(layout, shm_root, 64 << 10)) as tier:
+        for old, new in OLD_VERBS.items():
+            with pytest.raises(AttributeError, match=rf"call it {new}$"):
+                getattr(tier, old)
+        with pytest.raises(AttributeError, match=r"no attribute 'other'$"):
+            getattr(tier, "other")  # noqa: B009
+    with pytest.raises(TypeError, match=r"Mine\.find: name it match_prefix"):
+
+        class Mine(Tier):
+            def find(self, keys: object) -> int:
+                return 0

@@ -59,9 +59,9 @@ def test_a_find_behind_queued_writes_ends_at_its_own_deadline(
     tier = open_disk(tmp_path)
     tier.deadline_seconds = 20.0
     with gate_taken(tier.ledger):
-        saving = tier.save(chunks_of(keys[:2]), ROOT)
+        saving = tier.store(chunks_of(keys[:2]), ROOT)
         patience = Patience(20.0)
-        assert tier.find(keys, namespace=ROOT, deadline_seconds=0.05) == 2
+        assert tier.match_prefix(keys, namespace=ROOT, deadline_seconds=0.05) == 2
         assert not patience.ended, patience.said()
     assert all(oks(saving))
     tier.close()
@@ -74,7 +74,7 @@ def test_restart_in_the_same_process(tmp_path: Path, direct: bool | None) -> Non
     store(tier, keys)
     tier.close()
     again = open_disk(tmp_path, direct=direct)
-    assert again.find(keys) == 12
+    assert again.match_prefix(keys) == 12
     assert all(right(again, key) for key in keys)
     check(again)
     again.close()
@@ -107,7 +107,7 @@ def test_any_buffer_will_do(
         chunk._replace(payload=source)
         for chunk, source in zip(chunks_of(keys), sources, strict=True)
     ]
-    assert all(oks(tier.save(chunks, ROOT)))
+    assert all(oks(tier.store(chunks, ROOT)))
     assert all(oks(tier.load(keys, buffers, namespace=ROOT)))
     assert all(
         is_right(key, buffer) for key, buffer in zip(keys, buffers, strict=True)
@@ -119,9 +119,9 @@ def test_what_is_queued_is_found_and_read(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(6)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
-    assert tier.find(keys) == 6
+    assert tier.match_prefix(keys) == 6
     assert all(tier.in_flight(key) and tier.contains(key) for key in keys)
     buffers = [room() for _ in keys]
     loading = tier.load(keys, buffers, namespace=ROOT)
@@ -146,7 +146,7 @@ def test_a_read_of_a_queued_chunk_does_not_outlive_its_write(
     write = WriteRequest(*chunks_of([key]), ROOT, 1)
     # it found the chunk in the queue ...
     read = ReadRequest(key, 0, ROOT, room(), write)
-    assert all(oks(tier.save([write.chunk], ROOT)))
+    assert all(oks(tier.store([write.chunk], ROOT)))
     write.future.set_result(Done(True))
     write.chunk.payload.fill(0xEE)
     tier._pool.queue.add_reads([read])  # ... and has its turn only now
@@ -161,7 +161,7 @@ def test_what_is_queued_is_there_when_it_is_touched(tmp_path: Path) -> None:
     keys = keys_of(4)
     store(tier, keys[:1])
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys[1:3], 1), ROOT)
+    saving = tier.store(chunks_of(keys[1:3], 1), ROOT)
     assert slab.hanging.wait(SECONDS)
     assert tier.touch(keys, namespace=ROOT) == [True, True, True, False]
     slab.release()
@@ -175,9 +175,9 @@ def test_what_is_queued_and_goes_stale_is_not_served(tmp_path: Path) -> None:
     valid.set()
     first, second = keys_of(2)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of([first]), ROOT)
+    saving = tier.store(chunks_of([first]), ROOT)
     assert slab.hanging.wait(SECONDS)
-    saving += tier.save(chunks_of([second], 1, still_valid=valid.is_set), ROOT)
+    saving += tier.store(chunks_of([second], 1, still_valid=valid.is_set), ROOT)
     loading = tier.load([second], [room()], start=1, namespace=ROOT)
     assert tier.contains(second)
     valid.clear()
@@ -196,9 +196,9 @@ def test_a_mixed_run_of_stored_and_queued_is_one_run(tmp_path: Path) -> None:
     store(tier, keys[:3])
     store(tier, keys[5:7], 5)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys[3:5], 3), ROOT)
+    saving = tier.store(chunks_of(keys[3:5], 3), ROOT)
     assert slab.hanging.wait(SECONDS)
-    assert tier.find(keys) == 7
+    assert tier.match_prefix(keys) == 7
     buffers = [room() for _ in keys]
     loading = tier.load(keys, buffers, namespace=ROOT)
     slab.release()
@@ -242,7 +242,7 @@ def test_reads_go_before_the_writes_that_wait(
     store(tier, [first])
     writes = slab.calls["write"]
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(others, 1), ROOT)
+    saving = tier.store(chunks_of(others, 1), ROOT)
     assert slab.hanging.wait(SECONDS)
     (loading,) = tier.load([first], [room()], namespace=ROOT)
     written: list[int] = []  # writes that had begun before the end of the read
@@ -358,7 +358,7 @@ def test_a_full_queue_drops_the_newest_and_says_so(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path, queue_chunks=4)
     keys = keys_of(7)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     assert (
         tier.put(
             keys[6], payload_of(keys[6])[: LAYOUT.chunk_bytes], namespace=ROOT
@@ -371,7 +371,7 @@ def test_a_full_queue_drops_the_newest_and_says_so(tmp_path: Path) -> None:
         == [Done(True, None)] * 4 + [Done(False, Reason.QUEUE_FULL)] * 3
     )
     assert tier.stats()["drop_queue_full"] == 4
-    assert tier.find(keys) == 4
+    assert tier.match_prefix(keys) == 4
     tier.close()
 
 
@@ -429,7 +429,7 @@ def test_put_many_waits_for_room_in_the_queue(tmp_path: Path) -> None:
 def test_flush_waits_for_all(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys_of(3)), ROOT)
+    saving = tier.store(chunks_of(keys_of(3)), ROOT)
     assert not tier.flush(0.05)
     slab.release()
     assert tier.flush(SECONDS)
@@ -441,8 +441,8 @@ def test_eviction_keeps_the_newest_and_the_limit(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, slots=16)
     for chain in range(1, 8):
         store(tier, keys_of(8, chain))
-    assert tier.find(keys_of(8, 7)) == 8
-    assert tier.find(keys_of(8, 1)) == 0
+    assert tier.match_prefix(keys_of(8, 7)) == 8
+    assert tier.match_prefix(keys_of(8, 1)) == 0
     gauges = check(tier)
     assert gauges["ready"] <= gauges["slots"] == 16
     used = sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("slab"))
@@ -454,8 +454,8 @@ def test_a_run_longer_than_the_tier_keeps_its_head(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, slots=40)
     keys = keys_of(48)
     for _ in range(2):
-        ends(tier.save(chunks_of(keys), ROOT))
-        assert tier.find(keys) == 40
+        ends(tier.store(chunks_of(keys), ROOT))
+        assert tier.match_prefix(keys) == 40
     check(tier)
     tier.close()
 
@@ -464,7 +464,7 @@ def test_durable_syncs_before_it_commits(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path, durable=True)
     slab.fail_next("sync", Fault.HANG)
     keys = keys_of(2)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
     assert len(tier.ledger.match_prefix(keys).slots) == 0
     slab.release()
@@ -477,10 +477,10 @@ def test_durable_stores_nothing_if_the_sync_fails(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path, durable=True)
     slab.fail_next("sync", Fault.EIO)
     keys = keys_of(1)
-    assert ends(tier.save(chunks_of(keys), ROOT)) == [
+    assert ends(tier.store(chunks_of(keys), ROOT)) == [
         Done(False, Reason.IO_ERROR)
     ]
-    assert tier.find(keys) == 0
+    assert tier.match_prefix(keys) == 0
     check(tier)
     tier.close()
 
@@ -491,7 +491,7 @@ def test_a_removed_chunk_that_was_being_written_does_not_appear(
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(1)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
 
     def release_once_removed() -> None:
@@ -513,7 +513,7 @@ def test_remove_waits_for_a_write_that_has_begun(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(1)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
     seen: list[tuple[bool, bool]] = []
 
@@ -547,7 +547,7 @@ def test_a_chunk_that_is_removed_while_it_is_being_committed_goes(
         return kept
 
     monkeypatch.setattr(tier.ledger, "commit", commit_and_lose)
-    assert ends(tier.save(chunks_of(keys), ROOT)) == [
+    assert ends(tier.store(chunks_of(keys), ROOT)) == [
         Done(True, None),
         Done(False, why),
     ]
@@ -565,12 +565,12 @@ def test_a_cleared_namespace_stays_clear_of_what_was_being_written(
     keys = keys_of(5)
     store(tier, keys[:2])
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys[2:], 2), ROOT)
+    saving = tier.store(chunks_of(keys[2:], 2), ROOT)
     assert slab.hanging.wait(SECONDS)
     assert tier.clear(ROOT) == 5
     slab.release()
     assert oks(saving) == [False] * 3
-    assert tier.find(keys) == 0
+    assert tier.match_prefix(keys) == 0
     check(tier)
     store(tier, keys)
     assert all(right(tier, key) for key in keys)
@@ -615,7 +615,7 @@ def test_a_copy_that_waits_to_be_written_is_dropped_when_another_process_clears(
     if call == "put_many":
         thread.join(SECONDS)
         assert counts == [0]
-    assert tier.find([written.key, waiting.key]) == 0
+    assert tier.match_prefix([written.key, waiting.key]) == 0
     assert not tier.contains(waiting.key)
     assert tier.stats()["drop_stale"] == 2  # also the one that was being written
     assert tier.put(
@@ -636,12 +636,12 @@ def test_chunks_of_another_process_are_busy_while_it_writes_them(
     other, _ = open_faulty(tmp_path)
     keys = keys_of(1)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
-    assert ends(other.save(chunks_of(keys), ROOT)) == [Done(False, Reason.BUSY)]
+    assert ends(other.store(chunks_of(keys), ROOT)) == [Done(False, Reason.BUSY)]
     slab.release()
     assert all(oks(saving))
-    assert all(oks(other.save(chunks_of(keys), ROOT)))
+    assert all(oks(other.store(chunks_of(keys), ROOT)))
     tier.close()
     other.close()
 
@@ -663,10 +663,10 @@ def test_what_is_stored_is_ok_and_takes_no_place_in_the_queue(
     keys = keys_of(24)
     for begin in range(0, 16, 8):
         assert all(
-            oks(tier.save(chunks_of(keys[begin : begin + 8], begin), ROOT))
+            oks(tier.store(chunks_of(keys[begin : begin + 8], begin), ROOT))
         )
     slab.fail_next("write", Fault.HANG)
-    futures = tier.save(chunks_of(keys), ROOT)
+    futures = tier.store(chunks_of(keys), ROOT)
     assert all(future.done() for future in futures[:16])
     slab.release()
     assert all(oks(futures))
@@ -681,9 +681,9 @@ def test_a_clear_that_a_signal_ends_leaves_no_write_behind(
     keys = keys_of(6)
     queue = tier._pool.queue
     slab.fail_next("write", Fault.HANG)
-    futures = tier.save(chunks_of(keys[:1]), ROOT)
+    futures = tier.store(chunks_of(keys[:1]), ROOT)
     assert slab.hanging.wait(SECONDS)
-    futures += tier.save(chunks_of(keys[1:], 1), ROOT)
+    futures += tier.store(chunks_of(keys[1:], 1), ROOT)
     finish = queue.finish_writes
     times = iter(range(10))
 
@@ -700,7 +700,7 @@ def test_a_clear_that_a_signal_ends_leaves_no_write_behind(
     slab.release()
     assert tier.flush(SECONDS)
     assert not any(oks(futures))
-    assert all(oks(tier.save(chunks_of(keys), ROOT)))
+    assert all(oks(tier.store(chunks_of(keys), ROOT)))
     tier.close()
 
 

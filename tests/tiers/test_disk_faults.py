@@ -63,12 +63,12 @@ def test_a_write_that_fails_is_not_stored(
     tier, slab = open_faulty(tmp_path, direct=direct)
     keys = keys_of(3)
     slab.fail_next("write", fault, skip=1)
-    assert ends(tier.save(chunks_of(keys), ROOT)) == [
+    assert ends(tier.store(chunks_of(keys), ROOT)) == [
         Done(True, None),
         Done(False, Reason.IO_ERROR),
         Done(True, None),
     ]
-    assert tier.find(keys) == 1
+    assert tier.match_prefix(keys) == 1
     assert not right(tier, keys[1])
     assert tier.stats()["drop_io_error"] == 1
     assert tier.stats()["stored_chunks"] == 2
@@ -116,7 +116,7 @@ def test_one_flipped_bit_anywhere_is_a_miss(tmp_path: Path, at: int) -> None:
     assert ends(tier.load(keys, [room()], namespace=ROOT)) == [
         Done(False, Reason.FAILED_CHECK)
     ]
-    assert tier.find(keys) == 0
+    assert tier.match_prefix(keys) == 0
     tier.close()
 
 
@@ -221,7 +221,7 @@ def test_a_clear_while_a_batch_is_written_is_heeded(tmp_path: Path) -> None:
     for asked_before in range(4):
         answers = iter([True] * asked_before + [False])
         writes = slab.calls["write"]
-        saving = tier.save(
+        saving = tier.store(
             chunks_of(keys, still_valid=lambda a=answers: next(a)),  # type: ignore[misc]
             ROOT,
         )
@@ -230,7 +230,7 @@ def test_a_clear_while_a_batch_is_written_is_heeded(tmp_path: Path) -> None:
             break
         assert ends(saving) == [Done(False, Reason.STALE)] * 6
         assert slab.calls["write"] == writes + 6 * (asked_before == 2)
-        assert tier.find(keys) == 0
+        assert tier.match_prefix(keys) == 0
         assert check(tier)["free"] == tier.ledger.slots
     tier.close()
 
@@ -241,7 +241,7 @@ def test_trouble_is_one_log_line_not_one_a_chunk(
     tier, slab = open_faulty(tmp_path)
     slab.fail_next("write", Fault.EIO, times=3)
     with caplog.at_level(logging.WARNING, "pagoda.tiers"):
-        assert not any(oks(tier.save(chunks_of(keys_of(3)), ROOT)))
+        assert not any(oks(tier.store(chunks_of(keys_of(3)), ROOT)))
     assert (
         len(
             [
@@ -261,7 +261,7 @@ def test_a_source_that_goes_between_checksum_and_write(tmp_path: Path) -> None:
     keys = keys_of(1)
     answers = iter([True, False])  # before the reservation, after the checksum
     assert ends(
-        tier.save(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)
+        tier.store(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)
     ) == [Done(False, Reason.STALE)]
     assert slab.calls["write"] == 0
     assert not tier.contains(keys[0])
@@ -274,7 +274,7 @@ def test_a_source_that_goes_during_the_write(tmp_path: Path) -> None:
     keys = keys_of(1)
     answers = iter([True, True, False])
     assert ends(
-        tier.save(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)
+        tier.store(chunks_of(keys, still_valid=lambda: next(answers)), ROOT)
     ) == [Done(False, Reason.STALE)]
     assert slab.calls["write"] == 1
     assert not tier.contains(keys[0])
@@ -289,7 +289,7 @@ def test_a_source_that_raises_is_a_drop(tmp_path: Path) -> None:
         raise RuntimeError("the source broke")
 
     keys = keys_of(2)
-    bad = tier.save(chunks_of(keys[:1], still_valid=raises), ROOT)
+    bad = tier.store(chunks_of(keys[:1], still_valid=raises), ROOT)
     assert ends(bad) == [Done(False, Reason.IO_ERROR)]
     store(tier, keys)
     check(tier)
@@ -375,18 +375,18 @@ def test_a_disk_that_keeps_failing_is_left_out_and_tried_again(
     store(tier, [kept])
     slab.fail_next("write", Fault.EIO, times=99)
     failed = [
-        ends(tier.save(chunks_of([key], n), ROOT))[0].reason
+        ends(tier.store(chunks_of([key], n), ROOT))[0].reason
         for n, key in enumerate(others)
     ]
     assert failed[0] is Reason.IO_ERROR
     assert failed[-1] is Reason.TIER_SKIPPED
-    assert tier.find([kept]) == 0
+    assert tier.match_prefix([kept]) == 0
     assert tier.get(kept) is None
     assert tier.stats()["resting"] == 1
     assert tier.stats()["drop_tier_skipped"] >= 1
     slab.heal()
     clock.advance(60)
-    assert tier.find([kept]) == 1
+    assert tier.match_prefix([kept]) == 1
     assert right(tier, kept)
     store(tier, others)
     assert tier.stats()["resting"] == 0
@@ -400,7 +400,7 @@ def test_a_read_that_succeeds_ends_a_row_of_failures(tmp_path: Path) -> None:
     for n, key in enumerate(others):
         slab.fail_next("write", Fault.EIO)
         assert (
-            ends(tier.save(chunks_of([key], n), ROOT))[0].reason
+            ends(tier.store(chunks_of([key], n), ROOT))[0].reason
             is Reason.IO_ERROR
         )
         assert right(tier, kept)
@@ -413,7 +413,7 @@ def test_a_queue_whose_disk_begins_to_fail_ends_quickly(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path, slots=128, clock=FakeClock())
     slab.fail_next("write", Fault.EIO, times=99)
     reasons = [
-        done.reason for done in ends(tier.save(chunks_of(keys_of(30)), ROOT))
+        done.reason for done in ends(tier.store(chunks_of(keys_of(30)), ROOT))
     ]
     assert reasons.count(Reason.IO_ERROR) == 4
     assert reasons.count(Reason.TIER_SKIPPED) == 26
@@ -445,11 +445,11 @@ def test_an_error_of_the_slab_tests_the_tables(tmp_path: Path, call: str) -> Non
                 Done(False, Reason.IO_ERROR)
             ]
         else:
-            assert ends(tier.save(chunks_of(keys[3:]), ROOT)) == [
+            assert ends(tier.store(chunks_of(keys[3:]), ROOT)) == [
                 Done(False, Reason.IO_ERROR)
             ]
         assert tier.resting
-        assert not tier.find(keys)
+        assert not tier.match_prefix(keys)
         os._exit(0)
 
     assert wait(child(stops)) == 0

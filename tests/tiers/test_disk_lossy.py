@@ -63,7 +63,7 @@ def save(
         for key, payload in payloads.items()
     ]
     return [
-        future.result(SECONDS) for future in tier.save(chunks, NAMESPACE.root)
+        future.result(SECONDS) for future in tier.store(chunks, NAMESPACE.root)
     ]
 
 
@@ -112,7 +112,7 @@ def test_each_codec_has_a_store_of_its_own(tmp_path: Path) -> None:
             LAYOUT, tmp_path, 1 << 23, codec_name=name, deadline_seconds=30.0
         )
         tier.register(NAMESPACE)
-        assert tier.find(KEYS, namespace=NAMESPACE.root) == 0
+        assert tier.match_prefix(KEYS, namespace=NAMESPACE.root) == 0
         assert all(done.ok for done in save(tier))
         directories.add(tier.ledger.directory.name)
         tier.close()
@@ -131,7 +131,7 @@ def test_what_is_not_finite_is_dropped_with_a_reason(tmp_path: Path) -> None:
     assert [each.ok for each in done] == [True, False, True, True, True, True]
     assert done[1].reason is Reason.TOO_LARGE
     assert tier.stats()["drop_too_large"] == 1
-    assert tier.find(KEYS, namespace=NAMESPACE.root) == 1
+    assert tier.match_prefix(KEYS, namespace=NAMESPACE.root) == 1
     tier.close()
 
 

@@ -43,11 +43,11 @@ def act(tier: DiskTier, dice: random.Random) -> None:
     keys = keys_of(dice.randint(1, 8), chain=dice.randrange(12))
     match dice.randrange(8):
         case 0 | 1:
-            tier.save(chunks_of(keys), ROOT)
+            tier.store(chunks_of(keys), ROOT)
         case 2:
             valid = threading.Event()
             valid.set()
-            futures = tier.save(chunks_of(keys, still_valid=valid.is_set), ROOT)
+            futures = tier.store(chunks_of(keys, still_valid=valid.is_set), ROOT)
             time.sleep(dice.random() / 500)
             valid.clear()
             assert all(future.result(SECONDS) for future in futures)
@@ -73,7 +73,7 @@ def act(tier: DiskTier, dice: random.Random) -> None:
         case 6:
             tier.remove(dice.choice(keys))
         case _:
-            assert tier.find(keys) <= len(keys)
+            assert tier.match_prefix(keys) <= len(keys)
             if dice.random() < 0.05:
                 tier.clear(ROOT)
 

@@ -49,7 +49,7 @@ def test_all_chunks_are_found_again(tmp_path: Path) -> None:
     tier.close()
     lose_the_ledger(tmp_path)
     again = reopened(tmp_path)
-    assert again.find(keys) == 20
+    assert again.match_prefix(keys) == 20
     assert all(right(again, key) for key in keys)
     assert check(again)["ready"] == 20
     store(again, keys_of(12, chain=1))
@@ -63,7 +63,7 @@ def test_more_slots_than_a_batch(tmp_path: Path) -> None:
     tier.close()
     lose_the_ledger(tmp_path)
     again = reopened(tmp_path, 200)
-    assert again.find(keys) == 150
+    assert again.match_prefix(keys) == 150
     assert all(right(again, key) for key in keys[::10])
     again.close()
 
@@ -78,8 +78,8 @@ def test_what_was_cleared_does_not_come_back(tmp_path: Path) -> None:
     tier.close()
     lose_the_ledger(tmp_path)
     again = reopened(tmp_path)
-    assert again.find(before) == 0
-    assert again.find(after) == 3
+    assert again.match_prefix(before) == 0
+    assert again.match_prefix(after) == 3
     assert all(right(again, key) for key in after)
     again.close()
 
@@ -112,7 +112,7 @@ def test_a_damaged_payload_is_found_by_the_read(tmp_path: Path) -> None:
         file.write(b"\xff\xfe\xff")
     lose_the_ledger(tmp_path)
     again = reopened(tmp_path)
-    assert again.find(keys) == 2
+    assert again.match_prefix(keys) == 2
     assert [right(again, key) for key in keys] == [False, True]
     again.close()
 
@@ -163,12 +163,12 @@ def test_the_tier_works_while_it_is_scanned(tmp_path: Path) -> None:
     again = DiskTier(LAYOUT, ledger, slab)
     assert slab.hanging.wait(SECONDS)
     assert not again.wait_ready(0.01)
-    assert again.find(keys) == 0
+    assert again.match_prefix(keys) == 0
     # no slot is known to be free yet
-    assert not again.save(chunks_of(keys), ROOT)[0].result(SECONDS).ok
+    assert not again.store(chunks_of(keys), ROOT)[0].result(SECONDS).ok
     slab.release()
     assert again.wait_ready(SECONDS)
-    assert again.find(keys) == 8
+    assert again.match_prefix(keys) == 8
     again.close()
 
 
@@ -180,7 +180,7 @@ def test_two_tiers_of_one_process_scan_once(tmp_path: Path) -> None:
     lose_the_ledger(tmp_path)
     tiers = [open_disk(tmp_path, slots=200) for _ in range(3)]
     assert all(each.wait_ready(SECONDS) for each in tiers)
-    assert all(each.find(keys) == 100 for each in tiers)
+    assert all(each.match_prefix(keys) == 100 for each in tiers)
     check(tiers[0])
     for each in tiers:
         each.close()
@@ -200,7 +200,7 @@ def test_a_scan_that_is_closed_in_the_middle_goes_on_at_the_next_open(
     slab.fail_next("read_headers", Fault.DELAY, times=9)
     DiskTier(LAYOUT, ledger, slab).close()
     again = reopened(tmp_path, 200)
-    assert again.find(keys) == 8
+    assert again.match_prefix(keys) == 8
     check(again)
     again.close()
 
@@ -237,7 +237,7 @@ def test_after_a_kill_all_that_is_found_is_right(tmp_path: Path) -> None:
         for key in keys_of(6, chain)
     )
     assert found >= 24
-    assert tier.find(keys_of(6, last)) == 6
+    assert tier.match_prefix(keys_of(6, last)) == 6
     store(tier, keys_of(6, chain=900_000))
     check(tier)
     tier.close()
@@ -256,7 +256,7 @@ def test_after_a_kill_and_a_lost_ledger_all_that_is_found_is_right(
         for key in keys_of(6, chain)
     )
     assert found >= 24
-    assert tier.find(keys_of(6, last)) == 6
-    assert all(oks(tier.save(chunks_of(keys_of(6, chain=900_000)), ROOT)))
+    assert tier.match_prefix(keys_of(6, last)) == 6
+    assert all(oks(tier.store(chunks_of(keys_of(6, chain=900_000)), ROOT)))
     check(tier)
     tier.close()

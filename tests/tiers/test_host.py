@@ -52,7 +52,7 @@ def test_a_run_longer_than_the_window_is_stored_whole(shm_root: Path) -> None:
     tier = open_host(shm_root)
     keys = keys_of(3 * tier.ledger.window + 1)
     store(tier, keys)
-    assert tier.find(keys) == len(keys)
+    assert tier.match_prefix(keys) == len(keys)
     assert all(right(tier, key) for key in keys)
     check(tier)
     tier.close()
@@ -78,7 +78,7 @@ def test_an_evicted_chunk_is_a_miss_with_its_reason(shm_root: Path) -> None:
     assert ends(tier.load(old[:1], [room()], namespace=ROOT)) == [
         Done(False, Reason.EVICTED)
     ]
-    assert tier.find(new) == 8
+    assert tier.match_prefix(new) == 8
     tier.close()
 
 
@@ -87,7 +87,7 @@ def test_a_source_that_goes_while_it_is_copied_is_not_stored(
 ) -> None:
     tier = open_host(shm_root)
     keys = keys_of(1)
-    (done,) = ends(tier.save(chunks_of(keys, still_valid=lambda: False), ROOT))
+    (done,) = ends(tier.store(chunks_of(keys, still_valid=lambda: False), ROOT))
     assert done == Done(False, Reason.STALE)
     assert not tier.contains(keys[0])
     assert tier.stats()["drop_stale"] == 1
@@ -116,7 +116,7 @@ def test_a_source_that_raises_frees_its_slot(shm_root: Path) -> None:
         raise RuntimeError("the source broke")
 
     with pytest.raises(RuntimeError):
-        tier.save(chunks_of(keys_of(2), still_valid=raises), ROOT)
+        tier.store(chunks_of(keys_of(2), still_valid=raises), ROOT)
     assert check(tier)["free"] == 64
     tier.close()
 
@@ -159,8 +159,8 @@ def test_private_tiers_share_nothing(shm_root: Path) -> None:
     two = open_host(shm_root, shared=False)
     keys = keys_of(2)
     store(one, keys)
-    assert one.find(keys) == 2
-    assert two.find(keys) == 0
+    assert one.match_prefix(keys) == 2
+    assert two.match_prefix(keys) == 0
     one.close()
     two.close()
     assert [path.name for path in shm_root.iterdir() if path.is_dir()] == []
@@ -198,8 +198,12 @@ def test_a_forked_child_does_not_use_private_memory(shm_root: Path) -> None:
     store(tier, keys)
 
     def work() -> None:
-        (saved,) = ends(tier.save(chunks_of(keys_of(1, chain=7)), ROOT))
-        assert (tier.find(keys), tier.get(keys[0]), saved.ok) == (0, None, False)
+        (saved,) = ends(tier.store(chunks_of(keys_of(1, chain=7)), ROOT))
+        assert (tier.match_prefix(keys), tier.get(keys[0]), saved.ok) == (
+            0,
+            None,
+            False,
+        )
 
     in_child(work)
     assert all(right(tier, key) for key in keys)

@@ -114,10 +114,10 @@ def test_mistake_3_an_exception_in_the_background_is_the_end_of_its_future(
     keys = keys_of(3)
     for _ in range(3):  # and the thread continues
         assert (
-            ends(tier.save(chunks_of(keys), ROOT))
+            ends(tier.store(chunks_of(keys), ROOT))
             == [Done(False, Reason.IO_ERROR)] * 3
         )
-    assert tier.find(keys) == 0
+    assert tier.match_prefix(keys) == 0
     assert tier.stats()["drop_io_error"] == 9
     assert tier.stats()["stored_chunks"] == 0
     assert check(tier)["free"] == 32
@@ -136,10 +136,10 @@ def test_mistake_4_a_torn_write_is_neither_found_nor_counted_against_the_room(
 ) -> None:
     tier, slab = open_faulty(tmp_path, slots=16)
     slab.fail_next("write", Fault.TORN, times=3)
-    assert not any(oks(tier.save(chunks_of(keys_of(2)), ROOT)))
+    assert not any(oks(tier.store(chunks_of(keys_of(2)), ROOT)))
     tier.close()
     again = open_disk(tmp_path, slots=16)
-    assert again.find(keys_of(2)) == 0
+    assert again.match_prefix(keys_of(2)) == 0
     assert check(again)["free"] == 16
     store(again, keys_of(16, chain=1))
     assert all(right(again, key) for key in keys_of(16, chain=1))
@@ -158,7 +158,7 @@ def test_mistake_5_a_slot_that_is_being_written_is_nobodys_victim(
     other = open_disk(tmp_path, slots=16)
     (key,) = keys_of(1)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of([key]), ROOT)
+    saving = tier.store(chunks_of([key]), ROOT)
     assert slab.hanging.wait(SECONDS)
     for chain in range(1, 6):
         store(other, keys_of(12, chain))
@@ -190,7 +190,7 @@ def test_mistake_5_accounting_does_not_drift(
         tier.put(keys[1], payload_of(keys[1]).repeat(2), namespace=ROOT)
         # given up
         ends(
-            tier.save(
+            tier.store(
                 chunks_of(keys_of(1, chain=99), still_valid=lambda: False), ROOT
             )
         )
@@ -210,7 +210,7 @@ def test_mistake_6_what_is_dropped_is_never_counted_as_stored(
     slab.fail_next("write", Fault.HANG)
     slab.fail_next("write", Fault.EIO, times=2)
     keys = keys_of(40)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     slab.release()
     done = ends(saving)
     stored = [key for key, end in zip(keys, done, strict=True) if end.ok]
@@ -248,7 +248,7 @@ def test_mistake_7_threads_find_all_fields_however_early_they_run(
     for turn in range(20):
         tier = open_disk(tmp_path, io_threads=4)
         keys = keys_of(2, chain=turn)
-        assert all(oks(tier.save(chunks_of(keys), ROOT)))
+        assert all(oks(tier.store(chunks_of(keys), ROOT)))
         tier.close()
 
 
@@ -257,7 +257,7 @@ def test_mistake_7_close_does_not_wait_for_a_disk_that_hangs(
 ) -> None:
     tier, slab = open_faulty(tmp_path)
     slab.fail_next("write", Fault.HANG)
-    tier.save(chunks_of(keys_of(3)), ROOT)
+    tier.store(chunks_of(keys_of(3)), ROOT)
     assert slab.hanging.wait(SECONDS)
     patience = Patience(30)  # the write hangs for 60 s
     tier.close(timeout=0.3)
@@ -279,7 +279,7 @@ def test_mistake_15_a_write_past_its_deadline_keeps_its_slot(
     )
     assert slab.hanging.wait(SECONDS)
     keys = keys_of(16, chain=1)
-    oks(other.save(chunks_of(keys), ROOT))
+    oks(other.store(chunks_of(keys), ROOT))
     # a late head may have evicted a stored tail
     stored = [key for key in keys if other.contains(key)]
     assert len(stored) == 15  # one slot cannot be reserved
@@ -296,7 +296,7 @@ def test_mistake_18_short_io_is_never_a_success(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(2)
     slab.fail_next("write", Fault.TORN)
-    assert oks(tier.save(chunks_of(keys), ROOT)) == [False, True]
+    assert oks(tier.store(chunks_of(keys), ROOT)) == [False, True]
     slab.fail_next("read", Fault.TORN)
     buffer = room()
     assert oks(tier.load(keys[1:], [buffer], start=1, namespace=ROOT)) == [False]

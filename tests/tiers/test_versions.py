@@ -70,7 +70,7 @@ def written(root: Path) -> Path:
 
     def work() -> None:
         tier = disk(root)
-        assert all(oks(tier.save(chunks_of(KEYS), ROOT)))
+        assert all(oks(tier.store(chunks_of(KEYS), ROOT)))
         tier.close()
 
     in_child(work)
@@ -94,7 +94,7 @@ def keeps_all(root: Path) -> None:
     tier = disk(root)
     assert tier.wait_ready(30)
     assert [right(tier, key) for key in KEYS] == [True] * 6
-    assert all(oks(tier.save(chunks_of(keys_of(3, chain=5)), ROOT)))
+    assert all(oks(tier.store(chunks_of(keys_of(3, chain=5)), ROOT)))
     admin.check(tier.ledger)
     tier.close()
 
@@ -180,11 +180,11 @@ def test_two_versions_have_a_host_store_each(
         tier = host(shm_root)
         assert admin.gauges(tier.ledger)["free"] == 16, "it has a separate limit"
         assert not right(tier, KEYS[0])
-        assert all(oks(tier.save(chunks_of(KEYS[:2]), ROOT)))
+        assert all(oks(tier.store(chunks_of(KEYS[:2]), ROOT)))
         tier.close()
 
     tier = host(shm_root)
-    assert all(oks(tier.save(chunks_of(KEYS), ROOT)))
+    assert all(oks(tier.store(chunks_of(KEYS), ROOT)))
     in_child(newer)
     assert [right(tier, key) for key in KEYS] == [True] * 6
     tier.close()
@@ -302,7 +302,7 @@ def test_a_chunk_that_another_version_wrote_is_a_miss_and_stays(
     tmp_path: Path, change: dict[str, object]
 ) -> None:
     tier = disk(tmp_path)
-    assert all(oks(tier.save(chunks_of(KEYS), ROOT)))
+    assert all(oks(tier.store(chunks_of(KEYS), ROOT)))
     slot = int(tier.ledger.match_prefix(KEYS[2:3]).slots[0])
     with open(tier.ledger.slab_path, "r+b") as slab:
         slab.seek(slot * STRIDE)

@@ -61,9 +61,9 @@ def test_close_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
     keep, _ = open_faulty(tmp_path)
     keys = keys_of(6)
     slab.fail_next("write", Fault.HANG)
-    (begun,) = tier.save(chunks_of(keys[:1]), ROOT)
+    (begun,) = tier.store(chunks_of(keys[:1]), ROOT)
     assert slab.hanging.wait(SECONDS)
-    waiting = tier.save(chunks_of(keys[1:], 1), ROOT)
+    waiting = tier.store(chunks_of(keys[1:], 1), ROOT)
     (loading,) = tier.load(keys[2:3], [room()], start=2, namespace=ROOT)
     patience = Patience(30)  # the write hangs for 60 s
     tier.close(timeout=0.2)
@@ -85,7 +85,7 @@ def test_a_write_that_hangs_keeps_the_store_open_until_it_ends(
     threads = io_threads(before)
     keys = keys_of(1)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
     tier.close(timeout=0.1)
     slab.release()
@@ -108,7 +108,7 @@ def test_a_tier_that_nobody_holds_ends_its_threads(tmp_path: Path) -> None:
     assert held() is None
     assert gone(threads)
     again = open_disk(tmp_path)
-    assert again.find(keys_of(2)) == 2
+    assert again.match_prefix(keys_of(2)) == 2
     again.close()
 
 
@@ -116,7 +116,7 @@ def test_a_payload_is_let_go_once_it_is_written(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     chunks = chunks_of(keys_of(3))
     payloads = [weakref.ref(chunk.payload) for chunk in chunks]
-    saving = tier.save(chunks, ROOT)
+    saving = tier.store(chunks, ROOT)
     assert all(oks(saving))
     del chunks, saving
     patience = Patience(SECONDS)
@@ -135,7 +135,7 @@ from pathlib import Path
 from tests.tiers.tools import *
 tier = open_disk(Path({str(tmp_path)!r}))
 store(tier, keys_of(4))
-tier.save(chunks_of(keys_of(4, chain=2)), ROOT)
+tier.store(chunks_of(keys_of(4, chain=2)), ROOT)
 print("end")
 """
     run = subprocess.run(
@@ -177,12 +177,12 @@ def test_a_fork_while_writes_are_queued(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path)
     keys = keys_of(4)
     slab.fail_next("write", Fault.HANG)
-    saving = tier.save(chunks_of(keys), ROOT)
+    saving = tier.store(chunks_of(keys), ROOT)
     assert slab.hanging.wait(SECONDS)
 
     def work() -> None:
         slab.release()
-        assert tier.find(keys) == 0 and not tier.in_flight(keys[0]), (
+        assert tier.match_prefix(keys) == 0 and not tier.in_flight(keys[0]), (
             "something is queued"
         )
         store(tier, keys_of(3, chain=1))
@@ -200,7 +200,7 @@ def test_a_fork_while_writes_are_queued(tmp_path: Path) -> None:
 def test_forks_in_the_middle_of_io(tmp_path: Path) -> None:
     tier = open_disk(tmp_path, slots=200, queue_chunks=128)
     for chain in range(1, 13):
-        saving = tier.save(chunks_of(keys_of(8, chain)), ROOT)
+        saving = tier.store(chunks_of(keys_of(8, chain)), ROOT)
         in_child(lambda chain=chain: store(tier, keys_of(2, 100 + chain)))  # type: ignore[misc]
         assert all(oks(saving))
         assert all(right(tier, key) for key in keys_of(2, 100 + chain))
@@ -222,7 +222,7 @@ def test_a_fork_while_a_thread_holds_the_locks_of_the_store(
 
     def work() -> None:
         disk_store.record_error(OSError("logged once"), "a test")
-        assert tier.find(keys) == 3
+        assert tier.match_prefix(keys) == 3
         assert all(right(tier, key) for key in keys)
 
     with disk_store.breaker._lock, disk_store.log._lock:

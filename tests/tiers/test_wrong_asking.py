@@ -44,7 +44,7 @@ def tier(request: pytest.FixtureRequest, shm_root: Path) -> Iterator[Local]:
         opened = DiskTier.open(LAYOUT, shm_root, 16 * STRIDE)
     opened.register(NAMESPACE)
     opened.register(OTHER)
-    assert all(oks(opened.save(chunks_of(KEYS), ROOT)))
+    assert all(oks(opened.store(chunks_of(KEYS), ROOT)))
     yield opened
     opened.close()
 
@@ -59,7 +59,11 @@ def unharmed(tier: Local) -> None:
     "root", [OTHER.root, b"x" * 32], ids=["another tenant", "unknown"]
 )
 def test_the_keys_of_another_namespace(tier: Local, root: bytes) -> None:
-    assert tier.find(KEYS, namespace=root) == 0 < tier.find(KEYS, namespace=ROOT)
+    assert (
+        tier.match_prefix(KEYS, namespace=root)
+        == 0
+        < tier.match_prefix(KEYS, namespace=ROOT)
+    )
     buffers = [np.zeros_like(room()) for _ in KEYS]
     for done in ends(tier.load(KEYS, buffers, namespace=root)):
         assert not done.ok
@@ -71,9 +75,9 @@ def test_the_keys_of_another_namespace(tier: Local, root: bytes) -> None:
 
 def test_one_key_of_another_namespace_ends_the_run(tier: Local) -> None:
     own = keys_of(2, root=OTHER.root)
-    assert all(oks(tier.save(chunks_of(own), OTHER.root)))
-    assert tier.find([*own, KEYS[2]], namespace=OTHER.root) == 2
-    assert tier.find([own[0], *KEYS[1:6]], namespace=OTHER.root) == 1
+    assert all(oks(tier.store(chunks_of(own), OTHER.root)))
+    assert tier.match_prefix([*own, KEYS[2]], namespace=OTHER.root) == 2
+    assert tier.match_prefix([own[0], *KEYS[1:6]], namespace=OTHER.root) == 1
     unharmed(tier)
 
 
@@ -97,8 +101,8 @@ def test_another_place_in_the_chain(tier: Local, start: int) -> None:
 
 
 def test_who_does_not_say_a_namespace_is_not_asked_for_one(tier: Local) -> None:
-    assert tier.find(KEYS) == 6
-    assert tier.find(KEYS[3:]) == 3
+    assert tier.match_prefix(KEYS) == 6
+    assert tier.match_prefix(KEYS[3:]) == 3
     assert tier.contains(KEYS[4])
     assert tier.get(KEYS[5]) is not None
 
@@ -106,12 +110,12 @@ def test_who_does_not_say_a_namespace_is_not_asked_for_one(tier: Local) -> None:
 def test_what_is_queued_is_compared_too(tmp_path: Path) -> None:
     tier, slab = open_faulty(tmp_path, io_threads=2)
     slab.fail_next("write", Fault.HANG)
-    futures = tier.save(chunks_of(KEYS[:2]), ROOT)
+    futures = tier.store(chunks_of(KEYS[:2]), ROOT)
     assert slab.hanging.wait(SECONDS)
     assert (
-        tier.find(KEYS[:2], namespace=OTHER.root)
+        tier.match_prefix(KEYS[:2], namespace=OTHER.root)
         == 0
-        < tier.find(KEYS[:2], namespace=ROOT)
+        < tier.match_prefix(KEYS[:2], namespace=ROOT)
     )
     assert not any(
         oks(tier.load(KEYS[:2], [room(), room()], namespace=OTHER.root))
@@ -130,7 +134,7 @@ def test_what_is_queued_is_compared_too(tmp_path: Path) -> None:
 
 def test_storing_under_the_keys_of_another_namespace(tier: Local) -> None:
     """Otherwise its bytes would be passed to other tiers as the caller's chunk."""
-    for done in ends(tier.save(chunks_of(KEYS), OTHER.root)):
+    for done in ends(tier.store(chunks_of(KEYS), OTHER.root)):
         assert not done.ok
         assert done.reason is Reason.OTHER_NAMESPACE
     unharmed(tier)
@@ -142,7 +146,7 @@ def test_a_key_of_the_wrong_length_is_named_and_loses_no_chunk_of_others(
     good = chunks_of(keys_of(3, chain=5))
     batch = [*good[:2], good[2]._replace(key=b"short")]
     with pytest.raises(ValueError, match=r"keys\[2\] is not a key of 32 bytes"):
-        tier.save(batch, ROOT)
+        tier.store(batch, ROOT)
     with pytest.raises(ValueError, match=r"keys\[0\] is not a key of 32 bytes"):
         tier.load([b"short"], [room()], namespace=ROOT)
     for _ in range(40):
@@ -153,7 +157,7 @@ def test_a_key_of_the_wrong_length_is_named_and_loses_no_chunk_of_others(
     with pytest.raises(ValueError, match="32 bytes"):
         tier.put_many(batch[2:], namespace=ROOT)
     assert not tier.resting
-    assert all(oks(tier.save(good, ROOT)))
+    assert all(oks(tier.store(good, ROOT)))
     unharmed(tier)
 
 

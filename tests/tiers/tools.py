@@ -163,7 +163,7 @@ def store(
     tier: DiskTier | HostTier, keys: Sequence[bytes], start: int = 0
 ) -> None:
     """Save a chain and wait for it; all of it must be stored."""
-    done = ends(tier.save(chunks_of(keys, start), ROOT))
+    done = ends(tier.store(chunks_of(keys, start), ROOT))
     dropped = [end.reason for end in done if not end.ok]
     assert not dropped, f"{len(dropped)} of {len(keys)} were dropped: {dropped}"
 

@@ -19,7 +19,7 @@ def main(deed: str, path: str, slots: str, count: str) -> None:
         print(
             sum(
                 future.result(SECONDS).ok
-                for future in tier.save(chunks_of(keys), ROOT)
+                for future in tier.store(chunks_of(keys), ROOT)
             ),
             flush=True,
         )
@@ -34,7 +34,7 @@ def main(deed: str, path: str, slots: str, count: str) -> None:
                 chain,
                 sum(
                     future.result(SECONDS).ok
-                    for future in tier.save(chunks, ROOT)
+                    for future in tier.store(chunks, ROOT)
                 ),
                 flush=True,
             )

@@ -182,7 +182,7 @@ def _find_each(
     start = request.position_of(begin)
     seconds = request.deadline.remaining()
     if not isinstance(tier, HostTier):
-        return tier.find_each(
+        return tier.match_each(
             keys, start=start, namespace=root, deadline_seconds=seconds
         )
     ledger = tier.ledger
@@ -322,7 +322,7 @@ def _find_below(
     while True:
         # a request to another machine costs more than to hash all
         keys = request.window(end, whole=tier.is_shared)
-        count = tier.find(
+        count = tier.match_prefix(
             keys,
             start=request.position_of(end),
             namespace=request.namespace.root,

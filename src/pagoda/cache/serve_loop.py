@@ -446,7 +446,7 @@ class _LowerSearch:
         deadline = self._request.deadline
         if tier.name not in self._stamps:
             self._stamps[tier.name] = tier.stamp()
-        found = tier.find(
+        found = tier.match_prefix(
             self._request.keys[done:],
             start=self._request.position_of(done),
             stamp=self._stamps[tier.name],

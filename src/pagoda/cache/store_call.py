@@ -281,7 +281,7 @@ class StoreCall:
         # up to where each tier takes the run: the chunks it has, and then those that its policy
         # admits
         ends = {
-            tier.name: tier.find(
+            tier.name: tier.match_prefix(
                 request.keys,
                 start=request.position_of(0),
                 stamp=self._stamps[tier.name],

@@ -625,7 +625,7 @@ class WriteBackQueue:
         try:
             leased = self._lease(piece)
             chunks = self._chunks(piece)
-            futures = self.tier.save(chunks, batch.namespace, stamp=batch.stamp)
+            futures = self.tier.store(chunks, batch.namespace, stamp=batch.stamp)
         except Exception:
             self._counters.add({f"drop_{Reason.IO_ERROR}": len(piece)})
             for ref in piece:

@@ -92,7 +92,7 @@ class TierConformance:
         assert all(
             done.ok
             for done in self.ends(
-                tier.save(self.chunks(tier, keys), namespace.root)
+                tier.store(self.chunks(tier, keys), namespace.root)
             )
         )
         return keys
@@ -102,7 +102,7 @@ class TierConformance:
     ) -> tuple[list[bytes], list[Future[Done]]]:
         """Begin to save a chain of so many chunks; return its keys and the futures."""
         keys = keys_of(ONE, count)
-        return keys, tier.save(self.chunks(tier, keys), ONE.root)
+        return keys, tier.store(self.chunks(tier, keys), ONE.root)
 
     def ends(self, futures: Sequence[Future[Done]]) -> list[Done]:
         """Return the results of these futures."""
@@ -162,7 +162,7 @@ class TierConformance:
             )
             assert 0 <= count <= len(keys)
             assert refused == (count < len(keys))
-            futures = tier.save(
+            futures = tier.store(
                 self.chunks(tier, keys)[:count], ONE.root, stamp=stamp
             )
             assert tier.flush(self.seconds)
@@ -173,15 +173,15 @@ class TierConformance:
             (key,) = keys_of(ONE, 1)
             assert not tier.contains(key)
             assert tier.get(key) is None
-            assert tier.find([key]) == 0
-            assert tier.find([]) == 0
+            assert tier.match_prefix([key]) == 0
+            assert tier.match_prefix([]) == 0
             assert tier.remove(key) is False
             assert not tier.in_flight(key)
             assert list(tier.holders(key)) == []
             assert tier.wait([key], self.seconds)
             assert list(tier.get_many([key])) == [None]
             assert tier.load([], [], namespace=ONE.root) == []
-            assert tier.save([], ONE.root) == []
+            assert tier.store([], ONE.root) == []
 
     def test_put_and_get(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -229,7 +229,7 @@ class TierConformance:
                     block=False,
                 )
                 assert tier.contains(key)
-                assert tier.find(keys) == position + 1
+                assert tier.match_prefix(keys) == position + 1
                 assert self.holds(tier, key)
 
     def test_put_again_keeps_the_room(self, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ class TierConformance:
                 assert self.put(tier, again)
             for position, key in enumerate(others, 1):
                 assert self.put(tier, key, position)
-            assert tier.find([again, *others]) == self.room_chunks
+            assert tier.match_prefix([again, *others]) == self.room_chunks
 
     def test_remove(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -249,7 +249,7 @@ class TierConformance:
             assert tier.remove(gone) is False
             assert not tier.contains(gone)
             assert not self.holds(tier, gone)
-            assert tier.find([gone, stays]) == 0
+            assert tier.match_prefix([gone, stays]) == 0
             assert self.holds(tier, stays)
             assert self.put(tier, gone)
             assert self.holds(tier, gone)
@@ -261,7 +261,7 @@ class TierConformance:
             self.ends(futures)
             assert tier.wait(keys, self.seconds)
             assert not tier.contains(keys[5])
-            assert tier.find(keys) == 5
+            assert tier.match_prefix(keys) == 5
 
     def test_too_large_is_refused_and_counted(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
@@ -269,7 +269,7 @@ class TierConformance:
             payload = np.zeros(2 * tier.chunk_bytes + 8192, dtype=np.uint8)
             assert tier.put(put, payload, namespace=ONE.root) is False
             (done,) = self.ends(
-                tier.save([Chunk(saved, 0, 4, payload, None, _always)], ONE.root)
+                tier.store([Chunk(saved, 0, 4, payload, None, _always)], ONE.root)
             )
             assert done == Done(False, Reason.TOO_LARGE)
             assert not tier.contains(put)
@@ -282,7 +282,7 @@ class TierConformance:
             small = np.zeros(tier.chunk_bytes - 1, dtype=np.uint8)
             for wrong in (
                 lambda: tier.put(key, small, namespace=ONE.root),
-                lambda: tier.save(
+                lambda: tier.store(
                     [Chunk(key, 0, 4, small, None, _always)], ONE.root
                 ),
                 lambda: tier.load([key], [small], namespace=ONE.root),
@@ -301,26 +301,26 @@ class TierConformance:
     def test_find_is_the_leading_run(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = self.saved(tier, keys_of(ONE, 6))
-            assert tier.find(keys) == 6
+            assert tier.match_prefix(keys) == 6
             tier.remove(keys[3])
-            assert tier.find(keys) == 3
-            assert tier.find(keys[4:], start=4) == 2
-            assert tier.find(keys[3:], start=3) == 0
+            assert tier.match_prefix(keys) == 3
+            assert tier.match_prefix(keys[4:], start=4) == 2
+            assert tier.match_prefix(keys[3:], start=3) == 0
 
-    def test_find_each_goes_on_behind_holes(self, tmp_path: Path) -> None:
+    def test_match_each_goes_on_behind_holes(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, 6)
             here = [False, True, True, False, True, False]
             for position, is_here in enumerate(here):
                 if is_here:
                     assert self.put(tier, keys[position], position)
-            assert tier.find_each(keys, namespace=ONE.root) == here
-            rest = tier.find_each(keys[2:], start=2, namespace=ONE.root)
+            assert tier.match_each(keys, namespace=ONE.root) == here
+            rest = tier.match_each(keys[2:], start=2, namespace=ONE.root)
             assert rest == here[2:]
-            assert tier.find_each([], namespace=ONE.root) == []
+            assert tier.match_each([], namespace=ONE.root) == []
             tier.remove(keys[2])
             here[2] = False
-            assert tier.find_each(keys, namespace=ONE.root) == here
+            assert tier.match_each(keys, namespace=ONE.root) == here
 
     def test_touch_says_which_are_here_holes_notwithstanding(
         self, tmp_path: Path
@@ -328,7 +328,7 @@ class TierConformance:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, 5)
             self.saved(tier, keys[:2])
-            (done,) = self.ends(tier.save([self.chunk(tier, keys, 3)], ONE.root))
+            (done,) = self.ends(tier.store([self.chunk(tier, keys, 3)], ONE.root))
             assert done.ok
             assert tier.touch(keys, namespace=ONE.root) == [
                 True,
@@ -352,10 +352,10 @@ class TierConformance:
     def test_save_and_load(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, self.room_chunks)
-            futures = tier.save(self.chunks(tier, keys), ONE.root, stamp=None)
+            futures = tier.store(self.chunks(tier, keys), ONE.root, stamp=None)
             assert len(futures) == len(keys)
             # a chunk that is being saved counts
-            assert tier.find(keys) == len(keys)
+            assert tier.match_prefix(keys) == len(keys)
             assert self.ends(futures) == [Done(True, None)] * len(keys)
             for key, found in zip(keys, self.loaded(tier, keys), strict=True):
                 assert found is not None
@@ -408,7 +408,7 @@ class TierConformance:
                 assert not any(done.ok for done in ends)
                 assert all(done.reason is not None for done in ends)
             assert tier.get(keys[0], namespace=TWO.root) is None
-            assert tier.find(keys) == 4
+            assert tier.match_prefix(keys) == 4
             assert all(found is not None for found in self.loaded(tier, keys))
 
     def test_saving_again_is_ok(self, tmp_path: Path) -> None:
@@ -416,13 +416,13 @@ class TierConformance:
             keys = keys_of(ONE, 3)
             for _ in range(3):
                 self.saved(tier, keys)
-            assert tier.find(keys) == 3
+            assert tier.match_prefix(keys) == 3
 
     def test_what_is_no_longer_valid_never_appears(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, 3)
             (never,) = self.ends(
-                tier.save([self.chunk(tier, keys, 0, lambda: False)], ONE.root)
+                tier.store([self.chunk(tier, keys, 0, lambda: False)], ONE.root)
             )
             assert never.ok is False
             assert never.reason is not None
@@ -444,7 +444,7 @@ class TierConformance:
                 return asked[-1]
 
             (done,) = self.ends(
-                tier.save(
+                tier.store(
                     [Chunk(key, 0, 4, payload, None, still_valid)], ONE.root
                 )
             )
@@ -454,7 +454,7 @@ class TierConformance:
     def test_wait(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as tier:
             keys = keys_of(ONE, 8)
-            tier.save(self.chunks(tier, keys), ONE.root)
+            tier.store(self.chunks(tier, keys), ONE.root)
             assert tier.wait(iter(keys), self.seconds)
             assert not any(tier.in_flight(key) for key in keys)
             assert all(tier.contains(key) for key in keys)
@@ -468,7 +468,7 @@ class TierConformance:
                 tier.put_many(itertools.chain(good, [bad]), namespace=ONE.root)
                 == 5
             )
-            assert tier.find(keys) == 5
+            assert tier.match_prefix(keys) == 5
             assert tier.put_many([], namespace=ONE.root) == 0
 
     def test_get_many_is_in_order_and_lazy(self, tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ class TierConformance:
             self.saved(tier, twos, TWO)
             assert tier.clear(ONE.root) == 4
             assert not any(tier.contains(key) for key in ones)
-            assert tier.find(twos) == 4
+            assert tier.match_prefix(twos) == 4
             assert all(self.holds(tier, key) for key in twos)
             self.saved(tier, ones, ONE)
             assert tier.clear() == 8
@@ -568,7 +568,7 @@ class TierConformance:
         if what == 0:
             self.put(tier, key, position)
         elif what == 1:
-            self.ends(tier.save([self.chunk(tier, keys, position)], ONE.root))
+            self.ends(tier.store([self.chunk(tier, keys, position)], ONE.root))
         elif what == 2:
             self.holds(tier, key)
         else:
@@ -588,12 +588,12 @@ class TierConformance:
         """Check that a closed tier finds nothing and ends every call with CLOSED, without an
         exception.
         """
-        assert tier.find(keys) == 0
+        assert tier.match_prefix(keys) == 0
         assert tier.touch(keys, namespace=ONE.root) is None
         assert not tier.contains(keys[0])
         assert tier.get(keys[0]) is None
         assert self.put(tier, keys[0]) is False
-        (saved,) = self.ends(tier.save([self.chunk(tier, keys, 0)], ONE.root))
+        (saved,) = self.ends(tier.store([self.chunk(tier, keys, 0)], ONE.root))
         assert saved == Done(False, Reason.CLOSED)
         (loaded,) = self.ends(
             tier.load(keys[:1], [self.payload(tier, keys[0])], namespace=ONE.root)

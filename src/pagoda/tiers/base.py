@@ -22,6 +22,9 @@ from pagoda.transfer.base import as_words
 Bytes = npt.NDArray[np.uint8]
 _T = TypeVar("_T")
 
+# what calls of a tier were named before, and what they are named now
+OLD_VERBS = {"find": "match_prefix", "find_each": "match_each", "save": "store"}
+
 
 class Chunk(NamedTuple):
     """A chunk to save. A tier borrows `payload` until the future of the save is done."""
@@ -69,11 +72,18 @@ class Tier(Protocol):
     is_shared: bool = False
     read_only: bool = False  # nothing is saved or touched here
     queue_chunks: int = 64  # the saves that may be outstanding; more are refused
-    # `find` updates recency here, so a chunk that was loaded need not be touched
+    # `match_prefix` updates recency here, so a chunk that was loaded need not be touched
     keeps_recency: bool = False
     # returns a recency stamp for one run; it is passed to all calls for the run, so that its tail
     # stays older
     stamp: Callable[[], int] = time.monotonic_ns
+
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError if a tier has a method by the name that it had before."""
+        super().__init_subclass__()
+        for old, new in OLD_VERBS.items():
+            if old in cls.__dict__:
+                raise TypeError(f"{cls.__name__}.{old}: name it {new}")
 
     @property
     def resting(self) -> bool:
@@ -89,7 +99,7 @@ class Tier(Protocol):
         """
 
     @abstractmethod
-    def find(
+    def match_prefix(
         self,
         keys: Sequence[bytes],
         *,
@@ -110,7 +120,7 @@ class Tier(Protocol):
         namespaces are searched.
         """
 
-    def find_each(
+    def match_each(
         self,
         keys: Sequence[bytes],
         *,
@@ -119,15 +129,15 @@ class Tier(Protocol):
         namespace: bytes | None = None,
         deadline_seconds: float | None = None,
     ) -> list[bool]:
-        """Return for each key whether `find` would find it, also behind keys that are absent.
-        Copies nothing; updates recency.
+        """Return for each key whether `match_prefix` would find it, also behind keys that are
+        absent. Copies nothing; updates recency.
 
-        Arguments are those of `find`, and so is what a key counts as whose state is not known
-        before the deadline. By default `find` is called once for each run of keys.
+        Arguments are those of `match_prefix`, and so is what a key counts as whose state is not
+        known before the deadline. By default `match_prefix` is called once for each run of keys.
         """
         return confirm_each(
             [True] * len(keys),
-            lambda begin, stop, seconds: self.find(
+            lambda begin, stop, seconds: self.match_prefix(
                 keys[begin:stop],
                 start=None if start is None else start + begin,
                 stamp=stamp,
@@ -171,7 +181,7 @@ class Tier(Protocol):
         return len(keys), False
 
     @abstractmethod
-    def save(
+    def store(
         self,
         chunks: Sequence[Chunk],
         namespace: bytes,
@@ -212,7 +222,7 @@ class Tier(Protocol):
     def contains(
         self, key: bytes, *, deadline_seconds: float | None = None
     ) -> bool:
-        """Return whether `find` would find this key; does not update recency."""
+        """Return whether `match_prefix` would find this key; does not update recency."""
 
     @abstractmethod
     def put(

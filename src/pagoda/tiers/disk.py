@@ -214,7 +214,7 @@ class DiskTier(QueuedTier, LedgerTier):
 
     # ---- finding ---------------------------------------------------------------------------------
 
-    def find(
+    def match_prefix(
         self,
         keys: Sequence[bytes],
         *,
@@ -226,7 +226,7 @@ class DiskTier(QueuedTier, LedgerTier):
     ) -> int:
         """Return how many leading keys are stored or queued; copies nothing."""
         if self._closed or self._store.resting or not self._queued(keys):
-            return super().find(
+            return super().match_prefix(
                 keys,
                 start=start,
                 stamp=stamp,
@@ -282,8 +282,8 @@ class DiskTier(QueuedTier, LedgerTier):
 
         Looks into the queue first: a chunk that leaves it afterwards is in the ledger, or was
         dropped and becomes a miss. By default, for a load, this leases the run and does not touch
-        it, because `find` has touched it with one stamp for the whole run. A `get` (of any
-        position) comes without a `find`, so it touches.
+        it, because `match_prefix` has touched it with one stamp for the whole run. A `get` (of any
+        position) comes without a `match_prefix`, so it touches.
         """
         touch = start is None if touch is None else touch
         queued = self._pool.queue.pending_writes(keys)
@@ -338,7 +338,7 @@ class DiskTier(QueuedTier, LedgerTier):
         Refused chunks are counted, and the policy learns that they were requested.
         """
         if stamp is None or self._refusal() is not None:
-            # `save` then asks for each batch, or returns the reason
+            # `store` then asks for each batch, or returns the reason
             return len(keys), False
         store = self._store
         with store.admission_lock:  # held only for a moment: see _ADMIT_SECONDS

@@ -226,7 +226,7 @@ class HostTier(LedgerTier):
 
     # ---- saving and loading ----------------------------------------------------------------------
 
-    def save(
+    def store(
         self,
         chunks: Sequence[Chunk],
         namespace: bytes,
@@ -234,7 +234,7 @@ class HostTier(LedgerTier):
         stamp: int | None = None,
     ) -> list[Future[Done]]:
         """Copy chunks into slots, run by run. The futures are done when it returns. See
-        Tier.save.
+        Tier.store.
         """
         check_keys([chunk.key for chunk in chunks])
         check_sizes(

@@ -739,7 +739,7 @@ class QueuedTier(BlockingCalls):
             return Reason.CLOSED
         return None if self._pool.queue.has_room() else Reason.QUEUE_FULL
 
-    def save(
+    def store(
         self,
         chunks: Sequence[Chunk],
         namespace: bytes,
@@ -747,7 +747,7 @@ class QueuedTier(BlockingCalls):
         stamp: int | None = None,
     ) -> list[Future[Done]]:
         """Queue chunks, which are written directly from their payloads; never waits for space. See
-        Tier.save.
+        Tier.store.
         """
         check_keys([chunk.key for chunk in chunks])
         check_sizes(

@@ -101,7 +101,7 @@ class LedgerTier(BlockingCalls):
     # ---- the queue of saves: by default there is none --------------------------------------------
 
     def in_flight(self, key: bytes) -> bool:
-        """Return whether a save of this key is queued or running; by default `save` waits for its
+        """Return whether a store of this key is queued or running; by default `store` waits for its
         end.
         """
         return False
@@ -135,7 +135,7 @@ class LedgerTier(BlockingCalls):
 
     # ---- finding ---------------------------------------------------------------------------------
 
-    def find(
+    def match_prefix(
         self,
         keys: Sequence[bytes],
         *,
@@ -160,7 +160,7 @@ class LedgerTier(BlockingCalls):
         )
         return count
 
-    def find_each(
+    def match_each(
         self,
         keys: Sequence[bytes],
         *,
@@ -170,7 +170,7 @@ class LedgerTier(BlockingCalls):
         deadline_seconds: float | None = None,
     ) -> list[bool]:
         """Return for each key whether it is stored, also behind absent ones: one read of the
-        tables, and a `find` for each run that they show.
+        tables, and a `match_prefix` for each run that they show.
         """
         if self._closed or self.resting:
             return [False] * len(keys)
@@ -184,7 +184,7 @@ class LedgerTier(BlockingCalls):
                 there or key in queued
                 for key, there in zip(keys, stored, strict=True)
             ],
-            lambda begin, stop, left: self.find(
+            lambda begin, stop, left: self.match_prefix(
                 keys[begin:stop],
                 start=None if start is None else start + begin,
                 stamp=stamp,
@@ -197,8 +197,8 @@ class LedgerTier(BlockingCalls):
     def contains(
         self, key: bytes, *, deadline_seconds: float | None = None
     ) -> bool:
-        """Return whether `find` would find this key; does not update recency."""
-        found = self.find(
+        """Return whether `match_prefix` would find this key; does not update recency."""
+        found = self.match_prefix(
             [key], start=None, touch=False, deadline_seconds=deadline_seconds
         )
         return found > 0

@@ -1,7 +1,7 @@
-"""put and get: calls of a tier that copy and wait. They use save and load, which only borrow
+"""put and get: calls of a tier that copy and wait. They use store and load, which only borrow
 buffers.
 
-They are for authors of engines; the cache calls save and load. All tiers inherit them.
+They are for authors of engines; the cache calls store and load. All tiers inherit them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagoda.base.metrics import Reason
 from pagoda.slab import aligned
 from pagoda.tiers.base import (
+    OLD_VERBS,
     Bytes,
     Chunk,
     Done,
@@ -42,6 +44,14 @@ class BlockingCalls(Tier, ABC):
     # returns a number that changes when any process clears chunks; by default 0, for a tier that
     # cannot know
     _last_clear: Callable[[], int] = int
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> object:
+            renamed = f": call it {OLD_VERBS[name]}" if name in OLD_VERBS else ""
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}{renamed}"
+            )
 
     @abstractmethod
     def load(
@@ -145,7 +155,7 @@ class BlockingCalls(Tier, ABC):
         copied = chunk._replace(
             payload=copy, still_valid=lambda: last_clear() == cleared
         )
-        return self.save([copied], namespace)[0]
+        return self.store([copied], namespace)[0]
 
     def get(self, key: bytes, *, namespace: bytes | None = None) -> Bytes | None:
         """Return a verified private copy of a chunk, (chunk_bytes,) uint8, or None."""

@@ -225,7 +225,7 @@ def _disk_turns(
             Chunk(key, number, config.chunk_tokens, buffer, parent, lambda: True)
             for number, (key, parent, buffer) in links
         ]
-        _all_done(tier.save(chunks, namespace.root), "write")
+        _all_done(tier.store(chunks, namespace.root), "write")
 
     def load() -> None:
         _all_done(tier.load(keys, buffers, namespace=namespace.root), "read")

@@ -604,14 +604,14 @@ class ServedStores:
         namespace = header.namespace
         key = header.key
         tier = store.host_tier(max(1, header.tokens))
-        if tier.find([key], start=header.position, namespace=namespace):
+        if tier.match_prefix([key], start=header.position, namespace=namespace):
             return False, None
         fields = self._labels.get(namespace) or {"layout": header.fingerprint}
         store.ledger.namespaces.register(namespace, dict(fields))
         chunk = Chunk(
             key, header.position, header.tokens, payload, None, lambda: True
         )
-        (ended,) = tier.save(
+        (ended,) = tier.store(
             [chunk], namespace, stamp=stamp or self._stamp(store, namespace)
         )
         done = ended.result(0)

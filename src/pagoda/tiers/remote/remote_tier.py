@@ -170,7 +170,7 @@ class RemoteTier(QueuedTier):
 
     # ---- finding ---------------------------------------------------------------------------------
 
-    def find(
+    def match_prefix(
         self,
         keys: Sequence[bytes],
         *,
@@ -219,7 +219,7 @@ class RemoteTier(QueuedTier):
                 break
         return at
 
-    def find_each(
+    def match_each(
         self,
         keys: Sequence[bytes],
         *,
@@ -367,7 +367,7 @@ class RemoteTier(QueuedTier):
     ) -> bool:
         """Return whether the key is stored or queued."""
         return (
-            self.find(
+            self.match_prefix(
                 [key], namespace=namespace, deadline_seconds=deadline_seconds
             )
             == 1
@@ -385,8 +385,8 @@ class RemoteTier(QueuedTier):
         return self._store.presence.is_answered(namespace, key)
 
     def is_silent(self, keys: Sequence[bytes], namespace: bytes) -> bool:
-        """Return whether a `find` of these keys still waits for the store. One that a part of the
-        store could not answer does not: the other parts may be asked at once.
+        """Return whether a `match_prefix` of these keys still waits for the store. One that a part
+        of the store could not answer does not: the other parts may be asked at once.
         """
         return self._store.queries.is_unanswered((namespace, *keys))
 
@@ -396,14 +396,14 @@ class RemoteTier(QueuedTier):
 
     # ---- saving and loading ----------------------------------------------------------------------
 
-    def save(
+    def store(
         self,
         chunks: Sequence[Chunk],
         namespace: bytes,
         *,
         stamp: int | None = None,
     ) -> list[Future[Done]]:
-        """Queue chunks to be sent; never waits for space. See Tier.save."""
+        """Queue chunks to be sent; never waits for space. See Tier.store."""
         stamp = self._store.stamp() if stamp is None else stamp
         stored = self._stored(chunks, namespace, stamp)
         new = [
@@ -412,7 +412,7 @@ class RemoteTier(QueuedTier):
             if not is_stored
         ]
         self._store.client.begin_run(new, stamp)
-        return super().save(chunks, namespace, stamp=stamp)
+        return super().store(chunks, namespace, stamp=stamp)
 
     def _stored(
         self, chunks: Sequence[Chunk], namespace: bytes, stamp: int
