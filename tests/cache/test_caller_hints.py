@@ -40,6 +40,7 @@ class Told:
             clock=self.clock,
             host_path=str(root),
             host_size=SLOTS * LAYOUT.slot_bytes,
+            deadline_seconds=60.0,  # a busy machine stores all, too
             **options,  # type: ignore[arg-type]
         )
         ((_, self.ledger),) = self.cache._tiers.ledgers()

@@ -420,11 +420,14 @@ def test_what_was_cleared_before_it_is_written_is_not_logged(
     other = NAMESPACE.with_(salt="a tenant's")
     cleared = prompt(2, 1).tolist()
     kept = prompt(2, 2).tolist()
-    log.append(
-        ROOT, CHUNK, put(ledger, NAMESPACE, cleared), as_token_ids(cleared)
-    )
-    log.append(other.root, CHUNK, put(ledger, other, kept), as_token_ids(kept))
-    admin.clear(ledger, ROOT)
+    with log._writing:  # the thread of the log waits
+        log.append(
+            ROOT, CHUNK, put(ledger, NAMESPACE, cleared), as_token_ids(cleared)
+        )
+        log.append(
+            other.root, CHUNK, put(ledger, other, kept), as_token_ids(kept)
+        )
+        admin.clear(ledger, ROOT)
     log.close()
     (logged,) = logged_prompts(ledger.directory)
     assert logged.namespace == other.root

@@ -410,7 +410,7 @@ def test_slots_that_nobody_counted_are_as_the_binarys() -> None:
         ("-c many", "-c many"),
         ("-fa perhaps", "one of auto, off, on"),
         ("--lora-scaled x", "FILE:SCALE"),
-        ("--chat-template-file /nonexistent", "No such file"),
+        ("--chat-template-file /no/such/file", "No such file"),
         ("-c 512", "-m MODEL.gguf"),
     ],
 )

@@ -401,9 +401,11 @@ def test_many_who_leave_in_the_middle_leave_nothing(
 
 
 def test_bad_requests_are_logged_now_and_then(served: Server) -> None:
+    began = time.monotonic()
     for _ in range(200):
         assert raw(served, "GET / HTTP/1.1\r\nHost localhost\r\n\r\n") == 400
-    assert logged(served).count("could not be handled") <= 2
+    minutes = (time.monotonic() - began) / 60  # on a busy machine more than one
+    assert logged(served).count("could not be handled") <= 2 + minutes
 
 
 def sockets_of(served: Server) -> int:

@@ -41,6 +41,20 @@ def read(n: int) -> ReadRequest:
     return ReadRequest(KEYS[n], n, ROOT, room())
 
 
+def test_nothing_is_outstanding_only_when_all_futures_are_done() -> None:
+    """A caller that has flushed reads what became of its chunks."""
+    queue = IoQueue(8)
+    first = write(1)
+    second = write(2)
+    assert queue.add_writes([first, second]) == [first, second]
+    queue.take(2)
+    seen: list[bool] = []
+    first.future.add_done_callback(lambda _: seen.append(queue.wait(None, 0.0)))
+    queue.finish_writes([(first, OK), (second, OK)])
+    assert seen == [False]
+    assert queue.wait(None, 0.0)
+
+
 def test_reads_come_before_writes_and_each_kind_in_order() -> None:
     queue = IoQueue(8)
     writes = [write(n) for n in range(3)]

@@ -159,6 +159,8 @@ class IoQueue:
         self._reads: deque[ReadRequest] = deque()
         # queued or running, by key
         self._outstanding_writes: dict[bytes, WriteRequest] = {}
+        # those that are no longer outstanding, but whose futures are not all done yet
+        self._finishing = set[WriteRequest | ReadRequest]()
         # the first read of each chunk, whose result other reads of that chunk wait for
         self._leaders: dict[
             tuple[bytes, int | None, bytes | None], ReadRequest
@@ -371,11 +373,13 @@ class IoQueue:
             for write, _ in ends:
                 if self._outstanding_writes.get(write.chunk.key) is write:
                     del self._outstanding_writes[write.chunk.key]
+            self._finishing.update(write for write, _ in ends)
         with self._ended:
             self._ended.notify_all()
         for write, done in ends:
             if not write.future.done():
                 write.future.set_result(done)
+        self._finished([write for write, _ in ends])
 
     def finish_reads(
         self, ends: Sequence[tuple[ReadRequest, Done]], nbytes: int
@@ -397,14 +401,21 @@ class IoQueue:
             read.followers = []
         with self._changed:
             self._read_count -= len(ended)
+            self._finishing.update(each for each, _ in ended)
         with self._ended:
             self._ended.notify_all()
         for each, done in reversed(ended):
             each.future.set_result(done)
+        self._finished([each for each, _ in ended])
+
+    def _finished(self, requests: Sequence[WriteRequest | ReadRequest]) -> None:
+        with self._ended:
+            self._finishing.difference_update(requests)
+            self._ended.notify_all()
 
     def wait(self, keys: Iterable[bytes] | None, timeout: float) -> bool:
-        """Wait until no write of these keys (None: nothing at all) is outstanding; False after
-        `timeout` seconds.
+        """Wait until no write of these keys is outstanding, or (None) nothing at all, and all
+        futures are done; False after `timeout` seconds.
         """
         chosen = None if keys is None else list(keys)
         with self._ended:
@@ -412,7 +423,9 @@ class IoQueue:
 
     def _has_ended(self, keys: list[bytes] | None) -> bool:
         if keys is None:
-            return not self._outstanding_writes and not self._read_count
+            return not (
+                self._outstanding_writes or self._read_count or self._finishing
+            )
         return not any(key in self._outstanding_writes for key in keys)
 
     def close(self) -> tuple[list[WriteRequest], list[ReadRequest]]:
