@@ -32,7 +32,8 @@ from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Pool, wait
 from pagoda.base.urls import RemoteUrl, place_of
-from pagoda.tiers.breaker import CircuitBreaker
+from pagoda.tiers.remote.health import Health
+from pagoda.tiers.remote.kept_connection import KeptConnection
 from pagoda.tiers.remote.redis import (
     ChunkUse,
     RedirectError,
@@ -52,12 +53,8 @@ from pagoda.tiers.remote.store_client import (
     reason_of,
 )
 
-# after two failures in a row a node is left out until it answers a probe
-_FAILURES = 2
+# a node that failed is left out until it answers a probe
 _REST_SECONDS = 0.25
-# after four refusals nothing is written to a node for five seconds
-_REFUSALS = 4
-_REFUSED_SECONDS = 5.0
 _PROBE_SECONDS = 1.0
 # after this share of a caller's time, a lookup waits hardly longer for a slow node
 _PATIENCE_SHARE = 1 / 3
@@ -77,7 +74,7 @@ class NodesOptions(RedisOptions, total=False):
     clock: Clock
 
 
-class RedisNode:
+class RedisNode(Health):
     """One node: how it is reached, and its health. Thread-safe; compared by identity."""
 
     def __init__(self, client: RedisClient, clock: Clock) -> None:
@@ -88,9 +85,7 @@ class RedisNode:
         self.seed = np.frombuffer(
             hashlib.blake2b(self.place.encode(), digest_size=8).digest(), "<u8"
         )[0]
-        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
-        self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
-        self.last_refusal = Reason.IO_ERROR
+        super().__init__(clock, _REST_SECONDS)
         # older connections are replaced before their next use
         self.trusted_since = 0.0
         self.is_probed = False
@@ -114,7 +109,7 @@ class RedisNode:
             ended = self.lines
             self.lines = set()
             for line in list(ended):
-                line.connection.abort()
+                line.give_up()
         return self.contain(error)
 
     def refused_write(self, refusal: RefusedError) -> RefusedError:
@@ -145,7 +140,7 @@ def writable(shares: Shares) -> Shares:
     return {
         node: share
         for node, share in shares.items()
-        if not node.write_breaker.resting
+        if node.write_refusal is None
     }
 
 
@@ -261,15 +256,14 @@ class RedisNodesClient(StoreClient):
             node.is_probed = False
 
 
-class _NodeLine:
+class _NodeLine(KeptConnection[RedisConnection]):
     """The connection to one node. `is_busy`: a thread uses it, and closes it if it was dropped
     meanwhile.
     """
 
-    def __init__(self, connection: RedisConnection) -> None:
-        self.connection = connection
-        self.made = time.monotonic()
-        self.is_open = self.is_busy = False
+    def __init__(self, node: RedisNode) -> None:
+        super().__init__(node, node.client.connection, RedisConnection.close)
+        self.is_busy = False
 
 
 class RedisNodesConnection(StoreConnection):
@@ -545,7 +539,7 @@ class RedisNodesConnection(StoreConnection):
         """Make all calls that wait in this connection fail soon. From any thread."""
         self._closed = True
         for line in list(self._lines.values()):
-            line.connection.abort()
+            line.give_up()
 
     def close(self) -> None:
         """Close the connections; never waits. A running call closes its connections when it ends.
@@ -629,9 +623,10 @@ class RedisNodesConnection(StoreConnection):
         """
         for _ in range(_MOST_MOVES):
             node = node_of()
-            if writes and node.write_breaker.resting:
+            refused = node.write_refusal if writes else None
+            if refused is not None:
                 raise RefusedError(
-                    node.last_refusal, "the node refused writes", contained=True
+                    refused, "the node refused writes", contained=True
                 )
             self._has_moved = False
             try:
@@ -710,7 +705,7 @@ class RedisNodesConnection(StoreConnection):
         for node in futures.keys() - ended.keys():
             futures[node].cancel()  # if no thread has begun it
             if (line := self._lines.pop(node, None)) is not None:
-                line.connection.abort()
+                line.give_up()
             node.failed(TimeoutError("no answer in time"))
         for node, future in ended.items():
             if (error := future.exception()) is None:
@@ -743,74 +738,50 @@ class RedisNodesConnection(StoreConnection):
         one.
         """
         version = self._client.version
-        while True:
-            line = self._line(node)
-            is_old = line.is_open
-            line.is_busy = True
-            try:
-                if self._closed:
-                    line.connection.abort()
-                if not is_old:
-                    line.connection.open(until)
-                    line.is_open = True
-                done = work(line.connection)
-            except RedirectError as redirect:
-                if not self._client.is_cluster:
-                    self._drop(node, line)
-                    raise node.failed(redirect) from None
-                if redirect.has_moved:
-                    with suppress(OSError):
-                        self._client.refresh(until, version, node)
-                        self._has_moved = True
-                raise RefusedError(
-                    Reason.BUSY, str(redirect), contained=True
-                ) from None
-            except (OSError, RefusedError) as error:
-                has_failed = not (
-                    isinstance(error, RefusedError) and line.is_open
-                )
-                if (
-                    isinstance(error, RefusedError)
-                    and not has_failed
-                    and not error.reconnect
-                ):
-                    raise
-                is_given_up = (
-                    self._lines.get(node) is not line or line not in node.lines
-                )
+        line = self._line(node)
+        line.is_busy = True
+        try:
+            if self._closed:
+                line.give_up()
+            return line.run(work, lambda: until)
+        except RedirectError as redirect:
+            if not self._client.is_cluster:
                 self._drop(node, line)
-                if self._closed:
-                    raise ConnectionAbortedError(
-                        "the connection was aborted"
-                    ) from None
-                if is_given_up:
-                    raise RefusedError(
-                        Reason.TIER_SKIPPED,
-                        "the node is left out",
-                        contained=True,
-                    ) from None
-                if is_old and not isinstance(error, TimeoutError):
-                    continue
-                raise node.failed(error) if has_failed else error from None
-            except BaseException:
-                self._drop(node, line)
+                raise node.failed(redirect) from None
+            if redirect.has_moved:
+                with suppress(OSError):
+                    self._client.refresh(until, version, node)
+                    self._has_moved = True
+            raise RefusedError(
+                Reason.BUSY, str(redirect), contained=True
+            ) from None
+        except (OSError, RefusedError) as error:
+            is_refusal = isinstance(error, RefusedError)
+            if is_refusal and line.is_open:
                 raise
-            finally:
-                line.is_busy = False
-                if self._closed:
-                    self._drop(node, line)
-            node.breaker.record_success()
-            return done
+            if self._closed:
+                raise ConnectionAbortedError(
+                    "the connection was aborted"
+                ) from None
+            if line.is_given_up:
+                raise RefusedError(
+                    Reason.TIER_SKIPPED, "the node is left out", contained=True
+                ) from None
+            if is_refusal and line.was_open:
+                raise
+            raise node.failed(error) from None
+        finally:
+            line.is_busy = False
+            if self._closed:
+                self._drop(node, line)
 
     def _line(self, node: RedisNode) -> _NodeLine:
         line = self._lines.get(node)
-        if line is not None and (
-            line.made < node.trusted_since or line not in node.lines
-        ):
+        if line is not None and line not in node.lines:
             self._drop(node, line)
             line = None
         if line is None:
-            line = self._lines[node] = _NodeLine(node.client.connection())
+            line = self._lines[node] = _NodeLine(node)
             node.lines.add(line)
         return line
 
@@ -818,4 +789,4 @@ class RedisNodesConnection(StoreConnection):
         node.lines.discard(line)
         if self._lines.get(node) is line:
             del self._lines[node]
-        line.connection.close()
+        line.close()
