@@ -671,6 +671,8 @@ def test_sizes_of_one_process_are_heeded_as_those_of_several(
     assert f"may hold {size_in_words(LIMIT)}" in caplog.text
     four = Room(shm_root, kind=kind, limit=2 * LIMIT)
     assert "at most 64 slots" in caplog.text
+    assert f"64 slots ({size_in_words(LIMIT)})" in caplog.text
+    assert f"128 ({size_in_words(2 * LIMIT)}) asked for" in caplog.text
     for room in (four, three, two, one):
         room.check()
         room.close()
