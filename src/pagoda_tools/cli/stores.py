@@ -215,7 +215,7 @@ def _not_a_url(scheme: str) -> str:
     """Return what is wrong with a URL in the place of a directory; it is not shown, because it may
     have a password.
     """
-    from pagoda.config.remote_urls import EXAMPLES
+    from pagoda.base.urls import EXAMPLES
 
     known = scheme.lower() in EXAMPLES
     what = (
