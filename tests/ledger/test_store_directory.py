@@ -302,7 +302,7 @@ def test_a_store_that_cannot_fit_is_refused_with_the_remedy_and_nothing_stays(
         Ledger.open(
             spec(shm_root, slots=10, slot_bytes=1 << 20, limit_bytes=1 << 19)
         )
-    with pytest.raises(NoRoomError, match="host_size = .* would fit"):
+    with pytest.raises(NoRoomError, match=r"host_size = .* would fit"):
         Ledger.open(spec(shm_root, slots=1 << 40, slot_bytes=1 << 20))
     assert not names(shm_root)
 
