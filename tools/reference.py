@@ -155,8 +155,13 @@ def cli_page() -> str:
     parts = [
         f"# The command `pagoda`\n\n{GENERATED}\n",
         "Exit codes: 0 done; 1 failed (damage was found, or a store cannot be used); 2 wrong use "
-        "(one line on stderr says what);\n"
-        "130 interrupted. `--json` prints one JSON object. Progress and remarks are on stderr.\n",
+        "(one line on stderr says what),\n"
+        "or a library is missing; 130 interrupted. `--json` prints one JSON object. Progress and "
+        "remarks are on stderr.\n",
+        "`python -m pagoda` is the same command. `pagoda --version` prints the version, and "
+        "`pagoda --help` all commands.\n"
+        "`pagoda --install-completion` lets your shell (bash, zsh, fish) complete commands and "
+        "options; `pagoda --show-completion`\nprints what that adds to it.\n",
     ]
     parts += [
         _command_text(name, one, context)

@@ -101,9 +101,42 @@ def test_the_size_that_the_error_proposes_can_be_opened(
     Cache(**space, host_size=found[1]).close()
 
 
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_the_error_names_the_option_and_a_size_that_fits(
+    shm_root: Path, tmp_path: Path, kind: str
+) -> None:
+    place = shm_root if kind == "host" else tmp_path
+    size = 1 << 60
+    with pytest.raises(NoRoomError) as no:
+        require_free(place, size, in_memory=kind == "host", size_bytes=size)
+    assert re.search(rf'{kind}_size = "\d+[GM]iB" would fit', str(no.value))
+    with pytest.raises(NoRoomError, match=f"ask for a smaller {kind}_size"):
+        require_free(place, size, in_memory=kind == "host")
+
+
+def test_a_file_without_space_is_told_in_units(shm_root: Path) -> None:
+    with pytest.raises(
+        NoRoomError, match=r"1024\.0 TiB .* size \(host_size, disk"
+    ):
+        allocate(shm_root / "file", 1 << 50)
+
+
+def test_private_memory_that_the_process_does_not_get_has_a_size_that_fits() -> (
+    None
+):
+    layout = KVLayout.opaque(256, 4 << 30, "large")
+    space = {"namespace": Namespace("m"), "layout": layout, "host_shared": False}
+    with pytest.raises(
+        NoRoomError, match=r"iB free, 200\.0 TiB are needed .* fit"
+    ) as no:
+        Cache(**space, host_size="200TiB")
+    found = re.search(r'host_size = "(\d+[GM]iB)" would fit', str(no.value))
+    assert found is not None, no.value
+
+
 def test_sizes_in_errors_are_readable(tmp_path: Path) -> None:
     with pytest.raises(
-        NoRoomError, match=r"\d GiB free, 1073741824\.0 GiB are needed"
+        NoRoomError, match=r"\d GiB free, 1048576\.0 TiB are needed"
     ):
         require_free(tmp_path, 1 << 60, in_memory=False)
 

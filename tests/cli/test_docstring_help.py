@@ -129,6 +129,14 @@ def test_a_shell_completes_commands_and_options() -> None:
         assert wanted in done.stdout.split(), done
 
 
+def test_the_reference_has_the_options_of_the_command_itself() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
+    text = page.read_text()
+    assert "`python -m pagoda`" in text
+    for option in program.params:
+        assert f"`pagoda {max(option.opts, key=len)}`" in text
+
+
 def test_no_summary_of_a_command_is_cut_where_its_source_is() -> None:
     for name, command in program.commands.items():
         summary = (command.help or "").split("\n\n")[0]

@@ -127,6 +127,16 @@ def test_an_engine_is_not_started_without_a_library(
     assert "pip install 'pagodakv[redis]'" in said
 
 
+@pytest.mark.parametrize("command", ["stats", "ls", "check", "clear --yes"])
+def test_a_url_is_no_directory(command: str) -> None:
+    for url in ("foo://x/y", "redis://user:hidden@x:1"):
+        done = done_here(*command.split(), url)
+        said = one_line(done.returncode, done.stdout, done.stderr)
+        assert "no directory" in said and "remote" in said
+        assert "hidden" not in said
+        assert ("unknown store foo://" in said) == url.startswith("foo")
+
+
 @pytest.mark.parametrize(
     "url", ["foo://x", "FOO://x", "file:///x", "foo://user:hidden@x"]
 )

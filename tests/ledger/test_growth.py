@@ -232,7 +232,9 @@ def test_where_few_of_many_slots_have_pages_victims_are_found(
 def test_without_memory_for_one_chunk_the_error_names_what_is_full(
     shm_root: Path, no_memory: list[CgroupRoom]
 ) -> None:
-    expected = rf"the cgroup of {shm_root} has 0 to spare\. Free some memory"
+    expected = (
+        rf"the cgroup of {shm_root} has 0 bytes to spare\. Free some memory"
+    )
     with pytest.raises(NoRoomError, match=expected):
         growing(shm_root, slot_bytes=24 * MIB)
     assert len(no_memory) == 1

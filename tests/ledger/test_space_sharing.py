@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from pagoda.base.clock import Clock
 from pagoda.base.errors import NoRoomError, StoreError
+from pagoda.base.file_space import size_in_words
 from pagoda.ledger import (
     Ledger,
     Present,
@@ -527,7 +528,7 @@ def test_pages_that_a_gpu_knows_stay(
     one.put(keys(*range(64)))
     assert one.ledger.register_device() == [range(64)]
     with pytest.raises(
-        NoRoomError, match=f"a holds {LIMIT:,}, open in this process"
+        NoRoomError, match=f"a holds {size_in_words(LIMIT)}, open in this process"
     ):
         Room(shm_root, "b")
     assert one.get(keys(*range(64))) == 64
@@ -560,7 +561,8 @@ def test_an_error_names_who_holds_the_room(shm_root: Path) -> None:
     with (
         Other(hold) as process,
         pytest.raises(
-            NoRoomError, match=f"a holds {LIMIT:,}, open in process {process.pid}"
+            NoRoomError,
+            match=f"a holds {size_in_words(LIMIT)}, open in process {process.pid}",
         ),
     ):
         Room(shm_root / "other", "b")
@@ -667,9 +669,11 @@ def test_sizes_of_one_process_are_heeded_as_those_of_several(
     assert one.backed == one.pages == 64
     three = Room(shm_root, kind=kind, limit=16 * PAGE)
     assert one.pages == 64
-    assert f"may hold {LIMIT} bytes" in caplog.text
+    assert f"may hold {size_in_words(LIMIT)}" in caplog.text
     four = Room(shm_root, kind=kind, limit=2 * LIMIT)
     assert "at most 64 slots" in caplog.text
+    assert f"64 slots ({size_in_words(LIMIT)})" in caplog.text
+    assert f"128 ({size_in_words(2 * LIMIT)}) asked for" in caplog.text
     for room in (four, three, two, one):
         room.check()
         room.close()
@@ -681,8 +685,8 @@ def test_a_smaller_size_beside_others_says_so(
     kept: list[Room] = []
     with Other(lambda: kept.append(Room(shm_root))):
         one = Room(shm_root, limit=8 * PAGE)
-        assert f"may hold {LIMIT} bytes" in caplog.text
-        assert f"not the {8 * PAGE} asked for" in caplog.text
+        assert f"may hold {size_in_words(LIMIT)}" in caplog.text
+        assert f"not the {size_in_words(8 * PAGE)} asked for" in caplog.text
         one.close()
 
 

@@ -11,6 +11,7 @@ from typing import Unpack
 import pytest
 
 from pagoda.base.errors import StoreError
+from pagoda.base.file_space import size_in_words
 from pagoda.base.metrics import Reason
 from pagoda.cache.call import CallOptions
 from pagoda.cache.results import Hit
@@ -91,7 +92,7 @@ def test_a_full_directory_is_told_and_passes(
                 assert f"{server.states} has no room for a state of" in (
                     refused.detail
                 )
-                assert f"({free_bytes:,} bytes are free)" in refused.detail
+                assert f"({size_in_words(free_bytes)} are free)" in refused.detail
                 assert "--slot-save-path" in refused.detail
         assert states.store(longer, 0).num_tokens > stored
         erase(server)

@@ -24,7 +24,7 @@ from pagoda_tools.serve import server as server_module
 from pagoda_tools.serve.access import AccessRules, RateLimit, Sessions, read_token
 from testbed.patience import wait_until
 from testbed.servers import free_port
-from tests.cli.shelf import refused
+from tests.cli.shelf import refused, run_here
 from tests.serve import kit
 from tests.serve.kit import engine, payload_of, server, verified
 
@@ -123,6 +123,9 @@ def test_wrong_options_are_one_line_with_the_remedy(tmp_path: Path) -> None:
         *tcp, "127.0.0.1:0", *wrong, PAGODA_SERVE_TOKEN=kit.TOKEN
     )
     assert "--host-size" in refused("serve", "--host-size", "much")
+    code, out, said = run_here("serve", "--host-size", "300TiB")
+    assert (code, out, said.count("\n")) == (1, "", 1)
+    assert "300.0 TiB are needed" in said and "host_size = " in said
     assert "no such directory" in refused("serve", tmp_path / "absent")
 
 

@@ -78,6 +78,7 @@ INTERFACE = {
     "pagoda_waiting_chunks": f"gauge {STORE}",
     "pagoda_allocated_bytes": f"gauge {STORE}",
     "pagoda_most_bytes": f"gauge {STORE}",
+    "pagoda_grown_bytes": f"gauge {STORE}",
     "pagoda_hint_bytes": f"gauge {STORE}",
     "pagoda_locked_bytes": f"gauge {STORE}",
     "pagoda_slot_bytes": f"gauge {STORE}",

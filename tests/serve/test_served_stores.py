@@ -151,6 +151,24 @@ def test_find_continues_in_another_store(tier: HostTier, tmp_path: Path) -> None
                 store.close()
 
 
+def test_a_store_that_it_makes_of_an_automatic_size_grows(shm_root: Path) -> None:
+    most = 64 << 20
+    made = ServedStores(list, HostRoom(shm_root, most, "lru", grows=True))
+    chunk = 1 << 20
+    header = codec.Header(
+        bytes(16), 0, ROOT, 0, KEYS[0], 0, chunk, CHUNK, "raw", "ab" * 8, 1
+    )
+    try:
+        made.room_for(header)
+        taken = sum(
+            file.stat().st_blocks * 512 for file in shm_root.glob("*/slab")
+        )
+        assert 0 < taken <= most // 4
+    finally:
+        for store in made.end():
+            store.close()
+
+
 def test_stores_that_it_makes_are_bounded_and_their_runs_evict_the_tail_first(
     shm_root: Path,
 ) -> None:

@@ -21,6 +21,7 @@ _KEEP_SIZE = 1
 _PUNCH_HOLE = 2
 _NO_SUCH_CALL = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 _LARGEST_BLOCK_BYTES = 4096
+_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 # of ioctl: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_NOCOW_FL
 _GET_FLAGS = 0x80086601
 _SET_FLAGS = 0x40086602
@@ -44,6 +45,14 @@ def opened(path: Path, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def size_in_words(nbytes: int) -> str:
+    """Return a number of bytes as people read it, such as "1.5 GiB". Pure."""
+    for unit, factor in _UNITS:
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} bytes"
 
 
 def make_directory(path: Path, mode: int = 0o700) -> None:
@@ -178,6 +187,6 @@ def allocate(path: Path, nbytes: int) -> None:
             _reserve(fd, 0, nbytes)
         except OSError as error:
             raise NoRoomError(
-                f"no space for the {nbytes:,} bytes of {path} ({error.strerror}): "
-                "free some space or ask for a smaller size"
+                f"no space for the {size_in_words(nbytes)} of {path} ({error.strerror}): free "
+                "some space or ask for a smaller size (host_size, disk_size)"
             ) from error

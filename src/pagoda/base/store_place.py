@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from pagoda.base.cgroup_memory import cgroup_free_bytes, cgroup_rooms
 from pagoda.base.errors import NoRoomError, StoreError
+from pagoda.base.file_space import size_in_words
 from pagoda.base.file_systems import filesystem, nearest
 
 _REMOTE = (
@@ -187,14 +188,28 @@ def require_free(
     bounds = _bounds(directory, in_memory)
     for left, said, remedy in bounds:
         if need_bytes > left:
-            smaller = ""
+            option = "host_size" if in_memory else "disk_size"
+            smaller = f"ask for a smaller {option}"
             least = min(bound[0] for bound in bounds)
             if fitting := _fitting(least * size_bytes // need_bytes):
-                smaller = f': "{fitting}" would fit'
+                smaller = f'ask for less: {option} = "{fitting}" would fit'
             raise NoRoomError(
-                f"{said}, {_in_words(need_bytes)} are needed: {remedy}ask for a smaller size"
-                f"{smaller}"
+                f"{said}, {size_in_words(need_bytes)} are needed: {remedy}{smaller}"
             )
+
+
+def no_private_memory(size_bytes: int, why: str) -> NoRoomError:
+    """Return the error of a process that does not get this much private memory for its host
+    tier.
+    """
+    smaller = "ask for a smaller host_size"
+    free = free_memory_bytes()
+    if fitting := _fitting(min(free, size_bytes)):
+        smaller = f'ask for less: host_size = "{fitting}" would fit'
+    left = f"{size_in_words(free)} free, " if free < _NO_LIMIT else ""
+    return NoRoomError(
+        f"memory of one process: {left}{size_in_words(size_bytes)} are needed ({why}): {smaller}"
+    )
 
 
 def require_room_for_one(kind: str, size_bytes: int, chunk_bytes: int) -> None:
@@ -203,17 +218,9 @@ def require_room_for_one(kind: str, size_bytes: int, chunk_bytes: int) -> None:
     """
     if size_bytes < chunk_bytes:
         raise ValueError(
-            f"a {kind} tier of {_in_words(size_bytes)} has no room for one chunk of "
-            f"{_in_words(chunk_bytes)}: ask for a larger {kind}_size"
+            f"a {kind} tier of {size_in_words(size_bytes)} has no room for one chunk of "
+            f"{size_in_words(chunk_bytes)}: ask for a larger {kind}_size"
         )
-
-
-def _in_words(nbytes: int) -> str:
-    """Return a number of bytes as people read it."""
-    for unit, factor in _UNITS:
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes:,} bytes"
 
 
 def _fitting(nbytes: int) -> str:
@@ -281,9 +288,13 @@ def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
             if in_memory
             else "free some space or "
         )
-        found.append((free, f"{directory} has {_in_words(free)} free", remedy))
+        found.append(
+            (free, f"{directory} has {size_in_words(free)} free", remedy)
+        )
     if in_memory and (free_of_cgroup := cgroup_free_bytes()) is not None:
-        said = f"the cgroup may use {_in_words(free_of_cgroup)} more of memory"
+        said = (
+            f"the cgroup may use {size_in_words(free_of_cgroup)} more of memory"
+        )
         found.append((free_of_cgroup, said, "raise its limit or "))
     if (
         in_memory
@@ -292,7 +303,7 @@ def _bounds(directory: Path, in_memory: bool) -> list[tuple[int, str, str]]:
         found.append(
             (
                 free_of_machine,
-                f"the machine has {_in_words(free_of_machine)} of memory left",
+                f"the machine has {size_in_words(free_of_machine)} of memory left",
                 "",
             )
         )

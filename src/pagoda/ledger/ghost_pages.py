@@ -30,7 +30,13 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.base.errors import NoRoomError
-from pagoda.base.file_space import allocate_range, lengthen, opened, punch
+from pagoda.base.file_space import (
+    allocate_range,
+    lengthen,
+    opened,
+    punch,
+    size_in_words,
+)
 from pagoda.ledger.ghost_table import GHOST_TYPES, WAYS, WIDTHS, GhostTable
 
 _PAGE_BYTES = 4096
@@ -153,8 +159,8 @@ def make(path: Path, first: int, slots: int, places: int) -> None:
             for start, stop in ((0, _PAGE_BYTES), *_pages(most, 0, begun)):
                 if not allocate_range(fd, start, stop - start):
                     raise NoRoomError(
-                        f"no space for the {ghost_bytes(begun):,} bytes of {path}: free some space "
-                        "or ask for a smaller size"
+                        f"no space for the {size_in_words(ghost_bytes(begun))} of {path}: free "
+                        "some space or ask for a smaller size (host_size, disk_size)"
                     )
             os.pwrite(fd, begun.to_bytes(8, "little"), 0)
         os.replace(fresh, path)

@@ -33,7 +33,11 @@ from pathlib import Path
 from typing import Protocol
 
 from pagoda.base.errors import ClosedError, NoRoomError, StoreError
-from pagoda.base.file_space import allocate_range, reserve_in_place
+from pagoda.base.file_space import (
+    allocate_range,
+    reserve_in_place,
+    size_in_words,
+)
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.store_place import FIRST_PIECE_BYTES, free_bytes, growth_room
@@ -155,10 +159,13 @@ class SpaceShare:
             self._require_later_pages(first_bytes is not None)
         if asked_bytes is not None and self._limit(every) > asked_bytes:
             text = (
-                "%s may hold %d bytes as long as it is open with that size elsewhere, not "
-                "the %d asked for"
+                "%s may hold %s as long as it is open with that size elsewhere, not the "
+                "%s asked for"
             )
-            log.warning(text, self._root, self._limit(every), asked_bytes)
+            held, asked = self._limit(every), asked_bytes
+            log.warning(
+                text, self._root, size_in_words(held), size_in_words(asked)
+            )
         if not meta.unbacked() or meta.unscanned() or first_bytes is not None:
             return
         left = self._limit(every) - sum(holding.nbytes for holding in every)
@@ -593,21 +600,21 @@ class SpaceShare:
         """Check that a store without pages will get some. One that grows may take them later, if a
         slot needs more than is taken at once. NoRoomError.
         """
-        lacks = f"no space for a chunk of {self._slot_bytes:,} bytes"
+        lacks = f"no space for a chunk of {size_in_words(self._slot_bytes)}"
         if not grows:
             raise NoRoomError(f"{lacks}: {self._holders()}")
         room = growth_room(self._root)
         if room.nbytes < self._slot_bytes:
             bound = _in_words(room.bound)
             raise NoRoomError(
-                f"{lacks}: the {bound} of {self._root} has {room.nbytes:,} to spare. Free some "
-                "memory, choose a smaller chunk_tokens, or set host_size to 0"
+                f"{lacks}: the {bound} of {self._root} has {size_in_words(room.nbytes)} to "
+                "spare. Free some memory, choose a smaller chunk_tokens, or set host_size to 0"
             )
 
     def _holders(self) -> str:
         """Describe which store holds how much of the root, and what can be done."""
         every = holdings(self._root)
-        told = [f"{self._root} may hold {self._limit(every):,} bytes"]
+        told = [f"{self._root} may hold {size_in_words(self._limit(every))}"]
         for one in every:
             if one.nbytes:
                 kind = (
@@ -619,11 +626,12 @@ class SpaceShare:
                     f", open in {_processes(one.directory)}" if one.in_use else ""
                 )
                 told.append(
-                    f"{one.directory.name} holds {one.nbytes:,}{kind}{used}"
+                    f"{one.directory.name} holds {size_in_words(one.nbytes)}{kind}{used}"
                 )
         return (
             "; ".join(told)
-            + ". Raise the limit, stop or remove one of them, or choose another path"
+            + f". Raise {'host_size' if self._in_memory else 'disk_size'}, stop or remove one of "
+            "them, or choose another path"
         )
 
 

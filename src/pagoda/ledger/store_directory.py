@@ -29,6 +29,7 @@ from pagoda.base.file_space import (
     allocate,
     lengthen,
     make_directory,
+    size_in_words,
     write_in_place,
 )
 from pagoda.base.log import guarded_logger
@@ -499,8 +500,12 @@ def _has_size(file: Path, nbytes: int) -> bool:
 def warn_of_slots(directory: Path, slots: int, spec: StoreSpec) -> None:
     """Log a warning if a store that is already open has fewer slots than the caller asks for."""
     if slots < spec.slots:
-        text = "%s has at most %d slots as long as others have it open, not the %d asked for"
-        log.warning(text, directory, slots, spec.slots)
+        text = "%s has at most %s as long as others have it open, not the %s asked for"
+        has, asked = f"{slots} slots", f"{spec.slots}"
+        if spec.slot_bytes:
+            has += f" ({size_in_words(slots * spec.slot_bytes)})"
+            asked += f" ({size_in_words(spec.slots * spec.slot_bytes)})"
+        log.warning(text, directory, has, asked)
 
 
 def _require_alone(directory: Path, locks: StoreLocks) -> None:

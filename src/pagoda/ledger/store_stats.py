@@ -6,7 +6,7 @@ Calls `admin`; touches no recency and no counter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.outcomes import NamespaceRow
 from pagoda.ledger.request_meters import Meter
 from pagoda.ledger.request_ring import RecentRequest
+from pagoda.ledger.root_usage import holdings, root_limit
 from pagoda.ledger.session import PATIENT_SECONDS
 
 
@@ -52,7 +53,11 @@ class StoreStats(NamedTuple):
             # private slots are not in a file, so the ledger knows of payloads only
             slot_bytes=ledger.slot_bytes or ledger.chunk_bytes,
             # while it reads, this process is a member too; people want to know about the others
-            gauges={**numbers, "members": numbers["members"] - 1},
+            gauges={
+                **numbers,
+                "members": numbers["members"] - 1,
+                "grown_bytes": _grown_bytes(ledger, numbers),
+            },
             counters=counters,
             pins={owner: len(keys) for owner, keys in pins.items()},
             namespaces=sorted(namespaces, key=lambda row: -row.chunks),
@@ -64,6 +69,13 @@ class StoreStats(NamedTuple):
     def size_bytes(self) -> int:
         """The bytes of all slots that have memory or disk space."""
         return (self.gauges["slots"] - self.gauges["unbacked"]) * self.slot_bytes
+
+    @property
+    def grown_bytes(self) -> int:
+        """The bytes of all slots that it may have, also of those that have no memory yet: what a
+        store is full of.
+        """
+        return self.gauges.get("grown_bytes", self.size_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -91,3 +103,23 @@ class StoreStats(NamedTuple):
             "requests": requests,
             "meters": meters,
         }
+
+
+def _grown_bytes(ledger: Ledger, numbers: Mapping[str, int]) -> int:
+    """Return the bytes of the slots that a store may have: those with pages, and what its root has
+    left for more.
+    """
+    slot_bytes = ledger.slot_bytes or ledger.chunk_bytes
+    slots = numbers["slots"]
+    now = (slots - numbers["unbacked"]) * slot_bytes
+    if not numbers["unbacked"]:
+        return now
+    most = slots * slot_bytes
+    try:
+        every = holdings(ledger.directory.parent)
+    except OSError:  # it is being removed
+        return most
+    limit = root_limit(every)
+    others = sum(one.nbytes for one in every if one.directory != ledger.directory)
+    left = (most if limit is None else min(most, limit)) - others
+    return max(now, left // slot_bytes * slot_bytes)

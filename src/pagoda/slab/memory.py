@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pagoda.base.errors import ClosedError, StoreError
 from pagoda.base.fork import reset_in_child
 from pagoda.base.signal_safe_threads import Event, start_thread
+from pagoda.base.store_place import no_private_memory
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
 from pagoda.slab.linux_mmap import (
@@ -313,7 +314,10 @@ def _map(path: Path | None, nbytes: int) -> Memory:
     if path is None:
         # Shared with forked children, like the ledger; otherwise a child would commit bytes that
         # its parent cannot see.
-        return map_shared(None, nbytes)
+        try:
+            return map_shared(None, nbytes)
+        except OSError as error:
+            raise no_private_memory(nbytes, str(error.strerror)) from error
     fd = open_slab(path, nbytes)
     try:
         return map_shared(fd, nbytes)

@@ -71,7 +71,7 @@ def _saved(stores: Collection[StoreStats]) -> str:
 def _room(stores: Mapping[str, StoreStats]) -> str:
     used = sum(store.used_bytes for store in stores.values())
     name, fullest = max(stores.items(), key=lambda one: _fullness(one[1]))
-    share = printing.share(fullest.used_bytes, fullest.size_bytes)
+    share = printing.share(fullest.used_bytes, fullest.grown_bytes)
     stored = f"stored {printing.size(used)}"
     if len(stores) == 1:
         return f"{stored}, {name} {share} full"
@@ -79,4 +79,4 @@ def _room(stores: Mapping[str, StoreStats]) -> str:
 
 
 def _fullness(store: StoreStats) -> float:
-    return store.used_bytes / store.size_bytes if store.size_bytes else 0.0
+    return store.used_bytes / store.grown_bytes if store.grown_bytes else 0.0

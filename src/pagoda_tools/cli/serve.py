@@ -192,7 +192,8 @@ def _address(listen: str | None) -> tuple[tuple[str, int] | None, Path | None]:
 
 
 def _host_room(size: str | None, config: Path | None) -> HostRoom | None:
-    from pagoda.config.sizes import auto_bytes
+    from pagoda.base.store_place import FIRST_PIECE_BYTES, require_place
+    from pagoda.config.sizes import AUTO, auto_bytes
     from pagoda_tools.serve.served_stores import HostRoom
 
     if size is None:
@@ -202,8 +203,10 @@ def _host_room(size: str | None, config: Path | None) -> HostRoom | None:
     room = (
         auto_bytes(Path(found.host_path)) if isinstance(nbytes, str) else nbytes
     )
-    return (
-        HostRoom(Path(os.path.realpath(found.host_path)), room, found.policy)
-        if room
-        else None
-    )
+    if not room:
+        return None
+    path = Path(os.path.realpath(found.host_path))
+    grows = nbytes == AUTO
+    first = min(room, FIRST_PIECE_BYTES) if grows else room
+    require_place(path, first, in_memory=True)
+    return HostRoom(path, room, found.policy, grows)

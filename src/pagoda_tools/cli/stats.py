@@ -356,7 +356,7 @@ def _print_room(stores: Mapping[str, StoreStats], wide: bool) -> None:
             },
             "slot": printing.size(snapshot.slot_bytes),
             "used": printing.size(snapshot.used_bytes),
-            "size": printing.size(snapshot.size_bytes),
+            "size": printing.size(snapshot.grown_bytes),
             "directory": snapshot.directory,
         }
         for tier, snapshot in stores.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -23,6 +24,7 @@ T = TypeVar("T")
 _STATE = "state"  # a directory with this file is a store
 # a directory with these files is a store whose state is lost
 _OTHERS = ("locks", "data.mdb")
+_URL = re.compile(r"([A-Za-z][\w+.-]*):/")  # a path has no two slashes in a row
 
 Directory: TypeAlias = Annotated[
     Path | None,
@@ -188,6 +190,8 @@ def find_stores(
         ]
     try:
         if not directory.is_dir():
+            if url := _URL.match(str(directory)):
+                raise UsageError(_not_a_url(url[1]))
             wrong = (
                 "not a directory" if directory.exists() else "no such directory"
             )
@@ -205,6 +209,24 @@ def find_stores(
             f"{directory}: has no store; name a tier's root, such as /dev/shm/pagoda-{os.getuid()}"
         )
     return found
+
+
+def _not_a_url(scheme: str) -> str:
+    """Return what is wrong with a URL in the place of a directory; it is not shown, because it may
+    have a password.
+    """
+    from pagoda.base.urls import EXAMPLES
+
+    known = scheme.lower() in EXAMPLES
+    what = (
+        f"{scheme}:// is a remote store"
+        if known
+        else f"unknown store {scheme}://"
+    )
+    return (
+        f"{what}, and no directory: name the root of a tier of this machine; a remote store is "
+        "named in the configuration (remote), and is shown without an argument"
+    )
 
 
 def _stores_of(root: Path) -> list[Path]:

@@ -389,7 +389,7 @@ def _bars(
         _Bar(
             name,
             snapshot.used_bytes,
-            snapshot.size_bytes,
+            snapshot.grown_bytes,
             _chunks(snapshot.gauges["ready"]),
         )
         for name, snapshot in shown.items()

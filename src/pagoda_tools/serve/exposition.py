@@ -94,6 +94,7 @@ _GAUGES = {
     "leased": "Chunks that a lease keeps from eviction for a while.",
     "allocated_bytes": "Memory or disk space that all files of the store take now.",
     "most_bytes": "What they take at most, when the store has grown to its size.",
+    "grown_bytes": "Bytes of the store's slots when it has grown to its size, beside those of its root.",  # noqa: E501
     "hint_bytes": "Memory that a store on disk takes for ranks, ghosts and counters, beside host_size.",  # noqa: E501
     "locked_bytes": "Memory that one process keeps locked for the tables of a store on disk.",
 }

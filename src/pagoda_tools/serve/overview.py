@@ -314,7 +314,7 @@ def _local_tiers(
                 "chunks": sum(one.stats.gauges["ready"] for one in own.values()),
                 "used_bytes": sum(one.stats.used_bytes for one in own.values()),
                 "size_bytes": sum(one.stats.size_bytes for one in own.values()),
-                "most_bytes": sum(_most_bytes(one.stats) for one in own.values()),
+                "most_bytes": sum(one.stats.grown_bytes for one in own.values()),
                 "hit_tokens": totals[f"hit_tokens_{kind}"],
                 "address": "",
                 "trouble": "",
@@ -350,19 +350,12 @@ def _store_row(
         "chunks": stats.gauges["ready"],
         "used_bytes": stats.used_bytes,
         "size_bytes": stats.size_bytes,
-        "most_bytes": _most_bytes(stats),
+        "most_bytes": stats.grown_bytes,
         "evicted_per_second": counts.get("evicted_chunks", 0) / recent.seconds
         if known and counts is not None
         else None,
         "read_seconds_ago": now - reading.read_at if is_failing else None,
     }
-
-
-def _most_bytes(stats: StoreStats) -> int:
-    """Return the bytes of all slots of a store, also of those without memory yet: the size to which
-    it grows. The gauge of that name has its tables too.
-    """
-    return stats.gauges["slots"] * stats.slot_bytes
 
 
 def _fullness(row: Mapping[str, object]) -> tuple[float, float]:

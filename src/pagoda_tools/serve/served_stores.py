@@ -21,6 +21,7 @@ import numpy as np
 from pagoda import codec
 from pagoda.base.clock import Deadline
 from pagoda.base.errors import ClosedError, NoRoomError, PagodaError
+from pagoda.base.file_space import size_in_words
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.codec import HEADER_BYTES
@@ -53,6 +54,7 @@ class HostRoom(NamedTuple):
     path: Path
     size_bytes: int
     policy: str
+    grows: bool = False  # `size_bytes` is the most: "auto"
 
 
 class LocatedChunk(NamedTuple):
@@ -556,8 +558,8 @@ class ServedStores:
             or len(self.stores()) >= _MOST_STORES
         ):
             raise NoRoomError(
-                f"no store for chunks of {header.length} bytes: start the server with more "
-                "--host-size"
+                f"no store for chunks of {size_in_words(header.length)}: start the server with "
+                "more --host-size"
             )
         path = self._host.path / f"{layout.fingerprint}.{FORMAT}"
         with self._scanning:
@@ -568,6 +570,7 @@ class ServedStores:
                     self._host.path,
                     self._host.size_bytes,
                     policy=self._host.policy,
+                    grows=self._host.grows,
                 )
                 made = ServedStore(path, tier.ledger, tier.slab)
                 self._stores = {path: made, **self._stores}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagoda.base.errors import ClosedError, StoreError
-from pagoda.base.file_space import make_directory
+from pagoda.base.file_space import make_directory, size_in_words
 from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.store_place import free_bytes, is_in_memory, require_own
 
@@ -147,10 +147,10 @@ class StateDirectory:
         except OSError:
             return
         if free < max(nbytes, _FULL_BYTES):
-            raise self._no_room(nbytes, f"{free:,} bytes are free")
+            raise self._no_room(nbytes, f"{size_in_words(free)} are free")
 
     def _no_room(self, nbytes: int, why: str) -> NoRoomForState:
-        size = f" of {nbytes:,} bytes" if nbytes else ""
+        size = f" of {size_in_words(nbytes)}" if nbytes else ""
         return NoRoomForState(
             f"{self.path} has no room for a state{size} ({why}): free some there, or start the "
             "server with another --slot-save-path"
