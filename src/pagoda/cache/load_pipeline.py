@@ -14,6 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import complete
 from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.load_destinations import (
     LoadBuffer,
@@ -22,7 +23,7 @@ from pagoda.cache.load_destinations import (
     reserved_in,
 )
 from pagoda.ledger import Reserved
-from pagoda.tiers.base import Done, Tier
+from pagoda.tiers.base import Done, Tier, end_of
 
 # the most bytes that are copied out at once while reads are in flight
 _ARRIVED_BYTES = 64 << 20
@@ -82,24 +83,39 @@ class LoadPipeline:
         most = self._destination.most
         flights = self._flights
         try:
-            while self._end is None:
-                if more and asked < stop and len(flights) <= most // 2:
-                    under_way = len(flights)
-                    self._start_loads(asked, min(stop, asked + most - under_way))
-                    more = len(flights) > under_way
-                    asked = asked + len(flights) - under_way
-                if not flights or not self._wait_for_next():
-                    break
+            try:
+                while self._end is None:
+                    if more and asked < stop and len(flights) <= most // 2:
+                        under_way = len(flights)
+                        self._start_loads(
+                            asked, min(stop, asked + most - under_way)
+                        )
+                        more = len(flights) > under_way
+                        asked = asked + len(flights) - under_way
+                    if not flights or not self._wait_for_next():
+                        break
+            finally:
+                if flights:
+                    complete(self._settle_rest)
         finally:
-            for flight in flights:
-                _settle_later(self._destination, flight)
+            # a signal handler may have raised before that
+            self._settle_rest()
         return self._end
+
+    def _settle_rest(self) -> None:
+        """Settle the buffers of all reads in flight. May be called again: a signal handler may
+        raise in it.
+        """
+        while self._flights:
+            _settle_later(self._destination, self._flights[0])
+            self._flights.popleft()
 
     def _start_loads(self, begin: int, end: int) -> None:
         """Begin to read a leading part of [begin, end)."""
         may_wait = not self._flights
         buffers = self._destination.reserve(begin, end, may_wait)
         asked = False
+        futures: Sequence[Future[Done]] | None = None
         try:
             if (
                 not buffers
@@ -134,8 +150,10 @@ class LoadPipeline:
                 and self._flights[-1].buffer is buffers[-1]
             ):
                 raise  # `run` settles the buffers
-            if asked and not isinstance(error, ValueError):
-                # a load that a signal handler interrupted may still be reading into them
+            is_refused = futures is None and isinstance(error, ValueError)
+            if asked and not is_refused:
+                # a load that a signal handler interrupted, or of which the tier told too few or too
+                # many futures, may still be reading into them
                 self._destination.abandon(buffers)
             else:
                 for buffer in buffers:
@@ -166,7 +184,7 @@ class LoadPipeline:
         for flight in islice(
             flights, max(1, _ARRIVED_BYTES // self._tier.chunk_bytes)
         ):
-            if not (flight.future.done() and flight.future.result().ok):
+            if not (flight.future.done() and end_of(flight.future).ok):
                 break
             arrived.append(flight.buffer)
         return self._deliver(arrived)
@@ -195,7 +213,9 @@ class LoadPipeline:
 
 
 def _settle_later(destination: LoadDestination, flight: _LoadInFlight) -> None:
-    """Settle the buffer when its I/O has really ended: now, or later on the tier's thread."""
+    """Settle the buffer when its I/O has really ended: now, or later on the tier's thread. May be
+    called again.
+    """
     flight.future.add_done_callback(
-        lambda future: destination.settle(flight.buffer, future.result().ok)
+        lambda future: destination.settle(flight.buffer, end_of(future).ok)
     )
