@@ -33,6 +33,7 @@ from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
 from pagoda.base.store_place import free_bytes, require_own
 from pagoda.ledger import allocation, hold_pin_remove, queries
+from pagoda.ledger.call_tokens import CallToken
 from pagoda.ledger.clearing import Clearing
 from pagoda.ledger.columns import (
     FEW_USED,
@@ -316,7 +317,15 @@ class Ledger:
             _opening.pop(me, None)
             with _changed:
                 _changed.notify_all()
-        try:
+
+        def discard(kind: type[BaseException] | None, *_: object) -> None:
+            has_no_room = kind is not None and issubclass(kind, NoRoomError)
+            if has_no_room or (opens and ledger.session.store.made):
+                discard_empty(ledger.directory, clock)
+
+        with contextlib.ExitStack() as undo:
+            undo.push(discard)  # after the other
+            undo.callback(ledger.close)
             with os_errors_mapped(ledger.directory):
                 if opens:
                     ledger.namespaces.prepare_clears()
@@ -328,13 +337,7 @@ class Ledger:
                 if create and asked not in ledger._asked:
                     _with_space(partial(ledger.space.fit_to_limit, *asked), until)
                     ledger._asked.add(asked)
-        except BaseException as error:
-            ledger.close()
-            if isinstance(error, NoRoomError) or (
-                opens and ledger.session.store.made
-            ):
-                discard_empty(ledger.directory, clock)
-            raise
+            undo.pop_all()
         return ledger
 
     @classmethod
@@ -430,6 +433,7 @@ class Ledger:
         already_admitted: bool = False,
         context: int | None = None,
         deadline_seconds: float = 1.0,
+        token: CallToken | None = None,
     ) -> list[Outcome]:
         """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading
         keys first.
@@ -438,6 +442,7 @@ class Ledger:
         slot in one call, and one member has at most a quarter of the slots reserved. The policy may
         keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
         new chunks, see `policy.reuse_context`. Changes recency and leases of what is Present.
+        `token`: owns what this call reserved, from its end on.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -458,7 +463,9 @@ class Ledger:
             context,
         )
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
-        try:
+
+        def reserve(own: CallToken) -> list[Outcome]:
+            request.made = own.made
             self._reserve_alone(request, until)
             self.contexts.put(request)
             outcomes = request.outcomes + [
@@ -466,10 +473,8 @@ class Ledger:
             ]
             self._note_reserved(outcomes)
             return outcomes
-        except BaseException:
-            # raised by a signal handler: the caller never learns of these reservations
-            self._abort_made([request])
-            raise
+
+        return self.owned(reserve, token)
 
     def reserve_runs(
         self,
@@ -479,6 +484,7 @@ class Ledger:
         parts: int = 1,
         admit_all: bool = False,
         deadline_seconds: float = 1.0,
+        token: CallToken | None = None,
     ) -> list[list[Outcome]]:
         """Reserve slots for several runs, such as those of all requests of one step of an engine;
         return the outcomes of each.
@@ -506,7 +512,10 @@ class Ledger:
             )
             for run in runs
         ]
-        try:
+
+        def reserve(own: CallToken) -> list[list[Outcome]]:
+            for request in requests:
+                request.made = own.made
             for group in self._together(requests):
                 if len(group) > 1:
                     self._reserve_group(group, until)
@@ -521,10 +530,8 @@ class Ledger:
             ]
             self._note_reserved([one for each in outcomes for one in each])
             return outcomes
-        except BaseException:
-            # as in `reserve`
-            self._abort_made(requests)
-            raise
+
+        return self.owned(reserve, token)
 
     def _together(
         self, requests: Sequence[allocation.ReserveRequest]
@@ -617,18 +624,6 @@ class Ledger:
         # nothing must be evicted soon while an eighth is free
         low = self._room * 8 < self.columns.capacity and self.evictor.is_low
         self.upkeep_thread.wake(low)
-
-    def _abort_made(self, requests: Sequence[allocation.ReserveRequest]) -> None:
-        """Give up what was reserved for requests whose caller never learns of it."""
-        self.abort(
-            [
-                one
-                for request in requests
-                for transaction, outcomes in request.made
-                if transaction.committed
-                for one in outcomes
-            ]
-        )
 
     def _find_room(
         self, group: Sequence[allocation.ReserveRequest], until: float
@@ -888,9 +883,11 @@ class Ledger:
         missed its deadline is done by this process's next transaction. After an exception (of a
         signal handler) nothing is reserved; a ValueError, for a wrong part, changes nothing.
         """
-        done: list[CommitResult] = []
         until = time.monotonic() + deadline_seconds
-        try:
+
+        def commit_all(token: CallToken) -> list[CommitResult]:
+            token.made.append((None, reserved))
+            done: list[CommitResult] = []
             for batch in batches(reserved):
                 commit = partial(allocation.commit, reserved=batch, part=part)
                 try:
@@ -899,12 +896,12 @@ class Ledger:
                     self.count({f"drop_{error.reason}": len(batch)})
                     self.session.defer(commit)
                     done += [CommitResult.LOST] * len(batch)
+                except ValueError:
+                    token.made.clear()
+                    raise
             return done
-        except ValueError:
-            raise
-        except BaseException:
-            self.abort(reserved[len(done) :])
-            raise
+
+        return self.owned(commit_all)
 
     def abort(
         self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0
@@ -934,18 +931,21 @@ class Ledger:
         """Make this member the writer of that part of chunks that another member may have
         reserved.
         """
-        done: list[bool] = []
         until = time.monotonic() + deadline_seconds
-        for batch in batches(reserved):
-            try:
-                done += self._owed(
-                    partial(allocation.adopt, reserved=batch, part=part),
-                    partial(allocation.abort, reserved=batch),
-                    until - time.monotonic(),
+
+        def adopt_all(token: CallToken) -> list[bool]:
+            done: list[bool] = []
+            for batch in batches(reserved):
+                adopt = partial(
+                    allocation.adopt, reserved=batch, part=part, made=token.made
                 )
-            except UnavailableError:
-                done += [False] * len(batch)
-        return done
+                try:
+                    done += self.session.write(adopt, until - time.monotonic())
+                except UnavailableError:
+                    done += [False] * len(batch)
+            return done
+
+        return self.owned(adopt_all)
 
     def _now_or_later(
         self, work: Callable[[Transaction], None], deadline_seconds: float
@@ -957,26 +957,26 @@ class Ledger:
         with contextlib.suppress(UnavailableError):
             self.session.write(lambda _: None, deadline_seconds)
 
-    def _owed(
-        self,
-        work: Callable[[Transaction], T],
-        undo: Callable[[Transaction], None],
-        seconds: float,
+    def owned(
+        self, work: Callable[[CallToken], T], token: CallToken | None = None
     ) -> T:
-        """Run work whose result the caller must release; `undo` it if a signal handler's exception
-        loses the result.
+        """Run a call that puts on a token what its caller is to own. If it is interrupted, the
+        caller never learns of that: it is given up.
+
+        `token`: that of the caller, which owns it if the call succeeds. Without one, the caller
+        must be written in Python: no signal handler can run between the end of this and its next
+        line.
         """
-        begun: list[Transaction] = []
-
-        def noted(transaction: Transaction) -> T:
-            begun.append(transaction)
-            return work(transaction)
-
+        own = CallToken()
+        orphan = self.session.orphans.add
         try:
-            return self.session.write(noted, seconds)
+            result = work(own)
+            if token is not None:
+                token.take(own)
+            return result
         except BaseException:
-            if begun and begun[-1].committed:
-                self._now_or_later(undo, 1.0)
+            orphan(own)
+            self.session.drop_orphans()
             raise
 
     # ---- reading
@@ -1414,18 +1414,16 @@ class Ledger:
         A chunk that is removed or cleared meanwhile is neither found nor valid, but no byte of its
         slot changes before.
         """
-        held: list[tuple[int, int]] = []
-        hold = partial(
-            hold_pin_remove.hold, chunks=_pairs(slots, generations), held=held
-        )
-        try:
-            return self._owed(
-                hold,
-                partial(hold_pin_remove.release, chunks=held),
-                deadline_seconds,
-            )
-        except UnavailableError:
-            return [False] * len(slots)
+        chunks = _pairs(slots, generations)
+
+        def hold(token: CallToken) -> list[bool]:
+            step = partial(hold_pin_remove.hold, chunks=chunks, held=token.held)
+            try:
+                return self.session.write(step, deadline_seconds)
+            except UnavailableError:
+                return [False] * len(slots)
+
+        return self.owned(hold)
 
     def release(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64]
@@ -1495,11 +1493,10 @@ class Ledger:
         """
         with os_errors_mapped(self.directory):
             slab = opener(self.slab_path)
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(slab.close)
                 self.session.require_store()
-            except BaseException:
-                slab.close()
-                raise
+                undo.pop_all()
         return slab
 
     def register_device(self) -> list[range]:

@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ import numpy as np
 from pagoda import policy as policies
 from pagoda.base.clock import Clock, Deadline
 from pagoda.base.errors import ClosedError
-from pagoda.base.finalizers import Finalizer
 from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
@@ -27,7 +25,14 @@ from pagoda.base.store_place import (
     require_room_for_one,
 )
 from pagoda.layout import KVLayout
-from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
+from pagoda.ledger import (
+    Busy,
+    Ledger,
+    Present,
+    Reserved,
+    SlotWriter,
+    StoreSpec,
+)
 from pagoda.ledger.store_state import FORMAT
 from pagoda.slab import MemorySlab
 from pagoda.tiers.base import (
@@ -71,7 +76,6 @@ class HostTier(LedgerTier):
         self.deadline_seconds = deadline_seconds
         self._ended = False
         self._pid = os.getpid()
-        self._abandoned: dict[Reserved, Finalizer] = {}
         # the process that registered the slab (a forked child has not), and the ledger's growth at
         # that time
         self._registered = 0, 0, 0
@@ -191,23 +195,6 @@ class HostTier(LedgerTier):
         if last:
             self._close_store()
 
-    def abort_when_dropped(
-        self, reserved: Sequence[Reserved], views: Bytes
-    ) -> None:
-        """Abort reservations when no I/O can touch their slots any more, that is, when nothing
-        refers to `views`.
-
-        `views` is the base array of all views of these slots.
-        """
-        self._abandoned[reserved[0]] = Finalizer(
-            views, partial(self._abort, reserved)
-        )
-
-    def _abort(self, reserved: Sequence[Reserved]) -> None:
-        self._abandoned.pop(reserved[0], None)
-        self.ledger.abort(reserved)
-        self.end_copies(reserved)
-
     def use_device(self, device_index: int) -> None:
         """Register the slab with the GPUs, in the background. Call it before each GPU copy.
         Idempotent and cheap.
@@ -268,22 +255,21 @@ class HostTier(LedgerTier):
     def _save(
         self, run: Sequence[Chunk], namespace: bytes, stamp: int
     ) -> list[Future[Done]]:
-        outcomes = self.ledger.reserve(
-            [chunk.key for chunk in run],
-            namespace=namespace,
-            start=run[0].position,
-            parent=run[0].parent,
-            tokens=run[0].tokens,
-            stamp=stamp,
-            deadline_seconds=self.deadline_seconds,
-        )
         ends: dict[int, Future[Done]] = {}
         copied: dict[int, Reserved] = {}
-        stale: list[Reserved] = []
-        try:
+        with SlotWriter(self.ledger, self.slab) as writer:
+            outcomes = writer.reserve(
+                [chunk.key for chunk in run],
+                namespace=namespace,
+                start=run[0].position,
+                parent=run[0].parent,
+                tokens=run[0].tokens,
+                stamp=stamp,
+                deadline_seconds=self.deadline_seconds,
+            )
             for n, (chunk, outcome) in enumerate(zip(run, outcomes, strict=True)):
                 if isinstance(outcome, Reserved):
-                    slot = self.slab.view(outcome.slot)
+                    slot = writer.views([outcome])[0]
                     np.copyto(
                         slot[: self.chunk_bytes],
                         chunk.payload[: self.chunk_bytes],
@@ -291,7 +277,6 @@ class HostTier(LedgerTier):
                     if chunk.still_valid():
                         copied[n] = outcome
                     else:
-                        stale.append(outcome)
                         ends[n] = self._dropped(Reason.STALE)
                 elif isinstance(outcome, Present):
                     ends[n] = completed_future(True)
@@ -301,21 +286,14 @@ class HostTier(LedgerTier):
                     # counted by the ledger
                     ends[n] = completed_future(False, outcome.reason)
             if copied:
-                kept = self.ledger.commit(
-                    list(copied.values()), deadline_seconds=self.deadline_seconds
-                )
+                kept = writer.commit(list(copied.values()), self.deadline_seconds)
                 for n, ok in zip(copied, kept, strict=True):
                     ends[n] = (
                         completed_future(True)
                         if ok
                         else completed_future(False, Reason.SUPERSEDED)
                     )
-            if stale:
-                self.ledger.abort(stale)
-            return [ends[n] for n in range(len(run))]
-        except BaseException:
-            self.ledger.abort(outcomes, self.deadline_seconds)
-            raise
+        return [ends[n] for n in range(len(run))]
 
     def load(
         self,
