@@ -258,7 +258,7 @@ class Slow(DiskTier):
     "function",
     [
         LoadPipeline.run,
-        LoadPipeline._settle_rest,
+        LoadPipeline._run,
         load_pipeline._settle_later,
         HostDestination.settle,
     ],
