@@ -127,6 +127,32 @@ def test_an_engine_is_not_started_without_a_library(
     assert "pip install 'pagodakv[redis]'" in said
 
 
+@pytest.mark.parametrize(
+    "command", ["config check", "llama-server -- llama-server -m x.gguf"]
+)
+@pytest.mark.parametrize(
+    ("library", "extra", "option", "value"),
+    [
+        ("opentelemetry", "otel", "PAGODA_OTEL", "1"),
+        ("zstandard", "zstd", "PAGODA_REMOTE", "redis://127.0.0.1:1?codec=zstd"),
+    ],
+)
+def test_a_library_that_an_option_needs_is_missed_before_the_start(
+    library: str,
+    extra: str,
+    option: str,
+    value: str,
+    command: str,
+    shm_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hide(monkeypatch, library)
+    where = {"PAGODA_HOST_PATH": str(shm_root), option: value}
+    done = done_here(*command.split(), **where)
+    said = one_line(done.returncode, done.stdout, done.stderr)
+    assert f"pip install 'pagodakv[{extra}]'" in said
+
+
 @pytest.mark.parametrize("command", ["stats", "ls", "check", "clear --yes"])
 def test_a_url_is_no_directory(command: str) -> None:
     for url in ("foo://x/y", "redis://user:hidden@x:1"):

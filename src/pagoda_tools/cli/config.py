@@ -161,11 +161,13 @@ def allow(
 @app.command()
 def check(file: File = None, as_json: AsJson = False) -> int:
     """Check the configuration: its values, its directories and whether remote tiers answer."""
+    from pagoda_tools.cli.engine_start import require_extras
     from pagoda_tools.cli.remote_stores import pinged, require_libraries
 
     config = configured(file)
     servers = [spec for specs in _servers(config).values() for spec in specs]
     require_libraries(servers)
+    require_extras(config)
     asked = pinged(servers)
     troubles = [
         *_troubles(config),

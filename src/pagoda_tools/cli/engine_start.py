@@ -25,7 +25,7 @@ from typing import (
 import typer
 from typer import Option
 
-from pagoda.base.errors import StoreError
+from pagoda.base.errors import ConfigError, StoreError
 from pagoda.config import Config
 from pagoda_tools.cli import FailedError, UsageError
 
@@ -254,13 +254,25 @@ def check_tiers(config: Config) -> None:
             )
     for server in (*config.peer_servers(), *config.lookup_server()):
         server.url_with_password()
+    require_extras(config)
+    for spec in config.remotes():
+        spec.engine()  # connects to nothing
+
+
+def require_extras(config: Config) -> None:
+    """Check that the libraries are installed that options need, apart from those of remote stores.
+    Raises ConfigError.
+    """
+    if config.otel and find_spec("opentelemetry") is None:
+        raise ConfigError(
+            "otel = true needs opentelemetry: pip install 'pagodakv[otel]', or leave it out"
+        )
     if remotes := config.remotes():
         # with numpy, which takes a quarter of a second
         from pagoda import codec as codecs
 
         for spec in remotes:
             codecs.require(spec.codec)
-            spec.engine()  # connects to nothing
 
 
 def _was_used(root: Path) -> bool:
