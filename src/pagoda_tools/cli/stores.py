@@ -215,9 +215,9 @@ def _not_a_url(scheme: str) -> str:
     """Return what is wrong with a URL in the place of a directory; it is not shown, because it may
     have a password.
     """
-    from pagoda.base.urls import EXAMPLES
+    from pagoda.base.urls import SCHEMES
 
-    known = scheme.lower() in EXAMPLES
+    known = scheme.lower() in SCHEMES
     what = (
         f"{scheme}:// is a remote store"
         if known
