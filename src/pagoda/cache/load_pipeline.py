@@ -22,7 +22,7 @@ from pagoda.cache.load_destinations import (
     reserved_in,
 )
 from pagoda.ledger import Reserved
-from pagoda.tiers.base import Done, Tier
+from pagoda.tiers.base import Done, Tier, end_of
 
 # the most bytes that are copied out at once while reads are in flight
 _ARRIVED_BYTES = 64 << 20
@@ -100,6 +100,7 @@ class LoadPipeline:
         may_wait = not self._flights
         buffers = self._destination.reserve(begin, end, may_wait)
         asked = False
+        futures: Sequence[Future[Done]] | None = None
         try:
             if (
                 not buffers
@@ -134,8 +135,10 @@ class LoadPipeline:
                 and self._flights[-1].buffer is buffers[-1]
             ):
                 raise  # `run` settles the buffers
-            if asked and not isinstance(error, ValueError):
-                # a load that a signal handler interrupted may still be reading into them
+            is_refused = futures is None and isinstance(error, ValueError)
+            if asked and not is_refused:
+                # a load that a signal handler interrupted, or of which the tier told too few or too
+                # many futures, may still be reading into them
                 self._destination.abandon(buffers)
             else:
                 for buffer in buffers:
@@ -166,7 +169,7 @@ class LoadPipeline:
         for flight in islice(
             flights, max(1, _ARRIVED_BYTES // self._tier.chunk_bytes)
         ):
-            if not (flight.future.done() and flight.future.result().ok):
+            if not (flight.future.done() and end_of(flight.future).ok):
                 break
             arrived.append(flight.buffer)
         return self._deliver(arrived)
@@ -197,5 +200,5 @@ class LoadPipeline:
 def _settle_later(destination: LoadDestination, flight: _LoadInFlight) -> None:
     """Settle the buffer when its I/O has really ended: now, or later on the tier's thread."""
     flight.future.add_done_callback(
-        lambda future: destination.settle(flight.buffer, future.result().ok)
+        lambda future: destination.settle(flight.buffer, end_of(future).ok)
     )

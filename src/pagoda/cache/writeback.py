@@ -40,7 +40,7 @@ from pagoda.config import Config
 from pagoda.ledger import Ledger, Reserved
 from pagoda.ledger.columns import NOT_READY
 from pagoda.tiers import HostTier
-from pagoda.tiers.base import Chunk, Done, Tier, runs
+from pagoda.tiers.base import Chunk, Done, Tier, end_of, runs
 
 log = guarded_logger("pagoda.cache")
 
@@ -626,6 +626,11 @@ class WriteBackQueue:
             leased = self._lease(piece)
             chunks = self._chunks(piece)
             futures = self.tier.store(chunks, batch.namespace, stamp=batch.stamp)
+            if len(futures) != len(piece):
+                # counted as being written, the others would be for ever
+                raise ValueError(
+                    f"{self.tier.name} gave {len(futures)} futures for {len(piece)} chunks"
+                )
         except Exception:
             self._counters.add({f"drop_{Reason.IO_ERROR}": len(piece)})
             for ref in piece:
@@ -688,7 +693,7 @@ class WriteBackQueue:
         of the tier.
         """
         try:
-            done = future.result()
+            done = end_of(future)
             # after the close, the slots may hold other chunks
             if not self._closed:
                 if done.ok or done.reason is Reason.NOT_ADMITTED:

@@ -340,6 +340,15 @@ def running_future() -> Future[Done]:
     return future
 
 
+def end_of(future: Future[Done]) -> Done:
+    """Return how a save or load that is done has ended; a tier whose future raises or was cancelled
+    has failed. Raises nothing.
+    """
+    if future.cancelled() or future.exception() is not None:
+        return Done(False, Reason.IO_ERROR)
+    return future.result()
+
+
 def clamp_deadline(own_seconds: float, deadline_seconds: float | None) -> float:
     """Return the deadline of a call: the tier's own is default and maximum."""
     return (
