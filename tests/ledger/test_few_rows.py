@@ -4,6 +4,7 @@ are the same.
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from pagoda.ledger import Ledger, queries
 from pagoda.ledger import ledger as ledger_module
 from pagoda.ledger.columns import NOT_READY, Columns
 from pagoda.ledger.eviction_policy import Evictor
+from pagoda.ledger.store_state import Kind
 from pagoda.policy.reuse_worth import age_of, age_of_one, class_of, class_of_one
 from pagoda.testing import FakeClock
 from tests.ledger.support import TENANT, keys, put, small_store
@@ -66,6 +68,32 @@ def test_few_and_many_rows_are_used_alike(
                 assert policy_of._asked.sum() > 0  # type: ignore[attr-defined]
             assert (one.columns.lease_until > 0).any()
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("gone", [1, 3])
+@pytest.mark.parametrize("hinted", [False, True])
+def test_chunks_that_are_replaced_before_they_are_used_are_used_by_nobody(
+    shm_root: Path, kind: Kind, gone: int, hinted: bool
+) -> None:
+    """Also where requests say more of themselves, and if no chunk of the run is left."""
+    chain = keys(1, 2, 3)
+    store = small_store(shm_root, 64, kind)
+    with closing(Ledger.open(store, policy="hindsight")) as one:
+        one.namespaces.register(TENANT, {"model": "test"})
+        slots = [item.slot for item in put(one, chain)]
+        if hinted:
+            assert one.evictor.keep_contexts()
+        found = one._match(chain, 0, TENANT, None, 0.0, False, False, 1.0)
+        one.columns.generation[slots[:gone]] += 1
+        before = one.columns.hits.tolist()
+        one._use(*found[:2], one.stamp(), True, True, 5.0, time.monotonic() + 5)
+        used = [
+            slot
+            for slot, hits in enumerate(one.columns.hits.tolist())
+            if hits != before[slot]
+        ]
+        assert sorted(used) == sorted(slots[gone:])
 
 
 def test_few_leases_are_bounded_like_many() -> None:

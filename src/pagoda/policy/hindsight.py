@@ -242,7 +242,9 @@ class Hindsight:
         """Do the same for few slots, one by one."""
         hints = self._hints
         if hints.contexts is not None:
-            self.touch(np.array(slots), np.array(stamps), asked)
+            # an empty array without a type has floats, which are no rows
+            rows = np.array(slots, np.int64)
+            self.touch(rows, np.array(stamps, np.int64), asked)
             return
         last_use = hints.cells[LAST_USE_CELLS]
         before: list[int] = []
