@@ -174,6 +174,9 @@ def test_what_is_no_object_is_no_body(text: bytes) -> None:
         (b'[{"more": {"lo\\u0072a": 1}}]', True),
         (b'{"prompt": "\\u00e4 lora"}', False),
         (b"{}", False),
+        # the server takes a NUL for the end
+        (b'{"l\\u006fra": []}\0', True),
+        (b'{"l\\u006fra": []}\0}', True),
         (b'no JSON "lora"', True),
         (b"\xff\\u006f", False),
     ],

@@ -128,6 +128,36 @@ def test_a_body_that_is_nested_too_deep_is_refused(server: LlamaServer) -> None:
     assert b"nested too deep" in answer
 
 
+@pytest.mark.parametrize("rest", [b"\0", b'\0{"prompt": "b"}'])
+def test_a_body_ends_where_the_server_ends_it(
+    server: LlamaServer, rest: bytes
+) -> None:
+    """Otherwise what it asks for behind the back of the proxy is not seen."""
+    body = {"prompt": TEXT, "n_predict": 8, **GREEDY}
+    text = json.dumps(body).encode()[:-1] + b', "n_cache_reus\\u0065": 8}' + rest
+    with running_proxy(server) as proxy:
+        answer = proxy.send(
+            "POST", "/completion", text, Content_Type="application/json"
+        )
+        # a slot was chosen for it
+        assert int(answer.told["prompt"]) > 600
+        settings = answer.json["generation_settings"]
+        assert settings.get("n_cache_reuse", 0) == 0  # type: ignore[attr-defined]
+        assert answer.text == bare(
+            server, "/completion", {"prompt": TEXT, "n_predict": 8}
+        )
+
+
+@pytest.mark.parametrize("route", ["/completion", "/lora-adapters", "/other"])
+def test_a_body_that_is_not_in_its_encoding_is_refused(
+    server: LlamaServer, route: str
+) -> None:
+    with running_proxy(server) as proxy:
+        answer = proxy.send("POST", route, b"abc", Content_Encoding="gzip")
+        assert answer.status == 400
+        assert b"the body cannot be read" in answer.body
+
+
 def test_names_that_are_none_are_refused(server: LlamaServer) -> None:
     with running_proxy(server) as proxy:
         for host, more in (

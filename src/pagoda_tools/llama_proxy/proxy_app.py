@@ -34,6 +34,7 @@ from pagoda_tools.llama_proxy.prompt_tokens import (
 )
 from pagoda_tools.llama_proxy.request_body import (
     Body,
+    as_the_server_reads,
     changed,
     has_member,
     read_body,
@@ -290,6 +291,8 @@ class LlamaProxy:
             )
         try:
             return await self._answer(request, client)
+        except web.RequestPayloadError as error:
+            return _error(400, f"the body cannot be read: {error}")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if request.transport is None or request.transport.is_closing():
                 # the client has gone, or got a part of an answer
@@ -319,8 +322,11 @@ class LlamaProxy:
                 "the slots are saved and restored by pagoda: their actions are not for clients",
             )
         text = await request.read()
+        question: Body | None = None
         try:
-            question = read_body(text) if route in ROUTES else None
+            if route in ROUTES:
+                text = as_the_server_reads(text)
+                question = read_body(text)
         except RecursionError:
             return _error(400, "the body is nested too deep")
         if question is None:

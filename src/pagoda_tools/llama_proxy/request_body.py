@@ -25,6 +25,13 @@ def read_body(text: bytes) -> Body | None:
     return found if isinstance(found, dict) else None
 
 
+def as_the_server_reads(text: bytes) -> bytes:
+    """Return a body without what llama.cpp's server does not read of its JSON: it takes a NUL for
+    the end. No JSON has one. Pure.
+    """
+    return text.partition(b"\0")[0]
+
+
 def has_member(text: bytes, names: Sequence[str]) -> bool:
     """Return whether a body of any form has a member of one of these names at any depth; a text
     that is one of them counts too. Pure.
@@ -34,7 +41,8 @@ def has_member(text: bytes, names: Sequence[str]) -> bool:
     plain = text
     if b"\\" in text:
         try:
-            found = msgspec.json.decode(text.removeprefix(_MARK))
+            read = as_the_server_reads(text)
+            found = msgspec.json.decode(read.removeprefix(_MARK))
             plain = msgspec.json.encode(found)
         except (msgspec.DecodeError, UnicodeDecodeError):
             pass
