@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from pagoda.base.clock import Deadline
+import pytest
+
+from pagoda.base.clock import Deadline, seconds_of
 from pagoda.testing import FakeClock
 from testbed.patience import Patience
 
@@ -52,3 +54,9 @@ def test_what_has_come_is_returned_even_when_it_is_late() -> None:
     assert deadline.wait(future) is None
     future.set_result(7)
     assert deadline.wait(future) == 7
+
+
+@pytest.mark.parametrize("seconds", [10**400, float("inf"), float("nan"), "1"])
+def test_what_is_no_finite_number_of_seconds_is_refused(seconds: object) -> None:
+    with pytest.raises(ValueError, match="a finite number of seconds is needed"):
+        seconds_of("deadline_seconds", seconds)

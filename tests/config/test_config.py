@@ -94,6 +94,7 @@ def test_a_directory_that_another_process_removes_meanwhile_is_no_file(
         ("min_hit_tokens", -1, "from 0"),
         ("deadline_seconds", 0, "more than 0"),
         ("deadline_seconds", float("nan"), "number of seconds"),
+        ("deadline_seconds", 10**400, "at most 3600 seconds"),
         ("io_threads", 1000, "to 64"),
         ("queue_chunks", 0, "from 1"),
         ("policy", "l r u", "did you mean lru?"),

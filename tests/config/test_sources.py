@@ -263,6 +263,7 @@ def test_how_a_value_may_be_spelt(
             "soon",
             f"{NO_NUMBER}, unable to parse string as a number",
         ),
+        ("deadline_seconds", 10**400, f"{NO_NUMBER}, it is too large"),
         ("deadline_seconds", None, NO_NUMBER),
         ("durable", "perhaps", f"{NO_FLAG}, unable to interpret input"),
         ("durable", 2, f"{NO_FLAG}, unable to interpret input"),

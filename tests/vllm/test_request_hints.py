@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pagoda.cache import RequestHints
 from pagoda.connectors.hint_parameters import parameters_of, parsed_hints
 from pagoda_tools.replay import read_trace
 from tests.vllm import stores
@@ -150,6 +151,16 @@ def test_wrong_values_are_refused_alone() -> None:
         "ending": "the value is wrong",
         "unknown": "there is no such hint",
     }
+
+
+@pytest.mark.parametrize("seconds", [10**400, -(10**400), float("inf")])
+def test_a_number_beyond_all_floats_is_refused_and_never_raises(
+    seconds: float,
+) -> None:
+    """A client of an engine writes it; an error in the scheduler would end the engine."""
+    parsed = parsed_hints({"pagoda.retain": seconds, "pagoda.drop": True})
+    assert parsed.hints == RequestHints(drop=True)
+    assert parsed.refused == {"retain_seconds": "the value is wrong"}
 
 
 def test_the_engine_knows_the_session_too() -> None:

@@ -32,7 +32,10 @@ def seconds_of(name: str, value: object) -> float:
         ValueError: it is not a finite number; `name` is what the caller calls it.
     """
     if isinstance(value, Real):
-        seconds = float(value)
+        try:
+            seconds = float(value)
+        except OverflowError:
+            seconds = math.inf
         if math.isfinite(seconds):
             return min(seconds, _MOST_SECONDS)
     raise ValueError(f"{name} = {value!r}: a finite number of seconds is needed")

@@ -6,7 +6,7 @@ counts what became of each, and notes it in the recorded trace. No call fails be
 
 from __future__ import annotations
 
-import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -106,8 +106,8 @@ class RequestHints:
         if (
             isinstance(seconds, bool)
             or not isinstance(seconds, (int, float))
-            or not math.isfinite(seconds)
-            or seconds < 0
+            # also an int that is too large for a float
+            or not 0 <= seconds <= sys.float_info.max
         ):
             raise ValueError(
                 f"retain_seconds = {seconds!r}: write a number of seconds, 0 or more"

@@ -142,7 +142,7 @@ def seconds(name: str, value: object) -> object:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not math.isfinite(value)
+        or not -math.inf < value < math.inf
     ):
         raise ValueError("a number of seconds is needed")
     if not 0 < value <= 3600:
@@ -240,7 +240,10 @@ def _number(value: object) -> float:
                 f"{_NO_NUMBER}, unable to parse string as a number"
             ) from None
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{_NO_NUMBER}, it is too large") from None
     raise ValueError(_NO_NUMBER)
 
 
