@@ -8,8 +8,9 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 
-__all__ = ["Interrupted", "interrupts", "release_logging"]
+__all__ = ["Interrupted", "interrupted_before", "interrupts", "release_logging"]
 
 
 class Interrupted(BaseException):
@@ -65,6 +66,38 @@ def interrupts(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         sys.unraisablehook = report
+
+
+def interrupted_before(
+    line: int, function: CodeType, work: Callable[[], object]
+) -> bool:
+    """Do some work, with an exception before the line of that number that runs in a function, from
+    1 on; whether there was one.
+    """
+    left = line
+
+    def trace(
+        frame: FrameType, event: str, _: object
+    ) -> Callable[..., object] | None:
+        nonlocal left
+        if event == "call":
+            return trace if frame.f_code is function else None
+        if event == "line":
+            left -= 1
+            if not left:
+                sys.settrace(None)
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def release_logging() -> None:

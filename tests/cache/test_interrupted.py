@@ -9,28 +9,39 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
 import pytest
 
 from pagoda.base.clock import Deadline
 from pagoda.base.finalizers import close_dropped
-from pagoda.cache import Cache
+from pagoda.base.metrics import Reason
+from pagoda.cache import Cache, load_pipeline
+from pagoda.cache.call import CheckedTransfer
+from pagoda.cache.load_destinations import HostDestination
+from pagoda.cache.load_pipeline import LoadPipeline
 from pagoda.cache.staging_buffers import StagingPool
 from pagoda.ledger import admin
+from pagoda.tiers import DiskTier, HostTier
+from pagoda.tiers.base import Bytes, Done, running_future
 from pagoda.tiers.io_queue import WorkerPool
 from testbed.patience import wait_until
 from tests.cache.kit import (
     CHUNK,
+    LAYOUT,
+    NAMESPACE,
     blank,
     cache_at,
+    config_of,
     kv_of,
     prompt,
     served,
     stored,
 )
-from tests.interrupts import Interrupted, interrupts
+from tests.interrupts import Interrupted, interrupted_before, interrupts
 from tests.ledger.support import others_get_in
 
 # the other method uses the same timer as these tests
@@ -220,3 +231,79 @@ def test_a_signal_before_the_commit_of_a_load_leaves_no_slot_reserved(
             10,
         )
         assert served(cache, prompt(3))[0].num_tokens == 3 * CHUNK
+
+
+class Slow(DiskTier):
+    """A disk whose reads do not end before a test ends them, or that have failed at once."""
+
+    has_failed = False
+    reads: Sequence[Future[Done]] = ()
+
+    def load(
+        self, keys: Sequence[bytes], buffers: Sequence[Bytes], **_: object
+    ) -> list[Future[Done]]:
+        self.reads = [running_future() for _ in keys]
+        if self.has_failed:
+            self.fail()
+        return self.reads
+
+    def fail(self) -> None:
+        for read in self.reads:
+            if not read.done():
+                read.set_result(Done(False, Reason.IO_ERROR))
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        LoadPipeline.run,
+        LoadPipeline._settle_rest,
+        load_pipeline._settle_later,
+        HostDestination.settle,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_a_signal_while_the_reads_of_a_load_are_given_up_loses_no_slot(
+    shm_root: Path, tmp_path: Path, function: FunctionType, has_failed: bool
+) -> None:
+    """Their slots are free as soon as the reads have ended."""
+    disk = Slow.open(LAYOUT, tmp_path, 16 << 20)
+    host = HostTier.open(LAYOUT, shm_root, 16 * LAYOUT.slot_bytes)
+    tokens = prompt(4)
+    kv = blank(tokens).transfer
+    with Cache(
+        config_of(shm_root, None),
+        namespace=NAMESPACE,
+        layout=LAYOUT,
+        tiers=[host, disk],
+    ) as cache:
+        disk.has_failed = has_failed
+        request = cache._checked(tokens, {"deadline_seconds": 0.0})
+        for line in itertools.count(1):
+            destination = HostDestination(
+                host,
+                request._replace(deadline=Deadline(30.0)),
+                host.ledger.stamp(),
+                0.0,
+            )
+            pipeline = LoadPipeline(
+                disk,
+                destination,
+                request,
+                CheckedTransfer(kv, LAYOUT),
+                lambda *_: None,
+            )
+            ended = not interrupted_before(
+                line,
+                function.__code__,
+                lambda: pipeline.run(0, 4),  # noqa: B023
+            )
+            disk.fail()
+            assert close_dropped(60)
+            assert outstanding(cache)["reserved"] == [0, 0], line
+            assert not host._copies, line
+            if ended:
+                # a read that has not failed yet is settled later
+                assert line > 1 or function is HostDestination.settle
+                break

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
 
 from pagoda.base.metrics import Reason
 from pagoda.tiers.base import Done
@@ -15,6 +19,7 @@ from pagoda.tiers.io_queue import (
     valid_writes,
 )
 from testbed.patience import Patience, wait_until
+from tests.interrupts import interrupted_before
 from tests.tiers.tools import (
     LAYOUT,
     ROOT,
@@ -390,3 +395,42 @@ def test_what_several_writes_share_is_asked_once() -> None:
     writes[4].future.set_result(OK)
     assert valid_writes(writes) == set(writes[:2])
     assert asked == ["shared", "gone"]
+
+
+@pytest.mark.parametrize("kind", ["reads", "writes"])
+def test_what_an_interrupted_call_has_queued_is_taken_at_once(kind: str) -> None:
+    """By a thread that waits, not only when the next call comes."""
+    some = [read(n) if kind == "reads" else write(n) for n in range(2)]
+    method = IoQueue.add_reads if kind == "reads" else IoQueue.add_writes
+    for line in itertools.count(1):
+        queue = IoQueue(8, fewest_writes=4)
+        thread = threading.Thread(target=_take_all, args=[queue])
+        thread.start()
+        wait_until(partial(_is_waited_for, queue))
+        ended = not interrupted_before(
+            line,
+            method.__code__,
+            partial(method, queue, some),  # type: ignore[arg-type]
+        )
+        if queue._changed._is_owned():  # type: ignore[attr-defined]
+            # before the end of `with`, where no handler can run
+            queue._changed.release()
+        wait_until(partial(_is_empty, queue))
+        queue.close()
+        thread.join(60)
+        if ended:
+            assert line > 5
+            break
+
+
+def _take_all(queue: IoQueue) -> None:
+    while queue.take(4) is not None:
+        pass
+
+
+def _is_waited_for(queue: IoQueue) -> bool:
+    return bool(queue._changed._waiters)
+
+
+def _is_empty(queue: IoQueue) -> bool:
+    return not queue._reads and not queue._writes

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from pagoda.base.metrics import Reason
+from pagoda.base.signal_safe_threads import complete
 from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.load_destinations import (
     LoadBuffer,
@@ -82,18 +83,32 @@ class LoadPipeline:
         most = self._destination.most
         flights = self._flights
         try:
-            while self._end is None:
-                if more and asked < stop and len(flights) <= most // 2:
-                    under_way = len(flights)
-                    self._start_loads(asked, min(stop, asked + most - under_way))
-                    more = len(flights) > under_way
-                    asked = asked + len(flights) - under_way
-                if not flights or not self._wait_for_next():
-                    break
+            try:
+                while self._end is None:
+                    if more and asked < stop and len(flights) <= most // 2:
+                        under_way = len(flights)
+                        self._start_loads(
+                            asked, min(stop, asked + most - under_way)
+                        )
+                        more = len(flights) > under_way
+                        asked = asked + len(flights) - under_way
+                    if not flights or not self._wait_for_next():
+                        break
+            finally:
+                if flights:
+                    complete(self._settle_rest)
         finally:
-            for flight in flights:
-                _settle_later(self._destination, flight)
+            # a signal handler may have raised before that
+            self._settle_rest()
         return self._end
+
+    def _settle_rest(self) -> None:
+        """Settle the buffers of all reads in flight. May be called again: a signal handler may
+        raise in it.
+        """
+        while self._flights:
+            _settle_later(self._destination, self._flights[0])
+            self._flights.popleft()
 
     def _start_loads(self, begin: int, end: int) -> None:
         """Begin to read a leading part of [begin, end)."""
@@ -198,7 +213,9 @@ class LoadPipeline:
 
 
 def _settle_later(destination: LoadDestination, flight: _LoadInFlight) -> None:
-    """Settle the buffer when its I/O has really ended: now, or later on the tier's thread."""
+    """Settle the buffer when its I/O has really ended: now, or later on the tier's thread. May be
+    called again.
+    """
     flight.future.add_done_callback(
         lambda future: destination.settle(flight.buffer, end_of(future).ok)
     )

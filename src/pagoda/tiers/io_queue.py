@@ -180,24 +180,33 @@ class IoQueue:
         """
         added: list[WriteRequest | Reason] = []
         with self._changed:
-            for write in writes:
-                twin = self._outstanding_writes.get(write.chunk.key)
-                if self._closed:
-                    added.append(Reason.CLOSED)
-                elif twin is not None:
-                    # BUSY: its key was removed while it is being written
-                    added.append(twin if twin.cancelled is None else Reason.BUSY)
-                elif len(self._outstanding_writes) >= self._write_chunks:
-                    added.append(Reason.QUEUE_FULL)
+            try:
+                for write in writes:
+                    twin = self._outstanding_writes.get(write.chunk.key)
+                    if self._closed:
+                        added.append(Reason.CLOSED)
+                    elif twin is not None:
+                        # BUSY: its key was removed while it is being written
+                        added.append(
+                            twin if twin.cancelled is None else Reason.BUSY
+                        )
+                    elif len(self._outstanding_writes) >= self._write_chunks:
+                        added.append(Reason.QUEUE_FULL)
+                    else:
+                        self._outstanding_writes[write.chunk.key] = write
+                        self._writes.append(write)
+                        added.append(write)
+                if self._fewest_writes is None:
+                    # some of the waiting threads only read, so one is not enough
+                    self._changed.notify_all()
                 else:
-                    self._outstanding_writes[write.chunk.key] = write
-                    self._writes.append(write)
-                    added.append(write)
-            if self._fewest_writes is None:
-                # some of the waiting threads only read, so one is not enough
+                    self._changed.notify(
+                        -(-len(self._writes) // self._fewest_writes)
+                    )
+            except BaseException:
+                # a signal handler has raised: what is queued must not wait for the next call
                 self._changed.notify_all()
-            else:
-                self._changed.notify(-(-len(self._writes) // self._fewest_writes))
+                raise
         return added
 
     def add_reads(self, reads: Sequence[ReadRequest]) -> list[Reason | None]:
@@ -232,9 +241,12 @@ class IoQueue:
                         self._reads.append(read)
                     else:
                         leader.followers.append(read)
-            finally:
                 # any thread serves reads: one for each run
                 self._changed.notify(runs)
+            except BaseException:
+                # a signal handler has raised: what is queued must not wait for the next call
+                self._changed.notify_all()
+                raise
         return refused
 
     def _joins(self, read: ReadRequest, run: Sequence[ReadRequest]) -> bool:
