@@ -235,7 +235,7 @@ def taken_and_given_back(
             pass
 
     def punches() -> None:
-        with ledger.space._slab():
+        with ledger.pages.slab():
             pass
 
     def looks(count: int = len(os.listdir(descriptors))) -> bool:

@@ -173,7 +173,7 @@ def test_a_piece_ends_where_huge_pages_meet(shm_root: Path) -> None:
     ledger = growing(shm_root, slot_bytes=12 << 10)
     ledger.growth_thread.wake()
     assert eventually(lambda: not ledger.space.lacks(0))
-    [whole] = ledger.space.backed_ranges()
+    [whole] = ledger.pages.backed_ranges()
     assert whole.stop * (12 << 10) % (2 << 20) == 0
     ledger.close()
 

@@ -29,6 +29,7 @@ from pagoda.ledger import (
     admin,
     hold_pin_remove,
     rebuild,
+    slab_pages,
     space_sharing,
 )
 from pagoda.ledger.growth_thread import GrowthThread
@@ -142,7 +143,7 @@ class Room:
     def give(self, nbytes: int, idle: bool) -> int:
         """Do what another store of the root requests when it needs space."""
         with root_locked(self.ledger.directory.parent, PATIENT_SECONDS):
-            return self.ledger.space.give(nbytes, idle)
+            return self.ledger.give_pages(nbytes, idle)
 
     def more(self, pieces: int = 1) -> bool:
         """Do what the ledger's thread does when there are too few slots."""
@@ -156,7 +157,7 @@ class Room:
 
     @property
     def backed(self) -> int:
-        return sum(map(len, self.ledger.space.backed_ranges()))
+        return sum(map(len, self.ledger.pages.backed_ranges()))
 
     def check(self) -> None:
         """Check that the tables are consistent, and that every slot that can be reserved has
@@ -511,7 +512,7 @@ def test_a_file_system_without_holes_costs_no_chunk(
 
     one = Room(shm_root, kind=kind)
     one.put(keys(*range(64)))
-    monkeypatch.setattr(space_sharing, "punch", refuses)
+    monkeypatch.setattr(slab_pages, "punch", refuses)
     with pytest.raises(NoRoomError, match="open in this process"):
         Room(shm_root, "b", kind)
     assert one.get(keys(*range(64))) == one.backed == 64
@@ -778,7 +779,11 @@ def test_killed_at_any_step_of_a_taking(
     one.put(keys(*range(64)))
     one.get(keys(*range(40, 64)))
     name = {"punched": "punch", "allocated": "allocate_range"}.get(step, step)
-    place = hold_pin_remove if step == "vacate" else space_sharing
+    place = space_sharing
+    if step == "vacate":
+        place = hold_pin_remove
+    if name == "punch":
+        place = slab_pages
     real = getattr(place, name)
 
     def dies(*arguments: int, **_: object) -> object:
@@ -848,7 +853,7 @@ def test_the_view_of_another_process_keeps_its_pages_until_it_dies(
     one = Room(shm_root)
     two = Room(shm_root, "b")
     one.put(keys(*range(48)))
-    coldest = [slot for slot, _ in one.ledger.space.coldest(2)]
+    coldest = one.ledger.next_victims(2).tolist()
     kept: list[object] = []
 
     def look() -> None:
@@ -872,7 +877,7 @@ def test_the_views_of_the_dead_are_not_those_of_the_next_member(
     one = Room(shm_root)
     two = Room(shm_root, "b")
     one.put(keys(*range(48)))
-    coldest = [slot for slot, _ in one.ledger.space.coldest(2)]
+    coldest = one.ledger.next_victims(2).tolist()
     kept: list[object] = []
 
     def look() -> None:
@@ -899,7 +904,7 @@ def test_a_forked_child_lends_for_itself_and_gives_nothing_back_for_its_parent(
     one = Room(shm_root)
     two = Room(shm_root, "b")
     one.put(keys(*range(48)))
-    coldest = [slot for slot, _ in one.ledger.space.coldest(4)]
+    coldest = one.ledger.next_victims(4).tolist()
     assert one.memory is not None
     views = one.memory.views(coldest[:2])
     kept: list[object] = []

@@ -13,7 +13,7 @@ import pytest
 
 from pagoda.base.errors import ClosedError, NoRoomError, StoreError
 from pagoda.base.synced_files import write_synced
-from pagoda.ledger import Ledger, admin, rebuild, space_sharing, store_directory
+from pagoda.ledger import Ledger, admin, rebuild, slab_pages, store_directory
 from pagoda.ledger.locks import OPEN
 from pagoda.ledger.store_state import LOCKS, read_state
 from testbed.patience import Patience
@@ -383,7 +383,7 @@ def test_metadata_that_fills_slots_is_punched_once(
         assert ledger.space.more() is False
         assert 32 <= with_pages(ledger) <= 33 == used_slots(ledger)
         assert not ledger.space.exceeds
-        monkeypatch.delattr(space_sharing, "punch")
+        monkeypatch.delattr(slab_pages, "punch")
         assert ledger.space.more() is False
 
 

@@ -14,19 +14,19 @@ import pytest
 from pagoda.ledger.store_state import LOCKS
 from pagoda.ledger.stores_under_root import root_locked
 from testbed.patience import wait_until
-from tests.ledger.support import PATIENT_SECONDS, opened
+from tests.ledger.support import PATIENT_SECONDS, keys, opened, put
 
 
 def test_a_ledger_that_is_dropped_while_its_thread_waits_for_space_is_no_error(
     shm_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger = opened(shm_root)
-    # it lacks pages, whatever is free
+    put(ledger, keys(*range(ledger.slots)))
+    # so it lacks pages
     ledger.space.exceeds = True
-    ledger.window = ledger.slots + 1
     gone = weakref.ref(ledger)
     growth = ledger.growth_thread
-    with caplog.at_level(logging.ERROR), root_locked(shm_root, PATIENT_SECONDS):
+    with caplog.at_level(logging.WARNING), root_locked(shm_root, PATIENT_SECONDS):
         growth.wake()
         thread = growth._thread
         # this thread and the other one

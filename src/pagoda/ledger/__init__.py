@@ -44,6 +44,7 @@ Modules, in the order in which a request reaches them:
     growth_thread       the thread that asks for more slots with pages, before they are needed
     slots_in_use        which slots of a slab in memory are read or written, so that their pages
                         stay
+    slab_pages          which slots of a slab have pages, and how a store gives pages up
     space_sharing       how the stores of one root share its space
     root_usage          what the stores of one root hold, and their limit
     store_directory     open, create, resize and rebuild a store's directory

@@ -99,9 +99,6 @@ class GrowthThread:
                         break
                     # other processes get the lock of the root in between
                     self._woken.wait(time.monotonic() - began)
-        except ReferenceError:
-            # the ledger was closed and dropped while this thread waited for its root
-            return
         except Exception:
             self._rests_until = time.monotonic() + _TROUBLE_SECONDS
             log.exception(

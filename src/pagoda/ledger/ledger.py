@@ -61,8 +61,9 @@ from pagoda.ledger.outcomes import (
 )
 from pagoda.ledger.request_contexts import RequestContexts
 from pagoda.ledger.request_ring import RING_BYTES, RequestRing
-from pagoda.ledger.root_usage import holdings
+from pagoda.ledger.root_usage import Holding, holdings
 from pagoda.ledger.session import Session, UnavailableError
+from pagoda.ledger.slab_pages import SlabPages
 from pagoda.ledger.slots_in_use import PageGuards
 from pagoda.ledger.space_sharing import SpaceShare
 from pagoda.ledger.store_directory import (
@@ -86,6 +87,8 @@ _VALID_SECONDS = 1.0
 # the part of its time that a reserve may wait for a store that grows
 _GROWTH_SHARE = 0.8
 _LOOK_SECONDS = 1.0
+# how long a store is asked for pages
+_GIVE_SECONDS = 0.5
 T = TypeVar("T")
 
 
@@ -176,7 +179,9 @@ class Ledger:
         self._closing = self._borrowed = False
         self.evictor = Evictor(policy, session.columns)
         self.contexts = RequestContexts(session, self.evictor)
-        self.space = SpaceShare(self)
+        self.pages = SlabPages(session)
+        ask = partial(_pages_of, clock=session.clock)
+        self.space = SpaceShare(session, self.pages, ask)
         learned = map_learned(session.hints, self.evictor)
         self.upkeep_thread = UpkeepThread(session, self.evictor, learned)
         self.growth_thread = GrowthThread(session, self.space)
@@ -1446,6 +1451,13 @@ class Ledger:
         except DeadlineMissedError:
             return np.empty(0, np.int64)
 
+    def give_pages(self, nbytes: int, idle: bool) -> int:
+        """Free that many bytes of the slab, for the other stores of the root; return how many were
+        freed. See `SlabPages.give`.
+        """
+        shared = self._uses > 1
+        return self.pages.give(nbytes, idle, shared, self.next_victims)
+
     # ---- removal of a damaged chunk
 
     def remove_exact(
@@ -1497,7 +1509,7 @@ class Ledger:
         Returns the slots that have pages: as long as this process lives, no store takes them away.
         """
         self.session.write(mark_device)
-        return self.space.backed_ranges()
+        return self.pages.backed_ranges()
 
     def close(self) -> None:
         """Leave the store: give up reservations and holds; the last process to leave a store on
@@ -1617,16 +1629,29 @@ def make_room(
                 ):
                     continue
                 with contextlib.suppress(StoreError, ClosedError, OSError):
-                    giver = Ledger.attach(
-                        holding.directory, clock, deadline_seconds, borrowed=True
-                    )
-                    with contextlib.closing(giver):
-                        freed += giver.space.give(
-                            min(missing, holding.nbytes), idle=True
-                        )
+                    wanted = min(missing, holding.nbytes)
+                    freed += _pages_of(holding, wanted, clock, deadline_seconds)
     except (StoreError, OSError) as error:
         log.debug("no room is made under %s: %s", root, error)
     return freed
+
+
+def _pages_of(
+    holding: Holding,
+    nbytes: int,
+    clock: Clock,
+    deadline_seconds: float = _GIVE_SECONDS,
+) -> int:
+    """Let a store of the root free that many bytes; return how many it freed. Under the lock of the
+    root.
+
+    If no process has it open, it is opened for that. StoreError or ClosedError if it cannot be.
+    """
+    giver = Ledger.attach(
+        holding.directory, clock, deadline_seconds, borrowed=True
+    )
+    with contextlib.closing(giver):
+        return giver.give_pages(nbytes, idle=not holding.in_use)
 
 
 def _left(until: float) -> float:

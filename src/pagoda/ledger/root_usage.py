@@ -1,6 +1,6 @@
 """How much space the stores of one root hold, and how much they may hold together.
 
-`store_directory` and `space_sharing` call it under the lock of the root.
+`store_directory`, `space_sharing` and `slab_pages` call it under the lock of the root.
 """
 
 from __future__ import annotations
@@ -94,6 +94,19 @@ def root_limit(every: Sequence[Holding]) -> int | None:
         (one.limit for one in every if one.in_use and one.limit is not None),
         default=None,
     )
+
+
+def fair_share(every: Sequence[Holding], unlimited_bytes: int) -> int:
+    """Return the bytes of a fair share: of the limit, or of `unlimited_bytes` if there is none."""
+    takers = [
+        one
+        for one in every
+        if one.nbytes
+        or (one.in_use and one.state is not None and one.state.slot_bytes)
+    ]
+    limit = root_limit(every)
+    shared = unlimited_bytes if limit is None else limit
+    return shared // max(1, len(takers))
 
 
 def write_limit(directory: Path, nbytes: int | None, sole: bool) -> None:

@@ -10,59 +10,48 @@ other versions in memory have a separate limit.
 
 The steps of one transfer, all under the lock of the root, and never inside two gates at once:
 
-    the giver's gate    its free slots and those of its coldest chunks leave its tables and become
-                        bare
-    no gate             views of a slab in memory are waited for (`slots_in_use`), then the holes
-                        are punched
+    the giver           frees pages of its slab (`slab_pages`)
     no gate             the taker allocates pages for its slots: without free space it gets fewer,
                         without an error
     the taker's gate    these slots become free, and may be reserved only from now on
 
-A process that dies between these steps leaves bare slots with pages, or pages that no table lists:
-the next one that needs space punches them. `Ledger` calls this module to fit a new store into the
-root, `upkeep_thread` to get more slots.
+A process that dies between these steps leaves pages that no table lists: the next one that needs
+space punches them. `Ledger` calls this module to fit a new store into the root, and hands it the
+call that asks another store to give; `growth_thread` calls it to get more slots.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pagoda.base.errors import ClosedError, NoRoomError, StoreError
-from pagoda.base.file_space import (
-    allocate_range,
-    data_ranges,
-    punch,
-    reserve_in_place,
-)
+from pagoda.base.file_space import allocate_range, reserve_in_place
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.store_place import FIRST_PIECE_BYTES, free_bytes, growth_room
-from pagoda.ledger import hold_pin_remove, queries
-from pagoda.ledger.columns import BARE, NOT_READY
+from pagoda.ledger.columns import NOT_READY
 from pagoda.ledger.hint_pages import coldest_stamp
 from pagoda.ledger.lmdb_tables import Meta, map_bytes
 from pagoda.ledger.root_usage import (
     Holding,
-    held_bytes,
+    fair_share,
     holdings,
     root_limit,
     write_limit,
 )
+from pagoda.ledger.session import Session
+from pagoda.ledger.slab_pages import SlabPages, ranges_of
 from pagoda.ledger.store_state import FORMAT, TABLES, read_state
-from pagoda.ledger.stores_under_root import root_locked
-from pagoda.ledger.transaction import BATCH, Transaction, batches
-
-if TYPE_CHECKING:
-    from pagoda.ledger.ledger import Ledger
+from pagoda.ledger.stores_under_root import openers, root_locked
+from pagoda.ledger.transaction import Transaction, batches, window
 
 log = guarded_logger("pagoda")
 
@@ -76,13 +65,13 @@ _STEP_BYTES = (
 _FINISHED_BYTES = 8 << 20  # moved into huge pages at once
 _HUGE_PAGE_BYTES = 2 << 20  # where a piece ends, if its slots allow that
 _ROOT_SECONDS = 2.0
-_BORROW_SECONDS = 0.5
-# how long to wait for copies; a slot that is in use for longer keeps its pages for now
-_LENT_SECONDS = 0.2
 _SETTLE_SECONDS = 3.0  # how long an opening may take pieces from other stores
 # the pause before a store that had nothing to give is asked again
 _BARREN_SECONDS = 10.0
 _TROUBLE = (StoreError, ClosedError, OSError)
+
+# asks a store of the root to free that many bytes; returns how many it freed
+Ask = Callable[[Holding, int], int]
 
 
 class MappedSlab(Protocol):
@@ -99,14 +88,16 @@ class SpaceShare:
     root.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        # no cycle: a closed ledger frees its mapped files
-        self._ledger: Ledger = weakref.proxy(ledger)
-        self._session = ledger.session
-        self._slot_bytes = ledger.slot_bytes
-        self._directory = ledger.directory
-        self._root = ledger.directory.parent
-        self._in_memory = ledger.kind == "memory"
+    def __init__(self, session: Session, pages: SlabPages, ask: Ask) -> None:
+        state = session.store.state
+        self._session = session
+        self._pages = pages
+        self._asked_of = ask
+        self._slots = state.slots
+        self._slot_bytes = state.slot_bytes
+        self._directory = session.store.directory
+        self._root = self._directory.parent
+        self._in_memory = state.kind == "memory"
         self.grown = 0  # how often it has grown, in this process
         # whether the last `more` found free memory or disk space
         self.has_grown = False
@@ -120,9 +111,7 @@ class SpaceShare:
         self._mapped = 0  # the slots before this one are, in huge pages
         # whether the root held more than its limit when that was last checked
         self.exceeds = False
-        # what the slab holds beyond its slots when all others are punched
-        self._metadata_bytes = 0
-        self._log_lines = RateLimitedLog(ledger.session.clock)
+        self._log_lines = RateLimitedLog(session.clock)
         # store -> until when it is not asked
         self._barren: dict[Path, float] = {}
 
@@ -146,7 +135,7 @@ class SpaceShare:
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             # holes that are filled need no metadata: there may be space for more then
             if first_bytes is None:
-                while self._grow(self._ledger.slots) and time.monotonic() < until:
+                while self._grow(self._slots) and time.monotonic() < until:
                     pass
             until = time.monotonic() + min(seconds, _SETTLE_SECONDS)
             excess = self._shrink()
@@ -154,13 +143,13 @@ class SpaceShare:
             if first_bytes is not None:
                 begin_with = self._first_share(first_bytes, begin_with)
             while (
-                self._own_bytes() < begin_with
+                self._pages.own_bytes() < begin_with
                 and time.monotonic() < until
                 and self._take()
             ):
                 pass
         self._tell(excess)
-        meta = self._meta()
+        meta = self._pages.meta()
         every = holdings(self._root)
         if not meta.with_pages():
             self._require_later_pages(first_bytes is not None)
@@ -204,19 +193,19 @@ class SpaceShare:
             return 0
         least = max(1, FIRST_PIECE_BYTES // self._slot_bytes)
         used = meta.with_pages() - meta.free()
-        return min(self._ledger.window, max(least, used))
+        return min(window(self._slots), max(least, used))
 
     def lacks(self, wanted: int) -> bool:
         """Whether more pages are needed: for `wanted` free slots and, ahead of need, for those
         after them; or the root holds too much. Never raises for a failure at run time.
         """
         try:
-            meta = self._meta()
+            meta = self._pages.meta()
         except _TROUBLE:
             return False
         ahead = self.ahead(meta)
         few = bool(ahead) and meta.free() < max(ahead, wanted)
-        return few or (self.exceeds and meta.free() < self._ledger.window)
+        return few or (self.exceeds and meta.free() < window(self._slots))
 
     def more(self) -> bool:
         """Get one more piece, free or from other stores; False if there is none now.
@@ -232,7 +221,7 @@ class SpaceShare:
                 self._shrink()
                 piece = self._piece(holdings(self._root))
                 if self._in_memory:
-                    held = max(self._own_bytes(), FIRST_PIECE_BYTES)
+                    held = max(self._pages.own_bytes(), FIRST_PIECE_BYTES)
                     piece = min(piece, held, _STEP_BYTES)
                 least = max(1, piece // self._slot_bytes)
                 self.has_grown = self._grow(least, spares=True) > 0
@@ -261,15 +250,15 @@ class SpaceShare:
         """
         slabs = self._mapped_slabs()
         with contextlib.suppress(*_TROUBLE):
-            if not slabs or self._mapped >= self._meta().backed:
+            if not slabs or self._mapped >= self._pages.meta().backed:
                 return False
             # Slots whose pages another store has got since must stay without: under the lock of
             # the root no store gives pages away.
             with root_locked(self._root, _ROOT_SECONDS):
-                stop = self._meta().backed
+                stop = self._pages.meta().backed
                 some = max(1, _FINISHED_BYTES // max(1, self._slot_bytes))
                 fresh = range(self._mapped, min(stop, self._mapped + some))
-                for slots in _common(self.backed_ranges(), fresh):
+                for slots in _common(self._pages.backed_ranges(), fresh):
                     for slab in slabs:
                         slab.populate_slots(slots, collapse=True)
                 self._mapped = max(self._mapped, fresh.stop)
@@ -289,7 +278,7 @@ class SpaceShare:
         """Allocate pages again, within the limit, for the slots that a scan found empty."""
         with contextlib.suppress(*_TROUBLE):
             with root_locked(self._root, _ROOT_SECONDS):
-                self._grow(self._ledger.slots)
+                self._grow(self._slots)
                 excess = self._shrink()
             self._tell(excess)
 
@@ -332,15 +321,11 @@ class SpaceShare:
         others. The order is: allocate, then list in the tables, which publishes; no slot is touched
         before.
         """
-        meta = self._meta()
+        meta = self._pages.meta()
         nbytes = self._slot_bytes
         if meta.unscanned() or not meta.unbacked():
             return 0
-        listed_bytes = meta.with_pages() * nbytes
-        # also of a transfer that was not ended
-        left_over = self._own_bytes() - listed_bytes
-        if left_over <= self._metadata_bytes or self._punch_all():
-            self._metadata_bytes = self._own_bytes() - listed_bytes
+        self._pages.punch_left_over(meta)
         every = holdings(self._root)
         limit = root_limit(every)
         count = min(most, meta.unbacked())
@@ -368,13 +353,13 @@ class SpaceShare:
             if spares:
                 self._note_refusal(bound)
             return 0
-        bare = self._backing()[1][:count]
+        bare = self._pages.backing()[1][:count]
         tail = range(meta.backed, meta.backed + count - len(bare))
         if spares:
             tail = self._whole_pages(tail)
         got: list[range] = []
         if self._allocate_tables(meta.backed, tail.stop):
-            got = self._allocate([*_ranges(bare), tail])
+            got = self._allocate([*ranges_of(bare), tail])
         if not got:
             if spares:
                 self._note_refusal("filesystem")
@@ -445,14 +430,14 @@ class SpaceShare:
         """Return these slots up to a border of huge pages, if there is one after a slot."""
         slots = _HUGE_PAGE_BYTES // math.gcd(_HUGE_PAGE_BYTES, self._slot_bytes)
         stop = tail.stop // slots * slots
-        whole = tail.stop == self._ledger.slots or stop <= tail.start
+        whole = tail.stop == self._slots or stop <= tail.start
         return tail if whole else range(tail.start, stop)
 
     def _note_refusal(self, bound: str) -> None:
         """Count a piece that was refused, and log the first of several."""
         self._session.count({f"growth_refused_{bound}": 1})
         if not self.refused:
-            meta = self._meta()
+            meta = self._pages.meta()
             self._log_lines.warn(
                 log,
                 Reason.FULL,
@@ -466,7 +451,7 @@ class SpaceShare:
         """Allocate slots until the file system is full; return those that have pages now."""
         got: list[range] = []
         step = max(1, _RANGE_BYTES // self._slot_bytes)
-        with self._slab() as fd:
+        with self._pages.slab() as fd:
             for part in (
                 slots[at : at + step]
                 for slots in wanted
@@ -487,7 +472,7 @@ class SpaceShare:
 
         Under the lock of the root.
         """
-        unbacked = self._meta().unbacked() * self._slot_bytes
+        unbacked = self._pages.meta().unbacked() * self._slot_bytes
         plan = self._plan(unbacked) if unbacked else None
         if plan is None:
             return False
@@ -508,14 +493,7 @@ class SpaceShare:
         if not _gives(holding):
             return 0
         try:
-            if holding.directory == self._directory:
-                return self.give(nbytes, idle=False)
-            clock = self._session.clock
-            giver = self._ledger.attach(
-                holding.directory, clock, _BORROW_SECONDS, borrowed=True
-            )
-            with contextlib.closing(giver):
-                return giver.space.give(nbytes, idle=not holding.in_use)
+            return self._asked_of(holding, nbytes)
         except _TROUBLE as error:
             log.debug("%s gives nothing: %s", holding.directory, error)
             # unusable, so it was removed: all is free
@@ -530,7 +508,7 @@ class SpaceShare:
         every = holdings(self._root)
         piece = self._piece(every)
         fair = self._fair(every)
-        own = self._own_bytes()
+        own = self._pages.own_bytes()
         below = own + self._slot_bytes <= fair
         own_age = 0.0 if below else self._age(self._directory)
         best: tuple[float, Holding, int] | None = None
@@ -563,10 +541,10 @@ class SpaceShare:
         if self._slot_bytes:
             with contextlib.suppress(OSError):  # the root may have been removed
                 return min(
-                    self._ledger.slots,
+                    self._slots,
                     self._limit(holdings(self._root)) // self._slot_bytes,
                 )
-        return self._ledger.slots
+        return self._slots
 
     def growable(self) -> int:
         """Return how many slots in memory could get pages now, of free space; others may be
@@ -578,22 +556,18 @@ class SpaceShare:
             every = holdings(self._root)
             held = sum(holding.nbytes for holding in every)
             left = min(self._limit(every) - held, growth_room(self._root).nbytes)
-            return max(0, min(self._meta().unbacked(), left // self._slot_bytes))
+            return max(
+                0, min(self._pages.meta().unbacked(), left // self._slot_bytes)
+            )
         return 0
 
     def _fair(self, every: Sequence[Holding]) -> int:
         """Return the bytes of a fair share."""
-        takers = [
-            h
-            for h in every
-            if h.nbytes
-            or (h.in_use and h.state is not None and h.state.slot_bytes)
-        ]
-        return self._limit(every) // max(1, len(takers))
+        return fair_share(every, self._slots * self._slot_bytes)
 
     def _limit(self, every: Sequence[Holding]) -> int:
         limit = root_limit(every)
-        return self._ledger.slots * self._slot_bytes if limit is None else limit
+        return self._slots * self._slot_bytes if limit is None else limit
 
     def _piece(self, every: Sequence[Holding]) -> int:
         return max(
@@ -642,9 +616,7 @@ class SpaceShare:
                     else " (of a format that this version does not know)"
                 )
                 used = (
-                    f", open in {self._processes(one.directory)}"
-                    if one.in_use
-                    else ""
+                    f", open in {_processes(one.directory)}" if one.in_use else ""
                 )
                 told.append(
                     f"{one.directory.name} holds {one.nbytes:,}{kind}{used}"
@@ -653,180 +625,6 @@ class SpaceShare:
             "; ".join(told)
             + ". Raise the limit, stop or remove one of them, or choose another path"
         )
-
-    def _processes(self, directory: Path) -> str:
-        """Describe which processes have a store open."""
-        try:
-            store = self._ledger.attach(directory)
-        except _TROUBLE:
-            return "another process"
-        with contextlib.closing(store):
-            pids = sorted(set(store.session.processes()) - {os.getpid()})
-        named = ", ".join(map(str, pids))
-        return (
-            f"process{'es' * (len(pids) != 1)} {named}"
-            if pids
-            else "this process"
-        )
-
-    # ---- giving
-
-    def give(self, nbytes: int, idle: bool) -> int:
-        """Free that many bytes: of slots without a chunk first, then of the coldest chunks; return
-        how many it freed.
-
-        `idle`: no process has the store open, so a scan of its headers is not waited for. Under the
-        lock of the root.
-        """
-        before = self._own_bytes()
-        # on a file system that cannot punch holes this fails, before any chunk is evicted
-        with self._slab() as fd:
-            punch(fd, self._ledger.slots * self._slot_bytes, self._slot_bytes)
-        # another process may have opened it after the plan was made
-        if self._in_use_by_others():
-            nbytes = min(nbytes, before - self._fair(holdings(self._root)))
-        # was in use then
-        if (
-            before - self._meta().with_pages() * self._slot_bytes
-            > self._metadata_bytes
-        ):
-            self._punch_all()
-        missing = -(-(nbytes - before + self._own_bytes()) // self._slot_bytes)
-        self._punch(self._vacate(missing, idle) if missing > 0 else [])
-        return before - self._own_bytes()
-
-    def _vacate(self, count: int, idle: bool) -> list[int]:
-        """Take slots out of the tables: free ones, then those of the coldest chunks."""
-        meta = self._meta()
-        if meta.unscanned():
-            if not idle:
-                return []
-            first = self._last_with_pages(meta, count)
-            self._session.write(
-                partial(
-                    hold_pin_remove.vacate_unscanned, count=meta.backed - first
-                ),
-                1.0,
-            )
-            return list(range(first, meta.backed))
-        slots = list[int]()
-        # if pinned or held chunks were chosen, look further
-        for reach in (count - meta.free(), self._ledger.slots):
-            victims = self.coldest(reach) if reach > 0 else []
-            while len(slots) < count:
-                batch = victims[:BATCH]
-                victims = victims[BATCH:]
-                most = min(BATCH, count - len(slots))
-                vacate = partial(
-                    hold_pin_remove.vacate,
-                    count=most,
-                    victims=batch,
-                    in_memory=self._in_memory,
-                )
-                got = self._session.write(vacate, 1.0)
-                slots += got
-                if not got and not victims:
-                    break
-        return slots
-
-    def coldest(self, count: int) -> list[tuple[int, int]]:
-        """Return up to `count` slots that would be evicted first, none leased, and their
-        generations.
-
-        Changes nothing.
-        """
-        ledger = self._ledger
-        now = self._session.clock.monotonic_ns()
-        columns = self._session.columns
-        slots = ledger.next_victims(count)
-        slots = slots[columns.lease_until[slots] <= now]
-        return list(
-            zip(slots.tolist(), columns.generation[slots].tolist(), strict=True)
-        )
-
-    def _in_use_by_others(self) -> bool:
-        """Whether the store is open in other processes, or in this one by more than one user of its
-        ledger.
-        """
-        return self._ledger._uses > 1 or len(self._session.processes()) > 1
-
-    def _last_with_pages(self, meta: Meta, count: int) -> int:
-        """Return the slot from which on `count` slots that wait to be scanned have pages; some of
-        them may be holes.
-        """
-        nbytes = 0
-        size = self._slot_bytes
-        with self._slab() as fd:
-            for start, stop in reversed(
-                data_ranges(fd, meta.scan * size, meta.backed * size)
-            ):
-                nbytes += stop - start
-                if nbytes >= count * size:
-                    return (start + nbytes - count * size) // size
-        return meta.scan
-
-    def _punch_all(self) -> bool:
-        """Punch all slots without pages in the tables; return False if some are in use.
-
-        Under the lock of the root, so none of them gets pages.
-        """
-        meta, bare = self._backing()
-        return self._punch(bare, range(meta.backed, self._ledger.slots))
-
-    def _punch(self, slots: list[int], never_used: range = range(0)) -> bool:
-        """Free the pages of bare slots, except slots in use; return False if some are. Under the
-        lock of the root.
-        """
-        # readers of memory must see that a slot has no pages
-        if self._session.page_guards is not None:
-            generation = self._session.columns.generation
-            silent = [slot for slot in slots if not int(generation[slot]) & BARE]
-            # `silent`: the process that made these slots bare died before it published that they
-            # are
-            for part in batches(silent):
-                self._session.write(
-                    partial(Transaction.mark_bare_again, slots=part),
-                    _ROOT_SECONDS,
-                )
-        unused = self._session.untouched(slots, _LENT_SECONDS)
-        with self._slab() as fd:
-            for hole in filter(len, [*_ranges(unused), never_used]):
-                punch(
-                    fd,
-                    hole.start * self._slot_bytes,
-                    len(hole) * self._slot_bytes,
-                )
-        return len(unused) == len(slots)
-
-    # ---- what there is
-
-    def backed_ranges(self) -> list[range]:
-        """Return the slots that have pages, as ranges; other processes may change that at any
-        time.
-        """
-        meta, bare = self._backing()
-        edges = [-1, *bare, meta.backed]
-        return [
-            range(a + 1, b) for a, b in itertools.pairwise(edges) if b - a > 1
-        ]
-
-    def _meta(self) -> Meta:
-        return self._session.read(
-            lambda txn, tables: tables.load_meta(txn), _ROOT_SECONDS
-        )
-
-    def _backing(self) -> tuple[Meta, list[int]]:
-        return self._session.read(queries.backing, _ROOT_SECONDS)
-
-    def _own_bytes(self) -> int:
-        return held_bytes(self._ledger.slab_path, self._slot_bytes)
-
-    @contextlib.contextmanager
-    def _slab(self) -> Iterator[int]:
-        with open(self._ledger.slab_path, "r+b", buffering=0) as slab:
-            # otherwise the file might be another store's
-            self._session.require_store()
-            yield slab.fileno()
 
 
 def _common(ranges: Iterable[range], within: range) -> Iterator[range]:
@@ -842,6 +640,19 @@ def _in_words(bound: str) -> str:
     return "file system" if bound == "filesystem" else bound
 
 
+def _processes(directory: Path) -> str:
+    """Describe which processes have a store open."""
+    pids = list[int]()
+    with contextlib.suppress(OSError):  # it is being removed
+        pids = sorted(openers(directory))
+    if pids == [os.getpid()]:
+        return "this process"
+    others = [str(pid) for pid in pids if pid != os.getpid()]
+    if not others:
+        return "another process"
+    return f"process{'es' * (len(others) != 1)} {', '.join(others)}"
+
+
 def _gives(holding: Holding) -> bool:
     """Whether a store can be asked to give space: a store of an unknown format cannot."""
     state = holding.state
@@ -851,14 +662,3 @@ def _gives(holding: Holding) -> bool:
         and not state.private
         and holding.nbytes > 0
     )
-
-
-def _ranges(slots: Sequence[int]) -> list[range]:
-    """Return sorted slots as ranges."""
-    runs: list[range] = []
-    for slot in slots:
-        if runs and runs[-1].stop == slot:
-            runs[-1] = range(runs[-1].start, slot + 1)
-        else:
-            runs.append(range(slot, slot + 1))
-    return runs

@@ -84,8 +84,10 @@ def remove_store(directory: Path, deadline_seconds: float = 10.0) -> int:
                 f"{directory} is not a store, or also has other files: remove it by hand"
             )
         if in_use(directory):
+            named = [f"{pid} {name}" for pid, name in openers(directory).items()]
+            who = f" (pid {', '.join(named)})" if named else ""
             raise StoreError(
-                f"{directory} is open in a process{_openers(directory)}: stop it first (`pagoda "
+                f"{directory} is open in a process{who}: stop it first (`pagoda "
                 "serve` keeps stores "
                 "open), or forget its chunks with `pagoda clear`"
             )
@@ -105,12 +107,12 @@ def allocated_bytes(directory: Path) -> int:
     return nbytes
 
 
-def _openers(directory: Path) -> str:
-    """Return which processes of this user have a store open, in words for people; empty if the
-    system does not say.
+def openers(directory: Path) -> dict[int, str]:
+    """Return which processes of this user have a store open, with their names; none if the system
+    does not say.
     """
     there = {entry.resolve() for entry in directory.iterdir()}
-    found = []
+    found = {}
     for process in Path("/proc").glob("[0-9]*"):
         # the process is another user's, or has ended
         with contextlib.suppress(OSError):
@@ -118,10 +120,9 @@ def _openers(directory: Path) -> str:
                 Path(os.readlink(file)) in there
                 for file in (process / "fd").iterdir()
             ):
-                found.append(
-                    f"{process.name} {(process / 'comm').read_text().strip()}"
-                )
-    return f" (pid {', '.join(found)})" if found else ""
+                name = (process / "comm").read_text().strip()
+                found[int(process.name)] = name
+    return found
 
 
 def _is_store(directory: Path) -> bool:

@@ -137,7 +137,7 @@ class HostTier(LedgerTier):
         with opened_store("host", spec, policy, clock, open_slab) as opened:
             ledger, slab, made = opened
             if populate and shared:
-                backed = ledger.space.backed_ranges()
+                backed = ledger.pages.backed_ranges()
                 slab.populate(background=True, backed=backed)
                 last = backed[-1].stop if backed else 0
                 ledger.space.begin_mapped(slab, last)

@@ -59,7 +59,7 @@ def opened_store(
         slab = open_slab(ledger)
         undo.callback(slab.close)
         if not spec.private:
-            slots = sum(map(len, ledger.space.backed_ranges())) if made else 0
+            slots = sum(map(len, ledger.pages.backed_ranges())) if made else 0
             recorded_tiers.add(name, spec.root, slots * spec.slot_bytes)
         yield ledger, slab, made
         undo.pop_all()
