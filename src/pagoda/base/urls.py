@@ -6,36 +6,65 @@ import ipaddress
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, quote, urlsplit, urlunsplit
+from typing import NamedTuple
+from urllib.parse import SplitResult, quote, unquote, urlsplit, urlunsplit
 
-EXAMPLES = {
-    "redis": "redis://host:6379/0",
-    "rediss": "rediss://host:6379/0",
-    "unix": "unix:///run/redis.sock",
-    "redis+pool": "redis+pool://host1:6379,host2:6379,host3:6379",
-    "rediss+pool": "rediss+pool://host1:6379,host2:6379,host3:6379",
-    "redis+cluster": "redis+cluster://host1:6379,host2:6379",
-    "rediss+cluster": "rediss+cluster://host1:6379,host2:6379",
-    "redis+sentinel": "redis+sentinel://host1:26379,host2:26379/service",
-    "rediss+sentinel": "rediss+sentinel://host1:26379,host2:26379/service",
-    "mooncake": "mooncake://host:50051",
-    "s3": "s3://bucket/prefix",
-    "gs": "gs://bucket/prefix",
-    "az": "az://container/prefix",
-    "http": "http://host/path/",
-    "https": "https://host/path/",
+REDIS = "redis"
+OBJECTS = "objects"
+MOONCAKE = "mooncake"
+WEBDAV = "webdav"
+
+
+class Scheme(NamedTuple):
+    """What a scheme says of a store."""
+
+    kind: str
+    """REDIS, OBJECTS or MOONCAKE."""
+    store: str
+    """What the store is; also the default name of its tier."""
+    example: str
+    """A URL of it."""
+
+
+SCHEMES = {
+    "redis": Scheme(REDIS, "redis", "redis://host:6379/0"),
+    "rediss": Scheme(REDIS, "redis", "rediss://host:6379/0"),
+    "unix": Scheme(REDIS, "redis", "unix:///run/redis.sock"),
+    "redis+pool": Scheme(
+        REDIS, "redis", "redis+pool://host1:6379,host2:6379,host3:6379"
+    ),
+    "rediss+pool": Scheme(
+        REDIS, "redis", "rediss+pool://host1:6379,host2:6379,host3:6379"
+    ),
+    "redis+cluster": Scheme(
+        REDIS, "redis", "redis+cluster://host1:6379,host2:6379"
+    ),
+    "rediss+cluster": Scheme(
+        REDIS, "redis", "rediss+cluster://host1:6379,host2:6379"
+    ),
+    "redis+sentinel": Scheme(
+        REDIS, "redis", "redis+sentinel://host1:26379,host2:26379/service"
+    ),
+    "rediss+sentinel": Scheme(
+        REDIS, "redis", "rediss+sentinel://host1:26379,host2:26379/service"
+    ),
+    "mooncake": Scheme(MOONCAKE, "mooncake", "mooncake://host:50051"),
+    "s3": Scheme(OBJECTS, "s3", "s3://bucket/prefix"),
+    "gs": Scheme(OBJECTS, "gs", "gs://bucket/prefix"),
+    "az": Scheme(OBJECTS, "az", "az://container/prefix"),
+    "http": Scheme(OBJECTS, WEBDAV, "http://host/path/"),
+    "https": Scheme(OBJECTS, WEBDAV, "https://host/path/"),
 }
-"""A URL of each scheme that is known."""
-REDIS_SCHEMES = ("redis", "rediss", "unix")
+"""All schemes that are known."""
+REDIS_SCHEMES = tuple(
+    name
+    for name, scheme in SCHEMES.items()
+    if scheme.kind == REDIS and "+" not in name
+)
 """Those of a single Redis."""
-OBJECT_STORES = {
-    "s3": "s3",
-    "gs": "gs",
-    "az": "az",
-    "http": "webdav",
-    "https": "webdav",
-}
-"""The kind of object store behind each scheme, which also is the default name of its tier."""
+OBJECT_SCHEMES = tuple(
+    name for name, scheme in SCHEMES.items() if scheme.kind == OBJECTS
+)
 TLS_OPTIONS = (
     "ssl_ca_certs",
     "ssl_ca_path",
@@ -45,9 +74,8 @@ TLS_OPTIONS = (
     "ssl_keyfile",
 )
 """Parameters of an encrypted connection to a Redis, as redis-py names them."""
-PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-"""What names in a store may begin with."""
 
+_PREFIX = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _PLACE = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::(\d*))?")
 
 
@@ -88,6 +116,20 @@ class RemoteUrl:
         user, at, hosts = parts.netloc.rpartition("@")
         return cls(parts, scheme, layout, user + at, tuple(hosts.split(",")))
 
+    @property
+    def address(self) -> str:
+        """Scheme, hosts and ports: what may be shown of any URL."""
+        return f"{self.parts.scheme}://{','.join(self.hosts)}"
+
+    @property
+    def password(self) -> str:
+        """The password, decoded; "": there is none."""
+        return unquote(self.parts.password or "")
+
+    def without_login(self) -> SplitResult:
+        """Return the URL in parts, without user and password."""
+        return self.parts._replace(netloc=",".join(self.hosts))
+
     def at(self, host: str) -> str:
         """Return the same URL for one host, with or without a port."""
         return urlunsplit(
@@ -103,6 +145,14 @@ class RemoteUrl:
         login = f"{self.login.removesuffix('@')}:{quote(password, safe='')}@"
         return urlunsplit(
             self.parts._replace(netloc=login + ",".join(self.hosts))
+        )
+
+
+def check_prefix(prefix: str) -> None:
+    """Raise ValueError if names in a store cannot begin with `prefix`."""
+    if not _PREFIX.fullmatch(prefix):
+        raise ValueError(
+            f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - first"
         )
 
 

@@ -13,12 +13,15 @@ from urllib.parse import SplitResult, unquote
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.urls import (
-    EXAMPLES,
-    OBJECT_STORES,
-    PREFIX,
+    MOONCAKE,
+    OBJECTS,
+    REDIS,
     REDIS_SCHEMES,
+    SCHEMES,
     TLS_OPTIONS,
+    WEBDAV,
     RemoteUrl,
+    check_prefix,
     place_of,
 )
 from pagoda.config.did_you_mean import did_you_mean
@@ -28,10 +31,7 @@ from pagoda.config.sizes import AUTO, parse_size
 if TYPE_CHECKING:
     from pagoda.tiers.remote.store_client import StoreClient
 
-REDIS = "redis"
-OBJECTS = "objects"
 PAGODA = "pagoda"
-MOONCAKE = "mooncake"
 _MEANT = {  # other names of these schemes
     "valkey": "redis",
     "valkeys": "rediss",
@@ -363,11 +363,10 @@ def _parsed(url: str) -> RemoteSpec:
         raise ValueError(
             "an @ stands behind the password only; write %40 for others, and %2F %3F for / ? in it"
         )
-    kind = _kind(scheme)
-    name = OBJECT_STORES.get(scheme, kind)
-    _check_hosts(remote, f"write it as {EXAMPLES[scheme]}")
+    kind, name, example = SCHEMES[scheme]
+    _check_hosts(remote, f"write it as {example}")
     given = _parameters(parts.query)
-    if scheme in ("http", "https") and "server" in given:
+    if name == WEBDAV and "server" in given:
         kind = PAGODA
         name = PAGODA
         _check_server(given.pop("server"), parts)
@@ -388,6 +387,7 @@ def _parsed(url: str) -> RemoteSpec:
     else:
         _check_objects(scheme, ours)
         _check_index(given.get(_INDEX, _MASK))
+    check_prefix(prefix := ours.get("prefix", RemoteSpec.prefix))
     kept = "&".join(
         part for part in parts.query.split("&") if part.partition("=")[0] in given
     )
@@ -397,7 +397,7 @@ def _parsed(url: str) -> RemoteSpec:
         redacted=redacted(url),
         kind=kind,
         name=_named(ours.get("name", name)),
-        prefix=_prefix(ours.get("prefix", RemoteSpec.prefix)),
+        prefix=prefix,
         ttl_seconds=_seconds("ttl", ours, "7d", 1.0, _MOST_TTL_SECONDS),
         evict=_evict(ours.get("evict", "")),
         write_policy=_word(
@@ -415,32 +415,23 @@ def _parsed(url: str) -> RemoteSpec:
 
 def _scheme(url: str) -> str:
     scheme, mark, _ = url.partition("://")
-    known = ", ".join(f"{name}://" for name in EXAMPLES)
+    known = ", ".join(f"{name}://" for name in SCHEMES)
     if not mark:
         raise ValueError(
-            f"no scheme; write a URL such as {EXAMPLES['redis']} (known are {known})"
+            f"no scheme; write a URL such as {SCHEMES['redis'].example} (known are {known})"
         )
     if scheme == "lm":
         raise ValueError(
             "lm:// is LMCache's own server; run pagoda serve there and write "
             "http://host:7777?server=pagoda&password_file=TOKENFILE"
         )
-    if scheme.lower() not in EXAMPLES:
+    if scheme.lower() not in SCHEMES:
         meant = _MEANT.get(scheme.lower())
         hint = (
-            f"; did you mean {meant}?"
-            if meant
-            else did_you_mean(scheme, EXAMPLES)
+            f"; did you mean {meant}?" if meant else did_you_mean(scheme, SCHEMES)
         )
         raise ValueError(f"unknown store {scheme}://{hint} (known are {known})")
     return scheme.lower()
-
-
-def _kind(scheme: str) -> str:
-    """Return the kind of store of a known scheme."""
-    if scheme in OBJECT_STORES:
-        return OBJECTS
-    return MOONCAKE if scheme == MOONCAKE else REDIS
 
 
 def _look(kind: str) -> str:
@@ -500,13 +491,13 @@ def _check_host(scheme: str, parts: SplitResult, shape: str) -> None:
         raise ValueError(
             f"{'a port' if port == 0 else 'a host or bucket'} is needed; {shape}"
         )
-    if scheme in ("redis", "rediss") and not re.fullmatch(
-        r"/?|/\d{1,9}", parts.path
-    ):
+    kind, store, _ = SCHEMES[scheme]
+    if kind == REDIS and not re.fullmatch(r"/?|/\d{1,9}", parts.path):
         raise ValueError(
             f"after the host there is only the number of a database; {shape}"
         )
-    if scheme in ("s3", "gs", "az") and (port is not None or "@" in parts.netloc):
+    in_bucket = kind == OBJECTS and store != WEBDAV
+    if in_bucket and (port is not None or "@" in parts.netloc):
         raise ValueError(
             f"only the bucket and a prefix; {shape}, and ?endpoint=http://host:port for a server"
         )
@@ -566,7 +557,7 @@ def _check_objects(scheme: str, ours: Mapping[str, str]) -> None:
         raise ValueError(
             "write_policy: only a Redis can remember what was asked for once; leave it out here"
         )
-    if "password_file" in ours and scheme not in ("http", "https"):
+    if "password_file" in ours and SCHEMES[scheme].store != WEBDAV:
         raise ValueError(
             "password_file: is for redis and http; keys of an object store come from the "
             "environment variables "
@@ -579,7 +570,7 @@ def _check_index(index: str) -> None:
     if index == _MASK:
         return
     scheme = index.partition("://")[0].lower()
-    if scheme not in EXAMPLES or _kind(scheme) != REDIS:
+    if scheme not in SCHEMES or SCHEMES[scheme].kind != REDIS:
         raise ValueError(
             "index: the URL of a Redis is needed; write index=redis://host:6379/0"
         )
@@ -647,7 +638,7 @@ def _parsed_peer(url: str) -> RemoteSpec:
     """Return the specification in the URL of a neighbour. Raises ValueError."""
     scheme = url.partition("://")[0].lower()
     query = url.partition("?")[2]
-    if scheme not in ("http", "https"):
+    if scheme not in SCHEMES or SCHEMES[scheme].store != WEBDAV:
         raise ValueError("a neighbour is a pagoda serve; write http://host:7777")
     given = _parameters(query)
     _refuse_unknown(given, _OF_PEERS)
@@ -706,14 +697,6 @@ def _named(name: str) -> str:
             f"name={name}: small letters, digits, - and _, at most 32, a letter first"
         )
     return name
-
-
-def _prefix(prefix: str) -> str:
-    if not PREFIX.fullmatch(prefix):
-        raise ValueError(
-            f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - first"
-        )
-    return prefix
 
 
 def _word(

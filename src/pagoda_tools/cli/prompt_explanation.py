@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from pagoda.base.metrics import Reason
+from pagoda.base.urls import RemoteUrl
 from pagoda.cache.lookup_call import match_tiers
 from pagoda.cache.open_tiers import peers_client
 from pagoda.cache.prompt_log import LoggedPrompt, logged_prompts
@@ -128,9 +128,7 @@ def neighbours_of(directory: Path | None, config: Config) -> Sequence[RemoteSpec
         ]
     found = config.peer_servers() if directory is None else ()
     return [
-        replace(
-            spec, name=f"peers {urlsplit(spec.url).netloc.rpartition('@')[2]}"
-        )
+        replace(spec, name=f"peers {RemoteUrl.of(spec.url).hosts[0]}")
         for spec in found
     ]
 

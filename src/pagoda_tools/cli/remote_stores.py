@@ -11,10 +11,9 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
-from urllib.parse import unquote
 
 from pagoda.base.errors import ConfigError, PagodaError
-from pagoda.base.urls import split_url
+from pagoda.base.urls import RemoteUrl
 from pagoda_tools.cli import FAILED, USAGE, printing
 from pagoda_tools.cli.stores import Configured, configured
 
@@ -269,8 +268,9 @@ def _masked(spec: RemoteSpec, text: str) -> str:
     """Return `text` without the tier's secrets, which an engine or its library may have
     repeated.
     """
-    password = split_url(spec.url).password or ""
-    for secret in (password, unquote(password), *spec.options.values()):
+    remote = RemoteUrl.of(spec.url)
+    passwords = remote.parts.password or "", remote.password
+    for secret in (*passwords, *spec.options.values()):
         if len(secret) > 3 and secret not in spec.redacted:
             text = text.replace(secret, "***")
     return text

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from urllib.parse import quote
 
-from pagoda.base.urls import split_url
+from pagoda.base.urls import REDIS_SCHEMES, split_url
 from pagoda.config.remote_urls import parse
 
 _REDIS = 'remote = "redis://HOST:6379/0"'
@@ -44,7 +44,7 @@ _IN_RESP = (
 )
 IN_URLS = (*_IN_S3, *_IN_VALKEY, *_IN_RESP, "tls_enable")
 """Fields of extra_config, and variables, that a URL here carries."""
-_SAME = ("redis", "rediss", "unix")
+
 _NOT_LMCACHES = ("gs", "az", "http", "https")
 
 
@@ -84,7 +84,7 @@ def _translated(url: str, fields: Mapping[str, object]) -> tuple[str, list[str]]
         )
     if scheme == "lm":
         return f"http://{split_url(url).netloc}?server=pagoda", []
-    if scheme in _SAME:
+    if scheme in REDIS_SCHEMES:
         return url, []
     unknown = f"this engine is not known; use Redis, Valkey or an object store: {_REDIS}"
     reason = _REASONS.get(scheme, unknown)

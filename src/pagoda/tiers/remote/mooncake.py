@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Pool
+from pagoda.base.urls import RemoteUrl, check_prefix
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote.store_client import (
@@ -47,7 +47,6 @@ from pagoda.tiers.remote.store_client import (
     StoreClient,
     StoreConnection,
 )
-from pagoda.tiers.remote.store_urls import check_prefix
 
 DEFAULT_PORT = 50051
 _HELPER = Path(__file__).with_name("mooncake_helper.py")
@@ -264,7 +263,7 @@ class MooncakeClient(StoreClient):
                 "a Mooncake pool needs its library: pip install 'pagodakv[mooncake]'"
             )
         check_prefix(prefix)
-        parts = urlsplit(url)
+        parts = RemoteUrl.of(url).parts
         self.name = name
         self._segment_bytes = segment_bytes
         self._pool = PoolAddress(

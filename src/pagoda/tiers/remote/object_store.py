@@ -33,7 +33,7 @@ from urllib.parse import SplitResult, quote, urlsplit
 import numpy as np
 
 from pagoda.base.metrics import Reason
-from pagoda.base.urls import OBJECT_STORES
+from pagoda.base.urls import SCHEMES, WEBDAV, check_prefix
 from pagoda.codec import HEADER_BYTES
 from pagoda.tiers.base import Bytes
 from pagoda.tiers.remote import obstore_runner, s3_list_delete, store_urls
@@ -123,8 +123,8 @@ class ObjectStoreClient(StoreClient):
             ModuleNotFoundError: obstore is not installed; says how to install it.
         """
         parts, path = store_urls.parse_store_url(url)
-        store_urls.check_prefix(prefix)
-        self.name = name or OBJECT_STORES[parts.scheme]
+        check_prefix(prefix)
+        self.name = name or SCHEMES[parts.scheme].store
         self._base = "/".join(
             part for part in (path, prefix, str(NAME_FORMAT)) if part
         )
@@ -132,7 +132,7 @@ class ObjectStoreClient(StoreClient):
         self._options = dict(options)
         endpoint = store_urls.endpoint_of(parts, self._options)
         self.address = f"{parts.scheme}://{store_urls.host_of(parts)}{f'/{path}' if path else ''}"
-        if endpoint is not None and parts.scheme not in ("http", "https"):
+        if endpoint is not None and endpoint is not parts:
             self.address += (
                 f" at {endpoint.scheme}://{store_urls.host_of(endpoint)}"
             )
@@ -177,7 +177,7 @@ class ObjectStoreConnection(StoreConnection):
         self._base = base
         self._address = address
         self._url = url
-        self._is_webdav = OBJECT_STORES[url.scheme] == "webdav"
+        self._is_webdav = SCHEMES[url.scheme].store == WEBDAV
         self._is_direct = is_direct
         # to sign requests to a whole S3 bucket, which obstore does not sign
         self._secret = secret

@@ -16,12 +16,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from urllib.parse import unquote, urlsplit
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.metrics import Reason
 from pagoda.base.serve_proof import key_of, unknown_key
 from pagoda.base.serve_token_file import own_token
+from pagoda.base.urls import RemoteUrl
 from pagoda.tiers.remote.http import HttpConnection, Response, read_chunk
 from pagoda.tiers.remote.proving_connection import ProvingConnection
 from pagoda.tiers.remote.store_client import (
@@ -34,7 +34,6 @@ from pagoda.tiers.remote.store_client import (
     StoreClient,
     StoreConnection,
 )
-from pagoda.tiers.remote.store_urls import host_of
 
 _FIND_KEYS = 4096  # the most keys in one request
 # a chunk up to this size is sent without asking whether it is present
@@ -76,8 +75,8 @@ class PagodaServerClient(StoreClient):
         Raises:
             ConfigError: the token cannot be sent in a header.
         """
-        parts = urlsplit(url)
-        token = unquote(parts.password or "") or own_token()
+        remote = RemoteUrl.of(url)
+        token = remote.password or own_token()
         if token and not _TOKEN.fullmatch(token):
             raise ConfigError(
                 "the token of a server is up to 4096 printable ASCII characters, without spaces: "
@@ -85,8 +84,8 @@ class PagodaServerClient(StoreClient):
                 "the file that password_file names"
             )
         self.name = name
-        self.address = f"{parts.scheme}://{host_of(parts)}"
-        self._origin = parts._replace(netloc=host_of(parts))
+        self.address = remote.address
+        self._origin = remote.without_login()
         self._headers = (
             {"Authorization": f"Bearer {token}"} if token and sends_token else {}
         )

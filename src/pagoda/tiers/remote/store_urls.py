@@ -18,10 +18,11 @@ from urllib.request import getproxies, proxy_bypass
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.urls import (
-    OBJECT_STORES,
-    PREFIX,
+    OBJECT_SCHEMES,
     REDIS_SCHEMES,
+    SCHEMES,
     TLS_OPTIONS,
+    WEBDAV,
 )
 
 # with these options, obstore's requests contain more than a URL or are sent elsewhere
@@ -103,24 +104,16 @@ def parse_store_url(url: str) -> tuple[SplitResult, str]:
     parts = urlsplit(url)
     path = unquote(parts.path).strip("/")
     if (
-        parts.scheme not in OBJECT_STORES
+        parts.scheme not in OBJECT_SCHEMES
         or not parts.hostname
         or parts.query
         or not _PATH.fullmatch(path)
     ):
         raise ValueError(
-            f"an object store's URL is needed: {_named(OBJECT_STORES)} with a bucket or host and "
+            f"an object store's URL is needed: {_named(OBJECT_SCHEMES)} with a bucket or host and "
             "a plain path"
         )
     return parts, path
-
-
-def check_prefix(prefix: str) -> None:
-    """Raise ValueError if names cannot begin with `prefix`."""
-    if not PREFIX.fullmatch(prefix):
-        raise ValueError(
-            f"prefix={prefix}: letters, digits, _ . and -, at most 64, no . or - at the start"
-        )
 
 
 def authorization_header(parts: SplitResult) -> dict[str, str]:
@@ -171,7 +164,7 @@ def endpoint_of(
     """Return where requests go, if the URL itself, an option or an environment variable names
     it.
     """
-    if OBJECT_STORES[parts.scheme] == "webdav":
+    if SCHEMES[parts.scheme].store == WEBDAV:
         return parts
     given = {without_vendor(name): value for name, value in options.items()}
     names = ("endpoint_url_s3", "endpoint_url", "endpoint", "base_url")
