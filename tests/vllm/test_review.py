@@ -5,11 +5,12 @@ bytes are known.
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -877,6 +878,32 @@ def test_what_a_step_does_not_compute_is_not_saved(halves: Halves) -> None:
         )
         request.num_computed_tokens += scheduled
     assert positions == [[], [0], [1], [2]]
+
+
+def test_a_look_up_leaves_the_scheduler_s_half_twice_at_most(
+    halves: Halves,
+) -> None:
+    """The scheduler's thread asks once a pass for each waiting request."""
+    halves.stored(tokens(2), "before", list(range(8)))
+    request = halves.request(tokens(2.25), "r")
+    assert halves.asked(request) == 2 * CHUNK
+    asked = list[str]()
+
+    def module_of(frame: FrameType | None) -> str:
+        return "" if frame is None else frame.f_globals["__name__"]
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        here = PagodaScheduler.__module__
+        leaves = module_of(frame.f_back) == here != module_of(frame)
+        if event == "call" and leaves and module_of(frame).startswith("pagoda."):
+            asked.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        assert halves.scheduler.matched(request, 0) == (2 * CHUNK, True)
+    finally:
+        sys.setprofile(None)
+    assert asked == ["restore_after_sleep", "found_tokens"]
 
 
 def test_at_least_one_token_is_left_to_compute(halves: Halves) -> None:

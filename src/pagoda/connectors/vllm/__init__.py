@@ -11,6 +11,7 @@ scheduler          the scheduler's half: which chunks are cached, loaded and sav
 engine_weights     the version of the engine's weights, from calls that vLLM hides from connectors
 request_limits     what one request may load and store
 lookups            look-ups of requests in the tiers, on threads
+scheduled_chunks   what this half and that of offloading/ share: copies, sources, events, log
 metadata           the messages between the halves
 worker             a worker's half: loads and saves
 prefill_steps      how fast the engine computes prompts

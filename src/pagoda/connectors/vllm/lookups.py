@@ -15,6 +15,7 @@ from pagoda.cache.lookup_call import LEASE_SECONDS
 from pagoda.connectors.identity.lora_adapters import lora_name
 from pagoda.connectors.vllm.identity.engine_namespace import salt_of
 from pagoda.connectors.vllm.identity.media_names import MediaNames
+from pagoda.connectors.vllm.scheduled_chunks import is_text
 from pagoda.keys import derive_keys
 from pagoda.kv_events.stored_events import StoredEvents
 
@@ -61,6 +62,7 @@ class TrackedRequest:
     saves: bool = True
     asks: bool = True  # False: it may read nothing, so it is no lookup
     most_named: int | None = None  # leading tokens that vLLM's block hashes name
+    is_of_embeddings: bool = False  # its prompt has no tokens
     most_loaded: int | None = None  # tokens, beyond those that the engine has
     most_saved: int | None = None  # tokens, from the first on
     reason: Reason | None = None  # why there was no look-up
@@ -189,6 +191,18 @@ class LookupThreads:
             return True
         return self._taken(tracked, look.result())
 
+    def found_tokens(self, tracked: TrackedRequest, most: int) -> int | None:
+        """Return how many of a request's first `most` tokens the tiers have, whose keys it then
+        has; None: ask again.
+        """
+        if not self.answered(tracked):
+            return None
+        if tracked.found is None or not tracked.loads:
+            return 0
+        found = min(most, tracked.found.hit.stop_tokens)
+        self.extend_keys(tracked, -(-found // self._chunk_tokens))
+        return found
+
     def knows_namespace(self, tracked: TrackedRequest) -> bool:
         """Whether a request's namespace is known, so that it can be saved; begin a look-up if there
         was none.
@@ -228,8 +242,7 @@ class LookupThreads:
         """Log the stored chunks of a request that has ended, with its first `tokens` tokens; on a
         thread.
         """
-        request = tracked.request
-        text_alone = not request.mm_features and request.prompt_embeds is None
+        text_alone = is_text(tracked.request)
         chunks = min(tracked.saved, tokens // self._chunk_tokens)
         if text_alone and chunks and self._threads.under_way < _MOST_LOGS:
             self._threads.later(self._log_prompt, tracked, chunks, tokens)

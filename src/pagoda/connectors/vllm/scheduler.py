@@ -24,7 +24,6 @@ from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.hint_parameters import parameters_of, parsed_hints
 from pagoda.connectors.vllm.connector_stats import TIERS, PagodaStats
 from pagoda.connectors.vllm.engine_weights import EngineWeights
-from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
 from pagoda.connectors.vllm.lookups import (
     LONGEST_SECONDS,
@@ -45,10 +44,17 @@ from pagoda.connectors.vllm.request_limits import (
     named_tokens,
     reads_nothing,
 )
+from pagoda.connectors.vllm.scheduled_chunks import (
+    count_unasked,
+    end_events,
+    events_of,
+    reserved_run,
+    source_of,
+)
 from pagoda.connectors.vllm.shared_caches import agreed, let_go, opened
 from pagoda.kv_events.notes import BlockFacts, NoteMaker
 from pagoda.kv_events.stored_events import StoredEvents
-from pagoda.ledger import Outcome, Refused, Reserved, RunToReserve
+from pagoda.ledger import Outcome, Reserved, RunToReserve
 
 log = guarded_logger("pagoda.vllm")
 
@@ -57,11 +63,6 @@ log = guarded_logger("pagoda.vllm")
 _RESERVE_SECONDS, _BRIEF_RESERVE_SECONDS = 0.02, 0.0015
 # pause of reserves after a timeout: the process that has the lock may be stopped
 _STUCK_SECONDS = 0.1
-_SOURCES = {
-    "host": CacheHitSource.HOST,
-    "disk": CacheHitSource.DISK,
-    "peers": CacheHitSource.P2P,
-}
 
 
 class _DueSave(NamedTuple):
@@ -160,12 +161,9 @@ class PagodaScheduler:
             facts = BlockFacts(
                 self._chunk_tokens, self._block_tokens, *self._kv_kind
             )
-            self._form = VLLMEventForm({0: facts}, self._hash_tokens)
-            keeps = self._options.config.prompt_log
-            ledgers = self._slots.ledgers
             present = self._lookups.root
-            self._events = StoredEvents(
-                ledgers, present, {0: facts}, self._form, self.outlet, keeps
+            self._events, self._form = events_of(
+                cache, self.outlet, {0: facts}, self._hash_tokens, present
             )
             # otherwise it cannot load, and only leaves notes for other engines
             if self._loads_any:
@@ -191,6 +189,7 @@ class PagodaScheduler:
             saves=self._saves_any,
             asks=self._loads_any and not reads_nothing(request),
             most_named=named_tokens(request),
+            is_of_embeddings=is_of_embeddings(request),
             most_loaded=self._limit(request, "max_load_tokens"),
             most_saved=self._limit(request, "max_offload_tokens"),
             asked_at=time.monotonic(),
@@ -240,7 +239,7 @@ class PagodaScheduler:
         if self._cache is None:
             return None, False
         tracked.local_tokens = local_tokens
-        if local_tokens and is_of_embeddings(request):
+        if local_tokens and tracked.is_of_embeddings:
             tracked.saves = False
         whole = request.num_tokens // self._chunk_tokens * self._chunk_tokens
         if not tracked.loads or request.skip_reading_prefix_cache:
@@ -268,18 +267,13 @@ class PagodaScheduler:
             return self._without_load(tracked, whole)
         if tracked.waits_for in self._loading:
             return None, False
-        if not self._lookups.answered(tracked):
+        found = self._lookups.found_tokens(tracked, most)
+        if found is None:
             return None, False
-        known = (
-            0
-            if tracked.found is None or not tracked.loads
-            else tracked.found.hit.stop_tokens
-        )
-        stop = min(most, known) - dropped
+        stop = found - dropped
         if stop - local_tokens < least:
             return 0, False
         chunks = -(-stop // self._chunk_tokens)
-        self._lookups.extend_keys(tracked, chunks)
         wanted = tracked.keys[local_tokens // self._chunk_tokens : chunks]
         tracked.waits_for = self._loader(wanted) if self._shares_blocks else None
         if tracked.waits_for is not None:
@@ -327,7 +321,7 @@ class PagodaScheduler:
         for tier, share in (
             _by_tier(tracked, tokens).items() if tracked is not None else ()
         ):
-            source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            source = source_of(tier)
             split[source] = split.get(source, 0) + share
         return split
 
@@ -401,9 +395,7 @@ class PagodaScheduler:
             else (found.hit.reason, found.root)
         )
         if not asked:
-            self._slots.count_request(
-                tracked.request.num_tokens, {}, Reason.NOT_ASKED, root
-            )
+            count_unasked(self._slots, tracked.request, root)
             return
         by_tier = _by_tier(tracked, tokens)
         self._slots.count_request(asked, by_tier, reason, root)
@@ -615,28 +607,15 @@ class PagodaScheduler:
             assert found is not None
             make = self._notes(tracked.request, found.root)
             self._events.note(make, found.root, found.present, first, outcomes)
-        refused = {
-            n: one.reason
-            for n, one in enumerate(outcomes, first)
-            if isinstance(one, Refused)
-        }
-        tracked.saved = min(refused, default=due.done)
-        if refused.get(tracked.saved) is Reason.LEDGER_BUSY:
+        parent = keys[first - 1] if first else None
+        run = reserved_run(keys[first : due.done], first, parent, outcomes)
+        tracked.saved = min(run.refused, default=due.done)
+        if run.refused.get(tracked.saved) is Reason.LEDGER_BUSY:
             tracked.seen = tracked.saved  # try again
             if tracked.saved == first:
                 self._stuck_until = time.monotonic() + _STUCK_SECONDS
-        self.stats.count("refused_chunks", len(refused))
-        return [
-            ChunkRef(
-                keys[n],
-                n,
-                keys[n - 1] if n else None,
-                outcome.slot,
-                outcome.generation,
-            )
-            for n, outcome in enumerate(outcomes, first)
-            if isinstance(outcome, Reserved)
-        ]
+        self.stats.count("refused_chunks", len(run.refused))
+        return [copy for copy in run.copies if copy is not None]
 
     # ---- ends
 
@@ -707,9 +686,7 @@ class PagodaScheduler:
         if cache is not None:
             events = self._events
             self._events = None
-            if events is not None:
-                events.close()
-                cache.before_closing(events.keep_notes)
+            end_events(cache, events)
             self._lookups.close()
             let_go(cache)
 

@@ -42,11 +42,19 @@ from pagoda.connectors.vllm.request_limits import (
     named_tokens,
     reads_nothing,
 )
+from pagoda.connectors.vllm.scheduled_chunks import (
+    count_unasked,
+    end_events,
+    events_of,
+    is_text,
+    reserved_run,
+    source_of,
+)
 from pagoda.connectors.vllm.shared_caches import let_go
 from pagoda.keys import derive_keys
 from pagoda.kv_events.notes import ChunkNote, Groups
 from pagoda.kv_events.stored_events import StoredEvents
-from pagoda.ledger import Outcome, Refused, Reserved
+from pagoda.ledger import Outcome, Reserved
 
 # counters in addition to vLLM's own, with their help in vLLM's metrics
 COUNTED = {
@@ -67,11 +75,6 @@ _ANSWERS = {
     ChunkState.HELD: LookupResult.HIT,
     ChunkState.MISSED: LookupResult.MISS,
     ChunkState.GONE: LookupResult.MISS,
-}
-_SOURCES = {
-    "host": CacheHitSource.HOST,
-    "disk": CacheHitSource.DISK,
-    "peers": CacheHitSource.P2P,
 }
 
 
@@ -161,9 +164,7 @@ class PagodaOffloadingManager(OffloadingManager):
     def get_load_source(self, key: bytes, req_context: Any) -> CacheHitSource:
         """Return the tier in which a hit was found."""
         asked = self._questions.get(bytes(key))
-        return _SOURCES.get(
-            asked.tier if asked else "", CacheHitSource.EXTERNAL_UNSPECIFIED
-        )
+        return source_of(asked.tier if asked else "")
 
     def prepare_load(
         self, keys: Collection[bytes], req_context: Any
@@ -307,29 +308,10 @@ class PagodaOffloadingManager(OffloadingManager):
         if self._events is not None:
             self._keep_notes(self._events, request, group, first, run, outcomes)
         request.tails[group] = first + len(keys) - 1, keys[-1]
-        refused = [
-            n
-            for n, outcome in enumerate(outcomes)
-            if isinstance(outcome, Refused)
-        ]
-        first_outcome = outcomes[0]
-        self._stuck = (
-            isinstance(first_outcome, Refused)
-            and first_outcome.reason is Reason.LEDGER_BUSY
-        )
-        reserved: list[ChunkRef | None] = []
-        allowed = outcomes[: min(refused, default=None)]
-        for n, (key, outcome) in enumerate(zip(keys, allowed, strict=False)):
-            if not isinstance(outcome, Reserved):
-                reserved.append(None)
-                continue
-            before_it = keys[n - 1] if n else parent
-            reserved.append(
-                ChunkRef(
-                    key, first + n, before_it, outcome.slot, outcome.generation
-                )
-            )
-        return reserved
+        made = reserved_run(keys, first, parent, outcomes)
+        self._stuck = made.refused.get(first) is Reason.LEDGER_BUSY
+        end = min(made.refused, default=first + len(keys))
+        return made.copies[: end - first]
 
     def complete_store(
         self, keys: Collection[bytes], req_context: Any, success: bool = True
@@ -370,9 +352,7 @@ class PagodaOffloadingManager(OffloadingManager):
         known.source = request
         known.most_named = named_tokens(request)
         if reads_nothing(request):  # vLLM will not ask for any of it
-            self._slots.count_request(
-                request.num_tokens, {}, Reason.NOT_ASKED, self._questions.root
-            )
+            count_unasked(self._slots, request, self._questions.root)
 
     def found_in_engine(self, request: Any) -> None:
         """Note that the engine's own cache has the first tokens of a request."""
@@ -402,11 +382,7 @@ class PagodaOffloadingManager(OffloadingManager):
             for number, index in self._numbers.items()
             if self._groups[index].window is None
         ]
-        plain = (
-            not request.mm_features
-            and request.prompt_embeds is None
-            and not request.cache_salt
-        )
+        plain = is_text(request) and not request.cache_salt
         if (
             known is None
             or not known.stores
@@ -490,12 +466,10 @@ class PagodaOffloadingManager(OffloadingManager):
 
         `hash_tokens`: the tokens of one of vLLM's block hashes.
         """
-        form = VLLMEventForm(groups, hash_tokens)
         present = self._questions.present_root
-        keeps = self._cache.config.prompt_log
-        ledgers = self._slots.ledgers
-        self._form = form
-        self._events = StoredEvents(ledgers, present, groups, form, outlet, keeps)
+        self._events, self._form = events_of(
+            self._cache, outlet, groups, hash_tokens, present
+        )
         self._events.start()
 
     def _keep_notes(
@@ -550,9 +524,7 @@ class PagodaOffloadingManager(OffloadingManager):
         if self._closed:
             return
         self._closed = True
-        if self._events is not None:
-            self._events.close()
-            self._cache.before_closing(self._events.keep_notes)
+        end_events(self._cache, self._events)
         self._questions.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._slots.abort(list(self._storing.values()))
