@@ -29,6 +29,7 @@ from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Condition, Pool
 from pagoda.base.urls import RemoteUrl
 from pagoda.tiers.breaker import CircuitBreaker
+from pagoda.tiers.remote.health import answering
 from pagoda.tiers.remote.http import resolve
 from pagoda.tiers.remote.pagoda_server import (
     PagodaServerClient,
@@ -56,9 +57,6 @@ _MOST_LINES = 4 * _MOST_PEERS
 _MOST_FOUND = 1024  # neighbours that are known only from the directory
 # after this share of a caller's time, a lookup no longer waits for a slow neighbour
 _PATIENCE_SHARE = 0.5
-# after two failures in a row a neighbour is left out until it answers a lookup again
-_FAILURES = 2
-_REST_SECONDS = 1.0
 # after eight wrong or missing values in a row, a neighbour is not asked for 30 seconds
 _LIES = 8
 _DISTRUST_SECONDS = 30.0
@@ -104,7 +102,7 @@ class Peer:
         self.client = PagodaServerClient(
             url, is_found=is_found, sends_token=sends_token
         )
-        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
+        self.breaker = answering(clock)
         self.trust = CircuitBreaker(clock, _LIES, _DISTRUST_SECONDS)
         # how many lookups it has answered; the number of the last one whose answer was wrong
         self.answers = self._broken = 0
@@ -316,7 +314,7 @@ class _UsedDirectory:
     ) -> None:
         """`is_limited`: only neighbours that are configured are asked."""
         self.connection = directory.connection
-        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
+        self.breaker = answering(clock)
         self.found: dict[str, Peer] = {}
         self.named: Sequence[Peer] = ()
         self._address = directory.address

@@ -32,7 +32,7 @@ from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Pool, wait
 from pagoda.base.urls import RemoteUrl, place_of
-from pagoda.tiers.breaker import CircuitBreaker
+from pagoda.tiers.remote.health import Health
 from pagoda.tiers.remote.redis import (
     ChunkUse,
     RedirectError,
@@ -52,12 +52,8 @@ from pagoda.tiers.remote.store_client import (
     reason_of,
 )
 
-# after two failures in a row a node is left out until it answers a probe
-_FAILURES = 2
+# a node that failed is left out until it answers a probe
 _REST_SECONDS = 0.25
-# after four refusals nothing is written to a node for five seconds
-_REFUSALS = 4
-_REFUSED_SECONDS = 5.0
 _PROBE_SECONDS = 1.0
 # after this share of a caller's time, a lookup waits hardly longer for a slow node
 _PATIENCE_SHARE = 1 / 3
@@ -77,7 +73,7 @@ class NodesOptions(RedisOptions, total=False):
     clock: Clock
 
 
-class RedisNode:
+class RedisNode(Health):
     """One node: how it is reached, and its health. Thread-safe; compared by identity."""
 
     def __init__(self, client: RedisClient, clock: Clock) -> None:
@@ -88,9 +84,7 @@ class RedisNode:
         self.seed = np.frombuffer(
             hashlib.blake2b(self.place.encode(), digest_size=8).digest(), "<u8"
         )[0]
-        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
-        self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
-        self.last_refusal = Reason.IO_ERROR
+        super().__init__(clock, _REST_SECONDS)
         # older connections are replaced before their next use
         self.trusted_since = 0.0
         self.is_probed = False
@@ -145,7 +139,7 @@ def writable(shares: Shares) -> Shares:
     return {
         node: share
         for node, share in shares.items()
-        if not node.write_breaker.resting
+        if node.write_refusal is None
     }
 
 
@@ -629,9 +623,10 @@ class RedisNodesConnection(StoreConnection):
         """
         for _ in range(_MOST_MOVES):
             node = node_of()
-            if writes and node.write_breaker.resting:
+            refused = node.write_refusal if writes else None
+            if refused is not None:
                 raise RefusedError(
-                    node.last_refusal, "the node refused writes", contained=True
+                    refused, "the node refused writes", contained=True
                 )
             self._has_moved = False
             try:

@@ -39,6 +39,7 @@ from pagoda.tiers.io_queue import (
     WorkerBackend,
     WriteRequest,
 )
+from pagoda.tiers.remote.health import Health
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, EXACT_REQUESTS
 from pagoda.tiers.remote.presence import PresenceCache
 from pagoda.tiers.remote.query_queue import QueryQueue
@@ -63,12 +64,6 @@ _logger = guarded_logger("pagoda.tiers.remote")
 _T = TypeVar("_T")
 
 _SLOWEST_BYTES_PER_SECOND = 10e6  # a connection that moves less counts as hung
-# after two failures in a row the store is only probed, with these rests
-_FAILURES = 2
-_REST_SECONDS = 1.0
-# after four refusals nothing is written for five seconds: the store is full or read-only
-_REFUSALS = 4
-_REFUSED_SECONDS = 5.0
 # the pause before the next touch after the store refused one
 _TOUCH_REST_SECONDS = 600.0
 # while the breaker is open: the pause between two checks whether a probe is due
@@ -517,7 +512,7 @@ class RemoteTier(QueuedTier):
         return {**self._store.counters(), **self._queue_stats(), **known}
 
 
-class RemoteStore(WorkerBackend):
+class RemoteStore(Health, WorkerBackend):
     """One remote store: its client, its health, what is known of its keys, and this process's
     counters. Thread-safe.
 
@@ -552,9 +547,7 @@ class RemoteStore(WorkerBackend):
         self.word_bytes = (
             min(4, itemsize(layout.planes[0].dtype)) if layout.planes else 2
         )
-        self.breaker = CircuitBreaker(clock, _FAILURES, _REST_SECONDS)
-        self.write_breaker = CircuitBreaker(clock, _REFUSALS, _REFUSED_SECONDS)
-        self.last_refusal = Reason.IO_ERROR
+        Health.__init__(self, clock)
         self.touch_breaker = CircuitBreaker(clock, 1, _TOUCH_REST_SECONDS)
         # an absent key may be stored at any moment: so it is asked for again soon, unless requests
         # cost money
@@ -1193,8 +1186,8 @@ class RemoteWorker(IoWorker):
     def _obstacle(self, write: WriteRequest) -> Reason | None:
         if self._store.breaker.is_open:
             return Reason.TIER_SKIPPED
-        if self._store.write_breaker.resting:
-            return self._store.last_refusal
+        if (refusal := self._store.write_refusal) is not None:
+            return refusal
         return None if write.is_valid() else write.cancelled or Reason.STALE
 
     def _is_known(self, write: WriteRequest) -> bool:
