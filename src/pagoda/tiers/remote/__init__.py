@@ -7,6 +7,7 @@ Modules, in the order in which a save reaches them:
 - `remote_tier`: the tier, and the threads that move chunks, answer queries and probe a store that
   failed
 - `health`: whether a store or a node answers and takes writes
+- `kept_connection`: a connection that is replaced when it has failed
 - `presence`: what is known about which keys the store has
 - `leading_run`: finds how many leading keys a store has, with few questions
 - `query_queue`: short queries that a caller waits a moment for

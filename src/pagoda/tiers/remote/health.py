@@ -25,6 +25,9 @@ def answering(clock: Clock, rest_seconds: float = 1.0) -> CircuitBreaker:
 class Health:
     """Whether a store or a node answers, and whether it takes writes. Thread-safe."""
 
+    trusted_since: float
+    """Connections that were made before are replaced before their next use (time.monotonic())."""
+
     def __init__(self, clock: Clock, rest_seconds: float = 1.0) -> None:
         """`rest_seconds`: how long it is left alone after failures."""
         self.breaker = answering(clock, rest_seconds)

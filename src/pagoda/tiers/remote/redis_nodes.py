@@ -33,6 +33,7 @@ from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Pool, wait
 from pagoda.base.urls import RemoteUrl, place_of
 from pagoda.tiers.remote.health import Health
+from pagoda.tiers.remote.kept_connection import KeptConnection
 from pagoda.tiers.remote.redis import (
     ChunkUse,
     RedirectError,
@@ -108,7 +109,7 @@ class RedisNode(Health):
             ended = self.lines
             self.lines = set()
             for line in list(ended):
-                line.connection.abort()
+                line.give_up()
         return self.contain(error)
 
     def refused_write(self, refusal: RefusedError) -> RefusedError:
@@ -255,15 +256,14 @@ class RedisNodesClient(StoreClient):
             node.is_probed = False
 
 
-class _NodeLine:
+class _NodeLine(KeptConnection[RedisConnection]):
     """The connection to one node. `is_busy`: a thread uses it, and closes it if it was dropped
     meanwhile.
     """
 
-    def __init__(self, connection: RedisConnection) -> None:
-        self.connection = connection
-        self.made = time.monotonic()
-        self.is_open = self.is_busy = False
+    def __init__(self, node: RedisNode) -> None:
+        super().__init__(node, node.client.connection, RedisConnection.close)
+        self.is_busy = False
 
 
 class RedisNodesConnection(StoreConnection):
@@ -539,7 +539,7 @@ class RedisNodesConnection(StoreConnection):
         """Make all calls that wait in this connection fail soon. From any thread."""
         self._closed = True
         for line in list(self._lines.values()):
-            line.connection.abort()
+            line.give_up()
 
     def close(self) -> None:
         """Close the connections; never waits. A running call closes its connections when it ends.
@@ -705,7 +705,7 @@ class RedisNodesConnection(StoreConnection):
         for node in futures.keys() - ended.keys():
             futures[node].cancel()  # if no thread has begun it
             if (line := self._lines.pop(node, None)) is not None:
-                line.connection.abort()
+                line.give_up()
             node.failed(TimeoutError("no answer in time"))
         for node, future in ended.items():
             if (error := future.exception()) is None:
@@ -738,74 +738,50 @@ class RedisNodesConnection(StoreConnection):
         one.
         """
         version = self._client.version
-        while True:
-            line = self._line(node)
-            is_old = line.is_open
-            line.is_busy = True
-            try:
-                if self._closed:
-                    line.connection.abort()
-                if not is_old:
-                    line.connection.open(until)
-                    line.is_open = True
-                done = work(line.connection)
-            except RedirectError as redirect:
-                if not self._client.is_cluster:
-                    self._drop(node, line)
-                    raise node.failed(redirect) from None
-                if redirect.has_moved:
-                    with suppress(OSError):
-                        self._client.refresh(until, version, node)
-                        self._has_moved = True
-                raise RefusedError(
-                    Reason.BUSY, str(redirect), contained=True
-                ) from None
-            except (OSError, RefusedError) as error:
-                has_failed = not (
-                    isinstance(error, RefusedError) and line.is_open
-                )
-                if (
-                    isinstance(error, RefusedError)
-                    and not has_failed
-                    and not error.reconnect
-                ):
-                    raise
-                is_given_up = (
-                    self._lines.get(node) is not line or line not in node.lines
-                )
+        line = self._line(node)
+        line.is_busy = True
+        try:
+            if self._closed:
+                line.give_up()
+            return line.run(work, lambda: until)
+        except RedirectError as redirect:
+            if not self._client.is_cluster:
                 self._drop(node, line)
-                if self._closed:
-                    raise ConnectionAbortedError(
-                        "the connection was aborted"
-                    ) from None
-                if is_given_up:
-                    raise RefusedError(
-                        Reason.TIER_SKIPPED,
-                        "the node is left out",
-                        contained=True,
-                    ) from None
-                if is_old and not isinstance(error, TimeoutError):
-                    continue
-                raise node.failed(error) if has_failed else error from None
-            except BaseException:
-                self._drop(node, line)
+                raise node.failed(redirect) from None
+            if redirect.has_moved:
+                with suppress(OSError):
+                    self._client.refresh(until, version, node)
+                    self._has_moved = True
+            raise RefusedError(
+                Reason.BUSY, str(redirect), contained=True
+            ) from None
+        except (OSError, RefusedError) as error:
+            is_refusal = isinstance(error, RefusedError)
+            if is_refusal and line.is_open:
                 raise
-            finally:
-                line.is_busy = False
-                if self._closed:
-                    self._drop(node, line)
-            node.breaker.record_success()
-            return done
+            if self._closed:
+                raise ConnectionAbortedError(
+                    "the connection was aborted"
+                ) from None
+            if line.is_given_up:
+                raise RefusedError(
+                    Reason.TIER_SKIPPED, "the node is left out", contained=True
+                ) from None
+            if is_refusal and line.was_open:
+                raise
+            raise node.failed(error) from None
+        finally:
+            line.is_busy = False
+            if self._closed:
+                self._drop(node, line)
 
     def _line(self, node: RedisNode) -> _NodeLine:
         line = self._lines.get(node)
-        if line is not None and (
-            line.made < node.trusted_since or line not in node.lines
-        ):
+        if line is not None and line not in node.lines:
             self._drop(node, line)
             line = None
         if line is None:
-            line = self._lines[node] = _NodeLine(node.client.connection())
+            line = self._lines[node] = _NodeLine(node)
             node.lines.add(line)
         return line
 
@@ -813,4 +789,4 @@ class RedisNodesConnection(StoreConnection):
         node.lines.discard(line)
         if self._lines.get(node) is line:
             del self._lines[node]
-        line.connection.close()
+        line.close()

@@ -40,6 +40,7 @@ from pagoda.tiers.io_queue import (
     WriteRequest,
 )
 from pagoda.tiers.remote.health import Health
+from pagoda.tiers.remote.kept_connection import KeptConnection
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, EXACT_REQUESTS
 from pagoda.tiers.remote.presence import PresenceCache
 from pagoda.tiers.remote.query_queue import QueryQueue
@@ -481,8 +482,9 @@ class RemoteTier(QueuedTier):
             wait_seconds=self.deadline_seconds,
         )
         try:
-            connection = self._store.connect(self._store.deadline())
+            connection = self._store.make_connection()
             try:
+                connection.open(self._store.deadline())
                 deadline = ListingDeadline(_STEP_SECONDS, _LISTING_SECONDS)
                 return connection.clear(namespace, deadline) + waiting
             finally:
@@ -817,21 +819,15 @@ class RemoteStore(Health, WorkerBackend):
 
     # ---- connections -----------------------------------------------------------------------------
 
-    def connect(self, until: float) -> StoreConnection:
-        """Return a new connection, which `interrupt` can abort even while it is being made.
-        OSError, RefusedError.
-        """
+    def make_connection(self) -> StoreConnection:
+        """Return a connection that is still to be opened; `interrupt` can abort it even then."""
         connection = self.client.connection()
-        try:
-            with self._lock:
-                self._connections.add(connection)
-                stopped = self._stopped
-            if stopped:
-                connection.abort()
-            return connection.open(until)
-        except BaseException:
-            self.disconnect(connection)
-            raise
+        with self._lock:
+            self._connections.add(connection)
+            stopped = self._stopped
+        if stopped:
+            connection.abort()
+        return connection
 
     def disconnect(self, connection: StoreConnection) -> None:
         """Close a connection."""
@@ -840,15 +836,14 @@ class RemoteStore(Health, WorkerBackend):
         connection.close()
 
 
-class WorkerConnection:
+class WorkerConnection(KeptConnection[StoreConnection]):
     """The connection of one thread. It is made when it is needed and replaced when it has
     failed.
     """
 
     def __init__(self, store: RemoteStore) -> None:
+        super().__init__(store, store.make_connection, store.disconnect)
         self._store = store
-        self._connection: StoreConnection | None = None
-        self._made = self._used = 0.0  # when (time.monotonic())
 
     def call(
         self,
@@ -862,78 +857,15 @@ class WorkerConnection:
         Refusals are counted by `refusals`, by default the store's breaker. A success resets only
         the store's breaker.
         """
-        moved = False
-        for _ in range(2):
-            old = self._is_ready()
-            try:
-                done = work(self._connection or self._connected())
-            except RefusedError as refusal:
-                if refusal.reconnect:
-                    self.close()
-                    if old:
-                        moved = True
-                        continue
-                return self._store.record_refusal(
-                    refusal, what, refusals or self._store.breaker
-                )
-            except OSError as error:
-                self.close()
-                if old and not isinstance(error, TimeoutError):
-                    continue
-                return (
-                    self._old_is_late(error, what)
-                    if old
-                    else self._store.record_error(error, what)
-                )
-            except BaseException:
-                self.close()
-                raise
-            self._record_success(moved)
-            return done
-        raise AssertionError("a new connection is not old")
-
-    def _is_ready(self) -> bool:
-        """Return whether there is an older connection that can be used; close one that is no longer
-        trusted.
-        """
-        if (
-            self._connection is not None
-            and self._made < self._store.trusted_since
-        ):
-            self.close()
-        return self._connection is not None
-
-    def _connected(self) -> StoreConnection:
-        made = time.monotonic()
-        self._connection = self._store.connect(self._store.deadline())
-        self._made = made
-        return self._connection
-
-    def _record_success(self, moved: bool) -> None:
-        self._used = time.monotonic()
-        self._store.breaker.record_success()
-        if moved:  # the other connections still lead to the old server
-            self._store.trusted_since = self._made
-
-    def _old_is_late(self, error: OSError, what: str) -> Reason:
-        """Record that an old connection did not answer: it may be broken, and so may others of its
-        age.
-        """
-        self._store.trusted_since = time.monotonic()
-        return self._store.record_error(error, what, rests=False)
-
-    def idle_for(self, seconds: float) -> bool:
-        """Return whether there is a connection that has been idle for `seconds`."""
-        return (
-            self._connection is not None
-            and time.monotonic() - self._used >= seconds
-        )
-
-    def close(self) -> None:
-        """Close the connection, if there is one."""
-        if self._connection is not None:
-            self._store.disconnect(self._connection)
-            self._connection = None
+        try:
+            return self.run(work, self._store.deadline)
+        except RefusedError as refusal:
+            return self._store.record_refusal(
+                refusal, what, refusals or self._store.breaker
+            )
+        except OSError as error:
+            # an old connection may be broken, which says nothing about the store
+            return self._store.record_error(error, what, rests=not self.was_old)
 
 
 class RemoteWorker(IoWorker):
