@@ -27,33 +27,28 @@ class Scheme(NamedTuple):
 
 
 SCHEMES = {
-    "redis": Scheme(REDIS, "redis", "redis://host:6379/0"),
-    "rediss": Scheme(REDIS, "redis", "rediss://host:6379/0"),
-    "unix": Scheme(REDIS, "redis", "unix:///run/redis.sock"),
-    "redis+pool": Scheme(
-        REDIS, "redis", "redis+pool://host1:6379,host2:6379,host3:6379"
-    ),
-    "rediss+pool": Scheme(
-        REDIS, "redis", "rediss+pool://host1:6379,host2:6379,host3:6379"
-    ),
-    "redis+cluster": Scheme(
-        REDIS, "redis", "redis+cluster://host1:6379,host2:6379"
-    ),
-    "rediss+cluster": Scheme(
-        REDIS, "redis", "rediss+cluster://host1:6379,host2:6379"
-    ),
-    "redis+sentinel": Scheme(
-        REDIS, "redis", "redis+sentinel://host1:26379,host2:26379/service"
-    ),
-    "rediss+sentinel": Scheme(
-        REDIS, "redis", "rediss+sentinel://host1:26379,host2:26379/service"
-    ),
-    "mooncake": Scheme(MOONCAKE, "mooncake", "mooncake://host:50051"),
-    "s3": Scheme(OBJECTS, "s3", "s3://bucket/prefix"),
-    "gs": Scheme(OBJECTS, "gs", "gs://bucket/prefix"),
-    "az": Scheme(OBJECTS, "az", "az://container/prefix"),
-    "http": Scheme(OBJECTS, WEBDAV, "http://host/path/"),
-    "https": Scheme(OBJECTS, WEBDAV, "https://host/path/"),
+    example.partition("://")[0]: Scheme(kind, store, example)
+    for kind, store, *examples in (
+        (
+            REDIS,
+            "redis",
+            "redis://host:6379/0",
+            "rediss://host:6379/0",
+            "unix:///run/redis.sock",
+            "redis+pool://host1:6379,host2:6379,host3:6379",
+            "rediss+pool://host1:6379,host2:6379,host3:6379",
+            "redis+cluster://host1:6379,host2:6379",
+            "rediss+cluster://host1:6379,host2:6379",
+            "redis+sentinel://host1:26379,host2:26379/service",
+            "rediss+sentinel://host1:26379,host2:26379/service",
+        ),
+        (MOONCAKE, "mooncake", "mooncake://host:50051"),
+        (OBJECTS, "s3", "s3://bucket/prefix"),
+        (OBJECTS, "gs", "gs://bucket/prefix"),
+        (OBJECTS, "az", "az://container/prefix"),
+        (OBJECTS, WEBDAV, "http://host/path/", "https://host/path/"),
+    )
+    for example in examples
 }
 """All schemes that are known."""
 REDIS_SCHEMES = tuple(

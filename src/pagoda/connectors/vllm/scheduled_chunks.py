@@ -1,5 +1,5 @@
 """What the scheduler's halves of both connectors do alike: make copies of reserved chunks, name the
-source of a hit, report to routers, say which prompts are logged, count what is no lookup.
+source of a hit, report to routers, say which prompts are logged.
 
 `scheduler` and `offloading.offloading_manager` call it.
 """
@@ -7,13 +7,12 @@ source of a hit, report to routers, say which prompts are logged, count what is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from pagoda.base.metrics import Reason
 from pagoda.cache import Cache
-from pagoda.cache.host_slots import HostSlots
 from pagoda.cache.writeback import ChunkRef
 from pagoda.connectors.vllm.event_form import VLLMEventForm
 from pagoda.connectors.vllm.event_publisher import EventOutlet
@@ -28,15 +27,6 @@ _SOURCES = {
 }
 
 
-class ReservedRun(NamedTuple):
-    """What became of a run of chunks for which slots were asked."""
-
-    copies: list[ChunkRef | None]
-    """Each chunk in its slot; None: it got none, because it has one already or was refused."""
-    refused: dict[int, Reason]
-    """Why chunks were refused, by their position, in order."""
-
-
 def source_of(tier: str) -> CacheHitSource:
     """Return what vLLM calls a tier."""
     return _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
@@ -47,19 +37,21 @@ def reserved_run(
     first: int,
     parent: bytes | None,
     outcomes: Sequence[Outcome],
-) -> ReservedRun:
-    """Return the copies of a run of chunks from position `first` on, as far as they got slots."""
-    run = ReservedRun([], {})
-    before = parent
+) -> tuple[list[ChunkRef | None], dict[int, Reason]]:
+    """Return each chunk of a run in its slot, None if it got none; and why chunks were refused, by
+    position. The first chunk has position `first`.
+    """
+    copies = list[ChunkRef | None]()
+    refused = dict[int, Reason]()
     for n, (key, outcome) in enumerate(zip(keys, outcomes, strict=True), first):
         copy = None
         if isinstance(outcome, Reserved):
-            copy = ChunkRef(key, n, before, outcome.slot, outcome.generation)
+            copy = ChunkRef(key, n, parent, outcome.slot, outcome.generation)
         elif isinstance(outcome, Refused):
-            run.refused[n] = outcome.reason
-        run.copies.append(copy)
-        before = key
-    return run
+            refused[n] = outcome.reason
+        copies.append(copy)
+        parent = key
+    return copies, refused
 
 
 def events_of(
@@ -91,8 +83,3 @@ def end_events(cache: Cache, events: StoredEvents | None) -> None:
 def is_text(request: Any) -> bool:
     """Whether the tokens of a request say all of its prompt, so that it may be logged."""
     return not request.mm_features and request.prompt_embeds is None
-
-
-def count_unasked(slots: HostSlots, request: Any, root: bytes) -> None:
-    """Count a request that may read nothing: it is no lookup."""
-    slots.count_request(request.num_tokens, {}, Reason.NOT_ASKED, root)

@@ -45,7 +45,6 @@ from pagoda.connectors.vllm.request_limits import (
     reads_nothing,
 )
 from pagoda.connectors.vllm.scheduled_chunks import (
-    count_unasked,
     end_events,
     events_of,
     reserved_run,
@@ -395,7 +394,9 @@ class PagodaScheduler:
             else (found.hit.reason, found.root)
         )
         if not asked:
-            count_unasked(self._slots, tracked.request, root)
+            self._slots.count_request(
+                tracked.request.num_tokens, {}, Reason.NOT_ASKED, root
+            )
             return
         by_tier = _by_tier(tracked, tokens)
         self._slots.count_request(asked, by_tier, reason, root)
@@ -608,14 +609,16 @@ class PagodaScheduler:
             make = self._notes(tracked.request, found.root)
             self._events.note(make, found.root, found.present, first, outcomes)
         parent = keys[first - 1] if first else None
-        run = reserved_run(keys[first : due.done], first, parent, outcomes)
-        tracked.saved = min(run.refused, default=due.done)
-        if run.refused.get(tracked.saved) is Reason.LEDGER_BUSY:
+        copies, refused = reserved_run(
+            keys[first : due.done], first, parent, outcomes
+        )
+        tracked.saved = min(refused, default=due.done)
+        if refused.get(tracked.saved) is Reason.LEDGER_BUSY:
             tracked.seen = tracked.saved  # try again
             if tracked.saved == first:
                 self._stuck_until = time.monotonic() + _STUCK_SECONDS
-        self.stats.count("refused_chunks", len(run.refused))
-        return [copy for copy in run.copies if copy is not None]
+        self.stats.count("refused_chunks", len(refused))
+        return [copy for copy in copies if copy is not None]
 
     # ---- ends
 

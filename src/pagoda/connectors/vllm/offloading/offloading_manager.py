@@ -43,7 +43,6 @@ from pagoda.connectors.vllm.request_limits import (
     reads_nothing,
 )
 from pagoda.connectors.vllm.scheduled_chunks import (
-    count_unasked,
     end_events,
     events_of,
     is_text,
@@ -308,10 +307,9 @@ class PagodaOffloadingManager(OffloadingManager):
         if self._events is not None:
             self._keep_notes(self._events, request, group, first, run, outcomes)
         request.tails[group] = first + len(keys) - 1, keys[-1]
-        made = reserved_run(keys, first, parent, outcomes)
-        self._stuck = made.refused.get(first) is Reason.LEDGER_BUSY
-        end = min(made.refused, default=first + len(keys))
-        return made.copies[: end - first]
+        copies, refused = reserved_run(keys, first, parent, outcomes)
+        self._stuck = refused.get(first) is Reason.LEDGER_BUSY
+        return copies[: min(refused, default=first + len(keys)) - first]
 
     def complete_store(
         self, keys: Collection[bytes], req_context: Any, success: bool = True
@@ -352,7 +350,9 @@ class PagodaOffloadingManager(OffloadingManager):
         known.source = request
         known.most_named = named_tokens(request)
         if reads_nothing(request):  # vLLM will not ask for any of it
-            count_unasked(self._slots, request, self._questions.root)
+            self._slots.count_request(
+                request.num_tokens, {}, Reason.NOT_ASKED, self._questions.root
+            )
 
     def found_in_engine(self, request: Any) -> None:
         """Note that the engine's own cache has the first tokens of a request."""
