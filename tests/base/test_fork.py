@@ -1,76 +1,128 @@
-"""Forks: what a child process resets."""
+"""Forks: what each process makes for itself, and what a child does at once."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
-from pagoda.base.fork import reset_in_child
+import pytest
+
+from pagoda.base.fork import here, per_process, take_all
+from tests.children import in_child
 
 
 class Thing:
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
-        self.was_reset = False
-        reset_in_child(self)
+    def __init__(self) -> None:
+        self.made = 0
 
-    def reset(self) -> None:
-        self.was_reset = True
-        if self.error is not None:
-            raise self.error
+    @per_process
+    def lock(self) -> threading.Lock:
+        """A lock."""
+        self.made += 1
+        return threading.Lock()
 
-
-def test_a_reset_that_fails_keeps_no_other_from_being_reset() -> None:
-    things = [
-        Thing(),
-        Thing(KeyboardInterrupt()),
-        Thing(),
-        Thing(MemoryError()),
-        Thing(),
-    ]
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0 if all(thing.was_reset for thing in things) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert not any(thing.was_reset for thing in things)
+    @per_process
+    def words(self) -> list[str]:
+        return []
 
 
-FUNCTIONS_LAST = """
-import os
-from pagoda.base.fork import call_in_child, reset_in_child
+def test_a_child_makes_at_its_first_use_what_its_parent_may_have_locked() -> None:
+    thing = Thing()
+    thing.words.append("the parent's")
+    lock = thing.lock
+    number = here()
 
-called = []
+    def grandchild() -> None:
+        assert here() == number + 2
+        assert thing.words == []
 
-@call_in_child
-def first():
-    called.append("first")
-    raise MemoryError
+    def child() -> None:
+        assert here() == number + 1
+        assert thing.made == 1, "it pays nothing for what it does not use"
+        with thing.lock:
+            assert thing.lock is not lock
+            assert thing.lock.locked()
+        thing.words.append("the child's")
+        in_child(grandchild)
+        assert thing.words == ["the child's"]
+        assert thing.made == 2
 
-@call_in_child
-def second():
-    called.append("second")
-
-class Thing:
-    def reset(self):
-        called.append("thing")
-
-thing = Thing()
-reset_in_child(thing)
-pid = os.fork()
-if pid == 0:
-    os._exit(called != ["thing", "first", "second"])
-assert called == []
-raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
+    with lock:
+        in_child(child)
+    assert thing.lock is lock
+    assert thing.words == ["the parent's"]
+    assert here() == number
+    assert Thing.lock.__doc__ == "A lock."
 
 
-def test_functions_are_called_after_the_objects_in_the_order_of_their_registration() -> (
+def test_what_a_process_sets_is_its_own() -> None:
+    thing = Thing()
+    words = ["set"]
+    thing.words = words
+
+    def child() -> None:
+        assert thing.words == []
+        thing.words = ["by the child"]
+        assert thing.words == ["by the child"]
+
+    in_child(child)
+    assert thing.words is words
+
+
+def test_threads_that_use_an_attribute_first_at_once_have_the_same() -> None:
+    barrier = threading.Barrier(4)
+
+    class Slow:
+        @per_process
+        def words(self) -> list[str]:
+            barrier.wait(60)  # all of them make it
+            return []
+
+    slow = Slow()
+    with ThreadPoolExecutor(4) as threads:
+        used = list(threads.map(lambda _: slow.words, range(4)))
+    assert len(set(map(id, used))) == 1
+    assert slow.words is used[0]
+
+
+def test_a_child_that_is_forked_within_a_use_keeps_what_it_used_meanwhile() -> (
     None
 ):
-    subprocess.run(
-        [sys.executable, "-c", FUNCTIONS_LAST],
-        check=True,
-        timeout=60,
-        capture_output=True,
-    )
+    """A signal handler forks while an attribute is made, and its child uses the attribute before it
+    returns there.
+    """
+    parent = os.getpid()
+    children: list[int] = []
+
+    class Forks:
+        @per_process
+        def words(self) -> list[str]:
+            if not children:
+                children.append(os.fork())
+                if os.getpid() != parent:
+                    self.words.append("kept")
+            return []
+
+    forks = Forks()
+    words = forks.words
+    if os.getpid() != parent:
+        os._exit(words != [] or forks.words != ["kept"])
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+    assert forks.words is words
+
+
+def test_a_step_that_fails_keeps_no_other_from_being_taken() -> None:
+    taken = list[int]()
+
+    def step(number: int, error: BaseException | None) -> None:
+        taken.append(number)
+        if error is not None:
+            raise error
+
+    errors = [None, KeyboardInterrupt(), None, MemoryError(), None]
+    with pytest.raises(KeyboardInterrupt):
+        take_all(
+            [lambda n=n, e=e: step(n, e) for n, e in enumerate(errors)]  # type: ignore[misc]
+        )
+    assert taken == [0, 1, 2, 3, 4]

@@ -230,7 +230,7 @@ def test_calls_one_after_the_other_need_one_thread() -> None:
         assert pool.submit(len, "abc").result(60) == 3
         with pytest.raises(TypeError):
             pool.submit(len).result(60)
-    assert len(pool._threads) == 1
+    assert len(pool._own.threads) == 1
     pool.shutdown()
 
 
@@ -248,7 +248,7 @@ def test_who_has_a_result_finds_its_thread_free(call: Callable[[], int]) -> None
     begin.set()
     concurrent.futures.wait([first], 60)
     second = pool.submit(len, "abc")
-    assert len(pool._threads) == 1
+    assert len(pool._own.threads) == 1
     end.set()
     assert second.result(60) == 3
     pool.shutdown()
@@ -280,7 +280,7 @@ def test_a_pool_that_is_shut_down_cancels_without_its_lock() -> None:
 
     def take_lock(future: Future[int]) -> None:
         other = threading.Thread(
-            target=lambda: acquired.append(pool._lock.acquire(timeout=60))
+            target=lambda: acquired.append(pool._own.lock.acquire(timeout=60))
         )
         other.start()
         other.join()

@@ -274,7 +274,7 @@ begun = threading.Event()
 pool = Pool(1, "pool")
 pool.submit(len, "abc").result()
 signal.signal(signal.SIGALRM, handler)
-pool._lock = Lock()
+pool._own.lock = Lock()
 try:
     try:
         pool.submit(work)

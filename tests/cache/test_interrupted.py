@@ -193,7 +193,7 @@ def test_nothing_stays_open_if_the_opening_of_a_tier_is_broken_off(
     monkeypatch.setattr(WorkerPool, "start", interrupted)
     with pytest.raises(Interrupted), cache_at(None, tmp_path):
         pass
-    assert broken_off[0]._backend_closed
+    assert broken_off[0]._serving.backend_closed
 
 
 def test_a_signal_before_the_commit_of_a_load_leaves_no_slot_reserved(

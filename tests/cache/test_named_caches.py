@@ -135,7 +135,7 @@ def test_a_fork_while_another_thread_opens_a_cache_and_yet_another_changes_weigh
 
     threads = [
         threading.Thread(target=hold, args=(lock,))
-        for lock in (named._changed, weights._lock)
+        for lock in (named._openings.changed, weights._lock)
     ]
     for thread in threads:
         thread.start()

@@ -21,12 +21,12 @@ import pytest
 from pagoda.base.finalizers import close_dropped
 from pagoda.ledger import Busy, Ledger, Reserved, admin
 from pagoda.ledger.lmdb_tables import Tables
-from pagoda.ledger.locks import Gate
+from pagoda.ledger.locks import OPEN, Gate, StoreLocks
 from pagoda.ledger.session import Session
-from pagoda.ledger.store_state import TABLES
+from pagoda.ledger.store_state import LOCKS, STATE, TABLES
 from testbed.patience import Patience
 from tests.cache.kit import cache_at
-from tests.children import in_child, in_light_process
+from tests.children import child, in_child, in_light_process, wait
 from tests.faults.support import (
     NAMESPACE,
     PATIENT_SECONDS,
@@ -96,6 +96,29 @@ def test_a_child_is_a_member_of_its_own_without_reservations(
     assert store.ledger.commit([mine]) == [True]
     admin.check(store.ledger)
     store.close()
+
+
+def test_a_child_has_the_store_open_when_its_parent_has_closed_it(
+    shm_root: Path,
+) -> None:
+    """Even before its first call: nobody may change the files that it has mapped."""
+    store = Store(shm_root)
+    directory = store.ledger.directory
+    waits, go = os.pipe()
+    lives, begun = os.pipe()
+    pid = child(lambda: (os.write(begun, b"!"), os.read(waits, 1)))
+    os.read(lives, 1)
+    store.close()
+    locks = StoreLocks(directory, STATE, LOCKS)
+    try:
+        assert not locks.lock(OPEN, exclusive=True)
+        os.write(go, b"!")
+        assert wait(pid) == 0
+        assert locks.lock(OPEN, exclusive=True)
+    finally:
+        locks.close()
+        for fd in (waits, go, lives, begun):
+            os.close(fd)
 
 
 def test_what_a_killed_child_reserved_and_held_comes_back(shm_root: Path) -> None:

@@ -307,7 +307,7 @@ def test_a_copy_of_a_descriptor_keeps_no_closed_store_locked_for_cleaners(
 
 def test_the_thread_that_looks_ends_with_the_last_store(tmp_path: Path) -> None:
     ledger = opened(tmp_path, kind="file")
-    thread = guard_watch._thread
+    thread = guard_watch._watching.watcher.thread
     assert thread.is_alive()
     ledger.close()
     patience = Patience(60)

@@ -188,7 +188,7 @@ def test_the_end_of_a_view_is_counted_and_loses_no_exception(
         gc.enable()
     lending.clear_ended()
     assert not lost, lost
-    assert not any(lending._own) and not lending._out, (
+    assert not any(lending.marks.row) and not lending.marks.out, (
         "all pages may be given to others"
     )
     slab.close()
@@ -212,10 +212,10 @@ def test_a_view_that_outlives_the_close_marks_nothing_of_the_next_member(
     assert old is not None
     assert new is not None
     kept = slab.views([1])
-    assert any(new._own), "it has the row that the first had"
+    assert any(new.marks.row), "it has the row that the first had"
     left.clear()
     old.clear_ended()
-    assert any(new._own)
+    assert any(new.marks.row)
     assert kept
     slab.close()
     second.close()
@@ -275,7 +275,7 @@ def taken_and_given_back(
     yield copies, lambda: not pinned._copies
     yield measures, lambda: others_take(lock)
     yield (lambda: slab.read(0, [page])), lambda: not slab._calls
-    yield openings, lambda: not module._opening
+    yield openings, lambda: not module._openings.directories
     slab.close()
     assert slab._fd < 0
     ledger.close()

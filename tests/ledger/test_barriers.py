@@ -86,11 +86,11 @@ def test_a_generation_is_read_after_the_mark_and_a_barrier(
     ledger: Ledger, steps: list[str]
 ) -> None:
     guards = guards_of(ledger)
-    marks = guards._own
-    guards._own = Watched(marks, "mark", steps)  # type: ignore[assignment]
-    guards._fence = Watched(guards._fence, "fence", steps)  # type: ignore[assignment]
+    marks = guards.marks.row
+    guards.marks.row = Watched(marks, "mark", steps)  # type: ignore[assignment]
+    guards.marks.fence = Watched(guards.marks.fence, "fence", steps)  # type: ignore[assignment]
     guards._generation = Watched(guards._generation, "generation", steps)  # type: ignore[assignment]
     base = np.zeros(8, np.uint8)
     assert guards.lend([1], base) == []
-    guards._own = marks
+    guards.marks.row = marks
     assert steps == ["write mark", "barrier", "read generation"]

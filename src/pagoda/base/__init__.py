@@ -2,7 +2,6 @@
 
 Lower modules never import higher ones:
 
-    fork                 what a forked child resets
     finalizers           closes dropped objects on a thread of its own
     signal_safe_threads  threads, pools and conditions that survive signals and refused starts
     recorded_tiers       the user's list of tiers, for the commands
@@ -14,6 +13,6 @@ Lower modules never import higher ones:
     errors               the exceptions
     clock                time and deadlines; boot_identity: which boot of the machine this is
     file_space, file_systems, file_lock, cgroup_memory    what the operating system is asked
-    urls                 URLs in parts
+    fork                 what each process makes for itself; urls: URLs in parts
     serve_token_file, serve_proof    the token of `pagoda serve`, and how it is proved
 """

@@ -1,76 +1,111 @@
-"""One registry of what a forked child resets: the parent's threads do not exist there, and may have
-held any lock.
+"""What belongs to one process: locks, threads, queues. A forked child has none of its parent's
+threads, and any of them may have held a lock.
 
-In a child, the order is:
+An object that has such parts says how to make each of them, as a `per_process` attribute. A child
+makes its own at its first use of the attribute and never touches those of its parent. So a child
+that uses nothing pays nothing, and no object is told of a fork.
 
-1. the hooks of `metrics`, `signal_safe_threads` and `finalizers`, which are below this module: any
-  reset may use them
-2. the objects of `reset_in_child`, in any order
-3. the functions of `call_in_child`, in the order in which their modules were imported. In the
-   ledger this is `locks`,
-   `session`, `ledger`: no lock is tried before the child has given up its parent's locks, and a
-   store that a thread of the parent was closing is closed last
+Only what cannot wait for a next call has a hook (`os.register_at_fork`):
 
-Steps before a fork or in the parent (`ledger.session` closes its tables, `ledger.locks` counts) are
-not resets: these modules have separate hooks for them.
+    here          how often a fork led to this process; a built-in function counts it
+    finalizers    the queue of objects that were dropped, which a destructor fills
+    signal_safe_threads   a call in the middle of which a signal handler forked must not wait for a
+                  thread that the child lacks
+    ledger.session   a child closes its parent's tables and lock files: locks would outlive the
+                  parent
+    llamacpp.state_directory   the same
 """
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Generic, Self, TypeVar, overload
 
-# these hooks, and those of `signal_safe_threads`, come first: a reset may use both
-import pagoda.base.finalizers  # noqa: F401
+S = TypeVar("S")
+T = TypeVar("T")
 
-
-class Resettable(Protocol):
-    """Something with locks or threads."""
-
-    def reset(self) -> None:
-        """Create the locks, with no threads and no work in progress. In a child it is called once,
-        by its only thread.
-
-        The order is arbitrary, and the ledger is reset later: a reset uses neither a slab nor the
-        ledger.
-        """
+# one item for each fork that led from the first process to this one
+_forks: list[None] = []
 
 
-_things: weakref.WeakSet[Resettable] = weakref.WeakSet()
-_functions: list[Callable[[], None]] = []
+def here() -> int:
+    """Return how many forks led to this process: a child and its parent differ."""
+    return len(_forks)
 
 
-def reset_in_child(thing: Resettable) -> None:
-    """Call `thing.reset()` in every child that this process forks from now on."""
-    _things.add(thing)
+class per_process(Generic[S, T]):
+    """An attribute that each process makes for itself, at its first use: a decorator of the method
+    that makes it.
 
+    Like `functools.cached_property`, but a forked child calls the method again. What the method
+    makes must start nothing and be worth nothing until it is used: if two threads use the attribute
+    first at once, both make it, and one of the two is what both use. The object needs a `__dict__`.
 
-def reset_now_and_in_child(thing: Resettable) -> None:
-    """Call `thing.reset()` now, as a part of its construction, and in every child from now on."""
-    thing.reset()
-    reset_in_child(thing)
-
-
-def call_in_child(function: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a function that resets the state of a module: every child calls it after the resets
-    of objects.
+    Example:
+        >>> class Counter:
+        ...     @per_process
+        ...     def _lock(self) -> threading.Lock:
+        ...         return threading.Lock()
     """
-    _functions.append(function)
-    return function
 
+    def __init__(self, make: Callable[[S], T]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+        # no attribute can have this name
+        self._name = f"{make.__name__} of each process"
 
-def _reset_all() -> None:
-    errors = []
-    for reset in [*(thing.reset for thing in list(_things)), *_functions]:
+    @overload
+    def __get__(self, owner: None, kind: type[S]) -> Self: ...
+    @overload
+    def __get__(self, owner: S, kind: type[S]) -> T: ...
+    def __get__(self, owner: S | None, kind: type[S]) -> Self | T:
+        if owner is None:
+            return self
         try:
-            reset()
+            made: T = owner.__dict__[self._name][len(_forks)]
+        except KeyError:
+            return self._made(owner)
+        return made
+
+    def __set__(self, owner: S, value: T) -> None:
+        """Replace the attribute in this process."""
+        made: dict[int, T] = owner.__dict__.setdefault(self._name, {})
+        made[len(_forks)] = value
+        _drop_parents(made)
+
+    def _made(self, owner: S) -> T:
+        made: dict[int, T] = owner.__dict__.setdefault(self._name, {})
+        number = len(_forks)
+        # by one built-in function: all threads get the same
+        own = made.setdefault(number, self._make(owner))
+        _drop_parents(made)
+        return own
+
+
+def _drop_parents(made: dict[int, T]) -> None:
+    """Drop what a parent made, in case it has large buffers. A signal handler may have forked in
+    the middle of a use: what its child has used since then stays.
+    """
+    newest = max(made)
+    for number in [*made]:
+        if number < newest:
+            made.pop(number, None)
+
+
+# a built-in function: no exception of a signal handler can keep it from counting
+os.register_at_fork(after_in_child=partial(_forks.append, None))
+
+
+def take_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Take all of these steps, also after one that fails; then raise the first error. For hooks."""
+    errors = []
+    for step in steps:
+        try:
+            step()
         except BaseException as error:  # noqa: BLE001
-            # of a signal handler too: the others are still to be reset
+            # of a signal handler too: the others are still to be taken
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-os.register_at_fork(after_in_child=_reset_all)

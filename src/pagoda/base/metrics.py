@@ -7,13 +7,12 @@ Pure Python; the ledger stores the counters (one row for each member, in a mappe
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Mapping
 from enum import StrEnum, auto
 
 from pagoda.base.clock import Clock
+from pagoda.base.fork import per_process
 
 
 class Reason(StrEnum):
@@ -140,12 +139,10 @@ class RateLimitedLog:
         self._every_ns = int(every_seconds * 1e9)
         # reason -> (monotonic ns of its last line, suppressed since)
         self._seen: dict[Reason, tuple[int, int]] = {}
-        self.reset()
-        _logs.add(self)
 
-    def reset(self) -> None:
-        """Replace the lock, as every forked child does: a thread of the parent may have held it."""
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def warn(self, logger: logging.Logger, reason: Reason, message: str) -> None:
         """Log `message` as a warning, or only count it if this reason had a line less than
@@ -165,14 +162,3 @@ class RateLimitedLog:
             else ""
         )
         logger.warning("%s: %s%s", reason.value, message, more)
-
-
-_logs: weakref.WeakSet[RateLimitedLog] = weakref.WeakSet()
-
-
-def _renew_in_child() -> None:
-    for log in list(_logs):
-        log.reset()
-
-
-os.register_at_fork(after_in_child=_renew_in_child)

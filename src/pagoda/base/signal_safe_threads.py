@@ -30,6 +30,7 @@ from threading import Thread
 from typing import Generic, ParamSpec, TypeAlias, TypeVar, cast
 
 from pagoda.base.errors import StoreError
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 
@@ -339,8 +340,8 @@ def if_free(
 class DeferredCall:
     """A call that a daemon thread makes a moment after a request, once for all requests so far.
 
-    Callers of `request` take turns. The thread starts with the first request, and again with the
-    first in a forked child; if none can be started, the next request tries again.
+    Callers of `request` take turns. The thread starts with the first request; if none can be
+    started, the next request tries again. It is its process's: a forked child makes another one.
     """
 
     def __init__(
@@ -353,12 +354,6 @@ class DeferredCall:
         self._call = weakref.WeakMethod(call)
         self._name = name
         self._pause_seconds = pause_seconds
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin without requests and without a thread; requests before a fork are left to the
-        parent.
-        """
         self._requested = Event()
         self._ending = Event()
         self._thread: Thread | None = None
@@ -429,6 +424,22 @@ class _Work(Generic[T]):
             future.set_result(result)
 
 
+class _Working:
+    """The queue and the threads of a pool in one process."""
+
+    def __init__(self, pool: Pool) -> None:
+        """Begin with no thread and an empty queue."""
+        self.lock = threading.RLock()
+        self.calls: _Calls = queue.SimpleQueue()
+        # one entry per waiting thread; if one is missing, only an extra thread is started
+        self.idle: deque[None] = deque()
+        self.threads: list[Thread] = []
+        self.open: set[Future[object]] = set()
+        self.closed = False
+        # its threads hold this weak reference, not the pool
+        self.gone = weakref.ref(pool, self.calls.put)
+
+
 class Pool(Executor):
     """Run calls on a few daemon threads; results are futures. Thread-safe.
 
@@ -449,29 +460,21 @@ class Pool(Executor):
         self._most = most
         self._name = name
         self.exit_seconds = exit_seconds
-        self._renew()
         _pools.add(self)
         # registered again, so that it runs before older hooks, which may belong to libraries that
         # calls use
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
 
-    def _renew(self) -> None:
-        """Start with no thread and an empty queue; also called in a forked child."""
-        self._lock = threading.RLock()
-        self._calls: _Calls = queue.SimpleQueue()
-        # one entry per waiting thread; if one is missing, only an extra thread is started
-        self._idle: deque[None] = deque()
-        self._threads: list[Thread] = []
-        self._open: set[Future[object]] = set()
-        self._closed = False
-        # its threads hold this weak reference, not the pool
-        self._gone = weakref.ref(self, self._calls.put)
+    @per_process
+    def _own(self) -> _Working:
+        """What works in this process: a forked child has no thread and an empty queue."""
+        return _Working(self)
 
     @property
     def under_way(self) -> int:
         """Return the number of calls that have not ended, including queued ones."""
-        return len(self._open)
+        return len(self._own.open)
 
     def submit(
         self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -492,15 +495,19 @@ class Pool(Executor):
 
     def _put(self, call: Callable[[], T], waits: bool) -> Future[T]:
         future: Future[T] = Answer()
-        future.add_done_callback(self._open.discard)
+        own = self._own
+        future.add_done_callback(own.open.discard)
+        future.add_done_callback(_open.discard)
         try:
-            with self._lock:
-                if self._closed:
+            with own.lock:
+                if own.closed:
                     raise RuntimeError("cannot take a call after shutdown")
-                if not self._has_thread() and not waits:
+                if not self._has_thread(own) and not waits:
                     raise RuntimeError(NO_THREAD)
-                self._open.add(cast("Future[object]", future))
-                self._calls.put(cast("_Work[object]", _Work(call, future)))
+                own.open.add(cast("Future[object]", future))
+                if not waits:  # otherwise nobody waits for it
+                    _open.add(cast("Future[object]", future))
+                own.calls.put(cast("_Work[object]", _Work(call, future)))
         except BaseException:
             # also raised by a signal handler: the caller does not get the future
             try:
@@ -510,26 +517,26 @@ class Pool(Executor):
             raise
         return future
 
-    def _has_thread(self) -> bool:
+    def _has_thread(self, own: _Working) -> bool:
         """Return whether a thread will take one more call; start one if none is idle. Called with
         the lock.
         """
-        if self._idle:
-            self._idle.pop()
+        if own.idle:
+            own.idle.pop()
             # also true for a thread that an interrupted call started without recording it
             return True
-        if len(self._threads) < self._most:
-            arguments = self._gone, self._lock, self._calls, self._idle
+        if len(own.threads) < self._most:
+            arguments = own.gone, own.lock, own.calls, own.idle
             thread = start_thread(
-                _take_calls, f"{self._name}_{len(self._threads)}", *arguments
+                _take_calls, f"{self._name}_{len(own.threads)}", *arguments
             )
             if thread is not None:
-                self._threads.append(thread)
-        return bool(self._threads)
+                own.threads.append(thread)
+        return bool(own.threads)
 
     def join(self, timeout: float) -> None:
         """Wait until the submitted calls have ended, at most `timeout` seconds."""
-        wait(list(self._open), timeout)
+        wait(list(self._own.open), timeout)
 
     def shutdown(
         self, wait: bool = True, *, cancel_futures: bool = False
@@ -537,17 +544,18 @@ class Pool(Executor):
         """End the threads after the last call; with `cancel_futures`, cancel the calls that have
         not begun.
         """
-        with self._lock:
-            self._closed = True
+        own = self._own
+        with own.lock:
+            own.closed = True
         # without the lock, because callbacks of the futures take other locks
         if cancel_futures:
             with suppress(queue.Empty):
                 while True:
-                    if isinstance(work := self._calls.get_nowait(), _Work):
+                    if isinstance(work := own.calls.get_nowait(), _Work):
                         work.cancel()
-        self._calls.put(None)
+        own.calls.put(None)
         if wait:
-            for thread in list(self._threads):
+            for thread in list(own.threads):
                 thread.join()
 
 
@@ -591,6 +599,8 @@ def _withdraw(future: Future[T]) -> None:
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+# the calls of all pools that have not ended, and for which somebody may wait
+_open: set[Future[object]] = set()
 
 
 def _at_exit() -> None:
@@ -599,15 +609,13 @@ def _at_exit() -> None:
     """
     begun = time.monotonic()
     for pool in sorted(_pools, key=lambda each: each.exit_seconds):
-        if pool._threads:
+        if pool._own.threads:
             pool.join(begun + pool.exit_seconds - time.monotonic())
 
 
-def _renew_in_child() -> None:
-    for pool in list(_pools):
-        for future in list(pool._open):
-            _lose(future)
-        pool._renew()
+def _lose_all() -> None:
+    while _open:
+        _lose(_open.pop())
 
 
 def _lose(future: Future[object]) -> None:
@@ -627,4 +635,4 @@ def _lose(future: Future[object]) -> None:
         changed.notify_all()
 
 
-os.register_at_fork(after_in_child=_renew_in_child)
+os.register_at_fork(after_in_child=_lose_all)

@@ -23,7 +23,7 @@ from typing import TypeAlias, Unpack
 from pagoda.base.clock import Clock, Deadline, seconds_of
 from pagoda.base.errors import ClosedError, ConfigError, StoreError
 from pagoda.base.finalizers import close_when_dropped
-from pagoda.base.fork import call_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger, log_json
 from pagoda.base.metrics import Reason, by_reason
 from pagoda.base.quality_verdict import QualityState, require_quality
@@ -76,12 +76,25 @@ _OPEN_SECONDS = 120.0
 # of one transaction
 _MOST_KEYS = 64
 
-# guards the three tables below; never held while a cache is opened or closed
-_changed = Condition()
+
+class _Openings:
+    """The names of caches that threads of this process are opening."""
+
+    @per_process
+    def changed(self) -> Condition:
+        """Guards them and the two tables below; never held while a cache is opened or closed."""
+        return Condition()
+
+    @per_process
+    def names(self) -> dict[object, str]:
+        """The names, by the call that opens the cache."""
+        return {}
+
+
+_openings = _Openings()
 _caches: weakref.WeakValueDictionary[str, Cache] = weakref.WeakValueDictionary()
 # caches made by `Cache.open`, which stay until they are closed
 _kept: dict[str, Cache] = {}
-_opening: dict[object, str] = {}  # names of caches, by the call that opens them
 
 
 class NameTaken(ValueError):
@@ -297,7 +310,7 @@ class Cache:
     @staticmethod
     def get(name: str) -> Cache | None:
         """Return this process's cache of that name, None if there is none."""
-        with _changed:
+        with _openings.changed:
             return _caches.get(name)
 
     @staticmethod
@@ -305,7 +318,7 @@ class Cache:
         """Close the cache of that name and forget it; False if there is none. Its chunks stay in
         the tiers.
         """
-        with _changed:
+        with _openings.changed:
             cache = _caches.pop(name, None)
             _kept.pop(name, None)
         if cache is not None:
@@ -700,6 +713,7 @@ class Cache:
             else self._weights.scope()
         )
         resources = self._resources
+        recorder = resources.recorder if self.config.record else None
         request = build_request(
             tokens,
             options,
@@ -710,15 +724,13 @@ class Cache:
             deadline_seconds=self.config.deadline_seconds,
             bounded=kind is not CallKind.STORE,
             clock=resources.clock,
-            lazily=lazily
-            and resources.recorder is None
-            and resources.events is None,
+            lazily=lazily and recorder is None and resources.events is None,
         )
-        if kind is not None and resources.recorder is not None:
+        if kind is not None and recorder is not None:
             keys = [*request.head, *request.keys]
             first = request.first - len(request.head)
             num_tokens = request.length_tokens - first * request.chunk_tokens
-            resources.recorder.note(
+            recorder.note(
                 kind,
                 keys,
                 first,
@@ -1271,7 +1283,7 @@ def forget(cache: Cache) -> None:
     """Release the name of a cache that is about to be closed: a call that opens that name now gets
     a new cache.
     """
-    with _changed:
+    with _openings.changed:
         if cache.name is not None and _caches.get(cache.name) is cache:
             del _caches[cache.name]
             _kept.pop(cache.name, None)
@@ -1279,9 +1291,10 @@ def forget(cache: Cache) -> None:
 
 def _wait_for_opening(name: str, deadline: Deadline) -> Cache | None:
     """Return the cache of that name, once no thread is opening it; None if there is none."""
-    with _changed:
-        while name in _opening.values():
-            if not _changed.wait(deadline.remaining()):
+    changed = _openings.changed
+    with changed:
+        while name in _openings.names.values():
+            if not changed.wait(deadline.remaining()):
                 raise StoreError(
                     f"another thread has been opening the cache {name!r} for {_OPEN_SECONDS:g} "
                     "s: see what it waits for"
@@ -1302,28 +1315,20 @@ def _name_taken(name: str | None, cache: Cache) -> Iterator[None]:
     if name in _caches:
         gc.collect()  # perhaps only a cycle refers to the other cache
     me = object()
+    opening = _openings.names
+    changed = _openings.changed
     try:
-        with _changed:
-            if name in _caches or name in _opening.values():
+        with changed:
+            if name in _caches or name in opening.values():
                 raise NameTaken(
                     f"a cache {name!r} is open already: use Cache.get({name!r}), or close it first"
                 )
-            _opening[me] = name
+            opening[me] = name
         yield  # without the lock, which calls that close other caches need too
-        with _changed:
+        with changed:
             _caches[name] = cache
     finally:
         # a built-in: no exception of a signal handler can come before it
-        _opening.pop(me, None)
-        with _changed:
-            _changed.notify_all()
-
-
-@call_in_child
-def _reset_in_child() -> None:
-    """Reset in a forked child, which has one thread: another thread of its parent may have been
-    opening a cache.
-    """
-    global _changed
-    _changed = Condition()
-    _opening.clear()
+        opening.pop(me, None)
+        with changed:
+            changed.notify_all()

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from pagoda.base.clock import Clock
 from pagoda.base.errors import StoreError
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.metrics import (
     COUNTERS,
     LOAD_BUCKETS,
@@ -69,13 +69,12 @@ class CacheCounters:
         # used if there is no local tier to share
         self._own: Counter[str] = Counter()
         self._log_lines = RateLimitedLog(clock)
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Create the locks; a child has nothing in its queues."""
-        self._lock = threading.Lock()
         self._me = object()  # other caches of this process share the ledger
         self._waited_for = set[str]()  # tiers for which chunks waited
+
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def name(self, namespace: Namespace) -> Pair:
         """Return the model and the tenant that a namespace is counted for; remember them for
@@ -201,7 +200,8 @@ class CacheCounters:
             self.add(counts, pair, load)
         else:
             ledger.count(counts, pair, load)
-            ledger.requests.append(counts, root, reason or "")
+            pid = ledger.session.pid
+            ledger.requests.append(counts, root, reason or "", pid)
         return None
 
     def _count_unasked(self, num_tokens: int, namespace: bytes) -> None:

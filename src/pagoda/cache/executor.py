@@ -6,9 +6,10 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import NO_THREAD, Answer, Pool
 from pagoda.cache.call import Call
@@ -20,16 +21,18 @@ _MOST_WAITING = 256
 
 
 class CallExecutor:
-    """A bounded pool of threads, started when first needed, and again after a fork. Thread-safe."""
+    """A bounded pool of threads, started when first needed, in a forked child too. Thread-safe."""
 
     def __init__(self) -> None:
         self._closed = False
-        reset_now_and_in_child(self)
 
-    def reset(self) -> None:
-        """Create the lock, with no threads and an empty queue."""
-        self._lock = threading.RLock()  # a signal handler may call at any line
-        self._pool: Pool | None = None
+    @per_process
+    def _lock(self) -> AbstractContextManager[object]:
+        return threading.RLock()  # a signal handler may call at any line
+
+    @per_process
+    def _pool(self) -> Pool | None:
+        return None  # until it is needed
 
     def submit(self, call: Call[T]) -> Future[T]:
         """Run a call on one of the threads. It is refused (a miss) if too many calls wait, or after

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from pagoda.base.errors import PagodaError
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.signal_safe_threads import Event, start_thread
 from pagoda.tiers import Tier
@@ -86,12 +86,14 @@ class LateTier:
         self._reopen = reopen
         self._opening = opening
         self._missed: list[bytes | None] = []
-        reset_now_and_in_child(self)
 
-    def reset(self) -> None:
-        """Create the lock, with no thread."""
-        self._lock = threading.Lock()
-        self._ending = Event()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    @per_process
+    def _ending(self) -> Event:
+        return Event()
 
     def begin(
         self,

@@ -20,7 +20,7 @@ from weakref import WeakSet
 from zlib import crc32
 
 from pagoda.base.clock import Clock
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.ledger.columns import map_or_private
 
@@ -110,12 +110,15 @@ class LoadCost:
         self._verdicts: dict[str, bool] = {}
         # by tier and verdict: when there was a log line (monotonic ns)
         self._logged: dict[tuple[str, bool], int] = {}
-        reset_now_and_in_child(self)
 
-    def reset(self) -> None:
-        """Create the lock, with no load running. The measurements stay."""
-        self._lock = threading.Lock()
-        self._times: dict[str, _SharedTime] = {}
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    @per_process
+    def _times(self) -> dict[str, _SharedTime]:
+        """Return the clock of each tier, by which the running loads are measured."""
+        return {}
 
     @contextmanager
     def measured(self, tier: str) -> Iterator[LoadMeasurement]:

@@ -26,7 +26,6 @@ import numpy as np
 import xxhash
 
 from pagoda.base.clock import Clock
-from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import DeferredCall
@@ -62,7 +61,7 @@ class LoggedPrompt(NamedTuple):
 
 
 class PromptLog:
-    """Appends prompts to the log of one store. Thread-safe and fork-safe: it keeps no file open."""
+    """Appends prompts to the log of one store. Thread-safe; it keeps no file open."""
 
     def __init__(self, ledger: Ledger, chunk_tokens: int, clock: Clock) -> None:
         """Append to the log beside `ledger`; each of its files has room for about as many tokens as
@@ -79,17 +78,10 @@ class PromptLog:
         self._recent: dict[bytes, None] = {}
         self._inode = 0  # the file that has them
         self._writer = DeferredCall(self.flush, "pagoda-prompts", _PAUSE_SECONDS)
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Create the locks, with no waiting prompts; those before a fork are written by the
-        parent.
-        """
         # a signal handler may call at any line
         self._lock, self._writing = threading.RLock(), threading.RLock()
         self._waiting: dict[bytes, LoggedPrompt] = {}  # by last key
         self._waiting_bytes = 0
-        self._writer.reset()
 
     def append(
         self,

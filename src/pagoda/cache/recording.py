@@ -33,7 +33,6 @@ from typing import NamedTuple
 
 from pagoda.base.clock import Clock
 from pagoda.base.errors import ConfigError
-from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import DeferredCall
@@ -164,8 +163,7 @@ class RecordedCall(NamedTuple):
 
 
 class Recorder:
-    """Writes one line per request, on a daemon thread that starts with the first call, and again
-    after a fork.
+    """Writes one line per request, on a daemon thread that starts with the first call.
 
     Thread-safe. Never raises, and waits only in `close`: calls that are too many, or that cannot be
     written, are dropped and counted.
@@ -179,12 +177,6 @@ class Recorder:
         # `close` waits
         import pagoda.cache.request_trace  # noqa: F401
 
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Create the lock and an empty queue; the parent writes the calls that it noted before a
-        fork.
-        """
         self._lock = threading.Lock()
         self._log_lines = RateLimitedLog(self._clock, _LOG_SECONDS)
         self._calls: deque[RecordedCall] = deque()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from pagoda.base.fork import reset_in_child
+from pagoda.base.fork import here
 from pagoda.cache.call import CacheRequest
 from pagoda.cache.tier_stack import TierStack
 from pagoda.keys import Namespace
@@ -20,7 +20,7 @@ from pagoda.ledger import Ledger
 
 class RequestEvents:
     """Reports the chunks of one cache to routers. Thread-safe. Does nothing in a forked child: the
-    parent reports.
+    thread and the connections belong to the parent.
     """
 
     def __init__(
@@ -36,10 +36,11 @@ class RequestEvents:
         """
         self.endpoint = publisher.endpoint
         self._publisher = publisher
+        self._process = here()
         self._scope = scope
         facts = BlockFacts(chunk_tokens, chunk_tokens)
         form = ChunkEventForm(facts)
-        self._stored: StoredEvents | None = StoredEvents(
+        self._stored = StoredEvents(
             ledgers,
             lambda: scope()[0].root,
             {0: facts},
@@ -48,11 +49,6 @@ class RequestEvents:
             keeps_notes,
         )
         self._stored.start()
-        reset_in_child(self)
-
-    def reset(self) -> None:
-        """Report nothing: the thread and the connections belong to the parent process."""
-        self._stored = None
 
     def heard(self, request: CacheRequest, version: str | None) -> None:
         """Keep what routers need to know of a request's chunks, unless it has items: then tokens do
@@ -60,10 +56,10 @@ class RequestEvents:
 
         `version`: the version of the weights, if the request named one.
         """
-        stored = self._stored
         keys = [*request.head, *request.keys]
         whole = len(keys) == request.first + len(request.keys)
-        if stored is None or request.tokens is None or request.items or not whole:
+        silent = self._process != here() or request.tokens is None
+        if silent or request.items or not whole:
             return
         # read first: the weights may change before the next line
         space = request.namespace
@@ -72,25 +68,25 @@ class RequestEvents:
             self._scope(space.lora, space.salt, version, space.numerics)[0].root
             == space.root
         ):
-            stored.found(
+            self._stored.found(
                 partial(_note_of, request, keys), space.root, present, 0, keys
             )
 
     def look(self) -> None:
         """Let the thread look soon whether the weights have changed."""
-        if self._stored is not None:
+        if self._process == here():
             self._stored.look()
 
     def keep_notes(self) -> None:
         """Keep beside the tiers what a restarted engine reports of the last chunks. Call it after
         `close`.
         """
-        if self._stored is not None:
+        if self._process == here():
             self._stored.keep_notes()
 
     def close(self) -> None:
         """End within about a second. Idempotent."""
-        if self._stored is not None and self._stored.close():
+        if self._process == here() and self._stored.close():
             self._publisher.close()
 
 

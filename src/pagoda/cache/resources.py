@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagoda.base.clock import Clock, Deadline
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.cache.call import KeyScheme
@@ -43,6 +44,9 @@ _MOST_REGISTERED = 4096
 class Resources:
     """The working parts of one cache. Each is thread-safe. Must not refer to the `Cache`, which
     closes it.
+
+    What has threads, or waits for one, is made by each process for itself; what a parent noted
+    before a fork is left to the parent.
     """
 
     config: Config
@@ -55,12 +59,6 @@ class Resources:
     explainer: MissExplainer
     load_cost: LoadCost
     hints: CallerHints
-    writeback: tuple[WriteBackQueue, ...]  # one per lower tier that is written
-    load_staging: StagingPool
-    # separate from the pool for loads, so that neither starves the other
-    store_staging: StagingPool
-    recorder: Recorder | None = None
-    prompt_log: PromptLog | None = None
     events: RequestEvents | None = None
     # called when all that was stored has been written down, before the tiers are closed
     last_steps: list[Callable[[], None]] = field(default_factory=list)
@@ -68,6 +66,52 @@ class Resources:
     late: LateTier | None = None
     closed: bool = False
     registered: set[bytes] = field(default_factory=set)  # roots of namespaces
+
+    @per_process
+    def writeback(self) -> tuple[WriteBackQueue, ...]:
+        """One queue for each lower tier that is written."""
+        return tuple(map(self._queue_of, self.tiers.written))
+
+    @per_process
+    def load_staging(self) -> StagingPool:
+        """Buffers for loads."""
+        return StagingPool(self.layout.slot_bytes)
+
+    @per_process
+    def store_staging(self) -> StagingPool:
+        """Buffers for stores: separate from those for loads, so that neither starves the other."""
+        return StagingPool(self.layout.slot_bytes)
+
+    @per_process
+    def recorder(self) -> Recorder | None:
+        """Records the requests; None if they are not recorded."""
+        if not self.config.record:
+            return None
+        return Recorder(
+            Path(self.config.record), self.layout.chunk_tokens, self.clock
+        )
+
+    @per_process
+    def prompt_log(self) -> PromptLog | None:
+        """Logs prompts; None in private memory, where no other process could read them."""
+        host = self.tiers.host
+        if (
+            host is None
+            or not self.config.prompt_log
+            or not self.config.host_shared
+        ):
+            return None
+        return PromptLog(host.ledger, self.layout.chunk_tokens, self.clock)
+
+    def _queue_of(self, tier: Tier) -> WriteBackQueue:
+        return WriteBackQueue(
+            tier,
+            self.tiers.host,
+            self.config,
+            self.layout.chunk_tokens,
+            self.counters,
+            self.clock,
+        )
 
     def register(self, namespace: Namespace, wait: bool = False) -> None:
         """Register a namespace and its labels, in the next transaction; with `wait`, now, in a
@@ -91,15 +135,7 @@ class Resources:
         """Let a tier that was left out take part: calls that begin from now on use it."""
         # first its queue: a call that sees the tier must find it
         if not tier.read_only:
-            queue = WriteBackQueue(
-                tier,
-                self.tiers.host,
-                self.config,
-                self.layout.chunk_tokens,
-                self.counters,
-                self.clock,
-            )
-            self.writeback = (queue, *self.writeback)
+            self.writeback = (self._queue_of(tier), *self.writeback)
         self.tiers = self.tiers.joined_by(tier)
         self.hints.begin(dict(self.tiers.ledgers()))
         self.explainer.tiers = self.tiers
@@ -159,11 +195,12 @@ def build_resources(
     """
     ledgers = tiers.ledgers()
     counters = CacheCounters(ledgers[0][1] if ledgers else None, clock, engine)
+    if config.record:
+        # now, not at the first request
+        import pagoda.cache.request_trace  # noqa: F401
     executor = CallExecutor()
     hints = CallerHints(counters, config.hints)
     hints.begin(dict(ledgers))
-    # prompts are not logged in private memory, where no other process could read them
-    shared = tiers.host if config.prompt_log and config.host_shared else None
     return Resources(
         config=config,
         layout=layout,
@@ -190,18 +227,4 @@ def build_resources(
             tiers=tiers.names,
         ),
         hints=hints,
-        writeback=tuple(
-            WriteBackQueue(
-                tier, tiers.host, config, layout.chunk_tokens, counters, clock
-            )
-            for tier in tiers.written
-        ),
-        load_staging=StagingPool(layout.slot_bytes),
-        store_staging=StagingPool(layout.slot_bytes),
-        prompt_log=None
-        if shared is None
-        else PromptLog(shared.ledger, layout.chunk_tokens, clock),
-        recorder=Recorder(Path(config.record), layout.chunk_tokens, clock)
-        if config.record
-        else None,
     )

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 
 from pagoda.base.clock import Deadline
-from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.metrics import Reason
 from pagoda.slab.memory import aligned
 from pagoda.tiers.base import Bytes, Done
@@ -28,10 +27,6 @@ class StagingPool:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.count = max(2, min(_MOST_BUFFERS, _MOST_BYTES // nbytes))
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Create the lock and the queue, with no buffers."""
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
         self._allocated: list[weakref.ref[Bytes]] = []

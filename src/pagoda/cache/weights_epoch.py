@@ -25,7 +25,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from pagoda.base.errors import StoreError
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.base.quality_verdict import QualityState
@@ -98,11 +98,10 @@ class PresentWeights:
         ) = None
         self._begun = list(begun)
         self._measured: dict[tuple[str, Epoch, str], list[QualityState]] = {}
-        reset_now_and_in_child(self)
 
-    def reset(self) -> None:
-        """Create the lock."""
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def scope(
         self,
@@ -381,14 +380,13 @@ class WeightsEpoch:
         self._seen: list[tuple[int, int] | None] = []
         self._look_at = 0.0
         self._inodes: list[int | None] = []
-        reset_now_and_in_child(self)
         for record in self._records.values():
             _reserve(record)
         self._compare_all(frozenset())
 
-    def reset(self) -> None:
-        """Create the lock."""
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def epoch(self) -> Epoch:
         """Return how often the weights were changed in place, and which change was the last.

@@ -29,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.clock import Clock, Deadline
-from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition, Event, start_thread
@@ -168,7 +167,7 @@ class WriteBackQueue:
     """The queue and the thread of one lower tier, so that a slow tier does not delay the others.
     Thread-safe.
 
-    The thread starts with the first note (in a child, too).
+    The thread starts with the first note.
 
     The number of notes is limited by the slots of the host tier (more could not all be valid) and
     the staging buffers.
@@ -203,12 +202,6 @@ class WriteBackQueue:
         # its policy refuses the chunk
         self._known_generation: Generations = np.zeros(self._slots, np.uint64)
         self._known_until: npt.NDArray[np.int64] = np.zeros(self._slots, np.int64)
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Create the lock and an empty queue, with no thread; after a fork the parent writes its
-        notes.
-        """
         # notified at the end of writes, which calls wait for
         self._changed = Condition()
         self._noted = Event()  # wakes the thread

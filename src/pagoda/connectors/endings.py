@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.clock import Deadline
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.cache.caller_hints import LATER
@@ -100,13 +100,12 @@ class Endings:
             raise ValueError("the cache of endings must have min_hit_tokens = 0")
         self._cache = cache
         self._chunk_tokens = cache.layout.chunk_tokens
-        reset_now_and_in_child(self)
         # last whole chunk -> tokens after it, of the endings that this process has seen
         self._seen: dict[bytes, set[int]] = {}
 
-    def reset(self) -> None:
-        """Create the lock. In a forked child, another thread may have held the old one."""
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def store(
         self, tokens: Tokens, payload: Bytes, **space: Unpack[KeySpace]

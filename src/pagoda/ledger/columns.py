@@ -107,8 +107,7 @@ class Columns:
         self.parent_generation: NDArray[np.uint64] = self._view(np.uint64, slots)
         self.hits: NDArray[np.uint32] = self._view(np.uint32, slots)
         self.position: NDArray[np.uint32] = self._view(np.uint32, slots)
-        self.cells: list[memoryview] = []
-        self.renew_cells()
+        self.cells = self.new_cells()
         self.ghost_pages = ghost_pages
         # what `ghost_pages` said when the table was last looked at
         self._said = 0
@@ -178,15 +177,13 @@ class Columns:
         self.backed = max(1, backed)
         self.capacity = max(1, fitting)
 
-    def renew_cells(self) -> None:
-        """Replace `cells`: memory views of the columns, for single values at two thirds of the
-        cost; keys as bytes.
+    def new_cells(self) -> list[memoryview]:
+        """Return memory views of the columns, for single values at two thirds of the cost; keys as
+        bytes.
 
-        Code that still uses the old cells gets ValueError at its next access.
+        Code that uses `cells` which were released gets ValueError at its next access.
         """
-        for cells in self.cells:
-            cells.release()
-        self.cells = [
+        return [
             self.keys.data.cast("B") if one is self.keys else one.data
             for one in self._all()
         ]

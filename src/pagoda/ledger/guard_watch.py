@@ -13,7 +13,7 @@ import threading
 import weakref
 from typing import Protocol
 
-from pagoda.base.fork import call_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.signal_safe_threads import Event, begin, if_free
 
 LOOK_SECONDS = 1.0
@@ -29,10 +29,47 @@ class Watched(Protocol):
 
 
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-# nobody waits for it: who holds it starts the thread
-_starting = threading.RLock()
-_changed = Event()
-_thread = threading.Thread()  # not started, so not alive
+
+
+class _Watcher:
+    """The thread of a process."""
+
+    def __init__(self) -> None:
+        """It is started by `watch`."""
+        # nobody waits for it: who holds it starts the thread
+        self.starting = threading.RLock()
+        self.changed = Event()
+        self.thread = threading.Thread()  # not started, so not alive
+
+    def start(self) -> None:
+        """Start the thread, if it does not run."""
+        if not self.thread.is_alive():
+            self.changed.clear()
+            self.thread = threading.Thread(
+                target=self._run, name="pagoda-guards", daemon=True
+            )
+            begin(self.thread)
+
+    def _run(self) -> None:
+        while True:
+            self.changed.wait(LOOK_SECONDS)
+            self.changed.clear()
+            stores = list(_watched)
+            if not stores:
+                return
+            for store in stores:
+                store.look()
+            del stores
+
+
+class _Watching:
+    @per_process
+    def watcher(self) -> _Watcher:
+        """The watcher: that of a parent does not run in its child."""
+        return _Watcher()
+
+
+_watching = _Watching()
 
 
 def watch(store: Watched) -> None:
@@ -40,41 +77,13 @@ def watch(store: Watched) -> None:
     tries again.
     """
     _watched.add(store)
-    if not _thread.is_alive():
-        if_free(_starting, _start)
+    watcher = _watching.watcher
+    if not watcher.thread.is_alive():
+        if_free(watcher.starting, watcher.start)
 
 
 def unwatch(store: Watched) -> None:
     """Stop looking at a store; the thread ends with the last one."""
     _watched.discard(store)
     if not _watched:
-        _changed.set()
-
-
-def _start() -> None:
-    global _thread
-    if not _thread.is_alive():
-        _changed.clear()
-        _thread = threading.Thread(target=_run, name="pagoda-guards", daemon=True)
-        begin(_thread)
-
-
-def _run() -> None:
-    while True:
-        _changed.wait(LOOK_SECONDS)
-        _changed.clear()
-        stores = list(_watched)
-        if not stores:
-            return
-        for store in stores:
-            store.look()
-        del stores
-
-
-@call_in_child
-def _reset_in_child() -> None:
-    """The thread is the parent's: a session of the child starts one when it becomes a member."""
-    global _starting, _changed, _thread
-    _starting = threading.RLock()
-    _changed = Event()
-    _thread = threading.Thread()
+        _watching.watcher.changed.set()

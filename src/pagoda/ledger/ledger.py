@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from pagoda.base.clock import Clock
 from pagoda.base.errors import ClosedError, NoRoomError, StoreError
 from pagoda.base.finalizers import close_dropped
-from pagoda.base.fork import call_in_child
+from pagoda.base.fork import here, per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
@@ -99,10 +99,23 @@ class OpenSlab(Protocol):
 S = TypeVar("S", bound=OpenSlab)
 
 _ledgers: list[Ledger] = []  # open, or being closed
-# directories of stores, by the call that opens them
-_opening: dict[object, str] = {}
-# guards these two; never held while a store is opened or closed
-_changed = Condition()
+
+
+class _Openings:
+    """The stores that threads of this process are opening."""
+
+    @per_process
+    def changed(self) -> Condition:
+        """Guards them and the open ones; never held while a store is opened or closed."""
+        return Condition()
+
+    @per_process
+    def directories(self) -> dict[object, str]:
+        """Their directories, by the call that opens them."""
+        return {}
+
+
+_openings = _Openings()
 
 
 class MatchedChunks:
@@ -174,12 +187,10 @@ class Ledger:
         # sizes that users in this process asked for, and how much at once
         self._asked = set[tuple[int | None, int | None]]()
         self._closing = self._borrowed = False
-        self.evictor = Evictor(policy, session.columns)
-        self.contexts = RequestContexts(session, self.evictor)
+        self._thread_of = here()  # the process whose thread closes or borrows it
+        self._policy = policy
         self.space = SpaceShare(self)
-        learned = map_learned(session.hints, self.evictor)
-        self.upkeep_thread = UpkeepThread(session, self.evictor, learned)
-        self.growth_thread = GrowthThread(session, self.space)
+        self._learned = map_learned(session.hints, self.evictor)
         self._now = session.clock.monotonic_ns
         self.count = session.count
         self._last_stamp = 0
@@ -190,6 +201,26 @@ class Ledger:
         self.backed = 0
         self._looks_again = 0.0
         self.window = window(self.slots)
+
+    @per_process
+    def evictor(self) -> Evictor:
+        """The policy: what a parent's has learned of its requests is its own."""
+        return Evictor(self._policy, self.columns)
+
+    @per_process
+    def contexts(self) -> RequestContexts:
+        """What the requests of this process say of their chunks."""
+        return RequestContexts(self.session, self.evictor)
+
+    @per_process
+    def upkeep_thread(self) -> UpkeepThread:
+        """The thread on which the policy learns and ranks."""
+        return UpkeepThread(self.session, self.evictor, self._learned)
+
+    @per_process
+    def growth_thread(self) -> GrowthThread:
+        """The thread that asks for more slots with pages."""
+        return GrowthThread(self.session, self.space)
 
     @property
     def tier(self) -> str:
@@ -277,11 +308,14 @@ class Ledger:
             )
         this = os.path.realpath(spec.root / spec.name)
         me = object()
+        opening = _openings.directories
+        changed = _openings.changed
+        _close_those_of_lost_threads()
         try:
-            with _changed:
+            with changed:
                 while (
                     known := cls._here(spec)
-                ) is not None or this in _opening.values():
+                ) is not None or this in opening.values():
                     if (
                         known is not None
                         and not known._closing
@@ -289,28 +323,28 @@ class Ledger:
                     ):
                         ledger = known._shared_with(spec)
                         break
-                    if not _changed.wait(_left(until)):
+                    if not changed.wait(_left(until)):
                         raise StoreError(
                             f"another thread has been opening or closing {spec.root / spec.name} "
                             "for "
                             f"{deadline_seconds:g} s: find out what it waits for"
                         )
                 else:
-                    _opening[me] = this
-            opens = me in _opening
+                    opening[me] = this
+            opens = me in opening
             if opens:
                 with os_errors_mapped(spec.root / spec.name):
                     ledger = cls._opened(
                         spec, policy, clock, until, create, borrowed
                     )
                 ledger._borrowed = borrowed
-                with _changed:
+                with changed:
                     _ledgers.append(ledger)
         finally:
             # a built-in: no exception of a signal handler can come before it
-            _opening.pop(me, None)
-            with _changed:
-                _changed.notify_all()
+            opening.pop(me, None)
+            with changed:
+                changed.notify_all()
         try:
             with os_errors_mapped(ledger.directory):
                 if opens:
@@ -396,9 +430,9 @@ class Ledger:
         """Log which wishes of one more user in this process have no effect, since the store was
         already open.
         """
-        if policy != self.evictor.policy:
+        if policy != self._policy:
             text = "%s has policy %s as long as this process has it open, not the %s asked for"
-            log.warning(text, self.directory, self.evictor.policy, policy)
+            log.warning(text, self.directory, self._policy, policy)
         warn_of_slots(self.directory, self.slots, spec)
 
     # ---- storing
@@ -1143,7 +1177,7 @@ class Ledger:
             )
         except ValueError:
             # in a child that a signal handler forked in this call, which is its parent's, they are
-            # released: see `Columns.renew_cells`
+            # released: see `Columns.new_cells`
             if cells is self.columns.cells:
                 raise
 
@@ -1503,45 +1537,32 @@ class Ledger:
         """Leave the store: give up reservations and holds; the last process to leave a store on
         disk marks it clean.
         """
-        with _changed:
+        changed = _openings.changed
+        with changed:
             self._uses -= 1
             if self._uses or self._closing:
                 return
             # a thread that opens the store again waits until it is closed
             self._closing = True
+            self._thread_of = here()
         try:
             self.namespaces.save_labels(every_seconds=0.0)
             self.upkeep_thread.close()
             self.growth_thread.close()
             self.session.close()
         finally:
-            with _changed:
+            with changed:
                 _ledgers.remove(self)
-                _changed.notify_all()
+                changed.notify_all()
 
 
-@call_in_child
-def _reset_in_child() -> None:
-    """Renew locks in a forked child: it has one thread, so a lock that another thread held must not
-    stay locked.
+def _close_those_of_lost_threads() -> None:
+    """Close, in a forked child, what a thread of its parent was closing or had borrowed: the child
+    does not have this thread.
     """
-    global _changed
-    _changed = Condition()
-    _opening.clear()
-    for ledger in list(_ledgers):
-        ledger.namespaces.forget()
-        # the parent may have been in the old one, and its contexts are its own
-        ledger.columns.forget_contexts()
-        ledger.evictor = Evictor(ledger.evictor.policy, ledger.columns)
-        ledger.contexts = RequestContexts(ledger.session, ledger.evictor)
-        ledger.upkeep_thread = UpkeepThread(
-            ledger.session,
-            ledger.evictor,
-            ledger.upkeep_thread.learned,
-        )
-        ledger.growth_thread = GrowthThread(ledger.session, ledger.space)
-        # in a thread of the parent, which this process does not have
-        if ledger._closing or ledger._borrowed:
+    for ledger in [*_ledgers]:
+        ends = ledger._closing or ledger._borrowed
+        if ends and ledger._thread_of != here():
             _ledgers.remove(ledger)
             ledger.session.close()
 

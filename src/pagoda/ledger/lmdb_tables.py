@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ from typing import NamedTuple, TypeAlias
 
 import lmdb
 
-from pagoda.base.fork import reset_in_child
+from pagoda.base.fork import here
 from pagoda.ledger.locks import Gate
 
 # a row of `pending`, and the beginning of a row of `entries`
@@ -195,6 +196,10 @@ class Reservation(NamedTuple):
         return cls._make((*_RESERVATION.unpack_from(row)[:8], writers))
 
 
+# tables that are open without a gate
+without_gate: weakref.WeakSet[Tables] = weakref.WeakSet()
+
+
 class Tables:
     """The LMDB environment and its tables. Not thread-safe: the gate serializes its callers."""
 
@@ -242,8 +247,9 @@ class Tables:
                 "tables are opened inside their gate or `opening`, for forks to wait for them"
             )
         self._opened: list[lmdb.Environment] = []
-        self._forked = False
-        reset_in_child(self)
+        self._process = here()
+        # a child closes them, whatever the constructor has got to
+        (without_gate if gate is None else gate.users).add(self)
         opener = partial(
             lmdb.open,
             map_size=map_bytes - _SPARE_BYTES,
@@ -262,7 +268,7 @@ class Tables:
         [self.env] = self._opened
         try:
             # the fork came before the opening or during it (`opener` calls Python)
-            if self._forked or (gate is not None and gate.forked):
+            if self._process != here() or (gate is not None and gate.forked):
                 raise lmdb.Error(
                     "a signal handler forked: the tables are the parent's"
                 )
@@ -354,7 +360,7 @@ class Tables:
         """Close the environment; no transaction may be open."""
         self.env.close()
 
-    def reset(self) -> None:
+    def close_in_child(self) -> None:
         """Close, in a forked child, what its parent had open, also a transaction in which a signal
         handler forked.
 
@@ -363,7 +369,6 @@ class Tables:
         whichever references to it are dropped; no code that runs in the child has a reference to
         it.
         """
-        self._forked = True
         for env in self._opened:
             if self._entered():
                 env.close()

@@ -44,10 +44,10 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pagoda.base.errors import StoreError, is_gone
-from pagoda.base.fork import call_in_child
+from pagoda.base.fork import here
 
 GATE = 0
 INTENT = 1
@@ -83,7 +83,36 @@ def timed_out(seconds: float, doing: str) -> StoreError:
     )
 
 
-class LockFile:
+class OwnDescription:
+    """A file that is open with a description of its own in each process. Not thread-safe."""
+
+    def __init__(self, flags: int) -> None:
+        """Nothing is open yet. `flags`: of `os.open`."""
+        self._fd = -1
+        self._flags = flags
+
+    def own_in_child(self) -> None:
+        """Replace, in a forked child, the description that it shares with the parent by a new one.
+        It is closed if that is impossible.
+        """
+        if self._fd < 0:
+            return
+        try:
+            # this works even if the file has been removed
+            own = os.open(f"/proc/self/fd/{self._fd}", self._flags)
+            os.dup2(own, self._fd, inheritable=False)
+            os.close(own)
+        except OSError:
+            self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        fd = self._fd
+        self._fd = -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class LockFile(OwnDescription):
     """Byte-range locks of one file, by one open file description. Single calls are thread-safe.
 
     `close` releases all of them, and so does the end of the last reference; afterwards none can be
@@ -109,7 +138,7 @@ class LockFile:
             fcntl.F_UNLCK, os.SEEK_SET, first + GATE, 2, 0
         )
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
-        self._fd = -1
+        super().__init__(os.O_RDWR | os.O_CLOEXEC)
         _files.add(self)
         while True:
             forks = _forks
@@ -137,8 +166,11 @@ class LockFile:
         if self._fd >= 0:
             # a child made in C would keep them
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _UNLOCK_ALL)
-            self._fd = -1
-            self._file.close()
+            self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        self._fd = -1
+        self._file.close()
 
     def is_at(self, path: Path) -> bool:
         """Whether `path` still names this very file (one that was removed or replaced does not, nor
@@ -222,27 +254,6 @@ class LockFile:
         kind: int = _FLOCK.unpack(answer)[0]
         return kind != fcntl.F_UNLCK
 
-    def _after_fork_in_child(self) -> None:
-        """Replace the description that is shared with the parent by a new one."""
-        if self._fd < 0:
-            return
-        try:
-            _take_own_description(self._fd, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            self._fd = -1
-            self._file.close()
-            raise
-
-
-def _take_own_description(fd: int, flags: int) -> None:
-    """Replace the open file description of a descriptor, which is shared with the parent, by a new
-    one. OSError.
-    """
-    # this works even if the file has been removed
-    own = os.open(f"/proc/self/fd/{fd}", flags)
-    os.dup2(own, fd, inheritable=False)
-    os.close(own)
-
 
 @lru_cache(maxsize=256)
 def _request(kind: int, byte: int) -> bytes:
@@ -274,12 +285,13 @@ class StoreLocks(LockFile):
         no `state`.
         """
         self._old: LockFile | None = None
-        self._holds_open = False
+        self._holds_open = -1  # the process (`here`) that holds byte `open`
         self._flocks: list[DirectoryFlock] = []
         self._paths = directory / state, directory / locks
         super().__init__(self._paths[0], create=False, first=BEYOND)
         try:
             self._old = LockFile(self._paths[1])
+            _files.discard(self._old)  # see `own_in_child`
             for one in (directory.parent, directory):
                 self._flocks.append(DirectoryFlock(one))
         except BaseException:
@@ -313,7 +325,8 @@ class StoreLocks(LockFile):
         if byte != OPEN:
             return super().lock(byte, exclusive, until)
         assert self._old is not None
-        had = self._holds_open
+        process = here()
+        had = self._holds_open == process
         if not self._old.lock(OPEN, exclusive, until):
             return False
         if not super().lock(OPEN, exclusive, until):
@@ -322,7 +335,7 @@ class StoreLocks(LockFile):
             else:
                 self._old.unlock(OPEN)
             return False
-        self._holds_open = True
+        self._holds_open = process
         return True
 
     def unlock(self, byte: int) -> None:
@@ -330,16 +343,18 @@ class StoreLocks(LockFile):
         super().unlock(byte)
         if byte == OPEN and self._old is not None:
             self._old.unlock(OPEN)
-            self._holds_open = False
+            self._holds_open = -1
 
-    def _after_fork_in_child(self) -> None:
-        self._holds_open = False
+    def own_in_child(self) -> None:
+        """Replace all descriptions that are shared with the parent."""
+        if self._old is not None:
+            self._old.own_in_child()
         for one in self._flocks:
-            one.after_fork_in_child()
-        super()._after_fork_in_child()
+            one.own_in_child()
+        super().own_in_child()
 
 
-class DirectoryFlock:
+class DirectoryFlock(OwnDescription):
     """A shared `flock` of a directory, which keeps programs away that remove old files from it and
     from below it.
 
@@ -349,7 +364,7 @@ class DirectoryFlock:
 
     def __init__(self, directory: Path) -> None:
         """Take it."""
-        self._fd = -1
+        super().__init__(_DIRECTORY)
         with contextlib.suppress(OSError):
             self._fd = os.open(directory, _DIRECTORY)
         self._take()
@@ -368,23 +383,19 @@ class DirectoryFlock:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
         self._close_descriptor()
 
-    def after_fork_in_child(self) -> None:
+    def own_in_child(self) -> None:
         """Take an own one: the parent's, which the copy shares, ends with the parent's `close`."""
-        if self._fd < 0:
-            return
-        try:
-            _take_own_description(self._fd, _DIRECTORY)
-        except OSError:
-            self._close_descriptor()
+        super().own_in_child()
         self._take()
 
-    def _close_descriptor(self) -> None:
-        fd = self._fd
-        self._fd = -1
-        if fd >= 0:
-            os.close(fd)
+    __del__ = OwnDescription._close_descriptor
 
-    __del__ = _close_descriptor
+
+class GateUser(Protocol):
+    """Something that is used inside a gate only, such as the tables."""
+
+    def close_in_child(self) -> None:
+        """Close it in a forked child: it is the parent's."""
 
 
 class Gate:
@@ -413,6 +424,8 @@ class Gate:
         # the middle of a call is not inside
         self.entered: Callable[[], bool] = self._inside._is_owned  # type: ignore[attr-defined]
         self._owner: int | None = None
+        # what is used inside only, and closed in a child
+        self.users: weakref.WeakSet[GateUser] = weakref.WeakSet()
         # this process is a child of the one that made the gate
         self.forked = False
 
@@ -489,17 +502,12 @@ def barrier() -> None:
         lock.release()
 
 
-def _count_fork() -> None:
+def note_fork() -> None:
+    """Note in the parent that it has forked: a file that a thread is opening may have a copy."""
     global _forks
     _forks += 1
 
 
-# registered before the ledger's other hooks, which take locks in the child
-@call_in_child
-def _reset_in_child() -> None:
-    for file in list(_files):
-        with contextlib.suppress(OSError):
-            file._after_fork_in_child()
-
-
-os.register_at_fork(after_in_parent=_count_fork)
+def in_child() -> list[Callable[[], None]]:
+    """Return the steps by which a forked child gives up its parent's locks."""
+    return [file.own_in_child for file in _files]

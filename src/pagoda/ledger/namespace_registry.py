@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 
 from pagoda.base.errors import StoreError
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.ledger import clears_and_labels, queries
 from pagoda.ledger.clear_log import ClearLog, Watermarks
@@ -48,13 +49,16 @@ class NamespaceRegistry:
         self._labelled: set[bytes] = set()
         self._unsaved = False
         self._saved = float("-inf")
-        self.forget()
 
-    def forget(self) -> None:
-        """Drop waiting labels, in a forked child: the parent writes them. Makes a new lock."""
-        # guards the files of labels and of clears within this process
-        self._lock = threading.Lock()
-        self._waiting: dict[bytes, dict[str, str]] = {}  # labels
+    @per_process
+    def _lock(self) -> threading.Lock:
+        """Guards the files of labels and of clears within this process."""
+        return threading.Lock()
+
+    @per_process
+    def _waiting(self) -> dict[bytes, dict[str, str]]:
+        """The labels that wait for a transaction; a parent writes its own."""
+        return {}
 
     # ---- clears
 

@@ -33,6 +33,7 @@ from zlib import crc32
 
 from pagoda.base.errors import NoRoomError
 from pagoda.base.file_space import allocate_range, data_ranges, opened
+from pagoda.base.fork import here
 from pagoda.base.metrics import TIER_KINDS
 from pagoda.base.store_place import require_free
 from pagoda.ledger.member_counters import MEMBER_ROWS
@@ -109,10 +110,7 @@ class RequestMeters:
     """The rows of one member. Its caller holds a lock around each call; none waits or raises."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew in private memory, as a forked child does."""
+        """Begin in private memory."""
         # the row of members whose page it has mapped
         self.row: int | None = None
         self._pause_until = 0.0
@@ -126,6 +124,12 @@ class RequestMeters:
             self._use(memoryview(bytearray(self._page)))
         self._pause_until = float("inf")
 
+    def release(self) -> None:
+        """Let nothing be counted here any more, as a forked child does with what its parent counts
+        in: a call of the parent that goes on in the child counts nothing.
+        """
+        self._words.release()
+
     def is_waiting(self) -> bool:
         """Whether the rows are still to be mapped, and it is time to try."""
         return self.row is None and time.monotonic() >= self._pause_until
@@ -137,7 +141,7 @@ class RequestMeters:
         self._pause_until = time.monotonic() + _PAUSE_SECONDS
         if path is None:
             return
-        process = os.getpid()
+        process = here()
         page: memoryview | None = None
         with suppress(OSError, ValueError, NoRoomError):
             page = _mapped_page(path, row)
@@ -146,25 +150,24 @@ class RequestMeters:
         private = _meters_in(self._page)
         self.row = row
         self._use(page)
-        if (
-            os.getpid() != process
-        ):  # a child, which a signal handler forked meanwhile
-            self.forget()
+        if here() != process:  # a child, which a signal handler forked meanwhile
+            self.release()
             return
-        for meter in private:
-            self._merge((meter.model, meter.tenant), meter.counts)
+        with suppress(ValueError):  # the same, from here on
+            for meter in private:
+                self._merge((meter.model, meter.tenant), meter.counts)
 
     def add(
         self, pair: Pair, counts: Mapping[str, int], load: TokenLoad | None = None
     ) -> None:
         """Add to the counters of a pair; names that no meter has are ignored."""
-        base = self._bases.get(pair)
-        if base is None:
-            base = self._new_base(pair)
         place_of = _PLACE.get
         now = int(time.time())
         try:  # `suppress` takes as long as all of this
-            # in a child that a signal handler forks meanwhile the rows are not the parent's
+            base = self._bases.get(pair)
+            if base is None:
+                base = self._new_base(pair)
+            # in a child that a signal handler forks meanwhile they are released
             self._words[base] = now
             for name, number in counts.items():
                 place = place_of(name)

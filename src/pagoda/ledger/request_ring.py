@@ -18,7 +18,6 @@ from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
 
-from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.metrics import TIER_KINDS
 from pagoda.ledger.columns import map_or_private
 
@@ -57,22 +56,21 @@ class RequestRing:
         """Use that page of memory, or map that file; make it if it does not exist."""
         self._page = map_or_private(source, RING_BYTES)
         self._next = self._page[:8].cast("Q")
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Note the process id: asking the system at each append would double its cost."""
-        self._pid = os.getpid()
 
     def append(
-        self, counts: Mapping[str, int], namespace: bytes, reason: str
+        self,
+        counts: Mapping[str, int],
+        namespace: bytes,
+        reason: str,
+        pid: int = 0,
     ) -> None:
         """Append a request, by what it adds to the counters; `reason` is empty if all whole chunks
-        were there.
+        were there. `pid`: of this process; asking the system would double the cost.
         """
         hits = counts.get
         record = _RECORD.pack(
             time.time(),
-            self._pid,
+            pid or os.getpid(),
             counts["asked_tokens"] & _WORD,
             hits("hit_tokens_host", 0) & _WORD,
             hits("hit_tokens_disk", 0) & _WORD,

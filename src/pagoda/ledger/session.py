@@ -33,7 +33,7 @@ import numpy as np
 
 from pagoda.base.clock import Clock
 from pagoda.base.errors import ClosedError, LedgerCorrupt, StoreError
-from pagoda.base.fork import call_in_child
+from pagoda.base.fork import take_all
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import COUNTERS, MEMBER_GAUGES, Reason
 from pagoda.base.signal_safe_threads import if_free
@@ -42,12 +42,20 @@ from pagoda.ledger.columns import Columns
 from pagoda.ledger.compare_hints import compare_page
 from pagoda.ledger.guard_watch import unwatch, watch
 from pagoda.ledger.hint_pages import HintPages, Published
-from pagoda.ledger.lmdb_tables import MEMBER, MEMBER_KEY, Tables, Txn
+from pagoda.ledger.lmdb_tables import (
+    MEMBER,
+    MEMBER_KEY,
+    Tables,
+    Txn,
+    without_gate,
+)
 from pagoda.ledger.locks import (
     MEMBERS,
     OPEN,
     DeadlineMissedError,
     Gate,
+    in_child,
+    note_fork,
     timed_out,
 )
 from pagoda.ledger.member_counters import (
@@ -73,7 +81,7 @@ from pagoda.ledger.request_meters import (
     merged,
     read_meters,
 )
-from pagoda.ledger.slots_in_use import PageGuards
+from pagoda.ledger.slots_in_use import OwnMarks, PageGuards
 from pagoda.ledger.store_directory import OpenStore, reopen_store
 from pagoda.ledger.store_state import PAGE_GUARDS, TABLES
 from pagoda.ledger.table_integrity import is_damage
@@ -138,6 +146,7 @@ class Session:
         self._silent_until = 0.0
         self.gate = Gate(store.locks)
         self.member = 0
+        self.pid = os.getpid()
         self.closed = False
         # the directory belongs to another store now: no file in it is opened by path again
         self.lost = self._loss_logged = False
@@ -1044,21 +1053,29 @@ class Session:
         """Start without reservations, without a member and with separate locks, until the first
         call.
         """
-        self.gate.forked = True
+        gate = self.gate
+        gate.forked = True
+        for user in [*gate.users]:
+            user.close_in_child()
         # closed, unless another thread of the parent was using them
         self._tables = None
         self._deferred.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
         self._gauge_parts = {}
-        self._meters.forget()
         # a call of the parent that goes on in the child may still have the one before
+        self._meters.release()
         self._meters = RequestMeters()
         self.gate = Gate(self.store.locks)
         self.member = 0
-        self.columns.renew_cells()
+        self.pid = os.getpid()
+        # that call gets a ValueError if it has them
+        for cells in self.columns.cells:
+            cells.release()
+        self.columns.cells = self.columns.new_cells()
+        self.columns.forget_contexts()
         if self.page_guards is not None:
-            self.page_guards.forget()
+            self.page_guards.marks = OwnMarks()
         # the fork copied its memory, so the child's slots are not the parent's
         if self.store.state.private:
             self.closed = True
@@ -1116,6 +1133,7 @@ def _before_fork() -> None:
 
 
 def _after_in_parent() -> None:
+    note_fork()
     for session in _forking.sessions:
         session.gate.let_go()
     _forking.let_go()
@@ -1128,16 +1146,31 @@ def _after_in_parent_again() -> None:
     _forking.sessions = ()
 
 
-@call_in_child
-def _reset_in_child() -> None:
+def _let_go_in_child() -> None:
     _forking.sessions = ()
     _forking.let_go()
     # by a thread of the parent
     if not Tables.opening._is_owned():  # type: ignore[attr-defined]
         Tables.opening._at_fork_reinit()  # type: ignore[attr-defined]
-    for session in list(_sessions):
-        session.after_fork_in_child()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent)
+def _after_in_child() -> None:
+    """Close in a child what is its parent's. No lock is tried before the child has given up its
+    parent's.
+    """
+    take_all(
+        [
+            *in_child(),
+            *(tables.close_in_child for tables in without_gate),
+            _let_go_in_child,
+            *(session.after_fork_in_child for session in _sessions),
+        ]
+    )
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_in_parent,
+    after_in_child=_after_in_child,
+)
 os.register_at_fork(after_in_parent=_after_in_parent_again)

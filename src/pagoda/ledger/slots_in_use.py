@@ -42,6 +42,21 @@ class _Guard(weakref.ref[Bytes]):
     word: int
 
 
+class OwnMarks:
+    """The marks of one process: without a member at first."""
+
+    def __init__(self) -> None:
+        """Begin in a private row, without a mark."""
+        self.joined = False
+        self.row = memoryview(bytearray(GUARD_WORDS * 8)).cast("Q")
+        self.free = list(range(_SHARED))
+        self.sharing = 0  # number of guards in the shared word
+        self.lock = threading.RLock()
+        self.fence = threading.Lock()
+        self.out: dict[int, _Guard] = {}  # by id
+        self.ended: deque[weakref.ref[Bytes]] = deque()
+
+
 class PageGuards:
     """Which slots each process has views of: one mapped row of words per member. Thread-safe.
 
@@ -60,68 +75,56 @@ class PageGuards:
         self._generation = columns.generation.data
         # weak, or a closed store would keep its mapped files
         self._join = weakref.WeakMethod(join)
-        self.forget()
-
-    def forget(self) -> None:
-        """Start without guards and without a member, in a forked child: its parent keeps its
-        guards.
-        """
-        self._joined = False
-        self._own = memoryview(bytearray(GUARD_WORDS * 8)).cast("Q")
-        self._free = list(range(_SHARED))
-        self._sharing = 0  # number of guards in the shared word
-        self._lock = threading.RLock()
-        self._fence = threading.Lock()
-        self._out: dict[int, _Guard] = {}  # by id
-        self._ended: deque[weakref.ref[Bytes]] = deque()
+        # a fork replaces it in the child: the parent keeps its guards
+        self.marks = OwnMarks()
 
     def become(self, row: int, gate: Gate) -> None:
         """Become the member of this row, inside that gate."""
-        with self._lock:
+        with self.marks.lock:
             own = self._rows[row * GUARD_WORDS : (row + 1) * GUARD_WORDS]
             # the row is the parent's; no signal handler runs between this line and the next
             if gate.forked:
                 return
-            own[:] = self._own
-            self._own = own
-            self._joined = True
+            own[:] = self.marks.row
+            self.marks.row = own
+            self.marks.joined = True
 
     def leave(self) -> None:
         """Use a private row from now on: another member may soon get the old one, and views may
         outlive the store.
         """
-        with self._lock:
+        with self.marks.lock:
             own = memoryview(bytearray(GUARD_WORDS * 8)).cast("Q")
-            own[:] = self._own
-            self._own = own
+            own[:] = self.marks.row
+            self.marks.row = own
 
     def lend(self, slots: Sequence[int], base: Bytes) -> list[int]:
         """Guard the pages of slots for as long as `base` lives; return those that have no pages."""
         # a forked child that uses slots which its parent found
-        if not self._joined:
+        if not self.marks.joined:
             join = self._join()
             if join is not None:
                 join()
-        if self._ended:
+        if self.marks.ended:
             self.clear_ended()
         mask = 0
         for slot in slots:
             mask |= 1 << slot % _BUCKETS
-        loan = _Guard(base, self._ended.append)
+        loan = _Guard(base, self.marks.ended.append)
         loan.word = -1
-        with self._lock:
-            self._out[id(loan)] = loan
+        with self.marks.lock:
+            self.marks.out[id(loan)] = loan
             # No signal handler runs between two statements without calls.
-            if self._free:
-                loan.word = self._free[-1]
-                self._own[loan.word] = mask
-                self._free.pop()
+            if self.marks.free:
+                loan.word = self.marks.free[-1]
+                self.marks.row[loan.word] = mask
+                self.marks.free.pop()
             else:
                 loan.word = _SHARED
-                self._own[_SHARED] |= mask
-                self._sharing += 1
+                self.marks.row[_SHARED] |= mask
+                self.marks.sharing += 1
         # taking and releasing a lock is a barrier, see `locks.barrier`
-        with self._fence:
+        with self.marks.fence:
             pass
         generation = self._generation
         return [slot for slot in slots if generation[slot] & BARE]
@@ -130,24 +133,24 @@ class PageGuards:
         """Clear the marks of views that have ended. Whatever interrupts this, the next call
         continues it.
         """
-        if not self._ended:
+        if not self.marks.ended:
             return
-        with self._lock:
-            ended = self._ended
-            free = self._free
-            out = self._out
+        with self.marks.lock:
+            ended = self.marks.ended
+            free = self.marks.free
+            out = self.marks.out
             while ended:
                 loan = ended[0]
                 assert isinstance(loan, _Guard)
                 word = loan.word
                 loan.word = -1
                 if word == _SHARED:
-                    self._sharing -= 1
-                    if not self._sharing:
-                        self._own[_SHARED] = 0
+                    self.marks.sharing -= 1
+                    if not self.marks.sharing:
+                        self.marks.row[_SHARED] = 0
                 elif word >= 0:
                     # in a child that was forked meanwhile, the row is not the parent's
-                    self._own[word] = 0
+                    self.marks.row[word] = 0
                     free.append(word)
                 out.pop(id(loan), None)
                 # otherwise a signal handler has run this method in between

@@ -9,12 +9,11 @@ Called by `pinned` and the GPU code.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pagoda.base.fork import reset_in_child
+from pagoda.base.fork import here, per_process
 
 LIBRARY = "libcuda.so.1"
 _PORTABLE = 1
@@ -58,7 +57,7 @@ _SIGNATURES = {
     "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(_Number)],
     "cuGetErrorName": [_Number, ctypes.POINTER(ctypes.c_char_p)],
 }
-# library -> process of its cuInit, driver
+# library -> process of its cuInit (`here`), driver
 _loaded: dict[str, tuple[int, Driver | None]] = {}
 
 
@@ -82,26 +81,21 @@ class Driver:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Wrap a library that `load` has initialised."""
         self._library = library
-        # this is a child of the process that initialised the driver
-        self._forked = False
-        self._lock = threading.Lock()
+        self._process = here()  # that initialised the driver
         # primary contexts, kept for the life of the process
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        reset_in_child(self)
 
-    def reset(self) -> None:
-        """Refuse all calls from now on, as in a forked child."""
-        # a thread of the parent may have held the old lock
-        self._forked = True
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     @classmethod
     def load(cls, library: str = LIBRARY) -> Driver | None:
         """Initialise the driver, once per process; None without library or GPU, or if a parent has
         initialised it.
         """
-        process, driver = _loaded.get(library, (os.getpid(), None))
-        if process != os.getpid():
+        process, driver = _loaded.get(library, (here(), None))
+        if process != here():
             return None
         if driver is not None:
             return driver
@@ -113,7 +107,7 @@ class Driver:
                 call.restype = ctypes.c_int
         except (OSError, AttributeError):
             return None
-        _loaded[library] = os.getpid(), None
+        _loaded[library] = here(), None
         count = ctypes.c_int()
         if (
             found.cuInit(0)
@@ -121,7 +115,7 @@ class Driver:
             or count.value < 1
         ):
             return None
-        _loaded[library] = os.getpid(), cls(found)
+        _loaded[library] = here(), cls(found)
         return _loaded[library][1]
 
     def use(self, device_index: int) -> None:
@@ -218,7 +212,7 @@ class Driver:
                 )
 
     def _call(self, name: str, *arguments: object) -> None:
-        if self._forked:
+        if self._process != here():
             raise DriverError(
                 name,
                 _INVALID_CONTEXT,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pagoda.base.errors import StoreError
-from pagoda.base.fork import reset_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.slab.memory import PAGE_BYTES, Bytes, address, aligned, open_slab
 
@@ -58,15 +58,16 @@ class FileSlab:
         self._fd, self.direct = _open(path, slots * slot_bytes, direct)
         self._may_change = direct is None
         self._vectors = _has_vectors(self._fd)
-        self._lock = threading.Lock()
-        self._calls: set[object] = set()  # the calls that may be using _fd now
         self._closed = False
-        reset_in_child(self)
 
-    def reset(self) -> None:
-        """Forget the calls of the parent's other threads: they do not continue in the child."""
-        self._lock = threading.Lock()
-        self._calls = set()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    @per_process
+    def _calls(self) -> set[object]:
+        """The calls of this process that may be using _fd now."""
+        return set()
 
     def read(self, slot: int, buffers: Sequence[Bytes], slots: int = 1) -> None:
         """Fill `buffers` in order from the start of `slot`; OSError if not all bytes were read.
@@ -120,15 +121,16 @@ class FileSlab:
         # A descriptor that is closed during a call could already belong to another file, which
         # would then be written to.
         call = object()
+        calls = self._calls
         try:
             # add first, then check: `close` does both in the reverse order
-            self._calls.add(call)
+            calls.add(call)
             if self._closed:
                 raise OSError(errno.EBADF, "this slab is closed", str(self.path))
             yield self._fd
         finally:
             # a built-in: no signal handler's exception can come before it
-            self._calls.discard(call)
+            calls.discard(call)
             if self._closed:
                 self._close_if_idle()
 

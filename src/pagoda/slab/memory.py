@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.base.errors import ClosedError, StoreError
-from pagoda.base.fork import reset_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.signal_safe_threads import Event, start_thread
 from pagoda.slab import pinned
 from pagoda.slab.cuda_driver import Driver
@@ -103,16 +103,20 @@ class MemorySlab:
         self._array: Bytes | None = flat.reshape(slots, slot_bytes)
         self._lender = lender
         self._stop = Event()
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._pinned: pinned.PinnedMemory | None = None
-        reset_in_child(self)
 
-    def reset(self) -> None:
-        """Forget the parent's threads and registrations."""
-        self._lock = threading.Lock()
-        self._threads = []
-        self._pinned = None
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    @per_process
+    def _threads(self) -> list[threading.Thread]:
+        """The threads that fault pages in."""
+        return []
+
+    @per_process
+    def _pinned(self) -> pinned.PinnedMemory | None:
+        """What this process has registered with the GPUs: a child has nothing registered."""
+        return None
 
     @property
     def array(self) -> Bytes:

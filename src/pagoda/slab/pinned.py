@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagoda.base.fork import call_in_child, reset_in_child
+from pagoda.base.fork import here, per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.signal_safe_threads import NO_THREAD, Event, begin
 from pagoda.slab.cuda_driver import ALREADY_GONE, Driver, DriverError
@@ -61,17 +61,21 @@ class RegisteredRanges:
     """Registered pieces, joined where both their addresses and the device's are consecutive.
 
     Thread-safe. `find` takes no lock: it reads one immutable table, which every change replaces.
+    In a forked child nothing is registered.
     """
 
-    def __init__(self) -> None:
-        self.reset()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
-    def reset(self) -> None:
-        """Forget all ranges, as in a forked child, where nothing is registered."""
-        self._lock = threading.Lock()
-        # address -> (nbytes, place)
-        self._pieces: dict[int, tuple[int, int]] = {}
-        self._spans = _NO_SPANS
+    @per_process
+    def _pieces(self) -> dict[int, tuple[int, int]]:
+        """The pieces by address: how long each is, and its place."""
+        return {}
+
+    @per_process
+    def _spans(self) -> _Spans:
+        return _NO_SPANS
 
     def find(self, address: int, nbytes: int) -> int | None:
         """Return the device's address of [address, address + nbytes); None if it is not registered
@@ -79,11 +83,11 @@ class RegisteredRanges:
 
         Called for every slot of every copy. `nbytes` is at least 1.
         """
-        spans = self._spans
-        at = bisect_right(spans.begins, address) - 1
-        if at < 0 or address + nbytes > spans.ends[at]:
+        begins, ends, shifts = self._spans
+        at = bisect_right(begins, address) - 1
+        if at < 0 or address + nbytes > ends[at]:
             return None
-        return address + spans.shifts[at]
+        return address + shifts[at]
 
     def add(self, address: int, nbytes: int, place: int) -> None:
         """Add a piece that a device sees at `place`. Raises ValueError if it overlaps a registered
@@ -165,8 +169,8 @@ def _join(pieces: dict[int, tuple[int, int]]) -> _Spans:
 
 
 _ranges = RegisteredRanges()
-# one per `copying`; adding, discarding and copying the set are atomic
-_copies: set[object] = set()
+# one per `copying`, with its process; adding, discarding and copying the set are atomic
+_copies: set[tuple[int, object]] = set()
 _all: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
 # Stays registered and mapped: if it were unmapped, the driver would still map its addresses to the
 # old pages.
@@ -184,7 +188,7 @@ def copying() -> Iterator[None]:
     Put a whole copy into it, from before the first `device_address` until the device has copied the
     last byte. No lock.
     """
-    copy = object()
+    copy = here(), object()
     try:
         _copies.add(copy)
         yield
@@ -256,7 +260,7 @@ class PinnedMemory:
         parts: Callable[[], Sequence[tuple[int, int]]],
     ) -> None:
         self.device_index = device_index
-        self.nbytes = 0  # bytes that are registered now
+        self._process = here()
         # why not all of it is registered; empty if nothing failed
         self.trouble = ""
         self._total_bytes = 0
@@ -276,11 +280,16 @@ class PinnedMemory:
         if not begin(self._thread):
             raise RuntimeError(NO_THREAD)
         _all.add(self)
-        reset_in_child(self)
+
+    @per_process
+    def nbytes(self) -> int:
+        """How many bytes are registered now, by this process."""
+        return 0
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until registering has ended, complete or not; False after `timeout` seconds."""
-        return self._done.wait(timeout)
+        # a child has nothing registered, and no thread that registers
+        return self._process != here() or self._done.wait(timeout)
 
     def rescan(self) -> None:
         """Ask for the parts again, and register those that are not registered; never waits."""
@@ -396,15 +405,6 @@ class PinnedMemory:
         if self._array is not None:
             _kept.append(self._array)
 
-    def reset(self) -> None:
-        """Forget all registrations in a forked child: they, and the thread, are the parent's."""
-        self.nbytes = 0
-        self._array = None
-        self._registered = {}
-        self._requests = queue.SimpleQueue()
-        self._done = Event()
-        self._done.set()
-
 
 def pieces(
     parts: Iterable[tuple[int, int]], piece_bytes: int
@@ -440,7 +440,8 @@ def _remedy(error: DriverError) -> str:
 
 def _wait_for_copies(until: float) -> bool:
     """Wait for the copies that are in flight now; False if one has not ended at `until`."""
-    in_flight = set(_copies)
+    # those of a parent go on in the parent
+    in_flight = {copy for copy in set(_copies) if copy[0] == here()}
     while in_flight & _copies:
         if time.monotonic() > until:
             return False
@@ -458,13 +459,6 @@ def _abandon_all() -> None:
     until = time.monotonic() + 1.0
     for pinned in left:
         pinned._thread.join(max(0.0, until - time.monotonic()))
-
-
-@call_in_child
-def _reset_in_child() -> None:
-    _ranges.reset()
-    _copies.clear()
-    _kept.clear()  # the parent keeps its mappings
 
 
 atexit.register(_abandon_all)

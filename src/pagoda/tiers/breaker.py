@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 
 from pagoda.base.clock import Clock
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 
 
 class CircuitBreaker:
@@ -26,31 +26,26 @@ class CircuitBreaker:
         self._rest_ns = int(rest_seconds * 1e9)
         self._failures = 0
         self._retry_ns = 0
-        reset_now_and_in_child(self)
 
-    def reset(self) -> None:
-        """Replace the lock in a forked child: a thread of the parent may have held it."""
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     @property
     def is_open(self) -> bool:
         """Whether the limit of failures was reached and nothing has worked since; changes
         nothing.
         """
-        with self._lock:
-            return self._failures >= self._limit
+        return self._failures >= self._limit
 
     @property
     def resting(self) -> bool:
         """Whether the device must not be used now; changes nothing."""
         # asked at each look-up, so without the lock
-        if self._failures < self._limit:
-            return False
-        with self._lock:
-            return (
-                self._failures >= self._limit
-                and self._clock.monotonic_ns() < self._retry_ns
-            )
+        return (
+            self._failures >= self._limit
+            and self._clock.monotonic_ns() < self._retry_ns
+        )
 
     def record_failure(self, *, rests: bool = True) -> None:
         """Count a failure of the device. If `rests` is False, it does not delay the next probe."""
@@ -61,5 +56,6 @@ class CircuitBreaker:
 
     def record_success(self) -> None:
         """Reset the count of failures: the device works, so it is used again."""
-        with self._lock:
-            self._failures = 0
+        if self._failures:
+            with self._lock:
+                self._failures = 0

@@ -21,6 +21,7 @@ from pagoda import codec
 from pagoda import policy as policies
 from pagoda.base.clock import Clock, Deadline
 from pagoda.base.errors import StoreError
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import NO_THREAD, Condition, Event
@@ -386,6 +387,16 @@ class _RunAdmission(NamedTuple):
 _NOTHING_ADMITTED = _RunAdmission(0, False, 0)
 
 
+class _Turns:
+    """Which batch of a process reserves slots next."""
+
+    def __init__(self) -> None:
+        """No batch has its slots yet."""
+        self.changed = Condition()
+        # the number of the last batch that has its slots
+        self.reserved = 0
+
+
 class DiskStore(WorkerBackend):
     """One store on a disk: its ledger and slab, its health, and what its I/O threads share.
     Thread-safe.
@@ -432,15 +443,17 @@ class DiskStore(WorkerBackend):
             1, min(self.fewest_chunks, _RUN_BYTES // self.slot_bytes)
         )
 
-    def reset(self) -> None:
-        """Create the locks: a thread of a parent process may have held the old ones."""
-        self._batches = Condition()
-        # the number of the last batch that has its slots
-        self._reserved_batch = 0
-        # only one thread at a time asks the policy about a run
-        self.admission_lock = threading.Lock()
         # by namespace and stamp, which are the same within a run
         self.admissions: dict[tuple[bytes, int | None], _RunAdmission] = {}
+
+    @per_process
+    def _turns(self) -> _Turns:
+        return _Turns()
+
+    @per_process
+    def admission_lock(self) -> threading.Lock:
+        """Return a lock: only one thread at a time asks the policy about a run."""
+        return threading.Lock()
 
     def make_worker(self, queue: IoQueue) -> DiskWorker:
         """Return the worker of a new thread."""
@@ -500,17 +513,18 @@ class DiskStore(WorkerBackend):
         free slot.
         """
         deadline = Deadline(_LEDGER_SECONDS)
-        with self._batches:
-            while self._reserved_batch < batch - 1 and self._batches.wait(
+        turns = self._turns
+        with turns.changed:
+            while turns.reserved < batch - 1 and turns.changed.wait(
                 deadline.remaining()
             ):
                 pass
         try:
             yield
         finally:
-            with self._batches:
-                self._reserved_batch = max(self._reserved_batch, batch)
-                self._batches.notify_all()
+            with turns.changed:
+                turns.reserved = max(turns.reserved, batch)
+                turns.changed.notify_all()
 
     def close(self) -> None:
         """Close the slab and the ledger."""

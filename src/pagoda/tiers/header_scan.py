@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda import codec
-from pagoda.base.fork import call_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.signal_safe_threads import Event
 from pagoda.layout import KVLayout
 from pagoda.ledger import Ledger, ScannedChunk, rebuild
@@ -17,8 +17,22 @@ from pagoda.tiers.base import Bytes
 BATCH_SLOTS = 64
 _RETRY_SECONDS = 0.2
 
-_scanning: set[Path] = set()  # stores that a thread of this process is scanning
-_scanning_lock = threading.Lock()
+
+class _Scans:
+    """The stores that threads of this process are scanning."""
+
+    @per_process
+    def lock(self) -> threading.Lock:
+        """Return the lock that guards them."""
+        return threading.Lock()
+
+    @per_process
+    def stores(self) -> set[Path]:
+        """Return their directories."""
+        return set()
+
+
+_scans = _Scans()
 
 
 @dataclass(eq=False)
@@ -49,15 +63,15 @@ class HeaderScan:
                 self._scan(stop)
             finally:
                 rebuild.end_scan(self._ledger)
-                _scanning.discard(self._ledger.directory)
+                _scans.stores.discard(self._ledger.directory)
 
     def _begin(self) -> bool:
         directory = self._ledger.directory
         # the ledger's lock excludes other processes, this one other tiers of this process
-        with _scanning_lock:
-            if directory in _scanning or not rebuild.begin_scan(self._ledger):
+        with _scans.lock:
+            if directory in _scans.stores or not rebuild.begin_scan(self._ledger):
                 return False
-            _scanning.add(directory)
+            _scans.stores.add(directory)
             return True
 
     def _scan(self, stop: Event) -> None:
@@ -108,10 +122,3 @@ class HeaderScan:
             tokens=header.tokens,
             sequence=header.sequence,
         )
-
-
-@call_in_child
-def _reset_in_child() -> None:
-    global _scanning_lock
-    _scanning_lock = threading.Lock()
-    _scanning.clear()

@@ -18,7 +18,7 @@ from pagoda import policy as policies
 from pagoda.base.clock import Clock, Deadline
 from pagoda.base.errors import ClosedError
 from pagoda.base.finalizers import Finalizer
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import here, per_process
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
 from pagoda.base.store_place import (
@@ -70,19 +70,23 @@ class HostTier(LedgerTier):
         self.slab = slab
         self.deadline_seconds = deadline_seconds
         self._ended = False
-        self._pid = os.getpid()
+        self._process = here()
         self._abandoned: dict[Reserved, Finalizer] = {}
         # the process that registered the slab (a forked child has not), and the ledger's growth at
         # that time
-        self._registered = 0, 0, 0
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Start with no copies. In a forked child, copies in progress are the parent's."""
-        self._changed = Condition()
-        # changed by single calls of built-in functions, which no signal handler interrupts
-        self._copies: set[object] = set()
+        self._registered = -1, 0, 0
         self._late = False  # whether the last copy that ends must close the store
+
+    @per_process
+    def _changed(self) -> Condition:
+        return Condition()
+
+    @per_process
+    def _copies(self) -> set[object]:
+        """Return the copies in progress. Changed by single calls of built-in functions, which no
+        signal handler interrupts.
+        """
+        return set()
 
     @classmethod
     def open(
@@ -151,9 +155,7 @@ class HostTier(LedgerTier):
     def _closed(self) -> bool:  # type: ignore[override]
         # A fork copies private memory but not its ledger: the child must not use the memory with
         # another ledger.
-        return self._ended or (
-            self.slab.path is None and self._pid != os.getpid()
-        )
+        return self._ended or (self.slab.path is None and self._process != here())
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -163,15 +165,17 @@ class HostTier(LedgerTier):
         Raises ClosedError once the tier is closed.
         """
         mine = object()
+        copies = self._copies
         try:
-            self._copies.add(mine)
+            copies.add(mine)
             if self._ended:
                 raise ClosedError("the host tier is closed")
             yield
         finally:
             # by one built-in function: in any other call a signal handler may raise
-            self._copies.discard(mine)
-            self.end_copies(())
+            copies.discard(mine)
+            if self._ended:
+                self.end_copies(())
 
     def begin_copies(self, reserved: Sequence[Reserved]) -> None:
         """Record copies into slots that may last longer than the `copying` block: they last until
@@ -184,10 +188,11 @@ class HostTier(LedgerTier):
         self._copies.difference_update(reserved)
         if not self._ended:  # `close` sets `_ended` before it reads `_copies`
             return
-        with self._changed:
+        changed = self._changed
+        with changed:
             last = self._late and not self._copies
             self._late = self._late and bool(self._copies)
-            self._changed.notify_all()
+            changed.notify_all()
         if last:
             self._close_store()
 
@@ -217,7 +222,7 @@ class HostTier(LedgerTier):
         last call are registered too.
         """
         grown = self.ledger.space.grown
-        now = os.getpid(), grown, self.ledger.look_for_pages()
+        now = here(), grown, self.ledger.look_for_pages()
         if self._registered != now and not self._closed:
             # no thread can be started: the next copy tries again
             with contextlib.suppress(RuntimeError):
@@ -384,10 +389,9 @@ class HostTier(LedgerTier):
             return
         self._ended = True
         deadline = Deadline(timeout)
-        with self._changed:
-            self._late = not self._changed.wait_for(
-                lambda: not self._copies, timeout
-            )
+        changed = self._changed
+        with changed:
+            self._late = not changed.wait_for(lambda: not self._copies, timeout)
             late = self._late
         if not late:
             self._close_store(max(0.1, deadline.remaining()))

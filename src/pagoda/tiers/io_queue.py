@@ -22,7 +22,7 @@ import numpy as np
 
 from pagoda.base.clock import Deadline
 from pagoda.base.finalizers import close_when_dropped
-from pagoda.base.fork import reset_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition, Event, begin, complete
 from pagoda.tiers.base import (
@@ -457,12 +457,6 @@ class WorkerBackend(ABC):
     count: Callable[[Mapping[str, int]], None]  # adds to counters of the tier
 
     @abstractmethod
-    def reset(self) -> None:
-        """Create the locks, and drop the state of other threads. Called at the start and in a
-        forked child.
-        """
-
-    @abstractmethod
     def make_worker(self, queue: IoQueue) -> IoWorker:
         """Return the worker of a new thread that serves this queue."""
 
@@ -550,6 +544,20 @@ class IoWorker(ABC):
         """Release what the worker holds. Called when its thread ends."""
 
 
+class _Serving:
+    """The queue and the threads of a pool in one process."""
+
+    def __init__(self, queue: IoQueue) -> None:
+        """Begin with that queue, which is empty, and without threads."""
+        self.queue = queue
+        self.lock = threading.Lock()
+        self.stop = Event()
+        self.background_done = Event()
+        self.threads: list[threading.Thread] = []
+        self.ended: set[threading.Thread] = set()
+        self.backend_closed = False
+
+
 class WorkerPool:
     """The queue of a tier and the daemon threads that serve it. Thread-safe.
 
@@ -565,28 +573,23 @@ class WorkerPool:
         self._io_threads = io_threads
         self._queue_chunks = queue_chunks
         self._closed = False
-        self.reset()
-        reset_in_child(self)
 
-    def reset(self) -> None:
-        """Start with an empty queue, new locks and no threads. Called at the start and in a forked
-        child.
-        """
-        self._lock = threading.Lock()
+    @per_process
+    def _serving(self) -> _Serving:
         backend = self._backend
-        self.queue = IoQueue(
+        queue = IoQueue(
             self._queue_chunks,
             run_chunks=backend.run_chunks,
             fewest_writes=(
                 None if backend.reader_threads else backend.fewest_chunks
             ),
         )
-        self._backend.reset()
-        self._stop = Event()
-        self._background_done = Event()
-        self._threads: list[threading.Thread] = []
-        self._ended: set[threading.Thread] = set()
-        self._backend_closed = False
+        return _Serving(queue)
+
+    @property
+    def queue(self) -> IoQueue:
+        """The queue of this process."""
+        return self._serving.queue
 
     def start(self) -> bool:
         """Start the threads that are not running; cheap if all are running.
@@ -594,50 +597,56 @@ class WorkerPool:
         False: the system gives too few threads to do any work. The next call tries to start the
         missing threads again.
         """
-        if len(self._threads) <= self._io_threads and not self._closed:
-            with self._lock:
+        serving = self._serving
+        threads = serving.threads
+        if len(threads) <= self._io_threads and not self._closed:
+            with serving.lock:
                 readers = self._backend.reader_threads
                 targets: list[Callable[[], None]] = [self._background]
                 targets += [partial(self._work, self._backend.batch_chunks)] * (
                     self._io_threads - readers
                 )
                 targets += [partial(self._work, 0)] * readers
-                for target in targets[len(self._threads) :]:
-                    if self._closed or not self._begin(target):
+                for target in targets[len(threads) :]:
+                    if self._closed or not self._begin(target, threads):
                         break
-        return len(self._threads) >= _FEWEST
+        return len(threads) >= _FEWEST
 
-    def _begin(self, target: Callable[[], None]) -> bool:
-        name = f"pagoda-{self._backend.name}-{len(self._threads)}"
+    def _begin(
+        self, target: Callable[[], None], threads: list[threading.Thread]
+    ) -> bool:
+        name = f"pagoda-{self._backend.name}-{len(threads)}"
         thread = threading.Thread(
             target=self._run, args=(target,), name=name, daemon=True
         )
         begun = False
         try:
-            self._threads.append(thread)
+            threads.append(thread)
             begun = begin(thread)
         finally:
             # if `begin` was interrupted, the thread may still run
-            if not begun and thread in self._threads:
-                self._threads.remove(thread)
+            if not begun and thread in threads:
+                threads.remove(thread)
         return begun
 
     def _run(self, target: Callable[[], None]) -> None:
-        with self._lock:
-            known = threading.current_thread() in self._threads
+        serving = self._serving
+        with serving.lock:
+            known = threading.current_thread() in serving.threads
         try:
             if known:
                 target()
         finally:
-            with self._lock:
-                self._ended.add(threading.current_thread())
+            with serving.lock:
+                serving.ended.add(threading.current_thread())
             self._close_backend()
 
     def _work(self, most_writes: int) -> None:
-        worker = self._backend.make_worker(self.queue)
+        queue = self.queue
+        worker = self._backend.make_worker(queue)
         try:
             while (
-                job := self.queue.take(
+                job := queue.take(
                     most_writes, self._io_threads, self._backend.fewest_chunks
                 )
             ) is not None:
@@ -651,48 +660,51 @@ class WorkerPool:
 
     def _background(self) -> None:
         try:
-            self._backend.background(self._stop)
+            self._backend.background(self._serving.stop)
         except Exception as error:  # noqa: BLE001
             # the thread's outermost call: work left undone is a miss
             self._backend.record_error(error, "work in the background")
         finally:
-            self._background_done.set()
+            self._serving.background_done.set()
 
     def wait_background(self, timeout: float) -> bool:
         """Wait until the background work has ended; return False after `timeout` seconds."""
         self.start()
-        return self._background_done.wait(timeout)
+        return self._serving.background_done.wait(timeout)
 
     def close(self, timeout: float) -> None:
         """End the threads within `timeout` seconds and drop what is queued. Idempotent."""
-        with self._lock:
+        serving = self._serving
+        with serving.lock:
             first = not self._closed
             self._closed = True
         if not first:
             return
-        self._stop.set()
-        writes, reads = self.queue.close()
+        serving.stop.set()
+        queue = serving.queue
+        writes, reads = queue.close()
         for write in writes:
             self._backend.count({f"drop_{Reason.CLOSED}": 1})
-            self.queue.finish_writes([(write, Done(False, Reason.CLOSED))])
+            queue.finish_writes([(write, Done(False, Reason.CLOSED))])
         closed = Done(False, Reason.CLOSED)
-        self.queue.finish_reads([(read, closed) for read in reads], 0)
+        queue.finish_reads([(read, closed) for read in reads], 0)
         self._backend.interrupt()
         deadline = Deadline(timeout)
-        for thread in self._threads:
+        for thread in serving.threads:
             if thread is not threading.current_thread():
                 thread.join(deadline.remaining())
         self._close_backend()
 
     def _close_backend(self) -> None:
         """Close the backend once no thread can use it any more."""
-        with self._lock:
+        serving = self._serving
+        with serving.lock:
             last = (
                 self._closed
-                and not self._backend_closed
-                and self._ended.issuperset(self._threads)
+                and not serving.backend_closed
+                and serving.ended.issuperset(serving.threads)
             )
-            self._backend_closed |= last
+            serving.backend_closed |= last
         if last:
             self._backend.close()
 

@@ -17,7 +17,7 @@ from pagoda.base.clock import Deadline, seconds_of
 from pagoda.base.errors import ClosedError, PagodaError, StoreError
 from pagoda.base.file_space import opened
 from pagoda.base.finalizers import close_when_dropped
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.cache import Cache, HintResult, RequestHints
@@ -219,16 +219,15 @@ class SlotStates:
         self._were_adapters_changed = False
         self._directory = StateDirectory(directory, state_bytes)
         self._finalizer = close_when_dropped(self, self._directory.close)
-        reset_now_and_in_child(self)
         try:
             self._open(probe_slot)
         except BaseException:
             self.close()
             raise
 
-    def reset(self) -> None:
-        """Create the lock."""
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def _open(self, slot: int | None) -> None:
         """Probe the server and open the cache of what it computes now."""

@@ -19,13 +19,17 @@ from pathlib import Path
 
 from pagoda.base.errors import ClosedError, StoreError
 from pagoda.base.file_space import make_directory
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.store_place import free_bytes, is_in_memory, require_own
 
 _LOCK = "pagoda-lock-"
 _STATE = "pagoda-state-"
 _FULL_BYTES = 64 << 10  # a file system with less has no room for anything
 _MEMORY_SHARE = 8  # the part of free memory that one state may take, by default
+
+
+# their descriptors: a child closes them, or its parent's locks would outlive the parent
+_open_locks: set[int] = set()
 
 
 class NoRoomForState(StoreError):
@@ -53,13 +57,21 @@ def make_state_directory(path: str | os.PathLike[str]) -> Path:
     return directory
 
 
+class _OwnLock:
+    """The lock of a process on a file of its own, and the token that names its files."""
+
+    def __init__(self) -> None:
+        """Nothing is locked yet."""
+        self.taking = threading.Lock()
+        self.fd = -1
+        self.token = ""
+
+
 class StateDirectory:
     """Names for state files in one directory, and their removal. Thread-safe.
 
     A forked child has none of its parent's files: its first state takes a lock of its own.
     """
-
-    _lock = -1
 
     def __init__(
         self, path: str | os.PathLike[str], state_bytes: int | None
@@ -71,7 +83,6 @@ class StateDirectory:
         """
         self.path = make_state_directory(path)
         self._closed = False
-        reset_now_and_in_child(self)
         try:
             self._own_token()
             self._sweep()
@@ -84,26 +95,23 @@ class StateDirectory:
             state_bytes = free // _MEMORY_SHARE
         self.state_bytes = state_bytes
 
-    def reset(self) -> None:
-        """Leave the files and the lock to the parent, which holds it still."""
-        self._taking = threading.Lock()
-        lock = self._lock
-        self._lock = -1
-        self._token = ""
-        if lock >= 0:
-            os.close(lock)
+    @per_process
+    def _own(self) -> _OwnLock:
+        return _OwnLock()
 
     def _own_token(self) -> str:
         """Return the token of this process; it is taken and locked first if there is none.
 
         Raises OSError, ClosedError.
         """
-        with self._taking:
+        own = self._own
+        with own.taking:
             if self._closed:
                 raise ClosedError(f"{self.path} was closed")
-            if self._lock < 0:
-                self._token, self._lock = _locked(self.path)
-            return self._token
+            if own.fd < 0:
+                own.token, own.fd = _locked(self.path)
+                _open_locks.add(own.fd)
+            return own.token
 
     @contextlib.contextmanager
     def state(self) -> Iterator[Path]:
@@ -117,8 +125,8 @@ class StateDirectory:
 
     def remove_own(self) -> None:
         """Remove all states of this object, also those that the server wrote after a deadline."""
-        if self._token:
-            _remove(self.path, f"{_STATE}{self._token}-")
+        if token := self._own.token:
+            _remove(self.path, f"{_STATE}{token}-")
 
     @contextlib.contextmanager
     def room_for(self, nbytes: int = 0) -> Iterator[None]:
@@ -158,25 +166,28 @@ class StateDirectory:
 
     def close(self) -> None:
         """Remove everything of this object; idempotent."""
-        with self._taking:
+        own = self._own
+        with own.taking:
             self._closed = True
-            lock = self._lock
+            lock = own.fd
             if lock < 0:
                 return
             self.remove_own()
             with contextlib.suppress(OSError):
-                (self.path / f"{_LOCK}{self._token}").unlink()
-            self._lock = -1
+                (self.path / f"{_LOCK}{own.token}").unlink()
+            own.fd = -1
+            _open_locks.discard(lock)
             os.close(lock)
 
     def _sweep(self) -> None:
         """Remove the states of processes that are dead."""
         # before the locks: a process that starts meanwhile has its lock before its first state
         states = list(self.path.glob(f"{_STATE}*"))
-        alive = {self._token}
+        own = self._own.token
+        alive = {own}
         for file in self.path.glob(f"{_LOCK}*"):
             token = file.name.removeprefix(_LOCK)
-            if token != self._token and not _take_over(file):
+            if token != own and not _take_over(file):
                 alive.add(token)
         for file in states:
             token = file.name.removeprefix(_STATE).partition("-")[0]
@@ -224,3 +235,12 @@ def _remove(directory: Path, prefix: str) -> None:
     for file in directory.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             file.unlink()
+
+
+def _close_locks() -> None:
+    while _open_locks:
+        with contextlib.suppress(OSError):
+            os.close(_open_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_locks)

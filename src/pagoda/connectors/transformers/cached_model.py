@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import numpy as np
 
 from pagoda.base.errors import ConfigError
-from pagoda.base.fork import reset_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import Reason
 from pagoda.blend import (
@@ -301,8 +301,6 @@ class CachedModel(ModelFacade):
         self._layouts: dict[
             tuple[str, str], str
         ] = {}  # autocast and edits -> why their KV does not fit the layout
-        self.reset()
-        reset_in_child(self)
         self._prefills = PrefillTimes(self._observe)
         self._loads: LayerLoads | None = None  # made at the first use
         self._named: dict[str, Any] = {
@@ -384,11 +382,9 @@ class CachedModel(ModelFacade):
         self._stateful = None
         _log.warning("%s is not cached: %s", type(self.model).__name__, why)
 
-    def reset(self) -> None:
-        """Create a new lock in a forked child: another thread may have held the old one. Nothing
-        else must change.
-        """
-        self._lock = threading.RLock()
+    @per_process
+    def _lock(self) -> Any:  # threading.RLock, which is no type
+        return threading.RLock()
 
     def __repr__(self) -> str:
         if not hasattr(self, "cache"):

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from pagoda.base.fork import call_in_child
+from pagoda.base.fork import here
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import (
     NO_THREAD,
@@ -489,8 +489,8 @@ _Address = tuple[
 ]
 
 
-# resolutions that have no answer yet, by host and port
-_asked: dict[tuple[str, int], Future[list[_Address]]] = {}
+# resolutions that have no answer yet, by process (a child has none of the threads), host and port
+_asked: dict[tuple[int, str, int], Future[list[_Address]]] = {}
 
 
 def resolve(host: str, port: int, until: float) -> list[_Address]:
@@ -500,9 +500,10 @@ def resolve(host: str, port: int, until: float) -> list[_Address]:
     for that host share.
     """
     own = Answer[list[_Address]]()
-    answer = _asked.setdefault((host, port), own)
+    asked = here(), host, port
+    answer = _asked.setdefault(asked, own)
     if answer is own:
-        own.add_done_callback(lambda _: _asked.pop((host, port), None))
+        own.add_done_callback(lambda _: _asked.pop(asked, None))
         if start_thread(_resolve, "pagoda-resolve", own, host, port) is None:
             own.set_exception(OSError(NO_THREAD))
     try:
@@ -521,9 +522,6 @@ def _resolve(answer: Future[list[_Address]], host: str, port: int) -> None:
         answer.set_exception(
             OSError(f"the host cannot be looked up: {type(error).__name__}")
         )
-
-
-call_in_child(_asked.clear)  # a child has none of the threads
 
 
 def listed_paths(listing: bytes) -> list[str]:

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pagoda.base.finalizers import close_when_dropped
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Pool
@@ -273,12 +273,13 @@ class MooncakeClient(StoreClient):
         self.address = str(self._pool)
         self.base = f"{prefix}:{NAME_FORMAT}:"
         self._log = RateLimitedLog()
-        reset_now_and_in_child(self)
 
-    def reset(self) -> None:
+    @per_process
+    def _kept(self) -> KeptProcesses:
         """Start without processes; those of a parent are left alone."""
-        self._kept = KeptProcesses()
-        close_when_dropped(self, self._kept.close)
+        kept = KeptProcesses()
+        close_when_dropped(self, kept.close)
+        return kept
 
     def connection(self) -> MooncakeConnection:
         """Return a new connection that is still to be opened."""

@@ -23,7 +23,7 @@ from typing import Generic, NamedTuple, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from pagoda.base.clock import Clock
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Condition, Pool
@@ -196,11 +196,10 @@ class PeersClient(StoreClient):
         )
         # which neighbours have a key; the oldest key first
         self._holders: dict[bytes, tuple[Peer, ...]] = {}
-        reset_now_and_in_child(self)
 
-    def reset(self) -> None:
-        """Create the locks; also in a forked child."""
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def connection(self) -> PeersConnection:
         """Return a new connection that is still to be opened."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from pagoda.base.clock import Clock
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 
 _MOST_KEYS = 1 << 17  # the number of keys that are remembered: a few MiB
 _MOST_HOLES = 1 << 12
@@ -34,15 +34,14 @@ class PresenceCache:
             True: int(present_seconds * 1e9),
             False: int(absent_seconds * 1e9),
         }
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Start empty with a new lock, as in a forked child."""
-        self._lock = threading.Lock()
         # key -> present, asked for directly, known until when; the oldest first
         self._known: dict[tuple[bytes | None, bytes], tuple[bool, bool, int]] = {}
         # keys that a load did not find although chunks behind them are there; the oldest first
         self._holes: dict[tuple[bytes | None, bytes], None] = {}
+
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def record(
         self,

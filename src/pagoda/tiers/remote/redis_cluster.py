@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, Self
 
 from pagoda.base.errors import ConfigError
+from pagoda.base.fork import per_process
 from pagoda.base.urls import place_of
 from pagoda.tiers.remote.redis import RedirectError, RedisClient, RedisConnection
 from pagoda.tiers.remote.redis_address import HOST
@@ -189,10 +190,9 @@ class RedisClusterClient(RedisNodesClient):
     _client_type = ClusterNodeClient
     _owners: Sequence[RedisNode | None] = ()  # the owner of each slot
 
-    def reset(self) -> None:
-        """Create the locks; also in a forked child."""
-        super().reset()
-        self._lock = threading.Lock()
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
 
     def shares(self, keys: Sequence[bytes]) -> Shares:
         """Return which of these keys each master has, of those that are in use. ConnectionError: no

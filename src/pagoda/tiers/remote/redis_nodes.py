@@ -27,7 +27,7 @@ from typing import Self, TypeVar, Unpack
 import numpy as np
 
 from pagoda.base.clock import Clock
-from pagoda.base.fork import reset_now_and_in_child
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Pool, wait
@@ -93,15 +93,17 @@ class RedisNode:
         self.last_refusal = Reason.IO_ERROR
         # older connections are replaced before their next use
         self.trusted_since = 0.0
-        self.is_probed = False
-        # the connections to it that may be used
-        self.lines: set[_NodeLine] = set()
         self._log = RateLimitedLog(clock)
 
-    def reset(self) -> None:
-        """Replace the locks in a forked child, which has no connection yet."""
-        self.is_probed = False
-        self.lines = set()
+    @per_process
+    def is_probed(self) -> bool:
+        """Whether a thread of this process asks whether the node is back."""
+        return False
+
+    @per_process
+    def lines(self) -> set[_NodeLine]:
+        """The connections to it that may be used."""
+        return set()
 
     def failed(self, error: Exception) -> RefusedError:
         """Count and log that the node failed; return the miss for its keys. End its calls if it is
@@ -194,12 +196,6 @@ class RedisNodesClient(StoreClient):
         self.believed_seconds = first.believed_seconds
         self.version = 0  # version of the list of nodes
         self._probes = Pool(_MOST_THREADS, "pagoda-redis-probe")
-        reset_now_and_in_child(self)
-
-    def reset(self) -> None:
-        """Create the locks; also in a forked child."""
-        for node in {*self._seeds, *self.nodes}:
-            node.reset()
 
     def connection(self) -> RedisNodesConnection:
         """Return a new connection that is still to be opened."""

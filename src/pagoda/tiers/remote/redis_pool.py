@@ -26,6 +26,7 @@ from typing import Generic, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from pagoda.base.fork import per_process
 from pagoda.base.metrics import Reason
 from pagoda.tiers.remote.leading_run import EXACT_KEYS, leading_run
 from pagoda.tiers.remote.redis import (
@@ -94,19 +95,21 @@ class RedisPoolClient(RedisNodesClient):
         super().__init__(url, **options)
         self.names = RedisNames(options.get("prefix", "pagoda"))
         self.keeps_runs = False  # as far as is known
-
-    def reset(self) -> None:
-        """Create the lock and forget which node has which chunk; also in a forked child."""
-        super().reset()
-        self._lock = threading.Lock()
-        # held while the nodes are asked for the mark
-        self.learning = threading.Lock()
         self._nodes_of: _Memory[bytes, RedisNode] = _Memory(_MOST_KEYS)
         # by key: the first key of its run
         self._first_of: _Memory[bytes, bytes] = _Memory(_MOST_KEYS)
         # by stamp: the first key
         self._runs: _Memory[int, bytes] = _Memory(_MOST_RUNS)
         self._mark_known_until = 0.0
+
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    @per_process
+    def learning(self) -> threading.Lock:
+        """Return the lock that is held while the nodes are asked for the mark."""
+        return threading.Lock()
 
     def connection(self) -> RedisPoolConnection:
         """Return a new connection that is still to be opened."""
@@ -410,12 +413,13 @@ class RedisPoolConnection(RedisNodesConnection):
         if not client.is_mark_due():
             return
         # nothing may be stored meanwhile: the pool would not be empty any more
-        if client.learning.acquire(timeout=max(0.0, until - time.monotonic())):
+        learning = client.learning
+        if learning.acquire(timeout=max(0.0, until - time.monotonic())):
             try:
                 if client.is_mark_due():
                     client.note_mark(self._asked_for_mark(until))
             finally:
-                client.learning.release()
+                learning.release()
 
     def _asked_for_mark(self, until: float) -> bool:
         """Ask the nodes if runs are kept together; mark those that have no mark, if so."""

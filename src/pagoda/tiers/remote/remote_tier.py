@@ -22,6 +22,7 @@ from typing import TypeVar
 from pagoda import codec
 from pagoda.base.clock import Clock, Deadline
 from pagoda.base.errors import ConfigError, StoreError
+from pagoda.base.fork import per_process
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import COUNTERS, RateLimitedLog, Reason
 from pagoda.base.signal_safe_threads import Event, if_free
@@ -569,21 +570,28 @@ class RemoteStore(WorkerBackend):
         self._log = RateLimitedLog(clock)
         self._counts: Counter[str] = Counter()
         self._roots: dict[bytes, None] = {}
-
-    def reset(self) -> None:
-        """Start with new locks, in a forked child too; connections of a parent process are left
-        alone.
-        """
-        self.queries = QueryQueue()
-        self._lock = threading.Lock()
-        self._connections: set[StoreConnection] = set()
         self._stopped = False
         # older connections are replaced before their next use
         self.trusted_since = 0.0
-        self._touch_lock, self._touch_connection = (
-            threading.RLock(),
-            WorkerConnection(self),
-        )
+
+    # connections of a parent process are left alone
+
+    @per_process
+    def queries(self) -> QueryQueue:
+        """Return the queue of questions."""
+        return QueryQueue()
+
+    @per_process
+    def _lock(self) -> threading.Lock:
+        return threading.Lock()
+
+    @per_process
+    def _connections(self) -> set[StoreConnection]:
+        return set()
+
+    @per_process
+    def _touching(self) -> _Touching:
+        return _Touching(self)
 
     # ---- the backend of the worker pool ----------------------------------------------------------
 
@@ -726,7 +734,8 @@ class RemoteStore(WorkerBackend):
         """Close the connection for touches; if it is in use, its user closes it. Workers have
         closed their own.
         """
-        if_free(self._touch_lock, self._touch_connection.close)
+        touching = self._touching
+        if_free(touching.lock, touching.connection.close)
 
     # ---- known keys ------------------------------------------------------------------------------
 
@@ -801,14 +810,15 @@ class RemoteStore(WorkerBackend):
             found = connection.find(namespace, keys, self.deadline())
             return [True] * found + [False] * (len(keys) - found)
 
-        with self._touch_lock:
+        touching = self._touching
+        with touching.lock:
             here: list[bool] | Reason = self.last_refusal
             if not self.touch_breaker.resting:
-                here = self._touch_connection.call(
+                here = touching.connection.call(
                     touched, "touching chunks in use", self.touch_breaker
                 )
             if self.touch_breaker.resting:
-                here = self._touch_connection.call(
+                here = touching.connection.call(
                     leading, "asking for chunks in use"
                 )
         if isinstance(here, Reason):
@@ -845,6 +855,15 @@ class RemoteStore(WorkerBackend):
         with self._lock:
             self._connections.discard(connection)
         connection.close()
+
+
+class _Touching:
+    """The connection of a process for touches, and the lock of its users."""
+
+    def __init__(self, store: RemoteStore) -> None:
+        """Connect to nothing yet."""
+        self.lock = threading.RLock()
+        self.connection = WorkerConnection(store)
 
 
 class WorkerConnection:
