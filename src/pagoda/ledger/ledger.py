@@ -1182,7 +1182,7 @@ class Ledger:
             )
         except ValueError:
             # in a child that a signal handler forked in this call, which is its parent's, they are
-            # released: see `Columns.renew_cells`
+            # released: see `Columns.new_cells`
             if cells is self.columns.cells:
                 raise
 
