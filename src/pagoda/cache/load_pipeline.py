@@ -14,7 +14,6 @@ from itertools import islice
 from typing import NamedTuple
 
 from pagoda.base.metrics import Reason
-from pagoda.base.signal_safe_threads import complete
 from pagoda.cache.call import CacheRequest, CheckedTransfer
 from pagoda.cache.load_destinations import (
     LoadBuffer,
@@ -88,31 +87,17 @@ class LoadPipeline:
         most = self._destination.most
         flights = self._flights
         try:
-            try:
-                while self._end is None:
-                    if more and asked < stop and len(flights) <= most // 2:
-                        under_way = len(flights)
-                        self._start_loads(
-                            asked, min(stop, asked + most - under_way)
-                        )
-                        more = len(flights) > under_way
-                        asked = asked + len(flights) - under_way
-                    if not flights or not self._wait_for_next():
-                        break
-            finally:
-                if flights:
-                    complete(self._settle_rest)
+            while self._end is None:
+                if more and asked < stop and len(flights) <= most // 2:
+                    under_way = len(flights)
+                    self._start_loads(asked, min(stop, asked + most - under_way))
+                    more = len(flights) > under_way
+                    asked = asked + len(flights) - under_way
+                if not flights or not self._wait_for_next():
+                    break
         finally:
             for flight in flights:
                 _settle_later(self._destination, flight)
-
-    def _settle_rest(self) -> None:
-        """Settle the buffers of all reads in flight. May be called again: a signal handler may
-        raise in it.
-        """
-        while self._flights:
-            _settle_later(self._destination, self._flights[0])
-            self._flights.popleft()
 
     def _start_loads(self, begin: int, end: int) -> None:
         """Begin to read a leading part of [begin, end)."""
