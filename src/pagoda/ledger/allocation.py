@@ -75,7 +75,9 @@ class ReserveRequest:
     hits: dict[int, int] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)  # of the leading keys
     # what each transaction reserved, committed or not
-    made: list[tuple[Transaction, list[Outcome]]] = field(default_factory=list)
+    made: list[tuple[Transaction | None, Sequence[Outcome]]] = field(
+        default_factory=list
+    )
 
 
 class BatchResult(NamedTuple):
@@ -266,11 +268,15 @@ def abort(transaction: Transaction, reserved: Sequence[Reserved]) -> None:
 
 
 def adopt(
-    transaction: Transaction, reserved: Sequence[Reserved], part: int
+    transaction: Transaction,
+    reserved: Sequence[Reserved],
+    part: int,
+    made: list[tuple[Transaction | None, Sequence[Outcome]]],
 ) -> list[bool]:
-    """Make this member the writer of one part of each chunk; False where that part is not waiting
-    to be written.
+    """Make this member the writer of one part of each chunk, and add them to `made`; False where
+    that part is not waiting to be written.
     """
+    made.append((transaction, reserved))
     return [_adopt_one(transaction, item, part) for item in reserved]
 
 

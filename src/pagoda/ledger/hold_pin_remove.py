@@ -18,15 +18,16 @@ _OWNERS = "\n"  # separates the owners of the pins of one chunk
 def hold(
     transaction: Transaction,
     chunks: Sequence[tuple[int, int]],
-    held: list[tuple[int, int]],
+    held: list[tuple[Transaction, list[tuple[int, int]]]],
 ) -> list[bool]:
-    """Add a hold of this member on each chunk (slot, generation), and add the chunk to `held`.
+    """Add a hold of this member on each chunk (slot, generation), and add those to `held`.
 
     False where the slot has another chunk by now.
     """
     there = [transaction.key_of(*chunk) is not None for chunk in chunks]
-    held[:] = compress(chunks, there)
-    for slot, generation in held:
+    found = list(compress(chunks, there))
+    held.append((transaction, found))
+    for slot, generation in found:
         rows = (
             transaction.get(SLOT_KEY.pack(slot), db=transaction.tables.holds)
             or b""

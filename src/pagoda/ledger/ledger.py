@@ -33,6 +33,7 @@ from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
 from pagoda.base.store_place import free_bytes, require_own
 from pagoda.ledger import allocation, hold_pin_remove, queries
+from pagoda.ledger.call_tokens import CallToken
 from pagoda.ledger.clearing import Clearing
 from pagoda.ledger.columns import (
     FEW_USED,
@@ -425,6 +426,7 @@ class Ledger:
         already_admitted: bool = False,
         context: int | None = None,
         deadline_seconds: float = 1.0,
+        token: CallToken | None = None,
     ) -> list[Outcome]:
         """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading
         keys first.
@@ -433,6 +435,7 @@ class Ledger:
         slot in one call, and one member has at most a quarter of the slots reserved. The policy may
         keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
         new chunks, see `policy.reuse_context`. Changes recency and leases of what is Present.
+        `token`: of a `SlotWriter`, which owns what is reserved; otherwise the caller does.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -453,7 +456,9 @@ class Ledger:
             context,
         )
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
-        try:
+
+        def reserve(token: CallToken) -> list[Outcome]:
+            request.made = token.made
             self._reserve_alone(request, until)
             self.contexts.put(request)
             outcomes = request.outcomes + [
@@ -461,10 +466,8 @@ class Ledger:
             ]
             self._note_reserved(outcomes)
             return outcomes
-        except BaseException:
-            # raised by a signal handler: the caller never learns of these reservations
-            self._abort_made([request])
-            raise
+
+        return reserve(token) if token is not None else self._owned(reserve)
 
     def reserve_runs(
         self,
@@ -501,7 +504,10 @@ class Ledger:
             )
             for run in runs
         ]
-        try:
+
+        def reserve(token: CallToken) -> list[list[Outcome]]:
+            for request in requests:
+                request.made = token.made
             for group in self._together(requests):
                 if len(group) > 1:
                     self._reserve_group(group, until)
@@ -516,10 +522,8 @@ class Ledger:
             ]
             self._note_reserved([one for each in outcomes for one in each])
             return outcomes
-        except BaseException:
-            # as in `reserve`
-            self._abort_made(requests)
-            raise
+
+        return self._owned(reserve)
 
     def _together(
         self, requests: Sequence[allocation.ReserveRequest]
@@ -612,18 +616,6 @@ class Ledger:
         # nothing must be evicted soon while an eighth is free
         low = self._room * 8 < self.columns.capacity and self.evictor.is_low
         self.upkeep_thread.wake(low)
-
-    def _abort_made(self, requests: Sequence[allocation.ReserveRequest]) -> None:
-        """Give up what was reserved for requests whose caller never learns of it."""
-        self.abort(
-            [
-                one
-                for request in requests
-                for transaction, outcomes in request.made
-                if transaction.committed
-                for one in outcomes
-            ]
-        )
 
     def _find_room(
         self, group: Sequence[allocation.ReserveRequest], until: float
@@ -883,9 +875,11 @@ class Ledger:
         missed its deadline is done by this process's next transaction. After an exception (of a
         signal handler) nothing is reserved; a ValueError, for a wrong part, changes nothing.
         """
-        done: list[CommitResult] = []
         until = time.monotonic() + deadline_seconds
-        try:
+
+        def commit_all(token: CallToken) -> list[CommitResult]:
+            token.made.append((None, reserved))
+            done: list[CommitResult] = []
             for batch in batches(reserved):
                 commit = partial(allocation.commit, reserved=batch, part=part)
                 try:
@@ -894,12 +888,12 @@ class Ledger:
                     self.count({f"drop_{error.reason}": len(batch)})
                     self.session.defer(commit)
                     done += [CommitResult.LOST] * len(batch)
+                except ValueError:
+                    token.made.clear()
+                    raise
             return done
-        except ValueError:
-            raise
-        except BaseException:
-            self.abort(reserved[len(done) :])
-            raise
+
+        return self._owned(commit_all)
 
     def abort(
         self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0
@@ -929,18 +923,21 @@ class Ledger:
         """Make this member the writer of that part of chunks that another member may have
         reserved.
         """
-        done: list[bool] = []
         until = time.monotonic() + deadline_seconds
-        for batch in batches(reserved):
-            try:
-                done += self._owed(
-                    partial(allocation.adopt, reserved=batch, part=part),
-                    partial(allocation.abort, reserved=batch),
-                    until - time.monotonic(),
+
+        def adopt_all(token: CallToken) -> list[bool]:
+            done: list[bool] = []
+            for batch in batches(reserved):
+                adopt = partial(
+                    allocation.adopt, reserved=batch, part=part, made=token.made
                 )
-            except UnavailableError:
-                done += [False] * len(batch)
-        return done
+                try:
+                    done += self.session.write(adopt, until - time.monotonic())
+                except UnavailableError:
+                    done += [False] * len(batch)
+            return done
+
+        return self._owned(adopt_all)
 
     def _now_or_later(
         self, work: Callable[[Transaction], None], deadline_seconds: float
@@ -952,26 +949,19 @@ class Ledger:
         with contextlib.suppress(UnavailableError):
             self.session.write(lambda _: None, deadline_seconds)
 
-    def _owed(
-        self,
-        work: Callable[[Transaction], T],
-        undo: Callable[[Transaction], None],
-        seconds: float,
-    ) -> T:
-        """Run work whose result the caller must release; `undo` it if a signal handler's exception
-        loses the result.
+    def _owned(self, work: Callable[[CallToken], T]) -> T:
+        """Run a call that puts on a token what its caller is to own. If it is interrupted, the
+        caller never learns of that: it is given up.
+
+        No signal handler can run between the end of `work` and the next line of the caller.
         """
-        begun: list[Transaction] = []
-
-        def noted(transaction: Transaction) -> T:
-            begun.append(transaction)
-            return work(transaction)
-
+        token = CallToken()
+        orphan = self.session.orphans.add
         try:
-            return self.session.write(noted, seconds)
+            return work(token)
         except BaseException:
-            if begun and begun[-1].committed:
-                self._now_or_later(undo, 1.0)
+            orphan(token)
+            self.session.drop_orphans()
             raise
 
     # ---- reading
@@ -1409,18 +1399,16 @@ class Ledger:
         A chunk that is removed or cleared meanwhile is neither found nor valid, but no byte of its
         slot changes before.
         """
-        held: list[tuple[int, int]] = []
-        hold = partial(
-            hold_pin_remove.hold, chunks=_pairs(slots, generations), held=held
-        )
-        try:
-            return self._owed(
-                hold,
-                partial(hold_pin_remove.release, chunks=held),
-                deadline_seconds,
-            )
-        except UnavailableError:
-            return [False] * len(slots)
+        chunks = _pairs(slots, generations)
+
+        def hold(token: CallToken) -> list[bool]:
+            step = partial(hold_pin_remove.hold, chunks=chunks, held=token.held)
+            try:
+                return self.session.write(step, deadline_seconds)
+            except UnavailableError:
+                return [False] * len(slots)
+
+        return self._owned(hold)
 
     def release(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64]

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -36,7 +36,8 @@ from pagoda.base.errors import ClosedError, LedgerCorrupt, StoreError
 from pagoda.base.fork import call_in_child
 from pagoda.base.log import guarded_logger
 from pagoda.base.metrics import COUNTERS, MEMBER_GAUGES, Reason
-from pagoda.base.signal_safe_threads import if_free
+from pagoda.base.signal_safe_threads import complete, if_free
+from pagoda.ledger.call_tokens import CallToken
 from pagoda.ledger.clears_and_labels import load_saved
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.compare_hints import compare_page
@@ -156,7 +157,11 @@ class Session:
             if store.state.kind == "memory" and store.state.slot_bytes
             else None
         )
-        self._deferred: deque[Callable[[Transaction], object]] = deque()
+        # each in a tuple of its own, which tells two deferrals of one function apart
+        self._deferred = deque[tuple[Callable[[Transaction], object]]]()
+        # what calls owned that ended without handing it on. Changed by single calls of built-in
+        # functions, which no signal handler interrupts
+        self.orphans = set[CallToken]()
         self._tables: Tables | None = None
         # from which slot on chunks are to be published that dead members committed; see `published`
         # for a store on disk
@@ -196,39 +201,52 @@ class Session:
         return result
 
     def _transact(self, work: Callable[[Transaction], T]) -> T:
-        """Run deferred work, then `work`; commit, publish and count. Called inside the gate, held
-        exclusively.
-        """
+        """Run `work` as one transaction. Called inside the gate, held exclusively."""
         if self._pages is not None:
             self._require_readable()
         tables = self._open()
+        return self._commit(tables, self.member, work)
+
+    def _commit(
+        self, tables: Tables, member: int, work: Callable[[Transaction], T]
+    ) -> T:
+        """Run deferred work, give up what orphans own, then run `work`; commit, publish and count.
+
+        An exception at any line either changes nothing, or comes after the commit: then all is
+        published before the gate is released.
+        """
         transaction: Transaction | None = None
-        begun: list[Callable[[Transaction], object]] = []
+        late = deque[tuple[Callable[[Transaction], object]]]()
+        dropped: list[CallToken] = []
         try:
             with tables.begin(write=True) as txn:
                 now = self.clock.monotonic_ns()
                 chunk_bytes = self.store.state.chunk_bytes
                 transaction = Transaction(
-                    txn, tables, self.member, self.is_alive, now, chunk_bytes
+                    txn, tables, member, self.is_alive, now, chunk_bytes
                 )
-                while self._deferred:
-                    begun.append(self._deferred[0])
-                    self._deferred.popleft()
-                    _do_late(begun[-1], transaction)
+                if self._deferred:
+                    late.extend(self._deferred)
+                    for (step,) in late:
+                        _do_late(step, transaction)
+                if self.orphans:
+                    self._give_up_orphans(transaction, dropped)
                 result = work(transaction)
                 transaction.save()
             transaction.committed = True
-            self._publish_and_count(transaction)
+            self._publish_and_count(transaction, late, dropped)
         except BaseException as error:
             if isinstance(error, lmdb.Error | OSError) and not isinstance(
                 error, lmdb.MapFullError
             ):
                 self._suspect = self._pages is not None
+            publish = partial(
+                self._publish_committed, tables, transaction, late, dropped
+            )
             try:
-                self._publish_or_undo(tables, transaction, begun)
-            except BaseException:  # another signal: start again
-                self._publish_or_undo(tables, transaction, begun)
-                raise
+                complete(publish)
+            finally:  # again: a signal may come before the first line of the other
+                complete(publish)
             if is_damage(error) or (
                 isinstance(error, lmdb.Error)
                 and not isinstance(error, lmdb.MapFullError)
@@ -238,39 +256,78 @@ class Session:
             raise
         return result
 
-    def _publish_and_count(self, transaction: Transaction) -> None:
-        """Publish and count what was committed. It may be repeated after an exception."""
+    def _give_up_orphans(
+        self, transaction: Transaction, dropped: list[CallToken]
+    ) -> None:
+        """Give up what interrupted calls own, unless views of it are left; add them to
+        `dropped`.
+        """
+        count = 0
+        for token in tuple(self.orphans):
+            if count >= BATCH:
+                return
+            if not token.lent():
+                dropped.append(token)
+                count += _do_late(token.give_up, transaction) or 0
+
+    def drop_orphans(self, deadline_seconds: float = 1.0) -> None:
+        """Give up now what interrupted calls own, as far as no view of it is left. If that is not
+        done in time, a later write does it.
+        """
+        self.orphans.difference_update(
+            [token for token in tuple(self.orphans) if not token.owns()]
+        )
+        with contextlib.suppress(UnavailableError, ClosedError):
+            while any(not token.lent() for token in tuple(self.orphans)):
+                self.write(lambda _: None, deadline_seconds, frees=True)
+
+    def _publish_and_count(
+        self,
+        transaction: Transaction,
+        late: deque[tuple[Callable[[Transaction], object]]],
+        dropped: Sequence[CallToken],
+    ) -> None:
+        """Publish and count what was committed, and forget the deferred work that it did. It may be
+        repeated after an exception.
+        """
         transaction.publish(self.columns, self.stamp(transaction.now))
         self.namespace_slots.note(transaction.namespace_of)
         self.count(transaction.take_counts())
+        if transaction.then is not None:
+            transaction.then()
+        while late:  # each item once
+            if self._deferred and self._deferred[0] is late[0]:
+                self._deferred.popleft()
+            late.popleft()
+        if dropped:
+            self.orphans.difference_update(dropped)
         # last: a process that is killed before has not published it
         if self.published is not None:
             self.published.add(transaction.id)
 
-    def _publish_or_undo(
+    def _publish_committed(
         self,
         tables: Tables,
         transaction: Transaction | None,
-        begun: list[Callable[[Transaction], object]],
+        late: deque[tuple[Callable[[Transaction], object]]],
+        dropped: Sequence[CallToken],
     ) -> None:
-        """Handle an exception at any point of a transaction: publish what was committed, else undo
-        everything.
-        """
-        if transaction is not None and self._committed(tables, transaction):
+        """Publish a transaction that ended in an exception, if it was committed."""
+        # not in a child that a signal handler has forked: the parent publishes
+        if (
+            transaction is not None
+            and transaction.pid == os.getpid()
+            and self._committed(tables, transaction)
+        ):
             transaction.committed = True
-            self._publish_and_count(transaction)
-            return
-        while begun:  # put deferred work back, each item once
-            if not (self._deferred and self._deferred[0] is begun[-1]):
-                self._deferred.appendleft(begun[-1])
-            begun.pop()
+            self._publish_and_count(transaction, late, dropped)
 
-    def _committed(self, tables: Tables, transaction: Transaction | None) -> bool:
+    def _committed(self, tables: Tables, transaction: Transaction) -> bool:
         """Whether a transaction that ended in an exception was committed. Called before the gate is
         released.
         """
-        if transaction is None or transaction.committed:
-            return transaction is not None
+        if transaction.committed:
+            return True
         try:
             self._require_readable()
         except OSError:  # it cannot be told, and the tables are not read again
@@ -593,7 +650,7 @@ class Session:
 
     def defer(self, work: Callable[[Transaction], object]) -> None:
         """Let the next transaction run `work`."""
-        self._deferred.append(work)
+        self._deferred.append((work,))
 
     def stamp(self, now: int) -> int:
         """Return the recency stamp of a moment (monotonic ns)."""
@@ -909,31 +966,18 @@ class Session:
             tables.close()
 
     def _add_member(self, tables: Tables, gate: Gate) -> None:
-        transaction: Transaction | None = None
-        number = row = 0
-        try:
-            with tables.begin(write=True) as txn:
-                transaction = Transaction(
-                    txn, tables, 0, self.is_alive, self.clock.monotonic_ns()
-                )
-                number = transaction.meta.next_member
-                # taken: by a member of tables that were replaced, until it closes the store that it
-                # has left
-                while not self.store.locks.lock(MEMBERS + number, exclusive=True):
-                    number += 1
-                transaction.meta.next_member = number + 1
-                row = self._enter(transaction, number)
-                self._column = columns_of(txn, tables)
-            if self.published is not None:
-                self.published.add(transaction.id)  # it published nothing
-            self._become(number, row, gate)
-        except BaseException:
-            if not gate.forked and self._committed(tables, transaction):
-                self._become(number, row, gate)
-            else:
-                # otherwise no process could ever become that member
-                self.store.locks.unlock(MEMBERS + number)
-            raise
+        def enter(transaction: Transaction) -> None:
+            number = transaction.meta.next_member
+            # taken: by a member of tables that were replaced, until it closes the store that it
+            # has left; or by an attempt of this process that was interrupted
+            while not self.store.locks.lock(MEMBERS + number, exclusive=True):
+                number += 1
+            transaction.meta.next_member = number + 1
+            row = self._enter(transaction, number)
+            self._column = columns_of(transaction.txn, tables)
+            transaction.then = partial(self._become, number, row, gate)
+
+        self._commit(tables, 0, enter)
 
     def _become(self, number: int, row: int, gate: Gate) -> None:
         """Become the member of that number, with its counters in that row; inside that gate."""
@@ -961,7 +1005,6 @@ class Session:
             ) from None
         if self.store.sole and transaction.meta.scanning:
             load_saved(transaction, self.store.directory)
-        transaction.save()
         return row
 
     def close(self) -> None:
@@ -1071,14 +1114,15 @@ class Session:
 
 
 def _do_late(
-    work: Callable[[Transaction], object], transaction: Transaction
-) -> None:
+    work: Callable[[Transaction], T], transaction: Transaction
+) -> T | None:
     """Run deferred work. Errors of wrong use are dropped, since no caller waits for the result."""
     try:
-        work(transaction)
+        return work(transaction)
     except (ValueError, struct.error) as error:
         if is_damage(error):
             raise
+    return None
 
 
 class _Forking(threading.local):

@@ -78,9 +78,11 @@ class Transaction:
         self.pop = txn.pop
         self.delete = txn.delete
         self.id: int = txn.id()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.stored = 0  # chunks that this transaction makes visible
         self.committed = False
+        # called, inside the gate, once this is committed; it may be called again
+        self.then: Callable[[], object] | None = None
         self.meta: Meta = tables.load_meta(txn)
         self.counts: defaultdict[str, int] = defaultdict(int)  # see `take_counts`
         # member -> change of the slots it has reserved
@@ -403,7 +405,7 @@ class Transaction:
         child gets nothing.
         """
         counts: dict[str, int] = {}
-        if os.getpid() == self._pid:
+        if os.getpid() == self.pid:
             counts.update(self.counts)
             if self.stored:
                 counts["stored_chunks"] = self.stored
@@ -418,7 +420,7 @@ class Transaction:
         """
         # read once, first: a fork between two steps releases them in the child
         cells = columns.cells
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             return  # a signal handler has forked: the parent publishes
         columns.note_pages(self.meta.backed, self.meta.with_pages())
         for reason, gone in self._ghosts.items():
