@@ -22,7 +22,14 @@ from pagoda.cache.writeback import (
     chunk_ref,
     refs_in_slots,
 )
-from pagoda.ledger import Busy, CommitResult, Present, Refused, Reserved
+from pagoda.ledger import (
+    Busy,
+    CommitResult,
+    Present,
+    Refused,
+    Reserved,
+    SlotWriter,
+)
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
 
@@ -216,18 +223,18 @@ class StoreCall:
         of a refusal.
         """
         request = self._request
-        outcomes = host.ledger.reserve(
-            request.keys[begin:end],
-            namespace=request.namespace.root,
-            start=request.first + begin,
-            parent=request.parent_of(begin),
-            tokens=request.chunk_tokens,
-            stamp=self._stamp,
-            admit_all=self._admit_all,
-            context=self.context,
-            deadline_seconds=self._deadline.remaining(),
-        )
-        try:
+        with SlotWriter(host.ledger, host.slab) as writer:
+            outcomes = writer.reserve(
+                request.keys[begin:end],
+                namespace=request.namespace.root,
+                start=request.first + begin,
+                parent=request.parent_of(begin),
+                tokens=request.chunk_tokens,
+                stamp=self._stamp,
+                admit_all=self._admit_all,
+                context=self.context,
+                deadline_seconds=self._deadline.remaining(),
+            )
             reserved = [
                 (i, item)
                 for i, item in enumerate(outcomes, begin)
@@ -240,16 +247,8 @@ class StoreCall:
                     (request.first + i) * request.chunk_tokens
                     for i, _ in reserved
                 ]
-                self._kv.to_slots(
-                    starts, host.slab.views([item.slot for item in items])
-                )
-                committed = host.ledger.commit(
-                    items, deadline_seconds=self._deadline.last()
-                )
-        except BaseException:
-            # abort every reservation, also if a signal handler raised this
-            host.ledger.abort(outcomes, self._deadline.last())
-            raise
+                self._kv.to_slots(starts, writer.views(items))
+                committed = writer.commit(items, self._deadline.last())
         results = iter(committed)
         for i, item in enumerate(outcomes, begin):
             # Busy: another call is storing it

@@ -5,12 +5,14 @@ Modules, in the order in which a request reaches them:
 
     ledger              `Ledger`: the calls of an engine, and opening, sharing and closing a store's
                         ledger
+    slot_writer         `SlotWriter`: reserves, lends views, commits, and gives up the rest
     admin               the calls of an operator, and of tiers that need an error if they fail:
                         list, pin, remove, clear
     rebuild             fills an empty ledger from the headers of a slab
     outcomes            the answers, as values
     session             this process's part in a store: open tables, its member, running
                         transactions
+    call_tokens         what a call owns, and how that is given up if the call is interrupted
     locks               byte-range locks between processes, and the gate
     transaction         one write transaction: what it changes in the tables, and publishes in the
                         columns
@@ -73,6 +75,7 @@ from pagoda.ledger.outcomes import (
     RunToReserve,
     ScannedChunk,
 )
+from pagoda.ledger.slot_writer import SlotWriter
 from pagoda.ledger.store_directory import StoreSpec
 
 __all__ = [
@@ -91,5 +94,6 @@ __all__ = [
     "Reserved",
     "RunToReserve",
     "ScannedChunk",
+    "SlotWriter",
     "StoreSpec",
 ]

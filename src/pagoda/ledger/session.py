@@ -162,6 +162,8 @@ class Session:
         # what calls owned that ended without handing it on. Changed by single calls of built-in
         # functions, which no signal handler interrupts
         self.orphans = set[CallToken]()
+        # what gives up what running `SlotWriter`s own, should one of them be lost
+        self.writers = set[object]()
         self._tables: Tables | None = None
         # from which slot on chunks are to be published that dead members committed; see `published`
         # for a store on disk

@@ -27,7 +27,14 @@ from pagoda.base.store_place import (
     require_room_for_one,
 )
 from pagoda.layout import KVLayout
-from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec
+from pagoda.ledger import (
+    Busy,
+    Ledger,
+    Present,
+    Reserved,
+    SlotWriter,
+    StoreSpec,
+)
 from pagoda.ledger.store_state import FORMAT
 from pagoda.slab import MemorySlab
 from pagoda.tiers.base import (
@@ -268,22 +275,21 @@ class HostTier(LedgerTier):
     def _save(
         self, run: Sequence[Chunk], namespace: bytes, stamp: int
     ) -> list[Future[Done]]:
-        outcomes = self.ledger.reserve(
-            [chunk.key for chunk in run],
-            namespace=namespace,
-            start=run[0].position,
-            parent=run[0].parent,
-            tokens=run[0].tokens,
-            stamp=stamp,
-            deadline_seconds=self.deadline_seconds,
-        )
         ends: dict[int, Future[Done]] = {}
         copied: dict[int, Reserved] = {}
-        stale: list[Reserved] = []
-        try:
+        with SlotWriter(self.ledger, self.slab) as writer:
+            outcomes = writer.reserve(
+                [chunk.key for chunk in run],
+                namespace=namespace,
+                start=run[0].position,
+                parent=run[0].parent,
+                tokens=run[0].tokens,
+                stamp=stamp,
+                deadline_seconds=self.deadline_seconds,
+            )
             for n, (chunk, outcome) in enumerate(zip(run, outcomes, strict=True)):
                 if isinstance(outcome, Reserved):
-                    slot = self.slab.view(outcome.slot)
+                    slot = writer.views([outcome])[0]
                     np.copyto(
                         slot[: self.chunk_bytes],
                         chunk.payload[: self.chunk_bytes],
@@ -291,7 +297,6 @@ class HostTier(LedgerTier):
                     if chunk.still_valid():
                         copied[n] = outcome
                     else:
-                        stale.append(outcome)
                         ends[n] = self._dropped(Reason.STALE)
                 elif isinstance(outcome, Present):
                     ends[n] = completed_future(True)
@@ -301,21 +306,14 @@ class HostTier(LedgerTier):
                     # counted by the ledger
                     ends[n] = completed_future(False, outcome.reason)
             if copied:
-                kept = self.ledger.commit(
-                    list(copied.values()), deadline_seconds=self.deadline_seconds
-                )
+                kept = writer.commit(list(copied.values()), self.deadline_seconds)
                 for n, ok in zip(copied, kept, strict=True):
                     ends[n] = (
                         completed_future(True)
                         if ok
                         else completed_future(False, Reason.SUPERSEDED)
                     )
-            if stale:
-                self.ledger.abort(stale)
-            return [ends[n] for n in range(len(run))]
-        except BaseException:
-            self.ledger.abort(outcomes, self.deadline_seconds)
-            raise
+        return [ends[n] for n in range(len(run))]
 
     def load(
         self,

@@ -1,0 +1,153 @@
+"""`SlotWriter`: how a call fills slots. It reserves, lends views, commits, and gives up the rest.
+
+    with SlotWriter(ledger, slab) as writer:
+        outcomes = writer.reserve(keys, namespace=root)
+        ...  # copy into writer.views(reserved)
+        writer.commit(reserved)
+
+Whatever ends the block, what it reserved and did not commit is given up. After an exception of a
+signal handler, or if the block is a generator or a task that was cancelled, copies into the views
+may go on in other threads: then not before the last view has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from types import TracebackType
+from typing import Protocol, Required, Self, TypedDict, Unpack
+from weakref import ref
+
+from pagoda.base.finalizers import Finalizer
+from pagoda.ledger.call_tokens import Bytes, CallToken
+from pagoda.ledger.ledger import Ledger
+from pagoda.ledger.outcomes import CommitResult, Outcome, Reserved
+
+# the wait for a transaction that gives up; a later one does the same
+_GIVE_UP_SECONDS = 0.1
+_BASE = attrgetter("base")
+
+
+class ViewedSlab(Protocol):
+    """A slab whose slots can be viewed."""
+
+    def views(self, slots: Sequence[int]) -> list[Bytes]:
+        """Return the bytes of some slots."""
+
+
+class ReserveOptions(TypedDict, total=False):
+    """The options of `Ledger.reserve`."""
+
+    namespace: Required[bytes]
+    start: int
+    parent: bytes | None
+    tokens: int
+    stamp: int | None
+    admit_all: bool
+    already_admitted: bool
+    context: int | None
+    deadline_seconds: float
+
+
+class SlotWriter:
+    """Fills slots of one ledger. Used by one thread, once; `commit` and `abort` by any.
+
+    An exception can come before the first line of `__exit__`, or in it. Then the writer is
+    collected, and a thread gives up what it owns.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        slab: ViewedSlab | None = None,
+        *,
+        outlived: bool = False,
+        ended: Callable[[], object] | None = None,
+    ) -> None:
+        """
+        Args:
+            ledger: of the store.
+            slab: that of the store, for `views`.
+            outlived: I/O into the views may go on after the block. Without an exception, whoever
+                waits for that I/O then commits or aborts what is left.
+            ended: called after the slots were given up and their views have ended. It must not
+                refer to the writer.
+        """
+        self._ledger = ledger
+        self._slab = slab
+        self._outlived = outlived
+        self._token = CallToken()
+        self._token.ended = ended
+        self._left = set[Reserved]()
+        self._watched = ledger.session.writers
+        self._watch: Finalizer | None = None
+
+    def __enter__(self) -> Self:
+        self._watch = Finalizer(
+            self, partial(_give_up, self._ledger, self._token)
+        )
+        self._watched.add(self._watch)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None or (self._left and not self._outlived):
+            if not self._outlived and (
+                kind is None or issubclass(kind, Exception)
+            ):
+                # the function that copied has returned, also by raising: its copies have ended
+                self._token.views.clear()
+            _give_up(self._ledger, self._token)
+        # last: if this is interrupted before, the finalizer repeats it
+        self._watched.discard(self._watch)
+
+    def reserve(
+        self, keys: Sequence[bytes], **options: Unpack[ReserveOptions]
+    ) -> list[Outcome]:
+        """Do what `Ledger.reserve` does; the writer owns what is reserved."""
+        outcomes = self._ledger.reserve(keys, token=self._token, **options)
+        self._left.update(one for one in outcomes if isinstance(one, Reserved))
+        return outcomes
+
+    def views(self, reserved: Sequence[Reserved]) -> list[Bytes]:
+        """Return the bytes of reserved slots."""
+        assert self._slab is not None
+        views = self._slab.views([one.slot for one in reserved])
+        bases = {id(base): base for base in map(_BASE, views)}
+        self._token.views.extend(map(ref, bases.values()))
+        return views
+
+    def commit(
+        self, reserved: Sequence[Reserved], deadline_seconds: float = 1.0
+    ) -> list[CommitResult]:
+        """Do what `Ledger.commit` does."""
+        done = self._ledger.commit(reserved, deadline_seconds=deadline_seconds)
+        self._left.difference_update(reserved)
+        return done
+
+    def abort(
+        self, reserved: Sequence[Reserved], deadline_seconds: float = 1.0
+    ) -> None:
+        """Do what `Ledger.abort` does."""
+        self._ledger.abort(reserved, deadline_seconds)
+        self._left.difference_update(reserved)
+
+
+def _give_up(ledger: Ledger, token: CallToken) -> None:
+    """Let the ledger give up what a token owns: now, or once no view of it is left. May be
+    repeated.
+    """
+    ledger.session.orphans.add(token)
+    lent = token.lent()
+    token.waits = [
+        Finalizer(one, partial(_give_up, ledger, token)) for one in lent
+    ]
+    if not lent:
+        ledger.session.drop_orphans(_GIVE_UP_SECONDS)
+        if token.ended is not None:
+            token.ended()
