@@ -2,22 +2,23 @@
 buffers.
 
 A `LoadPipeline` reserves buffers, has the tier read into them, commits those that have arrived,
-copies out of them and then validates them. Every buffer that was reserved is released, settled or
-abandoned exactly once.
+copies out of them and then validates them. Every buffer that was reserved is released or settled,
+unless an exception keeps the pipeline from that: slots are then given up once nothing refers to
+their buffers, and staging buffers are replaced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple, TypeAlias
-
-import numpy as np
 
 from pagoda.base.clock import Deadline
 from pagoda.cache.call import CacheRequest
 from pagoda.cache.staging_buffers import StagingPool
 from pagoda.cache.writeback import columns_of
-from pagoda.ledger import Busy, Present, Refused, Reserved
+from pagoda.ledger import Busy, Present, Refused, Reserved, SlotWriter
 from pagoda.tiers import HostTier
 from pagoda.tiers.base import Bytes
 
@@ -48,6 +49,16 @@ class HostDestination:
         self._deadline = request.deadline
         self._stamp = stamp
         self._lease_seconds = lease_seconds
+        # the slots of which copies were recorded
+        self._copied: list[Reserved] = []
+        # owns what was reserved and not settled
+        self._writer = SlotWriter(
+            host.ledger,
+            host.slab,
+            outlived=True,
+            ended=partial(host.end_copies, self._copied),
+        )
+        self.writer: AbstractContextManager[object] = self._writer
         self.most = max(
             1, min(host.ledger.window, (512 << 20) // host.slot_bytes, 64)
         )
@@ -58,10 +69,9 @@ class HostDestination:
         """Reserve slots for the leading chunks that need one; `stopped` is the first other
         outcome.
         """
-        ledger = self._host.ledger
         request = self._request
         self.stopped = None
-        outcomes = ledger.reserve(
+        outcomes = self._writer.reserve(
             request.keys[begin:end],
             namespace=request.namespace.root,
             start=request.first + begin,
@@ -71,40 +81,31 @@ class HostDestination:
             admit_all=self._lease_seconds > 0,
             deadline_seconds=self._deadline.remaining(),
         )
-        try:
-            leading: list[Reserved] = []
-            spare: list[Reserved] = []
-            for outcome in outcomes:
-                if isinstance(outcome, Reserved):
-                    (leading if self.stopped is None else spare).append(outcome)
-                elif self.stopped is None:
-                    self.stopped = outcome
-            # a call must not wait for another call while it holds buffers that others wait for
-            if spare:
-                ledger.abort(spare, self._deadline.last())
-            views = self._host.slab.views([item.slot for item in leading])
-            buffers = [
-                LoadBuffer(view, item, [])
-                for view, item in zip(views, leading, strict=True)
-            ]
-            # they end when the buffers are settled or released: I/O may outlive this call
-            self._host.begin_copies(leading)
-            return buffers
-        except BaseException:
-            ledger.abort(outcomes, self._deadline.last())
-            self._host.end_copies(
-                [item for item in outcomes if isinstance(item, Reserved)]
-            )
-            raise
+        leading: list[Reserved] = []
+        spare: list[Reserved] = []
+        for outcome in outcomes:
+            if isinstance(outcome, Reserved):
+                (leading if self.stopped is None else spare).append(outcome)
+            elif self.stopped is None:
+                self.stopped = outcome
+        # a call must not wait for another call while it holds buffers that others wait for
+        if spare:
+            self._writer.abort(spare, self._deadline.last())
+        views = self._writer.views(leading)
+        # they end when the buffers are settled or released: I/O may outlive this call
+        self._copied += leading
+        self._host.begin_copies(leading)
+        return [
+            LoadBuffer(view, item, [])
+            for view, item in zip(views, leading, strict=True)
+        ]
 
     def commit(self, buffers: Sequence[LoadBuffer]) -> int:
         """Commit the slots; a lease keeps other calls from evicting a chunk that is about to be
         copied.
         """
         reserved = reserved_in(buffers)
-        committed = self._host.ledger.commit(
-            reserved, deadline_seconds=self._deadline.last()
-        )
+        committed = self._writer.commit(reserved, self._deadline.last())
         good = [*map(bool, committed), False].index(False)
         if self._lease_seconds and good:
             self._host.ledger.lease(
@@ -122,22 +123,15 @@ class HostDestination:
         try:
             if buffer.reserved is not None:
                 if ok:
-                    self._host.ledger.commit([buffer.reserved])
+                    self._writer.commit([buffer.reserved])
                 else:
-                    self._host.ledger.abort([buffer.reserved])
+                    self._writer.abort([buffer.reserved])
         finally:
             self._host.end_copies(reserved_in([buffer]))
 
     def release(self, buffers: Sequence[LoadBuffer]) -> None:
         """End the copies. Committed slots belong to the ledger."""
         self._host.end_copies(reserved_in(buffers))
-
-    def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
-        """Free the slots once nothing refers to the buffers."""
-        # shared by all views of one `reserve`, and by everything made from them
-        base = buffers[0].payload.base
-        assert isinstance(base, np.ndarray)
-        self._host.abort_when_dropped(reserved_in(buffers), base)
 
 
 class StagingDestination:
@@ -149,6 +143,7 @@ class StagingDestination:
 
     def __init__(self, staging: StagingPool, deadline: Deadline) -> None:
         self._staging = staging
+        self.writer: AbstractContextManager[object] = nullcontext()
         self._deadline = deadline
         self.most = staging.count  # buffers in use at once
 
@@ -177,9 +172,6 @@ class StagingDestination:
         """Release buffers after the copy out of them."""
         for buffer in buffers:
             self.settle(buffer, True)
-
-    def abandon(self, buffers: Sequence[LoadBuffer]) -> None:
-        """Leave the buffers alone, because I/O may still read into them."""
 
 
 # used by one thread; any thread may call `settle`

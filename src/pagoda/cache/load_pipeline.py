@@ -77,6 +77,11 @@ class LoadPipeline:
         Returns why a chunk that was being read did not arrive, None if all did. Keeps no buffer: a
         buffer into which the tier is still reading is settled when its I/O has ended.
         """
+        with self._destination.writer:
+            self._run(begin, stop)
+        return self._end
+
+    def _run(self, begin: int, stop: int) -> None:
         self._done = asked = begin
         more = True
         most = self._destination.most
@@ -93,54 +98,28 @@ class LoadPipeline:
         finally:
             for flight in flights:
                 _settle_later(self._destination, flight)
-        return self._end
 
     def _start_loads(self, begin: int, end: int) -> None:
         """Begin to read a leading part of [begin, end)."""
         may_wait = not self._flights
         buffers = self._destination.reserve(begin, end, may_wait)
-        asked = False
-        try:
-            if (
-                not buffers
-                and may_wait
-                and isinstance(self._destination, StagingDestination)
-            ):
+        if not buffers:
+            if may_wait and isinstance(self._destination, StagingDestination):
                 self._stop(
                     Reason.DEADLINE, "no staging buffer was released in time"
                 )
-            if not buffers:
-                return
-            request = self._request
-            payloads = [buffer.payload for buffer in buffers]
-            keys = request.keys[begin : begin + len(buffers)]
-            left = self._deadline.remaining()
-            start = request.position_of(begin)
-            root = request.namespace.root
-            asked = True
-            futures = self._tier.load(
-                keys, payloads, start=start, namespace=root, deadline_seconds=left
-            )
-            self._flights.extend(
-                [
-                    _LoadInFlight(*pair)
-                    for pair in zip(buffers, futures, strict=True)
-                ]
-            )
-        except BaseException as error:
-            if (
-                self._flights
-                and buffers
-                and self._flights[-1].buffer is buffers[-1]
-            ):
-                raise  # `run` settles the buffers
-            if asked and not isinstance(error, ValueError):
-                # a load that a signal handler interrupted may still be reading into them
-                self._destination.abandon(buffers)
-            else:
-                for buffer in buffers:
-                    self._destination.settle(buffer, False)
-            raise
+            return
+        request = self._request
+        futures = self._tier.load(
+            request.keys[begin : begin + len(buffers)],
+            [buffer.payload for buffer in buffers],
+            start=request.position_of(begin),
+            namespace=request.namespace.root,
+            deadline_seconds=self._deadline.remaining(),
+        )
+        self._flights.extend(
+            [_LoadInFlight(*pair) for pair in zip(buffers, futures, strict=True)]
+        )
 
     def _wait_for_next(self) -> bool:
         """Wait for the next chunk and deliver all that have arrived, in order; False: end the run

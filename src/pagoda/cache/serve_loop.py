@@ -383,15 +383,9 @@ class ServeLoop:
         at = self._done
         assert host is not None
         probe = HostDestination(host, self._request, self._stamp, LEASE_SECONDS)
-        buffers = probe.reserve(at, at + 1, False)
-        try:
-            for buffer in buffers:
+        with probe.writer:
+            for buffer in probe.reserve(at, at + 1, False):
                 probe.settle(buffer, False)
-        except BaseException:
-            # raised by a signal handler, perhaps before the call above had begun
-            for buffer in buffers:
-                probe.settle(buffer, False)
-            raise
 
 
 class _Source(NamedTuple):

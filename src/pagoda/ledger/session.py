@@ -227,11 +227,12 @@ class Session:
                 transaction = Transaction(
                     txn, tables, member, self.is_alive, now, chunk_bytes
                 )
-                if self._deferred:
+                # a process that is about to be a member has none of these
+                if member and self._deferred:
                     late.extend(self._deferred)
                     for (step,) in late:
                         _do_late(step, transaction)
-                if self.orphans:
+                if member and self.orphans:
                     self._give_up_orphans(transaction, dropped)
                 result = work(transaction)
                 transaction.save()

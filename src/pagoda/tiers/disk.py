@@ -27,7 +27,15 @@ from pagoda.base.signal_safe_threads import NO_THREAD, Condition, Event
 from pagoda.base.store_place import require_room_for_one
 from pagoda.codec import HEADER_BYTES
 from pagoda.layout import SLOT_ALIGN, KVLayout, itemsize
-from pagoda.ledger import Busy, Ledger, Present, Reserved, StoreSpec, admin
+from pagoda.ledger import (
+    Busy,
+    Ledger,
+    Present,
+    Reserved,
+    SlotWriter,
+    StoreSpec,
+    admin,
+)
 from pagoda.slab import FileSlab, address, aligned
 from pagoda.tiers.base import Bytes, Chunk, Done, clamp_deadline, follows, runs
 from pagoda.tiers.breaker import CircuitBreaker
@@ -678,7 +686,9 @@ class DiskWorker(IoWorker):
         ledger = self._store.ledger
         live: list[WriteRequest] = []
         reserved: dict[WriteRequest, Reserved] = {}
-        try:
+        # What is not committed is given up at the end of the block, not earlier: the slots must
+        # not be given to others before their I/O has ended, however late.
+        with SlotWriter(ledger) as writer:
             with store.in_turn(writes[0].batch):
                 valid = valid_writes(writes)
                 for write in writes:
@@ -691,7 +701,7 @@ class DiskWorker(IoWorker):
                     else:
                         live.append(write)
                 for run in runs(live, ledger.window, _follows):
-                    self._reserve(run, reserved, results)
+                    self._reserve(writer, run, reserved, results)
             waiting = list(reserved.items())
             for first in range(0, len(waiting), store.fewest_chunks):
                 self._queue.read_all(self.load)
@@ -699,17 +709,13 @@ class DiskWorker(IoWorker):
                     waiting[first : first + store.fewest_chunks], results
                 )
                 self._write(sealed, results)
-            self._commit(reserved, results)
+            self._commit(writer, reserved, results)
             # before the writes end: after them, a caller may end the process
             ledger.namespaces.save_labels()
-        finally:
-            # Not earlier: the slots must not be given to others before their I/O has ended, however
-            # late.
-            if reserved:
-                ledger.abort(list(reserved.values()))
 
     def _reserve(
         self,
+        writer: SlotWriter,
         run: Sequence[WriteRequest],
         reserved: dict[WriteRequest, Reserved],
         results: dict[WriteRequest, Done],
@@ -718,7 +724,7 @@ class DiskWorker(IoWorker):
         admitted = self._store.admissions.get(
             (first.namespace, first.stamp), _NOTHING_ADMITTED
         )
-        outcomes = self._store.ledger.reserve(
+        outcomes = writer.reserve(
             [write.chunk.key for write in run],
             namespace=first.namespace,
             start=first.chunk.position,
@@ -860,11 +866,11 @@ class DiskWorker(IoWorker):
 
     def _commit(
         self,
+        writer: SlotWriter,
         reserved: dict[WriteRequest, Reserved],
         results: dict[WriteRequest, Done],
     ) -> None:
-        """Commit what was written, and remove finished writes from `reserved`."""
-        ledger = self._store.ledger
+        """Commit what was written."""
         for write in reserved:
             if write.cancelled is not None and write not in results:
                 results[write] = self._dropped(write.cancelled)
@@ -880,18 +886,18 @@ class DiskWorker(IoWorker):
                     (write, self._dropped(reason)) for write in written
                 )
                 return
-        kept = ledger.commit(
-            [reserved[write] for write in written],
-            deadline_seconds=_LEDGER_SECONDS,
+        kept = writer.commit(
+            [reserved[write] for write in written], _LEDGER_SECONDS
         )
         for write, ok in zip(written, kept, strict=True):
-            del reserved[write]
             if not ok:
                 # counted by the ledger
                 results[write] = Done(False, Reason.SUPERSEDED)
             elif write.cancelled is not None:
                 # its key was removed or cleared while it was being committed
-                admin.remove(ledger, [write.chunk.key], write.cancelled)
+                admin.remove(
+                    self._store.ledger, [write.chunk.key], write.cancelled
+                )
                 results[write] = self._dropped(write.cancelled)
             else:
                 results[write] = Done(True)

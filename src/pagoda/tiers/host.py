@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ import numpy as np
 from pagoda import policy as policies
 from pagoda.base.clock import Clock, Deadline
 from pagoda.base.errors import ClosedError
-from pagoda.base.finalizers import Finalizer
 from pagoda.base.fork import reset_now_and_in_child
 from pagoda.base.metrics import Reason
 from pagoda.base.signal_safe_threads import Condition
@@ -78,7 +76,6 @@ class HostTier(LedgerTier):
         self.deadline_seconds = deadline_seconds
         self._ended = False
         self._pid = os.getpid()
-        self._abandoned: dict[Reserved, Finalizer] = {}
         # the process that registered the slab (a forked child has not), and the ledger's growth at
         # that time
         self._registered = 0, 0, 0
@@ -197,23 +194,6 @@ class HostTier(LedgerTier):
             self._changed.notify_all()
         if last:
             self._close_store()
-
-    def abort_when_dropped(
-        self, reserved: Sequence[Reserved], views: Bytes
-    ) -> None:
-        """Abort reservations when no I/O can touch their slots any more, that is, when nothing
-        refers to `views`.
-
-        `views` is the base array of all views of these slots.
-        """
-        self._abandoned[reserved[0]] = Finalizer(
-            views, partial(self._abort, reserved)
-        )
-
-    def _abort(self, reserved: Sequence[Reserved]) -> None:
-        self._abandoned.pop(reserved[0], None)
-        self.ledger.abort(reserved)
-        self.end_copies(reserved)
 
     def use_device(self, device_index: int) -> None:
         """Register the slab with the GPUs, in the background. Call it before each GPU copy.
