@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -42,6 +43,7 @@ from pagoda.ledger import (
     Reserved,
     RunToReserve,
 )
+from pagoda.ledger.call_tokens import CallToken
 from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.request_meters import TokenLoad
 from pagoda.policy.reuse_context import workload_of
@@ -346,7 +348,32 @@ class HostSlots:
         self._record(
             CallKind.RESERVE, keys, start, len(keys) * chunk_tokens, parent
         )
-        # the caller must commit or abort them, whatever happens after
+        return self._ledger.owned(
+            partial(
+                self._reserve,
+                keys,
+                namespace,
+                start,
+                parent,
+                stamp,
+                parts,
+                deadline_seconds,
+            )
+        )
+
+    def _reserve(
+        self,
+        keys: Sequence[bytes],
+        namespace: bytes,
+        start: int,
+        parent: bytes | None,
+        stamp: int | None,
+        parts: int,
+        deadline_seconds: float | None,
+        token: CallToken,
+    ) -> list[Outcome]:
+        chunk_tokens = self._resources.layout.chunk_tokens
+        # the caller must commit or abort them, also if a later window fails
         made: list[Outcome] = []
 
         def rest(reason: Reason, _: str = "") -> list[Outcome]:
@@ -359,21 +386,22 @@ class HostSlots:
             while (at := len(made)) < len(keys):
                 window = keys[at : at + self._ledger.window]
                 before = keys[at - 1] if at else parent
-                made.extend(
-                    self._ledger.reserve(
-                        window,
-                        namespace=namespace,
-                        start=start + at,
-                        parent=before,
-                        tokens=chunk_tokens,
-                        parts=parts,
-                        stamp=one,
-                        admit_all=admit_all,
-                        deadline_seconds=deadline.remaining(),
-                    )
+                outcomes = self._ledger.reserve(
+                    window,
+                    namespace=namespace,
+                    start=start + at,
+                    parent=before,
+                    tokens=chunk_tokens,
+                    parts=parts,
+                    stamp=one,
+                    admit_all=admit_all,
+                    deadline_seconds=deadline.remaining(),
                 )
+                # no signal handler can run between the end of that call and this one
+                token.made.append((None, outcomes))
+                made.extend(outcomes)
                 if refused := [
-                    item.reason for item in made[at:] if isinstance(item, Refused)
+                    item.reason for item in outcomes if isinstance(item, Refused)
                 ]:
                     self._resources.counters.add(
                         {f"drop_{refused[0]}": len(keys) - len(made)}
@@ -398,36 +426,53 @@ class HostSlots:
         is that of all together. Thread-safe.
         """
         _check_reserve([key for run in runs for key in run.keys], parts)
+        chunk_tokens = self._resources.layout.chunk_tokens
+        for run in runs:
+            count = len(run.keys) * chunk_tokens
+            self._record(CallKind.RESERVE, run.keys, run.start, count, run.parent)
         deadline = self._deadline(deadline_seconds)
+        return self._ledger.owned(
+            partial(self._reserve_runs, runs, parts, deadline)
+        )
+
+    def _reserve_runs(
+        self,
+        runs: Sequence[RunToReserve],
+        parts: int,
+        deadline: Deadline,
+        token: CallToken,
+    ) -> list[list[Outcome]]:
         window = self._ledger.window
         short = [run for run in runs if len(run.keys) <= window]
-        made = iter(self._reserve_short(short, parts, deadline))
+        made = iter(self._reserve_short(short, parts, deadline, token))
         return [
             next(made)
             if len(run.keys) <= window
-            else self.reserve(
+            else self._reserve(
                 run.keys,
-                namespace=run.namespace,
-                start=run.start,
-                parent=run.parent,
-                stamp=run.stamp,
-                parts=parts,
-                deadline_seconds=deadline.remaining(),
+                run.namespace,
+                run.start,
+                run.parent,
+                run.stamp,
+                parts,
+                deadline.remaining(),
+                token,
             )
             for run in runs
         ]
 
     def _reserve_short(
-        self, runs: Sequence[RunToReserve], parts: int, deadline: Deadline
+        self,
+        runs: Sequence[RunToReserve],
+        parts: int,
+        deadline: Deadline,
+        token: CallToken,
     ) -> list[list[Outcome]]:
         """Reserve slots for runs of which each fits into one window."""
         chunk_tokens = self._resources.layout.chunk_tokens
-        for run in runs:
-            count = len(run.keys) * chunk_tokens
-            self._record(CallKind.RESERVE, run.keys, run.start, count, run.parent)
 
         def work(deadline: Deadline) -> list[list[Outcome]]:
-            return self._ledger.reserve_runs(
+            outcomes = self._ledger.reserve_runs(
                 runs,
                 tokens=chunk_tokens,
                 parts=parts,
@@ -435,6 +480,9 @@ class HostSlots:
                 admit_all=bool(self._weights.scope()[1].written),
                 deadline_seconds=deadline.remaining(),
             )
+            # as in `reserve`
+            token.runs.append(outcomes)
+            return outcomes
 
         def missed(reason: Reason, _: str = "") -> list[list[Outcome]]:
             return [[Refused(key, reason) for key in run.keys] for run in runs]

@@ -426,7 +426,6 @@ class Ledger:
         already_admitted: bool = False,
         context: int | None = None,
         deadline_seconds: float = 1.0,
-        token: CallToken | None = None,
     ) -> list[Outcome]:
         """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading
         keys first.
@@ -435,7 +434,6 @@ class Ledger:
         slot in one call, and one member has at most a quarter of the slots reserved. The policy may
         keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
         new chunks, see `policy.reuse_context`. Changes recency and leases of what is Present.
-        `token`: of a `SlotWriter`, which owns what is reserved; otherwise the caller does.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -467,7 +465,7 @@ class Ledger:
             self._note_reserved(outcomes)
             return outcomes
 
-        return reserve(token) if token is not None else self._owned(reserve)
+        return self.owned(reserve)
 
     def reserve_runs(
         self,
@@ -523,7 +521,7 @@ class Ledger:
             self._note_reserved([one for each in outcomes for one in each])
             return outcomes
 
-        return self._owned(reserve)
+        return self.owned(reserve)
 
     def _together(
         self, requests: Sequence[allocation.ReserveRequest]
@@ -893,7 +891,7 @@ class Ledger:
                     raise
             return done
 
-        return self._owned(commit_all)
+        return self.owned(commit_all)
 
     def abort(
         self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0
@@ -937,7 +935,7 @@ class Ledger:
                     done += [False] * len(batch)
             return done
 
-        return self._owned(adopt_all)
+        return self.owned(adopt_all)
 
     def _now_or_later(
         self, work: Callable[[Transaction], None], deadline_seconds: float
@@ -949,7 +947,7 @@ class Ledger:
         with contextlib.suppress(UnavailableError):
             self.session.write(lambda _: None, deadline_seconds)
 
-    def _owned(self, work: Callable[[CallToken], T]) -> T:
+    def owned(self, work: Callable[[CallToken], T]) -> T:
         """Run a call that puts on a token what its caller is to own. If it is interrupted, the
         caller never learns of that: it is given up.
 
@@ -1408,7 +1406,7 @@ class Ledger:
             except UnavailableError:
                 return [False] * len(slots)
 
-        return self._owned(hold)
+        return self.owned(hold)
 
     def release(
         self, slots: NDArray[np.int64], generations: NDArray[np.uint64]
