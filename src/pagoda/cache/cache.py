@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -234,15 +234,14 @@ class Cache:
         self._finalizer = close_when_dropped(
             self, partial(self._resources.close, _CLOSE_SECONDS)
         )
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             namespace = self._weights.scope()[0]
             self._resources.register(namespace, wait=True)
             log_opened(namespace, layout, stack, config.deadline_seconds)
             if late is not None:
                 late.begin(self._resources.admit, self._weights.compare_root)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     # ---- by name
 

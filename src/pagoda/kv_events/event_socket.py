@@ -240,7 +240,8 @@ class EventSocket:
 
     def _listen_on_path(self, path: str) -> socket.socket:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(listening.close)
             name = (
                 b"\0" + os.fsencode(path[1:])
                 if path.startswith("@")
@@ -256,10 +257,8 @@ class EventSocket:
             listening.bind(name)
             listening.listen()
             listening.setblocking(False)
-            return listening
-        except BaseException:
-            listening.close()
-            raise
+            undo.pop_all()
+        return listening
 
     def _endpoint(self, asked: str) -> str:
         if self._listening.family == socket.AF_UNIX:

@@ -39,7 +39,8 @@ class StoreWatch:
         self._inotify = system.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._inotify < 0:
             raise _last_error("inotify")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             for paths, changes in (
                 (files, _FILE_CHANGES),
@@ -50,9 +51,7 @@ class StoreWatch:
                     watch = system.inotify_add_watch(self._inotify, name, changes)
                     if watch < 0:
                         raise _last_error(str(path))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self._poll = select.poll()
         for fd in (self._inotify, self._woken):
             self._poll.register(fd, select.POLLIN)

@@ -312,7 +312,15 @@ class Ledger:
             _opening.pop(me, None)
             with _changed:
                 _changed.notify_all()
-        try:
+
+        def discard(kind: type[BaseException] | None, *_: object) -> None:
+            has_no_room = kind is not None and issubclass(kind, NoRoomError)
+            if has_no_room or (opens and ledger.session.store.made):
+                discard_empty(ledger.directory, clock)
+
+        with contextlib.ExitStack() as undo:
+            undo.push(discard)  # after the other
+            undo.callback(ledger.close)
             with os_errors_mapped(ledger.directory):
                 if opens:
                     ledger.namespaces.prepare_clears()
@@ -324,13 +332,7 @@ class Ledger:
                 if create and asked not in ledger._asked:
                     _with_space(partial(ledger.space.fit_to_limit, *asked), until)
                     ledger._asked.add(asked)
-        except BaseException as error:
-            ledger.close()
-            if isinstance(error, NoRoomError) or (
-                opens and ledger.session.store.made
-            ):
-                discard_empty(ledger.directory, clock)
-            raise
+            undo.pop_all()
         return ledger
 
     @classmethod
@@ -1469,11 +1471,10 @@ class Ledger:
         """
         with os_errors_mapped(self.directory):
             slab = opener(self.slab_path)
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(slab.close)
                 self.session.require_store()
-            except BaseException:
-                slab.close()
-                raise
+                undo.pop_all()
         return slab
 
     def register_device(self) -> list[range]:

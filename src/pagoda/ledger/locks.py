@@ -278,13 +278,12 @@ class StoreLocks(LockFile):
         self._flocks: list[DirectoryFlock] = []
         self._paths = directory / state, directory / locks
         super().__init__(self._paths[0], create=False, first=BEYOND)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._old = LockFile(self._paths[1])
             for one in (directory.parent, directory):
                 self._flocks.append(DirectoryFlock(one))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
         """Release all locks and close the descriptors; idempotent. No other thread may be using

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -124,14 +124,13 @@ class DiskTier(QueuedTier, LedgerTier):
             ledger, slab, layout, codec_name, self._breaker, io_threads, durable
         )
         super().__init__(self._store, io_threads, queue_chunks)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             if not self._pool.start():
                 raise StoreError(
                     f"the disk tier at {ledger.directory} cannot be opened: {NO_THREAD}"
                 )
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     @classmethod
     def open(
@@ -184,7 +183,11 @@ class DiskTier(QueuedTier, LedgerTier):
             ),
         ) as (ledger, slab, made):
             pass
-        try:
+        with ExitStack() as undo:
+            if (
+                made
+            ):  # without the tier: that closes the ledger and the slab itself
+                undo.callback(discard_unused, ledger.directory)
             tier = cls(
                 layout,
                 ledger,
@@ -196,11 +199,7 @@ class DiskTier(QueuedTier, LedgerTier):
                 deadline_seconds=deadline_seconds,
                 clock=clock,
             )
-        except BaseException:
-            # it has closed the ledger and the slab
-            if made:
-                discard_unused(ledger.directory)
-            raise
+            undo.pop_all()
         tier.made = made
         return tier
 

@@ -355,9 +355,8 @@ def _drain(todo: deque[Callable[[], object]]) -> None:
             except IndexError:  # another thread took the last job
                 return
             job()
-    except BaseException:
-        todo.clear()
-        raise
+    finally:
+        todo.clear()  # after an error: the others do no more of them
 
 
 def _end(todo: deque[Callable[[], object]], helpers: list[Future[None]]) -> None:

@@ -185,16 +185,15 @@ class SlotPreparation:
                 slot = await self._accounts.take(choose)
         if slot is None:
             return None
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._accounts.give_back, slot)
             if slot.adapters != adapters:
                 await self._saver.save(slot)
                 if not await finished(self.empty(slot)):
                     raise ServerTrouble(f"slot {slot.number} was not emptied")
             slot.is_tainted = True
             slot.adapters = adapters
-        except BaseException:
-            self._accounts.give_back(slot)
-            raise
+            undo.pop_all()
         return slot
 
     async def prepare(self, turn: Turn, stored: StoredPrefix) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -188,11 +188,10 @@ def _replace(path: Path, verdict: Verdict) -> None:
         msgspec.json.encode(verdict, order="sorted"), indent=2
     )
     handle, other = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
+    with ExitStack() as undo:
+        undo.callback(os.unlink, other)
         with os.fdopen(handle, "wb") as file:
             file.write(text + b"\n")
         os.chmod(other, 0o644)  # engines of other users read it
         os.replace(other, path)
-    except BaseException:
-        os.unlink(other)
-        raise
+        undo.pop_all()

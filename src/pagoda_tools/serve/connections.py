@@ -255,6 +255,7 @@ class Connections:
     async def _let_in(self, guest: _Guest) -> None:
         """Make a connection of a socket; with TLS, after its handshake."""
         secure = self._tls is not None
+        is_known = False  # what became of the socket
         try:
             await self._loop.connect_accepted_socket(
                 lambda: Connection(
@@ -267,14 +268,16 @@ class Connections:
                 else None,
                 ssl_shutdown_timeout=_GOODBYE_SECONDS if secure else None,
             )
+            is_known = True
         except OSError as error:
+            is_known = True
             # also of TLS: it left, was late, was ended, or speaks something else
             # else a cycle keeps its buffer of 256 KiB for long
             traceback.clear_frames(error.__traceback__)
             self._left(guest)
-        except BaseException:
-            guest.sock.close()
-            raise
+        finally:
+            if not is_known:
+                guest.sock.close()
 
     def _left(self, guest: _Guest) -> None:
         if guest in self._guests:

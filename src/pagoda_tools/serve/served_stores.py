@@ -114,7 +114,8 @@ class ServedStore:
         if lossy_codec_of(directory):
             return None
         ledger = Ledger.attach(directory, deadline_seconds=deadline_seconds)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(ledger.close)
             slots = ledger.slots
             slot_bytes = ledger.slot_bytes
             guards = ledger.page_guards
@@ -126,10 +127,9 @@ class ServedStore:
                 slab = ledger.open_slab(
                     lambda file: FileSlab(file, slots, slot_bytes)
                 )
-            return cls(directory, ledger, slab)
-        except BaseException:
-            ledger.close()
-            raise
+            store = cls(directory, ledger, slab)
+            undo.pop_all()
+        return store
 
     def offset(self, slot: int) -> int:
         """Return where the payload of a slot begins in the slab's file."""

@@ -220,11 +220,10 @@ class SlotStates:
         self._directory = StateDirectory(directory, state_bytes)
         self._finalizer = close_when_dropped(self, self._directory.close)
         reset_now_and_in_child(self)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             self._open(probe_slot)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def reset(self) -> None:
         """Create the lock."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 import sglang
@@ -133,13 +134,12 @@ class PagodaHiCache(HiCacheStorage):
         """Open the caches of the other pools. Raises like `register_mem_pool_host`, after it has
         closed all caches.
         """
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             for name, pool in self._registered.items():
                 if name not in self._pools:
                     self._open(name, pool)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self._ready = True
 
     def _open(self, name: str, pool: Any) -> None:

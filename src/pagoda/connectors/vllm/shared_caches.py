@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from pagoda.base.errors import StoreError
@@ -45,12 +46,10 @@ def opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
     with _lock:
         # before the opening, so that no `let_go` closes this cache
         _uses[name] = _uses.get(name, 0) + 1
-    try:
+    with ExitStack() as undo:
+        undo.callback(_use_less, name)
         cache = Cache.open(name, config, namespace=namespace, layout=layout)
-    except BaseException:
-        with _lock:
-            _uses[name] -= 1
-        raise
+        undo.pop_all()
     # the tier has no space; a configuration without a host tier was refused before
     if cache.slots is None:
         let_go(cache)
@@ -61,6 +60,12 @@ def opened(config: Config, namespace: Namespace, layout: KVLayout) -> Cache:
             "another host_path"
         )
     return cache
+
+
+def _use_less(name: str) -> None:
+    """Take one use back, of a cache that could not be opened."""
+    with _lock:
+        _uses[name] -= 1
 
 
 def let_go(cache: Cache, timeout: float = 5.0) -> None:

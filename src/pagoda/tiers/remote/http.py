@@ -195,16 +195,17 @@ class HttpConnection:
     @contextlib.contextmanager
     def dropped_on_error(self) -> Iterator[None]:
         """Drop the connection if the block fails, because it cannot be used again."""
+        is_sound = False
         try:
             yield
+            is_sound = True
         except EOFError:
-            self.drop()
             raise ConnectionError(
                 "the server closed the connection within a response"
             ) from None
-        except BaseException:
-            self.drop()
-            raise
+        finally:
+            if not is_sound:
+                self.drop()
 
     def _piece_sizes(self, response: Response, until: float) -> Iterator[int]:
         """Yield the sizes of the pieces of a body; consume what is between them."""
@@ -319,6 +320,7 @@ class HttpConnection:
             self._socket = socket.socket(family, kind, protocol)
             self._begin = 0
             self._end = 0
+            is_sound = False
             try:
                 self._socket.settimeout(seconds_left(share))
                 self._check_open()  # from here on `abort` ends this socket
@@ -327,13 +329,13 @@ class HttpConnection:
                 keep_alive(self._socket)
                 if self._tls is not None:
                     self._start_tls(self._tls, share)
+                is_sound = True
             except OSError as error:
-                self.drop()
                 failure = error
                 continue
-            except BaseException:
-                self.drop()
-                raise
+            finally:
+                if not is_sound:
+                    self.drop()
             return self._socket
         raise failure
 

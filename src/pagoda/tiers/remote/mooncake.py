@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Self
 from urllib.parse import urlsplit
@@ -107,7 +107,9 @@ class MooncakeProcess:
                 str(_HELPER),
                 *map(str, (*numbers, self._owner)),
             ]
-            try:
+            with ExitStack() as undo:
+                undo.callback(os.close, self._memory)
+                undo.callback(self._socket.close)
                 self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -117,10 +119,7 @@ class MooncakeProcess:
                     start_new_session=True,
                     env={**_SETTINGS, **os.environ},
                 )
-            except BaseException:
-                self._socket.close()
-                os.close(self._memory)
-                raise
+                undo.pop_all()
 
     def join(self, until: float) -> None:
         """Join the pool; may be called again after an OSError, as long as the process is

@@ -747,6 +747,7 @@ class RedisNodesConnection(StoreConnection):
             line = self._line(node)
             is_old = line.is_open
             line.is_busy = True
+            is_known = False  # what became of the line
             try:
                 if self._closed:
                     line.connection.abort()
@@ -754,7 +755,9 @@ class RedisNodesConnection(StoreConnection):
                     line.connection.open(until)
                     line.is_open = True
                 done = work(line.connection)
+                is_known = True
             except RedirectError as redirect:
+                is_known = True
                 if not self._client.is_cluster:
                     self._drop(node, line)
                     raise node.failed(redirect) from None
@@ -766,6 +769,7 @@ class RedisNodesConnection(StoreConnection):
                     Reason.BUSY, str(redirect), contained=True
                 ) from None
             except (OSError, RefusedError) as error:
+                is_known = True
                 has_failed = not (
                     isinstance(error, RefusedError) and line.is_open
                 )
@@ -792,12 +796,9 @@ class RedisNodesConnection(StoreConnection):
                 if is_old and not isinstance(error, TimeoutError):
                     continue
                 raise node.failed(error) if has_failed else error from None
-            except BaseException:
-                self._drop(node, line)
-                raise
             finally:
                 line.is_busy = False
-                if self._closed:
+                if self._closed or not is_known:
                     self._drop(node, line)
             node.breaker.record_success()
             return done

@@ -829,16 +829,16 @@ class RemoteStore(WorkerBackend):
         OSError, RefusedError.
         """
         connection = self.client.connection()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.disconnect, connection)
             with self._lock:
                 self._connections.add(connection)
                 stopped = self._stopped
             if stopped:
                 connection.abort()
-            return connection.open(until)
-        except BaseException:
-            self.disconnect(connection)
-            raise
+            opened = connection.open(until)
+            undo.pop_all()
+        return opened
 
     def disconnect(self, connection: StoreConnection) -> None:
         """Close a connection."""
@@ -872,9 +872,12 @@ class WorkerConnection:
         moved = False
         for _ in range(2):
             old = self._is_ready()
+            is_sound = False
             try:
                 done = work(self._connection or self._connected())
+                is_sound = True
             except RefusedError as refusal:
+                is_sound = not refusal.reconnect
                 if refusal.reconnect:
                     self.close()
                     if old:
@@ -892,9 +895,9 @@ class WorkerConnection:
                     if old
                     else self._store.record_error(error, what)
                 )
-            except BaseException:
-                self.close()
-                raise
+            finally:
+                if not is_sound:
+                    self.close()
             self._record_success(moved)
             return done
         raise AssertionError("a new connection is not old")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -152,14 +153,13 @@ class DevicePagesKV(RunTransfer):
             else buffer.acquire(len(starts))
         )
         into = None if buffer is None else (buffer.memory, rows)
-        try:
+        with ExitStack() as undo:
+            if buffer is not None:
+                undo.callback(buffer.release, rows)
             memory, copied = gpu_copy.copy_engine.gather(
                 gpu_copy.table, ids, gpu_copy.after, into
             )
-        except BaseException:
-            if buffer is not None:
-                buffer.release(rows)
-            raise
+            undo.pop_all()
         return DeviceSnapshot(
             gpu_copy, self.layout, self._begin, memory, rows, copied, buffer
         )

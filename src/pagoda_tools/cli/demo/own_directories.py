@@ -36,7 +36,8 @@ def own_directory(parent: Path, tier: str) -> Iterator[Path]:
         raise UsageError(
             f"the demo needs a directory in {parent}: {trouble.strerror}"
         ) from None
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(_remove, made, tier)
         remover = subprocess.Popen(
             [sys.executable, "-m", __name__, str(made), tier],
             stdin=subprocess.PIPE,
@@ -45,9 +46,7 @@ def own_directory(parent: Path, tier: str) -> Iterator[Path]:
             # Ctrl-C reaches all processes of the terminal's group
             start_new_session=True,
         )
-    except BaseException:
-        _remove(made, tier)
-        raise
+        undo.pop_all()
     try:
         yield made / tier
     finally:
