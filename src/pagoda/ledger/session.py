@@ -163,7 +163,7 @@ class Session:
         # functions, which no signal handler interrupts
         self.orphans = set[CallToken]()
         # what gives up what running `SlotWriter`s own, should one of them be lost
-        self.writers = set[object]()
+        self.writers: dict[CallToken, object] = {}
         self._tables: Tables | None = None
         # from which slot on chunks are to be published that dead members committed; see `published`
         # for a store on disk
@@ -662,12 +662,13 @@ class Session:
     # ---- members
 
     def recover(self, deadline_seconds: float) -> int:
-        """Reclaim what dead members reserved and publish what they committed; return how many slots
-        were freed.
+        """Reclaim what dead members and interrupted calls reserved, and publish what dead members
+        committed; return how many slots of those were freed.
         """
         freed = 0
         got = BATCH
         until = time.monotonic() + deadline_seconds
+        self.drop_orphans(deadline_seconds)
         with contextlib.suppress(UnavailableError):
             while got == BATCH:
                 got = self.write(self._reap, max(0.0, until - time.monotonic()))

@@ -80,14 +80,10 @@ class SlotWriter:
         self._token = CallToken()
         self._token.ended = ended
         self._left = set[Reserved]()
-        self._watched = ledger.session.writers
-        self._watch: Finalizer | None = None
 
     def __enter__(self) -> Self:
-        self._watch = Finalizer(
-            self, partial(_give_up, self._ledger, self._token)
-        )
-        self._watched.add(self._watch)
+        lost = partial(_lost, self._ledger, self._token)
+        self._ledger.session.writers[self._token] = Finalizer(self, lost)
         return self
 
     def __exit__(
@@ -103,8 +99,8 @@ class SlotWriter:
                 # the function that copied has returned, also by raising: its copies have ended
                 self._token.views.clear()
             _give_up(self._ledger, self._token)
-        # last: if this is interrupted before, the finalizer repeats it
-        self._watched.discard(self._watch)
+        # last: if this is interrupted before, the finalizer does the rest
+        self._ledger.session.writers.pop(self._token, None)
 
     def reserve(
         self, keys: Sequence[bytes], **options: Unpack[ReserveOptions]
@@ -138,6 +134,12 @@ class SlotWriter:
         """Do what `Ledger.abort` does."""
         self._ledger.abort(reserved, deadline_seconds)
         self._left.difference_update(reserved)
+
+
+def _lost(ledger: Ledger, token: CallToken) -> None:
+    """Do what `__exit__` did not do, on another thread."""
+    _give_up(ledger, token)
+    ledger.session.writers.pop(token, None)
 
 
 def _give_up(ledger: Ledger, token: CallToken) -> None:

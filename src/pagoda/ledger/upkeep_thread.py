@@ -114,6 +114,7 @@ class UpkeepThread:
         """Share what was learned and prepare, now. The thread does the same; both at once do no
         harm.
         """
+        self._session.drop_orphans()
         self._share(1.0)
         self._prepare()
 
@@ -177,6 +178,7 @@ class UpkeepThread:
                     return
                 self._woken.clear()
                 begun = time.monotonic()
+                self._session.drop_orphans()
                 if self._on_disk:
                     self._unsaved |= used
                     self._tend()
