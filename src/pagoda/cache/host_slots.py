@@ -396,9 +396,8 @@ class HostSlots:
                     stamp=one,
                     admit_all=admit_all,
                     deadline_seconds=deadline.remaining(),
+                    token=token,
                 )
-                # no signal handler can run between the end of that call and this one
-                token.made.append((None, outcomes))
                 made.extend(outcomes)
                 if refused := [
                     item.reason for item in outcomes if isinstance(item, Refused)
@@ -472,17 +471,15 @@ class HostSlots:
         chunk_tokens = self._resources.layout.chunk_tokens
 
         def work(deadline: Deadline) -> list[list[Outcome]]:
-            outcomes = self._ledger.reserve_runs(
+            return self._ledger.reserve_runs(
                 runs,
                 tokens=chunk_tokens,
                 parts=parts,
                 # as in `reserve`
                 admit_all=bool(self._weights.scope()[1].written),
                 deadline_seconds=deadline.remaining(),
+                token=token,
             )
-            # as in `reserve`
-            token.runs.append(outcomes)
-            return outcomes
 
         def missed(reason: Reason, _: str = "") -> list[list[Outcome]]:
             return [[Refused(key, reason) for key in run.keys] for run in runs]

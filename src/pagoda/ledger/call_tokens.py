@@ -26,13 +26,11 @@ Bytes = NDArray[np.uint8]
 class CallToken:
     """What one call owns in a store. Used by the thread of the call; as an orphan, by any."""
 
-    __slots__ = ("ended", "held", "made", "runs", "views", "waits")
+    __slots__ = ("ended", "held", "made", "views", "waits")
 
     def __init__(self) -> None:
         # reserved by each transaction, committed or not; None: by an earlier call
         self.made: list[tuple[Transaction | None, Sequence[Outcome]]] = []
-        # outcomes of `Ledger.reserve_runs`
-        self.runs: list[Sequence[Sequence[Outcome]]] = []
         # chunks (slot, generation) that each transaction holds
         self.held: list[tuple[Transaction, list[tuple[int, int]]]] = []
         # the arrays on which all views of these slots are based
@@ -48,7 +46,7 @@ class CallToken:
 
     def owns(self) -> bool:
         """Whether there is anything to give up, or there was."""
-        return bool(self.runs) or any(
+        return any(
             begun is None or begun.committed
             for begun, _ in (*self.made, *self.held)
         )
@@ -59,8 +57,7 @@ class CallToken:
         What was committed, or has been given up already, is left alone.
         """
         count = 0
-        runs = [(None, run) for runs in self.runs for run in runs]
-        for begun, outcomes in (*self.made, *runs):
+        for begun, outcomes in self.made:
             if begun is None or begun.committed:
                 own = [one for one in outcomes if isinstance(one, Reserved)]
                 allocation.abort(transaction, own)

@@ -428,6 +428,7 @@ class Ledger:
         already_admitted: bool = False,
         context: int | None = None,
         deadline_seconds: float = 1.0,
+        token: CallToken | None = None,
     ) -> list[Outcome]:
         """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading
         keys first.
@@ -436,6 +437,7 @@ class Ledger:
         slot in one call, and one member has at most a quarter of the slots reserved. The policy may
         keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
         new chunks, see `policy.reuse_context`. Changes recency and leases of what is Present.
+        `token`: owns what this call reserved, from its end on.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -457,8 +459,8 @@ class Ledger:
         )
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
 
-        def reserve(token: CallToken) -> list[Outcome]:
-            request.made = token.made
+        def reserve(own: CallToken) -> list[Outcome]:
+            request.made = own.made
             self._reserve_alone(request, until)
             self.contexts.put(request)
             outcomes = request.outcomes + [
@@ -467,7 +469,7 @@ class Ledger:
             self._note_reserved(outcomes)
             return outcomes
 
-        return self.owned(reserve)
+        return self.owned(reserve, token)
 
     def reserve_runs(
         self,
@@ -477,6 +479,7 @@ class Ledger:
         parts: int = 1,
         admit_all: bool = False,
         deadline_seconds: float = 1.0,
+        token: CallToken | None = None,
     ) -> list[list[Outcome]]:
         """Reserve slots for several runs, such as those of all requests of one step of an engine;
         return the outcomes of each.
@@ -505,9 +508,9 @@ class Ledger:
             for run in runs
         ]
 
-        def reserve(token: CallToken) -> list[list[Outcome]]:
+        def reserve(own: CallToken) -> list[list[Outcome]]:
             for request in requests:
-                request.made = token.made
+                request.made = own.made
             for group in self._together(requests):
                 if len(group) > 1:
                     self._reserve_group(group, until)
@@ -523,7 +526,7 @@ class Ledger:
             self._note_reserved([one for each in outcomes for one in each])
             return outcomes
 
-        return self.owned(reserve)
+        return self.owned(reserve, token)
 
     def _together(
         self, requests: Sequence[allocation.ReserveRequest]
@@ -949,18 +952,25 @@ class Ledger:
         with contextlib.suppress(UnavailableError):
             self.session.write(lambda _: None, deadline_seconds)
 
-    def owned(self, work: Callable[[CallToken], T]) -> T:
+    def owned(
+        self, work: Callable[[CallToken], T], token: CallToken | None = None
+    ) -> T:
         """Run a call that puts on a token what its caller is to own. If it is interrupted, the
         caller never learns of that: it is given up.
 
-        No signal handler can run between the end of `work` and the next line of the caller.
+        `token`: that of the caller, which owns it if the call succeeds. Without one, the caller
+        must be written in Python: no signal handler can run between the end of this and its next
+        line.
         """
-        token = CallToken()
+        own = CallToken()
         orphan = self.session.orphans.add
         try:
-            return work(token)
+            result = work(own)
+            if token is not None:
+                token.made += own.made
+            return result
         except BaseException:
-            orphan(token)
+            orphan(own)
             self.session.drop_orphans()
             raise
 

@@ -106,9 +106,7 @@ class SlotWriter:
         self, keys: Sequence[bytes], **options: Unpack[ReserveOptions]
     ) -> list[Outcome]:
         """Do what `Ledger.reserve` does; the writer owns what is reserved."""
-        outcomes = self._ledger.reserve(keys, **options)
-        # no signal handler can run between the end of that call and this one
-        self._token.made.append((None, outcomes))
+        outcomes = self._ledger.reserve(keys, token=self._token, **options)
         self._left.update(one for one in outcomes if isinstance(one, Reserved))
         return outcomes
 
