@@ -40,6 +40,14 @@ class CallToken:
         # what waits for the end of the views, once this is an orphan
         self.waits: Sequence[object] = ()
 
+    def take(self, own: CallToken) -> None:
+        """Own what another call reserved, which has ended well."""
+        self.made += [
+            (None, outcomes)  # transactions are large
+            for begun, outcomes in own.made
+            if begun is None or begun.committed
+        ]
+
     def lent(self) -> list[Bytes]:
         """Return the arrays under the views that have not ended."""
         return [view for each in self.views if (view := each()) is not None]

@@ -967,7 +967,7 @@ class Ledger:
         try:
             result = work(own)
             if token is not None:
-                token.made += own.made
+                token.take(own)
             return result
         except BaseException:
             orphan(own)
