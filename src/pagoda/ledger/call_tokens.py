@@ -59,6 +59,14 @@ class CallToken:
             for begun, _ in (*self.made, *self.held)
         )
 
+    def count(self) -> int:
+        """Return how many slots it owns, or owned."""
+        return sum(
+            isinstance(one, Reserved)
+            for _, outcomes in self.made
+            for one in outcomes
+        )
+
     def give_up(self, transaction: Transaction) -> int:
         """Free what the call reserved and end its holds; return how many chunks it looked at.
 

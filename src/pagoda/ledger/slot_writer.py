@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from types import TracebackType
 from typing import Protocol, Required, Self, TypedDict, Unpack
 from weakref import ref
@@ -26,14 +25,13 @@ from pagoda.ledger.outcomes import CommitResult, Outcome, Reserved
 
 # the wait for a transaction that gives up; a later one does the same
 _GIVE_UP_SECONDS = 0.1
-_BASE = attrgetter("base")
 
 
 class ViewedSlab(Protocol):
     """A slab whose slots can be viewed."""
 
-    def views(self, slots: Sequence[int]) -> list[Bytes]:
-        """Return the bytes of some slots."""
+    def views_on(self, slots: Sequence[int]) -> tuple[list[Bytes], Bytes]:
+        """Return the bytes of some slots, and the array that lives as long as they are used."""
 
 
 class ReserveOptions(TypedDict, total=False):
@@ -79,7 +77,9 @@ class SlotWriter:
         self._outlived = outlived
         self._token = CallToken()
         self._token.ended = ended
-        self._left = set[Reserved]()
+        # outcomes, and how many of them were committed or aborted
+        self._outcomes = 0
+        self._settled = 0
 
     def __enter__(self) -> Self:
         lost = partial(_lost, self._ledger, self._token)
@@ -92,7 +92,7 @@ class SlotWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None or (self._left and not self._outlived):
+        if kind is not None or (not self._outlived and self._is_left()):
             if not self._outlived and (
                 kind is None or issubclass(kind, Exception)
             ):
@@ -107,15 +107,14 @@ class SlotWriter:
     ) -> list[Outcome]:
         """Do what `Ledger.reserve` does; the writer owns what is reserved."""
         outcomes = self._ledger.reserve(keys, token=self._token, **options)
-        self._left.update(one for one in outcomes if isinstance(one, Reserved))
+        self._outcomes += len(outcomes)
         return outcomes
 
     def views(self, reserved: Sequence[Reserved]) -> list[Bytes]:
         """Return the bytes of reserved slots."""
         assert self._slab is not None
-        views = self._slab.views([one.slot for one in reserved])
-        bases = {id(base): base for base in map(_BASE, views)}
-        self._token.views.extend(map(ref, bases.values()))
+        views, base = self._slab.views_on([one.slot for one in reserved])
+        self._token.views.append(ref(base))
         return views
 
     def commit(
@@ -123,7 +122,7 @@ class SlotWriter:
     ) -> list[CommitResult]:
         """Do what `Ledger.commit` does."""
         done = self._ledger.commit(reserved, deadline_seconds=deadline_seconds)
-        self._left.difference_update(reserved)
+        self._settled += len(reserved)
         return done
 
     def abort(
@@ -131,7 +130,14 @@ class SlotWriter:
     ) -> None:
         """Do what `Ledger.abort` does."""
         self._ledger.abort(reserved, deadline_seconds)
-        self._left.difference_update(reserved)
+        self._settled += len(reserved)
+
+    def _is_left(self) -> bool:
+        """Whether something was reserved, and neither committed nor aborted."""
+        return (
+            self._settled != self._outcomes
+            and self._settled < self._token.count()
+        )
 
 
 def _lost(ledger: Ledger, token: CallToken) -> None:
