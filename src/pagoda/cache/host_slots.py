@@ -386,7 +386,8 @@ class HostSlots:
             while (at := len(made)) < len(keys):
                 window = keys[at : at + self._ledger.window]
                 before = keys[at - 1] if at else parent
-                outcomes = self._ledger.reserve(
+                reserve = partial(
+                    self._ledger.reserve,
                     window,
                     namespace=namespace,
                     start=start + at,
@@ -396,8 +397,8 @@ class HostSlots:
                     stamp=one,
                     admit_all=admit_all,
                     deadline_seconds=deadline.remaining(),
-                    token=token,
                 )
+                outcomes = self._ledger.owned(reserve, token)
                 made.extend(outcomes)
                 if refused := [
                     item.reason for item in outcomes if isinstance(item, Refused)
@@ -471,15 +472,16 @@ class HostSlots:
         chunk_tokens = self._resources.layout.chunk_tokens
 
         def work(deadline: Deadline) -> list[list[Outcome]]:
-            return self._ledger.reserve_runs(
+            reserve = partial(
+                self._ledger.reserve_runs,
                 runs,
                 tokens=chunk_tokens,
                 parts=parts,
                 # as in `reserve`
                 admit_all=bool(self._weights.scope()[1].written),
                 deadline_seconds=deadline.remaining(),
-                token=token,
             )
+            return self._ledger.owned(reserve, token)
 
         def missed(reason: Reason, _: str = "") -> list[list[Outcome]]:
             return [[Refused(key, reason) for key in run.keys] for run in runs]

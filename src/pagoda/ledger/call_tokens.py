@@ -42,9 +42,14 @@ class CallToken:
 
     def take(self, own: CallToken) -> None:
         """Own what another call reserved, which has ended well."""
-        self.made += [
-            (None, outcomes)  # transactions are large
-            for begun, outcomes in own.made
+        own.forget_transactions()
+        self.made += own.made
+
+    def forget_transactions(self) -> None:
+        """Keep only what was committed, without the transactions, which are large."""
+        self.made[:] = [
+            (None, outcomes)
+            for begun, outcomes in self.made
             if begun is None or begun.committed
         ]
 

@@ -101,6 +101,15 @@ class OpenSlab(Protocol):
 
 
 S = TypeVar("S", bound=OpenSlab)
+R = TypeVar("R", covariant=True)
+
+
+class OwningCall(Protocol[R]):
+    """A call that puts on a token what its caller is to own."""
+
+    def __call__(self, *, token: CallToken) -> R:
+        """Do it."""
+
 
 _ledgers: list[Ledger] = []  # open, or being closed
 
@@ -476,7 +485,8 @@ class Ledger:
         slot in one call, and one member has at most a quarter of the slots reserved. The policy may
         keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
         new chunks, see `policy.reuse_context`. Changes recency and leases of what is Present.
-        `token`: owns what this call reserved, from its end on.
+        `token`: that of a `SlotWriter` or of `owned`, which owns what this call reserves, also if
+        it raises. Without one, the caller owns what this returns.
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
@@ -498,8 +508,8 @@ class Ledger:
         )
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
 
-        def reserve(own: CallToken) -> list[Outcome]:
-            request.made = own.made
+        def reserve(token: CallToken) -> list[Outcome]:
+            request.made = token.made
             self._reserve_alone(request, until)
             self.contexts.put(request)
             outcomes = request.outcomes + [
@@ -508,7 +518,7 @@ class Ledger:
             self._note_reserved(outcomes)
             return outcomes
 
-        return self.owned(reserve, token)
+        return self.owned(reserve) if token is None else reserve(token)
 
     def reserve_runs(
         self,
@@ -547,9 +557,9 @@ class Ledger:
             for run in runs
         ]
 
-        def reserve(own: CallToken) -> list[list[Outcome]]:
+        def reserve(token: CallToken) -> list[list[Outcome]]:
             for request in requests:
-                request.made = own.made
+                request.made = token.made
             for group in self._together(requests):
                 if len(group) > 1:
                     self._reserve_group(group, until)
@@ -565,7 +575,7 @@ class Ledger:
             self._note_reserved([one for each in outcomes for one in each])
             return outcomes
 
-        return self.owned(reserve, token)
+        return self.owned(reserve) if token is None else reserve(token)
 
     def _together(
         self, requests: Sequence[allocation.ReserveRequest]
@@ -910,32 +920,42 @@ class Ledger:
         reserved: Sequence[Reserved],
         part: int = 0,
         deadline_seconds: float = 1.0,
+        token: CallToken | None = None,
     ) -> list[CommitResult]:
         """Record that the bytes of one part are stored; a chunk is visible when all its parts are.
 
         LOST: the part is not stored (superseded, cleared, reclaimed), or not yet: a commit that
         missed its deadline is done by this process's next transaction. After an exception (of a
         signal handler) nothing is reserved; a ValueError, for a wrong part, changes nothing.
+        `token`: that of a `SlotWriter`, if it owns them.
         """
         until = time.monotonic() + deadline_seconds
+        if token is not None:
+            return self._commit_all(reserved, part, until)
 
-        def commit_all(token: CallToken) -> list[CommitResult]:
+        def commit(token: CallToken) -> list[CommitResult]:
             token.made.append((None, reserved))
-            done: list[CommitResult] = []
-            for batch in batches(reserved):
-                commit = partial(allocation.commit, reserved=batch, part=part)
-                try:
-                    done += self.session.write(commit, until - time.monotonic())
-                except UnavailableError as error:
-                    self.count({f"drop_{error.reason}": len(batch)})
-                    self.session.defer(commit)
-                    done += [CommitResult.LOST] * len(batch)
-                except ValueError:
-                    token.made.clear()
-                    raise
-            return done
+            try:
+                return self._commit_all(reserved, part, until)
+            except ValueError:
+                token.made.clear()
+                raise
 
-        return self.owned(commit_all)
+        return self.owned(commit)
+
+    def _commit_all(
+        self, reserved: Sequence[Reserved], part: int, until: float
+    ) -> list[CommitResult]:
+        done: list[CommitResult] = []
+        for batch in batches(reserved):
+            commit = partial(allocation.commit, reserved=batch, part=part)
+            try:
+                done += self.session.write(commit, until - time.monotonic())
+            except UnavailableError as error:
+                self.count({f"drop_{error.reason}": len(batch)})
+                self.session.defer(commit)
+                done += [CommitResult.LOST] * len(batch)
+        return done
 
     def abort(
         self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0
@@ -991,9 +1011,7 @@ class Ledger:
         with contextlib.suppress(UnavailableError):
             self.session.write(lambda _: None, deadline_seconds)
 
-    def owned(
-        self, work: Callable[[CallToken], T], token: CallToken | None = None
-    ) -> T:
+    def owned(self, work: OwningCall[T], token: CallToken | None = None) -> T:
         """Run a call that puts on a token what its caller is to own. If it is interrupted, the
         caller never learns of that: it is given up.
 
@@ -1004,7 +1022,7 @@ class Ledger:
         own = CallToken()
         orphan = self.session.orphans.add
         try:
-            result = work(own)
+            result = work(token=own)
             if token is not None:
                 token.take(own)
             return result

@@ -227,7 +227,7 @@ class Session:
         published before the gate is released.
         """
         transaction: Transaction | None = None
-        late = deque[tuple[Callable[[Transaction], object]]]()
+        late: deque[tuple[Callable[[Transaction], object]]] = deque()
         dropped: list[CallToken] = []
         try:
             with tables.begin(write=True) as txn:

@@ -92,7 +92,8 @@ class SlotWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None or (not self._outlived and self._is_left()):
+        is_all = self._settled == self._outcomes or self._outlived
+        if kind is not None or not (is_all or self._is_settled()):
             if not self._outlived and (
                 kind is None or issubclass(kind, Exception)
             ):
@@ -108,6 +109,8 @@ class SlotWriter:
         """Do what `Ledger.reserve` does; the writer owns what is reserved."""
         outcomes = self._ledger.reserve(keys, token=self._token, **options)
         self._outcomes += len(outcomes)
+        if self._outlived:  # a long prompt has many
+            self._token.forget_transactions()
         return outcomes
 
     def views(self, reserved: Sequence[Reserved]) -> list[Bytes]:
@@ -121,7 +124,7 @@ class SlotWriter:
         self, reserved: Sequence[Reserved], deadline_seconds: float = 1.0
     ) -> list[CommitResult]:
         """Do what `Ledger.commit` does."""
-        done = self._ledger.commit(reserved, deadline_seconds=deadline_seconds)
+        done = self._ledger.commit(reserved, 0, deadline_seconds, self._token)
         self._settled += len(reserved)
         return done
 
@@ -132,12 +135,9 @@ class SlotWriter:
         self._ledger.abort(reserved, deadline_seconds)
         self._settled += len(reserved)
 
-    def _is_left(self) -> bool:
-        """Whether something was reserved, and neither committed nor aborted."""
-        return (
-            self._settled != self._outcomes
-            and self._settled < self._token.count()
-        )
+    def _is_settled(self) -> bool:
+        """Whether all that was reserved has been committed or aborted."""
+        return self._settled >= self._token.count()
 
 
 def _lost(ledger: Ledger, token: CallToken) -> None:
