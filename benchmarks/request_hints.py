@@ -27,7 +27,7 @@ from policies_streams import TRACES
 
 from pagoda.cache.request_trace import Request, read_trace
 from pagoda_tools.replay.optimum import optimum
-from pagoda_tools.replay.simulate import TierSpec, simulate
+from pagoda_tools.replay.simulate import TierSpec, simulate, simulate_each
 
 _AGENTS = "agents_train.jsonl.gz"
 _CHAT = "mooncake_conversation.jsonl"
@@ -37,6 +37,9 @@ _SHARES = (0.05, 0.1, 0.2)
 _CHAT_SIZES = (1_000, 2_000, 5_000, 20_000, 50_000)
 # the mixes on which the hints were tuned, of all sessions; unseen mixes have none of theirs
 _TUNED_SEEDS = (1, 2, 7)
+# of the sessions of a mix, those of one tenant who is hostile
+_HOSTILE = 4
+_DAY_SECONDS = 86_400.0
 # what hindsight may lose against LRU, whatever the hints say
 _MOST_POINTS = 0.6
 
@@ -167,12 +170,96 @@ _WRONG: dict[str, Callable[[Stream], Stream]] = {
     "all one session": _one_session,
     "over at each tool call": _most_active_over,
 }
+
+
+# ---- a tenant who is hostile
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What everybody asks, with what the hostile tenant says. `others`: which requests are those of
+    the others.
+    """
+
+    stream: Stream
+    others: tuple[bool, ...]
+
+
+def _of_hostile(stream: Stream, **said: object) -> Attack:
+    """Let one of four sessions belong to a tenant who says this of each of its requests."""
+    names = sorted({str(request.session) for request in stream}, key=int)
+    hostile = set(names[::_HOSTILE])
+    others = tuple(str(request.session) not in hostile for request in stream)
+    told = [
+        request if is_other else replace(request, **said)
+        for request, is_other in zip(stream, others, strict=True)
+    ]
+    return Attack(told, others)
+
+
+def _retains_all(stream: Stream) -> Attack:
+    """Retain each of its prompts for a day."""
+    return _of_hostile(stream, retain_seconds=_DAY_SECONDS)
+
+
+def _drops_all(stream: Stream) -> Attack:
+    """Drop each of its prompts, and go on all the same."""
+    return _of_hostile(stream, drop=True)
+
+
+def _repeated(stream: Stream, offset: int) -> Attack:
+    """Let a hostile client ask a second later what each session asks, and drop it; by chunks of
+    its own if the offset is not 0.
+    """
+    copies = [
+        (
+            replace(
+                request,
+                timestamp_ms=request.timestamp_ms + 1_000,
+                hash_ids=tuple(offset + block for block in request.hash_ids),
+                session=f"hostile {request.session}",
+                stop="end_turn",
+                last=False,
+                drop=True,
+            ),
+            False,
+        )
+        for request in stream
+    ]
+    both = [*((request, True) for request in stream), *copies]
+    both.sort(key=lambda one: one[0].timestamp_ms)
+    return Attack(
+        [request for request, _ in both], tuple(other for _, other in both)
+    )
+
+
+def _drops_the_same_text(stream: Stream) -> Attack:
+    """Drop the prompts of others, by another salt: so the chunks are other ones."""
+    return _repeated(stream, 1 + max(map(_largest_id, stream)))
+
+
+def _drops_of_others(stream: Stream) -> Attack:
+    """Drop the prompts of others, without a salt between them."""
+    return _repeated(stream, 0)
+
+
+def _largest_id(request: Request) -> int:
+    return max(request.hash_ids, default=0)
+
+
+_ATTACKS: dict[str, Callable[[Stream], Attack]] = {
+    "retains all": _retains_all,
+    "drops all": _drops_all,
+    "drops the same text": _drops_the_same_text,
+    "drops others' prompts": _drops_of_others,
+}
 _STREAMS: dict[str, Callable[[Path, int], Stream]] = {
     "tuned": tuned_mix,
     "unseen": unseen_mix,
     "mix": mix_with_chat,
     "chat": chat,
     "wrong": unseen_mix,
+    "hostile": unseen_mix,
 }
 _TITLES = {
     "tuned": "Coding agents on which the hints were tuned",
@@ -180,6 +267,7 @@ _TITLES = {
     "mix": "The same with chat: nothing was tuned on it",
     "chat": "Chat alone: nothing was tuned on it",
     "wrong": "Unseen agents with wrong and hostile hints",
+    "hostile": "Unseen agents beside a tenant who is hostile",
 }
 
 
@@ -245,6 +333,42 @@ _HEADS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class HostileRow:
+    """The results of one cell with a hostile tenant: hit rates of all requests, and of those of the
+    others; with its hints, and with what it would say if it were honest or silent.
+    """
+
+    part: str
+    attack: str
+    chunks: int
+    share: float
+    lru: float
+    hints: float
+    lru_others: float
+    honest_others: float
+    hints_others: float
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the cells of the table's row."""
+        return (
+            self.attack,
+            f"{100 * self.share:.0f} %",
+            f"{self.chunks:,}",
+            f"{100 * self.lru:.2f}",
+            f"{100 * self.hints:.2f}",
+            f"{100 * self.lru_others:.2f}",
+            f"{100 * self.honest_others:.2f}",
+            f"{100 * self.hints_others:.2f}",
+        )
+
+
+_HOSTILE_HEADS = (
+    "tenant", "of all", "chunks", "LRU", "hints", "others: LRU", "before", "hostile",
+)  # fmt: skip
+
+
 def cells(part: str, seeds: int) -> list[HintCell]:
     """Return the cells of a part."""
     if part == "chat":
@@ -257,12 +381,52 @@ def cells(part: str, seeds: int) -> list[HintCell]:
             for wrong in _WRONG
             for share in _SHARES
         ]
+    if part == "hostile":
+        return [
+            HintCell(part, 1, share, 0, attack)
+            for attack in _ATTACKS
+            for share in _SHARES
+        ]
     numbers = _TUNED_SEEDS if part == "tuned" else range(1, seeds + 1)
     return [HintCell(part, seed, share) for seed in numbers for share in _SHARES]
 
 
-def play(traces: Path, cell: HintCell) -> HintRow:
+def play_hostile(traces: Path, cell: HintCell) -> HostileRow:
+    """Replay one cell: LRU, hindsight before the tenant became hostile, and afterwards."""
+    attack = _ATTACKS[cell.wrong](_STREAMS[cell.part](traces, cell.seed))
+    stream = attack.stream
+    distinct = len({block for request in stream for block in request.hash_ids})
+    chunks = int(distinct * cell.share)
+    before = [
+        replace(request, drop=False, retain_seconds=0.0) for request in stream
+    ]
+
+    def rates(told: Stream, policy: str) -> tuple[float, float]:
+        tier = [TierSpec("tier", chunks, policy)]
+        outcome, served = simulate_each(
+            told, tier, with_hints=policy == "hindsight"
+        )
+        hits = asked = 0
+        for request, (count,), is_other in zip(
+            told, served, attack.others, strict=True
+        ):
+            hits += count * is_other
+            asked += len(request.hash_ids) * is_other
+        return outcome.hit_rate, hits / asked
+
+    lru, lru_others = rates(before, "lru")
+    _, honest_others = rates(before, "hindsight")
+    hints, hints_others = rates(stream, "hindsight")
+    return HostileRow(
+        cell.part, cell.wrong, chunks, chunks / distinct,
+        lru, hints, lru_others, honest_others, hints_others,
+    )  # fmt: skip
+
+
+def play(traces: Path, cell: HintCell) -> HintRow | HostileRow:
     """Replay one cell: LRU, hindsight without hints and with them, and the optimum."""
+    if cell.part == "hostile":
+        return play_hostile(traces, cell)
     stream = _STREAMS[cell.part](traces, cell.seed)
     distinct = len({block for request in stream for block in request.hash_ids})
     chunks = cell.chunks or int(distinct * cell.share)
@@ -277,6 +441,20 @@ def play(traces: Path, cell: HintCell) -> HintRow:
         lru.tiers[0].chunks_written, today.tiers[0].chunks_written,
         hints.tiers[0].chunks_written,
     )  # fmt: skip
+
+
+def hostile_summary(rows: Sequence[HostileRow]) -> list[str]:
+    """Return what hostile tenants cost, in one line each."""
+    over_lru = [100 * (row.hints - row.lru) for row in rows]
+    others = [100 * (row.hints_others - row.lru_others) for row in rows]
+    cost = [100 * (row.hints_others - row.honest_others) for row in rows]
+    lines = [
+        f"points over LRU: all worst {min(over_lru):+.2f}, others worst {min(others):+.2f}",
+        f"points over what the others hit before: worst {min(cost):+.2f}",
+    ]
+    if min(over_lru + others) < -_MOST_POINTS:
+        lines.append(f"MISSED: more than {_MOST_POINTS} points below LRU")
+    return lines
 
 
 def summary(part: str, rows: Sequence[HintRow]) -> list[str]:
@@ -322,7 +500,7 @@ def main() -> None:
     for name in (_AGENTS, _CHAT):
         if not (options.traces / name).exists():
             parser.error(f"{options.traces / name} is not here: see --traces")
-    found: dict[str, list[HintRow]] = {}
+    found: dict[str, list[HintRow | HostileRow]] = {}
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         for part in options.only or _STREAMS:
             todo = cells(part, options.seeds)
@@ -335,12 +513,14 @@ def main() -> None:
         return
     for part, rows_of_part in found.items():
         print(f"\n#### {_TITLES[part]}\n")
-        lines = [_HEADS, ["---"] + ["--:"] * (len(_HEADS) - 1)]
+        hinted = [row for row in rows_of_part if isinstance(row, HintRow)]
+        hostile = [row for row in rows_of_part if isinstance(row, HostileRow)]
+        heads = _HEADS if hinted else _HOSTILE_HEADS
+        lines = [heads, ["---"] + ["--:"] * (len(heads) - 1)]
         lines += [row.texts for row in rows_of_part]
         print("\n".join("| " + " | ".join(line) + " |" for line in lines))
-        print(
-            "\n" + "\n".join(f"- {line}" for line in summary(part, rows_of_part))
-        )
+        said = summary(part, hinted) if hinted else hostile_summary(hostile)
+        print("\n" + "\n".join(f"- {line}" for line in said))
 
 
 if __name__ == "__main__":

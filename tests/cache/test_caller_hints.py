@@ -316,6 +316,8 @@ def test_a_recorded_request_has_its_hints(
     cache.ask(0, session="secret name", ending="tool_call")
     cache.ask(1)
     cache.ask(2, session="secret name", agent="a", session_end=True)
+    cache.ask(4, drop=True)
+    cache.ask(5, retain_seconds=1e9)
     looked = prompt(LENGTH, 3)
     cache.cache.lookup(looked, hints=RequestHints(session="other"))
     cache.cache.close()
@@ -326,17 +328,21 @@ def test_a_recorded_request_has_its_hints(
         (None, None),
         (None, True),
         (None, None),
+        (None, None),
+        (None, None),
     ]
+    assert (lines[3].drop, lines[4].retain_seconds) == (True, 86_400)
     sessions = [one.session for one in lines]
-    assert sessions[0] == sessions[2] != sessions[3]
+    assert sessions[0] == sessions[2] != sessions[5]
     assert lines[0].said_hints == "session accepted, ending accepted"
     assert b"secret" not in trace.read_bytes()
     # the simulator reads them, and a new recorder goes on in that file
     simulate(lines, [TierSpec("host", SLOTS, "hindsight")], with_hints=True)
     whole = trace.read_bytes()
-    for cut in range(len(whole.splitlines()[0]) - 1, 40, -1):
-        trace.write_bytes(whole[:cut])
-        require_trace(trace)
+    for line in whole.splitlines():
+        for cut in range(len(line) - 1, 40, -1):
+            trace.write_bytes(line[:cut])
+            require_trace(trace)
     trace.write_bytes(b'{"timestamp":1.0,"x":2}')
     with pytest.raises(ConfigError):
         require_trace(trace)
@@ -413,6 +419,18 @@ def test_a_dropped_prompt_leaves_what_another_session_used(
     before = _contexts(cache.ledger)
     cache.cache.note_answer(prompt(LENGTH, 100), hints=dropped)
     assert _contexts(cache.ledger) == before
+
+
+@pytest.mark.parametrize("who", ["theirs", "mine"])
+def test_nor_does_it_undo_what_another_session_retains(
+    told: Callable[..., Told], who: str
+) -> None:
+    cache = told()
+    cache.ask(100, session=who, retain_seconds=600)
+    cache.ask(100, session="mine", drop=True)
+    cache.fill(0, 2 * PROMPTS, session="others")
+    budget = SLOTS // RETAINED_SHARE
+    assert cache.has(100) == (budget if who == "theirs" else 0)
 
 
 def test_a_look_without_hints_begins_nothing(told: Callable[..., Told]) -> None:

@@ -78,7 +78,11 @@ class Real:
                 deadline_seconds=PATIENT_SECONDS,
             )
         contexts.note_answer(
-            keys, said, context=context, deadline_seconds=PATIENT_SECONDS
+            keys,
+            said,
+            retain_seconds=asked.retain_seconds or 0.0,
+            context=context,
+            deadline_seconds=PATIENT_SECONDS,
         )
         return have
 
@@ -95,8 +99,9 @@ class Real:
 def said_of(asked: Request, keys: Sequence[bytes]) -> Asked:
     """Return what a request says of itself, as the ledger takes it."""
     first = keys[0] if keys else b""
+    drop = asked.drop is True
     if not isinstance(asked.session, int | str):
-        return Asked(TENANT, first)
+        return Asked(TENANT, first, drop=drop)
     return Asked(
         TENANT,
         first,
@@ -104,6 +109,7 @@ def said_of(asked: Request, keys: Sequence[bytes]) -> Asked:
         str(asked.agent or ""),
         _ENDINGS.get(str(asked.stop), Ending.OTHER),
         asked.last is True,
+        drop,
     )
 
 
@@ -254,9 +260,11 @@ def hinted(requests: Sequence[Request], seed: int) -> list[Request]:
             session=str(asked.hash_ids[0] // 10_000 % 40),
             stop=str(random.choice(["tool_use", "end_turn", "length"])),
             last=bool(random.random() < 0.2),
+            drop=bool(random.random() < 0.1),
+            retain_seconds=float(random.choice([0, 0, 0, 0, 7, 2000])),
         )
         if random.random() < 0.9
-        else asked
+        else replace(asked, drop=bool(random.random() < 0.1))
         for asked in requests
     ]
 

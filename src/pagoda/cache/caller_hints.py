@@ -299,6 +299,8 @@ def said(
         digest(root, hints.agent).hex()[:16] if hints.agent else "",
         _STOPS.get(hints.ending, ""),
         hints.session_end,
+        hints.drop,
+        min(hints.retain_seconds, MOST_SECONDS),
         ", ".join(str(one) for one in results),
     )
 

@@ -63,7 +63,7 @@ _NUMBERS = re.compile(rb"[0-9][0-9.e+]*(,[0-9]+)*,?")
 _WRITTEN = b'{"timestamp":0"input_length":0"output_length":0"hash_ids":[0],"chunk_tokens":0}'
 _IDS = b'0],"chunk_tokens":0}'
 # what was said of a request, at the end of its line
-_SAID = re.compile(rb',"?$|,"s.*$', re.DOTALL)
+_SAID = re.compile(rb',"?$|,"[sdr].*$', re.DOTALL)
 
 
 def require_trace(path: Path) -> tuple[int, int] | None:
@@ -147,6 +147,8 @@ class SaidOfRequest(NamedTuple):
     agent: str = ""
     stop: str = ""
     last: bool = False
+    drop: bool = False
+    retain_seconds: float = 0.0
     results: str = ""
 
 
@@ -354,6 +356,8 @@ class Recorder:
             stop=said.stop or UNSET,
             last=said.last or UNSET,
             agent=said.agent or UNSET,
+            drop=said.drop or UNSET,
+            retain_seconds=said.retain_seconds or UNSET,
             said_hints=said.results or UNSET,
         )
         return format_request(request).encode() + b"\n"

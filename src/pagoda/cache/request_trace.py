@@ -33,8 +33,8 @@ class Request(
     chunks.
 
     Some traces also say to which session it belongs and to which agent in it, why its answer ended
-    (`stop`, as a server names it), whether it is the last of its session, and what became of its
-    hints (`said_hints`).
+    (`stop`, as a server names it), whether it is the last of its session, whether its prompt is
+    dropped or retained, and what became of its hints (`said_hints`).
     """
 
     timestamp_ms: Annotated[float, msgspec.Meta(ge=0, le=_LATEST_MS)]
@@ -47,6 +47,10 @@ class Request(
     stop: str | UnsetType | None = UNSET
     last: bool | UnsetType | None = UNSET
     agent: str | UnsetType | None = UNSET
+    drop: bool | UnsetType | None = UNSET
+    retain_seconds: Annotated[float, msgspec.Meta(ge=0)] | UnsetType | None = (
+        UNSET
+    )
     said_hints: str | UnsetType | None = UNSET
 
 

@@ -298,11 +298,10 @@ class Evictor:
             if known is None:
                 parent = writer.last_hinted(rows)
                 known = writer.arriving(hint, parent, stamp)
-            writer.answered(rows, hint, known, stamp)
+            dropped = writer.answered(rows, hint, known, stamp)
             for session in hint.over:
                 writer.end(session)
-            if hint.drop:
-                self._retained.release(rows)
+            self._retained.release(dropped)
 
         try:
             self._run(note, until)
@@ -334,6 +333,11 @@ class Evictor:
             )
         except DeadlineMissedError:
             return 0
+
+    def release(self, rows: Rows) -> None:
+        """Retain these chunks no longer. As `put`."""
+        with contextlib.suppress(DeadlineMissedError):
+            self._run(lambda: self._retained.release(rows), None)
 
     def _run(self, work: Callable[[], T], until: float | None) -> T:
         """Run `work` while no other thread does. DeadlineMissedError if one does until then.

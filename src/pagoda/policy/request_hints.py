@@ -92,9 +92,9 @@ class ContextWriter:
 
     def answered(
         self, rows: Rows, hint: RequestHint, context: int, stamp: int
-    ) -> None:
-        """Note how a request ended, for all chunks of its prompt that are in slots. `context` is
-        that of its new chunks.
+    ) -> Rows:
+        """Note how a request ended, for all chunks of its prompt that are in slots; return the
+        slots that it drops. `context` is that of its new chunks.
         """
         contexts = self._contexts
         self.used(rows, hint.session, hint.workload)
@@ -105,9 +105,11 @@ class ContextWriter:
             found = contexts.of_slots[rows]
             contexts.of_slots[rows] = ended(found, hint.ending, octave)
             contexts.hinted_at[rows] = hint_second(stamp)
-        if hint.drop:
-            own = rows[contexts.sessions[rows] == hint.session]
-            self._end(own, Ending.SESSION)
+        if not hint.drop:
+            return np.empty(0, np.int64)
+        dropped: Rows = rows[contexts.sessions[rows] == hint.session]
+        self._end(dropped, Ending.SESSION)
+        return dropped
 
     def end(self, session: int) -> None:
         """Note that a session is over, for the chunks that no other session used."""

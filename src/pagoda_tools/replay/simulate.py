@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
+from pagoda.cache.caller_hints import MOST_SECONDS
 from pagoda.cache.request_trace import Request
 from pagoda.ledger.ghost_table import Marks
 from pagoda.ledger.store_state import FIRST_OFFSET
@@ -141,9 +142,12 @@ class Simulation:
             ids = tuple(dict.fromkeys(ids))
         marks = marks_of_ids(ids)
         hint = RequestHint()
+        retain_seconds = 0.0
         if self._with_hints:
             hint = self._hint_of(request, marks)
-        chain = Chain(ids, marks, self._tick(request.timestamp_ms), hint)
+            retain_seconds = min(request.retain_seconds or 0.0, MOST_SECONDS)
+        now = self._tick(request.timestamp_ms)
+        chain = Chain(ids, marks, now, hint, retain_seconds)
         for tier in self._tiers:
             tier.upkeep(chain.now)
         stamps = [tier.stamp(chain.now) for tier in self._tiers]
@@ -233,8 +237,10 @@ class Simulation:
         """Return what a request of a trace says of itself."""
         workload = workload_of(marks)
         stop = str(request.stop)
+        drop = request.drop is True
         if request.session is None or request.session is UNSET:
-            return RequestHint(workload, _ENDINGS.get(stop, Ending.UNKNOWN))
+            ending = _ENDINGS.get(stop, Ending.UNKNOWN)
+            return RequestHint(workload, ending, drop=drop)
         name = str(request.session)
         # each agent of a session has a conversation of its own
         agent = f"{name}/{request.agent}"
@@ -244,7 +250,7 @@ class Simulation:
         if request.last is True:
             over = tuple(sorted(self._agents.pop(name)))
         return RequestHint(
-            workload, _ENDINGS.get(stop, Ending.OTHER), number, over
+            workload, _ENDINGS.get(stop, Ending.OTHER), number, over, drop
         )
 
     def _runs(self, chain: Chain, stamps: Sequence[int]) -> list[ServedRun]:
@@ -273,9 +279,12 @@ class Simulation:
 
 
 def have_hints(requests: Iterable[Request]) -> bool:
-    """Whether some of these requests say to which session they belong, or how they ended."""
+    """Whether some of these requests say anything of themselves."""
     return any(
-        isinstance(one.session, int | str) or isinstance(one.stop, str)
+        isinstance(one.session, int | str)
+        or isinstance(one.stop, str)
+        or one.drop is True
+        or bool(one.retain_seconds)
         for one in requests
     )
 

@@ -38,14 +38,15 @@ Rows = NDArray[np.int64]
 
 
 class Chain(NamedTuple):
-    """The chunks of one request in order, each once; their marks; the time of the request (ns); and
-    what it says of itself.
+    """The chunks of one request in order, each once; their marks; the time of the request (ns);
+    what it says of itself; and for how long its prompt is retained.
     """
 
     ids: Sequence[int]
     marks: Marks
     now: int
     hint: RequestHint = RequestHint()
+    retain_seconds: float = 0.0
 
 
 class _Wanted:
@@ -201,9 +202,14 @@ class SimulatedTier:
         if self._hints is not None:
             found = [known[each] for each in chain.ids if each in known]
             rows = np.array(found, np.int64)
-            self._hints.answered(rows, chain.hint, wanted.context, stamp)
+            dropped = self._hints.answered(
+                rows, chain.hint, wanted.context, stamp
+            )
             for session in chain.hint.over:
                 self._hints.end(session)
+            self._advice.release(dropped)
+            if chain.retain_seconds:
+                self._advice.retain(rows, chain.now, chain.retain_seconds)
 
     def _keep(self, chain: Chain, positions: list[int], stamp: int) -> None:
         """Touch and lease the present chunks after a missing one, before their neighbours can be
