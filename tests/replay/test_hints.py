@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pagoda.cache.request_trace import Request, format_request
 from pagoda.ledger.retained_chunks import RETAINED_SHARE
 from pagoda_tools.replay import TierSpec, simulate
+from pagoda_tools.replay.simulate import simulate_each
 from tests.replay.traces import request, sample
 
 TIER = [TierSpec("host", 20, "hindsight")]
@@ -32,7 +33,15 @@ def asked(
 
 def bare(stream: Sequence[Request]) -> Stream:
     return [
-        replace(each, session=UNSET, stop=UNSET, last=UNSET, agent=UNSET)
+        replace(
+            each,
+            session=UNSET,
+            stop=UNSET,
+            last=UNSET,
+            agent=UNSET,
+            drop=UNSET,
+            retain_seconds=UNSET,
+        )
         for each in stream
     ]
 
@@ -150,3 +159,59 @@ def test_wrong_hints_cost_little(hostile: Callable[[Stream], Stream]) -> None:
         least = simulate(stream, [TierSpec("host", chunks, "lru")]).hit_rate
         told = simulate(hostile(stream), tier, with_hints=True).hit_rate
         assert told > least - 0.006
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", [{"retain_seconds": 86_400.0}, {"drop": True}])
+def test_a_hostile_tenant_costs_the_others_little(
+    said: dict[str, object],
+) -> None:
+    """One request of four is its own: no other asks for their chunks but for the first one."""
+    stream: Stream = []
+    others: list[bool] = []
+    for each in sample():
+        talk = max(each.hash_ids[1:2], default=0)
+        others.append(talk % 4 != 0)
+        told = {} if others[-1] else said
+        stream.append(replace(each, session=str(talk), **told))
+    for chunks in (500, 5_000):
+        served: dict[str, int] = {}
+        for policy in ("lru", "hindsight"):
+            tier = [TierSpec("host", chunks, policy)]
+            _, hits = simulate_each(
+                stream, tier, with_hints=policy == "hindsight"
+            )
+            served[policy] = sum(
+                count
+                for (count,), is_other in zip(hits, others, strict=True)
+                if is_other
+            )
+        asked = sum(
+            len(each.hash_ids)
+            for each, is_other in zip(stream, others, strict=True)
+            if is_other
+        )
+        assert served["hindsight"] > served["lru"] - 0.006 * asked
+
+
+@pytest.mark.parametrize("dropped", [0, 100])
+def test_a_dropped_prompt_makes_room(dropped: int) -> None:
+    stream = [
+        asked(0, 0, "a", "end_turn"),
+        asked(10, 100, "b", "end_turn"),
+    ]
+    stream = [replace(each, drop=each.hash_ids[0] == dropped) for each in stream]
+    stream += [asked(20, 200, "c"), asked(30, 100 - dropped, "d")]
+    assert simulate(stream, TIER, with_hints=True).hits == 10
+    stream[-1] = asked(30, dropped, "d")
+    assert simulate(stream, TIER, with_hints=True).hits == 0
+
+
+def test_of_a_retained_prompt_the_first_chunks_stay() -> None:
+    stream = [asked(10 * n, 100 * n, str(n), "end_turn") for n in range(4)]
+    stream[0] = replace(stream[0], retain_seconds=600.0)
+    stream.append(asked(40, 0, "0"))
+    tier = [TierSpec("host", 20, "lru")]
+    # one chunk of twenty is within the budget
+    assert simulate(stream, tier, with_hints=True).hits == 1
+    assert simulate(bare(stream), tier, with_hints=True).hits == 0
