@@ -6,14 +6,19 @@ import numpy as np
 
 from pagoda.ledger.columns import Columns
 from pagoda.ledger.eviction_policy import Evictor
+from pagoda.policy.hindsight import Hindsight
 from pagoda.policy.request_hints import ContextWriter, RequestHint
 from pagoda.policy.reuse_context import (
+    ENDED,
+    ROWS,
     Ending,
     gap_octave,
     hint_second,
     next_gap_octave,
     seconds_since,
+    worth_in_context,
 )
+from pagoda.policy.reuse_worth import AGES
 
 SLOTS = 40
 SECOND = 10**9
@@ -72,6 +77,27 @@ def test_a_session_that_is_over_goes_before_an_older_one() -> None:
     tier.hints.end(2)
     tier.advice.rank(0, tier.now, tier.now)
     assert tier.first_to_go() == set(range(10, 20))
+
+
+def test_also_while_least_recently_used_serves_more() -> None:
+    tier = Tier()
+    tier.request(0, said(1))
+    tier.request(10, said(2))
+    policy = tier.advice._policy
+    assert isinstance(policy, Hindsight)
+    policy._shadow.wins = True
+    assert tier.first_to_go() == set(range(10))
+    tier.hints.answered(
+        np.arange(10, 20), said(2)._replace(drop=True), 0, tier.now
+    )
+    tier.advice.rank(0, tier.now, tier.now)
+    assert tier.first_to_go() == set(range(10, 20))
+    # but not if such chunks were asked for all the same
+    asked = np.zeros((ROWS, AGES))
+    asked[ENDED, 30] = 1
+    policy._worth = worth_in_context(asked, asked)
+    tier.advice.rank(0, tier.now, tier.now)
+    assert tier.first_to_go() == set(range(10))
 
 
 def test_unless_another_session_has_used_its_chunks() -> None:

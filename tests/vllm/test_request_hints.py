@@ -32,12 +32,10 @@ class Survivors(NamedTuple):
     hit_tokens: int
 
 
-def _store(
-    engine: Engine, host: Path, tokens: list[int], told: Any = None
-) -> None:
+def _store(engine: Engine, host: Path, tokens: list[int], **how: Any) -> None:
     """Compute a prompt, and wait until all of it is stored."""
     before = stores.counters(host)["stored_chunks"] if stores.stores(host) else 0
-    engine.generate(tokens, transfer=told or None)
+    engine.generate(tokens, **how)
     stores.wait_until(
         lambda: stores.counters(host)["stored_chunks"] == before + CHUNKS,
         "a stored prompt",
@@ -45,10 +43,10 @@ def _store(
 
 
 def _after_a_flood(
-    engine: Engine, host: Path, seed: int, **told: Any
+    engine: Engine, host: Path, seed: int, **how: Any
 ) -> Survivors:
-    """Store a prompt, and a younger one of which something is said. Then store as much as takes the
-    place of one of them.
+    """Store a prompt, and a younger one that is computed in this way. Then store as much as takes
+    the place of one of them.
     """
     if stores.stores(host):
         stores.clear(host)
@@ -56,9 +54,9 @@ def _after_a_flood(
     prompts = prompt(seed, TOKENS), prompt(seed + 1, TOKENS)
     _store(engine, host, prompts[0])
     neighbour = stores.keys(host)
-    _store(engine, host, prompts[1], told)
+    _store(engine, host, prompts[1], **how)
     hinted = stores.keys(host) - neighbour
-    if told:
+    if how:
         stores.wait_until(lambda: _heard(engine) > 0, "the hints")
     with stores.ledger_of(host) as ledger:
         slots = ledger.slots
@@ -104,7 +102,7 @@ def test_a_dropped_prompt_goes_before_an_older_one(
         "pagoda.colour": "green",
         "do_remote_decode": False,
     }
-    dropped = _after_a_flood(engine, host, 2000, **told)
+    dropped = _after_a_flood(engine, host, 2000, transfer=told)
     assert dropped.hinted == 0 < dropped.neighbour
     assert dropped.hit_tokens == dropped.neighbour * CHUNK
     hints = engine.call(_stats)["hints"]
@@ -128,6 +126,27 @@ def test_a_dropped_prompt_goes_before_an_older_one(
     engine.stop()
     (line, _) = [one for one in read_trace(trace) if one.said_hints]
     assert (line.stop, len(line.hash_ids)) == ("length", CHUNKS)
+
+
+def test_an_action_of_the_engines_own_envelope_drops_a_prompt(
+    llama: Path, host: Path, logs: Path
+) -> None:
+    """In an engine that has just begun, on a store whose counts say that least recently used serves
+    more: the prompts are those of the test above, cleared since.
+    """
+    engine = Engine(
+        "actions",
+        logs / "actions.log",
+        **options(llama),
+        **connector(host, host_size="8MiB"),
+    )
+    actions = [("pagoda.drop", "1.0", {"session": "a"})]
+    dropped = _after_a_flood(engine, host, 1000, actions=actions)
+    assert dropped.hinted == 0 < dropped.neighbour
+    assert dropped.hit_tokens == dropped.neighbour * CHUNK
+    hints = engine.call(_stats)["hints"]
+    assert hints == {"accepted": {"session": 1, "ending": 1, "drop": 1}}
+    engine.stop()
 
 
 def test_wrong_values_are_refused_alone() -> None:

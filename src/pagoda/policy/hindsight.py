@@ -5,7 +5,7 @@ that are worth most.
 evicted first. A newcomer that is worth less than every chunk that could be evicted for it is not
 admitted; this begins when as many chunks were asked for again as there are slots. Before anything
 is learned the order is least recently used; the same applies while that order would have served
-more (`ShadowLru`).
+more (`ShadowLru`), but for chunks that are said to be over.
 
 Chunks that were not asked for again are in the columns and their ghosts, which several processes
 write together. Each process adds the chunks that were asked for again to the shared values.
@@ -30,6 +30,7 @@ from pagoda.policy.eviction_queue import (
 )
 from pagoda.policy.reuse_context import (
     ROWS,
+    are_over,
     asked_again,
     known_contexts,
     row_of,
@@ -453,13 +454,17 @@ class Hindsight:
         uses = hints.last_use[chosen].copy()
         if isinstance(chosen, slice):
             self._shadow.look()
-        if self._shadow.wins:
-            return np.zeros(len(uses))
         contexts = None
         if hints.contexts is not None:
             contexts = self._contexts_of(chosen)
+        if self._shadow.wins and contexts is None:
+            return np.zeros(len(uses))
         rows = self._row_of(hints.hits[chosen], contexts)
         ranks = self._worth[rows, age_of(self._stamp - uses)]
+        if self._shadow.wins and contexts is not None:
+            # what is over goes first in that order too, until such chunks are asked for
+            unasked = are_over(contexts) & (ranks <= 0)
+            ranks = np.where(unasked, -1.0, 0.0)
         ranks[uses == NOT_READY] = 0
         return ranks
 

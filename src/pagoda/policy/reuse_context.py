@@ -165,6 +165,14 @@ def ended(contexts: Contexts, ending: Ending, octave: int) -> Contexts:
     )
 
 
+def are_over(contexts: Contexts) -> NDArray[np.bool_]:
+    """Return which of these contexts say that their session is over, or their prompt dropped."""
+    over: NDArray[np.bool_] = contexts & np.uint16(_ENDING) == np.uint16(
+        Ending.SESSION << _ENDING_BIT
+    )
+    return over
+
+
 def row_of(hits: NDArray[np.integer], contexts: Contexts) -> NDArray[np.int64]:
     """Return the row of chunks with this number of hits and these contexts: workload, then kind."""
     kinds = class_of(hits)
