@@ -1107,6 +1107,9 @@ class Session:
         # closed, unless another thread of the parent was using them
         self._tables = None
         self._deferred.clear()
+        # what calls of the parent own is freed by the parent
+        self.orphans.clear()
+        self.writers.clear()
         self._counting = threading.Lock()
         self._row = np.zeros(WIDTH, np.uint64).data
         self._gauge_parts = {}
