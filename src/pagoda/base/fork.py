@@ -41,7 +41,7 @@ class per_process(Generic[S, T]):
 
     Like `functools.cached_property`, but a forked child calls the method again. What the method
     makes must start nothing and be worth nothing until it is used: if two threads use the attribute
-    first at once, both make it, and one of the two is what both use. The object needs a `__dict__`.
+    first at once, both make it, and one of the two is what both use. The class has no `__slots__`.
 
     Example:
         >>> class Counter:
@@ -53,8 +53,7 @@ class per_process(Generic[S, T]):
     def __init__(self, make: Callable[[S], T]) -> None:
         self._make = make
         self.__doc__ = make.__doc__
-        # no attribute can have this name
-        self._name = f"{make.__name__} of each process"
+        self._name = f"_per_process_{make.__name__}"
 
     @overload
     def __get__(self, owner: None, kind: type[S]) -> Self: ...
@@ -64,24 +63,43 @@ class per_process(Generic[S, T]):
         if owner is None:
             return self
         try:
-            made: T = owner.__dict__[self._name][len(_forks)]
-        except KeyError:
+            made: T = _get(owner, self._name)[len(_forks)]
+        except (AttributeError, KeyError):
             return self._made(owner)
         return made
 
     def __set__(self, owner: S, value: T) -> None:
         """Replace the attribute in this process."""
-        made: dict[int, T] = owner.__dict__.setdefault(self._name, {})
+        made = self._all(owner)
         made[len(_forks)] = value
         _drop_parents(made)
 
+    def _all(self, owner: S) -> dict[int, T]:
+        """Return what this process and its parents made; added to the object at first."""
+        adding = id(owner), self._name
+        new: dict[int, T] = _adding.setdefault(adding, {})  # type: ignore[assignment]
+        try:
+            # also after `setdefault`: another thread has added its own meanwhile
+            return _get(owner, self._name)  # type: ignore[no-any-return]
+        except AttributeError:
+            object.__setattr__(owner, self._name, new)
+            return new
+        finally:
+            _adding.pop(adding, None)
+
     def _made(self, owner: S) -> T:
-        made: dict[int, T] = owner.__dict__.setdefault(self._name, {})
+        made = self._all(owner)
         number = len(_forks)
         # by one built-in function: all threads get the same
         own = made.setdefault(number, self._make(owner))
         _drop_parents(made)
         return own
+
+
+# Not `owner.__dict__`: once it was asked for, all attributes of the object are slower.
+_get = object.__getattribute__
+# by object and attribute: what one thread is about to add, so that another adds the same
+_adding: dict[tuple[int, str], dict[int, object]] = {}
 
 
 def _drop_parents(made: dict[int, T]) -> None:
