@@ -176,8 +176,12 @@ def _reserve_batch(
     )
     made = 0
     served = len(keys)
+    get = transaction.get
+    pending = transaction.tables.pending
     for i, key in enumerate(keys):
-        outcome: Outcome | None = present.get(key) or _busy(transaction, key)
+        outcome: Outcome | None = present.get(key)
+        if outcome is None and (place := get(key, None, pending)) is not None:
+            outcome = _busy(transaction, key, place)
         if outcome is None and batch[i] >= request.end:
             outcome = Refused(key, Reason.NOT_ADMITTED)
         if outcome is None and owed + made >= quota:
@@ -337,16 +341,11 @@ def _present(
     return found
 
 
-def _busy(transaction: Transaction, key: bytes) -> Busy | None:
-    """Return the living member that is filling a slot for that key, if it began a short while
-    ago.
+def _busy(transaction: Transaction, key: bytes, place: bytes) -> Busy | None:
+    """Return the living member that is filling a slot (`place`: its row) for that key, if it began
+    a short while ago.
     """
-    row = transaction.get(key, None, transaction.tables.pending)
-    reservation = (
-        transaction.reservation(*PLACE.unpack_from(row))
-        if row is not None
-        else None
-    )
+    reservation = transaction.reservation(*PLACE.unpack_from(place))
     # a negative age: the time is of another clock
     if (
         reservation is None

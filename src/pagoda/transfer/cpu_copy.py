@@ -61,7 +61,7 @@ def copy_pairs(
     """Copy each pair's second array into its first, of the same shape and type; `threads` as for
     `CpuCopy`.
     """
-    threads = threads or _idle_threads(sum(to.nbytes for to, _ in pairs))
+    threads = threads or _idle_threads(sum([to.nbytes for to, _ in pairs]))
     if threads > 1:
         in_threads(
             _shares(piece for pair in pairs for piece in _pieces(*pair)), threads
