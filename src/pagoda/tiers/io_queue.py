@@ -179,6 +179,7 @@ class IoQueue:
         why it was not queued.
         """
         added: list[WriteRequest | Reason] = []
+        is_woken = False
         with self._changed:
             try:
                 for write in writes:
@@ -203,10 +204,11 @@ class IoQueue:
                     self._changed.notify(
                         -(-len(self._writes) // self._fewest_writes)
                     )
-            except BaseException:
+                is_woken = True
+            finally:
                 # a signal handler has raised: what is queued must not wait for the next call
-                self._changed.notify_all()
-                raise
+                if not is_woken:
+                    self._changed.notify_all()
         return added
 
     def add_reads(self, reads: Sequence[ReadRequest]) -> list[Reason | None]:
@@ -216,6 +218,7 @@ class IoQueue:
         refused: list[Reason | None] = []
         runs = 0
         run: list[ReadRequest] = []
+        is_woken = False
         with self._changed:
             try:
                 for read in reads:
@@ -243,10 +246,11 @@ class IoQueue:
                         leader.followers.append(read)
                 # any thread serves reads: one for each run
                 self._changed.notify(runs)
-            except BaseException:
-                # a signal handler has raised: what is queued must not wait for the next call
-                self._changed.notify_all()
-                raise
+                is_woken = True
+            finally:
+                # as in `add_writes`
+                if not is_woken:
+                    self._changed.notify_all()
         return refused
 
     def _joins(self, read: ReadRequest, run: Sequence[ReadRequest]) -> bool:
