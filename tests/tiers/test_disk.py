@@ -647,7 +647,7 @@ def test_chunks_of_another_process_are_busy_while_it_writes_them(
 
 
 def test_wrong_numbers_are_value_errors(tmp_path: Path) -> None:
-    expected = "a disk tier of 100 bytes has no room .* 16,384 bytes: ask for a larger disk_size"
+    expected = "a disk tier of 100 bytes has no room .* 16.0 KiB: ask for a larger disk_size"
     with pytest.raises(ValueError, match=expected):
         DiskTier.open(LAYOUT, tmp_path, 100)
     with pytest.raises(ValueError, match="no room for one chunk"):

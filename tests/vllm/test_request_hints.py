@@ -90,10 +90,11 @@ def test_a_dropped_prompt_goes_before_an_older_one(
         **options(llama),
         **connector(host, host_size="8MiB", record=str(trace)),
     )
-    # the control: the older one goes, or most of it: ages are compared in steps
+    # the control: without a hint the younger one does not go whole. Which of the two loses most
+    # is open: their ages are compared in steps.
     plain = _after_a_flood(engine, host, 1000)
-    assert plain.neighbour < plain.hinted
-    assert plain.hit_tokens == plain.hinted * CHUNK
+    assert plain.hinted > 0
+    assert plain.hit_tokens == max(plain.neighbour, plain.hinted) * CHUNK
     assert _heard(engine) == 0
     told = {
         "pagoda.session": "a",

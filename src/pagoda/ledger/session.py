@@ -874,10 +874,9 @@ class Session:
         if not gate.entered():
             raise DeadlineMissedError
         if tables is None:
-            tables = self._own_tables(gate)
-            # no signal handler runs between this line and the next
-            if not gate.forked:
-                self._tables = tables
+            # If a signal handler forks in it, the child has closed tables here: becoming a member
+            # fails, and its next call opens its own.
+            self._tables = tables = self._own_tables(gate)
         if not self.member:
             self._add_member(tables, gate)
         return tables
