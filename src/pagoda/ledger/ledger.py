@@ -490,7 +490,7 @@ class Ledger:
         """
         if parts < 1:
             raise ValueError(f"a chunk has at least one part, not {parts}")
-        if keys and set(map(len, keys)) != {KEY_BYTES}:
+        if set(map(len, keys)) - {KEY_BYTES}:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
         until = time.monotonic() + deadline_seconds
         stamp = self.stamp() if stamp is None else stamp

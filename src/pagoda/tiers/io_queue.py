@@ -439,9 +439,10 @@ class IoQueue:
 
     def _has_ended(self, keys: list[bytes] | None) -> bool:
         if keys is None:
-            return not (
-                self._outstanding_writes or self._read_count or self._finishing
-            )
+            if self._outstanding_writes or self._read_count:
+                return False
+            # copied at once: threads that finish others change it
+            return all(one.future.done() for one in tuple(self._finishing))
         return not any(key in self._outstanding_writes for key in keys)
 
     def close(self) -> tuple[list[WriteRequest], list[ReadRequest]]:
