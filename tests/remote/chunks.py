@@ -24,7 +24,7 @@ from pagoda.slab import aligned
 from pagoda.tiers import Bytes, Chunk, Done
 from pagoda.tiers.remote.remote_tier import RemoteTier
 from pagoda.tiers.remote.store_client import ListingDeadline, StoreClient
-from testbed.patience import Patience, wait_until, within
+from testbed.patience import Patience, slowness, wait_until, within
 
 SMALL = KVLayout.opaque(
     4, 10_000, "a chunk of one piece that does not fill its last page"
@@ -270,6 +270,13 @@ def begun_since(
 def walk(step_seconds: float) -> ListingDeadline:
     """Allow a walk over all names ten times its usual time."""
     return ListingDeadline(step_seconds, 10 * step_seconds)
+
+
+def short_look() -> float:
+    """Return a time for a look-up, in seconds, that a server that works keeps on this machine as it
+    is now.
+    """
+    return 0.2 * slowness()
 
 
 @contextlib.contextmanager

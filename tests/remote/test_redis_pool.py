@@ -48,6 +48,7 @@ from tests.remote.chunks import (
     name_of,
     save,
     saved,
+    short_look,
     soon,
     stores,
     tier_on,
@@ -535,7 +536,7 @@ def test_a_look_up_goes_on_without_a_node_that_stands_still(
     servers: list[Server],
 ) -> None:
     keys = keys_of(60)
-    pool = on(servers, look_seconds=3.0)
+    pool = on(servers, look_seconds=short_look())
     saved(pool, keys)
     here = of(servers, keys)
     lost = next(server for server in servers if keys[0] not in here[server])
@@ -561,10 +562,11 @@ def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(
     """They would keep all threads of the tier from the other nodes."""
     keys = keys_of(60)
     lost = servers[0]
-    pool = on(servers, look_seconds=0.2)
+    look_seconds = short_look()
+    pool = on(servers, look_seconds=look_seconds)
     saved(pool, keys)
     here = of(servers, keys)
-    with tier_on(pool, deadline_seconds=60.0, look_seconds=0.2) as tier:
+    with tier_on(pool, deadline_seconds=60.0, look_seconds=look_seconds) as tier:
         healthy(tier, keys)
         lost.stop()
         try:
@@ -593,7 +595,7 @@ def test_loads_from_a_node_that_stands_still_end_when_a_look_up_has_found_out(
 def test_a_refusal_leaves_no_call_under_way_at_a_slow_node(
     servers: list[Server],
 ) -> None:
-    pool = on(servers, look_seconds=0.2)
+    pool = on(servers, look_seconds=short_look())
     keys = keys_of(60)
     saved(pool, keys)
     connection = pool.connection().open(time.monotonic() + LATE_SECONDS)
