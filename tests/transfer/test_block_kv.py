@@ -92,3 +92,16 @@ def test_what_does_not_match_is_named() -> None:
         with pytest.raises(ValueError, match="table"):
             BlockKV(blocks(2), LAYOUT, table=table)
     assert BlockKV(blocks(2), LAYOUT).run_bytes == LAYOUT.chunk_bytes
+
+
+def test_blocks_of_one_address_are_stored_from_but_not_loaded_into() -> None:
+    one = blocks(1)
+    kv = BlockKV(one.expand(3, *one.shape[1:]), LAYOUT)
+    slot = np.zeros(LAYOUT.slot_bytes, np.uint8)
+    kv.to_slots([8], [slot])
+    want = one.view(torch.uint8).numpy().tobytes()
+    assert slot[: LAYOUT.chunk_bytes].tobytes() == want
+    slot[:] = 7
+    with pytest.raises(ValueError, match="several elements at one address"):
+        kv.from_slots([8], [slot])
+    assert one.view(torch.uint8).numpy().tobytes() == want

@@ -298,6 +298,10 @@ def _with(k=None, v=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         ),
         (_with(v=np.zeros((2, 12, 8))), r"layers\[1\]\[1\] is float64"),
         (
+            _with(v=np.zeros((2, 12, 8), ">f4")),
+            r"layers\[1\]\[1\] is >f4, in the byte order of other machines",
+        ),
+        (
             _with(v=torch.zeros(2, 12, 8, device="meta")),
             r"layers\[1\]\[1\] is on meta",
         ),
@@ -339,3 +343,35 @@ def test_bad_calls_copy_nothing(starts, slots, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         kv.to_slots(starts, slots)
     assert before == [slot.tobytes() for slot in slots]
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("v", "says"),
+    [
+        (
+            torch.ones(1, 12, 8).expand(2, 12, 8),
+            "several elements at one address",
+        ),
+        (_read_only(np.ones((2, 12, 8), np.float32)), "is read-only"),
+    ],
+)
+def test_memory_that_cannot_keep_a_load_is_stored_from_but_not_loaded_into(
+    v: torch.Tensor | np.ndarray, says: str
+) -> None:
+    layers = _with(v=v)
+    kv = DenseKV(layers, LAYOUT)
+    slots = poisoned_slots(LAYOUT, 1)
+    kv.to_slots([4], slots)
+    whole = [[torch.tensor(np.asarray(p)) for p in layer] for layer in layers]
+    got = slots[0][: LAYOUT.chunk_bytes].tobytes()
+    assert got == chunk_bytes_of(whole, LAYOUT, 4)
+    slots[0][:] = POISON
+    with pytest.raises(ValueError, match=rf"layers\[1\]\[1\].*{says}"):
+        kv.from_slots([4], slots)
+    assert all((np.asarray(p) != POISON).all() for layer in layers for p in layer)
+    assert bits(torch.tensor(np.asarray(v))) == bits(torch.ones(2, 12, 8))

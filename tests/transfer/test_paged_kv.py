@@ -439,3 +439,23 @@ def test_starts_must_lie_on_blocks() -> None:
         _paged().to_slots([2], slot)
     with pytest.raises(ValueError, match="starts: the chunk"):
         _paged().to_slots([4], slot)
+
+
+@pytest.mark.parametrize("form", ["planes_first", "plane_pools"])
+def test_pools_of_one_address_are_stored_from_but_not_loaded_into(
+    form: str,
+) -> None:
+    plane = torch.zeros(1, SIZE, HEADS, DIM).expand(8, SIZE, HEADS, DIM)
+    pool = (
+        plane.expand(2, *plane.shape) if form == "planes_first" else [plane] * 2
+    )
+    kv = _paged(
+        pools=[pool] * LAYERS, layout=layout_of("float32"), pool_format=form
+    )
+    slot = np.ones(layout_of("float32").slot_bytes, np.uint8)
+    kv.to_slots([0], [slot])
+    assert not slot[: layout_of("float32").chunk_bytes].any()
+    slot[:] = 7
+    with pytest.raises(ValueError, match="several elements at one address"):
+        kv.from_slots([0], [slot])
+    assert not plane.any()

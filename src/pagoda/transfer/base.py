@@ -61,6 +61,8 @@ class RunTransfer:
     layout: KVLayout
     num_tokens: int
     _copier: Copier
+    # why nothing can be copied out of slots, see `no_loads`
+    _no_loads = ""
 
     def to_slots(self, starts: Sequence[int], slots: Sequence[Bytes]) -> None:
         """Copy the chunks that begin at `starts` into `slots`; changes only the slots."""
@@ -75,6 +77,8 @@ class RunTransfer:
     def _copy(
         self, starts: Sequence[int], slots: Sequence[Bytes], *, into_slots: bool
     ) -> None:
+        if self._no_loads and not into_slots:
+            raise ValueError(self._no_loads)
         checked = checked_slots(
             self.layout, self.num_tokens, starts, slots, into_slots=into_slots
         )
@@ -144,10 +148,11 @@ def as_words(
     """Return a tensor or numpy array as unsigned words over the same memory, detached; copies
     nothing.
 
-    `dtype` is the required type, None for any. numpy has no bfloat16 and no fp8: an array of
-    integers of the same width represents them. `on`: the required GPU, None for CPU memory. The
-    result for a GPU's tensor has its address, shape and strides, and must never be read or written.
-    Raises ValueError that names `argument` for any other value.
+    `dtype` is the required type, in the byte order of the machine; None for any. numpy has no
+    bfloat16 and no fp8: an array of integers of the same width represents them. `on`: the
+    required GPU, None for CPU memory. The result for a GPU's tensor has its address, shape and
+    strides, and must never be read or written. Raises ValueError that names `argument` for any
+    other value.
     """
     torch = sys.modules.get("torch")  # no tensor exists before torch is imported
     if torch is not None and isinstance(value, torch.Tensor):
@@ -169,6 +174,11 @@ def as_words(
     if not same:
         raise ValueError(
             f"{argument} is {value.dtype.name}, the layout says {dtype}"
+        )
+    if dtype is not None and not value.dtype.isnative:
+        raise ValueError(
+            f"{argument} is {value.dtype.str}, in the byte order of other machines: pass "
+            "array.astype(array.dtype.newbyteorder('='))"
         )
     if value.dtype.kind not in "iuf" or width not in (1, 2, 4, 8):
         raise ValueError(
@@ -205,6 +215,24 @@ def _tensor_words(
     ]
     found: Words = tensor.detach().view(signed).numpy().view(f"u{width}")
     return found
+
+
+def no_loads(array: Words, argument: str) -> str:
+    """Return why nothing can be copied into an array that `as_words` returned; empty if it can.
+
+    An array that was expanded has one address for several elements, and would keep the last one.
+    """
+    if not array.flags.writeable:
+        return f"{argument} is read-only: KV can be stored from it, not loaded into it"
+    if 0 in array.strides and any(
+        stride == 0 and size > 1
+        for size, stride in zip(array.shape, array.strides, strict=True)
+    ):
+        return (
+            f"{argument} has several elements at one address (shape {array.shape}, strides "
+            f"{array.strides}): KV can be stored from it, not loaded into it; pass a copy"
+        )
+    return ""
 
 
 class _TensorAddress:

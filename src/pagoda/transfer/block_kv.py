@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pagoda.layout import KVLayout
-from pagoda.transfer.base import Array, Bytes, Words, as_words, checked_slots
+from pagoda.transfer.base import (
+    Array,
+    Bytes,
+    Words,
+    as_words,
+    checked_slots,
+    no_loads,
+)
 from pagoda.transfer.cpu_copy import copy_pairs
 
 
@@ -51,6 +58,8 @@ class BlockKV:
         self.run_bytes = layout.chunk_bytes
         self._threads = threads
         self._blocks = _as_bytes(array)
+        # why nothing can be copied out of slots
+        self._no_loads = no_loads(self._blocks, "blocks")
         self._table = (
             range(len(array))
             if table is None
@@ -72,6 +81,8 @@ class BlockKV:
     def _pairs(
         self, starts: Sequence[int], slots: Sequence[Bytes], into_slots: bool
     ) -> list[tuple[Bytes, Bytes]]:
+        if self._no_loads and not into_slots:
+            raise ValueError(self._no_loads)
         size = self.layout.chunk_tokens
         odd = [start for start in starts if start % size]
         if odd:

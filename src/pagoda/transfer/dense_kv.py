@@ -18,6 +18,7 @@ from pagoda.transfer.base import (
     Words,
     as_words,
     device_of,
+    no_loads,
 )
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 from pagoda.transfer.gpu.copy_engine import GpuCopy, copy_engine_of
@@ -36,7 +37,8 @@ class DenseKV(RunTransfer):
     for MLA, where [tokens, dim] is enough; four if scales come with quantised K and V). None in
     place of a plane that the layout does not have is skipped. All planes hold the same number of
     tokens. Nothing is copied here and no autograd graph is kept, only the memory itself. A copy is
-    one call per plane and layer, for adjacent chunks together; its inner run is `run_bytes`.
+    one call per plane and layer, for adjacent chunks together; its inner run is `run_bytes`. Memory
+    that is read-only or expanded (several elements at one address) is only for stores.
 
     Tensors on a CUDA device are copied while the engine computes (see `GpuCopy`), by `copy_engine`
     or the device's default one; `layer_events` records each loaded layer. `threads` are for CPU
@@ -132,6 +134,7 @@ class DenseKV(RunTransfer):
     def _plane(self, argument: str, plane: int, value: Array) -> Words:
         heads, dim, dtype = self.layout.planes[plane]
         array = as_words(value, argument, dtype, self._device)
+        self._no_loads = self._no_loads or no_loads(array, argument)
         if array.ndim == 4:
             raise ValueError(
                 f"{argument} has a batch dimension (shape {array.shape}): pass one sequence, "

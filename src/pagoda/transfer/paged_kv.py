@@ -19,6 +19,7 @@ from pagoda.transfer.base import (
     Words,
     as_words,
     device_of,
+    no_loads,
 )
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 from pagoda.transfer.gpu.copy_engine import GpuCopy, copy_engine_of
@@ -96,6 +97,9 @@ class PagedKV(RunTransfer):
         else:
             raise ValueError("give either block_table or slot_mapping")
         self.num_tokens = self._runs.num_tokens
+        self._no_loads = next(
+            filter(None, [no_loads(row.array, "pools") for row in rows]), ""
+        )
         if self._runs.tokens != block_size:
             if not layout.planes:
                 raise ValueError(
