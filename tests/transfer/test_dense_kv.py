@@ -268,6 +268,13 @@ def test_run_bytes_are_those_of_contiguous_tokens() -> None:
 LAYOUT = KVLayout.dense(2, 2, 8, "float32", 4)
 
 
+def _freed(*shape: int) -> torch.Tensor:
+    """A tensor whose memory was given back, as engines do to make room."""
+    tensor = torch.zeros(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def _with(k=None, v=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
     good = torch.zeros(2, 12, 8)
     return [(good, good), (good if k is None else k, good if v is None else v)]
@@ -305,6 +312,7 @@ def _with(k=None, v=None) -> list[tuple[torch.Tensor, torch.Tensor]]:
             _with(v=torch.zeros(2, 12, 8, device="meta")),
             r"layers\[1\]\[1\] is on meta",
         ),
+        (_with(v=_freed(2, 12, 8)), r"layers\[1\]\[1\] has no memory any more"),
         (
             _with(v=torch.zeros(2, 12, 8).to_sparse()),
             r"layers\[1\]\[1\] must be a plain strided tensor",

@@ -400,3 +400,12 @@ def test_slots_of_one_slab(
     assert [bytes_of(plane.whole) for plane in together] == [
         bytes_of(plane.whole) for plane in apart
     ]
+
+
+def test_a_plane_whose_memory_was_given_back_is_refused() -> None:
+    plane = torch.zeros((BLOCKS, 16), dtype=torch.uint8)
+    plane.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"planes\[0\] has no memory any more"):
+        _pages(planes=[plane])
+    with pytest.raises(ValueError, match=r"planes\[0\] has no memory any more"):
+        merged([plane])

@@ -207,6 +207,7 @@ def _tensor_words(
         raise ValueError(
             f"{argument} must be a plain strided tensor, got {tensor.layout}"
         )
+    require_storage(tensor, argument)
     width = itemsize(name)
     if on is not None:
         return np.asarray(_TensorAddress(tensor, width))
@@ -224,15 +225,29 @@ def no_loads(array: Words, argument: str) -> str:
     """
     if not array.flags.writeable:
         return f"{argument} is read-only: KV can be stored from it, not loaded into it"
-    if 0 in array.strides and any(
-        stride == 0 and size > 1
-        for size, stride in zip(array.shape, array.strides, strict=True)
+    # numpy gives an empty array any strides
+    if (
+        0 in array.strides
+        and array.size
+        and any(
+            stride == 0 and size > 1
+            for size, stride in zip(array.shape, array.strides, strict=True)
+        )
     ):
         return (
             f"{argument} has several elements at one address (shape {array.shape}, strides "
             f"{array.strides}): KV can be stored from it, not loaded into it; pass a copy"
         )
     return ""
+
+
+def require_storage(tensor: torch.Tensor, argument: str) -> None:
+    """Raise ValueError if the memory of a tensor was given back: its address may be others' now."""
+    if not tensor.untyped_storage().nbytes() and tensor.numel():
+        raise ValueError(
+            f"{argument} has no memory any more: its storage was resized to 0, which engines do "
+            "to free it; call the cache before that"
+        )
 
 
 class _TensorAddress:

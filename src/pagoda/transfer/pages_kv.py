@@ -20,6 +20,7 @@ from pagoda.transfer.base import (
     Words,
     as_words,
     check_starts,
+    require_storage,
 )
 from pagoda.transfer.cpu_copy import CpuCopy, KvRows
 
@@ -51,6 +52,7 @@ def page_plane(plane: Array, argument: str) -> PagePlane:
     else:
         kind = str(plane.dtype).removeprefix("torch.")
         strides = tuple(plane.stride())
+        require_storage(plane, argument)
         address = plane.data_ptr()
         storage = plane.untyped_storage().data_ptr()
     shape = tuple(plane.shape)
