@@ -10,6 +10,7 @@ hash is cryptographic because users choose the token ids of their prompts.
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,10 +34,12 @@ __all__ = [
     "Namespace",
     "PromptKeys",
     "TokenIds",
+    "as_items",
     "as_token_ids",
     "chunk_keys",
     "derive_keys",
     "ending_key",
+    "require_version",
 ]
 
 # part of every root: raised when the meaning of a key or of stored bytes changes
@@ -192,6 +195,21 @@ class Item(NamedTuple):
     stop: int
     # 32 bytes: a cryptographic hash of the content and of how it was processed
     digest: bytes
+
+
+def as_items(items: Iterable[Item]) -> tuple[Item, ...]:
+    """Return multimodal items, which are read once: an iterator is empty afterwards. ValueError for
+    what is no item.
+    """
+    try:
+        return tuple(
+            Item(operator.index(start), operator.index(stop), digest)
+            for start, stop, digest in items
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"items: each is an Item(start, stop, digest) with token positions ({error})"
+        ) from error
 
 
 def chunk_keys(
@@ -497,7 +515,7 @@ def _checked(items: Iterable[Item], hashed: int, num_tokens: int) -> list[Item]:
     """Return the items in canonical order. Raises ValueError unless they begin in [hashed,
     num_tokens).
     """
-    checked = sorted(Item(*item) for item in items)
+    checked = sorted(as_items(items))
     for start, stop, digest in checked:
         if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
             raise ValueError(
@@ -640,8 +658,9 @@ class Namespace:
 
     def of_version(self, version: str) -> Namespace:
         """Return the namespace of a named version of these weights; "" is these weights themselves.
-        Pure.
+        Pure. ValueError unless it is a str.
         """
+        require_version(version)
         return (
             self.with_(weights=json.dumps([self.weights, version]))
             if version
@@ -658,6 +677,17 @@ class Namespace:
             self.with_(weights=json.dumps([self.weights, "", f"{nonce:016x}"]))
             if nonce
             else self
+        )
+
+
+def require_version(version: object) -> None:
+    """Raise ValueError unless a name of weights is a str: 3 and "3" would be other weights, and 0
+    no name.
+    """
+    if not isinstance(version, str):
+        raise ValueError(
+            f"a version of weights must be str, got {type(version).__name__}: write a name that "
+            'all machines write the same, such as "run 7, step 100"'
         )
 
 

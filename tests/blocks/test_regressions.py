@@ -387,3 +387,15 @@ def test_a_path_cut_before_an_image_is_not_loaded_a_second_time(
         engine.demoted(8)
         engine.start("c", prompt(12, 2))
         engine.is_right("b")
+
+
+def test_a_pin_of_items_that_can_be_read_once_is_found_again(
+    bare: Engine,
+) -> None:
+    """It was kept under the name of the text alone, so its blocks stayed locked."""
+    tokens = prompt(16)
+    bare.leave("before", tokens, items=IMAGE)
+    assert bare.manager.pin(tokens, items=iter(IMAGE)) == 16
+    assert bare.manager.unpin(tokens, items=IMAGE) == 16
+    bare.manager.check()
+    assert bare.stat("pinned") == 0

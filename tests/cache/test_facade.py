@@ -292,6 +292,26 @@ def test_multimodal_items_are_part_of_the_keys(cache: Cache) -> None:
     assert cache.lookup(tokens).num_tokens == 16
 
 
+def test_items_are_read_once_and_may_be_tuples(cache: Cache) -> None:
+    tokens = prompt(4)
+    image = Item(20, 30, b"i" * 32)
+    stored(cache, tokens, items=iter([image]))
+    for same in (iter([image]), [tuple(image)], {image}):
+        assert cache.lookup(tokens, items=same).num_tokens == 64
+    # what is logged and published of a prompt depends on whether it has items
+    assert cache._checked(tokens, {"items": iter([image])}).items == (image,)
+    none = cache.lookup(prompt(4, seed=1), items=[tuple(image)])
+    assert none.reason is Reason.ABSENT, none
+
+
+@pytest.mark.parametrize(
+    "items", [None, [None], "abc", [(0, 5)], [(0.5, 5, b"i" * 32)], 3]
+)
+def test_what_is_no_item_is_refused(cache: Cache, items: object) -> None:
+    with pytest.raises(ValueError, match="items: each is an Item"):
+        cache.lookup(prompt(4), items=items)  # type: ignore[arg-type]
+
+
 def test_tenants_and_adapters_do_not_share(cache: Cache) -> None:
     tokens = prompt(4)
     stored(cache, tokens, salt="one", lora="a")

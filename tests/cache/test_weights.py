@@ -8,6 +8,7 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pagoda import Config
@@ -605,6 +606,27 @@ def test_named_versions_share_and_never_mix(
         assert served(restarted, tokens)[0].num_tokens == 0
         assert restarted.weights_changed("run 7, step 1") == 1
         assert served(restarted, tokens)[0].num_tokens == 64
+
+
+@pytest.mark.parametrize("version", [3, np.int64(3), 0, True, None, b"3", ["3"]])
+def test_a_version_that_is_no_text_is_refused_and_changes_nothing(
+    shm_root: Path, version: object
+) -> None:
+    """numpy's number made every later call raise, 0 made the chunks of all processes useless, and 3
+    was not the weights that another process named "3".
+    """
+    tokens = prompt(4)
+    with cache_at(shm_root, None) as cache:
+        stored(cache, tokens)
+        with pytest.raises(ValueError, match="a version of weights must be str"):
+            cache.weights_changed(version)  # type: ignore[arg-type]
+        if version is not None:
+            with pytest.raises(
+                ValueError, match="version of weights must be str"
+            ):
+                cache.lookup(tokens, weights_version=version)  # type: ignore[arg-type]
+        assert served(cache, tokens)[0].num_tokens == 64
+        assert cache.weights_changed() == 1
 
 
 def test_a_change_without_a_name_ends_a_version(shm_root: Path) -> None:

@@ -16,7 +16,7 @@ from pagoda.blocks.request_state import RequestState
 from pagoda.cache import Cache
 from pagoda.cache.call import CallOptions
 from pagoda.cache.results import Hit
-from pagoda.keys import Namespace
+from pagoda.keys import Namespace, require_version
 from pagoda.ledger import Match
 
 _NOTHING = Match(np.empty(0, np.int64), np.empty(0, np.uint64), None)
@@ -66,7 +66,10 @@ class LowerTiers:
         return _root(lora, salt, 0)
 
     def weights_changed(self, version: str) -> None:
-        """Change every root permanently; with a non-empty version, to the roots of that version."""
+        """Change every root permanently; with a non-empty version, to the roots of that version.
+        ValueError, and nothing is changed, unless it is a str.
+        """
+        require_version(version)
         self._epoch += 1
         if self._cache is not None:
             self._cache.weights_changed(version)

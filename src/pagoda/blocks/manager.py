@@ -35,7 +35,7 @@ from pagoda.blocks.request_state import RequestState, blocks_for
 from pagoda.blocks.tree import Node, upward
 from pagoda.cache import Cache
 from pagoda.cache.results import Hit
-from pagoda.keys import Item, TokenIds, chunk_keys
+from pagoda.keys import Item, TokenIds, as_items, chunk_keys
 
 _COUNTERS = (
     "requests",
@@ -445,6 +445,7 @@ class BlockManager:
         """Keep the leading blocks of `tokens` that are on the device there, until `unpin`; returns
         how many tokens.
         """
+        items = as_items(items)
         keys = chunk_keys(
             tokens, self._lower_tiers.root(lora, salt), self.block_tokens, items
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagoda.blocks.tree import Node
 from pagoda.cache.results import Hit
-from pagoda.keys import Item, KeyChain, TokenIds, as_token_ids
+from pagoda.keys import Item, KeyChain, TokenIds, as_items, as_token_ids
 
 
 def blocks_for(num_tokens: int, block_tokens: int) -> int:
@@ -84,7 +84,7 @@ class RequestState:
         or items.
         """
         ids = as_token_ids(tokens)
-        items = [Item(*item) for item in items]
+        items = as_items(items)
         if self._chain is not None:
             self.keys += self._chain.extend(ids, items)
             del self.keys[self._most_keys :]

@@ -881,7 +881,7 @@ class Cache:
         With a `version`, which must name the new weights for all machines ("run 7, step 100": the
         same step of another run is other weights), this cache shares its chunks, in all tiers, with
         every cache of the same namespace that was given the same version. It is valid for this
-        cache only: each process names its own weights.
+        cache only: each process names its own weights. Raises ValueError for a number.
 
         Without a version, no other machine gets or has their KV. Returns the epoch. It is valid on
         this machine, permanently; every process that has the model's cache open uses it from its

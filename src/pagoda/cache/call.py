@@ -40,6 +40,7 @@ from pagoda.keys import (
     Namespace,
     PromptKeys,
     TokenIds,
+    as_items,
     as_token_ids,
     chunk_keys,
     keys_of_ids,
@@ -243,7 +244,7 @@ def build_request(
             f"hints is of type {type(hints).__name__}: pass a pagoda.RequestHints"
         )
     keys = options.get("keys")
-    items = options.get("items", ())
+    items = as_items(options.get("items", ()))
     whole: PromptKeys | None = None
     chunk_tokens = layout.chunk_tokens
     if (names := options.get("tiers")) is not None:
@@ -320,7 +321,7 @@ def build_request(
         length,
         chunk_tokens,
         ids,
-        tuple(items),
+        items,
         head,
         options.get("any_position", False),
         hints,

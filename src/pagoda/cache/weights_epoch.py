@@ -32,7 +32,7 @@ from pagoda.base.quality_verdict import QualityState
 from pagoda.cache.late_tier import BoundedCall
 from pagoda.cache.resources import Resources
 from pagoda.cache.tier_stack import TierStack
-from pagoda.keys import Namespace
+from pagoda.keys import Namespace, require_version
 from pagoda.ledger.epoch_record import (
     NEVER_CHANGED,
     Epoch,
@@ -210,6 +210,8 @@ class PresentWeights:
     ) -> tuple[str, Epoch]:
         if epoch is None:
             epoch = self._epoch.epoch()
+        if version is not None:
+            require_version(version)
         version, named_at = (
             self._epoch.named if version is None else (version, NEVER_CHANGED)
         )
@@ -251,6 +253,7 @@ class PresentWeights:
         """Raise the weights epoch, or use a version, which needs no new epoch. See
         Cache.weights_changed.
         """
+        require_version(version)
         if version:
             return self._epoch.name(version).number
         epoch, errors = self._epoch.raise_epoch()
