@@ -304,6 +304,14 @@ def test_items_are_read_once_and_may_be_tuples(cache: Cache) -> None:
     assert none.reason is Reason.ABSENT, none
 
 
+@pytest.mark.parametrize("start", [16.0, "16", None, [16]])
+def test_a_start_that_is_no_whole_number_is_refused(
+    cache: Cache, start: object
+) -> None:
+    with pytest.raises(ValueError, match=r"start_tokens = .*whole number"):
+        cache.lookup(prompt(4), start_tokens=start)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "items", [None, [None], "abc", [(0, 5)], [(0.5, 5, b"i" * 32)], 3]
 )

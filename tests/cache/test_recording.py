@@ -145,6 +145,20 @@ def test_a_request_is_recorded_from_its_first_chunk(
     ] * 2
 
 
+def test_numbers_of_numpy_are_recorded(cache: Cache, trace: Path) -> None:
+    """One ended the trace of the process: it was not recorded then, nor what was asked before."""
+    tokens = prompt(4)
+    ask_and_store(cache, tokens)
+    start = np.int64(2 * CHUNK)
+    hit = cache.retrieve(tokens, blank(tokens).transfer, start_tokens=start)  # type: ignore[arg-type]
+    assert (hit.num_tokens, type(hit.start_tokens)) == (2 * CHUNK, int)
+    keys = cache.keys(tokens, start)  # type: ignore[arg-type]
+    given = [(np.int64(begin), end, key) for begin, end, key in keys]
+    got = cache.retrieve(tokens, blank(tokens).transfer, keys=given)  # type: ignore[arg-type]
+    assert got.num_tokens == 2 * CHUNK
+    assert len(recorded(cache, trace)) == 3
+
+
 def test_who_only_stores_is_recorded_by_what_is_stored(
     cache: Cache, trace: Path
 ) -> None:

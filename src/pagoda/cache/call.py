@@ -10,6 +10,7 @@ call. `Config.otel` makes a span of each call that has ended.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -260,7 +261,7 @@ def build_request(
         if ids is not None
         else (origin + len(given or ())) * chunk_tokens
     )
-    start_tokens = options.get("start_tokens", 0)
+    start_tokens = _tokens("start_tokens", options.get("start_tokens", 0))
     mask = options.get("mask")
     begin = (
         start_tokens if mask is None else _mask_start(mask, length, start_tokens)
@@ -406,6 +407,18 @@ def _deadline_of(
     return Deadline(patience, min(limits, default=None), clock)
 
 
+def _tokens(name: str, number: object) -> int:
+    """Return a number of tokens that a caller gave, perhaps numpy's: traces take only Python's.
+    ValueError.
+    """
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(
+            f"{name} = {number!r}: write a whole number of tokens"
+        ) from None
+
+
 def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
     """Return the chain position of the first of the caller's keys, and the keys alone."""
     flat: list[bytes] = []
@@ -413,6 +426,7 @@ def _given_keys(keys: Keys, chunk_tokens: int) -> tuple[int, list[bytes]]:
     for i, key in enumerate(keys):
         if isinstance(key, tuple):
             start, _, key = key
+            start = _tokens(f"keys[{i}]", start)
             origin = origin if i else start // chunk_tokens
             if start != (origin + i) * chunk_tokens:
                 raise ValueError(
