@@ -857,9 +857,12 @@ class Session:
         except Exception as error:
             if isinstance(error, StoreError) or not self._is_trouble(error):
                 raise
+            remedy = "stop the processes that have it open, and open it again"
+            # also an error of LMDB, which has no number
+            if os.strerror(errno.EMFILE) in str(error):
+                remedy = "let this process open more of them (`ulimit -n`)"
             raise StoreError(
-                f"the ledger at {self.store.directory} cannot be opened ({error}): "
-                "stop the processes that have it open, and open it again"
+                f"the ledger at {self.store.directory} cannot be opened ({error}): {remedy}"
             ) from error
 
     def _open(self) -> Tables:
