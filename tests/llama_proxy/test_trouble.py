@@ -148,14 +148,18 @@ def test_a_body_ends_where_the_server_ends_it(
         )
 
 
-@pytest.mark.parametrize("route", ["/completion", "/lora-adapters", "/other"])
+@pytest.mark.parametrize(
+    "route", ["/completion", "/lora-adapters", "/other", "/tokenize"]
+)
 def test_a_body_that_is_not_in_its_encoding_is_refused(
-    server: LlamaServer, route: str
+    server: LlamaServer, route: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_proxy(server) as proxy:
         answer = proxy.send("POST", route, b"abc", Content_Encoding="gzip")
         assert answer.status == 400
         assert b"the body cannot be read" in answer.body
+    # it is the client's mistake
+    assert not caplog.records
 
 
 def test_names_that_are_none_are_refused(server: LlamaServer) -> None:
