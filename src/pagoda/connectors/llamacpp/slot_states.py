@@ -711,8 +711,8 @@ class SlotStates:
         if said and "id_task" not in said and "params" not in said:
             # no request yet
             return said
-        params = said.get("params") or {}
-        if "lora" not in params:
+        params = said.get("params")
+        if not isinstance(params, dict) or "lora" not in params:
             raise _Refused(
                 Reason.NOT_CACHEABLE,
                 f"the server has adapters, and does not say which the last request of slot {slot} "
