@@ -20,7 +20,7 @@ import pytest
 
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
-from pagoda_tools.llama_proxy import slot_preparation
+from pagoda_tools.llama_proxy import slot_preparation, slot_saver
 from pagoda_tools.llama_proxy.event_stream import EventStream
 from pagoda_tools.llama_proxy.finished_work import finished
 from testbed.llama_servers import (
@@ -395,6 +395,26 @@ def test_a_load_waits_as_long_as_computing_would_take(
         finally:
             server.server.cont()
         assert int(answer.result(60).told["loaded"]) > 0
+
+
+def test_a_save_waits_as_long_as_computing_again_would_take(
+    server: LlamaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied(server)
+    monkeypatch.setattr(slot_saver, "_SAVE_SECONDS", 0.2)
+    with running_proxy(server) as proxy:
+        proxy.proxy._saver._worth.computed(100, 100.0)
+        with held_up(proxy.proxy._states, "store") as save:
+            number = int(proxy.complete(TEXT).told["slot"])
+            assert save.has_begun.wait(60)
+            server.server.stop()
+        try:
+            time.sleep(1.0)
+        finally:
+            server.server.cont()
+        slot = proxy.proxy._accounts.all[number]
+        wait_until(lambda: slot.stored_tokens or slot.failed_saves)
+        assert not slot.failed_saves
 
 
 def test_a_request_that_waits_for_a_slot_finds_what_was_saved_meanwhile(

@@ -249,11 +249,13 @@ class LlamaProxy:
         if not options.owns_server:
             # others may have used it before
             self._accounts.forget_used(None, 0.0)
+        worth = LoadWorth(is_asked=config.worth_it)
         self._saver = SlotSaver(
             self._accounts,
             self._states,
             self._run,
             config.chunk_tokens,
+            worth,
             saves_at_once=options.empties_idle_slots,
         )
         self._flow = RequestFlow(
@@ -261,7 +263,7 @@ class LlamaProxy:
             self._states,
             self._accounts,
             self._saver,
-            LoadWorth(is_asked=config.worth_it),
+            worth,
             self._run,
             FlowOptions(
                 min_gain_tokens=max(config.min_hit_tokens, config.chunk_tokens),
