@@ -712,7 +712,9 @@ class SlotStates:
             # no request yet
             return said
         params = said.get("params")
-        if not isinstance(params, dict) or "lora" not in params:
+        if not isinstance(params, dict):
+            params = {}
+        if "lora" not in params:
             raise _Refused(
                 Reason.NOT_CACHEABLE,
                 f"the server has adapters, and does not say which the last request of slot {slot} "
