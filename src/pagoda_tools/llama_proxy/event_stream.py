@@ -230,7 +230,9 @@ def _says_something(event: Mapping[str, object]) -> bool:
     choices = event.get("choices")
     if isinstance(choices, list):
         return not choices or any(map(_has_answer, choices))
-    if event.get("content") != "" or event.get("stop"):
+    if "content" not in event:
+        return event.keys() != {_PROGRESS}
+    if event["content"] or event.get("stop"):
         return True
     # one without a token of the answer has this one
     return event.get("tokens") not in (None, [], [0])
