@@ -103,6 +103,16 @@ def test_wrong_use_is_one_line(
     error = capfd.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+    # nothing is left of what did not run
+    assert not trace.exists()
+
+
+def test_a_command_that_cannot_be_run_leaves_a_trace_that_was_there(
+    trace: Path,
+) -> None:
+    trace.touch()
+    assert main(["record", str(trace), "--", "/no/such/command"]) == 1
+    assert trace.exists()
 
 
 @pytest.mark.slow

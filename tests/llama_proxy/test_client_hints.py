@@ -98,6 +98,27 @@ def test_the_server_gets_no_hints(server: LlamaServer) -> None:
     )
 
 
+def test_the_server_gets_no_hints_among_the_parameters_of_others(
+    server: LlamaServer,
+) -> None:
+    """Those that are not ours may be for the server."""
+    relay = Relay(server)
+    ours = {"pagoda.session": "a1", "pagoda.retain": 60}
+    with (
+        contextlib.closing(relay),
+        running_proxy(server, url=relay.url) as proxy,
+    ):
+        both = {**ours, "do_remote_decode": 1.50, "deep": {"pagoda.kept": 1}}
+        answer = proxy.complete(TEXT, kv_transfer_params=both)
+        wait_until(lambda: "session" in accepted(proxy))
+        alone = proxy.complete(TEXT, kv_transfer_params=ours)
+    assert (answer.status, alone.status) == (200, 200)
+    assert b"pagoda.session" not in relay.asked
+    assert b"pagoda.retain" not in relay.asked
+    assert b'"do_remote_decode": 1.5' in relay.asked
+    assert b'"pagoda.kept": 1' in relay.asked
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_an_answer_that_ends_in_a_tool_call_is_a_hint(
     server: LlamaServer, stream: bool

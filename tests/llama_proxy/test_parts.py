@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import pytest
@@ -79,6 +80,96 @@ def test_only_progress_is_cut_out_however_the_bytes_come(
     assert stream.reused_tokens == 7
     assert got == b"".join([*(progress if shows else ()), *answer])
     assert timings_of(stream.tail).answer_tokens == 5
+
+
+def in_lines(found: dict[str, object], end: str = "\n") -> bytes:
+    lines = json.dumps(found, indent=1).splitlines()
+    return "".join([*(f"data: {line}{end}" for line in lines), end]).encode()
+
+
+FORMS: dict[str, Callable[[dict[str, object]], bytes]] = {
+    "CR LF": lambda e: b"data: " + json.dumps(e).encode() + b"\r\n\r\n",
+    "CR": lambda e: b"data: " + json.dumps(e).encode() + b"\r\r",
+    "no space": lambda e: b"data:" + json.dumps(e).encode() + b"\n\n",
+    "more fields": lambda e: b"id: 1\nevent: a\n" + event(**e),
+    "comments": lambda e: b":\n\n: a\ndata: " + json.dumps(e).encode() + b"\n\n",
+    "lines": in_lines,
+    "lines with CR LF": lambda e: in_lines(e, "\r\n"),
+    "a mark": lambda e: b"\xef\xbb\xbf" + event(**e),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(sizes=st.lists(st.integers(1, 40), max_size=30))
+def test_a_stream_is_read_however_it_is_written(
+    name: str, sizes: list[int]
+) -> None:
+    write = FORMS[name]
+    progress: dict[str, object] = {"content": "", "prompt_progress": PROGRESS}
+    token: dict[str, object] = {"content": "a"}
+    text = b"".join(map(write, [progress, progress, token, token]))
+    stream, got = asyncio.run(read(text, sizes, shows=False))
+    assert stream.reused_tokens == 7
+    assert b"prompt_progress" not in got
+    assert got.endswith(write(token) * 2)
+
+
+PARTS: dict[str, dict[str, object]] = {
+    "content": {"content": "a"},
+    "a token of no text yet": {"content": "", "tokens": [321]},
+    "the end": {"content": "", "stop": True},
+    "text": {"choices": [{"text": "a"}]},
+    "delta": {"choices": [{"delta": {"role": "assistant", "content": "a"}}]},
+    "thought": {"choices": [{"delta": {"reasoning_content": "a"}}]},
+    "call": {"choices": [{"delta": {"tool_calls": [{"index": 0}]}}]},
+    "reason": {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+    "usage": {"choices": [], "usage": {"prompt_tokens": 9}},
+    "another kind": {"type": "response.output_text.delta", "delta": "a"},
+    "error": {"error": {"code": 500}},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_part_of_an_answer_is_cut_out_with_the_progress(part: str) -> None:
+    """A later server may say both in one event."""
+    both = event(**PARTS[part], prompt_progress=PROGRESS)
+    text = both + event(content="b") + both
+    stream, got = asyncio.run(read(text, [9, 50], shows=False))
+    assert stream.reused_tokens == 7
+    # what comes after the first token is not looked at
+    assert got == event(**PARTS[part]) + event(content="b") + both
+
+
+def test_events_that_say_nothing_may_come_before_the_progress() -> None:
+    role = event(choices=[{"delta": {"role": "assistant", "content": None}}])
+    progress = event(choices=[{"delta": {}}], prompt_progress=PROGRESS)
+    text = role * 5 + progress + role + progress + event(content="a")
+    stream, got = asyncio.run(read(text, [30] * 9, shows=False))
+    assert stream.reused_tokens == 7
+    assert got == role * 6 + event(content="a")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"cache_n": 10**5000, "predicted_n": 10**5000},
+        {"cache_n": None, "prompt_ms": None},
+        {"cache_n": "6", "prompt_n": [6], "prompt_ms": "6"},
+    ],
+)
+def test_timings_that_are_none_are_not_known(said: dict[str, object]) -> None:
+    # the digits of such a number are not a number for `int` either
+    sys.set_int_max_str_digits(0)
+    try:
+        text = json.dumps({"timings": said}).encode()
+    finally:
+        sys.set_int_max_str_digits(sys.int_info.default_max_str_digits)
+    assert timings_of(text) == (None, None, 0.0, None)
+
+
+def test_a_time_without_end_is_not_known() -> None:
+    text = b'{"timings": {"cache_n": 3, "prompt_ms": 1e999, "prompt_n": 9}}'
+    assert timings_of(text) == (3, 9, 0.0, None)
 
 
 def test_a_stream_without_progress_passes_whole() -> None:

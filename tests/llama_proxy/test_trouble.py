@@ -20,6 +20,7 @@ import pytest
 
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
+from pagoda_tools.llama_proxy import slot_preparation, slot_saver
 from pagoda_tools.llama_proxy.event_stream import EventStream
 from pagoda_tools.llama_proxy.finished_work import finished
 from testbed.llama_servers import (
@@ -148,14 +149,18 @@ def test_a_body_ends_where_the_server_ends_it(
         )
 
 
-@pytest.mark.parametrize("route", ["/completion", "/lora-adapters", "/other"])
+@pytest.mark.parametrize(
+    "route", ["/completion", "/lora-adapters", "/other", "/tokenize"]
+)
 def test_a_body_that_is_not_in_its_encoding_is_refused(
-    server: LlamaServer, route: str
+    server: LlamaServer, route: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_proxy(server) as proxy:
         answer = proxy.send("POST", route, b"abc", Content_Encoding="gzip")
         assert answer.status == 400
         assert b"the body cannot be read" in answer.body
+    # it is the client's mistake
+    assert not caplog.records
 
 
 def test_names_that_are_none_are_refused(server: LlamaServer) -> None:
@@ -363,6 +368,53 @@ def test_a_server_that_is_stopped_for_a_while_loses_no_request(
                 server.server.cont()
             for answer, text in zip(answers, expected * 20, strict=True):
                 assert answer.result(120).text == text
+
+
+def test_a_load_waits_as_long_as_computing_would_take(
+    server: LlamaServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that computes a batch for another slot restores nothing meanwhile."""
+    emptied(server)
+    monkeypatch.setattr(slot_preparation, "_LOAD_SECONDS", 0.2)
+    with running_proxy(server, tmp_path) as proxy:
+        proxy.complete(TEXT)
+    with (
+        running_proxy(server, tmp_path) as proxy,
+        ThreadPoolExecutor(1) as client,
+    ):
+        preparation = proxy.proxy._flow._preparation
+        # as slow a server as there are
+        preparation._worth.computed(100, 100.0)
+        with held_up(proxy.proxy._states, "load") as load:
+            answer = client.submit(proxy.complete, TEXT)
+            assert load.has_begun.wait(60)
+            server.server.stop()
+        try:
+            # the load waits for the server
+            time.sleep(1.0)
+        finally:
+            server.server.cont()
+        assert int(answer.result(60).told["loaded"]) > 0
+
+
+def test_a_save_waits_as_long_as_computing_again_would_take(
+    server: LlamaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied(server)
+    monkeypatch.setattr(slot_saver, "_SAVE_SECONDS", 0.2)
+    with running_proxy(server) as proxy:
+        proxy.proxy._saver._worth.computed(100, 100.0)
+        with held_up(proxy.proxy._states, "store") as save:
+            number = int(proxy.complete(TEXT).told["slot"])
+            assert save.has_begun.wait(60)
+            server.server.stop()
+        try:
+            time.sleep(1.0)
+        finally:
+            server.server.cont()
+        slot = proxy.proxy._accounts.all[number]
+        wait_until(lambda: slot.stored_tokens or slot.failed_saves)
+        assert not slot.failed_saves
 
 
 def test_a_request_that_waits_for_a_slot_finds_what_was_saved_meanwhile(

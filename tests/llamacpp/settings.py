@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
+from collections.abc import Callable
 
 from testbed.llama_servers import BUILDS, LlamaOptions
 
@@ -40,27 +42,40 @@ def options_of(settings: dict[str, object]) -> LlamaOptions:
 
 
 def can_start(settings: dict[str, object]) -> bool:
-    """Whether the build starts with these settings, and has states that can be continued."""
+    """Whether the build starts with these settings here."""
     k, v = settings["types"]  # type: ignore[misc]
     if settings["architecture"] == "deepseek2" and k != v:
         return False
-    is_b = settings["build"] == "B"
-    # its kernels for q8_0 need instructions that not every processor has
-    if is_b and "q8_0" in (k, v):
-        return False
-    # it saves no checkpoints
-    if is_b and settings["architecture"] in ("gemma3", "lfm2", "mamba2"):
+    if settings["build"] == "B" and "q8_0" in (k, v) and not _has_vnni():
         return False
     return settings["flash"] or v != "q8_0"  # type: ignore[return-value]
 
 
-def all_pairs(rng: random.Random) -> list[dict[str, object]]:
-    """Return settings that have every pair of values that can start, chosen greedily."""
+def keeps_checkpoints(settings: dict[str, object]) -> bool:
+    """Whether its states can be continued within a prompt: those of build B have no checkpoints."""
+    is_stateful = settings["architecture"] in ("gemma3", "lfm2", "mamba2")
+    return not (is_stateful and settings["build"] == "B")
+
+
+@functools.cache
+def _has_vnni() -> bool:
+    """Whether this processor has the instructions of build B's kernels for q8_0."""
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
+        return any("avx_vnni" in line.split() for line in lines)
+
+
+def all_pairs(
+    rng: random.Random,
+    which: Callable[[dict[str, object]], bool] = can_start,
+) -> list[dict[str, object]]:
+    """Return settings that have every pair of values that can start, chosen greedily. `which`: of
+    those, the ones that count.
+    """
     every = [
         dict(zip(SETTINGS, values, strict=True))
         for values in itertools.product(*SETTINGS.values())
     ]
-    every = [settings for settings in every if can_start(settings)]
+    every = [each for each in every if can_start(each) and which(each)]
     rng.shuffle(every)
     left = {pair for settings in every for pair in pairs_of(settings)}
     chosen = []

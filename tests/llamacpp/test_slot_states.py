@@ -45,7 +45,7 @@ from tests.llamacpp.kit import (
     opened,
     prompt_of,
 )
-from tests.llamacpp.settings import all_pairs, options_of
+from tests.llamacpp.settings import all_pairs, keeps_checkpoints, options_of
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -123,7 +123,7 @@ def test_every_form_of_the_cache_is_exact(
 
 @pytest.mark.soak
 def test_every_pair_of_settings_is_exact(models: Path) -> None:
-    chosen = all_pairs(random.Random(1))
+    chosen = all_pairs(random.Random(1), keeps_checkpoints)
     assert len(chosen) <= 60
     for number, settings in enumerate(chosen):
         print(number, settings)

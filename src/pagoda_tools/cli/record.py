@@ -46,8 +46,15 @@ def record(
             raise UsageError(
                 f"{word}: write options first: pagoda record [--append] TRACE -- COMMAND..."
             )
+    was_there = os.path.lexists(out)
     before = _opened(out, append)
-    code = _ran(command, {**os.environ, _VARIABLE: str(out.absolute())})
+    try:
+        code = _ran(command, {**os.environ, _VARIABLE: str(out.absolute())})
+    except FailedError:
+        if not was_there:
+            # no command has run that could have written into it
+            out.unlink(missing_ok=True)
+        raise
     _tell(out, before, command)
     return code
 

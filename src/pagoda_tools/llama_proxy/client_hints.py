@@ -5,7 +5,6 @@ The server gets none of them. What a hint is, and what becomes of it: `pagoda.Re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from aiohttp import web
@@ -39,15 +38,17 @@ def hinted_body(request: web.Request, text: bytes, body: Body) -> HintedBody:
     own = [name for name in body if name.startswith(_PREFIX)]
     given: dict[str, object] = {}
     parameters = body.get(_PARAMETERS)
-    if isinstance(parameters, Mapping):
-        given |= {
-            name: value
-            for name, value in parameters.items()
-            if isinstance(name, str) and name.startswith(_PREFIX)
-        }
+    within: dict[str, list[str]] = {}
+    if isinstance(parameters, dict):
+        ours = [name for name in parameters if name.startswith(_PREFIX)]
+        given |= {name: parameters.pop(name) for name in ours}
+        if ours:
+            within[_PARAMETERS] = ours
+            if not parameters:
+                del body[_PARAMETERS]
     given |= {name: body.pop(name) for name in own}
-    if own:
-        text = without(text, own)
+    if own or within:
+        text = without(text, own, within)
     return HintedBody(text, parsed_hints(given, _session(request, body)))
 
 

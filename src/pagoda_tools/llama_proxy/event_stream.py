@@ -8,20 +8,26 @@ the client has asked for it as well.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple
 
-_PROGRESS = b'"prompt_progress"'
-_PROGRESS_MEMBER = re.compile(rb',\s*"prompt_progress"\s*:\s*\{[^{}]*\}')
+from pagoda_tools.llama_proxy.request_body import without
+
+_PROGRESS = "prompt_progress"
 # /v1/responses adds the progress to an event that it sends anyway, the first time
-_IN_PROGRESS = b'"response.in_progress"'
-_END = re.compile(rb"\r?\n\r?\n")
+_IN_PROGRESS = "response.in_progress"
+# an end of a line is one of three, and is never taken for two
+_LINE = rb"(?>\r\n|\n|\r)"
+_LINES = re.compile(_LINE)
+_END = re.compile(_LINE + _LINE)
 _MOST_EVENT_BYTES = 64 << 20
-# in which the server says what it reuses, if it does
+# with something to say, in which the server says what it reuses, if it does
 _FIRST_EVENTS = 3
 _TAIL_BYTES = 1 << 16
-_NUMBER = rb'"\s*:\s*(\d+)'
+# what is longer is no number of tokens
+_NUMBER = rb'"\s*:\s*(\d{1,15})(?!\d)'
 _REUSED = (
     re.compile(rb'"cache_n' + _NUMBER),
     re.compile(rb'"cache_read_input_tokens' + _NUMBER),
@@ -30,6 +36,7 @@ _REUSED = (
 _PREDICTED = (
     re.compile(rb'"predicted_n' + _NUMBER),
     re.compile(rb'"output_tokens' + _NUMBER),
+    re.compile(rb'"completion_tokens' + _NUMBER),
 )
 _COMPUTED = (re.compile(rb'"prompt_n' + _NUMBER),)
 _MILLISECONDS = re.compile(rb'"prompt_ms"\s*:\s*([\d.eE+-]+)')
@@ -71,9 +78,10 @@ def _number(patterns: tuple[re.Pattern[bytes], ...], text: bytes) -> int | None:
 
 def _seconds(milliseconds: bytes) -> float:
     try:
-        return float(milliseconds) / 1e3
+        seconds = float(milliseconds) / 1e3
     except ValueError:
         return 0.0
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 class EventStream:
@@ -99,18 +107,14 @@ class EventStream:
         """
         kept = b""
         seen = 0
-        while seen < _FIRST_EVENTS:
+        while seen < _FIRST_EVENTS and self.reused_tokens is None:
             event = await self._event()
             if event is None:
                 break
-            kept += self._kept(event)
-            if _is_comment(event):
-                # the server waits for its turn, however long
-                continue
-            seen += 1
-            self.reused_tokens = _reused_in(event)
-            if self.reused_tokens is not None:
-                break
+            kept += self._noted(self._kept(event))
+            # the server may wait for its turn, however long
+            seen += event.says_something
+            self.reused_tokens = event.reused_tokens
         return kept
 
     async def rest(self) -> AsyncIterator[bytes]:
@@ -120,9 +124,7 @@ class EventStream:
             event = await self._event()
             if event is None:
                 return
-            is_about_prompt = (
-                _is_comment(event) or _progress_in(event) is not None
-            )
+            is_about_prompt = not event.says_something
             if kept := self._kept(event):
                 yield self._noted(kept)
         buffered = self._buffer
@@ -137,14 +139,14 @@ class EventStream:
         """The last bytes of the stream."""
         return bytes(self._tail[-_TAIL_BYTES:])
 
-    def _kept(self, event: bytes) -> bytes:
+    def _kept(self, event: _Event) -> bytes:
         """Return what the client gets of an event."""
-        if not self._cuts or _progress_in(event) is None:
-            return event
-        if _IN_PROGRESS in event and not self._has_in_progress:
+        if not self._cuts or event.progress is None:
+            return event.text
+        if event.kind == _IN_PROGRESS and not self._has_in_progress:
             self._has_in_progress = True
-            return _PROGRESS_MEMBER.sub(b"", event)
-        return b""
+            return event.without_progress()
+        return event.without_progress() if event.says_something else b""
 
     def _noted(self, piece: bytes) -> bytes:
         self._tail += piece
@@ -152,7 +154,7 @@ class EventStream:
             del self._tail[:-_TAIL_BYTES]
         return piece
 
-    async def _event(self) -> bytes | None:
+    async def _event(self) -> _Event | None:
         """Return the next event with the empty line behind it; None at the end."""
         while (end := _END.search(self._buffer)) is None:
             try:
@@ -160,38 +162,88 @@ class EventStream:
             except StopAsyncIteration:
                 left = self._buffer
                 self._buffer = b""
-                return left or None
+                return _Event(left) if left else None
             self._buffer += piece
             if len(self._buffer) > _MOST_EVENT_BYTES:
                 raise ValueError("an event of the server has no end")
         event = self._buffer[: end.end()]
         self._buffer = self._buffer[end.end() :]
-        return event
+        return _Event(event)
 
 
-def _reused_in(event: bytes) -> int | None:
-    """Return what an event at the beginning says of the reused tokens."""
-    progress = _progress_in(event)
-    if progress is not None:
-        reused = progress.get("cache")
-        return reused if isinstance(reused, int) else None
-    if b'"message_start"' in event:
-        return _number(_REUSED[1:2], event)
-    return None
+class _Event:
+    """One event of a stream, read. `text`: its bytes, with the empty line behind it."""
 
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+        lines = _LINES.split(text.removeprefix(b"\xef\xbb\xbf"))
+        self._data = b"\n".join(
+            line[len(b"data:") :].removeprefix(b" ")
+            for line in lines
+            if line.startswith(b"data:")
+        )
+        self._others = [
+            line for line in lines if line and not line.startswith(b"data:")
+        ]
+        found = _object_in(self._data)
+        progress = found.get(_PROGRESS)
+        self.progress = progress if isinstance(progress, dict) else None
+        self.kind = found.get("type")
+        # False: it only keeps the connection open, or is only about the prompt
+        self.says_something = (
+            _says_something(found) if found else bool(self._data)
+        )
 
-def _is_comment(event: bytes) -> bool:
-    """Whether an event only keeps the connection open."""
-    return event.startswith(b":") and b"data:" not in event
-
-
-def _progress_in(event: bytes) -> dict[str, object] | None:
-    if _PROGRESS not in event:
+    @property
+    def reused_tokens(self) -> int | None:
+        """What it says of the reused tokens, at the beginning of an answer."""
+        if self.progress is not None:
+            reused = self.progress.get("cache")
+            return reused if type(reused) is int else None
+        if self.kind == "message_start":
+            return _number(_REUSED[1:2], self._data)
         return None
-    data = event[event.find(b"data:") + len(b"data:") :]
+
+    def without_progress(self) -> bytes:
+        """Return it as if nobody had asked for the progress."""
+        written = without(self._data, [_PROGRESS])
+        data = b"data: " + written.replace(b"\n", b"\ndata: ")
+        return b"\n".join([*self._others, data, b"", b""])
+
+
+def _object_in(data: bytes) -> Mapping[str, object]:
+    """Return the object of an event; empty if it has none."""
     try:
         found = json.loads(data)
-    except ValueError:
-        return None
-    progress = found.get("prompt_progress") if isinstance(found, dict) else None
-    return progress if isinstance(progress, dict) else None
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _says_something(event: Mapping[str, object]) -> bool:
+    """Whether an event has a part of the answer. Servers write some without, which have its first
+    speaker at most; what cannot be told counts as a part.
+    """
+    kind = event.get("type")
+    if kind is not None:
+        return kind != _IN_PROGRESS or _PROGRESS not in event
+    choices = event.get("choices")
+    if isinstance(choices, list):
+        return not choices or any(map(_has_answer, choices))
+    if "content" not in event:
+        return event.keys() != {_PROGRESS}
+    if event["content"] or event.get("stop"):
+        return True
+    # one without a token of the answer has this one
+    return event.get("tokens") not in (None, [], [0])
+
+
+def _has_answer(choice: object) -> bool:
+    """Whether a choice has a part of the answer."""
+    if not isinstance(choice, dict):
+        return True
+    delta = choice.get("delta")
+    parts = delta if isinstance(delta, dict) else {"": delta}
+    if any(part for name, part in parts.items() if name != "role"):
+        return True
+    return any(choice.get(name) for name in ("text", "finish_reason", "logprobs"))

@@ -42,6 +42,10 @@ class LoadWorth:
         """Account for a prompt that was computed because loading seemed slower."""
         self._refused += 1
 
+    def compute_seconds(self, tokens: int) -> float:
+        """Return how long the server would take to compute so many tokens; 0: that is not known."""
+        return (self._compute_seconds or 0.0) * tokens
+
     def is_worth(self, loaded_tokens: int, saved_tokens: int) -> bool:
         """Return whether to load so many tokens is faster than to compute so many of them; changes
         nothing.

@@ -249,11 +249,13 @@ class LlamaProxy:
         if not options.owns_server:
             # others may have used it before
             self._accounts.forget_used(None, 0.0)
+        worth = LoadWorth(is_asked=config.worth_it)
         self._saver = SlotSaver(
             self._accounts,
             self._states,
             self._run,
             config.chunk_tokens,
+            worth,
             saves_at_once=options.empties_idle_slots,
         )
         self._flow = RequestFlow(
@@ -261,7 +263,7 @@ class LlamaProxy:
             self._states,
             self._accounts,
             self._saver,
-            LoadWorth(is_asked=config.worth_it),
+            worth,
             self._run,
             FlowOptions(
                 min_gain_tokens=max(config.min_hit_tokens, config.chunk_tokens),
@@ -292,11 +294,14 @@ class LlamaProxy:
         try:
             return await self._answer(request, client)
         except web.RequestPayloadError as error:
-            return _error(400, f"the body cannot be read: {error}")
+            return _unreadable(request, error)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if request.transport is None or request.transport.is_closing():
                 # the client has gone, or got a part of an answer
                 return web.Response()
+            if (of_body := request.content.exception()) is not None:
+                # seen while it was passed on
+                return _unreadable(request, of_body)
             _log.warn(
                 _logger,
                 Reason.IO_ERROR,
@@ -496,6 +501,15 @@ class LlamaProxy:
             except ServerTrouble:
                 # it stays tainted
                 slot.forget()
+
+
+def _unreadable(request: web.Request, error: BaseException) -> web.Response:
+    """Return an error for a body that is not what its headers say."""
+    # aiohttp would wait for the rest of it, and log the same error with a traceback
+    request.content.feed_eof()
+    refusal = _error(400, f"the body cannot be read: {error}")
+    refusal.force_close()
+    return refusal
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -11,6 +11,7 @@ Body = dict[str, object]
 
 # the server takes a text with it as well
 _MARK = b"\xef\xbb\xbf"
+_NOTHING = b"{}"
 
 
 def read_body(text: bytes) -> Body | None:
@@ -51,18 +52,30 @@ def has_member(text: bytes, names: Sequence[str]) -> bool:
     return any(f'"{name}"'.encode() in plain for name in names)
 
 
-def without(text: bytes, names: Collection[str]) -> bytes:
+def without(
+    text: bytes,
+    names: Collection[str],
+    within: Mapping[str, Collection[str]] | None = None,
+) -> bytes:
     """Return an object without these members; the values of all others stay as they were written.
     Pure.
+
+    `within`: names members that are objects, and what is left out of each; one of which nothing is
+    left is left out itself.
     """
     members = msgspec.json.decode(
         text.removeprefix(_MARK), type=dict[str, msgspec.Raw]
     )
-    kept = [
-        json.dumps(name).encode() + b": " + bytes(value)
-        for name, value in members.items()
-        if name not in names
-    ]
+    kept = []
+    for name, value in members.items():
+        if name in names:
+            continue
+        written = bytes(value)
+        if within is not None and name in within:
+            written = without(written, within[name])
+            if written == _NOTHING:
+                continue
+        kept.append(json.dumps(name).encode() + b": " + written)
     return b"{" + b", ".join(kept) + b"}"
 
 

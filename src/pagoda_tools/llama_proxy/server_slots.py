@@ -87,9 +87,12 @@ class ServerSlots:
         slot that the server has chosen. `tokens`: what it has left there, if that is known.
         """
         after = await self.task_numbers()
-        if before is None or after is None:
+        tasks = [] if after is None else after.values()
+        # one at least has had a request now; without numbers, the used slot looks as before
+        if before is None or all(task is None for task in tasks):
             self._accounts.forget_used(None, since)
             return
+        assert after is not None
         used = {number for number in after if after[number] != before.get(number)}
         slots = [
             slot

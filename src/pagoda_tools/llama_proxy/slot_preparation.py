@@ -43,7 +43,11 @@ T = TypeVar("T")
 _WAIT_SECONDS = 600.0
 # where others may keep a slot busy that is free by our account
 _WAIT_BESIDE_OTHERS_SECONDS = 2.0
+# of a load: the server restores between two batches of what it computes for others, which may take
+# a minute on a slow machine. Computing the same tokens would wait for that batch as well, so a load
+# may take as long as computing would.
 _LOAD_SECONDS = 10.0
+_MOST_LOAD_SECONDS = 600.0
 # between two looks whether a server with a trouble was replaced
 _PROBE_SECONDS = 60.0
 
@@ -299,6 +303,7 @@ class SlotPreparation:
 
     async def _load(self, turn: Turn) -> None:
         began = time.monotonic()
+        compute = self._worth.compute_seconds(turn.stored - turn.held)
         loaded = await self._call(
             self._states.load,
             turn.tokens,
@@ -306,7 +311,7 @@ class SlotPreparation:
             held_tokens=turn.held,
             salt=turn.salt,
             counted=False,
-            limit_seconds=_LOAD_SECONDS,
+            limit_seconds=max(_LOAD_SECONDS, min(compute, _MOST_LOAD_SECONDS)),
         )
         # another server was probed, if it is another one
         self._saver.is_server_doubtful = False

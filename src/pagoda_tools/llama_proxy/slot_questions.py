@@ -102,7 +102,7 @@ class SlotQuestions:
         """Send the question and pass the answer on. `before`: what the slot held."""
         request = turn.question.request
         async with self._upstream.question(request, sent) as answer:
-            kind = answer.headers.get("Content-Type", "")
+            kind = answer.headers.get("Content-Type", "").lower()
             status = answer.status
             if status == 200 and kind.startswith("text/event-stream"):
                 return await self._streamed(answer, turn)

@@ -21,6 +21,7 @@ from pagoda.cache import RequestHints
 from pagoda.connectors.llamacpp import SlotStates
 from pagoda.connectors.llamacpp.server_requests import ServerTrouble
 from pagoda_tools.llama_proxy.finished_work import finished
+from pagoda_tools.llama_proxy.load_worth import LoadWorth
 from pagoda_tools.llama_proxy.slot_accounts import (
     SlotAccount,
     SlotAccounts,
@@ -31,6 +32,10 @@ _IDLE_SECONDS = 2.0
 _LONG_CHUNKS = 4  # of new prompt
 _END_SECONDS = 60.0  # for all slots together
 _MARKS_SECONDS = 10.0
+# of a save: as for a load, the server may compute a batch meanwhile. What is not saved is computed
+# again, so a save may take as long as that would.
+_SAVE_SECONDS = 30.0
+_MOST_SAVE_SECONDS = 600.0
 # for a save that failed in a way that passes: the first pause; each next one is twice as long
 _AGAIN_SECONDS = 1.0
 _MOST_TRIES = 6
@@ -57,12 +62,14 @@ class SlotSaver:
         states: SlotStates,
         run: Run,
         chunk: int,
+        worth: LoadWorth,
         *,
         saves_at_once: bool = False,
     ) -> None:
         """`run`: runs a call on another thread. `chunk`: its tokens. `saves_at_once`: the next
         request may empty an idle slot.
         """
+        self._worth = worth
         self._idle_seconds = 0.0 if saves_at_once else _IDLE_SECONDS
         self._accounts = accounts
         self._states = states
@@ -147,6 +154,7 @@ class SlotSaver:
             await self._note(slot)
             return
         marks = await self._marks_of(slot)
+        compute = self._worth.compute_seconds(slot.new_tokens)
         call = partial(
             self._states.store,
             slot.tokens,
@@ -155,6 +163,7 @@ class SlotSaver:
             marks=marks,
             salt=slot.salt,
             hints=slot.hints,
+            limit_seconds=max(_SAVE_SECONDS, min(compute, _MOST_SAVE_SECONDS)),
         )
         if slot.hints is not None:
             slot.hints = _rest_of(slot.hints)

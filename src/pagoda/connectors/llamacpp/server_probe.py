@@ -84,7 +84,9 @@ class ServerAdapters(NamedTuple):
     ) -> ServerAdapters:
         """Ask the server. Raises ServerTrouble."""
         answer = server.get("/lora-adapters", seconds)
-        if not isinstance(answer, list):
+        if not isinstance(answer, list) or not all(
+            isinstance(entry, dict) for entry in answer
+        ):
             raise ServerTrouble("/lora-adapters: an unknown answer")
         entries = [
             tuple(entry.get(name) for name in _LORA_FIELDS) for entry in answer
@@ -288,9 +290,12 @@ def _tokenized(server: ServerRequests, text: str, *, add_special: bool) -> Token
     body = {"content": text, "add_special": add_special}
     answer = server.post("/tokenize", body, ANSWER_SECONDS)
     try:
-        return np.array(answer["tokens"], np.int32)
-    except (KeyError, TypeError, ValueError):
-        raise ServerTrouble("/tokenize: an unknown answer") from None
+        found = np.array(answer["tokens"], np.int32)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        found = None
+    if found is None or found.ndim != 1:
+        raise ServerTrouble("/tokenize: an unknown answer")
+    return found
 
 
 def _require_same_directory(
@@ -645,6 +650,6 @@ def slot_state(server: ServerRequests, slot: int, seconds: float) -> Any:
             return None
         raise
     for entry in listed if isinstance(listed, list) else ():
-        if entry.get("id") == slot:
+        if isinstance(entry, dict) and entry.get("id") == slot:
             return entry
     return None

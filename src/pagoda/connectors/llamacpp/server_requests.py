@@ -148,7 +148,7 @@ def number(answer: Any, *names: str) -> int:
         for name in names:
             answer = answer[name]
         return int(answer)
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, OverflowError):
         raise ServerTrouble(
             f"an answer has no number {'.'.join(names)}: is this a llama-server?"
         ) from None

@@ -711,7 +711,9 @@ class SlotStates:
         if said and "id_task" not in said and "params" not in said:
             # no request yet
             return said
-        params = said.get("params") or {}
+        params = said.get("params")
+        if not isinstance(params, dict):
+            params = {}
         if "lora" not in params:
             raise _Refused(
                 Reason.NOT_CACHEABLE,
