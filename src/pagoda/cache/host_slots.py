@@ -348,30 +348,24 @@ class HostSlots:
         self._record(
             CallKind.RESERVE, keys, start, len(keys) * chunk_tokens, parent
         )
-        return self._ledger.owned(
-            partial(
-                self._reserve,
-                keys,
-                namespace,
-                start,
-                parent,
-                stamp,
-                parts,
-                deadline_seconds,
-            )
+        run = RunToReserve(
+            keys,
+            namespace,
+            start,
+            parent,
+            self.stamp() if stamp is None else stamp,
         )
+        deadline = self._deadline(deadline_seconds)
+        return self._ledger.owned(partial(self._reserve, run, parts, deadline))
 
     def _reserve(
         self,
-        keys: Sequence[bytes],
-        namespace: bytes,
-        start: int,
-        parent: bytes | None,
-        stamp: int | None,
+        run: RunToReserve,
         parts: int,
-        deadline_seconds: float | None,
+        deadline: Deadline,
         token: CallToken,
     ) -> list[Outcome]:
+        keys = run.keys
         chunk_tokens = self._resources.layout.chunk_tokens
         # the caller must commit or abort them, also if a later window fails
         made: list[Outcome] = []
@@ -380,21 +374,20 @@ class HostSlots:
             return made + [Refused(key, reason) for key in keys[len(made) :]]
 
         def work(deadline: Deadline) -> list[Outcome]:
-            one = self.stamp() if stamp is None else stamp
             # lower tiers, which get only chunks that have a slot here
             admit_all = bool(self._weights.scope()[1].written)
             while (at := len(made)) < len(keys):
                 window = keys[at : at + self._ledger.window]
-                before = keys[at - 1] if at else parent
                 reserve = partial(
                     self._ledger.reserve,
                     window,
-                    namespace=namespace,
-                    start=start + at,
-                    parent=before,
+                    namespace=run.namespace,
+                    start=run.start + at,
+                    parent=keys[at - 1] if at else run.parent,
                     tokens=chunk_tokens,
                     parts=parts,
-                    stamp=one,
+                    stamp=run.stamp,
+                    context=run.context,
                     admit_all=admit_all,
                     deadline_seconds=deadline.remaining(),
                 )
@@ -409,7 +402,7 @@ class HostSlots:
                     return rest(refused[0])
             return made
 
-        return self._run("reserve", work, rest, deadline_seconds)
+        return self._run("reserve", work, rest, deadline.remaining())
 
     def reserve_runs(
         self,
@@ -448,16 +441,7 @@ class HostSlots:
         return [
             next(made)
             if len(run.keys) <= window
-            else self._reserve(
-                run.keys,
-                run.namespace,
-                run.start,
-                run.parent,
-                run.stamp,
-                parts,
-                deadline.remaining(),
-                token,
-            )
+            else self._reserve(run, parts, deadline, token)
             for run in runs
         ]
 
