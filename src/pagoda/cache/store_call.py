@@ -176,8 +176,10 @@ class StoreCall:
             namespace=request.namespace.root,
             stamp=self._stamp,
             asked=False,
+            ahead=ledger.window,
             deadline_seconds=self._deadline.remaining(),
         )
+        found = have.following
         where = have.slots, have.generations
         known = not (have.slots.size and self._lower) or all(
             q.needs_no_note(*where) for q in self._queues
@@ -198,7 +200,8 @@ class StoreCall:
                 if self._deadline.passed:
                     return Reason.DEADLINE
                 end = min(at + ledger.window, len(request.keys))
-                refused = self._store_window(host, at, end, refs)
+                refused = self._store_window(host, at, end, refs, found)
+                found = None  # it was of the first window
                 self._deadline.progress()
                 if refused is Reason.NOT_ADMITTED:
                     ledger.refuse(
@@ -217,10 +220,15 @@ class StoreCall:
                     queue.enqueue(request.namespace.root, refs, self._stamps)
 
     def _store_window(
-        self, host: HostTier, begin: int, end: int, refs: list[ChunkRef]
+        self,
+        host: HostTier,
+        begin: int,
+        end: int,
+        refs: list[ChunkRef],
+        found: Sequence[Present | None] | None,
     ) -> Reason | None:
-        """Store keys [begin, end); append to `refs` what is in host slots now. Returns the reason
-        of a refusal.
+        """Store keys [begin, end); append to `refs` what is in host slots now. `found`: which of
+        them have a chunk, if that is known. Returns the reason of a refusal.
         """
         request = self._request
         with SlotWriter(host.ledger, host.slab) as writer:
@@ -233,6 +241,7 @@ class StoreCall:
                 stamp=self._stamp,
                 admit_all=self._admit_all,
                 context=self.context,
+                found=found,
                 deadline_seconds=self._deadline.remaining(),
             )
             reserved = [

@@ -68,6 +68,8 @@ class ReserveRequest:
     grow_until: float = (
         0.0  # how long (time.monotonic()) it waits for a store that grows
     )
+    # the chunks that the keys have; None: nobody has looked
+    found: Sequence[Present | None] | None = None
     # indices of keys, also in the next two fields
     present: set[int] = field(default_factory=set)
     end: int = sys.maxsize  # from this index on no newcomer is admitted

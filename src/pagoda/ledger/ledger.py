@@ -475,6 +475,7 @@ class Ledger:
         admit_all: bool = False,
         already_admitted: bool = False,
         context: int | None = None,
+        found: Sequence[Present | None] | None = None,
         deadline_seconds: float = 1.0,
         token: CallToken | None = None,
     ) -> list[Outcome]:
@@ -484,7 +485,8 @@ class Ledger:
         `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a
         slot in one call, and one member has at most a quarter of the slots reserved. The policy may
         keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
-        new chunks, see `policy.reuse_context`. Changes recency and leases of what is Present.
+        new chunks, see `policy.reuse_context`. `found`: what `match_prefix` found for the keys a
+        moment ago. Changes recency and leases of what is Present.
         `token`: that of a `SlotWriter` or of `owned`, which owns what this call reserves, also if
         it raises. Without one, the caller owns what this returns.
         """
@@ -505,6 +507,7 @@ class Ledger:
             admit_all,
             already_admitted,
             context,
+            found=found,
         )
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
 
@@ -725,21 +728,24 @@ class Ledger:
 
         A present chunk is never evicted for another key of the same call.
         """
-        keys = [key for request in group for key in request.keys]
-        with contextlib.suppress(UnavailableError):
-            found, totals = self.session.read(
-                partial(queries.find_entries, keys=keys),
-                until - time.monotonic(),
-            )
-            self._note_totals(totals)
-            begin = 0
-            for request in group:
-                own = found[begin : begin + len(request.keys)]
-                begin += len(own)
-                request.present.update(
-                    i for i, item in enumerate(own) if item is not None
+        if group[0].found is None:
+            keys = [key for request in group for key in request.keys]
+            with contextlib.suppress(UnavailableError):
+                rows, totals = self.session.read(
+                    partial(queries.find_entries, keys=keys),
+                    until - time.monotonic(),
                 )
-                self._keep_present(own, request.start, request.stamp, until)
+                self._note_totals(totals)
+                begin = 0
+                for request in group:
+                    request.found = rows[begin : begin + len(request.keys)]
+                    begin += len(request.keys)
+        for request in group:
+            found = request.found or ()
+            request.present.update(
+                i for i, item in enumerate(found) if item is not None
+            )
+            self._keep_present(found, request.start, request.stamp, until)
 
     def _admit(
         self,
@@ -1043,6 +1049,7 @@ class Ledger:
         lease_seconds: float = 0.0,
         touch: bool = True,
         asked: bool = True,
+        ahead: int = 0,
         deadline_seconds: float = 1.0,
     ) -> Match:
         """Return the leading run of keys that may be read. Changes leases, and recency unless the
@@ -1053,11 +1060,12 @@ class Ledger:
         store.
 
         `asked`: the caller wants to read them, which counts as a hit; False if it is about to store
-        what follows them.
+        what follows them. `ahead`: how many of the following keys it will reserve next; they are
+        looked up too if some must be evicted for them.
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
-        slots, generations, reason = self._match(
+        slots, generations, reason, following = self._match(
             keys,
             start,
             namespace,
@@ -1065,12 +1073,14 @@ class Ledger:
             lease_seconds,
             touch,
             asked,
+            ahead,
             deadline_seconds,
         )
         return Match(
             np.asarray(slots, np.int64),
             np.asarray(generations, np.uint64),
             reason,
+            following,
         )
 
     def count_prefix(
@@ -1087,7 +1097,7 @@ class Ledger:
         """Do what `match_prefix` does; return only how many keys are in the run, and why not
         more.
         """
-        slots, _, reason = self._match(
+        slots, _, reason, _ = self._match(
             keys,
             start,
             namespace,
@@ -1095,6 +1105,7 @@ class Ledger:
             lease_seconds,
             touch,
             True,
+            0,
             deadline_seconds,
         )
         return len(slots), reason
@@ -1108,21 +1119,32 @@ class Ledger:
         lease_seconds: float,
         touch: bool,
         asked: bool,
+        ahead: int,
         deadline_seconds: float,
     ) -> tuple[
         Sequence[int] | NDArray[np.int64],
         Sequence[int] | NDArray[np.uint64],
         Reason | None,
+        Sequence[Present | None] | None,
     ]:
         until = time.monotonic() + deadline_seconds
         columns = self.columns
         on_disk = self.on_disk
+        following: Sequence[Present | None] | None = None
+        totals: Meta | None = None
 
         def find(txn: Txn, tables: Tables) -> queries.Found:
+            nonlocal following, totals
             # what is served from a disk is never decided by columns, which are only hints there
-            return queries.match_prefix(
+            found = queries.match_prefix(
                 txn, tables, columns, not on_disk, keys, namespace, start
             )
+            at = len(found[0])
+            if ahead and self._room < len(keys) - at:
+                following, totals = queries.find_entries(
+                    txn, tables, keys[at : at + ahead]
+                )
+            return found
 
         try:
             if on_disk:
@@ -1139,8 +1161,10 @@ class Ledger:
                 found = self.session.read(find, deadline_seconds)
         except UnavailableError as error:
             self.count({f"miss_{error.reason}": 1})
-            return [], [], error.reason
+            return [], [], error.reason, None
         slots, generations, intact, reason = found
+        if totals is not None:
+            self._note_totals(totals)
         if intact < len(slots):
             damaged = keys[intact], int(slots[intact]), int(generations[intact])
             self.remove_exact(
@@ -1148,6 +1172,7 @@ class Ledger:
             )
             slots = slots[:intact]
             generations = generations[:intact]
+            following = None
         elif reason is None and len(slots) < len(keys):
             reason = self.explain_miss(keys[len(slots)]).reason
         if len(slots) and (touch or lease_seconds):
@@ -1160,7 +1185,7 @@ class Ledger:
             )
         if on_disk:
             self.upkeep_thread.read()
-        return slots, generations, reason
+        return slots, generations, reason, following
 
     def _use(
         self,

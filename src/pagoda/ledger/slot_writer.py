@@ -21,7 +21,7 @@ from weakref import ref
 from pagoda.base.finalizers import Finalizer
 from pagoda.ledger.call_tokens import Bytes, CallToken
 from pagoda.ledger.ledger import Ledger
-from pagoda.ledger.outcomes import CommitResult, Outcome, Reserved
+from pagoda.ledger.outcomes import CommitResult, Outcome, Present, Reserved
 
 # the wait for a transaction that gives up; a later one does the same
 _GIVE_UP_SECONDS = 0.1
@@ -45,6 +45,7 @@ class ReserveOptions(TypedDict, total=False):
     admit_all: bool
     already_admitted: bool
     context: int | None
+    found: Sequence[Present | None] | None
     deadline_seconds: float
 
 
