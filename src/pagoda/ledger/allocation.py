@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from pagoda.base.metrics import Reason
@@ -95,52 +96,35 @@ class BatchResult(NamedTuple):
     totals: Meta
 
 
-def reserve_runs(
-    transaction: Transaction,
-    requests: Sequence[ReserveRequest],
-    victims: Sequence[tuple[int, int]],
-) -> list[BatchResult]:
-    """Reserve a slot for each key of each of these requests, as `reserve` does. A chunk that one of
-    them finds Present is evicted for none of them. `passed_over` is that of all.
-    """
-    batches = [(request, range(len(request.keys))) for request in requests]
-    return _reserve_batches(transaction, batches, victims)
-
-
 def reserve(
-    transaction: Transaction,
-    request: ReserveRequest,
-    batch: range,
-    victims: Sequence[tuple[int, int]],
-) -> BatchResult:
-    """Reserve a slot for each key of a batch, leading keys first.
-
-    `victims`: slots whose chunk may be evicted, each with its generation when the policy named it.
-    A chunk that is Present in the same batch is never evicted.
-    """
-    return _reserve_batches(transaction, [(request, batch)], victims)[0]
-
-
-def _reserve_batches(
     transaction: Transaction,
     batches: Sequence[tuple[ReserveRequest, range]],
     victims: Sequence[tuple[int, int]],
 ) -> list[BatchResult]:
+    """Reserve a slot for each key of each of these batches of requests, leading keys first.
+
+    `victims`: slots whose chunk may be evicted, each with its generation when the policy named it.
+    A chunk that one of the batches finds Present is evicted for none of them. `passed_over` is that
+    of all.
+    """
     kept: set[int] = set()
-    found: list[dict[bytes, Present | Refused]] = []
+    found: list[tuple[int, dict[bytes, Present | Refused]]] = []
     for request, batch in batches:
         number = transaction.namespace(request.namespace)
         keys = request.keys[batch.start : batch.stop]
         present = _present(transaction, keys, number)
-        found.append(present)
+        found.append((number, present))
         for one in present.values():
             if isinstance(one, Present):
                 kept.add(one.slot)
     passed_over: list[int] = []
-    slots = _slots(transaction, victims, kept, passed_over)
+    slots = chain(
+        transaction.free_slots(),
+        _more_slots(transaction, victims, kept, passed_over),
+    )
     return [
-        _reserve_batch(transaction, request, batch, present, slots, passed_over)
-        for (request, batch), present in zip(batches, found, strict=True)
+        _reserve_batch(transaction, request, batch, *known, slots, passed_over)
+        for (request, batch), known in zip(batches, found, strict=True)
     ]
 
 
@@ -148,17 +132,17 @@ def _reserve_batch(
     transaction: Transaction,
     request: ReserveRequest,
     batch: range,
+    number: int,
     present: Mapping[bytes, Present | Refused],
     slots: Iterator[int],
     passed_over: list[int],
 ) -> BatchResult:
-    """Reserve what is not `present`, as long as there are `slots`."""
+    """Reserve what is not `present` in a namespace, as long as there are `slots`."""
     keys = request.keys[batch.start : batch.stop]
     first = request.start + batch.start
     meta = transaction.meta
     # at least as many as one reserve asks for
     quota = max(meta.with_pages() // 4, window(meta.slots))
-    number = transaction.namespace(request.namespace)
     member = transaction.get(
         MEMBER_KEY.pack(transaction.member), db=transaction.tables.members
     )
@@ -190,7 +174,11 @@ def _reserve_batch(
             outcome = Refused(key, Reason.FULL)
         if outcome is None and (slot := next(slots, None)) is not None:
             # as late as this, so that a namespace without reservations takes no space
-            number = number or transaction.add_namespace(request.namespace)
+            number = (
+                number
+                or transaction.namespace(request.namespace)
+                or transaction.add_namespace(request.namespace)
+            )
             reservation = Reservation(
                 transaction.next_generation(),
                 transaction.member,
@@ -202,24 +190,8 @@ def _reserve_batch(
                 key,
                 (transaction.member,) * request.parts,
             )
-            place = PLACE.pack(slot, reservation.generation)
-            transaction.put(
-                SLOT_KEY.pack(slot),
-                reservation.pack(),
-                db=transaction.tables.reserved,
-            )
-            transaction.put(key, place, db=transaction.tables.pending)
-            meta.reserved += 1
             hits = request.hits.get(batch[i], 0)
-            transaction.publish_filling(
-                slot,
-                reservation.generation,
-                key,
-                hits,
-                first + i,
-                link,
-                number,
-            )
+            transaction.reserve(slot, reservation, hits, link)
             made += 1
             outcome = Reserved(key, slot, reservation.generation)
         if outcome is None:
@@ -286,22 +258,19 @@ def adopt(
     return [_adopt_one(transaction, item, part) for item in reserved]
 
 
-def _slots(
+def _more_slots(
     transaction: Transaction,
     victims: Sequence[tuple[int, int]],
     kept: set[int],
     passed_over: list[int],
 ) -> Iterator[int]:
-    """Take the slots that a batch may have: free ones, then those of dead members, then those of
+    """Take the slots that a batch may have once none is free: those of dead members, then those of
     victims.
 
     Ends when no slot is left: after the first key that gets none, no key gets a slot.
     """
-    while (slot := transaction.take_free()) is not None:
-        yield slot
     reap(transaction, _REAP_AT_ONCE)
-    while (slot := transaction.take_free()) is not None:
-        yield slot
+    yield from transaction.free_slots()
     for slot, generation in victims:
         key = transaction.key_of(slot, generation)
         # that chunk was evicted after the policy named it; the slot's new chunk is not a victim

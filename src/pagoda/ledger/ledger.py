@@ -635,7 +635,11 @@ class Ledger:
             if self._room < count:
                 victims = self._victims(count, newest + 1, until)
             reserve = partial(
-                allocation.reserve_runs, requests=group, victims=victims
+                allocation.reserve,
+                batches=[
+                    (request, range(len(request.keys))) for request in group
+                ],
+                victims=victims,
             )
             results = self.session.write(reserve, until - time.monotonic())
         except (UnavailableError, DeadlineMissedError) as error:
@@ -848,11 +852,10 @@ class Ledger:
                 victims = self._victims(count, newest, until) if looked else []
                 reserve = partial(
                     allocation.reserve,
-                    request=request,
-                    batch=batch,
+                    batches=[(request, batch)],
                     victims=victims,
                 )
-                made = self.session.write(reserve, until - time.monotonic())
+                [made] = self.session.write(reserve, until - time.monotonic())
             except (UnavailableError, DeadlineMissedError) as error:
                 refused = _refused([request.keys[i] for i in batch], error)
                 request.outcomes += refused

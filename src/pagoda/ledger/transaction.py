@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import lmdb
@@ -112,18 +112,18 @@ class Transaction:
         self.meta.next_generation += 1
         return self.meta.next_generation - 1
 
-    def take_free(self) -> int | None:
-        """Take a free slot; None if there is none."""
-        if self.meta.free() > self.meta.backed - self.meta.unused:
+    def free_slots(self) -> Iterator[int]:
+        """Take free slots, one by one, until there is none."""
+        meta = self.meta
+        if meta.free() > meta.backed - meta.unused:
             cursor = self.txn.cursor(db=self.tables.free)
-            if cursor.first():
+            while cursor.first():
                 slot: int = SLOT_KEY.unpack(cursor.key())[0]
                 cursor.delete()
-                return slot
-        if self.meta.unused < self.meta.backed:
-            self.meta.unused += 1
-            return self.meta.unused - 1
-        return None
+                yield slot
+        while meta.unused < meta.backed:
+            meta.unused += 1
+            yield meta.unused - 1
 
     def free_slot(self, slot: int) -> None:
         """Put a slot among the free ones, with a new generation, so that a read in progress is not
@@ -248,6 +248,30 @@ class Transaction:
         )
 
     # ---- reservations
+
+    def reserve(
+        self,
+        slot: int,
+        reservation: Reservation,
+        hits: int,
+        parent: tuple[int, int] | None,
+    ) -> None:
+        """Put a reservation into the tables. `hits` and `parent` are those of the new chunk."""
+        generation = reservation.generation
+        key = reservation.key
+        row = reservation.pack()
+        self.put(SLOT_KEY.pack(slot), row, db=self.tables.reserved)
+        self.put(key, PLACE.pack(slot, generation), db=self.tables.pending)
+        self.meta.reserved += 1
+        self.publish_filling(
+            slot,
+            generation,
+            key,
+            hits,
+            reservation.position,
+            parent,
+            reservation.namespace,
+        )
 
     def publish_filling(
         self,
