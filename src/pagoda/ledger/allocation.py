@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Required, TypedDict
 
 from pagoda.base.metrics import Reason
 from pagoda.ledger import queries
@@ -46,6 +46,20 @@ _REAP_AT_ONCE = 64
 _WITHOUT_SLOT = (Busy, Refused)
 
 
+class ReserveOptions(TypedDict, total=False):
+    """The options of `Ledger.reserve` that say what is reserved."""
+
+    namespace: Required[bytes]
+    start: int
+    parent: bytes | None
+    tokens: int
+    parts: int
+    admit_all: bool
+    already_admitted: bool
+    context: int | None
+    found: Sequence[Present | None] | None
+
+
 @dataclass(eq=False)
 class ReserveRequest:
     """The keys of one reserve, at chain positions from `start` on, and what the steps find out
@@ -56,9 +70,9 @@ class ReserveRequest:
     """
 
     keys: Sequence[bytes]
-    start: int
-    parent: bytes | None
     stamp: int
+    start: int = 0
+    parent: bytes | None = None
     namespace: bytes = b""
     tokens: int = 0
     parts: int = 1

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -466,62 +466,65 @@ class Ledger:
         self,
         keys: Sequence[bytes],
         *,
-        namespace: bytes,
-        start: int = 0,
-        parent: bytes | None = None,
-        tokens: int = 0,
-        parts: int = 1,
         stamp: int | None = None,
-        admit_all: bool = False,
-        already_admitted: bool = False,
-        context: int | None = None,
-        found: Sequence[Present | None] | None = None,
         deadline_seconds: float = 1.0,
         token: CallToken | None = None,
+        **options: Unpack[allocation.ReserveOptions],
     ) -> list[Outcome]:
-        """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading
-        keys first.
+        """Reserve a slot for each key, evicting as needed; leading keys first. At most `window`
+        keys get a slot in one call, and one member has at most a quarter of the slots reserved.
+        Changes recency and leases of what is Present.
 
-        `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a
-        slot in one call, and one member has at most a quarter of the slots reserved. The policy may
-        keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
-        new chunks, see `policy.reuse_context`. `found`: what `match_prefix` found for the keys a
-        moment ago. Changes recency and leases of what is Present.
-        `token`: that of a `SlotWriter` or of `owned`, which owns what this call reserves, also if
-        it raises. Without one, the caller owns what this returns.
+        Args:
+            keys: of one chain, 32 bytes each.
+            stamp: the recency of their request; None: a new one.
+            deadline_seconds: how long it may take.
+            token: that of a `SlotWriter` or of `owned`, which owns what this call reserves, also
+                if it raises. Without one, the caller owns what this returns.
+            options: `namespace`, the root of the keys' namespace. `start`, the chain position of
+                the first one, and `parent`, the key before it. `tokens` of a chunk, and the `parts`
+                in which it is written. The policy may keep newcomers out, unless `admit_all`, or
+                `already_admitted` by `admit`. `context` of new chunks, see `policy.reuse_context`.
+                `found`: what `match_prefix` found for the keys a moment ago.
         """
-        if parts < 1:
-            raise ValueError(f"a chunk has at least one part, not {parts}")
-        if set(map(len, keys)) - {KEY_BYTES}:
-            raise ValueError(f"a key has {KEY_BYTES} bytes")
+        if token is None:
+            reserve = partial(
+                self.reserve,
+                keys,
+                stamp=stamp,
+                deadline_seconds=deadline_seconds,
+                **options,
+            )
+            return self.owned(reserve)
+        _require_reservable(keys, options.get("parts", 1))
         until = time.monotonic() + deadline_seconds
-        stamp = self.stamp() if stamp is None else stamp
         request = allocation.ReserveRequest(
             keys[: self.window],
-            start,
-            parent,
-            stamp,
-            namespace,
-            tokens,
-            parts,
-            admit_all,
-            already_admitted,
-            context,
-            found=found,
+            self.stamp() if stamp is None else stamp,
+            grow_until=until - deadline_seconds * (1 - _GROWTH_SHARE),
+            made=token.made,
+            **options,
         )
-        request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
-
-        def reserve(token: CallToken) -> list[Outcome]:
-            request.made = token.made
-            self._reserve_alone(request, until)
-            self.contexts.put(request)
-            outcomes = request.outcomes + [
-                Refused(key, Reason.FULL) for key in keys[self.window :]
-            ]
-            self._note_reserved(outcomes)
-            return outcomes
-
-        return self.owned(reserve) if token is None else reserve(token)
+        hindrance: Reason | None = None
+        self._find_room([request], until)
+        for at in range(0, len(request.keys), BATCH):
+            batch = range(at, min(at + BATCH, len(request.keys)))
+            try:
+                self._admit(request, batch, hindrance, until)
+            except DeadlineMissedError:
+                hindrance = Reason.LEDGER_BUSY
+            if hindrance is None:
+                hindrance = self._reserve_batch(request, batch, until)
+            else:
+                request.outcomes += [
+                    Refused(request.keys[i], hindrance) for i in batch
+                ]
+        self.contexts.put(request)
+        outcomes = request.outcomes + [
+            Refused(key, Reason.FULL) for key in keys[self.window :]
+        ]
+        self._note_reserved(outcomes)
+        return outcomes
 
     def reserve_runs(
         self,
@@ -539,82 +542,78 @@ class Ledger:
         It does what a `reserve` for each would do, with one transaction for many short runs. The
         other arguments are those of `reserve`. Thread-safe.
         """
-        if parts < 1:
-            raise ValueError(f"a chunk has at least one part, not {parts}")
-        if any(len(key) != KEY_BYTES for run in runs for key in run.keys):
-            raise ValueError(f"a key has {KEY_BYTES} bytes")
-        until = time.monotonic() + deadline_seconds
-        requests = [
-            allocation.ReserveRequest(
-                run.keys[: self.window],
-                run.start,
-                run.parent,
-                run.stamp,
-                run.namespace,
-                tokens,
-                parts,
-                admit_all,
-                context=run.context,
-                grow_until=until - deadline_seconds * (1 - _GROWTH_SHARE),
+        if token is None:
+            reserve = partial(
+                self.reserve_runs,
+                runs,
+                tokens=tokens,
+                parts=parts,
+                admit_all=admit_all,
+                deadline_seconds=deadline_seconds,
             )
-            for run in runs
-        ]
-
-        def reserve(token: CallToken) -> list[list[Outcome]]:
+            return self.owned(reserve)
+        _require_reservable([key for run in runs for key in run.keys], parts)
+        until = time.monotonic() + deadline_seconds
+        outcomes: list[list[Outcome]] = []
+        for group in self._together(runs):
+            left = max(0.0, until - time.monotonic())
+            if len(group) == 1:
+                [run] = group
+                alone = self.reserve(
+                    run.keys,
+                    namespace=run.namespace,
+                    start=run.start,
+                    parent=run.parent,
+                    tokens=tokens,
+                    parts=parts,
+                    stamp=run.stamp,
+                    admit_all=admit_all,
+                    context=run.context,
+                    deadline_seconds=left,
+                    token=token,
+                )
+                outcomes.append(alone)
+                continue
+            requests = [
+                allocation.ReserveRequest(
+                    run.keys,
+                    run.stamp,
+                    run.start,
+                    run.parent,
+                    run.namespace,
+                    tokens,
+                    parts,
+                    admit_all,
+                    context=run.context,
+                    grow_until=until - left * (1 - _GROWTH_SHARE),
+                )
+                for run in group
+            ]
             for request in requests:
                 request.made = token.made
-            for group in self._together(requests):
-                if len(group) > 1:
-                    self._reserve_group(group, until)
-                else:
-                    self._reserve_alone(group[0], until)
+            self._reserve_group(requests, until)
             for request in requests:
                 self.contexts.put(request)
-            outcomes = [
-                request.outcomes
-                + [Refused(key, Reason.FULL) for key in run.keys[self.window :]]
-                for request, run in zip(requests, runs, strict=True)
-            ]
-            self._note_reserved([one for each in outcomes for one in each])
-            return outcomes
-
-        return self.owned(reserve) if token is None else reserve(token)
+                outcomes.append(request.outcomes)
+                self._note_reserved(request.outcomes)
+        return outcomes
 
     def _together(
-        self, requests: Sequence[allocation.ReserveRequest]
-    ) -> Iterator[list[allocation.ReserveRequest]]:
-        """Yield the requests in groups that one transaction can take."""
+        self, runs: Sequence[RunToReserve]
+    ) -> Iterator[list[RunToReserve]]:
+        """Yield the runs in groups that one transaction can take; a longer one is alone."""
         most = min(BATCH, self.window)
-        group: list[allocation.ReserveRequest] = []
+        group: list[RunToReserve] = []
         count = 0
-        for request in requests:
-            if group and count + len(request.keys) > most:
+        for run in runs:
+            if group and count + len(run.keys) > most:
                 yield group
                 group = []
                 count = 0
-            group.append(request)
-            count += len(request.keys)
+            group.append(run)
+            count += len(run.keys)
         if group:
             yield group
-
-    def _reserve_alone(
-        self, request: allocation.ReserveRequest, until: float
-    ) -> None:
-        """Add the outcomes of a request, in as many transactions as it takes."""
-        hindrance: Reason | None = None
-        self._find_room([request], until)
-        for at in range(0, len(request.keys), BATCH):
-            batch = range(at, min(at + BATCH, len(request.keys)))
-            try:
-                self._admit(request, batch, hindrance, until)
-            except DeadlineMissedError:
-                hindrance = Reason.LEDGER_BUSY
-            if hindrance is None:
-                hindrance = self._reserve_batch(request, batch, until)
-            else:
-                request.outcomes += [
-                    Refused(request.keys[i], hindrance) for i in batch
-                ]
 
     def _reserve_group(
         self, group: Sequence[allocation.ReserveRequest], until: float
@@ -803,7 +802,7 @@ class Ledger:
         Changes ghosts, and recency and leases of what is present. Pass the admitted keys to
         `reserve` as `already_admitted`.
         """
-        request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
+        request = allocation.ReserveRequest(keys[:BATCH], stamp, start)
         until = time.monotonic() + deadline_seconds
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
         # as in `reserve`: with room for all, all are admitted
@@ -938,23 +937,11 @@ class Ledger:
         signal handler) nothing is reserved; a ValueError, for a wrong part, changes nothing.
         `token`: that of a `SlotWriter`, if it owns them.
         """
+        if token is None:
+            return self.owned(
+                partial(self._commit_own, reserved, part, deadline_seconds)
+            )
         until = time.monotonic() + deadline_seconds
-        if token is not None:
-            return self._commit_all(reserved, part, until)
-
-        def commit(token: CallToken) -> list[CommitResult]:
-            token.made.append((None, reserved))
-            try:
-                return self._commit_all(reserved, part, until)
-            except ValueError:
-                token.made.clear()
-                raise
-
-        return self.owned(commit)
-
-    def _commit_all(
-        self, reserved: Sequence[Reserved], part: int, until: float
-    ) -> list[CommitResult]:
         done: list[CommitResult] = []
         for batch in batches(reserved):
             commit = partial(allocation.commit, reserved=batch, part=part)
@@ -965,6 +952,21 @@ class Ledger:
                 self.session.defer(commit)
                 done += [CommitResult.LOST] * len(batch)
         return done
+
+    def _commit_own(
+        self,
+        reserved: Sequence[Reserved],
+        part: int,
+        deadline_seconds: float,
+        token: CallToken,
+    ) -> list[CommitResult]:
+        """Commit what only the caller owns until now."""
+        token.made.append((None, reserved))
+        try:
+            return self.commit(reserved, part, deadline_seconds, token)
+        except ValueError:
+            token.made.clear()
+            raise
 
     def abort(
         self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0
@@ -1720,6 +1722,14 @@ def _pages_of(
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
+
+
+def _require_reservable(keys: Sequence[bytes], parts: int) -> None:
+    """Raise ValueError for keys or parts of which no slot can be reserved."""
+    if parts < 1:
+        raise ValueError(f"a chunk has at least one part, not {parts}")
+    if set(map(len, keys)) - {KEY_BYTES}:
+        raise ValueError(f"a key has {KEY_BYTES} bytes")
 
 
 def _refused(
