@@ -101,7 +101,12 @@ class StoreCall:
         self._stamp = host.ledger.stamp() if host is not None else 0
         self._stamps = {tier.name: tier.stamp() for tier in self._lower}
         with nullcontext() if host is None else host.copying():
-            reason = self._store_below() if host is None else self._store(host)
+            if host is None:
+                reason = self._store_below()
+            else:
+                reason = self._store_in_host(host)
+                if reason is not None and self._overflows:
+                    reason = self._overflow(host, reason)
             if self._sent:
                 reason = self._collect_refused() or reason
         prompts = self._resources.prompt_log
@@ -144,20 +149,17 @@ class StoreCall:
             queue.wait_handed_over(self._deadline.remaining())
         return reason
 
-    def _store(self, host: HostTier) -> Reason | None:
-        reason = self._store_in_host(host)
-        if self._overflows and reason is Reason.NOT_ADMITTED:
+    def _overflow(self, host: HostTier, refused: Reason) -> Reason | None:
+        """Store below what the host has refused; return why chunks are left."""
+        reason: Reason | None = refused
+        if reason is Reason.NOT_ADMITTED:
             moment = Deadline(min(_MOMENT_SECONDS, self._deadline.remaining()))
             reason = self._store_through_staging(moment)
             if reason not in _NOTHING_LEFT:
                 self._admit_all = True
                 self._collect_refused()
                 reason = self._store_in_host(host)
-        if (
-            self._overflows
-            and reason not in _NOTHING_LEFT
-            and not self._deadline.passed
-        ):
+        if reason not in _NOTHING_LEFT and not self._deadline.passed:
             reason = self._store_through_staging(self._deadline)
         return reason
 

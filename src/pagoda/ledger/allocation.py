@@ -17,7 +17,6 @@ from pagoda.ledger.lmdb_tables import (
     MEMBER,
     MEMBER_KEY,
     PLACE,
-    SLOT,
     SLOT_KEY,
     Meta,
     Reservation,
@@ -394,24 +393,16 @@ def _commit_one(
         )
         return CommitResult.PART if wanted else CommitResult.LOST
     transaction.unreserve(item.slot, reservation, latest)
-    entry = ENTRY.pack(
-        item.slot, item.generation, reservation.namespace, reservation.position
-    )
-    if not wanted or not transaction.put(
-        item.key, entry, overwrite=False, db=transaction.tables.entries
-    ):
-        transaction.free_slot(item.slot)
-        return CommitResult.LOST
-    row = SLOT.pack(
+    if not wanted or not transaction.attach_chunk(
+        item.slot,
         item.generation,
         reservation.namespace,
         reservation.position,
         reservation.tokens,
         item.key,
-    )
-    transaction.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.slots)
-    transaction.meta.ready += 1
-    transaction.add_to_namespace(reservation.namespace, chunks=1)
+    ):
+        transaction.free_slot(item.slot)
+        return CommitResult.LOST
     transaction.ready[item.slot] = reservation.stamp
     transaction.stored += 1
     return CommitResult.WHOLE

@@ -20,6 +20,7 @@ from pagoda.ledger.columns import BARE, KEY_BYTES, NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.eviction_policy import GHOST_REASONS
 from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.lmdb_tables import (
+    ENTRY,
     HOLD,
     MEMBER,
     MEMBER_KEY,
@@ -160,6 +161,25 @@ class Transaction:
         allocated.
         """
         self.meta.backed = max(self.meta.backed, backed)
+
+    def attach_chunk(
+        self,
+        slot: int,
+        generation: int,
+        namespace: int,
+        position: int,
+        tokens: int,
+        key: bytes,
+    ) -> bool:
+        """Add the chunk of a slot to the tables, unless the key has one; return whether it did."""
+        entry = ENTRY.pack(slot, generation, namespace, position)
+        if not self.put(key, entry, overwrite=False, db=self.tables.entries):
+            return False
+        row = SLOT.pack(generation, namespace, position, tokens, key)
+        self.put(SLOT_KEY.pack(slot), row, db=self.tables.slots)
+        self.meta.ready += 1
+        self.add_to_namespace(namespace, chunks=1)
+        return True
 
     def detach_chunk(self, slot: int, reason: Reason) -> bytes | None:
         """Remove the chunk of a slot from the tables; return its key, or None. The caller then owns
