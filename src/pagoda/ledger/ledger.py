@@ -1138,7 +1138,7 @@ class Ledger:
         following: Sequence[Present | None] | None = None
         totals: Meta | None = None
 
-        def find(txn: Txn, tables: Tables) -> queries.Found:
+        def find(txn: Txn, tables: Tables) -> tuple[queries.Found, int]:
             nonlocal following, totals
             # what is served from a disk is never decided by columns, which are only hints there
             found = queries.match_prefix(
@@ -1149,25 +1149,20 @@ class Ledger:
                 following, totals = queries.find_entries(
                     txn, tables, keys[at : at + ahead]
                 )
-            return found
+            return found, txn.id() if on_disk else 0
 
         try:
-            if on_disk:
-                found, transaction = self.session.read(
-                    lambda txn, tables: (find(txn, tables), txn.id()),
-                    deadline_seconds,
-                )
-                self._note_matched(
-                    transaction,
-                    np.asarray(found[0], np.int64),
-                    np.asarray(found[1], np.uint64),
-                )
-            else:
-                found = self.session.read(find, deadline_seconds)
+            found, transaction = self.session.read(find, deadline_seconds)
         except UnavailableError as error:
             self.count({f"miss_{error.reason}": 1})
             return [], [], error.reason, None
         slots, generations, intact, reason = found
+        if on_disk:
+            self._note_matched(
+                transaction,
+                np.asarray(slots, np.int64),
+                np.asarray(generations, np.uint64),
+            )
         if totals is not None:
             self._note_totals(totals)
         if intact < len(slots):
@@ -1218,62 +1213,39 @@ class Ledger:
             return
         cells = self.columns.cells
         try:
-            self._use_few(
-                cells,
-                slots,
-                generations,
-                newest,
-                touch,
-                asked,
-                lease_seconds,
-                until,
-            )
+            published = cells[0]
+            count = len(slots)
+            stamps: Sequence[int] = range(newest, newest - count, -1)
+            here = slots
+            linked = touch and count > 1
+            if [published[slot] for slot in slots] != generations:
+                standing = [
+                    at
+                    for at, slot in enumerate(slots)
+                    if published[slot] == generations[at]
+                ]
+                here = [slots[at] for at in standing]
+                stamps = [newest - at for at in standing]
+                linked = False
+            if touch:
+                self.evictor.touch_few(here, stamps, asked, until)
+            if linked:
+                parents = cells[PARENT_CELLS]
+                parent_generations = cells[PARENT_CELLS + 1]
+                before = slots[0]
+                for at in range(1, count):
+                    slot = slots[at]
+                    parents[slot] = before
+                    parent_generations[slot] = generations[at - 1]
+                    before = slot
+            if lease_seconds:
+                nanoseconds = int(min(lease_seconds * 1e9, LONGEST_LEASE_NS))
+                self.columns.lease_few(here, self._now(), nanoseconds)
         except ValueError:
             # in a child that a signal handler forked in this call, which is its parent's, they are
             # released: see `Columns.new_cells`
             if cells is self.columns.cells:
                 raise
-
-    def _use_few(
-        self,
-        cells: Sequence[memoryview],
-        slots: Sequence[int],
-        generations: Sequence[int] | NDArray[np.uint64],
-        newest: int,
-        touch: bool,
-        asked: bool,
-        lease_seconds: float,
-        until: float,
-    ) -> None:
-        """Do the same for few chunks, one by one, by `cells` of the columns."""
-        published = cells[0]
-        count = len(slots)
-        stamps: Sequence[int] = range(newest, newest - count, -1)
-        here = slots
-        linked = touch and count > 1
-        if [published[slot] for slot in slots] != generations:
-            standing = [
-                at
-                for at, slot in enumerate(slots)
-                if published[slot] == generations[at]
-            ]
-            here = [slots[at] for at in standing]
-            stamps = [newest - at for at in standing]
-            linked = False
-        if touch:
-            self.evictor.touch_few(here, stamps, asked, until)
-        if linked:
-            parents = cells[PARENT_CELLS]
-            parent_generations = cells[PARENT_CELLS + 1]
-            before = slots[0]
-            for at in range(1, count):
-                slot = slots[at]
-                parents[slot] = before
-                parent_generations[slot] = generations[at - 1]
-                before = slot
-        if lease_seconds:
-            nanoseconds = int(min(lease_seconds * 1e9, LONGEST_LEASE_NS))
-            self.columns.lease_few(here, self._now(), nanoseconds)
 
     def which(
         self, keys: Sequence[bytes], deadline_seconds: float = 1.0
