@@ -435,30 +435,15 @@ class HostSlots:
         deadline: Deadline,
         token: CallToken,
     ) -> list[list[Outcome]]:
+        """Reserve slots for runs that fit into one window together, for others one by one."""
+        chunk_tokens = self._resources.layout.chunk_tokens
         window = self._ledger.window
         short = [run for run in runs if len(run.keys) <= window]
-        made = iter(self._reserve_short(short, parts, deadline, token))
-        return [
-            next(made)
-            if len(run.keys) <= window
-            else self._reserve(run, parts, deadline, token)
-            for run in runs
-        ]
-
-    def _reserve_short(
-        self,
-        runs: Sequence[RunToReserve],
-        parts: int,
-        deadline: Deadline,
-        token: CallToken,
-    ) -> list[list[Outcome]]:
-        """Reserve slots for runs of which each fits into one window."""
-        chunk_tokens = self._resources.layout.chunk_tokens
 
         def work(deadline: Deadline) -> list[list[Outcome]]:
             reserve = partial(
                 self._ledger.reserve_runs,
-                runs,
+                short,
                 tokens=chunk_tokens,
                 parts=parts,
                 # as in `reserve`
@@ -468,9 +453,15 @@ class HostSlots:
             return self._ledger.owned(reserve, token)
 
         def missed(reason: Reason, _: str = "") -> list[list[Outcome]]:
-            return [[Refused(key, reason) for key in run.keys] for run in runs]
+            return [[Refused(key, reason) for key in run.keys] for run in short]
 
-        return self._run("reserve", work, missed, deadline.remaining())
+        made = iter(self._run("reserve", work, missed, deadline.remaining()))
+        return [
+            next(made)
+            if len(run.keys) <= window
+            else self._reserve(run, parts, deadline, token)
+            for run in runs
+        ]
 
     def adopt(self, reserved: Sequence[Reserved], part: int) -> list[bool]:
         """Become the writer of one part of chunks that another process reserved, before the first

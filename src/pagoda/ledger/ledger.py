@@ -595,7 +595,9 @@ class Ledger:
             for request in requests:
                 self.contexts.put(request)
                 outcomes.append(request.outcomes)
-                self._note_reserved(request.outcomes)
+            self._note_reserved(
+                [one for request in requests for one in request.outcomes]
+            )
         return outcomes
 
     def _together(
