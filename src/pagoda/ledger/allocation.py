@@ -203,8 +203,23 @@ def _reserve_batch(
                 key,
                 (transaction.member,) * request.parts,
             )
-            hits = request.hits.get(batch[i], 0)
-            transaction.reserve(slot, reservation, hits, link)
+            place = PLACE.pack(slot, reservation.generation)
+            transaction.put(
+                SLOT_KEY.pack(slot),
+                reservation.pack(),
+                db=transaction.tables.reserved,
+            )
+            transaction.put(key, place, db=transaction.tables.pending)
+            meta.reserved += 1
+            transaction.publish_filling(
+                slot,
+                reservation.generation,
+                key,
+                request.hits.get(batch[i], 0),
+                first + i,
+                link,
+                number,
+            )
             made += 1
             outcome = Reserved(key, slot, reservation.generation)
         if outcome is None:

@@ -269,30 +269,6 @@ class Transaction:
 
     # ---- reservations
 
-    def reserve(
-        self,
-        slot: int,
-        reservation: Reservation,
-        hits: int,
-        parent: tuple[int, int] | None,
-    ) -> None:
-        """Put a reservation into the tables. `hits` and `parent` are those of the new chunk."""
-        generation = reservation.generation
-        key = reservation.key
-        row = reservation.pack()
-        self.put(SLOT_KEY.pack(slot), row, db=self.tables.reserved)
-        self.put(key, PLACE.pack(slot, generation), db=self.tables.pending)
-        self.meta.reserved += 1
-        self.publish_filling(
-            slot,
-            generation,
-            key,
-            hits,
-            reservation.position,
-            parent,
-            reservation.namespace,
-        )
-
     def publish_filling(
         self,
         slot: int,
