@@ -340,6 +340,26 @@ def test_runs_of_any_length_get_their_own_answers_in_their_order(
         assert admin.gauges(slots._ledger)["reserved"] == 0
 
 
+def test_a_run_of_any_length_has_the_context_of_its_request(
+    shm_root: Path,
+) -> None:
+    with cache_at(shm_root, None, policy="hindsight") as cache:
+        slots = slots_of(cache)
+        ledger = slots._ledger
+        assert ledger.contexts.keep()
+        for number, length in enumerate([2, ledger.window + 1]):
+            keys = [bytes([number, n]).ljust(32, b"k") for n in range(length)]
+            run = RunToReserve(
+                keys, slots.namespace(), 3, None, slots.stamp(), context=5
+            )
+            [found] = slots.reserve_runs([run], deadline_seconds=PATIENT_SECONDS)
+            made = [one for one in found if isinstance(one, Reserved)]
+            assert len(made) == length
+            rows = np.array([one.slot for one in made])
+            assert set(ledger.columns.contexts_of(rows).tolist()) == {5}
+            slots.abort(made)
+
+
 def test_what_is_no_key_is_wrong_use(shm_root: Path) -> None:
     with cache_at(shm_root, None) as cache:
         slots = slots_of(cache)

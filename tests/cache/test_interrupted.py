@@ -260,7 +260,6 @@ class Slow(DiskTier):
     "function",
     [
         LoadPipeline.run,
-        LoadPipeline._run,
         load_pipeline._settle_later,
         HostDestination.settle,
     ],

@@ -323,6 +323,37 @@ def test_what_one_call_will_find_is_not_evicted_by_its_own_earlier_batches(
     ledger.close()
 
 
+def test_what_a_store_has_looked_for_is_not_looked_for_again(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it found behind a chunk that is absent is not evicted either."""
+    put(ledger, keys(*range(ledger.slots)), chained=False)
+    wanted = keys(101, 0, 102)  # 0 is the coldest
+    have = ledger.match_prefix(wanted, asked=False, ahead=ledger.window)
+    assert not len(have.slots)
+    assert have.following is not None
+    assert [one is not None for one in have.following] == [False, True, False]
+    reads = []
+    read = ledger.session.read
+    monkeypatch.setattr(
+        ledger.session,
+        "read",
+        lambda *how: reads.append(how) or read(*how),
+    )
+    outcomes = ledger.reserve(wanted, namespace=TENANT, found=have.following)
+    assert [type(one) for one in outcomes] == [Reserved, Present, Reserved]
+    assert not reads
+
+
+def test_with_room_for_all_a_store_looks_for_nothing_ahead(
+    ledger: Ledger,
+) -> None:
+    put(ledger, keys(1))
+    have = ledger.match_prefix(keys(1, 2), asked=False, ahead=ledger.window)
+    assert len(have.slots) == 1
+    assert have.following is None
+
+
 def test_what_a_call_found_is_not_evicted_by_its_second_attempt(
     ledger: Ledger, clock: FakeClock
 ) -> None:

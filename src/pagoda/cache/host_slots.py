@@ -348,30 +348,24 @@ class HostSlots:
         self._record(
             CallKind.RESERVE, keys, start, len(keys) * chunk_tokens, parent
         )
-        return self._ledger.owned(
-            partial(
-                self._reserve,
-                keys,
-                namespace,
-                start,
-                parent,
-                stamp,
-                parts,
-                deadline_seconds,
-            )
+        run = RunToReserve(
+            keys,
+            namespace,
+            start,
+            parent,
+            self.stamp() if stamp is None else stamp,
         )
+        deadline = self._deadline(deadline_seconds)
+        return self._ledger.owned(partial(self._reserve, run, parts, deadline))
 
     def _reserve(
         self,
-        keys: Sequence[bytes],
-        namespace: bytes,
-        start: int,
-        parent: bytes | None,
-        stamp: int | None,
+        run: RunToReserve,
         parts: int,
-        deadline_seconds: float | None,
+        deadline: Deadline,
         token: CallToken,
     ) -> list[Outcome]:
+        keys = run.keys
         chunk_tokens = self._resources.layout.chunk_tokens
         # the caller must commit or abort them, also if a later window fails
         made: list[Outcome] = []
@@ -380,21 +374,20 @@ class HostSlots:
             return made + [Refused(key, reason) for key in keys[len(made) :]]
 
         def work(deadline: Deadline) -> list[Outcome]:
-            one = self.stamp() if stamp is None else stamp
             # lower tiers, which get only chunks that have a slot here
             admit_all = bool(self._weights.scope()[1].written)
             while (at := len(made)) < len(keys):
                 window = keys[at : at + self._ledger.window]
-                before = keys[at - 1] if at else parent
                 reserve = partial(
                     self._ledger.reserve,
                     window,
-                    namespace=namespace,
-                    start=start + at,
-                    parent=before,
+                    namespace=run.namespace,
+                    start=run.start + at,
+                    parent=keys[at - 1] if at else run.parent,
                     tokens=chunk_tokens,
                     parts=parts,
-                    stamp=one,
+                    stamp=run.stamp,
+                    context=run.context,
                     admit_all=admit_all,
                     deadline_seconds=deadline.remaining(),
                 )
@@ -409,7 +402,7 @@ class HostSlots:
                     return rest(refused[0])
             return made
 
-        return self._run("reserve", work, rest, deadline_seconds)
+        return self._run("reserve", work, rest, deadline.remaining())
 
     def reserve_runs(
         self,
@@ -442,39 +435,15 @@ class HostSlots:
         deadline: Deadline,
         token: CallToken,
     ) -> list[list[Outcome]]:
+        """Reserve slots for runs that fit into one window together, for others one by one."""
+        chunk_tokens = self._resources.layout.chunk_tokens
         window = self._ledger.window
         short = [run for run in runs if len(run.keys) <= window]
-        made = iter(self._reserve_short(short, parts, deadline, token))
-        return [
-            next(made)
-            if len(run.keys) <= window
-            else self._reserve(
-                run.keys,
-                run.namespace,
-                run.start,
-                run.parent,
-                run.stamp,
-                parts,
-                deadline.remaining(),
-                token,
-            )
-            for run in runs
-        ]
-
-    def _reserve_short(
-        self,
-        runs: Sequence[RunToReserve],
-        parts: int,
-        deadline: Deadline,
-        token: CallToken,
-    ) -> list[list[Outcome]]:
-        """Reserve slots for runs of which each fits into one window."""
-        chunk_tokens = self._resources.layout.chunk_tokens
 
         def work(deadline: Deadline) -> list[list[Outcome]]:
             reserve = partial(
                 self._ledger.reserve_runs,
-                runs,
+                short,
                 tokens=chunk_tokens,
                 parts=parts,
                 # as in `reserve`
@@ -484,9 +453,15 @@ class HostSlots:
             return self._ledger.owned(reserve, token)
 
         def missed(reason: Reason, _: str = "") -> list[list[Outcome]]:
-            return [[Refused(key, reason) for key in run.keys] for run in runs]
+            return [[Refused(key, reason) for key in run.keys] for run in short]
 
-        return self._run("reserve", work, missed, deadline.remaining())
+        made = iter(self._run("reserve", work, missed, deadline.remaining()))
+        return [
+            next(made)
+            if len(run.keys) <= window
+            else self._reserve(run, parts, deadline, token)
+            for run in runs
+        ]
 
     def adopt(self, reserved: Sequence[Reserved], part: int) -> list[bool]:
         """Become the writer of one part of chunks that another process reserved, before the first

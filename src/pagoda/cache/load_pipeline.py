@@ -77,27 +77,24 @@ class LoadPipeline:
         Returns why a chunk that was being read did not arrive, None if all did. Keeps no buffer: a
         buffer into which the tier is still reading is settled when its I/O has ended.
         """
-        with self._destination.writer:
-            self._run(begin, stop)
-        return self._end
-
-    def _run(self, begin: int, stop: int) -> None:
         self._done = asked = begin
         more = True
         most = self._destination.most
         flights = self._flights
-        try:
-            while self._end is None:
-                if more and asked < stop and len(flights) <= most // 2:
-                    under_way = len(flights)
-                    self._start_loads(asked, min(stop, asked + most - under_way))
-                    more = len(flights) > under_way
-                    asked = asked + len(flights) - under_way
-                if not flights or not self._wait_for_next():
-                    break
-        finally:
-            for flight in flights:
-                _settle_later(self._destination, flight)
+        with self._destination.writer:
+            try:
+                while self._end is None:
+                    if more and asked < stop and len(flights) <= most // 2:
+                        begun = len(flights)
+                        self._start_loads(asked, min(stop, asked + most - begun))
+                        more = len(flights) > begun
+                        asked = asked + len(flights) - begun
+                    if not flights or not self._wait_for_next():
+                        break
+            finally:
+                for flight in flights:
+                    _settle_later(self._destination, flight)
+        return self._end
 
     def _start_loads(self, begin: int, end: int) -> None:
         """Begin to read a leading part of [begin, end)."""

@@ -94,7 +94,19 @@ class RetrieveCall:
         # otherwise a longer piece may follow
         is_refused = hit is not None and hit.reason is not Reason.BELOW_MINIMUM
         if hit is None:
-            served = self._serve()
+            kv = self._kv
+            host = self._request.tiers.host
+            loop = ServeLoop(
+                self._resources, self._request, kv, self._chooses, self._pieces
+            )
+            if (
+                host is not None
+                and kv is not None
+                and kv.device_index is not None
+            ):
+                host.use_device(kv.device_index)  # before the first copy
+            with nullcontext() if host is None else host.copying():
+                served = loop.run()
             hit = self._answer(served)
         if self._behind and self._pieces is not None and not is_refused:
             leading = served.chunks if served is not None else 0
@@ -134,17 +146,6 @@ class RetrieveCall:
             if expected.reason is Reason.BELOW_MINIMUM:
                 return expected
         return None
-
-    def _serve(self) -> Served:
-        kv = self._kv
-        host = self._request.tiers.host
-        loop = ServeLoop(
-            self._resources, self._request, kv, self._chooses, self._pieces
-        )
-        if host is not None and kv is not None and kv.device_index is not None:
-            host.use_device(kv.device_index)  # before the first copy
-        with nullcontext() if host is None else host.copying():
-            return loop.run()
 
     def _answer(self, served: Served) -> Hit:
         reason = served.end.reason

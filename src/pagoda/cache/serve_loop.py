@@ -173,7 +173,9 @@ class ServeLoop:
     # -- from host slots ---------------------------------------------------------------------------
 
     def _serve_from_host(self, host: HostTier) -> ServeEnd | None:
-        """Serve what the host tier has from the next chunk on."""
+        """Serve what the host tier has from the next chunk on, in windows between which the
+        deadline is checked.
+        """
         match = host.ledger.match_prefix(
             self._request.keys[self._done :],
             start=self._request.position_of(self._done),
@@ -186,7 +188,21 @@ class ServeLoop:
         if not len(match.slots):
             return None
         first = self._done
-        end = self._take_from_host(host, match.slots, match.generations)
+        end: ServeEnd | None = None
+        kv = self._kv
+        if kv is None:
+            self._note_served(len(match.slots), host.name)
+        else:
+            # All at once: in windows, the first layer would be complete only after the last one.
+            step = max(1, _COPY_BYTES // host.slot_bytes)
+            step = len(match.slots) if kv.at_once else step
+            for at in range(0, len(match.slots), step):
+                window = slice(at, at + step)
+                end = self._copy_from_host(
+                    host, kv, match.slots[window], match.generations[window]
+                )
+                if end is not None:
+                    break
         if self._tiers.written:
             request = self._request
             where = (match.slots, match.generations)
@@ -201,29 +217,6 @@ class ServeLoop:
                 )
             )
         return end
-
-    def _take_from_host(
-        self,
-        host: HostTier,
-        slots: npt.NDArray[np.int64],
-        generations: npt.NDArray[np.uint64],
-    ) -> ServeEnd | None:
-        """Copy these slots out, in windows between which the deadline is checked."""
-        kv = self._kv
-        if kv is None:
-            self._note_served(len(slots), host.name)
-            return None
-        # All at once: in windows, the first layer would be complete only after the last window.
-        step = (
-            len(slots) if kv.at_once else max(1, _COPY_BYTES // host.slot_bytes)
-        )
-        for i in range(0, len(slots), step):
-            end = self._copy_from_host(
-                host, kv, slots[i : i + step], generations[i : i + step]
-            )
-            if end is not None:
-                return end
-        return None
 
     def _copy_from_host(
         self,

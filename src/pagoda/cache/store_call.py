@@ -101,7 +101,12 @@ class StoreCall:
         self._stamp = host.ledger.stamp() if host is not None else 0
         self._stamps = {tier.name: tier.stamp() for tier in self._lower}
         with nullcontext() if host is None else host.copying():
-            reason = self._store_below() if host is None else self._store(host)
+            if host is None:
+                reason = self._store_below()
+            else:
+                reason = self._store_in_host(host)
+                if reason is not None and self._overflows:
+                    reason = self._overflow(host, reason)
             if self._sent:
                 reason = self._collect_refused() or reason
         prompts = self._resources.prompt_log
@@ -144,20 +149,17 @@ class StoreCall:
             queue.wait_handed_over(self._deadline.remaining())
         return reason
 
-    def _store(self, host: HostTier) -> Reason | None:
-        reason = self._store_in_host(host)
-        if self._overflows and reason is Reason.NOT_ADMITTED:
+    def _overflow(self, host: HostTier, refused: Reason) -> Reason | None:
+        """Store below what the host has refused; return why chunks are left."""
+        reason: Reason | None = refused
+        if reason is Reason.NOT_ADMITTED:
             moment = Deadline(min(_MOMENT_SECONDS, self._deadline.remaining()))
             reason = self._store_through_staging(moment)
             if reason not in _NOTHING_LEFT:
                 self._admit_all = True
                 self._collect_refused()
                 reason = self._store_in_host(host)
-        if (
-            self._overflows
-            and reason not in _NOTHING_LEFT
-            and not self._deadline.passed
-        ):
+        if reason not in _NOTHING_LEFT and not self._deadline.passed:
             reason = self._store_through_staging(self._deadline)
         return reason
 
@@ -176,8 +178,10 @@ class StoreCall:
             namespace=request.namespace.root,
             stamp=self._stamp,
             asked=False,
+            ahead=ledger.window,
             deadline_seconds=self._deadline.remaining(),
         )
+        found = have.following
         where = have.slots, have.generations
         known = not (have.slots.size and self._lower) or all(
             q.needs_no_note(*where) for q in self._queues
@@ -198,7 +202,8 @@ class StoreCall:
                 if self._deadline.passed:
                     return Reason.DEADLINE
                 end = min(at + ledger.window, len(request.keys))
-                refused = self._store_window(host, at, end, refs)
+                refused = self._store_window(host, at, end, refs, found)
+                found = None  # it was of the first window
                 self._deadline.progress()
                 if refused is Reason.NOT_ADMITTED:
                     ledger.refuse(
@@ -217,10 +222,15 @@ class StoreCall:
                     queue.enqueue(request.namespace.root, refs, self._stamps)
 
     def _store_window(
-        self, host: HostTier, begin: int, end: int, refs: list[ChunkRef]
+        self,
+        host: HostTier,
+        begin: int,
+        end: int,
+        refs: list[ChunkRef],
+        found: Sequence[Present | None] | None,
     ) -> Reason | None:
-        """Store keys [begin, end); append to `refs` what is in host slots now. Returns the reason
-        of a refusal.
+        """Store keys [begin, end); append to `refs` what is in host slots now. `found`: which of
+        them have a chunk, if that is known. Returns the reason of a refusal.
         """
         request = self._request
         with SlotWriter(host.ledger, host.slab) as writer:
@@ -233,6 +243,7 @@ class StoreCall:
                 stamp=self._stamp,
                 admit_all=self._admit_all,
                 context=self.context,
+                found=found,
                 deadline_seconds=self._deadline.remaining(),
             )
             reserved = [

@@ -662,7 +662,7 @@ class WriteBackQueue:
             ]
         else:
             views = host.slab.views([ref.slot for ref in piece])
-            valid = host.ledger.is_valid
+            valid = host.ledger.is_published
             staged = [
                 (view, partial(valid, ref.slot, ref.generation))
                 for ref, view in zip(piece, views, strict=True)

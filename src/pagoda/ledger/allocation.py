@@ -7,7 +7,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, Required, TypedDict
 
 from pagoda.base.metrics import Reason
 from pagoda.ledger import queries
@@ -16,7 +17,6 @@ from pagoda.ledger.lmdb_tables import (
     MEMBER,
     MEMBER_KEY,
     PLACE,
-    SLOT,
     SLOT_KEY,
     Meta,
     Reservation,
@@ -45,6 +45,20 @@ _REAP_AT_ONCE = 64
 _WITHOUT_SLOT = (Busy, Refused)
 
 
+class ReserveOptions(TypedDict, total=False):
+    """The options of `Ledger.reserve` that say what is reserved."""
+
+    namespace: Required[bytes]
+    start: int
+    parent: bytes | None
+    tokens: int
+    parts: int
+    admit_all: bool
+    already_admitted: bool
+    context: int | None
+    found: Sequence[Present | None] | None
+
+
 @dataclass(eq=False)
 class ReserveRequest:
     """The keys of one reserve, at chain positions from `start` on, and what the steps find out
@@ -55,9 +69,9 @@ class ReserveRequest:
     """
 
     keys: Sequence[bytes]
-    start: int
-    parent: bytes | None
     stamp: int
+    start: int = 0
+    parent: bytes | None = None
     namespace: bytes = b""
     tokens: int = 0
     parts: int = 1
@@ -68,6 +82,8 @@ class ReserveRequest:
     grow_until: float = (
         0.0  # how long (time.monotonic()) it waits for a store that grows
     )
+    # the chunks that the keys have; None: nobody has looked
+    found: Sequence[Present | None] | None = None
     # indices of keys, also in the next two fields
     present: set[int] = field(default_factory=set)
     end: int = sys.maxsize  # from this index on no newcomer is admitted
@@ -93,52 +109,35 @@ class BatchResult(NamedTuple):
     totals: Meta
 
 
-def reserve_runs(
-    transaction: Transaction,
-    requests: Sequence[ReserveRequest],
-    victims: Sequence[tuple[int, int]],
-) -> list[BatchResult]:
-    """Reserve a slot for each key of each of these requests, as `reserve` does. A chunk that one of
-    them finds Present is evicted for none of them. `passed_over` is that of all.
-    """
-    batches = [(request, range(len(request.keys))) for request in requests]
-    return _reserve_batches(transaction, batches, victims)
-
-
 def reserve(
-    transaction: Transaction,
-    request: ReserveRequest,
-    batch: range,
-    victims: Sequence[tuple[int, int]],
-) -> BatchResult:
-    """Reserve a slot for each key of a batch, leading keys first.
-
-    `victims`: slots whose chunk may be evicted, each with its generation when the policy named it.
-    A chunk that is Present in the same batch is never evicted.
-    """
-    return _reserve_batches(transaction, [(request, batch)], victims)[0]
-
-
-def _reserve_batches(
     transaction: Transaction,
     batches: Sequence[tuple[ReserveRequest, range]],
     victims: Sequence[tuple[int, int]],
 ) -> list[BatchResult]:
+    """Reserve a slot for each key of each of these batches of requests, leading keys first.
+
+    `victims`: slots whose chunk may be evicted, each with its generation when the policy named it.
+    A chunk that one of the batches finds Present is evicted for none of them. `passed_over` is that
+    of all.
+    """
     kept: set[int] = set()
-    found: list[dict[bytes, Present | Refused]] = []
+    found: list[tuple[int, dict[bytes, Present | Refused]]] = []
     for request, batch in batches:
         number = transaction.namespace(request.namespace)
         keys = request.keys[batch.start : batch.stop]
         present = _present(transaction, keys, number)
-        found.append(present)
+        found.append((number, present))
         for one in present.values():
             if isinstance(one, Present):
                 kept.add(one.slot)
     passed_over: list[int] = []
-    slots = _slots(transaction, victims, kept, passed_over)
+    slots = chain(
+        transaction.free_slots(),
+        _more_slots(transaction, victims, kept, passed_over),
+    )
     return [
-        _reserve_batch(transaction, request, batch, present, slots, passed_over)
-        for (request, batch), present in zip(batches, found, strict=True)
+        _reserve_batch(transaction, request, batch, *known, slots, passed_over)
+        for (request, batch), known in zip(batches, found, strict=True)
     ]
 
 
@@ -146,17 +145,17 @@ def _reserve_batch(
     transaction: Transaction,
     request: ReserveRequest,
     batch: range,
+    number: int,
     present: Mapping[bytes, Present | Refused],
     slots: Iterator[int],
     passed_over: list[int],
 ) -> BatchResult:
-    """Reserve what is not `present`, as long as there are `slots`."""
+    """Reserve what is not `present` in a namespace, as long as there are `slots`."""
     keys = request.keys[batch.start : batch.stop]
     first = request.start + batch.start
     meta = transaction.meta
     # at least as many as one reserve asks for
     quota = max(meta.with_pages() // 4, window(meta.slots))
-    number = transaction.namespace(request.namespace)
     member = transaction.get(
         MEMBER_KEY.pack(transaction.member), db=transaction.tables.members
     )
@@ -188,7 +187,11 @@ def _reserve_batch(
             outcome = Refused(key, Reason.FULL)
         if outcome is None and (slot := next(slots, None)) is not None:
             # as late as this, so that a namespace without reservations takes no space
-            number = number or transaction.add_namespace(request.namespace)
+            number = (
+                number
+                or transaction.namespace(request.namespace)
+                or transaction.add_namespace(request.namespace)
+            )
             reservation = Reservation(
                 transaction.next_generation(),
                 transaction.member,
@@ -208,12 +211,11 @@ def _reserve_batch(
             )
             transaction.put(key, place, db=transaction.tables.pending)
             meta.reserved += 1
-            hits = request.hits.get(batch[i], 0)
             transaction.publish_filling(
                 slot,
                 reservation.generation,
                 key,
-                hits,
+                request.hits.get(batch[i], 0),
                 first + i,
                 link,
                 number,
@@ -284,22 +286,19 @@ def adopt(
     return [_adopt_one(transaction, item, part) for item in reserved]
 
 
-def _slots(
+def _more_slots(
     transaction: Transaction,
     victims: Sequence[tuple[int, int]],
     kept: set[int],
     passed_over: list[int],
 ) -> Iterator[int]:
-    """Take the slots that a batch may have: free ones, then those of dead members, then those of
+    """Take the slots that a batch may have once none is free: those of dead members, then those of
     victims.
 
     Ends when no slot is left: after the first key that gets none, no key gets a slot.
     """
-    while (slot := transaction.take_free()) is not None:
-        yield slot
     reap(transaction, _REAP_AT_ONCE)
-    while (slot := transaction.take_free()) is not None:
-        yield slot
+    yield from transaction.free_slots()
     for slot, generation in victims:
         key = transaction.key_of(slot, generation)
         # that chunk was evicted after the policy named it; the slot's new chunk is not a victim
@@ -409,24 +408,16 @@ def _commit_one(
         )
         return CommitResult.PART if wanted else CommitResult.LOST
     transaction.unreserve(item.slot, reservation, latest)
-    entry = ENTRY.pack(
-        item.slot, item.generation, reservation.namespace, reservation.position
-    )
-    if not wanted or not transaction.put(
-        item.key, entry, overwrite=False, db=transaction.tables.entries
-    ):
-        transaction.free_slot(item.slot)
-        return CommitResult.LOST
-    row = SLOT.pack(
+    if not wanted or not transaction.attach_chunk(
+        item.slot,
         item.generation,
         reservation.namespace,
         reservation.position,
         reservation.tokens,
         item.key,
-    )
-    transaction.put(SLOT_KEY.pack(item.slot), row, db=transaction.tables.slots)
-    transaction.meta.ready += 1
-    transaction.add_to_namespace(reservation.namespace, chunks=1)
+    ):
+        transaction.free_slot(item.slot)
+        return CommitResult.LOST
     transaction.ready[item.slot] = reservation.stamp
     transaction.stored += 1
     return CommitResult.WHOLE

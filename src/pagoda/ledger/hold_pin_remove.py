@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, islice
 
 import lmdb
 
@@ -51,9 +51,7 @@ def vacate(
     """
     if in_memory and has_device(transaction):
         return []
-    slots: list[int] = []
-    while len(slots) < count and (free := transaction.take_free()) is not None:
-        slots.append(free)
+    slots = list(islice(transaction.free_slots(), count))
     for slot, generation in victims:
         key = transaction.key_of(slot, generation)
         if (

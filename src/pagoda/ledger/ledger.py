@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -466,59 +466,65 @@ class Ledger:
         self,
         keys: Sequence[bytes],
         *,
-        namespace: bytes,
-        start: int = 0,
-        parent: bytes | None = None,
-        tokens: int = 0,
-        parts: int = 1,
         stamp: int | None = None,
-        admit_all: bool = False,
-        already_admitted: bool = False,
-        context: int | None = None,
         deadline_seconds: float = 1.0,
         token: CallToken | None = None,
+        **options: Unpack[allocation.ReserveOptions],
     ) -> list[Outcome]:
-        """Reserve a slot for each key, for the KV of `tokens` tokens, evicting as needed; leading
-        keys first.
+        """Reserve a slot for each key, evicting as needed; leading keys first. At most `window`
+        keys get a slot in one call, and one member has at most a quarter of the slots reserved.
+        Changes recency and leases of what is Present.
 
-        `keys` are at chain positions from `start` on, after `parent`. At most `window` keys get a
-        slot in one call, and one member has at most a quarter of the slots reserved. The policy may
-        keep newcomers out, unless `admit_all`, or `already_admitted` by `admit`. `context`: that of
-        new chunks, see `policy.reuse_context`. Changes recency and leases of what is Present.
-        `token`: that of a `SlotWriter` or of `owned`, which owns what this call reserves, also if
-        it raises. Without one, the caller owns what this returns.
+        Args:
+            keys: of one chain, 32 bytes each.
+            stamp: the recency of their request; None: a new one.
+            deadline_seconds: how long it may take.
+            token: that of a `SlotWriter` or of `owned`, which owns what this call reserves, also
+                if it raises. Without one, the caller owns what this returns.
+            options: `namespace`, the root of the keys' namespace. `start`, the chain position of
+                the first one, and `parent`, the key before it. `tokens` of a chunk, and the `parts`
+                in which it is written. The policy may keep newcomers out, unless `admit_all`, or
+                `already_admitted` by `admit`. `context` of new chunks, see `policy.reuse_context`.
+                `found`: what `match_prefix` found for the keys a moment ago.
         """
-        if parts < 1:
-            raise ValueError(f"a chunk has at least one part, not {parts}")
-        if set(map(len, keys)) - {KEY_BYTES}:
-            raise ValueError(f"a key has {KEY_BYTES} bytes")
+        if token is None:
+            reserve = partial(
+                self.reserve,
+                keys,
+                stamp=stamp,
+                deadline_seconds=deadline_seconds,
+                **options,
+            )
+            return self.owned(reserve)
+        _require_reservable(keys, options.get("parts", 1))
         until = time.monotonic() + deadline_seconds
-        stamp = self.stamp() if stamp is None else stamp
         request = allocation.ReserveRequest(
             keys[: self.window],
-            start,
-            parent,
-            stamp,
-            namespace,
-            tokens,
-            parts,
-            admit_all,
-            already_admitted,
-            context,
+            self.stamp() if stamp is None else stamp,
+            grow_until=until - deadline_seconds * (1 - _GROWTH_SHARE),
+            made=token.made,
+            **options,
         )
-        request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
-
-        def reserve(token: CallToken) -> list[Outcome]:
-            request.made = token.made
-            self._reserve_alone(request, until)
-            self.contexts.put(request)
-            outcomes = request.outcomes + [
-                Refused(key, Reason.FULL) for key in keys[self.window :]
-            ]
-            self._note_reserved(outcomes)
-            return outcomes
-
-        return self.owned(reserve) if token is None else reserve(token)
+        hindrance: Reason | None = None
+        self._find_room([request], until)
+        for at in range(0, len(request.keys), BATCH):
+            batch = range(at, min(at + BATCH, len(request.keys)))
+            try:
+                self._admit(request, batch, hindrance, until)
+            except DeadlineMissedError:
+                hindrance = Reason.LEDGER_BUSY
+            if hindrance is None:
+                hindrance = self._reserve_batch(request, batch, until)
+            else:
+                request.outcomes += [
+                    Refused(request.keys[i], hindrance) for i in batch
+                ]
+        self.contexts.put(request)
+        outcomes = request.outcomes + [
+            Refused(key, Reason.FULL) for key in keys[self.window :]
+        ]
+        self._note_reserved(outcomes)
+        return outcomes
 
     def reserve_runs(
         self,
@@ -536,82 +542,80 @@ class Ledger:
         It does what a `reserve` for each would do, with one transaction for many short runs. The
         other arguments are those of `reserve`. Thread-safe.
         """
-        if parts < 1:
-            raise ValueError(f"a chunk has at least one part, not {parts}")
-        if any(len(key) != KEY_BYTES for run in runs for key in run.keys):
-            raise ValueError(f"a key has {KEY_BYTES} bytes")
-        until = time.monotonic() + deadline_seconds
-        requests = [
-            allocation.ReserveRequest(
-                run.keys[: self.window],
-                run.start,
-                run.parent,
-                run.stamp,
-                run.namespace,
-                tokens,
-                parts,
-                admit_all,
-                context=run.context,
-                grow_until=until - deadline_seconds * (1 - _GROWTH_SHARE),
+        if token is None:
+            reserve = partial(
+                self.reserve_runs,
+                runs,
+                tokens=tokens,
+                parts=parts,
+                admit_all=admit_all,
+                deadline_seconds=deadline_seconds,
             )
-            for run in runs
-        ]
-
-        def reserve(token: CallToken) -> list[list[Outcome]]:
+            return self.owned(reserve)
+        _require_reservable([key for run in runs for key in run.keys], parts)
+        until = time.monotonic() + deadline_seconds
+        outcomes: list[list[Outcome]] = []
+        for group in self._together(runs):
+            left = max(0.0, until - time.monotonic())
+            if len(group) == 1:
+                [run] = group
+                alone = self.reserve(
+                    run.keys,
+                    namespace=run.namespace,
+                    start=run.start,
+                    parent=run.parent,
+                    tokens=tokens,
+                    parts=parts,
+                    stamp=run.stamp,
+                    admit_all=admit_all,
+                    context=run.context,
+                    deadline_seconds=left,
+                    token=token,
+                )
+                outcomes.append(alone)
+                continue
+            requests = [
+                allocation.ReserveRequest(
+                    run.keys,
+                    run.stamp,
+                    run.start,
+                    run.parent,
+                    run.namespace,
+                    tokens,
+                    parts,
+                    admit_all,
+                    context=run.context,
+                    grow_until=until - left * (1 - _GROWTH_SHARE),
+                )
+                for run in group
+            ]
             for request in requests:
                 request.made = token.made
-            for group in self._together(requests):
-                if len(group) > 1:
-                    self._reserve_group(group, until)
-                else:
-                    self._reserve_alone(group[0], until)
+            self._reserve_group(requests, until)
             for request in requests:
                 self.contexts.put(request)
-            outcomes = [
-                request.outcomes
-                + [Refused(key, Reason.FULL) for key in run.keys[self.window :]]
-                for request, run in zip(requests, runs, strict=True)
-            ]
-            self._note_reserved([one for each in outcomes for one in each])
-            return outcomes
-
-        return self.owned(reserve) if token is None else reserve(token)
+                outcomes.append(request.outcomes)
+            self._note_reserved(
+                [one for request in requests for one in request.outcomes]
+            )
+        return outcomes
 
     def _together(
-        self, requests: Sequence[allocation.ReserveRequest]
-    ) -> Iterator[list[allocation.ReserveRequest]]:
-        """Yield the requests in groups that one transaction can take."""
+        self, runs: Sequence[RunToReserve]
+    ) -> Iterator[list[RunToReserve]]:
+        """Yield the runs in groups that one transaction can take; a longer one is alone."""
         most = min(BATCH, self.window)
-        group: list[allocation.ReserveRequest] = []
+        group: list[RunToReserve] = []
         count = 0
-        for request in requests:
-            if group and count + len(request.keys) > most:
+        for run in runs:
+            if group and count + len(run.keys) > most:
                 yield group
                 group = []
                 count = 0
-            group.append(request)
-            count += len(request.keys)
+            group.append(run)
+            count += len(run.keys)
         if group:
             yield group
-
-    def _reserve_alone(
-        self, request: allocation.ReserveRequest, until: float
-    ) -> None:
-        """Add the outcomes of a request, in as many transactions as it takes."""
-        hindrance: Reason | None = None
-        self._find_room([request], until)
-        for at in range(0, len(request.keys), BATCH):
-            batch = range(at, min(at + BATCH, len(request.keys)))
-            try:
-                self._admit(request, batch, hindrance, until)
-            except DeadlineMissedError:
-                hindrance = Reason.LEDGER_BUSY
-            if hindrance is None:
-                hindrance = self._reserve_batch(request, batch, until)
-            else:
-                request.outcomes += [
-                    Refused(request.keys[i], hindrance) for i in batch
-                ]
 
     def _reserve_group(
         self, group: Sequence[allocation.ReserveRequest], until: float
@@ -632,7 +636,11 @@ class Ledger:
             if self._room < count:
                 victims = self._victims(count, newest + 1, until)
             reserve = partial(
-                allocation.reserve_runs, requests=group, victims=victims
+                allocation.reserve,
+                batches=[
+                    (request, range(len(request.keys))) for request in group
+                ],
+                victims=victims,
             )
             results = self.session.write(reserve, until - time.monotonic())
         except (UnavailableError, DeadlineMissedError) as error:
@@ -725,21 +733,24 @@ class Ledger:
 
         A present chunk is never evicted for another key of the same call.
         """
-        keys = [key for request in group for key in request.keys]
-        with contextlib.suppress(UnavailableError):
-            found, totals = self.session.read(
-                partial(queries.find_entries, keys=keys),
-                until - time.monotonic(),
-            )
-            self._note_totals(totals)
-            begin = 0
-            for request in group:
-                own = found[begin : begin + len(request.keys)]
-                begin += len(own)
-                request.present.update(
-                    i for i, item in enumerate(own) if item is not None
+        if group[0].found is None:
+            keys = [key for request in group for key in request.keys]
+            with contextlib.suppress(UnavailableError):
+                rows, totals = self.session.read(
+                    partial(queries.find_entries, keys=keys),
+                    until - time.monotonic(),
                 )
-                self._keep_present(own, request.start, request.stamp, until)
+                self._note_totals(totals)
+                begin = 0
+                for request in group:
+                    request.found = rows[begin : begin + len(request.keys)]
+                    begin += len(request.keys)
+        for request in group:
+            found = request.found or ()
+            request.present.update(
+                i for i, item in enumerate(found) if item is not None
+            )
+            self._keep_present(found, request.start, request.stamp, until)
 
     def _admit(
         self,
@@ -793,7 +804,7 @@ class Ledger:
         Changes ghosts, and recency and leases of what is present. Pass the admitted keys to
         `reserve` as `already_admitted`.
         """
-        request = allocation.ReserveRequest(keys[:BATCH], start, None, stamp)
+        request = allocation.ReserveRequest(keys[:BATCH], stamp, start)
         until = time.monotonic() + deadline_seconds
         request.grow_until = until - deadline_seconds * (1 - _GROWTH_SHARE)
         # as in `reserve`: with room for all, all are admitted
@@ -842,11 +853,10 @@ class Ledger:
                 victims = self._victims(count, newest, until) if looked else []
                 reserve = partial(
                     allocation.reserve,
-                    request=request,
-                    batch=batch,
+                    batches=[(request, batch)],
                     victims=victims,
                 )
-                made = self.session.write(reserve, until - time.monotonic())
+                [made] = self.session.write(reserve, until - time.monotonic())
             except (UnavailableError, DeadlineMissedError) as error:
                 refused = _refused([request.keys[i] for i in batch], error)
                 request.outcomes += refused
@@ -929,23 +939,11 @@ class Ledger:
         signal handler) nothing is reserved; a ValueError, for a wrong part, changes nothing.
         `token`: that of a `SlotWriter`, if it owns them.
         """
+        if token is None:
+            return self.owned(
+                partial(self._commit_own, reserved, part, deadline_seconds)
+            )
         until = time.monotonic() + deadline_seconds
-        if token is not None:
-            return self._commit_all(reserved, part, until)
-
-        def commit(token: CallToken) -> list[CommitResult]:
-            token.made.append((None, reserved))
-            try:
-                return self._commit_all(reserved, part, until)
-            except ValueError:
-                token.made.clear()
-                raise
-
-        return self.owned(commit)
-
-    def _commit_all(
-        self, reserved: Sequence[Reserved], part: int, until: float
-    ) -> list[CommitResult]:
         done: list[CommitResult] = []
         for batch in batches(reserved):
             commit = partial(allocation.commit, reserved=batch, part=part)
@@ -956,6 +954,21 @@ class Ledger:
                 self.session.defer(commit)
                 done += [CommitResult.LOST] * len(batch)
         return done
+
+    def _commit_own(
+        self,
+        reserved: Sequence[Reserved],
+        part: int,
+        deadline_seconds: float,
+        token: CallToken,
+    ) -> list[CommitResult]:
+        """Commit what only the caller owns until now."""
+        token.made.append((None, reserved))
+        try:
+            return self.commit(reserved, part, deadline_seconds, token)
+        except ValueError:
+            token.made.clear()
+            raise
 
     def abort(
         self, outcomes: Sequence[Outcome], deadline_seconds: float = 1.0
@@ -1043,6 +1056,7 @@ class Ledger:
         lease_seconds: float = 0.0,
         touch: bool = True,
         asked: bool = True,
+        ahead: int = 0,
         deadline_seconds: float = 1.0,
     ) -> Match:
         """Return the leading run of keys that may be read. Changes leases, and recency unless the
@@ -1053,11 +1067,12 @@ class Ledger:
         store.
 
         `asked`: the caller wants to read them, which counts as a hit; False if it is about to store
-        what follows them.
+        what follows them. `ahead`: how many of the following keys it will reserve next; they are
+        looked up too if some must be evicted for them.
 
         The generations are those of the entries: compare them with `still_valid` after the copy.
         """
-        slots, generations, reason = self._match(
+        slots, generations, reason, following = self._match(
             keys,
             start,
             namespace,
@@ -1065,12 +1080,14 @@ class Ledger:
             lease_seconds,
             touch,
             asked,
+            ahead,
             deadline_seconds,
         )
         return Match(
             np.asarray(slots, np.int64),
             np.asarray(generations, np.uint64),
             reason,
+            following,
         )
 
     def count_prefix(
@@ -1087,7 +1104,7 @@ class Ledger:
         """Do what `match_prefix` does; return only how many keys are in the run, and why not
         more.
         """
-        slots, _, reason = self._match(
+        slots, _, reason, _ = self._match(
             keys,
             start,
             namespace,
@@ -1095,6 +1112,7 @@ class Ledger:
             lease_seconds,
             touch,
             True,
+            0,
             deadline_seconds,
         )
         return len(slots), reason
@@ -1108,39 +1126,47 @@ class Ledger:
         lease_seconds: float,
         touch: bool,
         asked: bool,
+        ahead: int,
         deadline_seconds: float,
     ) -> tuple[
         Sequence[int] | NDArray[np.int64],
         Sequence[int] | NDArray[np.uint64],
         Reason | None,
+        Sequence[Present | None] | None,
     ]:
         until = time.monotonic() + deadline_seconds
         columns = self.columns
         on_disk = self.on_disk
+        following: Sequence[Present | None] | None = None
+        totals: Meta | None = None
 
-        def find(txn: Txn, tables: Tables) -> queries.Found:
+        def find(txn: Txn, tables: Tables) -> tuple[queries.Found, int]:
+            nonlocal following, totals
             # what is served from a disk is never decided by columns, which are only hints there
-            return queries.match_prefix(
+            found = queries.match_prefix(
                 txn, tables, columns, not on_disk, keys, namespace, start
             )
+            at = len(found[0])
+            if ahead and self._room < len(keys) - at:
+                following, totals = queries.find_entries(
+                    txn, tables, keys[at : at + ahead]
+                )
+            return found, txn.id() if on_disk else 0
 
         try:
-            if on_disk:
-                found, transaction = self.session.read(
-                    lambda txn, tables: (find(txn, tables), txn.id()),
-                    deadline_seconds,
-                )
-                self._note_matched(
-                    transaction,
-                    np.asarray(found[0], np.int64),
-                    np.asarray(found[1], np.uint64),
-                )
-            else:
-                found = self.session.read(find, deadline_seconds)
+            found, transaction = self.session.read(find, deadline_seconds)
         except UnavailableError as error:
             self.count({f"miss_{error.reason}": 1})
-            return [], [], error.reason
+            return [], [], error.reason, None
         slots, generations, intact, reason = found
+        if on_disk:
+            self._note_matched(
+                transaction,
+                np.asarray(slots, np.int64),
+                np.asarray(generations, np.uint64),
+            )
+        if totals is not None:
+            self._note_totals(totals)
         if intact < len(slots):
             damaged = keys[intact], int(slots[intact]), int(generations[intact])
             self.remove_exact(
@@ -1148,6 +1174,7 @@ class Ledger:
             )
             slots = slots[:intact]
             generations = generations[:intact]
+            following = None
         elif reason is None and len(slots) < len(keys):
             reason = self.explain_miss(keys[len(slots)]).reason
         if len(slots) and (touch or lease_seconds):
@@ -1160,7 +1187,7 @@ class Ledger:
             )
         if on_disk:
             self.upkeep_thread.read()
-        return slots, generations, reason
+        return slots, generations, reason, following
 
     def _use(
         self,
@@ -1188,62 +1215,39 @@ class Ledger:
             return
         cells = self.columns.cells
         try:
-            self._use_few(
-                cells,
-                slots,
-                generations,
-                newest,
-                touch,
-                asked,
-                lease_seconds,
-                until,
-            )
+            published = cells[0]
+            count = len(slots)
+            stamps: Sequence[int] = range(newest, newest - count, -1)
+            here = slots
+            linked = touch and count > 1
+            if [published[slot] for slot in slots] != generations:
+                standing = [
+                    at
+                    for at, slot in enumerate(slots)
+                    if published[slot] == generations[at]
+                ]
+                here = [slots[at] for at in standing]
+                stamps = [newest - at for at in standing]
+                linked = False
+            if touch:
+                self.evictor.touch_few(here, stamps, asked, until)
+            if linked:
+                parents = cells[PARENT_CELLS]
+                parent_generations = cells[PARENT_CELLS + 1]
+                before = slots[0]
+                for at in range(1, count):
+                    slot = slots[at]
+                    parents[slot] = before
+                    parent_generations[slot] = generations[at - 1]
+                    before = slot
+            if lease_seconds:
+                nanoseconds = int(min(lease_seconds * 1e9, LONGEST_LEASE_NS))
+                self.columns.lease_few(here, self._now(), nanoseconds)
         except ValueError:
             # in a child that a signal handler forked in this call, which is its parent's, they are
             # released: see `Columns.new_cells`
             if cells is self.columns.cells:
                 raise
-
-    def _use_few(
-        self,
-        cells: Sequence[memoryview],
-        slots: Sequence[int],
-        generations: Sequence[int] | NDArray[np.uint64],
-        newest: int,
-        touch: bool,
-        asked: bool,
-        lease_seconds: float,
-        until: float,
-    ) -> None:
-        """Do the same for few chunks, one by one, by `cells` of the columns."""
-        published = cells[0]
-        count = len(slots)
-        stamps: Sequence[int] = range(newest, newest - count, -1)
-        here = slots
-        linked = touch and count > 1
-        if [published[slot] for slot in slots] != generations:
-            standing = [
-                at
-                for at, slot in enumerate(slots)
-                if published[slot] == generations[at]
-            ]
-            here = [slots[at] for at in standing]
-            stamps = [newest - at for at in standing]
-            linked = False
-        if touch:
-            self.evictor.touch_few(here, stamps, asked, until)
-        if linked:
-            parents = cells[PARENT_CELLS]
-            parent_generations = cells[PARENT_CELLS + 1]
-            before = slots[0]
-            for at in range(1, count):
-                slot = slots[at]
-                parents[slot] = before
-                parent_generations[slot] = generations[at - 1]
-                before = slot
-        if lease_seconds:
-            nanoseconds = int(min(lease_seconds * 1e9, LONGEST_LEASE_NS))
-            self.columns.lease_few(here, self._now(), nanoseconds)
 
     def which(
         self, keys: Sequence[bytes], deadline_seconds: float = 1.0
@@ -1692,6 +1696,14 @@ def _pages_of(
 
 def _left(until: float) -> float:
     return max(0.0, until - time.monotonic())
+
+
+def _require_reservable(keys: Sequence[bytes], parts: int) -> None:
+    """Raise ValueError for keys or parts of which no slot can be reserved."""
+    if parts < 1:
+        raise ValueError(f"a chunk has at least one part, not {parts}")
+    if set(map(len, keys)) - {KEY_BYTES}:
+        raise ValueError(f"a key has {KEY_BYTES} bytes")
 
 
 def _refused(

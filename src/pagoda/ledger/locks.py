@@ -129,13 +129,10 @@ class LockFile(OwnDescription):
         self.unlock_intent = _FLOCK.pack(
             fcntl.F_UNLCK, os.SEEK_SET, first + INTENT, 1, 0
         )
-        # both, by one call
-        self.share_gate = _FLOCK.pack(
-            fcntl.F_RDLCK, os.SEEK_SET, first + GATE, 2, 0
-        )
-        # and intent
-        self.unlock_gate = _FLOCK.pack(
-            fcntl.F_UNLCK, os.SEEK_SET, first + GATE, 2, 0
+        # gate and intent, by one call
+        self.share_gate, self.take_gate, self.unlock_gate = (
+            _FLOCK.pack(kind, os.SEEK_SET, first + GATE, 2, 0)
+            for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK)
         )
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         super().__init__(os.O_RDWR | os.O_CLOEXEC)
@@ -260,9 +257,9 @@ def _request(kind: int, byte: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0)
 
 
-def _shared_at_once(fd: int, request: bytes) -> bool:
-    """Take the locks of a reader, if no writer has or wants the gate. Whoever waits takes them one
-    after the other: behind a writer that waits, not behind all of them.
+def _taken_at_once(fd: int, request: bytes) -> bool:
+    """Take gate and intent, if nobody has or wants the gate who keeps others out. Whoever waits
+    takes them one after the other: behind a writer that waits, not behind all of them.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
@@ -454,7 +451,8 @@ class Gate:
             if not entered:
                 raise DeadlineMissedError
             self._owner = me
-            if (exclusive or not _shared_at_once(fd, file.share_gate)) and (
+            both = file.take_gate if exclusive else file.share_gate
+            if not _taken_at_once(fd, both) and (
                 not self._lock(INTENT, exclusive, until)
                 or not self._lock(GATE, exclusive, until)
             ):

@@ -78,12 +78,14 @@ class Match(NamedTuple):
     """The leading run that may be read: slots[i], of generations[i], holds key i. `reason`: why the
     run ends there.
 
-    `reason` is None if all keys are in the run.
+    `reason` is None if all keys are in the run. `following`: which of the next keys have a chunk,
+    for `Ledger.reserve`; None: nobody looked.
     """
 
     slots: NDArray[np.int64]
     generations: NDArray[np.uint64]
     reason: Reason | None
+    following: Sequence[Present | None] | None = None
 
 
 class Miss(NamedTuple):

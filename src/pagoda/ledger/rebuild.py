@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pagoda.base.metrics import Reason
 from pagoda.ledger.clears_and_labels import is_live
 from pagoda.ledger.ledger import Ledger
-from pagoda.ledger.lmdb_tables import ENTRY, PLACE, SLOT, SLOT_KEY
+from pagoda.ledger.lmdb_tables import PLACE
 from pagoda.ledger.locks import SCAN
 from pagoda.ledger.outcomes import ScannedChunk
 from pagoda.ledger.store_state import FIRST_OFFSET
@@ -102,14 +102,10 @@ def _enter(transaction: Transaction, slot: int, chunk: ScannedChunk) -> bool:
     number = transaction.namespace(
         chunk.namespace_root
     ) or transaction.add_namespace(chunk.namespace_root)
-    row = SLOT.pack(
-        chunk.sequence, number, chunk.position, chunk.tokens, chunk.key
-    )
-    transaction.put(SLOT_KEY.pack(slot), row, db=transaction.tables.slots)
-    entry = ENTRY.pack(slot, chunk.sequence, number, chunk.position)
-    transaction.put(chunk.key, entry, db=transaction.tables.entries)
-    transaction.meta.ready += 1
-    transaction.add_to_namespace(number, chunks=1)
+    if not transaction.attach_chunk(
+        slot, chunk.sequence, number, chunk.position, chunk.tokens, chunk.key
+    ):
+        return False
     transaction.publish_filling(
         slot, chunk.sequence, chunk.key, 0, chunk.position, None, number
     )

@@ -211,21 +211,19 @@ class Session:
             self.page_guards.clear_ended()
         return result
 
-    def _transact(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work` as one transaction. Called inside the gate, held exclusively."""
-        if self._pages is not None:
-            self._require_readable()
-        tables = self._open()
-        return self._commit(tables, self.member, work)
-
-    def _commit(
-        self, tables: Tables, member: int, work: Callable[[Transaction], T]
+    def _transact(
+        self, work: Callable[[Transaction], T], opening: Tables | None = None
     ) -> T:
         """Run deferred work, give up what orphans own, then run `work`; commit, publish and count.
+        Called inside the gate, held exclusively. `opening`: the tables, if they are being opened.
 
         An exception at any line either changes nothing, or comes after the commit: then all is
         published before the gate is released.
         """
+        if self._pages is not None and opening is None:
+            self._require_readable()
+        tables = self._open() if opening is None else opening
+        member = self.member  # 0 in a process that is about to become one
         transaction: Transaction | None = None
         late: deque[tuple[Callable[[Transaction], object]]] = deque()
         dropped: list[CallToken] = []
@@ -236,7 +234,6 @@ class Session:
                 transaction = Transaction(
                     txn, tables, member, self.is_alive, now, chunk_bytes
                 )
-                # a process that is about to be a member has none of these
                 if member and self._deferred:
                     late.extend(self._deferred)
                     for (step,) in late:
@@ -992,7 +989,7 @@ class Session:
             self._column = columns_of(transaction.txn, tables)
             transaction.then = partial(self._become, number, row, gate)
 
-        self._commit(tables, 0, enter)
+        self._transact(enter, tables)
 
     def _become(self, number: int, row: int, gate: Gate) -> None:
         """Become the member of that number, with its counters in that row; inside that gate."""

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Required, Self, TypedDict, Unpack
+from typing import Protocol, Self, Unpack
 from weakref import ref
 
 from pagoda.base.finalizers import Finalizer
+from pagoda.ledger.allocation import ReserveOptions
 from pagoda.ledger.call_tokens import Bytes, CallToken
 from pagoda.ledger.ledger import Ledger
 from pagoda.ledger.outcomes import CommitResult, Outcome, Reserved
@@ -32,20 +33,6 @@ class ViewedSlab(Protocol):
 
     def views_on(self, slots: Sequence[int]) -> tuple[list[Bytes], Bytes]:
         """Return the bytes of some slots, and the array that lives as long as they are used."""
-
-
-class ReserveOptions(TypedDict, total=False):
-    """The options of `Ledger.reserve`."""
-
-    namespace: Required[bytes]
-    start: int
-    parent: bytes | None
-    tokens: int
-    stamp: int | None
-    admit_all: bool
-    already_admitted: bool
-    context: int | None
-    deadline_seconds: float
 
 
 class SlotWriter:
@@ -104,10 +91,21 @@ class SlotWriter:
         self._ledger.session.writers.pop(self._token, None)
 
     def reserve(
-        self, keys: Sequence[bytes], **options: Unpack[ReserveOptions]
+        self,
+        keys: Sequence[bytes],
+        *,
+        stamp: int | None = None,
+        deadline_seconds: float = 1.0,
+        **options: Unpack[ReserveOptions],
     ) -> list[Outcome]:
         """Do what `Ledger.reserve` does; the writer owns what is reserved."""
-        outcomes = self._ledger.reserve(keys, token=self._token, **options)
+        outcomes = self._ledger.reserve(
+            keys,
+            stamp=stamp,
+            deadline_seconds=deadline_seconds,
+            token=self._token,
+            **options,
+        )
         self._outcomes += len(outcomes)
         if self._outlived:  # a long prompt has many
             self._token.forget_transactions()

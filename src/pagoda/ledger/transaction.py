@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import lmdb
@@ -20,6 +20,7 @@ from pagoda.ledger.columns import BARE, KEY_BYTES, NO_PARENT, NOT_READY, Columns
 from pagoda.ledger.eviction_policy import GHOST_REASONS
 from pagoda.ledger.ghost_table import marks_of
 from pagoda.ledger.lmdb_tables import (
+    ENTRY,
     HOLD,
     MEMBER,
     MEMBER_KEY,
@@ -112,18 +113,18 @@ class Transaction:
         self.meta.next_generation += 1
         return self.meta.next_generation - 1
 
-    def take_free(self) -> int | None:
-        """Take a free slot; None if there is none."""
-        if self.meta.free() > self.meta.backed - self.meta.unused:
+    def free_slots(self) -> Iterator[int]:
+        """Take free slots, one by one, until there is none."""
+        meta = self.meta
+        if meta.free() > meta.backed - meta.unused:
             cursor = self.txn.cursor(db=self.tables.free)
-            if cursor.first():
+            while cursor.first():
                 slot: int = SLOT_KEY.unpack(cursor.key())[0]
                 cursor.delete()
-                return slot
-        if self.meta.unused < self.meta.backed:
-            self.meta.unused += 1
-            return self.meta.unused - 1
-        return None
+                yield slot
+        while meta.unused < meta.backed:
+            meta.unused += 1
+            yield meta.unused - 1
 
     def free_slot(self, slot: int) -> None:
         """Put a slot among the free ones, with a new generation, so that a read in progress is not
@@ -160,6 +161,25 @@ class Transaction:
         allocated.
         """
         self.meta.backed = max(self.meta.backed, backed)
+
+    def attach_chunk(
+        self,
+        slot: int,
+        generation: int,
+        namespace: int,
+        position: int,
+        tokens: int,
+        key: bytes,
+    ) -> bool:
+        """Add the chunk of a slot to the tables, unless the key has one; return whether it did."""
+        entry = ENTRY.pack(slot, generation, namespace, position)
+        if not self.put(key, entry, overwrite=False, db=self.tables.entries):
+            return False
+        row = SLOT.pack(generation, namespace, position, tokens, key)
+        self.put(SLOT_KEY.pack(slot), row, db=self.tables.slots)
+        self.meta.ready += 1
+        self.add_to_namespace(namespace, chunks=1)
+        return True
 
     def detach_chunk(self, slot: int, reason: Reason) -> bytes | None:
         """Remove the chunk of a slot from the tables; return its key, or None. The caller then owns

@@ -704,8 +704,9 @@ class DiskWorker(IoWorker):
         with SlotWriter(ledger) as writer:
             with store.in_turn(writes[0].batch):
                 valid = valid_writes(writes)
+                resting = store.resting
                 for write in writes:
-                    if store.resting:
+                    if resting:
                         results[write] = self._dropped(Reason.TIER_SKIPPED)
                     elif write not in valid:
                         results[write] = self._dropped(
