@@ -219,6 +219,7 @@ def test_where_few_of_many_slots_have_pages_victims_are_found(
     shm_root: Path, no_memory: list[CgroupRoom], policy: str
 ) -> None:
     ledger = growing(shm_root, 1600, 64 << 10, policy=policy, first=16 * MIB)
+    ledger.upkeep_thread.close()  # on a busy machine it ranks all slots first
     assert ledger.slots > 3 * RANKED_AT_ONCE
     fitting = ledger.slots - unbacked(ledger)
     assert 0 < fitting < ledger.slots // 100
