@@ -8,7 +8,8 @@ are medians over the pairs:
     open       time of the opening
     total      wall and processor time of the process, from the opening until the store is full and
                its pages are in huge pages
-    slowest    processor time of the thread for the slowest of all stores, over their median
+    huge       how much of the slots is in huge pages then, or unlike things are compared
+    slowest    processor time of the thread for the slowest of all stores, and over their median
     evicted    chunks that were evicted or refused before the store was full
 """
 
@@ -38,6 +39,13 @@ _MIB = 1 << 20
 _FIRST_BYTES = 2 * _MIB  # of the first example
 _BATCH_BYTES = 16 * _MIB  # of one store
 _SETTLE_SECONDS = 120.0
+# of a store that grows, divided by those of one that does not
+_RATIOS = (
+    "open_seconds",
+    "filled_seconds",
+    "total_seconds",
+    "processor_seconds",
+)
 
 
 def opened(root: Path, mib: int, slot_kib: int, kind: str) -> HostTier:
@@ -70,6 +78,14 @@ def settle(tier: HostTier) -> None:
         time.sleep(0.01)
 
 
+def huge_bytes(path: Path) -> int:
+    """Return how much of a file this process has mapped in huge pages."""
+    maps = Path("/proc/self/smaps").read_text().split("VmFlags")
+    mine = next(each for each in maps if str(path) in each)
+    lines = [line for line in mine.splitlines() if "PmdMapped" in line]
+    return 1024 * sum(int(line.split()[1]) for line in lines)
+
+
 def be_measured(root: Path, mib: int, slot_kib: int, kind: str) -> None:
     """Open and fill a tier in this process; print what it took."""
     wall = time.perf_counter()
@@ -93,6 +109,8 @@ def be_measured(root: Path, mib: int, slot_kib: int, kind: str) -> None:
     settle(tier)
     found["total_seconds"] = time.perf_counter() - wall
     found["processor_seconds"] = time.process_time() - spent
+    found["huge_bytes"] = huge_bytes(tier.ledger.slab_path)
+    found["slowest_store_seconds"] = max(each)
     found["slowest_of_median"] = max(each) / median(each)
     found["evicted"] = admin.numbers(tier.ledger)["evicted_chunks"] + refused
     tier.close()
@@ -138,7 +156,13 @@ def compared(mib: int, slot_kib: int, pairs: int) -> dict[str, object]:
         kinds = ("whole", "grows") if number % 2 else ("grows", "whole")
         for kind in kinds:
             runs[kind].append(measured(mib, slot_kib, kind))
-        say(f"slots of {slot_kib} KiB: pair {number + 1} of {pairs}")
+        say(
+            f"slots of {slot_kib} KiB: pair {number + 1} of {pairs}: "
+            + ", ".join(
+                f"{name} {runs['grows'][-1][name] / runs['whole'][-1][name]:.2f}"
+                for name in _RATIOS
+            )
+        )
     middle = {
         kind: {name: median(run[name] for run in all_) for name in all_[0]}
         for kind, all_ in runs.items()
@@ -148,12 +172,7 @@ def compared(mib: int, slot_kib: int, pairs: int) -> dict[str, object]:
             grown[name] / whole[name]
             for grown, whole in zip(runs["grows"], runs["whole"], strict=True)
         )
-        for name in (
-            "open_seconds",
-            "filled_seconds",
-            "total_seconds",
-            "processor_seconds",
-        )
+        for name in _RATIOS
     }
     example = first_example(mib, slot_kib, "grows")
     return {
@@ -203,7 +222,9 @@ def main() -> None:
                 f"  filled {numbers['filled_seconds']:.2f} s"
                 f"  total {numbers['total_seconds']:.2f} s"
                 f"  processor {numbers['processor_seconds']:.2f} s"
-                f"  slowest {numbers['slowest_of_median']:.2f}x"
+                f"  huge {numbers['huge_bytes'] / _MIB:.0f} MiB"
+                f"  slowest {1e3 * numbers['slowest_store_seconds']:.1f} ms"
+                f" {numbers['slowest_of_median']:.2f}x"
                 f"  evicted {numbers['evicted']:.0f}"
             )
         ratios = found["grows_of_whole"]

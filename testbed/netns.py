@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any  # what Popen takes  # noqa: TID251
 
-from testbed.programs import path_of, skip
+from testbed.programs import ends_with_this, path_of, skip
 
 _COMMAND_SECONDS = 60.0
 _PROGRAMS = {
@@ -109,21 +109,9 @@ class Place:
         """Start a process inside, in a new session; it is killed at `close`, or when this process
         ends.
         """
-        unless_orphaned = [
-            "sh",
-            "-c",
-            'test $PPID = "$0" && exec "$@"',
-            str(os.getpid()),
-        ]  # before setpriv ran
-        guarded = [
-            "setpriv",
-            "--pdeathsig",
-            "KILL",
-            *unless_orphaned,
-            *self._inside(command),
-        ]
         process = subprocess.Popen(
-            guarded, **{"start_new_session": True, **options}
+            ends_with_this(self._inside(command)),
+            **{"start_new_session": True, **options},
         )
         self._started.append(process)
         return process

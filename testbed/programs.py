@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import unittest
+from collections.abc import Sequence
 from pathlib import Path
 
 # searched after those of PATH
@@ -89,6 +90,19 @@ def need(program: str) -> str:
     if path is None:
         raise skip(lacking(program))
     return path
+
+
+def ends_with_this(command: Sequence[str]) -> list[str]:
+    """Return a command that is killed when the thread that starts it ends, as with its process,
+    also by SIGKILL. The process has the same id. Without the program for it: the command itself.
+    """
+    setpriv = path_of("setpriv")
+    if setpriv is None:
+        return [*command]
+    # this process may have ended before setpriv ran
+    unless_orphaned = 'test $PPID = "$0" && exec "$@"'
+    shell = ["/bin/sh", "-c", unless_orphaned, str(os.getpid())]
+    return [setpriv, "--pdeathsig", "KILL", *shell, *command]
 
 
 def skip(message: str) -> Exception:

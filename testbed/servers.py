@@ -1,8 +1,11 @@
-"""Real servers, each in a separate directory, on a free loopback port; killed at the end."""
+"""Real servers, each in a separate directory, on a free loopback port; killed at the end, and when
+the process that started them is killed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import importlib.util
 import os
@@ -14,12 +17,22 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from testbed.patience import Patience
-from testbed.programs import DAV_MODULE, LIBRARIES, lacking, need, skip
+from testbed.programs import (
+    DAV_MODULE,
+    LIBRARIES,
+    ends_with_this,
+    lacking,
+    need,
+    skip,
+)
 
 __all__ = [
     "Server",
@@ -51,6 +64,14 @@ def free_port() -> int:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
             return port
+
+
+@functools.cache
+def _starter(_pid: int) -> ThreadPoolExecutor:
+    """Return a thread that starts servers for other threads of this process, which may end before
+    it.
+    """
+    return ThreadPoolExecutor(1, "server-starter")
 
 
 class Server:
@@ -149,14 +170,19 @@ class Server:
     def _start(self) -> bool:
         """Wait until it answers. Return False if it ended."""
         with (self.root / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command(self.port),
+            start = partial(
+                subprocess.Popen,
+                ends_with_this(self._command(self.port)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 env=self._environment,
             )
+            if threading.current_thread() is threading.main_thread():
+                self._process = start()
+            else:
+                self._process = _starter(os.getpid()).submit(start).result()
         patience = Patience(START_SECONDS)
         while not patience.ended:
             with contextlib.suppress(OSError, http.client.HTTPException):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib.util
 import os
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+from tests.homes import made_home
 
 if TYPE_CHECKING:
     from pagoda.ledger import Ledger
@@ -44,12 +45,6 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
-def _remove_home(home: str, owner: int) -> None:
-    """Remove a home at the end of the process that made it, not of its forks."""
-    if os.getpid() == owner:
-        shutil.rmtree(home, ignore_errors=True)
-
-
 # Processes that a test starts use the same sources as the test, not an installed package.
 _package = importlib.util.find_spec("pagoda")
 assert _package is not None
@@ -63,8 +58,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # configured is not read: neither his files nor his variables. Worker processes share it.
 _HOME = "HOME_OF_TESTS"
 if _HOME not in os.environ:
-    _made = tempfile.mkdtemp(prefix="pagoda-test-home-")
-    atexit.register(_remove_home, _made, os.getpid())
+    _made = made_home(Path(tempfile.gettempdir()))
     os.environ[_HOME] = _made
     for _name in list(os.environ):
         if _name.startswith("PAGODA_") and not _name.startswith("PAGODA_TEST_"):

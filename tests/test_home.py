@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from pagoda.base import recorded_tiers
 from pagoda.config.sources import load
+from tests.homes import made_home
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +45,46 @@ def test_nothing_that_the_user_configured_is_read() -> None:
     ]
     assert set(load().origins.values()) == {"default"}
     assert recorded_tiers.entries() == []
+
+
+_MAKES_A_HOME = """
+import multiprocessing, os, sys
+from pathlib import Path
+from tests.homes import made_home
+
+def make():
+    print(made_home(Path(sys.argv[1])), flush=True)
+
+if sys.argv[2] == "killed":
+    make()
+    os.kill(os.getpid(), 9)
+child = multiprocessing.get_context("fork").Process(target=make)
+child.start()
+child.join()
+"""
+
+
+def _makes_a_home(parent: Path, how: str) -> tuple[int, Path]:
+    command = [sys.executable, "-c", _MAKES_A_HOME, str(parent), how]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=False
+    )
+    return done.returncode, Path(done.stdout.strip())
+
+
+def test_a_process_leaves_no_home(tmp_path: Path) -> None:
+    code, made = _makes_a_home(tmp_path, "ends")
+    assert code == 0
+    assert made.parent == tmp_path
+    assert not made.exists()
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    code, left = _makes_a_home(tmp_path, "killed")
+    assert code == -signal.SIGKILL
+    assert left.is_dir()
+    mine = made_home(tmp_path)
+    assert not left.exists()
+    _makes_a_home(tmp_path, "ends")
+    assert Path(mine).is_dir(), "its process lives"

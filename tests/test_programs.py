@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import threading
+import time
 import unittest
 from pathlib import Path
 
 import pytest
 
 from testbed import programs
+from testbed.patience import wait_until
 from testbed.programs import lacking, need, path_of
+from testbed.servers import redis_server
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,3 +77,48 @@ def test_nothing_looks_for_programs_in_another_way() -> None:
         if another_way.search(line)
     ]
     assert found == []
+
+
+_STARTS_A_SERVER = """
+import sys, time
+from testbed.servers import redis_server
+with redis_server() as server:
+    print(server.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process exists that has not ended: nobody may wait for it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+@pytest.mark.skipif(path_of("setpriv") is None, reason=lacking("setpriv"))
+def test_a_server_ends_with_a_process_that_is_killed() -> None:
+    need("redis-server")
+    process = subprocess.Popen(
+        [sys.executable, "-c", _STARTS_A_SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    with process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert _lives(pid)
+        process.kill()
+    wait_until(lambda: not _lives(pid))
+
+
+def test_a_server_outlives_the_thread_that_started_it() -> None:
+    with redis_server() as server:
+        thread = threading.Thread(target=server.restart)
+        thread.start()
+        thread.join()
+        for _ in range(3):
+            assert server.call("PING").strip() == "+PONG"
+            time.sleep(0.05)

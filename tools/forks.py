@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -100,6 +101,8 @@ def main():
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as shared,
         tempfile.TemporaryDirectory() as disk,
+        tempfile.TemporaryDirectory() as register,
+        mock.patch.dict(os.environ, XDG_STATE_HOME=register),  # not the user's
         Cache(
             namespace=Namespace("a-model"),
             layout=layout,

@@ -14,6 +14,7 @@ import ast
 import functools
 import io
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -145,6 +146,8 @@ def figures(call, after=lambda: None):
 def measured():
     """Return the figures of each call."""
     layout = KVLayout.dense(layers=2, kv_heads=2, head_dim=16, dtype="float32")
+    register = Path(tempfile.mkdtemp(prefix="path-"))  # not the user's
+    os.environ["XDG_STATE_HOME"] = str(register)
     disk = Path(tempfile.mkdtemp(prefix="path-"))
     first = Path(tempfile.mkdtemp(prefix="path-", dir="/dev/shm"))
     second = Path(tempfile.mkdtemp(prefix="path-", dir="/dev/shm"))
@@ -187,7 +190,7 @@ def measured():
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-        for place in (disk, first, second):
+        for place in (disk, first, second, register):
             shutil.rmtree(place, ignore_errors=True)
     return found
 

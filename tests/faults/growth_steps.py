@@ -207,6 +207,7 @@ def killed_after(
 
 POINTS: dict[str, tuple[object, str]] = {
     "tables": (space_sharing, "reserve_in_place"),
+    "huge": (MemorySlab, "allocate_huge"),
     "slab": (space_sharing, "allocate_range"),
     "mapped": (MemorySlab, "populate_slots"),
     "listed": (Transaction, "extend_backed"),

@@ -22,7 +22,9 @@ from pagoda.ledger.stores_under_root import allocated_bytes, root_locked
 from pagoda.ledger.transaction import Transaction
 from pagoda.policy.eviction_queue import RANKED_AT_ONCE
 from pagoda.slab import MemorySlab
+from pagoda.slab.linux_mmap import HUGE_BYTES
 from tests.children import in_child
+from tests.huge_pages import huge_bytes
 from tests.ledger.support import PATIENT_SECONDS, TENANT, keys, put
 
 MIB = 1 << 20
@@ -159,12 +161,13 @@ def test_pages_are_allocated_then_mapped_then_listed(
         monkeypatch.setattr(owner, name, noted)
 
     noting(space_sharing, "reserve_in_place", "tables")
+    noting(slab, "allocate_huge", "huge")
     noting(space_sharing, "allocate_range", "slab")
     noting(slab, "populate_slots", "mapped")
     noting(Transaction, "extend_backed", "listed")
     ledger.growth_thread.wake()
     assert eventually(lambda: "listed" in order)
-    assert order[:4] == ["tables", "slab", "mapped", "listed"]
+    assert order[:5] == ["tables", "huge", "slab", "mapped", "listed"]
     ledger.close()
     slab.close()
 
@@ -176,6 +179,54 @@ def test_a_piece_ends_where_huge_pages_meet(shm_root: Path) -> None:
     [whole] = ledger.pages.backed_ranges()
     assert whole.stop * (12 << 10) % (2 << 20) == 0
     ledger.close()
+
+
+@pytest.mark.parametrize("huge_at_once", [True, False], ids=["at once", "later"])
+def test_a_store_that_has_grown_is_in_huge_pages(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch, huge_at_once: bool
+) -> None:
+    """Also those in which two pieces meet, or two steps of what is collapsed later."""
+    if not huge_at_once:
+
+        def none_now(*_: object) -> bool:
+            return False
+
+        monkeypatch.setattr(MemorySlab, "allocate_huge", none_now)
+    size = 192 << 10
+    ledger = growing(shm_root, slot_bytes=size)
+    slab = MemorySlab(ledger.slab_path, ledger.slots, size, ledger.page_guards)
+    backed = ledger.pages.meta().backed
+    assert backed * size % HUGE_BYTES
+    ledger.space.begin_mapped(slab, backed)
+    slab.populate(background=False, backed=[range(backed)])
+    put(ledger, keys(*range(ledger.slots)))
+    assert eventually(lambda: not ledger.space.lags(ledger.slots))
+    huge = huge_bytes(ledger.slab_path)
+    if not huge:
+        pytest.skip("this kernel gives no huge pages here")
+    assert huge == ledger.slots * size
+    slab.close()
+    ledger.close()
+
+
+def test_a_piece_in_huge_pages_is_not_collapsed_again(
+    shm_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = growing(shm_root)
+    slab = MemorySlab(ledger.slab_path, ledger.slots, SLOT, ledger.page_guards)
+    backed = ledger.pages.meta().backed
+    ledger.space.begin_mapped(slab, backed)
+
+    def all_of_it(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(MemorySlab, "allocate_huge", all_of_it)
+    assert ledger.space.more()
+    more = ledger.pages.meta().backed
+    assert more > backed
+    assert not ledger.space.lags(more)
+    ledger.close()
+    slab.close()
 
 
 @pytest.fixture
@@ -428,6 +479,9 @@ def test_other_processes_get_the_root_between_two_pieces_that_are_finished(
 
 def test_a_slab_may_be_added_while_pages_are_finished(shm_root: Path) -> None:
     class Slab:
+        def allocate_huge(self, fd: int, slots: range) -> bool:
+            return False
+
         def populate_slots(self, slots: range, collapse: bool) -> None:
             pass
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import ClosedError, StoreError
+from pagoda.base.file_space import lengthen
 from pagoda.slab import PAGE_BYTES, MemorySlab, address, aligned
 from pagoda.slab.linux_mmap import populate
 from testbed.patience import Patience
+from tests.huge_pages import huge_bytes
 
 
 def make_file(path: Path, nbytes: int) -> Path:
@@ -116,16 +118,33 @@ def test_populate_gives_huge_pages_where_the_kernel_can(shm_root: Path) -> None:
     slab.array[:] = 7
     slab.populate(background=False)
     assert (slab.array == 7).all()
-    maps = Path("/proc/self/smaps").read_text().split("VmFlags")
-    mine = next(each for each in maps if str(slab.path) in each)
-    huge = sum(
-        int(line.split()[1]) for line in mine.splitlines() if "PmdMapped" in line
-    )
+    assert slab.path is not None
+    huge = huge_bytes(slab.path)
     if not huge:
         pytest.skip("this kernel gives no huge pages here")
     # it may not have had enough of them for all
-    assert huge <= 16 << 10
-    assert huge % 2048 == 0
+    assert huge <= 16 << 20
+    assert huge % (2 << 20) == 0
+    slab.close()
+
+
+def test_huge_pages_are_allocated_only_within_the_slots(shm_root: Path) -> None:
+    path = shm_root / "slab"
+    lengthen(path, 16 << 20)
+    slab = MemorySlab(path, 16, 1 << 20)
+    with open(path, "r+b") as file:
+        # slots 3 to 8 have two whole huge pages, and half of one at each end
+        assert not slab.allocate_huge(file.fileno(), range(3, 9))
+        taken = os.fstat(file.fileno()).st_blocks * 512
+        if taken < 4 << 20:
+            pytest.skip("this kernel gives no huge pages here")
+        assert taken == 4 << 20
+        assert not slab.allocate_huge(file.fileno(), range(15, 16))
+        assert slab.allocate_huge(file.fileno(), range(10, 14))
+        assert os.fstat(file.fileno()).st_blocks * 512 == 8 << 20
+    assert not slab.array[4:8].any()
+    assert not slab.array[10:14].any()
+    assert huge_bytes(path) == 8 << 20
     slab.close()
 
 

@@ -81,6 +81,11 @@ Ask = Callable[[Holding, int], int]
 class MappedSlab(Protocol):
     """A slab in memory, mapped by this process: `pagoda.slab.MemorySlab`."""
 
+    def allocate_huge(self, fd: int, slots: range) -> bool:
+        """Allocate the huge pages within these slots, which nobody uses yet, as far as there are
+        some; return whether that is all of these slots.
+        """
+
     def populate_slots(self, slots: range, collapse: bool) -> None:
         """Fault the pages of these slots in, which are allocated; `collapse` them into huge
         pages.
@@ -265,7 +270,11 @@ class SpaceShare:
                 stop = self._pages.meta().backed
                 some = max(1, _FINISHED_BYTES // max(1, self._slot_bytes))
                 fresh = range(self._mapped, min(stop, self._mapped + some))
-                for slots in _common(self._pages.backed_ranges(), fresh):
+                # a huge page is collapsed as a whole: the one in which the last step ended too
+                border = fresh.start * self._slot_bytes // _HUGE_PAGE_BYTES
+                first = border * _HUGE_PAGE_BYTES // max(1, self._slot_bytes)
+                ending = range(first, fresh.stop)
+                for slots in _common(self._pages.backed_ranges(), ending):
                     for slab in slabs:
                         slab.populate_slots(slots, collapse=True)
                 self._mapped = max(self._mapped, fresh.stop)
@@ -365,8 +374,10 @@ class SpaceShare:
         if spares:
             tail = self._whole_pages(tail)
         got: list[range] = []
+        huge = False
+        slabs = self._mapped_slabs() if spares else []
         if self._allocate_tables(meta.backed, tail.stop):
-            got = self._allocate([*ranges_of(bare), tail])
+            got, huge = self._allocate(ranges_of(bare), tail, slabs)
         if not got:
             if spares:
                 self._note_refusal("filesystem")
@@ -375,7 +386,7 @@ class SpaceShare:
         if spares:
             self.refused = ""
         # not by the request that uses them first: that would take it several times as long
-        for slab in self._mapped_slabs() if spares else ():
+        for slab in slabs:
             for slots in got:
                 slab.populate_slots(slots, collapse=False)
         listed = [
@@ -389,6 +400,8 @@ class SpaceShare:
         self._session.write(
             partial(Transaction.extend_backed, backed=backed), _ROOT_SECONDS
         )
+        if huge and self._mapped >= tail.start:
+            self._mapped = max(self._mapped, tail.stop)
         self.grown += 1
         return sum(map(len, got))
 
@@ -454,24 +467,32 @@ class SpaceShare:
             )
         self.refused = bound
 
-    def _allocate(self, wanted: Iterable[range]) -> list[range]:
-        """Allocate slots until the file system is full; return those that have pages now."""
+    def _allocate(
+        self, bare: Iterable[range], tail: range, slabs: Sequence[MappedSlab]
+    ) -> tuple[list[range], bool]:
+        """Allocate slots until the file system is full, the tail in huge pages if one of `slabs`
+        has some; return those that have pages now, and whether all of the tail are huge.
+        """
         got: list[range] = []
+        huge = bool(slabs)
         step = max(1, _RANGE_BYTES // self._slot_bytes)
         with self._pages.slab() as fd:
             for part in (
                 slots[at : at + step]
-                for slots in wanted
+                for slots in (*bare, tail)
                 for at in range(0, len(slots), step)
             ):
+                # if the part is refused, its huge pages are punched too
+                if slabs and part.start >= tail.start:
+                    huge = slabs[0].allocate_huge(fd, part) and huge
                 if not allocate_range(
                     fd,
                     part.start * self._slot_bytes,
                     len(part) * self._slot_bytes,
                 ):
-                    return got
+                    return got, False
                 got.append(part)
-        return got
+        return got, huge
 
     def _take(self) -> bool:
         """Take one piece from the store that must give, and grow by it; False if no store can give

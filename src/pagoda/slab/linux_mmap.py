@@ -82,15 +82,17 @@ def map_shared(fd: int | None, nbytes: int) -> Memory:
     return memory
 
 
-def collapse_huge_pages(address: int, length: int) -> None:
+def collapse_huge_pages(address: int, length: int) -> bool:
     """Collapse memory into huge pages if the kernel can; content and mappings of other processes
-    stay.
+    stay. Return whether all whole huge pages of it are.
+
+    Of a file in memory the holes beside at least one page are filled too.
 
     With scattered 4 KiB pages, direct I/O reaches about half the speed of a fast disk, and copies
     0.9 to 0.98 of their speed. If the kernel refuses (an older kernel, no free huge pages), the
     small pages remain in use.
     """
-    _libc.madvise(address, length, _MADV_COLLAPSE)
+    return bool(_libc.madvise(address, length, _MADV_COLLAPSE) == 0)
 
 
 def populate(address: int, length: int) -> bool:
