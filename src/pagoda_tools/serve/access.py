@@ -37,7 +37,7 @@ from pagoda.base.serve_token_file import (
     default_token_file,
     is_own,
 )
-from pagoda.base.synced_files import remove_abandoned
+from pagoda.base.synced_files import written_beside
 
 COOKIE = "pagoda"
 """The name of the page's cookie."""
@@ -540,27 +540,15 @@ def _make_token(path: Path) -> None:
     """Write a new token, unless another server was first. A failure leaves nothing behind. Raises
     ConfigError.
     """
-    # not the process id: the server of a container has the same at each start
-    fresh = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    token = secrets.token_urlsafe(32) + "\n"
     try:
         make_directory(path.parent)
-        remove_abandoned(path.parent, f".{path.name}-*")
-        try:
-            with open(
-                fresh,
-                "x",
-                opener=lambda name, flags: os.open(
-                    name, flags | os.O_CLOEXEC, 0o600
-                ),
-            ) as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+        with (
+            written_beside(path, token.encode()) as fresh,
             # if another server was first, its token is used
-            with contextlib.suppress(FileExistsError):
-                os.link(fresh, path)
-        finally:
-            fresh.unlink(missing_ok=True)
+            contextlib.suppress(FileExistsError),
+        ):
+            os.link(fresh, path)
     except OSError as error:
         raise ConfigError(
             f"{path}: a token cannot be written: {error.strerror}; name a file with --token-file"
