@@ -61,6 +61,7 @@ def remove_abandoned(
     `old_seconds`: of what lives longer than a write.
     """
     for file in directory.glob(names):
-        with contextlib.suppress(FileNotFoundError):
+        # gone by now, or another user's
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if time.time() - file.stat().st_mtime > old_seconds:
                 file.unlink()
