@@ -323,14 +323,9 @@ class AccessRules:
         cookie = request.cookies.get(COOKIE)
         if cookie is None or not self._sessions.knows(cookie):
             return False
-        origin = request.headers.get("Origin")
-        own = origin is None or origin.partition("://")[2] == request.headers.get(
-            "Host", ""
-        )
-        return (
-            own
-            if request.method in ("GET", "HEAD")
-            else own and origin is not None
+        is_look = request.method in ("GET", "HEAD")
+        return names_this_server(request) and (
+            is_look or "Origin" in request.headers
         )
 
     def lets_in(self, request: web.Request) -> bool:
@@ -361,6 +356,13 @@ class AccessRules:
     def is_token(self, text: str) -> bool:
         """Return whether `text` is the token, in the same time for any text."""
         return self._token is not None and _equal(text, self._token)
+
+
+def names_this_server(request: web.Request) -> bool:
+    """Return whether a request names no other site's page as its origin."""
+    origin = request.headers.get("Origin")
+    host = request.headers.get("Host", "")
+    return origin is None or origin.partition("://")[2] == host
 
 
 def _note(request: web.Request, is_trusted: bool) -> None:
